@@ -1,0 +1,3 @@
+//! yunion-mpsctl.
+
+fn main() {}

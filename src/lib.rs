@@ -1,0 +1,27 @@
+//! yunion-mps-daemon serves NVIDIA GPUs through MPS and exposes their slices as virtual devices on D-Bus.
+//!
+//! The way of the data, one direction only:
+//!
+//! ```text
+//! host.conf, host_local.conf, host_container_device.yml          NVML, /sys, pci.ids
+//!                  |                                                     |
+//!               config::Settings                                  gpu::Inventory
+//!                  \________________  plan::plan()  (pure)  _____________/
+//!                                          |
+//!                    Plan: control daemons, their GPUs, slices and limits
+//!                                          |
+//!       journal <-> supervisor: compute mode, start, limits, health, stop   (one per control daemon)
+//!                                          |
+//!                           state::Snapshot (plain data, a generation number)
+//!                                          |
+//!                      D-Bus objects and signals, the unit's status line
+//! ```
+//!
+//! A lower part never calls an upper one. `config`, `gpu` and `plan` supervise nothing; `dbus` decides nothing, it
+//! mirrors a Snapshot and passes requests on. Only `gpu::nvml` names `nvml_wrapper`, only `dbus` names zbus
+//! interfaces, only `config` names `serde_yaml`, and only `mps::process` starts or signals a process.
+
+pub mod config;
+pub mod gpu;
+pub mod plan;
+pub mod state;

@@ -1,0 +1,3 @@
+//! yunion-mps-daemon.
+
+fn main() {}
