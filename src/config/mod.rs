@@ -3,10 +3,20 @@
 //! `host.conf` is overlaid by `host_local.conf`, which names the device file. All three are read on each load; nothing
 //! is remembered between loads.
 
+mod device_file;
+mod host_conf;
+mod yaml;
+
 use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use host_conf::{DEVICE_FILE_KEY, Draft};
+use yaml::Value;
 
 /// Everything the two configuration files say, checked and with defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,6 +53,30 @@ pub struct Settings {
     pub devices: Vec<DeviceEntry>,
     /// The files that were read, in the order in which they were layered.
     pub sources: Vec<PathBuf>,
+}
+
+impl Default for Settings {
+    /// What holds where no file says anything: nothing is served.
+    fn default() -> Self {
+        Self {
+            enabled: false,
+            pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+            log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
+            replicas: NonZeroU32::MIN.saturating_add(9),
+            log_level: LogLevel::default(),
+            topology: Topology::default(),
+            thread_policy: ThreadPolicy::default(),
+            multiuser: MultiUser::default(),
+            prewarm: true,
+            set_compute_mode: true,
+            quit_timeout: Duration::from_secs(10),
+            fault_grace: Duration::from_secs(30),
+            log_max_bytes: 16 * 1024 * 1024,
+            cdi_directory: None,
+            devices: Vec::new(),
+            sources: Vec::new(),
+        }
+    }
 }
 
 /// One entry of the device file, of whatever type: the other types' entries claim GPUs that are then not ours.
@@ -172,4 +206,206 @@ pub enum MultiUser {
     On,
     /// Never.
     Off,
+}
+
+/// Where the configuration is looked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sources {
+    /// The main file, if the command line names it; otherwise it is searched for.
+    pub config: Option<PathBuf>,
+    /// Every path, those written inside the files too, is looked up below this directory: `/` on a real host.
+    pub sysroot: PathBuf,
+}
+
+/// A configuration without problems.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loaded {
+    /// What it says.
+    pub settings: Settings,
+    /// What an administrator should look at, though it doesn't stop anything.
+    pub warnings: Vec<Problem>,
+    /// The keys that aren't ours, with their places: of interest to nobody but a searcher of typing errors.
+    pub unknown_keys: Vec<(Origin, String)>,
+}
+
+/// What reading the files brings to light besides their values.
+#[derive(Debug, Default)]
+struct Findings {
+    problems: Vec<Problem>,
+    warnings: Vec<Problem>,
+    unknown_keys: Vec<(Origin, String)>,
+}
+
+/// Reads the main file, lays the local one over it, and reads the device file that they name.
+///
+/// # Errors
+/// Every problem of every file, in the order of the files and their lines.
+pub fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
+    let mut findings = Findings::default();
+    let mut draft = Draft::new();
+    read_main_file(sources, &mut draft, &mut findings);
+    if let Some(file) = draft.local_file.clone() {
+        match read_text(&sources.sysroot, &file) {
+            Ok(text) => overlay(&mut draft, file, &text, &mut findings),
+            // It is optional, whether its name is the default or not.
+            Err(Unreadable::Missing) => {}
+            Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
+        }
+    }
+    draft.check_together(&mut findings);
+    read_device_file(sources, &mut draft, &mut findings);
+    let Findings { problems, warnings, unknown_keys } = findings;
+    if problems.is_empty() {
+        Ok(Loaded { settings: draft.settings, warnings, unknown_keys })
+    } else {
+        Err(problems)
+    }
+}
+
+fn overlay(draft: &mut Draft, file: PathBuf, text: &str, findings: &mut Findings) {
+    draft.overlay(&file, text, findings);
+    draft.settings.sources.push(file);
+}
+
+/// The default place of the main file, and the one to name when there is none.
+const MAIN_FILE: &str = "/etc/yunion/host.conf";
+
+fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
+    let candidates: &[&Path] = match &sources.config {
+        Some(file) => &[file],
+        // The working directory has nothing to do with another root.
+        None if sources.sysroot == Path::new("/") => &[Path::new("./etc/host.conf"), Path::new(MAIN_FILE)],
+        None => &[Path::new(MAIN_FILE)],
+    };
+    for file in candidates {
+        match read_text(&sources.sysroot, file) {
+            Ok(text) => return overlay(draft, file.to_path_buf(), &text, findings),
+            Err(Unreadable::Missing) => {}
+            Err(Unreadable::Bad(problem)) => return findings.problems.push(problem),
+        }
+    }
+    let (file, list, remedy) = match &sources.config {
+        Some(file) => {
+            (file.as_path(), &mut findings.problems, "create it or correct the path on the command line")
+        }
+        None => (Path::new(MAIN_FILE), &mut findings.warnings, "without it every key has its default"),
+    };
+    list.push(Problem {
+        origin: Origin { file: file.to_owned(), line: None },
+        key: String::new(),
+        found: "no such file".to_owned(),
+        remedy: remedy.to_owned(),
+    });
+}
+
+fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
+    let Some(file) = draft.device_file.clone() else { return };
+    let before = findings.problems.len();
+    match read_text(&sources.sysroot, &file) {
+        Ok(text) => {
+            draft.settings.devices = device_file::parse(&file, &text, findings);
+            draft.settings.sources.push(file);
+        }
+        Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
+        Err(Unreadable::Missing) => {
+            let nowhere = Origin { file: file.clone(), line: None };
+            findings.problems.push(Problem {
+                origin: draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or(nowhere),
+                key: DEVICE_FILE_KEY.to_owned(),
+                found: format!("no such file: {}", file.display()),
+                remedy: "create it or correct the path".to_owned(),
+            });
+        }
+    }
+    // A host that doesn't use MPS keeps this file for devices of other types, or has forgotten it: no reason to fail.
+    if !draft.settings.enabled {
+        findings.warnings.extend(findings.problems.drain(before..));
+    }
+}
+
+/// The largest file that is read. A real one has a few KiB.
+const MAX_FILE_BYTES: u64 = 1024 * 1024;
+
+enum Unreadable {
+    Missing,
+    Bad(Problem),
+}
+
+fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
+    let bad = |found: String, remedy: &str| {
+        let origin = Origin { file: file.to_owned(), line: None };
+        Unreadable::Bad(Problem { origin, key: String::new(), found, remedy: remedy.to_owned() })
+    };
+    let failed = |error: io::Error| match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Unreadable::Missing,
+        _ => bad(format!("can't be read: {error}"), "make it a readable file"),
+    };
+    let path = below(sysroot, file);
+    // Before it is opened: opening a FIFO would wait for somebody to write into it.
+    let metadata = fs::metadata(&path).map_err(failed)?;
+    if metadata.is_dir() {
+        return Err(bad("is a directory".to_owned(), "put a file there"));
+    }
+    if !metadata.is_file() {
+        return Err(bad("is not a regular file".to_owned(), "put a file there"));
+    }
+    let mut bytes = Vec::new();
+    let opened = File::open(&path).map_err(failed)?;
+    opened.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
+    text_of(file, bytes).map_err(Unreadable::Bad)
+}
+
+/// The path below the sysroot; as it is where that is the real root, so that a relative one stays relative.
+fn below(sysroot: &Path, file: &Path) -> PathBuf {
+    if sysroot == Path::new("/") {
+        file.to_owned()
+    } else {
+        sysroot.join(file.strip_prefix("/").unwrap_or(file))
+    }
+}
+
+/// What a file holds, if that can be one of our files at all.
+fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, Problem> {
+    let bad = |line: Option<usize>, found: &str, remedy: &str| Problem {
+        origin: Origin { file: file.to_owned(), line },
+        key: String::new(),
+        found: found.to_owned(),
+        remedy: remedy.to_owned(),
+    };
+    let line_of =
+        |bytes: &[u8], at: usize| Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
+    if u64::try_from(bytes.len()).is_ok_and(|length| length > MAX_FILE_BYTES) {
+        return Err(bad(None, "larger than 1 MiB", "it can't be what it should be: check the path"));
+    }
+    if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
+        let remedy = "the file is binary or damaged: check the path, or write it anew";
+        return Err(bad(line_of(&bytes, at), "a NUL byte", remedy));
+    }
+    let text = String::from_utf8(bytes).map_err(|error| {
+        let line = line_of(error.as_bytes(), error.utf8_error().valid_up_to());
+        bad(line, "bytes that are not UTF-8", "save the file as UTF-8")
+    })?;
+    // Some editors begin a file with a byte order mark.
+    Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
+}
+
+/// A whole number within a range, or what is allowed.
+fn whole(value: &Value<'_>, range: RangeInclusive<u32>, unit: &str) -> Result<u32, String> {
+    let number = value.as_integer().and_then(|number| u32::try_from(number).ok());
+    number.filter(|number| range.contains(number)).ok_or_else(|| {
+        let unit = if unit.is_empty() { String::new() } else { format!(" of {unit}") };
+        format!("write a whole number{unit} from {} to {}", range.start(), range.end())
+    })
+}
+
+/// A number of slices. The platform's `addr` column has 16 characters: in a PCI domain other than 0000 the name of a
+/// slice is `0001:1a:00.0-999` at most, so an ordinal has three digits.
+fn slices(value: &Value<'_>) -> Result<NonZeroU32, String> {
+    whole(value, 1..=999, "slices")
+        .and_then(|n| NonZeroU32::new(n).ok_or_else(|| "write 1 or more".to_owned()))
+}
+
+/// An active thread percentage.
+fn percentage(value: &Value<'_>) -> Result<u8, String> {
+    whole(value, 1..=100, "percent").and_then(|n| u8::try_from(n).map_err(|_| "write 100 or less".to_owned()))
 }

@@ -1,0 +1,265 @@
+//! YAML as the settings need it: every key with its line, duplicates in their order, and texts that know whether they
+//! were quoted, since YAML 1.1 reads a plain `yes` as true and a quoted one as text.
+//!
+//! serde_yaml's own `Value` has none of these. It does lend texts out of its input instead of copying them, though:
+//! where such a text lies tells its line, and the byte behind it whether a quotation mark ended it.
+
+use std::borrow::Cow;
+use std::cell::Cell;
+use std::fmt;
+use std::path::Path;
+
+use serde::de::{self, DeserializeSeed, EnumAccess, MapAccess, SeqAccess, VariantAccess};
+
+use super::{Origin, Problem};
+
+/// One value and where it stands.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Node<'t> {
+    /// The line, from 1: of a text itself, of a list or mapping the first line known in it. None for a number, a
+    /// boolean or nothing: their key has the line.
+    pub(super) line: Option<usize>,
+    /// The value.
+    pub(super) value: Value<'t>,
+}
+
+/// A value, with YAML 1.2's idea of what a plain scalar is. `as_bool` and its like know the platform's.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Value<'t> {
+    Null,
+    Bool(bool),
+    Integer(i128),
+    Float(f64),
+    Text { text: Cow<'t, str>, quoted: bool },
+    List(Vec<Node<'t>>),
+    Map(Vec<(Node<'t>, Node<'t>)>),
+}
+
+/// How much of a text a message repeats.
+const SHOWN_CHARS: usize = 80;
+
+impl Value<'_> {
+    /// A boolean as the platform reads it: YAML 1.1's words where they are plain, Go's `ParseBool` otherwise.
+    pub(super) fn as_bool(&self) -> Option<bool> {
+        match self {
+            Self::Bool(value) => Some(*value),
+            Self::Integer(0) => Some(false),
+            Self::Integer(1) => Some(true),
+            Self::Text { text, quoted } => match (text.as_ref(), quoted) {
+                ("1" | "t" | "T" | "true" | "True" | "TRUE", _)
+                | ("y" | "Y" | "yes" | "Yes" | "YES" | "on" | "On" | "ON", false) => Some(true),
+                ("0" | "f" | "F" | "false" | "False" | "FALSE", _)
+                | ("n" | "N" | "no" | "No" | "NO" | "off" | "Off" | "OFF", false) => Some(false),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// A whole number: `4`, `"4"` or `4.0`. A plain one with a leading zero is none: YAML 1.1 makes it octal, and
+    /// nobody means that.
+    pub(super) fn as_integer(&self) -> Option<i128> {
+        match self {
+            Self::Integer(value) => Some(*value),
+            // Through its decimal digits, which are exact for a whole number.
+            Self::Float(value) if value.fract() == 0.0 => format!("{value:.0}").parse().ok(),
+            Self::Text { text, quoted } => {
+                let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
+                let octal = !quoted && digits.len() > 1 && digits.starts_with('0');
+                if octal { None } else { text.parse().ok() }
+            }
+            _ => None,
+        }
+    }
+
+    /// A scalar as text; None for nothing, a list or a mapping.
+    pub(super) fn as_text(&self) -> Option<Cow<'_, str>> {
+        match self {
+            Self::Bool(value) => Some(value.to_string().into()),
+            Self::Integer(value) => Some(value.to_string().into()),
+            Self::Float(value) => Some(format!("{value:?}").into()),
+            Self::Text { text, .. } => Some(text.as_ref().into()),
+            Self::Null | Self::List(_) | Self::Map(_) => None,
+        }
+    }
+
+    /// The value in a message: on one line, of bounded length, without control characters.
+    pub(super) fn found(&self) -> String {
+        match self {
+            Self::Null => "found nothing".to_owned(),
+            Self::List(_) => "found a list".to_owned(),
+            Self::Map(_) => "found a mapping".to_owned(),
+            Self::Text { text, .. } => format!("found {}", quoted(text)),
+            Self::Bool(value) => format!("found {value}"),
+            Self::Integer(value) => format!("found {value}"),
+            Self::Float(value) => format!("found {value:?}"),
+        }
+    }
+}
+
+/// A text from outside, fit for a message.
+pub(super) fn quoted(text: &str) -> String {
+    let mut shown: String = text.chars().take(SHOWN_CHARS).collect();
+    if shown.len() < text.len() {
+        shown.push_str("...");
+    }
+    format!("{shown:?}")
+}
+
+/// Reads the first document of a file. Null where there is none.
+pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, Problem> {
+    let Some(document) = serde_yaml::Deserializer::from_str(text).next() else {
+        return Ok(Node { line: None, value: Value::Null });
+    };
+    let source = Source {
+        text,
+        newlines: text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at).collect(),
+        budget: Cell::new(text.len().saturating_mul(2).saturating_add(ALIAS_ALLOWANCE)),
+    };
+    NodeSeed(&source).deserialize(document).map_err(|error| problem(file, text, &error))
+}
+
+fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> Problem {
+    let line = error.location().map(|location| location.line());
+    let tabbed = line.and_then(|line| {
+        let near = text.lines().enumerate().skip(line.saturating_sub(2)).take(2);
+        near.filter(|(_, text)| text.trim_start_matches(' ').starts_with('\t')).map(|(at, _)| at + 1).last()
+    });
+    let (found, remedy) = match tabbed {
+        Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
+        None => ("not valid YAML", "correct the syntax there or just before"),
+    };
+    Problem {
+        origin: Origin { file: file.to_owned(), line: tabbed.or(line) },
+        key: String::new(),
+        found: format!("{found} ({error})"),
+        remedy: remedy.to_owned(),
+    }
+}
+
+/// How many values aliases may add to those that the file spells out.
+const ALIAS_ALLOWANCE: usize = 65_536;
+
+/// What every node needs to know of the input.
+struct Source<'t> {
+    text: &'t str,
+    newlines: Vec<usize>,
+    /// What may still be built. An alias repeats what it names, so a small file can ask for any amount; one without
+    /// aliases never reaches this limit, as each value and each copied byte takes at least half a byte of it.
+    budget: Cell<usize>,
+}
+
+impl<'t> Source<'t> {
+    fn spend<E: de::Error>(&self, amount: usize) -> Result<(), E> {
+        let left =
+            self.budget.get().checked_sub(amount).ok_or_else(|| E::custom("aliases repeat too much"))?;
+        self.budget.set(left);
+        Ok(())
+    }
+
+    /// The text that serde_yaml lent out of the input.
+    fn lent(&self, text: &'t str) -> Node<'t> {
+        let start = text.as_ptr().addr().checked_sub(self.text.as_ptr().addr());
+        let start = start.filter(|start| *start <= self.text.len());
+        let end = start.map(|start| start.saturating_add(text.len()));
+        let quoted =
+            end.and_then(|end| self.text.as_bytes().get(end)).is_some_and(|b| matches!(b, b'"' | b'\''));
+        let line = start.map(|start| self.newlines.partition_point(|newline| *newline < start) + 1);
+        Node { line, value: Value::Text { text: text.into(), quoted } }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct NodeSeed<'s, 't>(&'s Source<'t>);
+
+impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
+    type Value = Node<'t>;
+
+    fn deserialize<D: de::Deserializer<'t>>(self, deserializer: D) -> Result<Node<'t>, D::Error> {
+        self.0.spend(1)?;
+        deserializer.deserialize_any(self)
+    }
+}
+
+impl NodeSeed<'_, '_> {
+    fn plain<'t, E>(value: Value<'t>) -> Result<Node<'t>, E> {
+        Ok(Node { line: None, value })
+    }
+}
+
+impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
+    type Value = Node<'t>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("any value")
+    }
+
+    fn visit_none<E: de::Error>(self) -> Result<Node<'t>, E> {
+        Self::plain(Value::Null)
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<Node<'t>, E> {
+        Self::plain(Value::Null)
+    }
+
+    fn visit_bool<E: de::Error>(self, value: bool) -> Result<Node<'t>, E> {
+        Self::plain(Value::Bool(value))
+    }
+
+    fn visit_i64<E: de::Error>(self, value: i64) -> Result<Node<'t>, E> {
+        Self::plain(Value::Integer(value.into()))
+    }
+
+    fn visit_u64<E: de::Error>(self, value: u64) -> Result<Node<'t>, E> {
+        Self::plain(Value::Integer(value.into()))
+    }
+
+    fn visit_i128<E: de::Error>(self, value: i128) -> Result<Node<'t>, E> {
+        Self::plain(Value::Integer(value))
+    }
+
+    fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
+        // Too large for any setting; as text it can still be shown as it is.
+        let text = || Value::Text { text: value.to_string().into(), quoted: false };
+        Self::plain(i128::try_from(value).map_or_else(|_| text(), Value::Integer))
+    }
+
+    fn visit_f64<E: de::Error>(self, value: f64) -> Result<Node<'t>, E> {
+        Self::plain(Value::Float(value))
+    }
+
+    fn visit_borrowed_str<E: de::Error>(self, text: &'t str) -> Result<Node<'t>, E> {
+        Ok(self.0.lent(text))
+    }
+
+    /// A text that isn't in the input as it is: with escapes, folded or over several lines. A plain one of that kind
+    /// is no boolean and no number either, so all of them count as quoted.
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
+        self.0.spend(text.len())?;
+        Self::plain(Value::Text { text: text.to_owned().into(), quoted: true })
+    }
+
+    fn visit_seq<A: SeqAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {
+        let mut items = Vec::new();
+        while let Some(item) = access.next_element_seed(self)? {
+            items.push(item);
+        }
+        let line = items.iter().find_map(|item: &Node<'_>| item.line);
+        Ok(Node { line, value: Value::List(items) })
+    }
+
+    fn visit_map<A: MapAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {
+        let mut pairs = Vec::new();
+        while let Some(pair) = access.next_entry_seed(self, self)? {
+            pairs.push(pair);
+        }
+        let line = pairs.iter().find_map(|(key, _): &(Node<'_>, Node<'_>)| key.line);
+        Ok(Node { line, value: Value::Map(pairs) })
+    }
+
+    /// A value with a tag of somebody's own: the value counts.
+    fn visit_enum<A: EnumAccess<'t>>(self, access: A) -> Result<Node<'t>, A::Error> {
+        let (_tag, content) = access.variant::<String>()?;
+        content.newtype_variant_seed(self)
+    }
+}
