@@ -94,10 +94,11 @@ target=$(cargo metadata --format-version 1 --no-deps --locked |
 export PATH="$target/release:$PATH"
 
 # Short: the path of a socket below it must fit in 107 bytes.
-dir=$(mktemp -d /tmp/yunion-mps-demo.XXXXXX)
+dir=$(mktemp -d /tmp/mps-demo.XXXXXX)
 chmod 755 "$dir"
 
-exports=$(yunion-mps-sim create "$board" "$dir") || fail "no simulated host of board $board"
+host=$dir/host
+exports=$(yunion-mps-sim create "$board" "$host") || fail "no simulated host of board $board"
 eval "$exports"
 
 # A bus as closed as the system's: nobody owns or calls anything that a policy file doesn't allow.
@@ -141,8 +142,8 @@ unset NOTIFY_SOCKET JOURNAL_STREAM WATCHDOG_USEC WATCHDOG_PID
 "${query[@]}" >"$dir/before.csv" || fail "the simulated nvidia-smi does not answer"
 
 echo
-echo "\$ yunion-mps-daemon --sysroot $dir/sysroot &"
-env YUNION_MPS_DEMO="$dir" yunion-mps-daemon --sysroot "$dir/sysroot" >"$dir/daemon.log" 2>&1 &
+echo "\$ yunion-mps-daemon --sysroot $host/sysroot &"
+env YUNION_MPS_DEMO="$dir" yunion-mps-daemon --sysroot "$host/sysroot" >"$dir/daemon.log" 2>&1 &
 daemon=$!
 
 list_json() { # METHOD FILE
