@@ -1,0 +1,58 @@
+#!/bin/sh
+# Makes sure that the programs exist which building, testing and the demo need besides the Rust toolchain.
+# As root on a machine with apt-get the missing ones are installed; otherwise one line names them all and the exit
+# status is 1. Programs are looked for, not packages: any other way to have them is as good.
+set -eu
+
+missing=''  # what to tell the user
+packages='' # what Debian calls it
+
+lacks() { # WHAT PACKAGES
+    missing="$missing${missing:+, }$1 (Debian: $2)"
+    packages="$packages $2"
+}
+
+needs() { # PROGRAM PACKAGES
+    command -v "$1" >/dev/null 2>&1 || lacks "$1" "$2"
+}
+
+look() {
+    missing=''
+    packages=''
+    # Rust links with cc, and that needs the C library's start-up files, which Debian's gcc only recommends.
+    echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - >/dev/null 2>&1 || lacks 'cc that links' 'gcc libc6-dev'
+    needs make make
+    needs dbus-daemon dbus
+    needs busctl systemd
+    needs systemd-analyze systemd
+    needs systemd-tmpfiles systemd
+    needs gdbus libglib2.0-bin
+    needs setpriv util-linux
+    needs flock util-linux
+    needs dpkg-deb dpkg
+    # The system's python: a python earlier in PATH can't see the distribution's modules.
+    [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3
+    /usr/bin/python3 -c 'import dbus' >/dev/null 2>&1 || lacks 'python module dbus' python3-dbus
+}
+
+# The toolchain is the one thing that nobody wants from this script.
+if ! command -v cargo >/dev/null 2>&1; then
+    echo "missing: cargo (a Rust toolchain, 1.89 or newer)" >&2
+    exit 1
+fi
+
+look
+[ -n "$missing" ] || exit 0
+
+if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
+    echo "installing:$packages" >&2
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq >&2
+    # shellcheck disable=SC2086 # a list of words
+    apt-get install -y -qq --no-install-recommends $packages >&2 </dev/null
+    look
+    [ -n "$missing" ] || exit 0
+fi
+
+echo "missing: $missing" >&2
+exit 1

@@ -1,0 +1,129 @@
+//! The systemd files, judged by systemd's own programs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// A file of systemd/ in the source tree.
+fn shipped(name: &str) -> String {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("systemd").join(name);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn run(command: &mut Command) -> Output {
+    command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
+}
+
+/// What `systemd-analyze verify` says of this unit, complaints about other units of the machine left out.
+fn verify(unit: &str) -> Vec<String> {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("yunion-mps-daemon.service");
+    fs::write(&path, unit).unwrap();
+    let output = run(Command::new("systemd-analyze").arg("verify").arg(&path));
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    text.lines().filter(|line| line.contains("yunion-mps-daemon")).map(str::to_owned).collect()
+}
+
+/// The shipped unit as it would be with the program installed.
+fn installed_unit() -> String {
+    let unit = shipped("yunion-mps-daemon.service");
+    let command = "ExecStart=/usr/bin/yunion-mps-daemon\n";
+    assert_eq!(unit.matches(command).count(), 1, "one ExecStart, with the installed path");
+    unit.replace(command, concat!("ExecStart=\"", env!("CARGO_BIN_EXE_yunion-mps-daemon"), "\"\n"))
+}
+
+#[test]
+fn systemd_has_no_complaint_about_the_unit() {
+    assert_eq!(verify(&installed_unit()), Vec::<String>::new());
+}
+
+#[test]
+fn systemd_would_complain_about_a_misspelt_unit() {
+    let complaints = verify(&installed_unit().replace("WatchdogSec=60", "WatchdgSec=60"));
+    assert!(complaints.iter().any(|line| line.contains("WatchdgSec")), "{complaints:?}");
+}
+
+/// What clients and the daemon's own code depend on.
+#[test]
+fn the_unit_keeps_its_promises() {
+    let unit = shipped("yunion-mps-daemon.service");
+    let lines: Vec<&str> = unit.lines().collect();
+    for promise in [
+        "Type=notify",
+        // A client must not die with us.
+        "KillMode=process",
+        "ExecReload=/bin/kill -HUP $MAINPID",
+        "Restart=on-failure",
+        // The daemon's exit status for a bad configuration.
+        "RestartPreventExitStatus=78",
+        // Where the journal lies, and that it outlives a restart.
+        "RuntimeDirectory=yunion-mps-daemon",
+        "RuntimeDirectoryPreserve=yes",
+        "WantedBy=multi-user.target",
+    ] {
+        assert!(lines.contains(&promise), "{promise} is missing");
+    }
+    // Containers get the pipe directory from the host's /tmp.
+    assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
+}
+
+/// Every file and directory below, relative, sorted.
+fn tree(root: &Path) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut left = vec![root.to_path_buf()];
+    while let Some(directory) = left.pop() {
+        for entry in fs::read_dir(&directory).unwrap() {
+            let path = entry.unwrap().path();
+            found.push(path.strip_prefix(root).unwrap().to_str().unwrap().to_owned());
+            if path.is_dir() {
+                left.push(path);
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// A real clean-up of a /tmp where everything has come of age spares the two directories and nothing else.
+#[test]
+fn ageing_spares_the_pipe_and_log_directories_alone() {
+    let root = tempfile::tempdir().unwrap();
+    let tmp = root.path().join("tmp");
+    for directory in ["nvidia-mps/pipe/GPU-1", "nvidia-mps/log", "nvidia-mps/other", "old"] {
+        fs::create_dir_all(tmp.join(directory)).unwrap();
+    }
+    for file in [
+        "nvidia-mps/pipe/control_lock",
+        "nvidia-mps/pipe/GPU-1/control_lock",
+        "nvidia-mps/log/control.log",
+        "nvidia-mps/other/file",
+        "old/file",
+        "file",
+    ] {
+        fs::write(tmp.join(file), "").unwrap();
+    }
+    let snippets = root.path().join("etc/tmpfiles.d");
+    fs::create_dir_all(&snippets).unwrap();
+    let shipped = shipped("yunion-mps-daemon.tmpfiles.conf");
+    fs::write(snippets.join("yunion-mps-daemon.conf"), shipped).unwrap();
+    // Age 0: everything is old enough.
+    fs::write(snippets.join("tmp.conf"), "d /tmp 1777 - - 0\n").unwrap();
+
+    let mut root_option = std::ffi::OsString::from("--root=");
+    root_option.push(root.path());
+    let output = run(Command::new("systemd-tmpfiles").arg(root_option).arg("--clean"));
+    let complaints = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{complaints}");
+    assert!(!complaints.contains("yunion-mps-daemon.conf"), "{complaints}");
+
+    let kept = [
+        "nvidia-mps",
+        "nvidia-mps/log",
+        "nvidia-mps/log/control.log",
+        "nvidia-mps/pipe",
+        "nvidia-mps/pipe/GPU-1",
+        "nvidia-mps/pipe/GPU-1/control_lock",
+        "nvidia-mps/pipe/control_lock",
+    ];
+    assert_eq!(tree(&tmp), kept);
+}
