@@ -1,0 +1,114 @@
+//! What a simulated host is made of: the cards on its PCI bus and its driver.
+
+use serde::Deserialize;
+
+/// A host's hardware and driver, from one of the files in `boards/`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Board {
+    /// The driver's version, `580.159.04`.
+    pub driver: String,
+    /// Which version of the MPS control daemon answers: 535, 550, 555 or 580.
+    pub mps: u32,
+    /// The cards, in PCI order.
+    pub cards: Vec<Card>,
+    /// Entries of the device file that belong to no card.
+    #[serde(default)]
+    pub entries: Vec<Entry>,
+}
+
+/// One display device on the PCI bus.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Card {
+    /// The full address, `0000:00:06.0`.
+    pub pci: String,
+    /// Vendor and device, `10de:1b38`.
+    pub id: String,
+    /// The vendor's name in pci.ids.
+    pub vendor_name: String,
+    /// The device's name in pci.ids, `GP102GL [Tesla P40]`.
+    pub device_name: String,
+    /// The NUMA node, -1 for none.
+    pub numa_node: i32,
+    /// The PCI Express generation of the link: 3 is 8 GT/s, 5 is 32 GT/s.
+    pub link_gen: u32,
+    /// The lanes of the link.
+    pub link_width: u32,
+    /// Its entry in the device file, the path apart.
+    pub entry: Entry,
+    /// What NVML knows of it; none for the cards of others.
+    pub gpu: Option<GpuFacts>,
+}
+
+/// `type` and `virtual_number` of an entry in the device file.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Entry {
+    /// `NVIDIA_MPS` and the like.
+    #[serde(rename = "type")]
+    pub kind: String,
+    /// How many virtual devices it is cut into.
+    pub virtual_number: u32,
+}
+
+/// What the driver says of an NVIDIA GPU.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GpuFacts {
+    /// `GPU-` and 36 characters.
+    pub uuid: String,
+    /// NVML's name, `NVIDIA H200`.
+    pub name: String,
+    /// Total memory in MiB, the reserved part included.
+    pub memory_total_mib: u64,
+    /// The reserved part in KiB.
+    pub memory_reserved_kib: u64,
+    /// `9.0`.
+    pub compute_capability: String,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// Whether MIG is on; none where the GPU can't do MIG.
+    pub mig: Option<bool>,
+}
+
+const BOARDS: [(&str, &str); 4] = [
+    ("tesla-p40", include_str!("../boards/tesla-p40.yaml")),
+    ("h200", include_str!("../boards/h200.yaml")),
+    ("h200x8", include_str!("../boards/h200x8.yaml")),
+    ("mixed", include_str!("../boards/mixed.yaml")),
+];
+
+/// The board of that name.
+///
+/// # Errors
+/// Names the boards there are when this one is unknown.
+pub fn load(name: &str) -> Result<Board, String> {
+    let Some((_, text)) = BOARDS.iter().find(|(known, _)| *known == name) else {
+        let known: Vec<&str> = BOARDS.iter().map(|(known, _)| *known).collect();
+        return Err(format!("no board {name}; there are {}", known.join(", ")));
+    };
+    serde_yaml::from_str(text).map_err(|error| format!("board {name}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_board_is_readable_and_its_cards_differ() {
+        for (name, _) in BOARDS {
+            let board = load(name).unwrap();
+            let mut addresses: Vec<&str> = board.cards.iter().map(|card| card.pci.as_str()).collect();
+            let sorted = addresses.clone();
+            addresses.sort_unstable();
+            addresses.dedup();
+            assert_eq!(addresses, sorted, "{name}: cards in PCI order, none twice");
+        }
+    }
+
+    #[test]
+    fn an_unknown_board_is_answered_with_the_known_ones() {
+        assert_eq!(load("p4").unwrap_err(), "no board p4; there are tesla-p40, h200, h200x8, mixed");
+    }
+}

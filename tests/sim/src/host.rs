@@ -1,0 +1,335 @@
+//! Makes the files of a simulated host: what the kernel, udev and an administrator would have put there.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use crate::board::{Board, Card, GpuFacts};
+use crate::state::{Pci, write};
+
+/// Makes the host of a board in a directory that doesn't exist yet or is empty. `slices` replaces the number of slices
+/// of every GPU; `programs` is where this crate's programs and its library are.
+///
+/// # Errors
+/// Names what couldn't be written.
+pub fn create(board: &Board, root: &Path, slices: Option<u32>, programs: &Path) -> Result<(), String> {
+    let taken = fs::read_dir(root).is_ok_and(|mut entries| entries.next().is_some());
+    if taken {
+        return Err(format!("{} is not empty", root.display()));
+    }
+    let made = || {
+        fs::create_dir_all(root)?;
+        let root = root.canonicalize()?;
+        bus(board, &root.join("sysroot"))?;
+        configuration(board, &root, slices)?;
+        driver(board, &root)?;
+        links(&root, programs)
+    };
+    made().map_err(|error| format!("{}: {error}", root.display()))
+}
+
+/// What a shell has to export to be on the host.
+pub fn exports(root: &Path) -> String {
+    let root = root.display();
+    format!(
+        "export YUNION_MPS_SIM={root}\nexport PATH={root}/bin:$PATH\n\
+         export LD_LIBRARY_PATH={root}/lib${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\n"
+    )
+}
+
+/// /sys, /dev and pci.ids.
+fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
+    let dev = sysroot.join("dev");
+    let by_path = dev.join("dri/by-path");
+    for directory in [&by_path, &sysroot.join("sys/bus/pci/devices"), &sysroot.join("sys/class/drm")] {
+        fs::create_dir_all(directory)?;
+    }
+    let mut nvidia = 0;
+    for (number, card) in board.cards.iter().enumerate() {
+        let (render, node) = (format!("renderD{}", 128 + number), format!("card{number}"));
+        let devices = device(card, sysroot, &[&render, &node])?;
+        symlink(format!("../../../{devices}"), sysroot.join("sys/bus/pci/devices").join(&card.pci))?;
+        for (name, role) in [(&render, "render"), (&node, "card")] {
+            let class = sysroot.join("sys/class/drm").join(name);
+            symlink(format!("../../{devices}/drm/{name}"), class)?;
+            fs::write(dev.join("dri").join(name), "")?;
+            symlink(format!("../{name}"), by_path.join(format!("pci-{}-{role}", card.pci)))?;
+        }
+        if card.gpu.is_some() {
+            fs::write(dev.join(format!("nvidia{nvidia}")), "")?;
+            nvidia += 1;
+        }
+    }
+    fs::write(dev.join("nvidiactl"), "")?;
+    let hwdata = sysroot.join("usr/share/hwdata");
+    fs::create_dir_all(&hwdata)?;
+    fs::write(hwdata.join("pci.ids"), pci_ids(board))
+}
+
+/// One device's directory, as the kernel lays it out; gives its path below /sys.
+fn device(card: &Card, sysroot: &Path, nodes: &[&str]) -> io::Result<String> {
+    let (bus, _) = card.pci.rsplit_once(':').unwrap_or_default();
+    let path = format!("devices/pci{bus}/{}", card.pci);
+    let directory = sysroot.join("sys").join(&path);
+    let (vendor, model) = card.id.split_once(':').unwrap_or_default();
+    let (rate, _) = link_speed(card.link_gen);
+    for (name, text) in [
+        ("vendor", format!("0x{vendor}")),
+        ("device", format!("0x{model}")),
+        ("class", "0x030200".to_owned()),
+        ("numa_node", card.numa_node.to_string()),
+        ("max_link_speed", format!("{rate} GT/s PCIe")),
+        ("max_link_width", card.link_width.to_string()),
+        ("current_link_speed", format!("{rate} GT/s PCIe")),
+        ("current_link_width", card.link_width.to_string()),
+    ] {
+        fs::create_dir_all(&directory)?;
+        fs::write(directory.join(name), format!("{text}\n"))?;
+    }
+    fs::write(directory.join("config"), config_space(card))?;
+    for node in nodes {
+        let drm = directory.join("drm").join(node);
+        fs::create_dir_all(&drm)?;
+        symlink(format!("../../../{}", card.pci), drm.join("device"))?;
+    }
+    Ok(path)
+}
+
+/// The rate in GT/s as sysfs writes it, and its code in the Link Capabilities register.
+fn link_speed(generation: u32) -> (&'static str, u32) {
+    match generation {
+        1 => ("2.5", 1),
+        2 => ("5.0", 2),
+        3 => ("8.0", 3),
+        4 => ("16.0", 4),
+        5 => ("32.0", 5),
+        _ => ("64.0", 6),
+    }
+}
+
+/// 256 bytes of PCI configuration space: the identification, a power management capability, and behind it the PCI
+/// Express capability with the link's speed and width.
+fn config_space(card: &Card) -> Vec<u8> {
+    const POWER: u8 = 0x60;
+    const EXPRESS: u8 = 0x78;
+    let (vendor, model) = card.id.split_once(':').unwrap_or_default();
+    let hex = |text: &str| u16::from_str_radix(text, 16).unwrap_or_default().to_le_bytes();
+    let (_, speed) = link_speed(card.link_gen);
+    let link_capabilities = (speed | card.link_width << 4).to_le_bytes();
+    let mut space = vec![0; 256];
+    let mut put = |at: u8, bytes: &[u8]| {
+        for (place, byte) in space.iter_mut().skip(at.into()).zip(bytes) {
+            *place = *byte;
+        }
+    };
+    put(0x00, &hex(vendor));
+    put(0x02, &hex(model));
+    // Status: there is a list of capabilities.
+    put(0x06, &[0x10, 0x00]);
+    // Class 0302, a 3D controller.
+    put(0x09, &[0x00, 0x02, 0x03]);
+    put(0x34, &[POWER]);
+    put(POWER, &[0x01, EXPRESS]);
+    // Version 2, a legacy endpoint, the last in the list.
+    put(EXPRESS, &[0x10, 0x00, 0x12, 0x00]);
+    put(EXPRESS + 0x0c, &link_capabilities);
+    space
+}
+
+fn pci_ids(board: &Board) -> String {
+    let mut text = "# The lines of pci.ids that this host needs.\n".to_owned();
+    let mut vendors: Vec<(&str, &str)> = Vec::new();
+    for card in &board.cards {
+        let vendor = (card.id.split(':').next().unwrap_or_default(), card.vendor_name.as_str());
+        if !vendors.contains(&vendor) {
+            vendors.push(vendor);
+        }
+    }
+    vendors.sort_unstable();
+    for (vendor, name) in vendors {
+        text += &format!("{vendor}  {name}\n");
+        let mut devices: Vec<(&str, &str)> = board
+            .cards
+            .iter()
+            .filter_map(|card| {
+                Some((card.id.strip_prefix(vendor)?.strip_prefix(':')?, card.device_name.as_str()))
+            })
+            .collect();
+        devices.sort_unstable();
+        devices.dedup();
+        for (device, name) in devices {
+            text += &format!("\t{device}  {name}\n");
+        }
+    }
+    text + "C 03  Display controller\n\t02  3D controller\n"
+}
+
+/// host.conf and the device file.
+fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<()> {
+    let yunion = root.join("sysroot/etc/yunion");
+    fs::create_dir_all(&yunion)?;
+    let file = yunion.join("host_container_device.yml");
+    let host_conf = format!(
+        "access_address: 192.168.100.10\nallow_switch_vms: true\nbridge_driver: openvswitch\n\
+         container_device_config_file: {file}\ncuda_mps_log_directory: {root}/mps/log\n\
+         cuda_mps_pipe_directory: {root}/mps/pipe\nenable_cuda_mps: true\nhost_type: container\n\
+         local_image_path:\n- /opt/cloud/workspace/disks\nlog_level: info\nmanage_ntp_configuration: false\n\
+         networks:\n- eth0/br0/192.168.100.10\nregion: region0\nservers_path: /opt/cloud/workspace/servers\n\
+         zone: zone0\n",
+        file = file.display(),
+        root = root.display(),
+    );
+    fs::write(yunion.join("host.conf"), host_conf)?;
+    let mut devices = "devices:\n".to_owned();
+    for (number, card) in board.cards.iter().enumerate() {
+        let number_of_slices = match slices {
+            Some(slices) if card.gpu.is_some() => slices,
+            _ => card.entry.virtual_number,
+        };
+        devices += &format!(
+            "- path: \"/dev/dri/renderD{}\"\n  type: \"{}\"\n  virtual_number: {number_of_slices}\n",
+            128 + number,
+            card.entry.kind
+        );
+    }
+    for entry in &board.entries {
+        devices += &format!("- type: \"{}\"\n  virtual_number: {}\n", entry.kind, entry.virtual_number);
+    }
+    fs::write(file, devices)
+}
+
+/// What the driver keeps: the GPUs' state, and that of MPS.
+fn driver(board: &Board, root: &Path) -> io::Result<()> {
+    write(&root.join("driver"), &board.driver)?;
+    fs::create_dir_all(root.join("mps/fault"))?;
+    write(&root.join("mps/version"), &board.mps.to_string())?;
+    let gpus = board.cards.iter().filter_map(|card| Some((card, card.gpu.as_ref()?)));
+    for (index, (card, facts)) in gpus.enumerate() {
+        let directory = root.join("gpus").join(index.to_string());
+        let processes = directory.join("processes");
+        fs::create_dir_all(&processes)?;
+        fs::create_dir_all(directory.join("error"))?;
+        // CUDA programs of every user enter themselves.
+        fs::set_permissions(&processes, fs::Permissions::from_mode(0o1777))?;
+        for (name, text) in values(index, card, facts) {
+            write(&directory.join(name), &text)?;
+        }
+    }
+    Ok(())
+}
+
+fn values(index: usize, card: &Card, facts: &GpuFacts) -> Vec<(&'static str, String)> {
+    let mut values = vec![
+        ("uuid", facts.uuid.clone()),
+        ("name", facts.name.clone()),
+        ("pci", Pci::parse(&card.pci).unwrap_or_default().nvml()),
+        ("id", card.id.clone()),
+        ("minor", index.to_string()),
+        ("compute_mode", "Default".to_owned()),
+        ("memory_total_mib", facts.memory_total_mib.to_string()),
+        ("memory_reserved_kib", facts.memory_reserved_kib.to_string()),
+        ("compute_capability", facts.compute_capability.clone()),
+        ("sms", facts.sms.to_string()),
+        ("link_gen", card.link_gen.to_string()),
+        ("link_width", card.link_width.to_string()),
+        ("persistence_mode", "Enabled".to_owned()),
+    ];
+    values.extend(facts.mig.map(|on| ("mig", if on { "Enabled" } else { "Disabled" }.to_owned())));
+    values
+}
+
+/// The programs and the library, under the names that a host has them.
+fn links(root: &Path, programs: &Path) -> io::Result<()> {
+    let (bin, lib) = (root.join("bin"), root.join("lib"));
+    fs::create_dir_all(&bin)?;
+    fs::create_dir_all(&lib)?;
+    for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-smi", "cuda-client"] {
+        symlink(programs.join(name), bin.join(name))?;
+    }
+    symlink(library(programs), lib.join("libnvidia-ml.so.1"))
+}
+
+/// The library beside the programs. `cargo test` leaves it in deps/ only, and there it is never older.
+fn library(programs: &Path) -> PathBuf {
+    let [deps, beside] = ["deps/libnvidia_ml.so", "libnvidia_ml.so"].map(|name| programs.join(name));
+    if deps.exists() { deps } else { beside }
+}
+
+/// Replaces the host's library by a copy in which that function can't be looked up, as with a driver that is too old.
+///
+/// # Errors
+/// The library has no such function, or a file can't be read or written.
+pub fn without_function(root: &Path, function: &str) -> Result<(), String> {
+    let library = root.join("lib/libnvidia-ml.so.1");
+    let failed = |error: io::Error| format!("{}: {error}", library.display());
+    let mut bytes = fs::read(&library).map_err(failed)?;
+    // The dynamic linker finds the name by its hash and then compares the text: another text, no such function.
+    let name = [b"\0", function.as_bytes(), b"\0"].concat();
+    let places: Vec<usize> =
+        bytes.windows(name.len()).enumerate().filter(|(_, text)| *text == name).map(|(at, _)| at).collect();
+    if places.is_empty() {
+        return Err(format!("{} has no function {function}", library.display()));
+    }
+    for at in places {
+        if let Some(byte) = bytes.get_mut(at + 1) {
+            *byte = b'-';
+        }
+    }
+    fs::remove_file(&library).map_err(failed)?;
+    fs::write(&library, bytes).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::board;
+
+    #[test]
+    fn the_config_space_has_the_link_in_its_express_capability() {
+        let board = board::load("tesla-p40").unwrap();
+        let space = config_space(&board.cards[0]);
+        assert_eq!(space[..4], [0xde, 0x10, 0x38, 0x1b]);
+        let mut at = usize::from(space[0x34]);
+        while space[at] != 0x10 {
+            at = usize::from(space[at + 1]);
+        }
+        let link = u32::from_le_bytes(space[at + 0xc..at + 0x10].try_into().unwrap());
+        assert_eq!((link & 0xf, link >> 4 & 0x3f), (3, 16));
+    }
+
+    #[test]
+    fn pci_ids_names_every_model_once() {
+        let board = board::load("mixed").unwrap();
+        assert_eq!(
+            pci_ids(&board),
+            "# The lines of pci.ids that this host needs.\n\
+             1002  Advanced Micro Devices, Inc. [AMD/ATI]\n\
+             \t73bf  Navi 21 [Radeon RX 6800/6800 XT / 6900 XT]\n\
+             10de  NVIDIA Corporation\n\
+             \t20b5  GA100 [A100 PCIe 80GB]\n\
+             \t2335  GH100 [H200 SXM 141GB]\n\
+             C 03  Display controller\n\t02  3D controller\n"
+        );
+    }
+
+    #[test]
+    fn the_sysroot_reads_as_a_real_one() {
+        let root = tempfile::tempdir().unwrap();
+        create(&board::load("mixed").unwrap(), root.path(), Some(2), Path::new("/nowhere")).unwrap();
+        let sysroot = root.path().join("sysroot");
+        let device = sysroot.join("sys/class/drm/renderD131/device").canonicalize().unwrap();
+        assert_eq!(device.file_name().unwrap(), "0001:1a:00.0");
+        let on_bus = sysroot.join("sys/bus/pci/devices/0001:1a:00.0");
+        assert_eq!(on_bus.canonicalize().unwrap(), device);
+        assert_eq!(fs::read_to_string(on_bus.join("max_link_speed")).unwrap(), "32.0 GT/s PCIe\n");
+        let by_path = sysroot.join("dev/dri/by-path/pci-0001:1a:00.0-render");
+        assert_eq!(fs::read_link(by_path).unwrap(), Path::new("../renderD131"));
+        let file = fs::read_to_string(sysroot.join("etc/yunion/host_container_device.yml")).unwrap();
+        let kinds: Vec<&str> =
+            file.lines().filter_map(|line| line.trim().strip_prefix("virtual_number: ")).collect();
+        assert_eq!(kinds, ["2", "2", "10", "2", "140"]);
+        let error = create(&board::load("h200").unwrap(), root.path(), None, Path::new("/nowhere"));
+        assert_eq!(error.unwrap_err(), format!("{} is not empty", root.path().display()));
+    }
+}
