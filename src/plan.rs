@@ -1,9 +1,16 @@
 //! The plan: which control daemons run, with which GPUs, slices and limits. A pure function of what the administrator
 //! wrote and what the host has.
 
-use std::path::PathBuf;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
 
-use crate::gpu::Gpu;
+use crate::config::{DeviceEntry, DevicePath, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
+use crate::gpu::{ComputeMode, Gpu, Inventory, NvmlFacts, PciAddress, PciDevice};
+
+/// From this compute capability on (Volta) a GPU enforces limits and one server can serve several users.
+const VOLTA: (u32, u32) = (7, 0);
 
 /// What shall be, and why some of it can't.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,9 +69,1148 @@ pub struct ServedGpu {
     /// The UUID.
     pub uuid: String,
     /// The address, for messages and journals.
-    pub pci: crate::gpu::PciAddress,
+    pub pci: PciAddress,
     /// The default device pinned memory limit in MiB.
     pub memory_limit_mib: u64,
     /// Whether the GPU enforces limits.
     pub limits_enforced: bool,
+}
+
+/// Why there is no plan.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PlanError {
+    /// The configuration is wrong, and stays so until someone corrects it. Every problem that can be seen, at least one.
+    #[error("{}", Lines(.0))]
+    Problems(Vec<Problem>),
+    /// The host can't say yet whether the configuration is right: no driver, or no render nodes. In words for an
+    /// administrator.
+    #[error("{0}")]
+    NotYet(String),
+}
+
+struct Lines<'a>(&'a [Problem]);
+
+impl fmt::Display for Lines<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, problem) in self.0.iter().enumerate() {
+            if index > 0 {
+                f.write_str("\n")?;
+            }
+            problem.fmt(f)?;
+        }
+        Ok(())
+    }
+}
+
+/// Makes the plan. What is wrong with one GPU is that GPU's state and no error.
+///
+/// # Errors
+/// The configuration is wrong, or can't be judged yet.
+pub fn plan(settings: &Settings, inventory: &Inventory) -> Result<Plan, PlanError> {
+    let mut gpus: Vec<GpuPlan> = wanted(settings, inventory)?
+        .into_iter()
+        .map(|wanted| gpu_plan(&wanted, settings, inventory))
+        .collect();
+    warn_of_other_claims(&mut gpus, settings, inventory);
+    let control_daemons = control_daemons(&gpus, settings);
+    warn_of_loose_defaults(&mut gpus, &control_daemons);
+    Ok(Plan { gpus, control_daemons })
+}
+
+/// A GPU to be served, as far as the configuration goes.
+struct Wanted<'a> {
+    gpu: &'a Gpu,
+    slices: NonZeroU32,
+    /// The entry's own.
+    thread_percentage: Option<u8>,
+}
+
+/// Why a path leads to no GPU of ours.
+enum Miss {
+    /// It never will: what was found, and what to do.
+    Wrong { found: String, remedy: String },
+    /// It may, later: why not now.
+    NotYet(String),
+}
+
+/// The configured GPUs in the order of the configuration.
+fn wanted<'a>(settings: &Settings, inventory: &'a Inventory) -> Result<Vec<Wanted<'a>>, PlanError> {
+    let mut problems = Vec::new();
+    let mut not_yet = inventory.driver.as_ref().err().cloned();
+    let mut wanted = Vec::new();
+    let mut earlier: Vec<Earlier<'_>> = Vec::new();
+    for (index, entry) in settings.devices.iter().enumerate() {
+        let Some(mps) = &entry.mps else { continue };
+        let Some(path) = &entry.path else {
+            let found = "an NVIDIA_MPS entry without a path".to_owned();
+            problems.push(problem(entry, index, "path", found, choices(inventory)));
+            continue;
+        };
+        let gpu = match find(path, inventory) {
+            Ok(gpu) => Some(gpu),
+            Err(Miss::Wrong { found, remedy }) => {
+                problems.push(problem(entry, index, "path", found, remedy));
+                continue;
+            }
+            Err(Miss::NotYet(reason)) => {
+                not_yet.get_or_insert(reason);
+                None
+            }
+        };
+        let address = gpu.map(|gpu| gpu.pci.address);
+        if let Some(first) = earlier.iter().find(|first| first.names_the_same(path, address)) {
+            let which = address.map(|address| format!(" ({address})")).unwrap_or_default();
+            let found = format!("{}{which} is named a second time", spelled(path));
+            let remedy = format!("{} names it as {}; keep one", first.origin, spelled(first.path));
+            problems.push(problem(entry, index, "path", found, remedy));
+            continue;
+        }
+        earlier.push(Earlier { origin: &entry.origin, path, address });
+        if let Some(gpu) = gpu {
+            if let Some((found, remedy)) = too_many(gpu, mps.slices) {
+                problems.push(problem(entry, index, "virtual_number", found, remedy));
+            }
+            wanted.push(Wanted { gpu, slices: mps.slices, thread_percentage: mps.thread_percentage });
+        }
+    }
+    if settings.devices.iter().all(|entry| entry.mps.is_none()) {
+        wanted = unclaimed(settings, inventory, &mut problems, &mut not_yet);
+    }
+    match not_yet {
+        _ if !problems.is_empty() => Err(PlanError::Problems(problems)),
+        Some(reason) => Err(PlanError::NotYet(reason)),
+        None => Ok(wanted),
+    }
+}
+
+/// An entry that came before, to find the second of two.
+struct Earlier<'a> {
+    origin: &'a Origin,
+    path: &'a DevicePath,
+    address: Option<PciAddress>,
+}
+
+impl Earlier<'_> {
+    /// Without a driver the text alone can tell.
+    fn names_the_same(&self, path: &DevicePath, address: Option<PciAddress>) -> bool {
+        self.path == path || (address.is_some() && self.address == address)
+    }
+}
+
+/// Every NVIDIA GPU that no entry claims, in PCI order. One in the hands of another kernel driver has its use already.
+fn unclaimed<'a>(
+    settings: &Settings,
+    inventory: &'a Inventory,
+    problems: &mut Vec<Problem>,
+    not_yet: &mut Option<String>,
+) -> Vec<Wanted<'a>> {
+    let mut claimed = Vec::new();
+    for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
+        match claim(path, inventory) {
+            Ok(address) => claimed.extend(address),
+            // Served by mistake, a GPU would be taken from someone else.
+            Err(reason) => {
+                not_yet.get_or_insert(reason);
+            }
+        }
+    }
+    let mut wanted: Vec<_> = inventory
+        .gpus
+        .iter()
+        .filter(|gpu| !claimed.contains(&gpu.pci.address) && gpu.pci.foreign_driver().is_none())
+        .map(|gpu| Wanted { gpu, slices: settings.replicas, thread_percentage: None })
+        .collect();
+    wanted.sort_by_key(|wanted| wanted.gpu.pci.address);
+    for one in &wanted {
+        if let Some((found, remedy)) = too_many(one.gpu, one.slices) {
+            let file = settings.sources.last().cloned().unwrap_or_default();
+            let origin = Origin { file, line: None };
+            problems.push(Problem { origin, key: "cuda_mps_replicas".to_owned(), found, remedy });
+        }
+    }
+    wanted
+}
+
+fn problem(entry: &DeviceEntry, index: usize, field: &str, found: String, remedy: String) -> Problem {
+    Problem { origin: entry.origin.clone(), key: format!("devices[{index}].{field}"), found, remedy }
+}
+
+/// A slice must have some memory.
+fn too_many(gpu: &Gpu, slices: NonZeroU32) -> Option<(String, String)> {
+    let total = gpu.nvml.as_ref().ok()?.memory_total_mib?;
+    if slice_of(total, slices) > 0 {
+        return None;
+    }
+    let found = format!("{slices} slices of {}, which has {total} MiB", gpu.pci.address);
+    Some((found, "give each slice 1 MiB or more".to_owned()))
+}
+
+fn slice_of(total_mib: u64, slices: NonZeroU32) -> u64 {
+    total_mib / u64::from(slices.get())
+}
+
+/// The GPU that a path names.
+fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'a Gpu, Miss> {
+    match path {
+        DevicePath::RenderNode(node) => {
+            match with_device(inventory, |device| device.render_node.as_ref() == Some(node)) {
+                Some(Device::Nvidia(gpu)) => Ok(gpu),
+                Some(Device::Other(device)) => Err(not_nvidia(spelled(path), device, inventory)),
+                None => Err(no_such_node(node, inventory)),
+            }
+        }
+        DevicePath::Pci(address) => match with_device(inventory, |device| device.address == *address) {
+            Some(Device::Nvidia(gpu)) => Ok(gpu),
+            Some(Device::Other(device)) => Err(not_nvidia(spelled(path), device, inventory)),
+            None => Err(known_missing(inventory, format!("the PCI bus has no display device at {address}"))),
+        },
+        DevicePath::Uuid(uuid) => with_facts(path, inventory, |facts| facts.uuid.eq_ignore_ascii_case(uuid)),
+        DevicePath::NvidiaMinor(minor) => with_facts(path, inventory, |facts| facts.minor == Some(*minor)),
+        DevicePath::Other(text) => Err(no_path(text, inventory)),
+    }
+}
+
+/// A display device that was looked for.
+enum Device<'a> {
+    Nvidia(&'a Gpu),
+    Other(&'a PciDevice),
+}
+
+impl<'a> Device<'a> {
+    fn pci(&self) -> &'a PciDevice {
+        match self {
+            Self::Nvidia(gpu) => &gpu.pci,
+            Self::Other(device) => device,
+        }
+    }
+}
+
+fn with_device(inventory: &Inventory, is_it: impl Fn(&PciDevice) -> bool) -> Option<Device<'_>> {
+    let gpu = inventory.gpus.iter().find(|gpu| is_it(&gpu.pci)).map(Device::Nvidia);
+    gpu.or_else(|| inventory.others.iter().find(|device| is_it(device)).map(Device::Other))
+}
+
+/// By what only NVML knows. A GPU that NVML can't ask may be the one.
+fn with_facts<'a>(
+    path: &DevicePath,
+    inventory: &'a Inventory,
+    is_it: impl Fn(&NvmlFacts) -> bool,
+) -> Result<&'a Gpu, Miss> {
+    if let Some(gpu) = inventory.gpus.iter().find(|gpu| gpu.nvml.as_ref().is_ok_and(&is_it)) {
+        return Ok(gpu);
+    }
+    let silent = inventory.gpus.iter().find_map(|gpu| {
+        let reason = gpu.nvml.as_ref().err()?;
+        if gpu.pci.foreign_driver().is_some() { None } else { Some((gpu.pci.address, reason)) }
+    });
+    match silent {
+        Some((address, reason)) if inventory.driver.is_ok() => Err(Miss::NotYet(format!(
+            "{} may be the GPU at {address}, which can't be asked: {reason}",
+            spelled(path)
+        ))),
+        _ => Err(known_missing(inventory, format!("this host has no GPU {}", spelled(path)))),
+    }
+}
+
+/// Not there: wrong, provided that the driver had its say.
+fn known_missing(inventory: &Inventory, found: String) -> Miss {
+    match &inventory.driver {
+        Ok(_) => Miss::Wrong { found, remedy: choices(inventory) },
+        Err(reason) => Miss::NotYet(reason.clone()),
+    }
+}
+
+fn no_such_node(node: &Path, inventory: &Inventory) -> Miss {
+    let nodeless =
+        inventory.gpus.iter().find(|gpu| gpu.pci.render_node.is_none() && gpu.pci.foreign_driver().is_none());
+    match nodeless {
+        Some(gpu) if inventory.driver.is_ok() => Miss::NotYet(format!(
+            "{} does not exist, and {} has no render node yet; load nvidia-drm (modprobe nvidia-drm)",
+            node.display(),
+            gpu.pci.address
+        )),
+        _ => known_missing(inventory, format!("{} does not exist", node.display())),
+    }
+}
+
+fn not_nvidia(path: String, device: &PciDevice, inventory: &Inventory) -> Miss {
+    let maker = match device.vendor {
+        0x1002 => " (AMD)",
+        0x1a03 => " (ASPEED)",
+        0x19e5 => " (Huawei)",
+        0x8086 => " (Intel)",
+        _ => "",
+    };
+    let at = device.address.to_string();
+    let which = if path == at { path } else { format!("{path} ({at})") };
+    Miss::Wrong {
+        found: format!("{which} is made by PCI vendor {:04x}{maker}, not by NVIDIA", device.vendor),
+        remedy: choices(inventory),
+    }
+}
+
+/// A path that is none of the four kinds.
+fn no_path(text: &str, inventory: &Inventory) -> Miss {
+    let quoted = format!("{text:?}");
+    let kind = if is_card_node(text) {
+        "a card node"
+    } else if by_path_address(text).is_some() {
+        "a link to a device node"
+    } else {
+        let found = format!("{quoted} is no path of a GPU");
+        return Miss::Wrong { found, remedy: choices(inventory) };
+    };
+    match behind(text, inventory) {
+        Some(Device::Other(device)) => not_nvidia(quoted, device, inventory),
+        Some(Device::Nvidia(gpu)) => Miss::Wrong {
+            found: format!("{quoted} is {kind} of {}", gpu.pci.address),
+            remedy: match &gpu.pci.render_node {
+                Some(node) => format!("write its render node, {}", node.display()),
+                None => "write its render node, /dev/dri/renderDN, once nvidia-drm is loaded".to_owned(),
+            },
+        },
+        None => Miss::Wrong { found: format!("{quoted} is {kind}"), remedy: choices(inventory) },
+    }
+}
+
+/// The device behind a card node or a link, which are no proper paths but still tell what is meant.
+fn behind<'a>(text: &str, inventory: &'a Inventory) -> Option<Device<'a>> {
+    let address = by_path_address(text);
+    with_device(inventory, |device| {
+        Some(device.address) == address || device.card_node.as_deref() == Some(Path::new(text))
+    })
+}
+
+fn is_card_node(text: &str) -> bool {
+    let number = text.strip_prefix("/dev/dri/card");
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+/// The address in `/dev/dri/by-path/pci-0000:00:06.0-render`.
+fn by_path_address(text: &str) -> Option<PciAddress> {
+    let (address, _) = text.strip_prefix("/dev/dri/by-path/pci-")?.split_once('-')?;
+    address.parse().ok()
+}
+
+/// The GPU that an entry of another type claims; None where it claims none of ours.
+fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>, String> {
+    if let DevicePath::Other(text) = path {
+        return Ok(behind(text, inventory).map(|device| device.pci().address));
+    }
+    match find(path, inventory) {
+        Ok(gpu) => Ok(Some(gpu.pci.address)),
+        Err(Miss::Wrong { .. }) => Ok(None),
+        Err(Miss::NotYet(reason)) => Err(reason),
+    }
+}
+
+/// As the user would write it.
+fn spelled(path: &DevicePath) -> String {
+    match path {
+        DevicePath::RenderNode(node) => node.display().to_string(),
+        DevicePath::Pci(address) => address.to_string(),
+        DevicePath::Uuid(uuid) => uuid.clone(),
+        DevicePath::NvidiaMinor(minor) => format!("/dev/nvidia{minor}"),
+        DevicePath::Other(text) => format!("{text:?}"),
+    }
+}
+
+/// The paths that would be right on this host.
+fn choices(inventory: &Inventory) -> String {
+    let paths: Vec<_> = inventory
+        .gpus
+        .iter()
+        .map(|gpu| match &gpu.pci.render_node {
+            Some(node) => format!("{} ({})", node.display(), gpu.pci.address),
+            None => gpu.pci.address.to_string(),
+        })
+        .collect();
+    if paths.is_empty() {
+        "this host has no NVIDIA GPU".to_owned()
+    } else {
+        format!("the NVIDIA GPUs of this host are {}", paths.join(", "))
+    }
+}
+
+fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
+    let Wanted { gpu, slices, thread_percentage } = wanted;
+    let facts = gpu.nvml.as_ref().ok();
+    let total = facts.and_then(|facts| facts.memory_total_mib);
+    let limits_enforced =
+        facts.and_then(|facts| facts.compute_capability).is_some_and(|capability| capability >= VOLTA);
+    let pipe_directory = match (settings.topology, facts) {
+        (Topology::PerGpu, Some(facts)) => settings.pipe_directory.join(&facts.uuid),
+        _ => settings.pipe_directory.clone(),
+    };
+    GpuPlan {
+        gpu: (*gpu).clone(),
+        slices: slices.get(),
+        memory_limit_mib: total.map_or(0, |total| slice_of(total, *slices)),
+        thread_percentage: thread_percentage.unwrap_or_else(|| share(settings.thread_policy, *slices)),
+        limits_enforced,
+        unusable: why_unusable(gpu, settings),
+        warnings: facts.map(|facts| warnings(facts, slices.get(), inventory)).unwrap_or_default(),
+        pipe_directory,
+    }
+}
+
+/// The active thread percentage of one of N slices.
+fn share(policy: ThreadPolicy, slices: NonZeroU32) -> u8 {
+    let percent = match policy {
+        ThreadPolicy::Equal => 100 / slices.get(),
+        ThreadPolicy::Balanced => 200 / slices.get(),
+        ThreadPolicy::Unlimited => 100,
+        ThreadPolicy::Fixed(percent) => u32::from(percent),
+    };
+    u8::try_from(percent.clamp(1, 100)).unwrap_or(100)
+}
+
+/// Every reason at once, so that nobody mends one to meet the next.
+fn why_unusable(gpu: &Gpu, settings: &Settings) -> Option<String> {
+    let facts = match &gpu.nvml {
+        Ok(facts) => facts,
+        Err(reason) => return Some(reason.clone()),
+    };
+    let mut reasons = Vec::new();
+    if facts.mig_enabled {
+        reasons.push(format!("MIG is on; turn it off with nvidia-smi -i {} -mig 0", gpu.pci.address));
+    }
+    if facts.compute_mode == Some(ComputeMode::Prohibited) {
+        reasons.push(format!(
+            "compute mode Prohibited lets no process in; change it with nvidia-smi -i {} -c DEFAULT",
+            gpu.pci.address
+        ));
+    }
+    let exclusive =
+        matches!(facts.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread));
+    if !facts.foreign_processes.is_empty() && (settings.set_compute_mode || exclusive) {
+        let holders: Vec<_> =
+            facts.foreign_processes.iter().map(|(pid, command)| format!("{pid} ({command})")).collect();
+        reasons
+            .push(format!("held by processes that do not go through MPS: {}; end them", holders.join(", ")));
+    }
+    if facts.memory_total_mib.is_none() {
+        reasons.push("NVML does not say how much memory it has, so it can't be divided".to_owned());
+    }
+    if reasons.is_empty() { None } else { Some(reasons.join("; ")) }
+}
+
+fn warnings(facts: &NvmlFacts, slices: u32, inventory: &Inventory) -> Vec<String> {
+    let mut warnings = Vec::new();
+    let Some((major, minor)) = facts.compute_capability else {
+        warnings.push(
+            "NVML does not say its compute capability; taken for a GPU that enforces no limits".to_owned(),
+        );
+        return warnings;
+    };
+    let enforces = (major, minor) >= VOLTA;
+    let clients = most_clients(enforces, inventory);
+    if slices > clients {
+        warnings.push(format!("{slices} slices, but the GPU can hold {clients} clients at once"));
+    }
+    if !enforces {
+        warnings.push(format!(
+            "compute capability {major}.{minor} enforces neither the memory limit nor the thread percentage"
+        ));
+    }
+    warnings
+}
+
+/// How many clients a GPU can hold at once: 48 since Volta, 60 since the driver of CUDA 13.1.
+fn most_clients(volta_or_later: bool, inventory: &Inventory) -> u32 {
+    let version = inventory.driver.as_deref().unwrap_or_default();
+    let driver: u32 = version.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0);
+    match (volta_or_later, driver) {
+        (false, _) => 16,
+        (true, 590..) => 60,
+        (true, _) => 48,
+    }
+}
+
+/// An entry of another type for a GPU of ours: its user finds a compute mode that it can't work with.
+fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &Inventory) {
+    for entry in settings.devices.iter().filter(|entry| entry.mps.is_none()) {
+        let claimed = entry.path.as_ref().and_then(|path| claim(path, inventory).ok().flatten());
+        for gpu in gpus.iter_mut().filter(|gpu| Some(gpu.gpu.pci.address) == claimed) {
+            gpu.warnings.push(format!("{} gives it out as {} too", entry.origin, entry.device_type));
+        }
+    }
+}
+
+fn control_daemons(gpus: &[GpuPlan], settings: &Settings) -> Vec<ControlDaemonPlan> {
+    // By address, so that ordinals don't depend on the order of entries.
+    let usable: BTreeMap<PciAddress, (&GpuPlan, &NvmlFacts)> = gpus
+        .iter()
+        .filter(|gpu| gpu.unusable.is_none())
+        .filter_map(|gpu| Some((gpu.gpu.pci.address, (gpu, gpu.gpu.nvml.as_ref().ok()?))))
+        .collect();
+    let usable: Vec<_> = usable.into_values().collect();
+    match settings.topology {
+        Topology::Shared if usable.is_empty() => Vec::new(),
+        Topology::Shared => {
+            let directories = (settings.pipe_directory.clone(), settings.log_directory.clone());
+            vec![control_daemon("shared", directories, &usable, settings)]
+        }
+        Topology::PerGpu => usable
+            .iter()
+            .map(|one| {
+                let (plan, facts) = one;
+                let directories = (plan.pipe_directory.clone(), settings.log_directory.join(&facts.uuid));
+                control_daemon(&facts.uuid, directories, std::slice::from_ref(one), settings)
+            })
+            .collect(),
+    }
+}
+
+fn control_daemon(
+    id: &str,
+    (pipe_directory, log_directory): (PathBuf, PathBuf),
+    gpus: &[(&GpuPlan, &NvmlFacts)],
+    settings: &Settings,
+) -> ControlDaemonPlan {
+    let (multiuser, multiuser_optional) = match settings.multiuser {
+        MultiUser::On => (true, false),
+        // What makes a GPU enforce limits, Volta's way of scheduling, is also what this needs.
+        MultiUser::Auto => {
+            let all = gpus.iter().all(|(gpu, _)| gpu.limits_enforced);
+            (all, all)
+        }
+        MultiUser::Off => (false, false),
+    };
+    ControlDaemonPlan {
+        id: id.to_owned(),
+        pipe_directory,
+        log_directory,
+        gpus: gpus
+            .iter()
+            .map(|(gpu, facts)| ServedGpu {
+                uuid: facts.uuid.clone(),
+                pci: gpu.gpu.pci.address,
+                memory_limit_mib: gpu.memory_limit_mib,
+                limits_enforced: gpu.limits_enforced,
+            })
+            .collect(),
+        thread_percentage: gpus.iter().map(|(gpu, _)| gpu.thread_percentage).max().unwrap_or(100),
+        multiuser,
+        multiuser_optional,
+        prewarm: settings.prewarm && multiuser,
+    }
+}
+
+/// The default is one for all GPUs of a control daemon, so the largest; the others' slices need their own value.
+fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
+    for control_daemon in control_daemons {
+        let default = control_daemon.thread_percentage;
+        for gpu in gpus.iter_mut().filter(|gpu| {
+            let address = gpu.gpu.pci.address;
+            control_daemon.gpus.iter().any(|served| served.pci == address)
+                && gpu.limits_enforced
+                && gpu.thread_percentage < default
+        }) {
+            gpu.warnings.push(format!(
+                "the shared control daemon's default is {default} %, so only clients that set \
+                 CUDA_MPS_ACTIVE_THREAD_PERCENTAGE keep to {} %",
+                gpu.thread_percentage
+            ));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{LogLevel, MpsEntry};
+    use proptest::prelude::*;
+    use std::time::Duration;
+
+    const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+
+    fn settings() -> Settings {
+        Settings {
+            enabled: true,
+            pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+            log_directory: "/tmp/nvidia-mps/log".into(),
+            replicas: NonZeroU32::new(10).unwrap(),
+            log_level: LogLevel::Info,
+            topology: Topology::Shared,
+            thread_policy: ThreadPolicy::Equal,
+            multiuser: MultiUser::Auto,
+            prewarm: true,
+            set_compute_mode: true,
+            quit_timeout: Duration::from_secs(10),
+            fault_grace: Duration::from_secs(30),
+            log_max_bytes: 16 << 20,
+            cdi_directory: None,
+            devices: Vec::new(),
+            sources: vec!["/etc/yunion/host.conf".into()],
+        }
+    }
+
+    /// Entries of the device file, one a line from line 2 on.
+    fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
+        let mut settings = settings();
+        for (line, (path, slices)) in (2..).zip(entries) {
+            settings.devices.push(DeviceEntry {
+                origin: Origin { file: "devices.yml".into(), line: Some(line) },
+                device_type: "NVIDIA_MPS".to_owned(),
+                path: Some(path),
+                mps: Some(MpsEntry { slices: NonZeroU32::new(slices).unwrap(), thread_percentage: None }),
+            });
+        }
+        settings
+    }
+
+    /// An entry of another type, on line 90.
+    fn and_other(mut settings: Settings, path: Option<DevicePath>) -> Settings {
+        settings.devices.push(DeviceEntry {
+            origin: Origin { file: "devices.yml".into(), line: Some(90) },
+            device_type: "NVIDIA_GPU_SHARE".to_owned(),
+            path,
+            mps: None,
+        });
+        settings
+    }
+
+    fn node(number: u32) -> DevicePath {
+        DevicePath::RenderNode(format!("/dev/dri/renderD{number}").into())
+    }
+
+    fn other(text: &str) -> DevicePath {
+        DevicePath::Other(text.to_owned())
+    }
+
+    fn pci(address: &str) -> DevicePath {
+        DevicePath::Pci(address.parse().unwrap())
+    }
+
+    fn device(address: &str, vendor: u16, node: u32) -> PciDevice {
+        PciDevice {
+            address: address.parse().unwrap(),
+            vendor,
+            device: 0x1b38,
+            driver: None,
+            render_node: Some(format!("/dev/dri/renderD{node}").into()),
+            card_node: Some(format!("/dev/dri/card{}", node - 128).into()),
+            numa_node: -1,
+            link: None,
+            pci_ids_name: None,
+        }
+    }
+
+    fn gpu(address: &str, node: u32, uuid: &str, memory: u64, capability: (u32, u32)) -> Gpu {
+        Gpu {
+            pci: device(address, 0x10de, node),
+            nvml: Ok(NvmlFacts {
+                uuid: uuid.to_owned(),
+                name: "a GPU".to_owned(),
+                index: node - 128,
+                minor: Some(node - 128),
+                memory_total_mib: Some(memory),
+                compute_capability: Some(capability),
+                compute_mode: Some(ComputeMode::Default),
+                mig_enabled: false,
+                foreign_processes: Vec::new(),
+            }),
+        }
+    }
+
+    fn inventory(gpus: Vec<Gpu>) -> Inventory {
+        Inventory { driver: Ok("580.159.04".to_owned()), gpus, others: Vec::new() }
+    }
+
+    fn p40() -> Inventory {
+        inventory(vec![gpu("00:06.0", 128, P40, 23040, (6, 1))])
+    }
+
+    /// GPU-0 to GPU-3 at 0000:1a:00.0 to 0000:1d:00.0, render nodes 128 to 131.
+    fn h200s() -> Inventory {
+        let at = ["1a:00.0", "1b:00.0", "1c:00.0", "1d:00.0"];
+        let gpus =
+            (0..).zip(at).map(|(index, at)| gpu(at, 128 + index, &format!("GPU-{index}"), 143_771, (9, 0)));
+        inventory(gpus.collect())
+    }
+
+    fn facts(inventory: &mut Inventory, index: usize) -> &mut NvmlFacts {
+        inventory.gpus[index].nvml.as_mut().unwrap()
+    }
+
+    fn without_driver(mut inventory: Inventory) -> Inventory {
+        inventory.driver = Err("no driver".to_owned());
+        for gpu in &mut inventory.gpus {
+            gpu.nvml = Err("no driver".to_owned());
+            gpu.pci.render_node = None;
+        }
+        inventory
+    }
+
+    fn problems(settings: &Settings, inventory: &Inventory) -> Vec<String> {
+        match plan(settings, inventory) {
+            Err(PlanError::Problems(problems)) => problems.iter().map(ToString::to_string).collect(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn not_yet(settings: &Settings, inventory: &Inventory) -> String {
+        match plan(settings, inventory) {
+            Err(PlanError::NotYet(reason)) => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Memory limit and thread percentage of each GPU.
+    fn limits(plan: &Plan) -> Vec<(u64, u8)> {
+        plan.gpus.iter().map(|gpu| (gpu.memory_limit_mib, gpu.thread_percentage)).collect()
+    }
+
+    #[test]
+    fn the_p40_of_the_platform_s_documentation() {
+        let inventory = p40();
+        let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
+        let expected = Plan {
+            gpus: vec![GpuPlan {
+                gpu: inventory.gpus[0].clone(),
+                slices: 4,
+                memory_limit_mib: 5760,
+                thread_percentage: 25,
+                limits_enforced: false,
+                unusable: None,
+                warnings: vec![
+                    "compute capability 6.1 enforces neither the memory limit nor the thread percentage"
+                        .to_owned(),
+                ],
+                pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+            }],
+            control_daemons: vec![ControlDaemonPlan {
+                id: "shared".to_owned(),
+                pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+                log_directory: "/tmp/nvidia-mps/log".into(),
+                gpus: vec![ServedGpu {
+                    uuid: P40.to_owned(),
+                    pci: "00:06.0".parse().unwrap(),
+                    memory_limit_mib: 5760,
+                    limits_enforced: false,
+                }],
+                thread_percentage: 25,
+                multiuser: false,
+                multiuser_optional: false,
+                prewarm: false,
+            }],
+        };
+        assert_eq!(plan, expected);
+    }
+
+    #[test]
+    fn shares_are_whole_and_never_nothing() {
+        let one = |policy, slices| share(policy, NonZeroU32::new(slices).unwrap());
+        let golden = [
+            (ThreadPolicy::Equal, [(1, 100), (3, 33), (4, 25), (100, 1), (101, 1), (u32::MAX, 1)]),
+            (ThreadPolicy::Balanced, [(1, 100), (3, 66), (4, 50), (100, 2), (201, 1), (u32::MAX, 1)]),
+            (
+                ThreadPolicy::Unlimited,
+                [(1, 100), (3, 100), (4, 100), (100, 100), (101, 100), (u32::MAX, 100)],
+            ),
+            (ThreadPolicy::Fixed(7), [(1, 7), (3, 7), (4, 7), (100, 7), (101, 7), (u32::MAX, 7)]),
+        ];
+        for (policy, cases) in golden {
+            for (slices, percent) in cases {
+                assert_eq!(one(policy, slices), percent, "{policy:?} {slices}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_entry_s_own_percentage_counts() {
+        let mut settings = with(vec![(node(128), 3), (node(129), 3)]);
+        settings.devices[0].mps.as_mut().unwrap().thread_percentage = Some(80);
+        let plan = plan(&settings, &h200s()).unwrap();
+        assert_eq!(limits(&plan), [(47923, 80), (47923, 33)]);
+        assert_eq!(plan.control_daemons[0].thread_percentage, 80);
+    }
+
+    #[test]
+    fn a_shared_control_daemon_serves_in_pci_order_with_the_largest_percentage() {
+        let inventory = h200s();
+        let plan = plan(&with(vec![(node(130), 4), (node(128), 10), (node(129), 2)]), &inventory).unwrap();
+        let configured: Vec<_> = plan.gpus.iter().map(|gpu| gpu.gpu.pci.address.bus).collect();
+        assert_eq!(configured, [0x1c, 0x1a, 0x1b]);
+        assert_eq!(limits(&plan), [(35942, 25), (14377, 10), (71885, 50)]);
+        let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
+        let served: Vec<_> =
+            daemon.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.memory_limit_mib)).collect();
+        assert_eq!(served, [("GPU-0", 14377), ("GPU-1", 71885), ("GPU-2", 35942)]);
+        assert_eq!(daemon.thread_percentage, 50);
+        assert_eq!((daemon.multiuser, daemon.multiuser_optional, daemon.prewarm), (true, true, true));
+        assert!(plan.gpus[0].warnings[0].contains("default is 50 %"), "{:?}", plan.gpus[0].warnings);
+        assert!(plan.gpus[1].warnings[0].contains("keep to 10 %"), "{:?}", plan.gpus[1].warnings);
+        assert_eq!(plan.gpus[2].warnings, [""; 0]);
+    }
+
+    #[test]
+    fn each_gpu_can_have_a_control_daemon_of_its_own() {
+        let mut settings = with(vec![(node(131), 4), (node(128), 10)]);
+        settings.topology = Topology::PerGpu;
+        let mut inventory = h200s();
+        facts(&mut inventory, 0).compute_capability = Some((6, 1));
+        let plan = plan(&settings, &inventory).unwrap();
+        let daemons: Vec<_> = plan
+            .control_daemons
+            .iter()
+            .map(|daemon| {
+                let pipe = daemon.pipe_directory.to_str().unwrap();
+                (daemon.id.as_str(), pipe, daemon.gpus.len(), daemon.thread_percentage, daemon.multiuser)
+            })
+            .collect();
+        assert_eq!(
+            daemons,
+            [
+                ("GPU-0", "/tmp/nvidia-mps/pipe/GPU-0", 1, 10, false),
+                ("GPU-3", "/tmp/nvidia-mps/pipe/GPU-3", 1, 25, true),
+            ]
+        );
+        assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
+        assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
+        // Each default is one GPU's own.
+        assert_eq!(plan.gpus[0].warnings, [""; 0]);
+    }
+
+    #[test]
+    fn multiuser_follows_the_setting_and_the_weakest_gpu() {
+        let mut settings = with(vec![(node(128), 4), (node(129), 4)]);
+        let mut mixed = h200s();
+        facts(&mut mixed, 1).compute_capability = Some((6, 1));
+        let mut seen = |setting, prewarm, inventory: &Inventory| {
+            settings.multiuser = setting;
+            settings.prewarm = prewarm;
+            let daemon = plan(&settings, inventory).unwrap().control_daemons.remove(0);
+            (daemon.multiuser, daemon.multiuser_optional, daemon.prewarm)
+        };
+        assert_eq!(seen(MultiUser::Auto, true, &h200s()), (true, true, true));
+        assert_eq!(seen(MultiUser::Auto, false, &h200s()), (true, true, false));
+        assert_eq!(seen(MultiUser::Auto, true, &mixed), (false, false, false));
+        assert_eq!(seen(MultiUser::On, true, &mixed), (true, false, true));
+        assert_eq!(seen(MultiUser::Off, true, &h200s()), (false, false, false));
+    }
+
+    #[test]
+    fn every_spelling_finds_its_gpu() {
+        let inventory = h200s();
+        let spellings =
+            [node(129), pci("1B:00.0"), DevicePath::Uuid("gpu-1".to_owned()), DevicePath::NvidiaMinor(1)];
+        for path in spellings {
+            let plan = plan(&with(vec![(path.clone(), 4)]), &inventory).unwrap();
+            assert_eq!(plan.gpus[0].gpu, inventory.gpus[1], "{path:?}");
+        }
+    }
+
+    #[test]
+    fn without_an_entry_every_unclaimed_gpu_is_served() {
+        let mut inventory = h200s();
+        inventory.gpus[3].pci.driver = Some("vfio-pci".to_owned());
+        let served = |settings: &Settings| -> Vec<_> {
+            let plan = plan(settings, &inventory).unwrap();
+            plan.gpus.iter().map(|gpu| (gpu.gpu.pci.address.bus, gpu.slices, gpu.memory_limit_mib)).collect()
+        };
+        assert_eq!(served(&settings()), [(0x1a, 10, 14377), (0x1b, 10, 14377), (0x1c, 10, 14377)]);
+        let claims = [
+            node(129),
+            pci("1b:00.0"),
+            other("/dev/dri/card1"),
+            other("/dev/dri/by-path/pci-0000:1b:00.0-render"),
+        ];
+        for claim in claims {
+            let settings = and_other(settings(), Some(claim));
+            assert_eq!(served(&settings), [(0x1a, 10, 14377), (0x1c, 10, 14377)]);
+        }
+        let nothing_of_ours = [None, Some(other("/dev/null")), Some(node(200))];
+        for claim in nothing_of_ours {
+            assert_eq!(served(&and_other(settings(), claim)).len(), 3);
+        }
+        let none = plan(&settings(), &self::inventory(Vec::new())).unwrap();
+        assert_eq!(none, Plan { gpus: Vec::new(), control_daemons: Vec::new() });
+    }
+
+    #[test]
+    fn a_claim_that_can_not_be_resolved_yet_waits() {
+        let mut inventory = h200s();
+        inventory.gpus[0].pci.render_node = None;
+        let reason = not_yet(&and_other(settings(), Some(node(140))), &inventory);
+        assert!(reason.contains("modprobe nvidia-drm"), "{reason}");
+    }
+
+    #[test]
+    fn wrong_paths_are_problems_that_name_the_right_one() {
+        let mut inventory = h200s();
+        inventory.gpus.truncate(2);
+        inventory.others.push(device("03:00.0", 0x1002, 132));
+        inventory.others.push(device("04:00.0", 0xabcd, 133));
+        let all = "the NVIDIA GPUs of this host are /dev/dri/renderD128 (0000:1a:00.0), \
+                   /dev/dri/renderD129 (0000:1b:00.0)";
+        let amd = "is made by PCI vendor 1002 (AMD), not by NVIDIA";
+        let golden = [
+            (node(140), "/dev/dri/renderD140 does not exist".to_owned(), all),
+            (pci("00:06.1"), "the PCI bus has no display device at 0000:00:06.1".to_owned(), all),
+            (DevicePath::Uuid("GPU-x".to_owned()), "this host has no GPU GPU-x".to_owned(), all),
+            (DevicePath::NvidiaMinor(9), "this host has no GPU /dev/nvidia9".to_owned(), all),
+            (node(132), format!("/dev/dri/renderD132 (0000:03:00.0) {amd}"), all),
+            (pci("03:00.0"), format!("0000:03:00.0 {amd}"), all),
+            (pci("04:00.0"), "0000:04:00.0 is made by PCI vendor abcd, not by NVIDIA".to_owned(), all),
+            (other("/dev/dri/card4"), format!("\"/dev/dri/card4\" (0000:03:00.0) {amd}"), all),
+            (
+                other("/dev/dri/card1"),
+                "\"/dev/dri/card1\" is a card node of 0000:1b:00.0".to_owned(),
+                "write its render node, /dev/dri/renderD129",
+            ),
+            (other("/dev/dri/card77"), "\"/dev/dri/card77\" is a card node".to_owned(), all),
+            (
+                other("/dev/dri/by-path/pci-0000:1b:00.0-render"),
+                "\"/dev/dri/by-path/pci-0000:1b:00.0-render\" is a link to a device node of 0000:1b:00.0"
+                    .to_owned(),
+                "write its render node, /dev/dri/renderD129",
+            ),
+            (other("/dev/null"), "\"/dev/null\" is no path of a GPU".to_owned(), all),
+            (other("a\nb"), "\"a\\nb\" is no path of a GPU".to_owned(), all),
+        ];
+        for (path, found, remedy) in golden {
+            let expected = format!("devices.yml:2: devices[0].path: {found}; {remedy}");
+            assert_eq!(problems(&with(vec![(path, 4)]), &inventory), [expected]);
+        }
+        let bare = self::inventory(Vec::new());
+        let none = problems(&with(vec![(node(128), 4)]), &bare);
+        let expected =
+            "devices.yml:2: devices[0].path: /dev/dri/renderD128 does not exist; this host has no NVIDIA GPU";
+        assert_eq!(none, [expected]);
+    }
+
+    #[test]
+    fn a_gpu_named_twice_is_a_problem_in_every_spelling() {
+        for second in
+            [node(128), pci("1a:00.0"), DevicePath::Uuid("GPU-0".to_owned()), DevicePath::NvidiaMinor(0)]
+        {
+            let settings = with(vec![(node(128), 4), (node(129), 4), (second.clone(), 4)]);
+            let problems = problems(&settings, &h200s());
+            let expected = format!(
+                "devices.yml:4: devices[2].path: {} (0000:1a:00.0) is named a second time; \
+                 devices.yml:2 names it as /dev/dri/renderD128; keep one",
+                spelled(&second)
+            );
+            assert_eq!(problems, [expected]);
+        }
+    }
+
+    #[test]
+    fn all_problems_come_at_once() {
+        let mut settings = with(vec![(node(140), 4), (node(128), 4), (node(128), 4), (node(129), 143_772)]);
+        settings.devices[0].path = None;
+        let error = plan(&settings, &h200s()).unwrap_err();
+        let lines: Vec<_> = error.to_string().lines().map(str::to_owned).collect();
+        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert!(lines[0].starts_with("devices.yml:2: devices[0].path: an NVIDIA_MPS entry without a path"));
+        assert!(lines[1].starts_with("devices.yml:4: devices[2].path: "));
+        assert_eq!(
+            lines[2],
+            "devices.yml:5: devices[3].virtual_number: 143772 slices of 0000:1b:00.0, which has 143771 MiB; \
+             give each slice 1 MiB or more"
+        );
+    }
+
+    #[test]
+    fn a_slice_has_some_memory() {
+        let plan = plan(&with(vec![(node(128), 23040)]), &p40()).unwrap();
+        assert_eq!(limits(&plan), [(1, 1)]);
+        let mut settings = settings();
+        settings.replicas = NonZeroU32::new(u32::MAX).unwrap();
+        let problems = problems(&settings, &p40());
+        assert!(problems[0].starts_with("/etc/yunion/host.conf: cuda_mps_replicas: 4294967295 slices"));
+    }
+
+    #[test]
+    fn without_a_driver_what_the_bus_knows_is_still_checked() {
+        let mut inventory = without_driver(h200s());
+        inventory.others.push(device("03:00.0", 0x1002, 132));
+        for path in [node(128), pci("1a:00.0"), pci("00:06.0"), DevicePath::Uuid("GPU-0".to_owned())] {
+            assert_eq!(not_yet(&with(vec![(path, 4)]), &inventory), "no driver");
+        }
+        assert_eq!(not_yet(&settings(), &inventory), "no driver");
+        for path in [node(132), other("/dev/dri/card1"), other("/dev/null")] {
+            let settings = with(vec![(node(128), 4), (path, 4)]);
+            assert_eq!(problems(&settings, &inventory).len(), 1);
+        }
+        let twice = with(vec![(node(128), 4), (node(128), 4)]);
+        assert!(problems(&twice, &inventory)[0].contains("a second time"));
+    }
+
+    #[test]
+    fn what_only_a_silent_gpu_can_tell_waits() {
+        let mut inventory = h200s();
+        inventory.gpus[2].nvml = Err("GPU is lost".to_owned());
+        for path in [DevicePath::Uuid("GPU-2".to_owned()), DevicePath::NvidiaMinor(2)] {
+            let reason = not_yet(&with(vec![(path, 4)]), &inventory);
+            assert!(reason.contains("0000:1c:00.0") && reason.contains("GPU is lost"), "{reason}");
+        }
+        inventory.gpus[2].pci.render_node = None;
+        let reason = not_yet(&with(vec![(node(130), 4)]), &inventory);
+        assert!(reason.contains("modprobe nvidia-drm"), "{reason}");
+        // A GPU in a virtual machine gets no render node, however long one waits.
+        inventory.gpus[2].pci.driver = Some("vfio-pci".to_owned());
+        assert_eq!(problems(&with(vec![(node(130), 4)]), &inventory).len(), 1);
+    }
+
+    #[test]
+    fn what_ails_one_gpu_does_not_stop_the_others() {
+        let entries = || with(vec![(node(128), 4), (node(129), 2)]);
+        type Ailment = fn(&mut Inventory);
+        let ailments: [(Ailment, &str); 5] = [
+            (|all| all.gpus[1].nvml = Err("GPU is lost".to_owned()), "GPU is lost"),
+            (
+                |all| facts(all, 1).mig_enabled = true,
+                "MIG is on; turn it off with nvidia-smi -i 0000:1b:00.0 -mig 0",
+            ),
+            (
+                |all| facts(all, 1).compute_mode = Some(ComputeMode::Prohibited),
+                "compute mode Prohibited lets no process in; change it with nvidia-smi -i 0000:1b:00.0 -c DEFAULT",
+            ),
+            (
+                |all| {
+                    facts(all, 1).foreign_processes =
+                        vec![(4711, "python3".to_owned()), (12, "x".to_owned())];
+                },
+                "held by processes that do not go through MPS: 4711 (python3), 12 (x); end them",
+            ),
+            (
+                |all| facts(all, 1).memory_total_mib = None,
+                "NVML does not say how much memory it has, so it can't be divided",
+            ),
+        ];
+        for (ail, reason) in ailments {
+            let mut inventory = h200s();
+            ail(&mut inventory);
+            let plan = plan(&entries(), &inventory).unwrap();
+            assert_eq!(plan.gpus[0].unusable, None);
+            assert_eq!(plan.gpus[1].unusable.as_deref(), Some(reason));
+            assert_eq!(plan.gpus[1].slices, 2);
+            let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
+            assert_eq!(daemon.gpus.len(), 1);
+            // The percentage of a GPU that is left out counts for nothing.
+            assert_eq!(daemon.thread_percentage, 25);
+            assert_eq!(plan.gpus[0].warnings, [""; 0]);
+        }
+        let mut dead = h200s();
+        for gpu in &mut dead.gpus {
+            gpu.nvml = Err("GPU is lost".to_owned());
+        }
+        for topology in [Topology::Shared, Topology::PerGpu] {
+            let mut settings = entries();
+            settings.topology = topology;
+            let plan = plan(&settings, &dead).unwrap();
+            assert_eq!(plan.control_daemons, []);
+            assert_eq!(limits(&plan), [(0, 25), (0, 50)]);
+        }
+    }
+
+    #[test]
+    fn all_that_ails_a_gpu_is_said_at_once() {
+        let mut inventory = p40();
+        facts(&mut inventory, 0).mig_enabled = true;
+        facts(&mut inventory, 0).memory_total_mib = None;
+        let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
+        let reason = plan.gpus[0].unusable.clone().unwrap();
+        assert!(reason.contains("MIG is on") && reason.contains("how much memory"), "{reason}");
+    }
+
+    #[test]
+    fn foreign_processes_matter_where_the_mode_is_or_becomes_exclusive() {
+        let mut settings = with(vec![(node(128), 4)]);
+        let mut inventory = p40();
+        facts(&mut inventory, 0).foreign_processes = vec![(4711, "python3".to_owned())];
+        let mut unusable = |set, mode| {
+            settings.set_compute_mode = set;
+            facts(&mut inventory, 0).compute_mode = mode;
+            plan(&settings, &inventory).unwrap().gpus[0].unusable.is_some()
+        };
+        assert!(unusable(true, Some(ComputeMode::Default)));
+        assert!(unusable(false, Some(ComputeMode::ExclusiveProcess)));
+        assert!(!unusable(false, Some(ComputeMode::Default)));
+        assert!(!unusable(false, None));
+    }
+
+    #[test]
+    fn more_slices_than_clients_is_a_warning() {
+        let warned = |slices, capability, driver: &str| {
+            let mut inventory = h200s();
+            inventory.driver = Ok(driver.to_owned());
+            facts(&mut inventory, 0).compute_capability = Some(capability);
+            let plan = plan(&with(vec![(node(128), slices)]), &inventory).unwrap();
+            plan.gpus[0].warnings.iter().any(|warning| warning.contains("clients at once"))
+        };
+        let golden = [
+            (16, (6, 1), "580.1"),
+            (48, (7, 0), "580.159.04"),
+            (60, (9, 0), "590.44.01"),
+            (48, (9, 0), "unknown"),
+        ];
+        for (most, capability, driver) in golden {
+            assert!(!warned(most, capability, driver), "{most} {driver}");
+            assert!(warned(most + 1, capability, driver), "{most} {driver}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_compute_capability_is_taken_for_an_old_one() {
+        let mut inventory = h200s();
+        facts(&mut inventory, 0).compute_capability = None;
+        let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
+        assert!(!plan.gpus[0].limits_enforced);
+        assert!(plan.gpus[0].warnings[0].contains("compute capability"));
+        assert!(!plan.control_daemons[0].multiuser);
+    }
+
+    #[test]
+    fn an_entry_of_another_type_for_the_same_gpu_is_a_warning() {
+        let settings = and_other(with(vec![(node(128), 4), (node(129), 4)]), Some(pci("1b:00.0")));
+        let plan = plan(&settings, &h200s()).unwrap();
+        assert_eq!(plan.gpus[0].warnings, [""; 0]);
+        assert_eq!(plan.gpus[1].warnings, ["devices.yml:90 gives it out as NVIDIA_GPU_SHARE too"]);
+    }
+
+    proptest! {
+        #[test]
+        fn the_order_of_entries_changes_nothing_but_the_order(
+            entries in Just(vec![(0u32, 4u32), (1, 10), (2, 3), (3, 7)]).prop_shuffle(),
+            kept in 1usize..=4,
+            per_gpu: bool,
+        ) {
+            let mut shuffled: Vec<_> = entries.into_iter().take(kept).collect();
+            let make = |entries: &[(u32, u32)]| {
+                let mut settings = with(entries.iter().map(|(gpu, slices)| (node(128 + gpu), *slices)).collect());
+                settings.topology = if per_gpu { Topology::PerGpu } else { Topology::Shared };
+                plan(&settings, &h200s()).unwrap()
+            };
+            let one = make(&shuffled);
+            let in_order: Vec<_> = one.gpus.iter().map(|gpu| gpu.gpu.pci.address.bus - 0x1a).collect();
+            let written: Vec<_> = shuffled.iter().map(|(gpu, _)| u8::try_from(*gpu).unwrap()).collect();
+            prop_assert_eq!(in_order, written);
+            shuffled.sort_unstable();
+            let sorted = make(&shuffled);
+            prop_assert_eq!(&one.control_daemons, &sorted.control_daemons);
+            for gpu in &one.gpus {
+                prop_assert!(sorted.gpus.contains(gpu));
+            }
+        }
+
+        #[test]
+        fn no_text_disturbs_it(text: String, slices in 1u32..) {
+            for text in [text.clone(), format!("/dev/dri/card{text}"), format!("/dev/dri/by-path/pci-{text}")] {
+                let settings = with(vec![(other(&text), slices)]);
+                prop_assert!(matches!(plan(&settings, &h200s()), Err(PlanError::Problems(_))));
+            }
+        }
+
+        #[test]
+        fn slices_never_add_up_to_more_than_there_is(total in 1u64..1 << 40, slices: u32) {
+            let slices = NonZeroU32::new(slices).unwrap_or(NonZeroU32::MIN);
+            let slice = slice_of(total, slices);
+            prop_assert!(slice * u64::from(slices.get()) <= total);
+            prop_assert!((slice + 1) * u64::from(slices.get()) > total);
+        }
+    }
 }
