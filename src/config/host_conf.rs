@@ -349,3 +349,524 @@ fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
         _ => Err("write auto, or true or false without quotes".to_owned()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::text_of;
+    use super::*;
+
+    const FILE: &str = "/etc/yunion/host.conf";
+
+    /// One file alone, over the defaults.
+    fn overlaid(text: &str) -> (Draft, Findings) {
+        let mut draft = Draft::new();
+        let mut findings = Findings::default();
+        draft.overlay(Path::new(FILE), text, &mut findings);
+        draft.check_together(&mut findings);
+        (draft, findings)
+    }
+
+    fn settings(text: &str) -> Settings {
+        let (draft, findings) = overlaid(text);
+        assert_eq!(findings.problems, [], "{text}");
+        draft.settings
+    }
+
+    fn problems(text: &str) -> Vec<Problem> {
+        let (_, findings) = overlaid(text);
+        assert!(!findings.problems.is_empty(), "no problem in {text:?}");
+        findings.problems
+    }
+
+    /// The only problem: its line, key and what was found.
+    fn problem(text: &str) -> (Option<usize>, String, String) {
+        let [problem] = <[Problem; 1]>::try_from(problems(text)).unwrap();
+        assert_eq!(problem.origin.file, Path::new(FILE));
+        assert!(!problem.remedy.is_empty());
+        (problem.origin.line, problem.key, problem.found)
+    }
+
+    fn bad(line: usize, key: &str, found: &str) -> (Option<usize>, String, String) {
+        (Some(line), key.to_owned(), found.to_owned())
+    }
+
+    #[test]
+    fn the_platforms_ways_to_say_yes() {
+        for text in [
+            "enable_cuda_mps: yes",
+            "enable-cuda-mps: true",
+            "enable_cuda-mps: on",
+            "enable_cuda_mps: \"true\"",
+            "enable_cuda_mps: '1'",
+            "enable_cuda_mps: 1",
+            "enable_cuda_mps = true",
+            "[mps]\nenable-cuda-mps = \"True\" # on",
+            "---\r\nenable_cuda_mps: Y\r\n",
+            "%YAML 1.1\n---\nenable_cuda_mps: y\n",
+            "{enable_cuda_mps: yes}",
+        ] {
+            assert!(settings(text).enabled, "{text}");
+        }
+        for text in
+            ["enable_cuda_mps: no", "enable_cuda_mps: off", "enable_cuda_mps = 0", "Enable_Cuda_Mps: true"]
+        {
+            assert!(!settings(text).enabled, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_quoted_yes_is_text() {
+        assert_eq!(problem("# x\nenable_cuda_mps: \"yes\"\n"), bad(2, "enable_cuda_mps", "found \"yes\""));
+        assert_eq!(problem("enable-cuda-mps: 'on'"), bad(1, "enable_cuda_mps", "found \"on\""));
+        // The older form knows no YAML at all.
+        assert_eq!(problem("enable_cuda_mps = yes"), bad(1, "enable_cuda_mps", "found \"yes\""));
+    }
+
+    #[test]
+    fn nothing_means_not_set() {
+        let none = "enable_cuda_mps:\ncuda_mps_replicas: null\ncuda_mps_pipe_directory: ~\nlog_level:\n";
+        assert_eq!(settings(none), Settings::default());
+        assert_eq!(settings("cuda_mps_replicas =\nlog_level = \n"), Settings::default());
+        for empty in ["", "\n", "# only a comment\n", "---\n", "[section]\n# c\nlog_level = info"] {
+            assert_eq!(settings(empty), Settings::default(), "{empty:?}");
+        }
+        let (draft, _) =
+            overlaid("container_device_config_file: \"\"\ncuda_mps_cdi_directory: ''\nlocal_config_file: ''");
+        assert_eq!((draft.device_file, draft.local_file), (None, None));
+        // A later nothing takes an earlier value back, as it would for the host agent.
+        assert_eq!(settings("cuda_mps_replicas: 3\ncuda_mps_replicas:\n").replicas.get(), 10);
+    }
+
+    #[test]
+    fn a_host_conf_of_the_platform_is_read_past_its_own_keys() {
+        let text = concat!(
+            "allow_switch_vms: true\n",
+            "bridge_driver: openvswitch\n",
+            "enable_cuda_mps: true\n",
+            "enable_rbac: true\n",
+            "host_type: container\n",
+            "local_image_path:\n",
+            "- /opt/cloud/workspace/disks\n",
+            "log_level: warn\n",
+            "networks:\n",
+            "- eth0/br0/192.168.0.1\n",
+            "rack:\n",
+            "servers_path: /opt/cloud/workspace/servers\n",
+            "container_device_config_file: /etc/yunion/host_container_device.yml\n",
+        );
+        let (draft, findings) = overlaid(text);
+        assert!(draft.settings.enabled);
+        assert_eq!(draft.settings.log_level, LogLevel::Warn);
+        assert_eq!(draft.device_file.as_deref(), Some(Path::new("/etc/yunion/host_container_device.yml")));
+        assert_eq!(draft.origin(DEVICE_FILE_KEY).unwrap().line, Some(13));
+        assert_eq!((findings.problems.len(), findings.warnings.len()), (0, 0));
+        let unknown: Vec<_> =
+            findings.unknown_keys.iter().map(|(at, key)| (at.line.unwrap(), key.as_str())).collect();
+        assert_eq!(
+            unknown,
+            [
+                (1, "allow_switch_vms"),
+                (2, "bridge_driver"),
+                (4, "enable_rbac"),
+                (5, "host_type"),
+                (6, "local_image_path"),
+                (9, "networks"),
+                (11, "rack"),
+                (12, "servers_path"),
+            ]
+        );
+    }
+
+    #[test]
+    fn of_a_key_that_stands_twice_yaml_takes_the_last() {
+        let (draft, findings) = overlaid("cuda_mps_replicas: 4\nlog_level: warn\ncuda-mps-replicas: 6\n");
+        assert_eq!(findings.problems, []);
+        assert_eq!(draft.settings.replicas.get(), 6);
+        let [warning] = findings.warnings.as_slice() else { panic!("{:?}", findings.warnings) };
+        assert_eq!(
+            warning.to_string(),
+            format!(
+                "{FILE}:3: cuda_mps_replicas: already set on line 1; the last one counts; remove one of them"
+            )
+        );
+        // What doesn't count isn't judged.
+        assert_eq!(settings("log_level: loud\nlog_level: warn\n").log_level, LogLevel::Warn);
+    }
+
+    #[test]
+    fn of_a_key_that_stands_twice_the_older_form_takes_the_first() {
+        let (draft, findings) = overlaid("cuda_mps_replicas = 4\n\ncuda-mps-replicas = 6\n");
+        assert_eq!(draft.settings.replicas.get(), 4);
+        assert_eq!(findings.warnings.len(), 1);
+        assert_eq!(findings.warnings[0].origin.line, Some(3));
+        assert!(findings.warnings[0].found.contains("line 1"), "{}", findings.warnings[0]);
+        assert!(findings.warnings[0].found.contains("first one counts"), "{}", findings.warnings[0]);
+    }
+
+    #[test]
+    fn the_older_form() {
+        let text = concat!(
+            "# an old file\n",
+            "[host]\n",
+            "  enable_cuda_mps = True\n",
+            "cuda_mps_pipe_directory=\"/run/mps/pipe\" # here\n",
+            "cuda-mps-log-directory = '/run/mps/log'\n",
+            "networks = [eth0/br0/192.168.0.1, eth1]\n",
+            "cuda_mps_thread_percentage = 50\n",
+        );
+        let (draft, findings) = overlaid(text);
+        assert_eq!(findings.problems, []);
+        assert!(draft.settings.enabled);
+        assert_eq!(draft.settings.pipe_directory, Path::new("/run/mps/pipe"));
+        assert_eq!(draft.settings.log_directory, Path::new("/run/mps/log"));
+        assert_eq!(draft.settings.thread_policy, ThreadPolicy::Fixed(50));
+        assert_eq!(draft.origin(PIPE_KEY).unwrap().line, Some(4));
+        assert_eq!(findings.unknown_keys.len(), 1);
+        assert_eq!(unquoted("\"a\\tb\""), "a\tb");
+        assert_eq!(unquoted("a\\tb"), "a\\tb");
+        assert_eq!(unquoted("\""), "\"");
+    }
+
+    #[test]
+    fn neither_form_is_an_error_with_its_line() {
+        // One line without `=` spoils the older form, and the file was never YAML.
+        let found = problems("enable_cuda_mps = true\nnonsense: here\nlog_level = info\n");
+        assert!(found[0].found.starts_with("not valid YAML"), "{}", found[0]);
+        assert!(found[0].origin.line.is_some());
+        for text in ["just words\n", "- a\n- b\n", "[a, b]\n", "42\n"] {
+            let found = problems(text);
+            assert!(found[0].found.contains("instead of keys"), "{}", found[0]);
+        }
+        let tabbed = problems("networks:\n\t- eth0\nenable_cuda_mps: true\n");
+        assert_eq!(tabbed[0].origin.line, Some(2));
+        assert!(tabbed[0].to_string().contains("tab"), "{}", tabbed[0]);
+        assert!(problems("a: &a [*a]\n")[0].found.contains("alias"));
+    }
+
+    #[test]
+    fn every_bad_value_is_named_at_once_with_line_key_and_what_was_found() {
+        let text = concat!(
+            "enable_cuda_mps: maybe\n",
+            "container_device_config_file: devices.yml\n",
+            "local_config_file: [x]\n",
+            "cuda_mps_pipe_directory: tmp/pipe\n",
+            "cuda_mps_log_directory: /\n",
+            "cuda_mps_replicas: 0\n",
+            "log_level: verbose\n",
+            "cuda_mps_topology: per-gpu\n",
+            "cuda_mps_thread_percentage: 101\n",
+            "cuda_mps_multiuser: \"yes\"\n",
+            "cuda_mps_prewarm: 2\n",
+            "cuda_mps_set_compute_mode: {a: b}\n",
+            "cuda_mps_quit_timeout: 0\n",
+            "cuda_mps_fault_grace: 3601\n",
+            "cuda_mps_log_max_size: 16M\n",
+            "cuda_mps_cdi_directory: \"/a\\nb\"\n",
+        );
+        let found: Vec<_> =
+            problems(text).into_iter().map(|p| (p.origin.line.unwrap(), p.key, p.found)).collect();
+        let expected = [
+            ("enable_cuda_mps", "found \"maybe\""),
+            ("container_device_config_file", "found \"devices.yml\""),
+            ("local_config_file", "found a list"),
+            ("cuda_mps_pipe_directory", "found \"tmp/pipe\""),
+            ("cuda_mps_log_directory", "found \"/\""),
+            ("cuda_mps_replicas", "found 0"),
+            ("log_level", "found \"verbose\""),
+            ("cuda_mps_topology", "found \"per-gpu\""),
+            ("cuda_mps_thread_percentage", "found 101"),
+            ("cuda_mps_multiuser", "found \"yes\""),
+            ("cuda_mps_prewarm", "found 2"),
+            ("cuda_mps_set_compute_mode", "found a mapping"),
+            ("cuda_mps_quit_timeout", "found 0"),
+            ("cuda_mps_fault_grace", "found 3601"),
+            ("cuda_mps_log_max_size", "found \"16M\""),
+            ("cuda_mps_cdi_directory", "found \"/a\\nb\""),
+        ];
+        let expected: Vec<_> = expected
+            .into_iter()
+            .enumerate()
+            .map(|(at, (key, found))| (at + 1, key.to_owned(), found.to_owned()))
+            .collect();
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn ranges_end_where_they_are_said_to() {
+        let ranges = [
+            ("cuda_mps_replicas", 1, 999),
+            ("cuda_mps_thread_percentage", 1, 100),
+            ("cuda_mps_quit_timeout", 1, 600),
+            ("cuda_mps_fault_grace", 0, 3600),
+            ("cuda_mps_log_max_size", 1, 1024),
+        ];
+        for (key, least, most) in ranges {
+            for value in [least, most] {
+                settings(&format!("{key}: {value}"));
+                settings(&format!("{key}: '{value}'"));
+                settings(&format!("{key} = {value}"));
+            }
+            for value in [least - 1, most + 1] {
+                let remedy = &problems(&format!("{key}: {value}"))[0].remedy;
+                assert!(remedy.contains(&format!("{least} to {most}")), "{key}: {remedy}");
+            }
+            for value in ["1.5", "one", "true", "99999999999999999999", "[1]"] {
+                assert_eq!(problem(&format!("\n{key}: {value}")).0, Some(2), "{key}: {value}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_word_of_every_choice() {
+        let words = concat!(
+            "log_level: error\ncuda_mps_topology: per_gpu\ncuda_mps_thread_percentage: balanced\n",
+            "cuda_mps_multiuser: off\ncuda_mps_prewarm: no\ncuda_mps_set_compute_mode: false\n",
+            "cuda_mps_quit_timeout: 20\ncuda_mps_fault_grace: 0\ncuda_mps_log_max_size: 2\n",
+            "cuda_mps_cdi_directory: /var/run/cdi/\n",
+        );
+        let expected = Settings {
+            log_level: LogLevel::Error,
+            topology: Topology::PerGpu,
+            thread_policy: ThreadPolicy::Balanced,
+            multiuser: MultiUser::Off,
+            prewarm: false,
+            set_compute_mode: false,
+            quit_timeout: Duration::from_secs(20),
+            fault_grace: Duration::ZERO,
+            log_max_bytes: 2 * 1024 * 1024,
+            cdi_directory: Some(PathBuf::from("/var/run/cdi")),
+            ..Settings::default()
+        };
+        assert_eq!(settings(words), expected);
+        assert_eq!(settings("cuda_mps_thread_percentage: unlimited").thread_policy, ThreadPolicy::Unlimited);
+        assert_eq!(settings("cuda_mps_thread_percentage: equal").thread_policy, ThreadPolicy::Equal);
+        assert_eq!(settings("cuda_mps_multiuser: on").multiuser, MultiUser::On);
+        assert_eq!(settings("cuda_mps_multiuser: auto").multiuser, MultiUser::Auto);
+    }
+
+    #[test]
+    fn directories_are_normalised_and_checked() {
+        let pipe = |path: &str| settings(&format!("cuda_mps_pipe_directory: {path}")).pipe_directory;
+        assert_eq!(pipe("//run///mps/./pipe//").as_os_str(), "/run/mps/pipe");
+        assert_eq!(pipe("'/run/a b/é'").as_os_str(), "/run/a b/é");
+        for path in [
+            "''",
+            "pipe",
+            "./pipe",
+            "/",
+            "//",
+            "/./",
+            "/run/../tmp",
+            "\"/run/a\\0b\"",
+            "\"/run/\\e[1m\"",
+            "7",
+            "[]",
+        ] {
+            let (line, key, _) = problem(&format!("cuda_mps_pipe_directory: {path}"));
+            assert_eq!((line, key.as_str()), (Some(1), PIPE_KEY), "{path}");
+        }
+    }
+
+    #[test]
+    fn the_two_directories_differ() {
+        let (line, key, found) =
+            problem("cuda_mps_pipe_directory: /run/mps\n\ncuda_mps_log_directory: /run//mps/\n");
+        assert_eq!((line, key.as_str()), (Some(3), LOG_KEY));
+        assert!(found.contains("\"/run/mps\""), "{found}");
+        assert_eq!(problem("cuda_mps_pipe_directory: /tmp/nvidia-mps/log").1, PIPE_KEY);
+    }
+
+    #[test]
+    fn a_pipe_directory_leaves_room_for_the_socket() {
+        let path = |bytes: usize| format!("/{}", "d".repeat(bytes - 1));
+        settings(&format!("cuda_mps_pipe_directory: {}", path(99)));
+        let (line, key, found) = problem(&format!("\ncuda_mps_pipe_directory: {}", path(100)));
+        assert_eq!((line, key.as_str()), (Some(2), PIPE_KEY));
+        assert!(found.contains("108 bytes") && found.contains("107"), "{found}");
+        let per_gpu = |bytes| format!("cuda_mps_topology: per_gpu\ncuda_mps_pipe_directory: {}", path(bytes));
+        settings(&per_gpu(58));
+        let [problem] = <[Problem; 1]>::try_from(problems(&per_gpu(59))).unwrap();
+        assert!(problem.found.contains("108 bytes"), "{problem}");
+        assert!(problem.remedy.contains("58 bytes"), "{problem}");
+    }
+
+    #[test]
+    fn a_misspelt_key_of_ours_is_a_warning() {
+        let (_, findings) = overlaid("cuda_mps_replica: 4\nEnable_CUDA_mps: true\nreplicas: 4\n<<: {a: b}\n");
+        let warned: Vec<_> =
+            findings.warnings.iter().map(|w| (w.origin.line.unwrap(), w.key.as_str())).collect();
+        assert_eq!(warned, [(1, "cuda_mps_replica"), (2, "Enable_CUDA_mps"), (4, "<<")]);
+        assert!(findings.warnings[1].remedy.contains("enable_cuda_mps"));
+        assert_eq!(findings.unknown_keys.len(), 1);
+    }
+
+    #[test]
+    fn the_example_shows_every_key() {
+        let example = include_str!("../../config/host.conf");
+        for (key, _) in KEYS {
+            assert_eq!(example.matches(&format!("\n#{key}: ")).count(), 1, "{key}");
+        }
+    }
+
+    /// A directory that both forms can write: # begins a comment in the older one even within quotes.
+    fn any_directory() -> impl Strategy<Value = PathBuf> {
+        "/[a-zA-Z0-9_é][a-zA-Z0-9_.:, é-]{0,20}[a-z]".prop_map(PathBuf::from)
+    }
+
+    prop_compose! {
+        fn any_settings()(
+            (enabled, prewarm, set_compute_mode) in any::<(bool, bool, bool)>(),
+            (pipe_directory, log_directory) in (any_directory(), any_directory()).prop_filter("differ", |(a, b)| a != b),
+            cdi_directory in proptest::option::of(any_directory()),
+            replicas in 1u32..=999,
+            log_level in prop::sample::select(vec![LogLevel::Debug, LogLevel::Info, LogLevel::Warn, LogLevel::Error]),
+            topology in prop::sample::select(vec![Topology::Shared, Topology::PerGpu]),
+            thread_policy in prop_oneof![
+                Just(ThreadPolicy::Equal),
+                Just(ThreadPolicy::Balanced),
+                Just(ThreadPolicy::Unlimited),
+                (1u8..=100).prop_map(ThreadPolicy::Fixed),
+            ],
+            multiuser in prop::sample::select(vec![MultiUser::Auto, MultiUser::On, MultiUser::Off]),
+            quit_timeout in 1u64..=600,
+            fault_grace in 0u64..=3600,
+            log_max_mib in 1u64..=1024,
+        ) -> Settings {
+            Settings {
+                enabled,
+                pipe_directory,
+                log_directory,
+                replicas: replicas.try_into().unwrap(),
+                log_level,
+                topology,
+                thread_policy,
+                multiuser,
+                prewarm,
+                set_compute_mode,
+                quit_timeout: Duration::from_secs(quit_timeout),
+                fault_grace: Duration::from_secs(fault_grace),
+                log_max_bytes: log_max_mib * 1024 * 1024,
+                cdi_directory,
+                devices: Vec::new(),
+                sources: Vec::new(),
+            }
+        }
+    }
+
+    /// What an administrator would write for these settings: key, value, and whether the value needs quotes.
+    fn written(settings: &Settings) -> Vec<(&'static str, String)> {
+        let path = |path: &Path| format!("\"{}\"", path.display());
+        let mut lines = vec![
+            ("enable_cuda_mps", settings.enabled.to_string()),
+            (PIPE_KEY, path(&settings.pipe_directory)),
+            (LOG_KEY, path(&settings.log_directory)),
+            ("cuda_mps_replicas", settings.replicas.to_string()),
+            ("log_level", format!("{:?}", settings.log_level).to_lowercase()),
+            (
+                TOPOLOGY_KEY,
+                (if settings.topology == Topology::Shared { "shared" } else { "per_gpu" }).to_owned(),
+            ),
+            (
+                "cuda_mps_thread_percentage",
+                match settings.thread_policy {
+                    ThreadPolicy::Fixed(percent) => percent.to_string(),
+                    policy => format!("{policy:?}").to_lowercase(),
+                },
+            ),
+            (
+                "cuda_mps_multiuser",
+                match settings.multiuser {
+                    MultiUser::Auto => "auto",
+                    MultiUser::On => "true",
+                    MultiUser::Off => "false",
+                }
+                .to_owned(),
+            ),
+            ("cuda_mps_prewarm", settings.prewarm.to_string()),
+            ("cuda_mps_set_compute_mode", settings.set_compute_mode.to_string()),
+            ("cuda_mps_quit_timeout", settings.quit_timeout.as_secs().to_string()),
+            ("cuda_mps_fault_grace", settings.fault_grace.as_secs().to_string()),
+            ("cuda_mps_log_max_size", (settings.log_max_bytes / 1024 / 1024).to_string()),
+        ];
+        lines.extend(
+            settings.cdi_directory.as_deref().map(|directory| ("cuda_mps_cdi_directory", path(directory))),
+        );
+        lines
+    }
+
+    /// A valid file in either form.
+    fn any_file() -> impl Strategy<Value = String> {
+        (any_settings(), prop::sample::select(vec![": ", " = "])).prop_map(|(settings, between)| {
+            written(&settings).into_iter().map(|(key, value)| format!("{key}{between}{value}\n")).collect()
+        })
+    }
+
+    /// Whatever the bytes: an end without a panic, and what is wrong is told where there is nothing to read.
+    fn survives(bytes: Vec<u8>) {
+        let mut draft = Draft::new();
+        let mut findings = Findings::default();
+        match text_of(Path::new(FILE), bytes) {
+            Ok(text) => draft.overlay(Path::new(FILE), &text, &mut findings),
+            Err(problem) => findings.problems.push(problem),
+        }
+        draft.check_together(&mut findings);
+        for problem in findings.problems.iter().chain(&findings.warnings) {
+            assert_eq!(problem.origin.file, Path::new(FILE));
+            assert!(!problem.found.is_empty() && !problem.remedy.is_empty());
+        }
+        if findings.problems.is_empty() {
+            let settings = draft.settings;
+            assert!((1..=999).contains(&settings.replicas.get()));
+            assert!(
+                settings.pipe_directory.is_absolute() && settings.pipe_directory != settings.log_directory
+            );
+            assert!(settings.pipe_directory.as_os_str().len() <= 99);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn both_forms_say_the_same(settings in any_settings(), reverse in any::<bool>()) {
+            let mut lines = written(&settings);
+            if reverse {
+                lines.reverse();
+            }
+            for between in [": ", " = "] {
+                let text: String = lines.iter().map(|(key, value)| format!("{key}{between}{value}\n")).collect();
+                let (draft, findings) = overlaid(&text);
+                prop_assert_eq!(&findings.problems, &[], "{}", text);
+                prop_assert_eq!(&findings.warnings, &[], "{}", text);
+                prop_assert_eq!(&draft.settings, &settings, "{}", text);
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_survived(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
+            survives(bytes);
+        }
+
+        #[test]
+        fn anything_that_looks_like_yaml_is_survived(text in "([a-z_]{1,3}|[-:?,\\[\\]{}&*!|>'\"%@`#= \t\r\n\\\\]){0,80}") {
+            survives(text.into_bytes());
+        }
+
+        #[test]
+        fn a_damaged_file_is_survived(
+            text in any_file(),
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), 0u8..3, any::<u8>()), 1..6),
+        ) {
+            let mut bytes = text.into_bytes();
+            for (at, kind, byte) in changes {
+                let at = at.index(bytes.len().max(1));
+                match kind {
+                    0 if at < bytes.len() => bytes[at] = byte,
+                    1 if at < bytes.len() => drop(bytes.remove(at)),
+                    _ => bytes.insert(at.min(bytes.len()), byte),
+                }
+            }
+            survives(bytes);
+        }
+    }
+}

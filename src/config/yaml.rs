@@ -108,6 +108,15 @@ pub(super) fn quoted(text: &str) -> String {
 
 /// Reads the first document of a file. Null where there is none.
 pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, Problem> {
+    let brackets = text.bytes().filter(|byte| matches!(byte, b'[' | b'{')).count();
+    if brackets > MAX_BRACKETS {
+        return Err(Problem {
+            origin: Origin { file: file.to_owned(), line: None },
+            key: String::new(),
+            found: format!("{brackets} brackets, the limit is {MAX_BRACKETS}"),
+            remedy: "write lists and mappings with one item on each line".to_owned(),
+        });
+    }
     let Some(document) = serde_yaml::Deserializer::from_str(text).next() else {
         return Ok(Node { line: None, value: Value::Null });
     };
@@ -116,7 +125,7 @@ pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, Problem>
         newlines: text.bytes().enumerate().filter(|(_, byte)| *byte == b'\n').map(|(at, _)| at).collect(),
         budget: Cell::new(text.len().saturating_mul(2).saturating_add(ALIAS_ALLOWANCE)),
     };
-    NodeSeed(&source).deserialize(document).map_err(|error| problem(file, text, &error))
+    NodeSeed { source: &source, depth: 0 }.deserialize(document).map_err(|error| problem(file, text, &error))
 }
 
 fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> Problem {
@@ -127,7 +136,7 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> Problem {
     });
     let (found, remedy) = match tabbed {
         Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
-        None => ("not valid YAML", "correct the syntax there or just before"),
+        None => ("not valid YAML", "correct it there or just before"),
     };
     Problem {
         origin: Origin { file: file.to_owned(), line: tabbed.or(line) },
@@ -139,6 +148,12 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> Problem {
 
 /// How many values aliases may add to those that the file spells out.
 const ALIAS_ALLOWANCE: usize = 65_536;
+
+/// The scanner's time grows with the square of how many brackets are open, so a file full of them would take hours.
+const MAX_BRACKETS: usize = 1024;
+
+/// How deep lists and mappings nest at most. An alias that contains itself has no bottom.
+const MAX_DEPTH: u8 = 32;
 
 /// What every node needs to know of the input.
 struct Source<'t> {
@@ -170,18 +185,29 @@ impl<'t> Source<'t> {
 }
 
 #[derive(Clone, Copy)]
-struct NodeSeed<'s, 't>(&'s Source<'t>);
+struct NodeSeed<'s, 't> {
+    source: &'s Source<'t>,
+    depth: u8,
+}
 
 impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
     type Value = Node<'t>;
 
     fn deserialize<D: de::Deserializer<'t>>(self, deserializer: D) -> Result<Node<'t>, D::Error> {
-        self.0.spend(1)?;
+        if self.depth > MAX_DEPTH {
+            return Err(de::Error::custom("nested too deeply, or an alias within what it stands for"));
+        }
+        self.source.spend(1)?;
         deserializer.deserialize_any(self)
     }
 }
 
 impl NodeSeed<'_, '_> {
+    /// The seed of what this one contains.
+    fn inner(self) -> Self {
+        Self { depth: self.depth.saturating_add(1), ..self }
+    }
+
     fn plain<'t, E>(value: Value<'t>) -> Result<Node<'t>, E> {
         Ok(Node { line: None, value })
     }
@@ -229,19 +255,19 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_borrowed_str<E: de::Error>(self, text: &'t str) -> Result<Node<'t>, E> {
-        Ok(self.0.lent(text))
+        Ok(self.source.lent(text))
     }
 
     /// A text that isn't in the input as it is: with escapes, folded or over several lines. A plain one of that kind
     /// is no boolean and no number either, so all of them count as quoted.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
-        self.0.spend(text.len())?;
+        self.source.spend(text.len())?;
         Self::plain(Value::Text { text: text.to_owned().into(), quoted: true })
     }
 
     fn visit_seq<A: SeqAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {
         let mut items = Vec::new();
-        while let Some(item) = access.next_element_seed(self)? {
+        while let Some(item) = access.next_element_seed(self.inner())? {
             items.push(item);
         }
         let line = items.iter().find_map(|item: &Node<'_>| item.line);
@@ -250,7 +276,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
 
     fn visit_map<A: MapAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {
         let mut pairs = Vec::new();
-        while let Some(pair) = access.next_entry_seed(self, self)? {
+        while let Some(pair) = access.next_entry_seed(self.inner(), self.inner())? {
             pairs.push(pair);
         }
         let line = pairs.iter().find_map(|(key, _): &(Node<'_>, Node<'_>)| key.line);
@@ -261,5 +287,194 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     fn visit_enum<A: EnumAccess<'t>>(self, access: A) -> Result<Node<'t>, A::Error> {
         let (_tag, content) = access.variant::<String>()?;
         content.newtype_variant_seed(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Node<'_>, Problem> {
+        parse(Path::new("/etc/x.yml"), text)
+    }
+
+    /// Key, its line and its value, of a mapping.
+    fn pairs(text: &str) -> Vec<(String, Option<usize>, Value<'_>)> {
+        let Value::Map(pairs) = read(text).unwrap().value else { panic!("not a mapping: {text}") };
+        let name = |node: &Node<'_>| node.value.as_text().unwrap_or_default().into_owned();
+        pairs.into_iter().map(|(key, value)| (name(&key), key.line, value.value)).collect()
+    }
+
+    fn text(text: &str, quoted: bool) -> Value<'_> {
+        Value::Text { text: text.into(), quoted }
+    }
+
+    #[test]
+    fn keeps_duplicates_in_order_with_their_lines() {
+        let found = pairs("# first\na: 1\n\nb: x\r\n\"a\": 2\na:\n");
+        let expected = [
+            ("a", 2, Value::Integer(1)),
+            ("b", 4, text("x", false)),
+            ("a", 5, Value::Integer(2)),
+            ("a", 6, Value::Null),
+        ];
+        assert_eq!(found, expected.map(|(key, line, value)| (key.to_owned(), Some(line), value)));
+    }
+
+    #[test]
+    fn tells_quoted_texts_from_plain_ones() {
+        let found = pairs(concat!(
+            "a: yes\nb: \"yes\"\nc: 'yes'\nd: yes # not \"quoted\"\ne: {f: yes, g: 'yes'}\n",
+            "h: say \"yes\"\ni: \"\\x79es\"\nj: \"\\\n  yes\"\nk: |-\n  yes\nl: !mine yes\nm: !!str yes\nn: y"
+        ));
+        let values: Vec<_> = found.into_iter().map(|(_, _, value)| value).collect();
+        let inner = |value: &Value<'static>, name: &'static str| {
+            (Node { line: Some(5), value: text(name, false) }, Node { line: Some(5), value: value.clone() })
+        };
+        assert_eq!(
+            values,
+            [
+                text("yes", false),
+                text("yes", true),
+                text("yes", true),
+                text("yes", false),
+                Value::Map(vec![inner(&text("yes", false), "f"), inner(&text("yes", true), "g")]),
+                text("say \"yes\"", false),
+                text("yes", true),
+                text("yes", true),
+                text("yes", true),
+                text("yes", false),
+                text("yes", false),
+                text("y", false),
+            ]
+        );
+    }
+
+    #[test]
+    fn what_looks_like_a_key_inside_a_text_is_none() {
+        let found =
+            pairs("a: |\n  enable: no\nb: \"x\n\n  enable: no\"\nc: {\nenable: no\n}\nd: [\n'x: y']\n");
+        let keys: Vec<_> = found.iter().map(|(key, line, _)| (key.as_str(), *line)).collect();
+        assert_eq!(keys, [("a", Some(1)), ("b", Some(3)), ("c", Some(6)), ("d", Some(9))]);
+    }
+
+    #[test]
+    fn booleans_are_those_of_the_platform() {
+        for word in [
+            "y", "Y", "yes", "Yes", "YES", "on", "On", "ON", "true", "True", "TRUE", "1", "t", "\"true\"",
+            "'1'",
+        ] {
+            assert_eq!(read(word).unwrap().value.as_bool(), Some(true), "{word}");
+        }
+        for word in [
+            "n", "N", "no", "No", "NO", "off", "Off", "OFF", "false", "False", "FALSE", "0", "f", "\"F\"",
+            "'0'",
+        ] {
+            assert_eq!(read(word).unwrap().value.as_bool(), Some(false), "{word}");
+        }
+        for word in ["\"yes\"", "'on'", "\"no\"", "yEs", "2", "1.0", "null", "", "[]", "tru", "\"\""] {
+            assert_eq!(read(word).unwrap().value.as_bool(), None, "{word}");
+        }
+    }
+
+    #[test]
+    fn whole_numbers_are_loose_in_form_and_strict_in_value() {
+        for (form, number) in [
+            ("4", 4),
+            ("\"4\"", 4),
+            ("4.0", 4),
+            ("0x10", 16),
+            ("'010'", 10),
+            ("+4", 4),
+            ("-1", -1),
+            ("-0.0", 0),
+        ] {
+            assert_eq!(read(form).unwrap().value.as_integer(), Some(number), "{form}");
+        }
+        for form in [
+            "4.7",
+            "010",
+            "true",
+            "null",
+            "four",
+            "4 GPUs",
+            "\"1,000\"",
+            ".inf",
+            ".nan",
+            "1e400",
+            "",
+            "[4]",
+            "''",
+        ] {
+            assert_eq!(read(form).unwrap().value.as_integer(), None, "{form}");
+        }
+        let huge = read("1234567890123456789012345678901234567890123").unwrap().value;
+        assert!(huge.as_integer().is_none_or(|number| number > i128::from(u64::MAX)));
+    }
+
+    #[test]
+    fn only_the_first_document_counts() {
+        assert_eq!(pairs("---\na: 1\n---\nb: [\n"), [("a".to_owned(), Some(2), Value::Integer(1))]);
+        for empty in ["", "\n\n", "# nothing\n", "---\n", "~"] {
+            assert_eq!(read(empty).unwrap().value, Value::Null, "{empty:?}");
+        }
+    }
+
+    #[test]
+    fn a_tab_in_the_indentation_is_called_that() {
+        for (text, line) in [("a:\n\tb: 1\n", 2), ("a:\n  - b: c\n\td: e\n", 3), ("\ta: 1\n", 1)] {
+            let problem = read(text).unwrap_err();
+            assert_eq!(problem.origin.line, Some(line), "{text:?}");
+            assert!(problem.found.contains("a tab"), "{problem}");
+            assert!(problem.remedy.contains("spaces"), "{problem}");
+        }
+        let problem = read("a: 1\nb: [\n").unwrap_err();
+        assert!(problem.found.starts_with("not valid YAML"), "{problem}");
+        assert!(problem.origin.line.is_some(), "{problem}");
+    }
+
+    #[test]
+    fn aliases_may_repeat_but_neither_forever_nor_without_measure() {
+        assert_eq!(pairs("a: &x 5\nb: *x\n")[1].2, Value::Integer(5));
+        let cyclic = read("a: &x\n  b: *x\n").unwrap_err();
+        assert!(cyclic.found.contains("alias within what it stands for"), "{cyclic}");
+        let mut laughs = "a: &a [x, x, x, x, x, x, x, x, x]\n".to_owned();
+        for (name, below) in ('b'..='z').zip('a'..) {
+            let repeated = vec![format!("*{below}"); 9].join(", ");
+            laughs.push_str(&format!("{name}: &{name} [{repeated}]\n"));
+        }
+        let problem = read(&laughs).unwrap_err();
+        assert!(problem.found.contains("aliases repeat too much"), "{problem}");
+        // One large list, named very often, is no better, nor is a long text that has to be copied.
+        let wide = format!("a: &a\n{}b:\n{}", "- x\n".repeat(2_000), "- *a\n".repeat(2_000));
+        assert!(read(&wide).unwrap_err().found.contains("aliases repeat too much"));
+        let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(20_000), "- *a\n".repeat(2_000));
+        assert!(read(&long).unwrap_err().found.contains("aliases repeat too much"));
+    }
+
+    #[test]
+    fn a_large_file_without_aliases_is_within_the_budget() {
+        let list = format!("a:\n{}", "- x\n".repeat(100_000));
+        assert!(matches!(&pairs(&list)[0].2, Value::List(items) if items.len() == 100_000));
+        let escapes = format!("a: \"{}\"", "\\L".repeat(200_000));
+        assert_eq!(pairs(&escapes).len(), 1);
+    }
+
+    #[test]
+    fn nesting_has_a_limit() {
+        let deep = |depth| format!("{}x{}", "[".repeat(depth), "]".repeat(depth));
+        assert!(read(&deep(32)).is_ok());
+        assert!(read(&deep(33)).unwrap_err().found.contains("nested too deeply"));
+        assert!(read(&"- ".repeat(500_000)).is_err());
+        assert!(read(&"[{".repeat(500_000)).unwrap_err().found.contains("1000000 brackets"));
+    }
+
+    #[test]
+    fn what_was_found_is_short_and_printable() {
+        let long = "x".repeat(1000);
+        assert_eq!(quoted(&long).chars().count(), SHOWN_CHARS + 5);
+        assert_eq!(text("a\u{1b}[31m\n\"", true).found(), r#"found "a\u{1b}[31m\n\"""#);
+        assert_eq!(Value::Float(4.7).found(), "found 4.7");
+        assert_eq!(Value::Null.found(), "found nothing");
     }
 }
