@@ -98,6 +98,32 @@ pub struct PcieLink {
     pub width: u32,
 }
 
+impl PcieLink {
+    /// The PCI Express version that goes with the rate, `3.0`; `unknown` for a rate that has none.
+    pub fn version(&self) -> &'static str {
+        self.generation().0
+    }
+
+    /// What the link carries each way, `15.76 GB/s`; negative for an unknown rate, as the platform has it.
+    pub fn throughput(&self) -> String {
+        format!("{:.2} GB/s", self.generation().1 * f64::from(self.width))
+    }
+
+    /// The version and the GB/s of one lane.
+    fn generation(&self) -> (&'static str, f64) {
+        match self.rate.as_str() {
+            "2.5GT/s" => ("1.0", 0.25),
+            "5GT/s" | "5.0GT/s" => ("2.0", 0.5),
+            "8GT/s" | "8.0GT/s" => ("3.0", 0.985),
+            "16GT/s" | "16.0GT/s" => ("4.0", 1.969),
+            "32GT/s" | "32.0GT/s" => ("5.0", 3.938),
+            "64GT/s" | "64.0GT/s" => ("6.0", 7.563),
+            "128GT/s" | "128.0GT/s" => ("7.0", 15.125),
+            _ => ("unknown", -1.0),
+        }
+    }
+}
+
 /// A display device that the PCI bus lists, whoever made it. Known without any driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PciDevice {
