@@ -22,6 +22,9 @@
 //! interfaces, only `config` names `serde_yaml`, and only `mps::process` starts or signals a process.
 
 pub mod config;
+pub mod container;
+pub mod ctl;
+pub mod dbus;
 pub mod gpu;
 pub mod plan;
 pub mod state;

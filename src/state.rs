@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::time::SystemTime;
 
-use crate::gpu::ComputeMode;
+use crate::gpu::{ComputeMode, PciAddress};
 use crate::plan::GpuPlan;
 
 /// The service's state in one word. A reader treats an unknown word as `degraded`.
@@ -147,6 +147,34 @@ pub struct Event {
     pub text: String,
 }
 
+/// A process that uses a GPU through MPS, as it is at the moment of asking.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientView {
+    /// Its PID on the host.
+    pub pid: u32,
+    /// The command that it runs.
+    pub command: String,
+    /// The UUID of the GPU.
+    pub gpu_uuid: String,
+    /// The name of the slice that it uses, where that is known.
+    pub device: Option<String>,
+    /// The container that it runs in, where there is one.
+    pub container_id: Option<String>,
+    /// The GPU memory that it holds, in MiB.
+    pub memory_mib: Option<u64>,
+    /// When it started.
+    pub since: Option<SystemTime>,
+}
+
+/// What a name stands for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Named<'a> {
+    /// A whole GPU.
+    Gpu(&'a GpuView),
+    /// A slice: its GPU and its ordinal.
+    Slice(&'a GpuView, u32),
+}
+
 /// How many events are kept.
 pub const EVENTS_KEPT: usize = 32;
 
@@ -154,6 +182,30 @@ impl Snapshot {
     /// Every slice in configuration order, ordinals ascending: the GPU and the slice's ordinal on it.
     pub fn slices(&self) -> impl Iterator<Item = (&GpuView, u32)> {
         self.gpus.iter().flatten().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
+    }
+
+    /// What a user or an agent means by `00:06.0-1` (a slice), `00:06.0` or a GPU's UUID (a GPU). An address may have
+    /// its domain and capital letters; an ordinal is written in one way only, so that a slice has no second name.
+    pub fn find(&self, name: &str) -> Option<Named<'_>> {
+        let gpus = || self.gpus.iter().flatten();
+        if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
+        {
+            return Some(Named::Gpu(gpu));
+        }
+        let (address, ordinal) = match name.split_once('-') {
+            Some((address, ordinal)) => (address, Some(ordinal)),
+            None => (name, None),
+        };
+        let address: PciAddress = address.parse().ok()?;
+        let gpu = gpus().find(|gpu| gpu.plan.gpu.pci.address == address)?;
+        match ordinal {
+            None => Some(Named::Gpu(gpu)),
+            Some(text) => {
+                let ordinal: u32 = text.parse().ok()?;
+                let exists = ordinal < gpu.plan.slices && ordinal.to_string() == text;
+                exists.then_some(Named::Slice(gpu, ordinal))
+            }
+        }
     }
 }
 
@@ -166,5 +218,119 @@ impl GpuView {
     /// The GPU's UUID; empty where NVML can't say.
     pub fn uuid(&self) -> &str {
         self.plan.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default()
+    }
+}
+
+impl<'a> Named<'a> {
+    /// The GPU that it is, or is a part of.
+    pub fn gpu(&self) -> &'a GpuView {
+        match self {
+            Self::Gpu(gpu) | Self::Slice(gpu, _) => gpu,
+        }
+    }
+
+    /// The name that is published for it: `00:06.0` or `00:06.0-1`.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Gpu(gpu) => gpu.plan.gpu.pci.address.short(),
+            Self::Slice(gpu, ordinal) => gpu.slice_name(*ordinal),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::gpu::{Gpu, NvmlFacts, PciDevice};
+
+    /// A GPU with four slices of 5760 MiB and 25 %.
+    pub(crate) fn gpu(address: &str, uuid: &str) -> GpuView {
+        let nvml = NvmlFacts {
+            uuid: uuid.to_owned(),
+            name: "Tesla P40".to_owned(),
+            index: 0,
+            minor: Some(0),
+            memory_total_mib: Some(23040),
+            compute_capability: Some((6, 1)),
+            compute_mode: Some(ComputeMode::ExclusiveProcess),
+            mig_enabled: false,
+            foreign_processes: Vec::new(),
+        };
+        let pci = PciDevice {
+            address: address.parse().unwrap(),
+            vendor: 0x10de,
+            device: 0x1b38,
+            render_node: None,
+            card_node: None,
+            numa_node: -1,
+            link: None,
+            pci_ids_name: None,
+        };
+        GpuView {
+            plan: GpuPlan {
+                gpu: Gpu { pci, nvml: Ok(nvml) },
+                slices: 4,
+                memory_limit_mib: 5760,
+                thread_percentage: 25,
+                limits_enforced: false,
+                unusable: None,
+                warnings: Vec::new(),
+                pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+            },
+            healthy: true,
+            reason: String::new(),
+            compute_mode: Some(ComputeMode::ExclusiveProcess),
+            control_daemon: "shared".to_owned(),
+            confirmed_thread_percentage: None,
+            confirmed_memory_limit_mib: None,
+        }
+    }
+
+    /// A service with these GPUs.
+    pub(crate) fn snapshot(gpus: Option<Vec<GpuView>>) -> Snapshot {
+        Snapshot {
+            generation: 1,
+            state: State::Ready,
+            reason: String::new(),
+            enabled: true,
+            driver_version: String::new(),
+            pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+            log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
+            gpus,
+            control_daemons: Vec::new(),
+            events: VecDeque::new(),
+        }
+    }
+
+    #[test]
+    fn names_are_found_however_they_are_written() {
+        let first = gpu("0000:00:06.0", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400");
+        let snapshot = snapshot(Some(vec![first, gpu("0001:1a:00.0", "GPU-2")]));
+        let name = |asked: &str| snapshot.find(asked).map(|found| found.name());
+        for (asked, published) in [
+            ("00:06.0", "00:06.0"),
+            ("0000:00:06.0", "00:06.0"),
+            ("00000000:00:06.0", "00:06.0"),
+            ("00:06.0-3", "00:06.0-3"),
+            ("0000:00:06.0-0", "00:06.0-0"),
+            ("GPU-76AEF7FF-372d-2432-b4b4-beca4d8d3400", "00:06.0"),
+            ("0001:1A:00.0-1", "0001:1a:00.0-1"),
+        ] {
+            assert_eq!(name(asked).as_deref(), Some(published), "{asked}");
+        }
+        for nothing in
+            ["", "-", "00:06.0-", "00:06.0-4", "00:06.0-01", "00:06.0-+1", "00:06.0-1-1", "1a:00.0", "GPU-3"]
+        {
+            assert_eq!(name(nothing), None, "{nothing}");
+        }
+    }
+
+    #[test]
+    fn a_gpu_without_a_uuid_is_not_found_by_an_empty_name() {
+        let mut lost = gpu("00:06.0", "GPU-1");
+        lost.plan.gpu.nvml = Err("GPU is lost".to_owned());
+        let snapshot = snapshot(Some(vec![lost]));
+        assert_eq!(snapshot.find(""), None);
+        assert_eq!(snapshot.find("00:06.0").map(|found| found.name()).as_deref(), Some("00:06.0"));
     }
 }

@@ -1,3 +1,8 @@
-//! yunion-mpsctl.
+//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr());
+    ExitCode::from(yunion_mps::ctl::main(std::env::args_os(), &mut out, &mut err))
+}

@@ -1,0 +1,73 @@
+//! `yunion-mpsctl list`.
+
+use std::io::Write;
+
+use clap::Args;
+use serde_json::Value;
+
+use super::table::{cell, health, printable, table};
+use super::{Error, print_json};
+use crate::dbus::proxy::{Client, Object};
+
+/// Column heads as the platform has them, and the keys that they show.
+const DEVICES: [(&str, &str); 9] = [
+    ("Addr", "addr"),
+    ("Dev_type", "dev_type"),
+    ("Model", "model"),
+    ("Vendor_device_id", "vendor_device_id"),
+    ("numa_node", "numa_node"),
+    ("Device_path", "device_path"),
+    ("PCIE_Info", "pcie_info"),
+    ("Index", "index"),
+    ("Device_minor", "device_minor"),
+];
+
+const GPUS: [(&str, &str); 9] = [
+    ("Addr", "addr"),
+    ("Dev_type", "dev_type"),
+    ("Sharing_mode", "sharing_mode"),
+    ("Virtual_num", "virtual_num"),
+    ("Model", "model"),
+    ("Vendor_device_id", "vendor_device_id"),
+    ("numa_node", "numa_node"),
+    ("Device_path", "device_path"),
+    ("PCIE_Info", "pcie_info"),
+];
+
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// One line for each GPU instead of each virtual device
+    #[arg(long)]
+    gpus: bool,
+    /// Everything the daemon publishes, as a JSON array
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) async fn list(client: &Client, arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error> {
+    let (objects, columns) =
+        if arguments.gpus { (client.gpus().await?, &GPUS) } else { (client.devices().await?, &DEVICES) };
+    if arguments.json {
+        return print_json(out, &objects);
+    }
+    if objects.is_empty() {
+        writeln!(out, "{}", why_none(&client.service().await?))?;
+        return Ok(());
+    }
+    let heads: Vec<&str> = columns.iter().map(|(head, _)| *head).chain(["Health"]).collect();
+    let mut table = table(&heads);
+    for object in &objects {
+        table.add_row(columns.iter().map(|(_, key)| cell(object, key)).chain([health(object)]));
+    }
+    writeln!(out, "{table}")?;
+    Ok(())
+}
+
+/// An empty list in words.
+fn why_none(service: &Object) -> String {
+    let text = |key| service.get(key).and_then(Value::as_str).map(printable).unwrap_or_default();
+    match (text("state"), text("state_reason")) {
+        (state, reason) if reason.is_empty() => format!("No devices: the service is {state}."),
+        (state, reason) => format!("No devices: the service is {state}: {reason}"),
+    }
+}

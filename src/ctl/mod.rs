@@ -1,0 +1,152 @@
+//! yunion-mpsctl: what its subcommands do. They show what the bus says and compute nothing a second time.
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+
+use clap::{Parser, Subcommand};
+
+use crate::dbus::proxy::{Client, ClientError};
+
+mod env;
+mod list;
+mod run;
+mod status;
+mod table;
+
+/// The exit status of a command that could not be carried out.
+const FAILED: u8 = 1;
+/// The exit status that means: the daemon is not running.
+const NOT_RUNNING: u8 = 3;
+
+/// Shows and uses the virtual GPU devices of yunion-mps-daemon.
+#[derive(Debug, Parser)]
+#[command(name = "yunion-mpsctl", version, arg_required_else_help = true)]
+#[command(
+    after_help = "Exit status: 0, 1 (it failed), 2 (wrong usage), 3 (yunion-mps-daemon is not running).\n\n\
+    Examples:\n  \
+    yunion-mpsctl list\n  \
+    yunion-mpsctl status\n  \
+    yunion-mpsctl run 00:06.0-1 -- python3 train.py"
+)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Lists the virtual devices, or the GPUs that they are slices of
+    #[command(after_help = "Examples:\n  \
+        yunion-mpsctl list\n  \
+        yunion-mpsctl list --gpus\n  \
+        yunion-mpsctl list --json | jq -r '.[] | select(.healthy) | .addr'")]
+    List(list::Arguments),
+    /// Shows the service, its control daemons, the GPUs with their limits, and what happened last
+    #[command(after_help = "Examples:\n  \
+        yunion-mpsctl status\n  \
+        yunion-mpsctl status --json | jq .service.state")]
+    Status(status::Arguments),
+    /// Prints what a container, or a process on this host, needs to use devices
+    #[command(after_help = "Examples:\n  \
+        eval \"$(yunion-mpsctl env 00:06.0-1)\"\n  \
+        docker run --rm $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE\n  \
+        yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json")]
+    Env(env::Arguments),
+    /// Runs a command on this host as a client of devices
+    #[command(
+        after_help = "The exit status is the command's, or 128 and the number of the signal that ended it; 126 \
+        and 127 mean that it could not be started. SIGINT, SIGTERM and SIGHUP are passed on to it.\n\n\
+        Examples:\n  \
+        yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
+        yunion-mpsctl run 00:06.0-1 00:07.0-1 -- ./two-gpus --verbose"
+    )]
+    Run(run::Arguments),
+}
+
+/// Why a subcommand could not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    #[error("can't write the output: {0}")]
+    Output(#[from] io::Error),
+    #[error("can't write JSON: {0}")]
+    Json(#[from] serde_json::Error),
+    #[error("can't watch for signals: {0}")]
+    Signals(#[source] io::Error),
+    #[error("can't learn how the command ended: {0}")]
+    Wait(#[source] io::Error),
+    #[error("can't run {command}: {source}")]
+    Start {
+        command: String,
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Error {
+    fn exit_status(&self) -> u8 {
+        match self {
+            Self::Client(ClientError::NotRunning) => NOT_RUNNING,
+            // As a shell has it for a command that it doesn't find or can't execute.
+            Self::Start { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
+            Self::Start { .. } => 126,
+            Self::Client(_) | Self::Output(_) | Self::Json(_) | Self::Signals(_) | Self::Wait(_) => FAILED,
+        }
+    }
+
+    /// Whether the reader of our output has gone, as `head` does: nothing to complain about.
+    fn is_closed_pipe(&self) -> bool {
+        match self {
+            Self::Output(e) => e.kind() == io::ErrorKind::BrokenPipe,
+            Self::Json(e) => e.io_error_kind() == Some(io::ErrorKind::BrokenPipe),
+            _ => false,
+        }
+    }
+}
+
+/// Does what the arguments ask (the first one is the program's name), and returns the exit status.
+pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    let arguments = match Arguments::try_parse_from(arguments) {
+        Ok(arguments) => arguments,
+        Err(e) => {
+            let to: &mut dyn Write = if e.use_stderr() { err } else { out };
+            let written = write!(to, "{}", e.render()).and_then(|()| to.flush());
+            return if written.is_ok() { u8::try_from(e.exit_code()).unwrap_or(FAILED) } else { FAILED };
+        }
+    };
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(e) => return complain(err, &format!("can't start: {e}"), FAILED),
+    };
+    match runtime.block_on(execute(arguments.command, out)) {
+        Ok(status) => status,
+        Err(e) if e.is_closed_pipe() => 0,
+        Err(e) => complain(err, &e.to_string(), e.exit_status()),
+    }
+}
+
+/// Says what went wrong, where anybody listens; the exit status says it too.
+fn complain(err: &mut dyn Write, message: &str, status: u8) -> u8 {
+    let _ = writeln!(err, "yunion-mpsctl: {}", table::printable(message));
+    status
+}
+
+async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
+    let client = Client::connect().await?;
+    match command {
+        Command::List(arguments) => list::list(&client, &arguments, out).await?,
+        Command::Status(arguments) => status::status(&client, &arguments, out).await?,
+        Command::Env(arguments) => env::env(&client, &arguments, out).await?,
+        Command::Run(arguments) => return run::run(&client, &arguments).await,
+    }
+    out.flush()?;
+    Ok(0)
+}
+
+/// Prints a JSON document, one value a line.
+fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<(), Error> {
+    serde_json::to_writer_pretty(&mut *out, value)?;
+    writeln!(out)?;
+    Ok(())
+}

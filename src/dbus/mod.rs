@@ -1,0 +1,308 @@
+//! The service on D-Bus: a mirror of the Snapshot, and requests handed to the daemon. It decides nothing.
+//!
+//! ```text
+//! /io/yunion/Mps1                        org.freedesktop.DBus.ObjectManager
+//! /io/yunion/Mps1/Manager                io.yunion.Mps1.Manager, io.yunion.Mps1.Control
+//! /io/yunion/Mps1/gpus/GPU_76aef7ff_...  io.yunion.Mps1.Gpu
+//! /io/yunion/Mps1/devices/_00_06_0_1     io.yunion.Mps1.Device
+//! ```
+//!
+//! Who may call what is the bus policy's business (`config/io.yunion.Mps1.conf`); what the members mean is written in
+//! `config/io.yunion.Mps1.*.xml`, one file per interface.
+
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, oneshot, watch};
+use zbus::connection::Builder;
+use zbus::fdo::{DBusProxy, ObjectManager, Properties, RequestNameFlags};
+use zbus::object_server::{Interface, SignalEmitter};
+use zbus::{Address, Connection, DBusError};
+
+use crate::state::{ClientView, Snapshot};
+
+mod control;
+mod device;
+mod dict;
+mod gpu;
+mod manager;
+pub mod proxy;
+
+use control::Control;
+use device::Device;
+use dict::Dict;
+use gpu::Gpu;
+use manager::Manager;
+
+/// The name on the system bus.
+pub const NAME: &str = "io.yunion.Mps1";
+const ROOT: &str = "/io/yunion/Mps1";
+const MANAGER: &str = "/io/yunion/Mps1/Manager";
+
+/// What a caller gets instead of an answer: `io.yunion.Mps1.Error.<variant>` and a text for people.
+#[derive(Debug, Clone, PartialEq, Eq, zbus::DBusError)]
+#[zbus(prefix = "io.yunion.Mps1.Error", impl_display = false)]
+pub enum RequestError {
+    /// No plan exists yet; ask again.
+    NotReady(String),
+    /// No such slice or GPU.
+    NoSuchDevice(String),
+    /// No such client of a slice.
+    NoSuchClient(String),
+    /// The configuration was refused, and the one before stays in force.
+    InvalidConfig(String),
+    /// Something else has to end first.
+    Busy(String),
+    /// Anything else.
+    Failed(String),
+}
+
+impl fmt::Display for RequestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.description().unwrap_or_default())
+    }
+}
+
+impl RequestError {
+    /// The same with text that the bus can carry.
+    fn cleaned(self) -> Self {
+        match self {
+            Self::NotReady(text) => Self::NotReady(dict::clean(&text)),
+            Self::NoSuchDevice(text) => Self::NoSuchDevice(dict::clean(&text)),
+            Self::NoSuchClient(text) => Self::NoSuchClient(dict::clean(&text)),
+            Self::InvalidConfig(text) => Self::InvalidConfig(dict::clean(&text)),
+            Self::Busy(text) => Self::Busy(dict::clean(&text)),
+            Self::Failed(text) => Self::Failed(dict::clean(&text)),
+        }
+    }
+}
+
+/// What only the daemon can do or find out. A request without an answer for a minute fails.
+#[derive(Debug)]
+pub enum Request {
+    /// Read the configuration again and apply it; the answer is the generation then in force.
+    Reload {
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<u64, RequestError>>,
+    },
+    /// Who uses the GPUs at this moment.
+    Clients {
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>,
+    },
+}
+
+/// The service's connection to the bus, with everything that it serves there.
+#[derive(Debug)]
+pub struct Bus {
+    connection: Connection,
+    published: Published,
+}
+
+/// What clients have been told, so that they are told of differences only.
+#[derive(Debug, Default)]
+struct Published {
+    generation: u64,
+    manager: Dict,
+    gpus: BTreeMap<String, Arc<Dict>>,
+    devices: BTreeMap<String, Arc<Dict>>,
+}
+
+impl Bus {
+    /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set) and serves there what `snapshot` holds.
+    /// Every object is in place before the name is asked for, so that nobody who sees the name misses one.
+    ///
+    /// # Errors
+    /// The bus can't be reached, its policy doesn't let this user own the name, or (`NameTaken`) another process owns
+    /// it already; the log then says which.
+    pub async fn connect(
+        snapshot: watch::Receiver<Arc<Snapshot>>,
+        requests: mpsc::Sender<Request>,
+    ) -> Result<Self, zbus::Error> {
+        Self::connect_to(Address::system()?, snapshot, requests).await
+    }
+
+    /// [`Bus::connect`] on the bus at `address`.
+    ///
+    /// # Errors
+    /// As for [`Bus::connect`].
+    pub async fn connect_to(
+        address: Address,
+        snapshot: watch::Receiver<Arc<Snapshot>>,
+        requests: mpsc::Sender<Request>,
+    ) -> Result<Self, zbus::Error> {
+        let first = Arc::clone(&snapshot.borrow());
+        let connection = Builder::address(address)
+            .serve_at(ROOT, ObjectManager)
+            .serve_at(MANAGER, Manager::new(snapshot, requests.clone()))
+            .serve_at(MANAGER, Control::new(requests))
+            .build()
+            .await?;
+        let published = Published {
+            generation: first.generation,
+            manager: dict::manager(&first),
+            ..Published::default()
+        };
+        let mut bus = Self { connection, published };
+        bus.mirror(&first).await?;
+        match bus.connection.request_name_with_flags(NAME, RequestNameFlags::DO_NOT_QUEUE).await {
+            Ok(_) => Ok(bus),
+            Err(zbus::Error::NameTaken) => {
+                let owner = bus.owner().await;
+                tracing::error!("{NAME} is taken on the bus by {owner}; is another daemon running?");
+                Err(zbus::Error::NameTaken)
+            }
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Tells the bus what is different in `new`: objects that came or went, properties that changed, and
+    /// `DevicesChanged` if the generation grew. To be called after `new` was put into the watch that
+    /// [`Bus::connect`] was given.
+    ///
+    /// A bus that can't be told is one that has gone, which [`Bus::closed`] reports.
+    pub async fn publish(&mut self, new: Arc<Snapshot>) {
+        if let Err(e) = self.mirror(&new).await {
+            tracing::debug!("the bus was not told of generation {}: {e}", new.generation);
+        }
+    }
+
+    /// Tells whoever listens that a GPU's server met a fatal error, and which clients it hit. None of them need be the
+    /// culprit.
+    pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
+        let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
+        let (gpu_uuid, reason) = (dict::clean(gpu_uuid), dict::clean(reason));
+        if let Err(e) = Manager::client_fault(&emitter, &gpu_uuid, pids, &reason).await {
+            tracing::debug!("the bus was not told of a fault on {gpu_uuid}: {e}");
+        }
+    }
+
+    /// Resolves when the connection is gone: the bus was restarted, or has thrown us out. Nothing is served after that;
+    /// [`Bus::connect`] again.
+    pub async fn closed(&self) {
+        self.connection.closed().await;
+    }
+
+    async fn mirror(&mut self, new: &Snapshot) -> Result<(), zbus::Error> {
+        let gpus = new.gpus.iter().flatten().map(|gpu| (gpu::path(gpu), Arc::new(dict::gpu(gpu))));
+        let devices = new.slices().map(|(gpu, ordinal)| {
+            (device::path(&gpu.slice_name(ordinal)), Arc::new(dict::device(gpu, ordinal)))
+        });
+        mirror_objects::<Gpu>(&self.connection, &mut self.published.gpus, gpus.collect()).await?;
+        mirror_objects::<Device>(&self.connection, &mut self.published.devices, devices.collect()).await?;
+
+        let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
+        let manager = dict::manager(new);
+        tell_changes::<Manager>(&emitter, &self.published.manager, &manager).await?;
+        self.published.manager = manager;
+        if new.generation > self.published.generation {
+            Manager::devices_changed(&emitter, new.generation).await?;
+            self.published.generation = new.generation;
+        }
+        Ok(())
+    }
+
+    /// Who has the name, in words.
+    async fn owner(&self) -> String {
+        let pid = async {
+            DBusProxy::new(&self.connection).await?.get_connection_unix_process_id(NAME.try_into()?).await
+        };
+        match pid.await {
+            Ok(pid) => format!("process {pid}"),
+            Err(_) => "another process".to_owned(),
+        }
+    }
+}
+
+fn manager_path() -> zbus::ObjectPath<'static> {
+    zbus::ObjectPath::from_static_str_unchecked(MANAGER)
+}
+
+/// An object that shows one dictionary.
+trait Mirror: Interface + From<Arc<Dict>> {
+    /// Shows another one.
+    fn replace(&mut self, dict: Arc<Dict>);
+}
+
+/// Makes the objects of one kind those in `wanted`. The object server announces those that come and go.
+async fn mirror_objects<I: Mirror>(
+    connection: &Connection,
+    published: &mut BTreeMap<String, Arc<Dict>>,
+    wanted: BTreeMap<String, Arc<Dict>>,
+) -> Result<(), zbus::Error> {
+    let server = connection.object_server();
+    let gone: Vec<String> = published.keys().filter(|path| !wanted.contains_key(*path)).cloned().collect();
+    for path in gone {
+        server.remove::<I, _>(path.as_str()).await?;
+        published.remove(&path);
+    }
+    for (path, new) in wanted {
+        match published.get(&path) {
+            None => {
+                server.at(path.as_str(), I::from(Arc::clone(&new))).await?;
+            }
+            Some(old) => {
+                let object = server.interface::<_, I>(path.as_str()).await?;
+                object.get_mut().await.replace(Arc::clone(&new));
+                tell_changes::<I>(object.signal_emitter(), old, &new).await?;
+            }
+        }
+        published.insert(path, new);
+    }
+    Ok(())
+}
+
+/// Emits `PropertiesChanged` once, with all that differs; a value that is no longer known is invalidated.
+async fn tell_changes<I: Interface>(
+    emitter: &SignalEmitter<'_>,
+    old: &Dict,
+    new: &Dict,
+) -> Result<(), zbus::Error> {
+    let differs = new.iter().filter(|(key, value)| old.get(*key) != Some(value));
+    let changed: Vec<_> = differs.map(|(key, value)| (dict::property_name(key), value)).collect();
+    let lost = old.keys().filter(|key| !new.contains_key(*key));
+    let lost: Vec<String> = lost.map(|key| dict::property_name(key)).collect();
+    if changed.is_empty() && lost.is_empty() {
+        return Ok(());
+    }
+    let mut values = HashMap::with_capacity(changed.len());
+    for (name, value) in &changed {
+        values.insert(name.as_str(), value.try_clone()?);
+    }
+    let lost: Vec<&str> = lost.iter().map(String::as_str).collect();
+    Properties::properties_changed(emitter, I::name(), values, Cow::Owned(lost)).await
+}
+
+/// `00:06.0-1` as an element of an object path, `_00_06_0_1`: letters and digits stay, and the first is no digit, since
+/// some languages make identifiers of them.
+fn path_element(name: &str) -> String {
+    let mut element: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+    if !element.starts_with(|c: char| c.is_ascii_alphabetic()) {
+        element.insert(0, '_');
+    }
+    element
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_become_path_elements() {
+        assert_eq!(path_element("00:06.0-1"), "_00_06_0_1");
+        assert_eq!(path_element("0001:1a:00.0-12"), "_0001_1a_00_0_12");
+        assert_eq!(
+            path_element("GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"),
+            "GPU_76aef7ff_372d_2432_b4b4_beca4d8d3400"
+        );
+    }
+
+    #[test]
+    fn errors_have_their_names_and_no_nul() {
+        let error = RequestError::InvalidConfig("line 3: \0".to_owned()).cleaned();
+        assert_eq!(error.name().as_str(), "io.yunion.Mps1.Error.InvalidConfig");
+        assert_eq!(error.description(), Some("line 3: \u{fffd}"));
+    }
+}

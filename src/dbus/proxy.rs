@@ -1,0 +1,232 @@
+//! The client's side of `io.yunion.Mps1`, as yunion-mpsctl uses it: answers are JSON values under the keys that the
+//! bus has, so that nothing outside `dbus` knows D-Bus types.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+use zbus::connection::Builder;
+use zbus::fdo::{self, PropertiesProxy};
+use zbus::{DBusError, OwnedVariant, Variant};
+
+/// A little more than what the daemon itself takes before it gives up on a request.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody owns the bus name.
+    #[error("yunion-mps-daemon is not running; start it with: systemctl start yunion-mps-daemon")]
+    NotRunning,
+    /// The daemon, or the bus on its behalf, has answered with an error.
+    #[error("{text}")]
+    Refused {
+        /// The D-Bus error's name.
+        name: String,
+        /// What it says.
+        text: String,
+    },
+    /// The bus can't be reached, or the answer can't be read.
+    #[error("the system bus: {0}")]
+    Bus(zbus::Error),
+}
+
+impl From<zbus::Error> for ClientError {
+    fn from(error: zbus::Error) -> Self {
+        let refused = |name: &str, text: Option<&str>| Self::Refused {
+            name: name.to_owned(),
+            text: text.filter(|text| !text.is_empty()).unwrap_or(name).to_owned(),
+        };
+        match &error {
+            zbus::Error::MethodError(name, text, _) => refused(name.as_str(), text.as_deref()),
+            zbus::Error::FDO(error) => match &**error {
+                fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_) => Self::NotRunning,
+                error => refused(error.name().as_str(), error.description()),
+            },
+            _ => Self::Bus(error),
+        }
+    }
+}
+
+impl From<fdo::Error> for ClientError {
+    fn from(error: fdo::Error) -> Self {
+        Self::from(match error {
+            fdo::Error::ZBus(error) => error,
+            error => zbus::Error::FDO(Box::new(error)),
+        })
+    }
+}
+
+/// One dictionary of the bus.
+pub type Object = Map<String, Value>;
+
+/// What `GetContainerConfig` answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerAnswer {
+    /// Environment variables and their values, in order.
+    pub environment: Vec<(String, String)>,
+    /// Directories: on the host, in the container, read-only.
+    pub mounts: Vec<(String, String, bool)>,
+    /// The UUIDs of the GPUs.
+    pub gpus: Vec<String>,
+}
+
+#[zbus::proxy(
+    interface = "io.yunion.Mps1.Manager",
+    default_service = "io.yunion.Mps1",
+    default_path = "/io/yunion/Mps1/Manager"
+)]
+trait Manager {
+    fn list_devices(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn list_gpus(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn list_control_daemons(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn list_events(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn get_container_config(
+        &self,
+        devices: &[String],
+    ) -> zbus::Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)>;
+}
+
+/// A connection to the daemon.
+#[derive(Debug)]
+pub struct Client {
+    manager: ManagerProxy<'static>,
+}
+
+impl Client {
+    /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set). Whether the daemon is there shows with the
+    /// first question.
+    ///
+    /// # Errors
+    /// [`ClientError::Bus`]: the bus can't be reached.
+    pub async fn connect() -> Result<Self, ClientError> {
+        let connection = Builder::system().method_timeout(ANSWER_DEADLINE).build().await?;
+        let manager = ManagerProxy::builder(&connection);
+        let manager = manager.cache_properties(zbus::proxy::CacheProperties::No).build().await?;
+        Ok(Self { manager })
+    }
+
+    /// The slices, in the order of the configuration.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn devices(&self) -> Result<Vec<Object>, ClientError> {
+        Ok(objects(&self.manager.list_devices().await?))
+    }
+
+    /// The GPUs, in the order of the configuration.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn gpus(&self) -> Result<Vec<Object>, ClientError> {
+        Ok(objects(&self.manager.list_gpus().await?))
+    }
+
+    /// The control daemons.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn control_daemons(&self) -> Result<Vec<Object>, ClientError> {
+        Ok(objects(&self.manager.list_control_daemons().await?))
+    }
+
+    /// The last things that happened, oldest first.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn events(&self) -> Result<Vec<Object>, ClientError> {
+        Ok(objects(&self.manager.list_events().await?))
+    }
+
+    /// The Manager's properties, under names like the keys of the other answers: `state_reason`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn service(&self) -> Result<Object, ClientError> {
+        let proxy = self.manager.inner();
+        let properties = PropertiesProxy::builder(proxy.connection())
+            .destination(proxy.destination())
+            .path(proxy.path())
+            .build()
+            .await?;
+        let values = properties.get_all(proxy.interface().to_owned()).await?;
+        Ok(values.iter().map(|(name, value)| (key(name), json(value))).collect())
+    }
+
+    /// What a container needs to use these devices.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, ClientError> {
+        let (environment, mounts, gpus) = self.manager.get_container_config(devices).await?;
+        Ok(ContainerAnswer { environment, mounts, gpus })
+    }
+}
+
+fn objects(dicts: &[HashMap<String, OwnedVariant>]) -> Vec<Object> {
+    let object = |dict: &HashMap<String, OwnedVariant>| {
+        dict.iter().map(|(key, value)| (key.clone(), json(value))).collect()
+    };
+    dicts.iter().map(object).collect()
+}
+
+/// A property's name as a key: `StateReason` is `state_reason`.
+fn key(property: &str) -> String {
+    let mut key = String::with_capacity(property.len() + 2);
+    for letter in property.chars() {
+        if letter.is_ascii_uppercase() && !key.is_empty() {
+            key.push('_');
+        }
+        key.push(letter.to_ascii_lowercase());
+    }
+    key
+}
+
+/// The plain value. A file descriptor has none, and none is ever sent.
+fn json(value: &Variant<'_>) -> Value {
+    match value {
+        Variant::U8(n) => Value::from(*n),
+        Variant::Bool(b) => Value::from(*b),
+        Variant::I16(n) => Value::from(*n),
+        Variant::U16(n) => Value::from(*n),
+        Variant::I32(n) => Value::from(*n),
+        Variant::U32(n) => Value::from(*n),
+        Variant::I64(n) => Value::from(*n),
+        Variant::U64(n) => Value::from(*n),
+        Variant::F64(n) => Value::from(*n),
+        Variant::Str(text) => Value::from(text.as_str()),
+        Variant::Signature(signature) => Value::from(signature.to_string()),
+        Variant::ObjectPath(path) => Value::from(path.as_str()),
+        Variant::Variant(inner) => json(inner),
+        Variant::Array(items) => items.inner().iter().map(json).collect(),
+        Variant::Structure(fields) => fields.fields().iter().map(json).collect(),
+        Variant::Dict(dict) => {
+            let name = |key: &Variant<'_>| match json(key) {
+                Value::String(text) => text,
+                other => other.to_string(),
+            };
+            Value::Object(dict.iter().map(|(key, value)| (name(key), json(value))).collect())
+        }
+        Variant::Fd(_) => Value::Null,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn property_names_become_keys() {
+        assert_eq!(key("StateReason"), "state_reason");
+        assert_eq!(key("Version"), "version");
+    }
+
+    #[test]
+    fn variants_become_plain_values() {
+        let nested = HashMap::from([("lane_width", Variant::from(16i32))]);
+        assert_eq!(json(&Variant::from(nested)), serde_json::json!({"lane_width": 16}));
+        assert_eq!(json(&Variant::from(vec![7u32, 8])), serde_json::json!([7, 8]));
+        assert_eq!(json(&Variant::from((true, "x"))), serde_json::json!([true, "x"]));
+        assert_eq!(json(&Variant::from(i64::MIN)), serde_json::json!(i64::MIN));
+    }
+}
