@@ -21,10 +21,19 @@
 //! mirrors a Snapshot and passes requests on. Only `gpu::nvml` names `nvml_wrapper`, only `dbus` names zbus
 //! interfaces, only `config` names `serde_yaml`, and only `mps::process` starts or signals a process.
 
+pub mod check;
+pub mod clients;
+pub mod compose;
+pub mod compute_mode;
 pub mod config;
 pub mod container;
 pub mod ctl;
+pub mod daemon;
 pub mod dbus;
 pub mod gpu;
+pub mod journal;
+pub mod logging;
+pub mod mps;
 pub mod plan;
 pub mod state;
+pub mod supervisor;

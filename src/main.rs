@@ -1,3 +1,72 @@
-//! yunion-mps-daemon.
+//! yunion-mps-daemon: its arguments, its logging, its runtime and its exit status, nothing else.
 
-fn main() {}
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use yunion_mps::check::{self, Verdict};
+use yunion_mps::config::Sources;
+use yunion_mps::daemon::{self, Exit, Options};
+use yunion_mps::logging;
+use yunion_mps::mps::launch;
+
+/// The exit status of a configuration error (`EX_CONFIG`), after which the unit is not restarted.
+const BAD_CONFIGURATION: u8 = 78;
+
+/// Serves NVIDIA GPUs through MPS as virtual devices on D-Bus.
+#[derive(Debug, Parser)]
+#[command(version, after_help = "Exit status: 0 stopped, 1 failed, 2 usage, 78 configuration wrong.")]
+struct Arguments {
+    /// The main configuration file [default: /etc/yunion/host.conf]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Read the host's files (configuration, /sys, pci.ids) below this directory
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    sysroot: PathBuf,
+    /// Say what would be served, or what is wrong, and change nothing
+    #[arg(long)]
+    check: bool,
+}
+
+fn main() -> ExitCode {
+    let mut words = std::env::args_os().skip(1);
+    if words.next().is_some_and(|word| word == launch::ARGUMENT) {
+        return match launch::become_program(words) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => fail(&format!("the control daemon can't be started: {error}")),
+        };
+    }
+    let arguments = Arguments::parse();
+    let sources = Sources { config: arguments.config, sysroot: arguments.sysroot };
+    if arguments.check {
+        return match check::run(&sources, &mut io::stdout().lock()) {
+            Ok(Verdict::Right) => ExitCode::SUCCESS,
+            Ok(Verdict::Wrong) => ExitCode::from(BAD_CONFIGURATION),
+            Err(error) => fail(&format!("the result can't be written: {error}")),
+        };
+    }
+    let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
+        .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
+    let level = logging::init();
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&format!("the runtime can't be started: {error}")),
+    };
+    let exit = runtime.block_on(daemon::run(Options { sources, runtime_directory }, level));
+    // A question to NVML may hang for ever; it must not hold up the end.
+    runtime.shutdown_background();
+    match exit {
+        Exit::Stopped => ExitCode::SUCCESS,
+        Exit::BadConfiguration => ExitCode::from(BAD_CONFIGURATION),
+        Exit::Failed(reason) => {
+            tracing::error!("{reason}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn fail(reason: &str) -> ExitCode {
+    let _ = writeln!(io::stderr(), "yunion-mps-daemon: {reason}");
+    ExitCode::FAILURE
+}

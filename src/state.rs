@@ -257,6 +257,7 @@ pub(crate) mod tests {
             foreign_processes: Vec::new(),
         };
         let pci = PciDevice {
+            driver: None,
             address: address.parse().unwrap(),
             vendor: 0x10de,
             device: 0x1b38,

@@ -407,8 +407,8 @@ mod tests {
 
     #[test]
     fn foreign_is_who_is_neither_server_nor_client() {
-        assert_eq!(foreign(&[], Some(&[])), []);
-        assert_eq!(foreign(&[9, 21, 22], Some(&[21, 22])), []);
+        assert_eq!(foreign(&[], Some(&[])), Vec::<u32>::new());
+        assert_eq!(foreign(&[9, 21, 22], Some(&[21, 22])), Vec::<u32>::new());
         assert_eq!(foreign(&[9, 21, 30, 404], Some(&[21])), [30]);
         assert_eq!(foreign(&[30, 31], Some(&[])), [30, 31]);
         assert_eq!(contexts(&[30], Some(&[])).foreign(names), [(30, "work30".to_owned())]);
@@ -416,9 +416,9 @@ mod tests {
 
     #[test]
     fn without_a_list_of_clients_nobody_beside_a_server_is_called_foreign() {
-        assert_eq!(foreign(&[9, 21, 22], None), []);
+        assert_eq!(foreign(&[9, 21, 22], None), Vec::<u32>::new());
         assert_eq!(foreign(&[21, 22], None), [21, 22]);
-        assert_eq!(foreign(&[404], None), []);
+        assert_eq!(foreign(&[404], None), Vec::<u32>::new());
     }
 
     #[test]

@@ -1,0 +1,168 @@
+//! From the plan and what the supervisors know to the Snapshot.
+
+use std::collections::VecDeque;
+
+use crate::config::Settings;
+use crate::plan::{GpuPlan, Plan};
+use crate::state::{ControlDaemonState, EVENTS_KEPT, Event, GpuView, Snapshot, State};
+use crate::supervisor::Status;
+
+/// Everything a Snapshot is made from.
+#[derive(Debug)]
+pub struct Parts<'a> {
+    /// The configuration in force.
+    pub settings: &'a Settings,
+    /// The driver's version, or why there is none.
+    pub driver: &'a Result<String, String>,
+    /// The plan in force, or why there is none yet.
+    pub plan: Result<&'a Plan, &'a str>,
+    /// Of every control daemon, those on the way out included.
+    pub statuses: &'a [Status],
+    /// What happened that concerns no control daemon.
+    pub events: &'a VecDeque<Event>,
+    /// A standing problem that serves nobody worse, such as a new configuration that was refused.
+    pub problem: &'a str,
+    /// Whether the service is on the way down.
+    pub stopping: bool,
+}
+
+/// Makes the Snapshot that follows `previous`.
+pub fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
+    let settings = parts.settings;
+    let gpus = match (settings.enabled, parts.plan) {
+        (false, _) => Some(Vec::new()),
+        (true, Ok(plan)) => Some(plan.gpus.iter().map(|gpu| gpu_view(gpu, parts.statuses)).collect()),
+        (true, Err(_)) => None,
+    };
+    let (state, reason) = state(parts, gpus.as_deref());
+    let listed_again = gpus.as_ref().map(|gpus| gpus.iter().map(listed).collect::<Vec<_>>())
+        == previous.gpus.as_ref().map(|gpus| gpus.iter().map(listed).collect::<Vec<_>>());
+    Snapshot {
+        generation: if listed_again { previous.generation } else { previous.generation + 1 },
+        state,
+        reason,
+        enabled: settings.enabled,
+        driver_version: parts.driver.as_ref().cloned().unwrap_or_default(),
+        pipe_directory: settings.pipe_directory.clone(),
+        log_directory: settings.log_directory.clone(),
+        gpus,
+        control_daemons: parts.statuses.iter().map(|status| status.view.clone()).collect(),
+        events: last_events(parts),
+    }
+}
+
+/// The Snapshot before anything is known.
+pub fn nothing_yet(settings: &Settings) -> Snapshot {
+    Snapshot {
+        generation: 0,
+        state: State::Starting,
+        reason: "the first pass over the GPUs has not ended".to_owned(),
+        enabled: settings.enabled,
+        driver_version: String::new(),
+        pipe_directory: settings.pipe_directory.clone(),
+        log_directory: settings.log_directory.clone(),
+        gpus: None,
+        control_daemons: Vec::new(),
+        events: VecDeque::new(),
+    }
+}
+
+/// What `ListDevices` and `ListGpus` show of a GPU: the generation grows with it.
+fn listed(gpu: &GpuView) -> impl PartialEq + '_ {
+    (&gpu.plan, gpu.healthy, &gpu.reason, gpu.compute_mode)
+}
+
+fn gpu_view(plan: &GpuPlan, statuses: &[Status]) -> GpuView {
+    let facts = plan.gpu.nvml.as_ref().ok();
+    let uuid = facts.map(|facts| facts.uuid.as_str()).unwrap_or_default();
+    let served = statuses.iter().find_map(|status| Some((&status.view, status.gpus.get(uuid)?)));
+    let mut view = GpuView {
+        plan: plan.clone(),
+        healthy: false,
+        reason: String::new(),
+        compute_mode: facts.and_then(|facts| facts.compute_mode),
+        control_daemon: String::new(),
+        confirmed_thread_percentage: None,
+        confirmed_memory_limit_mib: None,
+    };
+    if let Some((control_daemon, gpu)) = served {
+        view.control_daemon.clone_from(&control_daemon.id);
+        view.compute_mode = gpu.compute_mode.or(view.compute_mode);
+        view.confirmed_thread_percentage = gpu.thread_percentage;
+        view.confirmed_memory_limit_mib = gpu.memory_limit_mib;
+    }
+    let trouble = match (&plan.unusable, served) {
+        (Some(reason), _) => Some(reason.clone()),
+        (None, None) => Some("usable again; served after the next reload".to_owned()),
+        (None, Some((_, gpu))) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
+        (None, Some((control_daemon, _))) if control_daemon.state != ControlDaemonState::Ready => {
+            let reason = match control_daemon.reason.as_str() {
+                "" => String::new(),
+                reason => format!(": {reason}"),
+            };
+            Some(format!("control daemon {} is {}{reason}", control_daemon.id, control_daemon.state.as_str()))
+        }
+        (None, Some(_)) => None,
+    };
+    view.healthy = trouble.is_none();
+    view.reason = trouble.unwrap_or_else(|| plan.warnings.join("; "));
+    view
+}
+
+fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
+    if parts.stopping {
+        return (State::Stopping, String::new());
+    }
+    if !parts.settings.enabled {
+        return (State::Disabled, "enable_cuda_mps is false".to_owned());
+    }
+    let Some(gpus) = gpus else {
+        return (State::Failed, parts.plan.err().unwrap_or_default().to_owned());
+    };
+    if gpus.is_empty() {
+        return (State::Failed, "this host has no NVIDIA GPU to serve".to_owned());
+    }
+    let bad = gpus.iter().filter(|gpu| !gpu.healthy).count();
+    if bad == 0 {
+        return match parts.problem {
+            "" => (State::Ready, String::new()),
+            problem => (State::Degraded, problem.to_owned()),
+        };
+    }
+    let first = gpus.iter().find(|gpu| !gpu.healthy);
+    let first =
+        first.map(|gpu| format!("{}: {}", gpu.plan.gpu.pci.address.short(), gpu.reason)).unwrap_or_default();
+    let reason = format!("{bad} of {} GPUs not served; {first}", gpus.len());
+    if parts.statuses.iter().any(|status| !status.first_pass_ended) {
+        (State::Starting, reason)
+    } else if bad < gpus.len() {
+        (State::Degraded, reason)
+    } else {
+        (State::Failed, reason)
+    }
+}
+
+fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
+    let theirs = parts.statuses.iter().flat_map(|status| &status.events);
+    let mut events: Vec<Event> = parts.events.iter().chain(theirs).cloned().collect();
+    events.sort_by_key(|event| event.at);
+    let surplus = events.len().saturating_sub(EVENTS_KEPT);
+    events.into_iter().skip(surplus).collect()
+}
+
+/// The unit's status line.
+pub fn status_line(snapshot: &Snapshot) -> String {
+    let gpus = snapshot.gpus.as_deref().unwrap_or_default();
+    let slices: u32 = gpus.iter().filter(|gpu| gpu.healthy).map(|gpu| gpu.plan.slices).sum();
+    let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
+    let mut line = snapshot.state.as_str().to_owned();
+    if !gpus.is_empty() {
+        line.push_str(&format!(": {slices} devices on {healthy} of {} GPUs", gpus.len()));
+    }
+    if !snapshot.reason.is_empty() {
+        line.push_str("; ");
+        line.push_str(&snapshot.reason);
+    }
+    // systemd takes one line.
+    line.replace('\n', " ")
+}

@@ -1,0 +1,89 @@
+//! The compute mode of GPUs that are served: taken to `EXCLUSIVE_PROCESS`, kept there, put back.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::gpu::ComputeMode;
+use crate::gpu::nvml::Driver;
+use crate::journal::Journal;
+
+/// The mode in which only an MPS server can open a GPU, so that no program slips past it.
+pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
+
+/// How long NVML may take. Measured: 0.1 ms; a GPU that fell off its bus can take for ever.
+const NVML_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Changes compute modes, each only after the previous one was written down.
+#[derive(Debug, Clone)]
+pub struct ComputeModes {
+    driver: Arc<Driver>,
+    journal: Arc<Mutex<Journal>>,
+}
+
+impl ComputeModes {
+    /// Through this driver, with the previous modes in this journal.
+    pub fn new(driver: Arc<Driver>, journal: Arc<Mutex<Journal>>) -> Self {
+        Self { driver, journal }
+    }
+
+    /// The mode a GPU has now. The error is NVML's reason.
+    pub async fn current(&self, uuid: &str) -> Result<ComputeMode, String> {
+        let uuid = uuid.to_owned();
+        self.ask(move |driver| driver.compute_mode(&uuid)).await
+    }
+
+    /// Takes a GPU to [`SERVED`] if it isn't there, and says whether that was needed.
+    pub async fn take(&self, uuid: &str) -> Result<bool, String> {
+        let previous = self.current(uuid).await?;
+        if previous == SERVED {
+            return Ok(false);
+        }
+        self.with_journal(|journal| journal.remember_compute_mode(uuid, previous))
+            .map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
+        self.set(uuid, SERVED).await?;
+        tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {SERVED}");
+        Ok(true)
+    }
+
+    /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since.
+    pub async fn restore(&self, uuid: &str) -> Result<(), String> {
+        let Some(previous) = self.with_journal(|journal| journal.previous_compute_mode(uuid)) else {
+            return Ok(());
+        };
+        let current = self.current(uuid).await?;
+        if current == SERVED {
+            self.set(uuid, previous).await?;
+            tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set back from {current} to {previous}");
+        } else {
+            tracing::info!(
+                gpu_uuid = uuid,
+                "compute mode of {uuid} left at {current}: it was changed by others"
+            );
+        }
+        self.with_journal(|journal| journal.forget_compute_mode(uuid))
+            .map_err(|error| format!("the compute mode is back, but the journal still has it: {error}"))
+    }
+
+    async fn set(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
+        let uuid = uuid.to_owned();
+        self.ask(move |driver| driver.set_compute_mode(&uuid, mode)).await
+    }
+
+    async fn ask<T: Send + 'static>(
+        &self,
+        question: impl FnOnce(&Driver) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, String> {
+        let driver = Arc::clone(&self.driver);
+        let answer = tokio::task::spawn_blocking(move || question(&driver));
+        match tokio::time::timeout(NVML_TIMEOUT, answer).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) => Err("the question to NVML was given up".to_owned()),
+            Err(_) => Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs())),
+        }
+    }
+
+    fn with_journal<T>(&self, use_it: impl FnOnce(&mut Journal) -> T) -> T {
+        // A journal is whole after every call, whatever happened to the thread that made it.
+        use_it(&mut self.journal.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}

@@ -1,0 +1,586 @@
+//! The loop: signals, requests from the bus, the supervisors' news, the regular look at the host, the watchdog. It
+//! decides what is to be made true and publishes what is.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use sd_notify::NotifyState;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::clients::{self, Serving};
+use crate::compose::{self, Parts};
+use crate::compute_mode::ComputeModes;
+use crate::config::{self, Loaded, Problem, Settings, Sources};
+use crate::dbus::{Bus, Request, RequestError};
+use crate::gpu::Inventory;
+use crate::gpu::nvml::Driver;
+use crate::journal::Journal;
+use crate::logging::Level;
+use crate::plan::{self, Plan, PlanError};
+use crate::state::{ClientView, EVENTS_KEPT, Event, Snapshot, State};
+use crate::supervisor::{Order, Status, Supervisor};
+
+/// How often the host is looked at while there is no plan, for want of a driver most often.
+const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
+
+/// How often it is looked at while some GPU can't be served.
+const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
+
+/// How long a look at the host may take before it counts as failed. It must stay well below the watchdog's time.
+const SCAN_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// How long to wait before joining the bus again; it doubles up to the last.
+const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
+const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
+
+/// How many requests may wait. A caller that finds it full waits too.
+const REQUESTS: usize = 16;
+
+/// What the command line says.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Where the configuration is.
+    pub sources: Sources,
+    /// Where the journal is kept.
+    pub runtime_directory: PathBuf,
+}
+
+/// Why the program ends.
+#[derive(Debug)]
+pub enum Exit {
+    /// It was asked to, and everything is stopped.
+    Stopped,
+    /// The configuration is wrong; the problems have been logged.
+    BadConfiguration,
+    /// It can't do its work at all.
+    Failed(String),
+}
+
+/// Runs until it is asked to stop.
+pub async fn run(options: Options, level: Level) -> Exit {
+    let loaded = match config::load(&options.sources) {
+        Ok(loaded) => loaded,
+        Err(problems) => return bad_configuration(&problems),
+    };
+    level.set(loaded.settings.log_level);
+    say_findings(&loaded);
+    let journal = match Journal::open(&options.runtime_directory) {
+        Ok(journal) => journal,
+        Err(error) => return Exit::Failed(format!("{}: {error}", options.runtime_directory.display())),
+    };
+    let signals = match Signals::new() {
+        Ok(signals) => signals,
+        Err(error) => return Exit::Failed(format!("signals can't be received: {error}")),
+    };
+    let (requests, received) = mpsc::channel(REQUESTS);
+    let (snapshot, seen) = watch::channel(Arc::new(compose::nothing_yet(&loaded.settings)));
+    let changed = Arc::new(Notify::new());
+    let (joined, on_the_bus) = watch::channel(false);
+    let bus = tokio::spawn(stay_on_the_bus(seen, requests, joined, Arc::clone(&changed)));
+    let mut daemon = Daemon {
+        options,
+        level,
+        settings: loaded.settings,
+        driver: None,
+        driver_version: Err("not looked for yet".to_owned()),
+        plan: Err("no look at the GPUs yet".to_owned()),
+        journal: Arc::new(Mutex::new(journal)),
+        supervisors: BTreeMap::new(),
+        leaving: Vec::new(),
+        pending: Vec::new(),
+        changed,
+        snapshot,
+        on_the_bus,
+        events: VecDeque::new(),
+        problem: String::new(),
+        next_scan: None,
+        stopping: false,
+        told: Told::default(),
+    };
+    let exit = daemon.run(signals, received).await;
+    bus.abort();
+    exit
+}
+
+fn bad_configuration(problems: &[Problem]) -> Exit {
+    for problem in problems {
+        tracing::error!("{problem}");
+    }
+    Exit::BadConfiguration
+}
+
+fn say_findings(loaded: &Loaded) {
+    for warning in &loaded.warnings {
+        tracing::warn!("{warning}");
+    }
+    let mut by_file: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for (origin, key) in &loaded.unknown_keys {
+        by_file.entry(origin.file.display().to_string()).or_default().push(key);
+    }
+    for (file, keys) in by_file {
+        tracing::debug!("{file}: keys of other programs: {}", keys.join(", "));
+    }
+}
+
+/// Stays on the bus as long as there is one, and comes back when it does.
+async fn stay_on_the_bus(
+    mut snapshot: watch::Receiver<Arc<Snapshot>>,
+    requests: mpsc::Sender<Request>,
+    joined: watch::Sender<bool>,
+    changed: Arc<Notify>,
+) {
+    let mut pause = FIRST_BUS_PAUSE;
+    let mut said = String::new();
+    loop {
+        match Bus::connect(snapshot.clone(), requests.clone()).await {
+            Ok(mut bus) => {
+                tracing::info!("on the bus as {}", crate::dbus::NAME);
+                (pause, said) = (FIRST_BUS_PAUSE, String::new());
+                joined.send_replace(true);
+                changed.notify_one();
+                loop {
+                    tokio::select! {
+                        () = bus.closed() => break,
+                        news = snapshot.changed() => match news {
+                            Ok(()) => {
+                                let new = Arc::clone(&snapshot.borrow_and_update());
+                                bus.publish(new).await;
+                            }
+                            Err(_) => return,
+                        },
+                    }
+                }
+                joined.send_replace(false);
+                tracing::warn!(
+                    "the bus is gone; GPUs are served on, and the bus is joined again when it is back"
+                );
+            }
+            Err(error) => {
+                let text = error.to_string();
+                if text != said {
+                    tracing::warn!("the bus can't be joined: {text}; tried again until it can");
+                    said = text;
+                }
+            }
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(LAST_BUS_PAUSE);
+    }
+}
+
+/// What a signal asks for.
+enum Wish {
+    Stop,
+    Reload,
+}
+
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    quit: Signal,
+    hangup: Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
+    }
+
+    async fn next(&mut self) -> Wish {
+        tokio::select! {
+            _ = self.terminate.recv() => Wish::Stop,
+            _ = self.interrupt.recv() => Wish::Stop,
+            _ = self.quit.recv() => Wish::Stop,
+            _ = self.hangup.recv() => Wish::Reload,
+        }
+    }
+}
+
+/// What the service manager was told.
+#[derive(Debug, Default)]
+struct Told {
+    ready: bool,
+    status: String,
+    state: Option<State>,
+}
+
+struct Daemon {
+    options: Options,
+    level: Level,
+    settings: Settings,
+    /// Open as long as it works.
+    driver: Option<Arc<Driver>>,
+    driver_version: Result<String, String>,
+    /// The plan in force, or why there is none yet.
+    plan: Result<Plan, String>,
+    journal: Arc<Mutex<Journal>>,
+    supervisors: BTreeMap<String, Supervisor>,
+    /// Asked to stop; a GPU of theirs is free for another when they have ended.
+    leaving: Vec<Supervisor>,
+    /// To be started when nothing is leaving any more.
+    pending: Vec<Order>,
+    changed: Arc<Notify>,
+    snapshot: watch::Sender<Arc<Snapshot>>,
+    on_the_bus: watch::Receiver<bool>,
+    events: VecDeque<Event>,
+    /// Why a wish was refused, until the next one is granted.
+    problem: String,
+    next_scan: Option<Instant>,
+    stopping: bool,
+    told: Told,
+}
+
+impl Daemon {
+    async fn run(&mut self, mut signals: Signals, mut requests: mpsc::Receiver<Request>) -> Exit {
+        if let Err(problems) = self.first_pass().await {
+            return bad_configuration(&problems);
+        }
+        let watchdog = sd_notify::watchdog_enabled().map(|time| time / 3);
+        let mut next_watchdog = Instant::now();
+        loop {
+            if let Some(period) = watchdog.filter(|_| Instant::now() >= next_watchdog) {
+                notify(&[NotifyState::Watchdog]);
+                next_watchdog = Instant::now() + period;
+            }
+            self.settle();
+            if self.stopping && self.leaving.is_empty() {
+                return Exit::Stopped;
+            }
+            let changed = Arc::clone(&self.changed);
+            tokio::select! {
+                wish = signals.next() => match wish {
+                    Wish::Stop => self.stop(),
+                    // Whoever sent the signal reads the journal, where the reason of a failure stands.
+                    Wish::Reload => drop(self.reload().await),
+                },
+                Some(request) = requests.recv() => self.answer(request).await,
+                () = changed.notified() => {}
+                () = sleep_or_never(self.next_scan) => self.look_again().await,
+                () = sleep_or_never(watchdog.map(|_| next_watchdog)) => {}
+            }
+        }
+    }
+
+    /// Looks at the host for the first time. What is wrong with the configuration is fatal now and only now.
+    async fn first_pass(&mut self) -> Result<(), Vec<Problem>> {
+        if !self.settings.enabled {
+            tracing::info!("enable_cuda_mps is false: no GPU is served");
+            self.plan = Ok(Plan { gpus: Vec::new(), control_daemons: Vec::new() });
+            return Ok(());
+        }
+        let inventory = self.scan().await;
+        match plan::plan(&self.settings, &inventory) {
+            Ok(plan) => self.put_in_force(plan),
+            Err(PlanError::Problems(problems)) => return Err(problems),
+            Err(PlanError::NotYet(reason)) => self.not_yet(reason),
+        }
+        Ok(())
+    }
+
+    fn not_yet(&mut self, reason: String) {
+        if self.plan.as_ref().err() != Some(&reason) {
+            tracing::warn!(
+                "no GPU can be served yet: {reason}; looked for again every {} s",
+                SCAN_WITHOUT_PLAN.as_secs()
+            );
+        }
+        self.plan = Err(reason);
+    }
+
+    /// Looks at the host. Off the loop's thread, since a GPU that is about to fall off the bus can hold a question.
+    async fn scan(&mut self) -> Inventory {
+        let driver = self.driver.clone();
+        let sysroot = self.options.sources.sysroot.clone();
+        let look = tokio::task::spawn_blocking(move || {
+            let driver = match driver {
+                Some(driver) => Ok(driver),
+                None => Driver::open().map(Arc::new),
+            };
+            let inventory = Inventory::read(&sysroot, driver.as_deref().map_err(String::as_str));
+            (driver.ok(), inventory)
+        });
+        let (driver, inventory) = match tokio::time::timeout(SCAN_TIMEOUT, look).await {
+            Ok(Ok(found)) => found,
+            _ => {
+                let reason = format!("NVML did not answer within {} s", SCAN_TIMEOUT.as_secs());
+                (None, Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new() })
+            }
+        };
+        self.driver = driver.filter(|_| inventory.driver.is_ok());
+        self.driver_version.clone_from(&inventory.driver);
+        inventory
+    }
+
+    /// The look at the host while something is missing: more of it may be there now.
+    async fn look_again(&mut self) {
+        self.next_scan = None;
+        let inventory = self.scan().await;
+        match plan::plan(&self.settings, &inventory) {
+            Ok(plan) if self.plan.is_err() => self.put_in_force(plan),
+            Ok(plan) => self.add_what_came(plan),
+            Err(PlanError::NotYet(reason)) => {
+                if self.plan.is_err() {
+                    self.not_yet(reason);
+                } else {
+                    self.problem = reason;
+                }
+            }
+            Err(PlanError::Problems(problems)) => {
+                let text = join(&problems);
+                if self.plan.is_err() {
+                    self.not_yet(text);
+                } else {
+                    self.problem = text;
+                }
+            }
+        }
+    }
+
+    /// Makes a plan the one in force, with everything that follows from it.
+    fn put_in_force(&mut self, plan: Plan) {
+        for gpu in &plan.gpus {
+            let name = gpu.gpu.pci.address.short();
+            if let Some(reason) = &gpu.unusable {
+                tracing::warn!("{name} is not served: {reason}");
+            }
+            for warning in &gpu.warnings {
+                tracing::warn!("{name}: {warning}");
+            }
+        }
+        self.pending.clear();
+        let mut gone = std::mem::take(&mut self.supervisors);
+        for order in self.orders(&plan) {
+            match gone.remove(&order.plan.id) {
+                Some(supervisor) => {
+                    supervisor.order(order.clone());
+                    self.supervisors.insert(order.plan.id, supervisor);
+                }
+                None => self.pending.push(order),
+            }
+        }
+        for supervisor in gone.into_values() {
+            supervisor.stop();
+            self.leaving.push(supervisor);
+        }
+        self.plan = Ok(plan);
+        self.problem.clear();
+    }
+
+    /// Takes in what a later look has found, without touching a control daemon that serves: its clients would end.
+    fn add_what_came(&mut self, plan: Plan) {
+        for order in self.orders(&plan) {
+            match self.supervisors.get(&order.plan.id) {
+                Some(supervisor) if supervisor.status().view.pid.is_none() => supervisor.order(order),
+                Some(_) => {}
+                None if self.pending.iter().any(|pending| pending.plan.id == order.plan.id) => {}
+                None => self.pending.push(order),
+            }
+        }
+        self.plan = Ok(plan);
+        self.problem.clear();
+    }
+
+    fn orders(&self, plan: &Plan) -> Vec<Order> {
+        let order = |control_daemon: &plan::ControlDaemonPlan| Order {
+            plan: control_daemon.clone(),
+            set_compute_mode: self.settings.set_compute_mode,
+            quit_timeout: self.settings.quit_timeout,
+        };
+        plan.control_daemons.iter().map(order).collect()
+    }
+
+    /// Reads the configuration again and puts it in force, or leaves everything as it is.
+    async fn reload(&mut self) -> Result<u64, RequestError> {
+        if self.stopping {
+            return Err(RequestError::Busy("the service is stopping".to_owned()));
+        }
+        match NotifyState::monotonic_usec_now() {
+            Ok(now) => notify(&[NotifyState::Reloading, now]),
+            Err(error) => tracing::debug!("the service manager is not told of the reload: {error}"),
+        }
+        let result = self.replace_configuration().await;
+        match &result {
+            Ok(()) => self.event("configuration reloaded".to_owned()),
+            Err(error) => {
+                self.problem = format!("the new configuration was refused: {error}");
+                tracing::error!("{}; the old one stays in force", self.problem);
+            }
+        }
+        self.told.ready = false;
+        self.settle();
+        result.map(|()| self.snapshot.borrow().generation)
+    }
+
+    async fn replace_configuration(&mut self) -> Result<(), RequestError> {
+        let invalid = |problems: &[Problem]| RequestError::InvalidConfig(join(problems));
+        let loaded = config::load(&self.options.sources).map_err(|problems| invalid(&problems))?;
+        let plan = if loaded.settings.enabled {
+            let inventory = self.scan().await;
+            match plan::plan(&loaded.settings, &inventory) {
+                Ok(plan) => Ok(plan),
+                Err(PlanError::Problems(problems)) => return Err(invalid(&problems)),
+                Err(PlanError::NotYet(reason)) if self.plan.is_ok() && self.settings.enabled => {
+                    return Err(RequestError::NotReady(reason));
+                }
+                Err(PlanError::NotYet(reason)) => Err(reason),
+            }
+        } else {
+            Ok(Plan { gpus: Vec::new(), control_daemons: Vec::new() })
+        };
+        say_findings(&loaded);
+        self.level.set(loaded.settings.log_level);
+        self.settings = loaded.settings;
+        match plan {
+            Ok(plan) => self.put_in_force(plan),
+            Err(reason) => self.not_yet(reason),
+        }
+        Ok(())
+    }
+
+    async fn answer(&mut self, request: Request) {
+        match request {
+            // A caller that has gone is no reason for anything.
+            Request::Reload { reply } => drop(reply.send(self.reload().await)),
+            Request::Clients { reply } => self.list_clients(reply),
+        }
+    }
+
+    /// Asks the control daemons beside the loop: they may take their time.
+    fn list_clients(&self, reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>) {
+        let serving = self.supervisors.values().filter_map(|supervisor| {
+            let gpus = supervisor.status().gpus.into_keys().collect();
+            Some(Serving { control: supervisor.control()?, gpus })
+        });
+        let asked = clients::list(serving.collect(), self.driver.clone());
+        tokio::spawn(async move {
+            let listed = asked.await.map_err(|error| RequestError::Failed(error.to_string()));
+            let _ = reply.send(listed);
+        });
+    }
+
+    fn stop(&mut self) {
+        if self.stopping {
+            return;
+        }
+        tracing::info!("stopping: the control daemons end, the compute modes are put back");
+        self.stopping = true;
+        self.pending.clear();
+        notify(&[NotifyState::Stopping]);
+        for supervisor in std::mem::take(&mut self.supervisors).into_values() {
+            supervisor.stop();
+            self.leaving.push(supervisor);
+        }
+    }
+
+    /// What follows from what has happened: the next ones start, and the new state is published.
+    fn settle(&mut self) {
+        self.leaving.retain(|supervisor| !supervisor.ended());
+        if self.leaving.is_empty() {
+            for order in std::mem::take(&mut self.pending) {
+                self.start_supervisor(order);
+            }
+        }
+        let snapshot = {
+            let statuses: Vec<Status> =
+                self.supervisors.values().chain(&self.leaving).map(Supervisor::status).collect();
+            let parts = Parts {
+                settings: &self.settings,
+                driver: &self.driver_version,
+                plan: self.plan.as_ref().map_err(String::as_str),
+                statuses: &statuses,
+                events: &self.events,
+                problem: &self.problem,
+                stopping: self.stopping,
+            };
+            compose::compose(&parts, &self.snapshot.borrow())
+        };
+        let unserved =
+            snapshot.gpus.as_ref().is_some_and(|gpus| gpus.iter().any(|gpu| gpu.plan.unusable.is_some()));
+        let period = match &self.plan {
+            _ if self.stopping || !self.settings.enabled => None,
+            Err(_) => Some(SCAN_WITHOUT_PLAN),
+            Ok(_) => (unserved || !self.problem.is_empty()).then_some(SCAN_FOR_MORE),
+        };
+        // A look that is due stays due: news that come in faster than the period must not put it off for ever.
+        self.next_scan = period.map(|period| {
+            let latest = Instant::now() + period;
+            self.next_scan.map_or(latest, |due| due.min(latest))
+        });
+        self.snapshot.send_if_modified(|current| {
+            let modified = **current != snapshot;
+            *current = Arc::new(snapshot);
+            modified
+        });
+        self.tell_service_manager();
+    }
+
+    fn start_supervisor(&mut self, order: Order) {
+        let Some(driver) = &self.driver else {
+            // The driver has gone between the plan and now; the next look finds it or says why not.
+            self.plan = Err("the driver has gone".to_owned());
+            return;
+        };
+        let compute_modes = ComputeModes::new(Arc::clone(driver), Arc::clone(&self.journal));
+        let supervisor = Supervisor::start(order.clone(), compute_modes, Arc::clone(&self.changed));
+        self.supervisors.insert(order.plan.id, supervisor);
+    }
+
+    fn tell_service_manager(&mut self) {
+        let (status, state) = {
+            let snapshot = self.snapshot.borrow();
+            (compose::status_line(&snapshot), snapshot.state)
+        };
+        if status != self.told.status {
+            // Between two states a reason can change several times a second, while something is tried again.
+            if self.told.state == Some(state) {
+                tracing::debug!("{status}");
+            } else {
+                tracing::info!("{status}");
+            }
+            notify(&[NotifyState::Status(&status)]);
+            self.told.status = status;
+            self.told.state = Some(state);
+        }
+        let ready = state != State::Starting && self.pending.is_empty() && *self.on_the_bus.borrow();
+        if ready && !self.told.ready && !self.stopping {
+            notify(&[NotifyState::Ready]);
+            self.told.ready = true;
+        }
+    }
+
+    fn event(&mut self, text: String) {
+        tracing::info!("{text}");
+        if self.events.len() >= EVENTS_KEPT {
+            self.events.pop_front();
+        }
+        self.events.push_back(Event { at: SystemTime::now(), text });
+    }
+}
+
+async fn sleep_or_never(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Without a service manager there is nobody to tell.
+fn notify(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::debug!("the service manager is not told: {error}");
+    }
+}
+
+fn join(problems: &[Problem]) -> String {
+    problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
+}

@@ -1,0 +1,150 @@
+//! What must survive this service: which compute mode each GPU had before it was changed.
+//!
+//! One small file in the runtime directory, which outlives restarts and crashes and, like a compute mode, not a reboot.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::gpu::ComputeMode;
+
+const FILE: &str = "journal.json";
+const VERSION: u32 = 1;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Contents {
+    version: u32,
+    /// By GPU UUID, in nvidia-smi's words.
+    previous_compute_modes: BTreeMap<String, String>,
+}
+
+impl Default for Contents {
+    fn default() -> Self {
+        Self { version: VERSION, previous_compute_modes: BTreeMap::new() }
+    }
+}
+
+/// The journal, as it is in the file.
+#[derive(Debug)]
+pub struct Journal {
+    directory: PathBuf,
+    contents: Contents,
+}
+
+impl Journal {
+    /// Opens the journal in `directory`, which is made if need be. A damaged file is set aside with a warning: what it
+    /// knew is lost, but nothing else is.
+    pub fn open(directory: &Path) -> io::Result<Self> {
+        std::fs::create_dir_all(directory)?;
+        let file = directory.join(FILE);
+        let contents = match std::fs::read(&file) {
+            Ok(bytes) => read(&bytes).unwrap_or_else(|what| {
+                tracing::warn!(
+                    "{}: {what}; the compute modes that GPUs had before are unknown, Default is assumed",
+                    file.display()
+                );
+                Contents::default()
+            }),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Contents::default(),
+            Err(error) => return Err(error),
+        };
+        Ok(Self { directory: directory.to_owned(), contents })
+    }
+
+    /// Writes down the mode that a GPU has, before it is changed. The first one stands until it is forgotten.
+    pub fn remember_compute_mode(&mut self, uuid: &str, mode: ComputeMode) -> io::Result<()> {
+        if self.contents.previous_compute_modes.contains_key(uuid) {
+            return Ok(());
+        }
+        self.contents.previous_compute_modes.insert(uuid.to_owned(), mode.to_string());
+        self.write().inspect_err(|_| {
+            self.contents.previous_compute_modes.remove(uuid);
+        })
+    }
+
+    /// The mode to put back; None: it was not changed by us.
+    pub fn previous_compute_mode(&self, uuid: &str) -> Option<ComputeMode> {
+        let word = self.contents.previous_compute_modes.get(uuid)?;
+        let modes = [
+            ComputeMode::Default,
+            ComputeMode::ExclusiveThread,
+            ComputeMode::Prohibited,
+            ComputeMode::ExclusiveProcess,
+        ];
+        Some(modes.into_iter().find(|mode| mode.to_string() == *word).unwrap_or(ComputeMode::Default))
+    }
+
+    /// Forgets a GPU whose mode is back.
+    pub fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
+        match self.contents.previous_compute_modes.remove(uuid) {
+            Some(_) => self.write(),
+            None => Ok(()),
+        }
+    }
+
+    /// Whole or not at all: a reader never sees half a journal, and a full disk leaves the old one.
+    fn write(&self) -> io::Result<()> {
+        let new = self.directory.join(format!("{FILE}.new"));
+        std::fs::write(&new, serde_json::to_vec_pretty(&self.contents)?)?;
+        std::fs::rename(&new, self.directory.join(FILE))
+    }
+}
+
+fn read(bytes: &[u8]) -> Result<Contents, String> {
+    let contents: Contents =
+        serde_json::from_slice(bytes).map_err(|error| format!("is damaged ({error})"))?;
+    match contents.version {
+        VERSION => Ok(contents),
+        other => Err(format!("is of version {other}, this program knows {VERSION}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UUID: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+
+    #[test]
+    fn the_first_mode_survives_until_forgotten() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(directory.path()).unwrap();
+        journal.remember_compute_mode(UUID, ComputeMode::ExclusiveThread).unwrap();
+        journal.remember_compute_mode(UUID, ComputeMode::ExclusiveProcess).unwrap();
+        let mut again = Journal::open(directory.path()).unwrap();
+        assert_eq!(again.previous_compute_mode(UUID), Some(ComputeMode::ExclusiveThread));
+        again.forget_compute_mode(UUID).unwrap();
+        assert_eq!(Journal::open(directory.path()).unwrap().previous_compute_mode(UUID), None);
+    }
+
+    #[test]
+    fn damage_is_survived() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(directory.path()).unwrap();
+        journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap();
+        let file = directory.path().join(FILE);
+        let whole = std::fs::read(&file).unwrap();
+        for length in 0..whole.len() {
+            std::fs::write(&file, &whole[..length]).unwrap();
+            assert_eq!(
+                Journal::open(directory.path()).unwrap().previous_compute_mode(UUID),
+                None,
+                "{length}"
+            );
+        }
+        std::fs::write(&file, r#"{"version": 2, "previous_compute_modes": {}}"#).unwrap();
+        Journal::open(directory.path()).unwrap();
+    }
+
+    #[test]
+    fn a_mode_that_cannot_be_written_down_is_not_remembered() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal = Journal::open(directory.path()).unwrap();
+        // A directory of that name stands in the way of the new file.
+        std::fs::create_dir(directory.path().join(format!("{FILE}.new"))).unwrap();
+        journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap_err();
+        assert_eq!(journal.previous_compute_mode(UUID), None);
+    }
+}

@@ -1,0 +1,328 @@
+//! The control daemon's front end: one command at a time, with a deadline, its effect verified.
+//!
+//! The front end is `nvidia-cuda-mps-control` reading commands from standard input. It exits with 0 for nearly
+//! everything, answers a bad value with the old one and most settings with nothing, so each setting here is read back.
+//! Asked in parallel the control daemon fails now and then; the calls of one [`Control`] are serialised.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::Duration;
+
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::process::Command;
+use tokio::sync::Mutex;
+
+/// How long an answer may take. Measured: 2 ms; a stopped control daemon never answers.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// One answer is a few lines per client; more than this is not an answer.
+const ANSWER_MAX_BYTES: usize = 1 << 20;
+
+/// Why a command had no verified effect.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// The front end could not be run.
+    #[error("{program}: {source}")]
+    NotRun {
+        /// The program.
+        program: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// No control daemon listens in the pipe directory.
+    #[error("no control daemon answers in {pipe_directory}: {said}")]
+    NoDaemon {
+        /// The pipe directory.
+        pipe_directory: PathBuf,
+        /// The front end's own words.
+        said: String,
+    },
+    /// No answer in time; the control daemon hangs or is stopped.
+    #[error("the control daemon did not answer `{command}` within {} s", after.as_secs())]
+    Silent {
+        /// The command.
+        command: String,
+        /// The deadline.
+        after: Duration,
+    },
+    /// An answer that the command can't have.
+    #[error("`{command}` was answered with {answer:?}, expected {expected}")]
+    Unexpected {
+        /// The command.
+        command: String,
+        /// The answer, cut to a readable length.
+        answer: String,
+        /// What was expected.
+        expected: String,
+    },
+}
+
+/// What a server says of itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ServerStatus {
+    /// Not ready yet.
+    Initializing,
+    /// Takes clients.
+    Active,
+    /// Met a fatal GPU error; takes no client until the present ones are gone.
+    Fault,
+    /// There is no such server.
+    Gone,
+    /// The control daemon is older than the command (535 and before).
+    Unsupported,
+}
+
+/// A line of `ps`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Client {
+    /// The client's PID on the host.
+    pub pid: u32,
+    /// Its server's PID.
+    pub server: u32,
+    /// The beginning of its GPU's UUID.
+    pub gpu_prefix: String,
+    /// Its command.
+    pub command: String,
+}
+
+/// One control daemon, by its pipe directory.
+#[derive(Debug)]
+pub struct Control {
+    program: PathBuf,
+    pipe_directory: PathBuf,
+    one_at_a_time: Mutex<()>,
+}
+
+impl Control {
+    /// Talks to the control daemon of `pipe_directory` through `program`.
+    pub fn new(program: PathBuf, pipe_directory: PathBuf) -> Self {
+        Self { program, pipe_directory, one_at_a_time: Mutex::new(()) }
+    }
+
+    /// One command, its answer without the last newline.
+    async fn ask(&self, command: &str) -> Result<String, ControlError> {
+        self.ask_within(command, ANSWER_TIMEOUT).await
+    }
+
+    async fn ask_within(&self, command: &str, timeout: Duration) -> Result<String, ControlError> {
+        let _turn = self.one_at_a_time.lock().await;
+        match tokio::time::timeout(timeout, self.run(command)).await {
+            Ok(answer) => answer,
+            Err(_) => Err(ControlError::Silent { command: command.to_owned(), after: timeout }),
+        }
+    }
+
+    async fn run(&self, command: &str) -> Result<String, ControlError> {
+        let not_run = |source| ControlError::NotRun { program: self.program.clone(), source };
+        let mut front_end = Command::new(&self.program)
+            .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe_directory)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // A front end that waits for a stopped control daemon ends with the call that gave up on it.
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(not_run)?;
+        if let Some(mut stdin) = front_end.stdin.take() {
+            // A front end that finds no control daemon may end before it reads: its answer tells, not this error.
+            let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
+        }
+        let (stdout, stderr) = (front_end.stdout.take(), front_end.stderr.take());
+        let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
+        let answer = String::from_utf8_lossy(&stdout);
+        if stdout.len() > ANSWER_MAX_BYTES {
+            return Err(unexpected(command, &answer, "at most 1 MiB"));
+        }
+        let status = front_end.wait().await.map_err(not_run)?;
+        let said = String::from_utf8_lossy(&stderr);
+        if !status.success() || said.contains("Cannot find MPS control daemon") {
+            let said = if said.trim().is_empty() { status.to_string() } else { said.trim().to_owned() };
+            return Err(ControlError::NoDaemon { pipe_directory: self.pipe_directory.clone(), said });
+        }
+        Ok(answer.trim_end_matches('\n').to_owned())
+    }
+
+    /// The PID of the control daemon that listens in the pipe directory, told by the kernel.
+    pub fn daemon_pid(&self) -> Option<u32> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
+        net::connect(&socket, &SocketAddrUnix::new(self.pipe_directory.join("control")).ok()?).ok()?;
+        let peer = net::sockopt::socket_peercred(&socket).ok()?;
+        u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+    }
+
+    /// The PIDs of the servers. Also the proof that the control daemon answers.
+    pub async fn servers(&self) -> Result<Vec<u32>, ControlError> {
+        const COMMAND: &str = "get_server_list";
+        let answer = self.ask(COMMAND).await?;
+        parse_pids(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a PID on each line"))
+    }
+
+    /// What a server says of itself.
+    pub async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
+        let command = format!("get_server_status {server}");
+        let answer = self.ask(&command).await?;
+        parse_status(&answer).ok_or_else(|| unexpected(&command, &answer, "INITIALIZING, ACTIVE or FAULT"))
+    }
+
+    /// The clients of every server.
+    pub async fn clients(&self) -> Result<Vec<Client>, ControlError> {
+        const COMMAND: &str = "ps";
+        let answer = self.ask(COMMAND).await?;
+        parse_clients(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))
+    }
+
+    /// Sets the active thread percentage of the servers to come; the answer is the value in force.
+    pub async fn set_default_thread_percentage(&self, percentage: u8) -> Result<(), ControlError> {
+        let command = format!("set_default_active_thread_percentage {percentage}");
+        let answer = self.ask(&command).await?;
+        let in_force: Option<f64> = answer.trim().parse().ok();
+        if in_force.is_some_and(|value| (value - f64::from(percentage)).abs() < 0.05) {
+            return Ok(());
+        }
+        Err(unexpected(&command, &answer, &format!("{percentage}.0, the value now in force")))
+    }
+
+    /// Sets the device pinned memory limit, in MiB, of the servers to come, for the GPU of this ordinal. The control
+    /// daemon accepts anything in silence; what it reads back it floors to GiB, so this is verified to the GiB. The
+    /// exact value shows in the log once a server runs.
+    pub async fn set_default_memory_limit(&self, ordinal: usize, mib: u64) -> Result<(), ControlError> {
+        self.ask(&format!("set_default_device_pinned_mem_limit {ordinal} {mib}M")).await?;
+        let command = format!("get_default_device_pinned_mem_limit {ordinal}");
+        let answer = self.ask(&command).await?;
+        let expected = memory_limit_as_read_back(mib);
+        if answer.trim() == expected { Ok(()) } else { Err(unexpected(&command, &answer, &expected)) }
+    }
+
+    /// Starts the server of a user ahead of the first client. It answers nothing, whatever happens; nothing happens
+    /// when there is one.
+    pub async fn start_server(&self, uid: u32) -> Result<(), ControlError> {
+        self.ask(&format!("start_server -uid {uid}")).await.map(|_| ())
+    }
+
+    /// Asks the control daemon to end, giving its clients `timeout`. It can hang for longer; the error is then
+    /// [`ControlError::Silent`].
+    pub async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
+        let command = format!("quit -t {}", timeout.as_secs().max(1));
+        self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())
+    }
+}
+
+/// Everything a front end prints, up to one byte more than it may.
+async fn read(stream: Option<impl AsyncRead + Unpin>) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    if let Some(stream) = stream {
+        stream.take(ANSWER_MAX_BYTES as u64 + 1).read_to_end(&mut bytes).await?;
+    }
+    Ok(bytes)
+}
+
+fn unexpected(command: &str, answer: &str, expected: &str) -> ControlError {
+    let mut short: String = answer.chars().take(200).collect();
+    if short.len() < answer.len() {
+        short.push('…');
+    }
+    ControlError::Unexpected { command: command.to_owned(), answer: short, expected: expected.to_owned() }
+}
+
+/// How a limit set in MiB reads back: in MiB below 1 GiB, floored to GiB from there on.
+fn memory_limit_as_read_back(mib: u64) -> String {
+    if mib < 1024 { format!("{mib}M") } else { format!("{}G", mib / 1024) }
+}
+
+fn parse_pids(answer: &str) -> Option<Vec<u32>> {
+    answer.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| line.parse().ok()).collect()
+}
+
+fn parse_status(answer: &str) -> Option<ServerStatus> {
+    match answer.trim() {
+        "INITIALIZING" => Some(ServerStatus::Initializing),
+        "ACTIVE" => Some(ServerStatus::Active),
+        "FAULT" => Some(ServerStatus::Fault),
+        other if other.starts_with("Server") && other.ends_with("not found") => Some(ServerStatus::Gone),
+        other if other.starts_with("Unknown command") => Some(ServerStatus::Unsupported),
+        _ => None,
+    }
+}
+
+fn parse_clients(answer: &str) -> Option<Vec<Client>> {
+    let mut lines = answer.lines().filter(|line| !line.trim().is_empty());
+    match lines.next() {
+        // Nothing, or `Server not found`: no server, no client.
+        None => return Some(Vec::new()),
+        Some(first) if first.trim() == "Server not found" => return Some(Vec::new()),
+        Some(header)
+            if header.split_whitespace().eq(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]) => {}
+        Some(_) => return None,
+    }
+    lines.map(parse_client).collect()
+}
+
+fn parse_client(line: &str) -> Option<Client> {
+    let mut fields = line.split_whitespace();
+    let pid = fields.next()?.parse().ok()?;
+    let _id: u64 = fields.next()?.parse().ok()?;
+    let server = fields.next()?.parse().ok()?;
+    let gpu_prefix = fields.next()?.to_owned();
+    let _namespace: u64 = fields.next()?.parse().ok()?;
+    Some(Client { pid, server, gpu_prefix, command: fields.collect::<Vec<_>>().join(" ") })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    // The answers below were given by control daemons of drivers 535, 550, 555 and 580.
+
+    #[test]
+    fn server_lists() {
+        assert_eq!(parse_pids(""), Some(vec![]));
+        assert_eq!(parse_pids("939\n944"), Some(vec![939, 944]));
+        assert_eq!(parse_pids("Unknown command \"get_server_list\""), None);
+    }
+
+    #[test]
+    fn server_statuses() {
+        assert_eq!(parse_status("ACTIVE"), Some(ServerStatus::Active));
+        assert_eq!(parse_status("INITIALIZING"), Some(ServerStatus::Initializing));
+        assert_eq!(parse_status("FAULT"), Some(ServerStatus::Fault));
+        assert_eq!(parse_status("Server 1 not found"), Some(ServerStatus::Gone));
+        assert_eq!(parse_status("Unknown command \"get_server_status\""), Some(ServerStatus::Unsupported));
+        assert_eq!(parse_status("garbage"), None);
+    }
+
+    #[test]
+    fn client_tables() {
+        assert_eq!(parse_clients("Server not found"), Some(vec![]));
+        assert_eq!(parse_clients(""), Some(vec![]));
+        let table = "PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        \n\
+                     1153      33        939            GPU-168acfc9-c926-5401    4026531836     /tmp/work      ";
+        let client = Client {
+            pid: 1153,
+            server: 939,
+            gpu_prefix: "GPU-168acfc9-c926-5401".to_owned(),
+            command: "/tmp/work".to_owned(),
+        };
+        assert_eq!(parse_clients(table), Some(vec![client]));
+        assert_eq!(parse_clients("PID ID SERVER DEVICE NAMESPACE COMMAND\nx 1 2 G 3 c"), None);
+        assert_eq!(parse_clients("garbage"), None);
+    }
+
+    #[test]
+    fn limits_read_back_floored_to_gib() {
+        for (mib, expected) in [(512, "512M"), (1023, "1023M"), (1024, "1G"), (5760, "5G"), (35942, "35G")] {
+            assert_eq!(memory_limit_as_read_back(mib), expected);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_answer_is_survived(answer in "\\PC{0,300}(\n\\PC{0,80}){0,5}") {
+            let _ = (parse_pids(&answer), parse_status(&answer), parse_clients(&answer));
+            let _ = unexpected("ps", &answer, "").to_string();
+        }
+    }
+}

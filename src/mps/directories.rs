@@ -1,0 +1,161 @@
+//! The pipe and log directories, which stand in /tmp by default: made and checked so that no other user can have put
+//! something there that we would follow or that clients would trust.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+/// Why a directory can't be used, with the remedy.
+#[derive(Debug, thiserror::Error)]
+#[error("{path}: {what}", path = path.display())]
+pub struct BadDirectory {
+    path: PathBuf,
+    what: String,
+}
+
+/// What everybody may do in a pipe directory: look, not write.
+const MODE: u32 = 0o755;
+
+/// Makes `path` and its parents where they don't exist, all 0755, and opens it. Refused: a symbolic link in a place
+/// where others can write, another owner, something that is no directory.
+pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
+    let bad = |at: &Path, what: String| BadDirectory { path: at.to_owned(), what };
+    let mut at = PathBuf::from("/");
+    let mut directory =
+        rustix::fs::open("/", OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|error| bad(&at, format!("can't be opened: {error}")))?;
+    for component in path.components() {
+        let Component::Normal(name) = component else { continue };
+        let parent = at.clone();
+        at.push(name);
+        match rustix::fs::mkdirat(&directory, name, Mode::from_raw_mode(MODE)) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(bad(&at, format!("can't be made: {error}"))),
+        }
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let entry = rustix::fs::openat(&directory, name, flags, Mode::empty())
+            .map_err(|error| bad(&at, format!("can't be opened: {error}")))?;
+        let kind = file_type(&entry).map_err(|error| bad(&at, format!("can't be looked at: {error}")))?;
+        let last = at == path;
+        directory = match kind {
+            FileType::Directory => entry,
+            // A link like /var/run that root made where only root can is as good as a directory.
+            FileType::Symlink if !last && only_root_writes(&directory).unwrap_or(false) => {
+                let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                rustix::fs::openat(&directory, name, flags, Mode::empty())
+                    .map_err(|error| bad(&at, format!("leads nowhere: {error}")))?
+            }
+            FileType::Symlink => {
+                let what = format!(
+                    "is a symbolic link, which is not followed in {}; remove it or configure another directory",
+                    parent.display()
+                );
+                return Err(bad(&at, what));
+            }
+            _ => {
+                return Err(bad(
+                    &at,
+                    "is not a directory; remove it or configure another directory".to_owned(),
+                ));
+            }
+        };
+    }
+    claim(&directory).map_err(|what| bad(path, what))?;
+    Ok(directory)
+}
+
+/// Checks that the directory is ours, and that everybody may look into it and nobody else write.
+fn claim(directory: &OwnedFd) -> Result<(), String> {
+    let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
+    let us = rustix::process::geteuid().as_raw();
+    if stat.st_uid != us {
+        return Err(format!(
+            "belongs to user {}, not to user {us} as whom this service runs; remove it or configure another directory",
+            stat.st_uid
+        ));
+    }
+    if stat.st_mode & 0o777 != MODE {
+        // chmod(2) of an O_PATH descriptor goes through /proc; the descriptor is still that very directory.
+        let link = format!("/proc/self/fd/{}", rustix::fd::AsRawFd::as_raw_fd(directory));
+        rustix::fs::chmod(link, Mode::from_raw_mode(MODE))
+            .map_err(|error| format!("can't be made 0755: {error}"))?;
+    }
+    Ok(())
+}
+
+fn file_type(entry: &OwnedFd) -> io::Result<FileType> {
+    Ok(FileType::from_raw_mode(rustix::fs::fstat(entry)?.st_mode))
+}
+
+fn only_root_writes(directory: &OwnedFd) -> io::Result<bool> {
+    let stat = rustix::fs::fstat(directory)?;
+    Ok(stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
+}
+
+/// Opens a file in such a directory for appending, made if need be. A link there is not followed.
+pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<File> {
+    let flags = OFlags::APPEND | OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(File::from(rustix::fs::openat(directory, name, flags, Mode::from_raw_mode(0o644))?))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    use super::*;
+
+    fn message(path: &Path) -> String {
+        open(path).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn makes_what_is_missing_with_0755() {
+        let base = tempfile::tempdir().unwrap();
+        let path = base.path().join("nvidia-mps/pipe");
+        open(&path).unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o755);
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o777)).unwrap();
+        open(&path).unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o755);
+    }
+
+    #[test]
+    fn refuses_links_files_and_other_owners() {
+        let base = tempfile::tempdir().unwrap();
+        let target = base.path().join("target");
+        std::fs::create_dir(&target).unwrap();
+        let link = base.path().join("link");
+        symlink(&target, &link).unwrap();
+        assert!(message(&link).contains("symbolic link"), "{}", message(&link));
+
+        // In the middle of a path a link is refused where others could have made it.
+        let open_to_all = base.path().join("open");
+        std::fs::create_dir(&open_to_all).unwrap();
+        std::fs::set_permissions(&open_to_all, PermissionsExt::from_mode(0o1777)).unwrap();
+        symlink(&target, open_to_all.join("link")).unwrap();
+        let through = open_to_all.join("link/pipe");
+        assert!(message(&through).contains("symbolic link"), "{}", message(&through));
+
+        let file = base.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        assert!(message(&file).contains("not a directory"), "{}", message(&file));
+
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(&target, Some(65534), None).unwrap();
+            assert!(message(&target).contains("belongs to user 65534"), "{}", message(&target));
+        }
+    }
+
+    #[test]
+    fn a_log_file_is_appended_to_and_no_link_followed() {
+        let base = tempfile::tempdir().unwrap();
+        let directory = open(&base.path().join("log")).unwrap();
+        open_log(&directory, "control.log").unwrap();
+        symlink(base.path().join("elsewhere"), base.path().join("log/other.log")).unwrap();
+        assert!(open_log(&directory, "other.log").is_err());
+    }
+}

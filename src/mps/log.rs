@@ -1,0 +1,472 @@
+//! The control daemon's log: followed while it is written, understood, passed on.
+//!
+//! A control daemon in the foreground and its servers write to one file. What a server has in force, that it is
+//! ready, and what befell it, is said there and nowhere else.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::mem::MaybeUninit;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::inotify;
+
+use super::readable::Readable;
+
+/// A line, taken apart.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Line {
+    /// The process that wrote it, where the line says so.
+    pub writer: Option<Writer>,
+    /// The text behind the prefix.
+    pub text: String,
+    /// What it means to us.
+    pub meaning: Meaning,
+}
+
+/// Who wrote a line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Writer {
+    /// The control daemon, by its PID.
+    Control(u32),
+    /// A server, by its PID.
+    Server(u32),
+}
+
+/// What a line means.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Meaning {
+    /// Nothing that changes what we know.
+    Ordinary,
+    /// Said of every client that comes or goes in good order.
+    Noise,
+    /// A server is being started for a user.
+    ServerStarting {
+        /// The server.
+        server: u32,
+        /// The user.
+        uid: u32,
+    },
+    /// A server takes clients.
+    ServerReady(u32),
+    /// A server has ended, with this exit status.
+    ServerExited {
+        /// The server.
+        server: u32,
+        /// Its exit status.
+        status: i32,
+    },
+    /// The server that wrote the line limits its clients to this active thread percentage.
+    ThreadPercentage {
+        /// The server.
+        server: u32,
+        /// Tenths of a percent: `25.0` is 250.
+        tenths: u32,
+    },
+    /// The server that wrote the line limits its clients to this much memory of one GPU.
+    MemoryLimit {
+        /// The server.
+        server: u32,
+        /// The GPU's ordinal.
+        ordinal: usize,
+        /// Bytes.
+        bytes: u64,
+    },
+    /// A client met a fatal GPU error. Not proof that it caused it: every client on that GPU is hit.
+    Fault {
+        /// The server.
+        server: u32,
+        /// The client that the line names.
+        client: u32,
+    },
+    /// A server ends every client on the GPUs in question and starts over.
+    FaultHandling {
+        /// The server.
+        server: u32,
+    },
+    /// A client is torn down because of a fault.
+    TornDown {
+        /// The server.
+        server: u32,
+        /// The client.
+        client: u32,
+        /// The GPU's ordinal.
+        ordinal: usize,
+    },
+    /// A client waits, most often for a server of another user to become idle.
+    ClientPending {
+        /// The client.
+        client: u32,
+        /// Its user.
+        uid: u32,
+    },
+    /// A client was turned away: the server holds as many as it can.
+    ClientRefused {
+        /// The server.
+        server: u32,
+        /// How many it can hold.
+        capacity: u32,
+    },
+}
+
+impl Line {
+    /// Takes a line apart. Never fails: what it can't read is ordinary text.
+    pub fn parse(line: &str) -> Self {
+        let (writer, text) = split_prefix(line).unwrap_or((None, line));
+        let meaning = meaning(writer, text);
+        Self { writer, text: text.to_owned(), meaning }
+    }
+
+    /// Passes it on, with the fields that journalctl can filter by.
+    pub fn trace(&self, control_daemon: &str) {
+        let text = self.text.as_str();
+        let (server, client, ordinal) = self.subjects();
+        let (server, client, ordinal) =
+            (server.map(u64::from), client.map(u64::from), ordinal.and_then(|n| u64::try_from(n).ok()));
+        macro_rules! pass_on {
+            ($level:ident) => {
+                tracing::$level!(
+                    mps_control = control_daemon,
+                    mps_server_pid = server,
+                    mps_client_pid = client,
+                    mps_device = ordinal,
+                    "mps: {text}"
+                )
+            };
+        }
+        match &self.meaning {
+            Meaning::Ordinary | Meaning::Noise => pass_on!(debug),
+            Meaning::ServerStarting { .. }
+            | Meaning::ServerReady(_)
+            | Meaning::ThreadPercentage { .. }
+            | Meaning::MemoryLimit { .. }
+            | Meaning::ServerExited { status: 0, .. } => pass_on!(info),
+            Meaning::ClientPending { .. } => pass_on!(info),
+            Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => pass_on!(warn),
+            Meaning::Fault { .. } | Meaning::FaultHandling { .. } | Meaning::TornDown { .. } => {
+                pass_on!(error);
+            }
+        }
+    }
+
+    fn subjects(&self) -> (Option<u32>, Option<u32>, Option<usize>) {
+        let writing_server = match self.writer {
+            Some(Writer::Server(pid)) => Some(pid),
+            _ => None,
+        };
+        match &self.meaning {
+            Meaning::Ordinary | Meaning::Noise => (writing_server, None, None),
+            Meaning::ServerStarting { server, .. }
+            | Meaning::ServerReady(server)
+            | Meaning::ServerExited { server, .. }
+            | Meaning::ThreadPercentage { server, .. }
+            | Meaning::FaultHandling { server }
+            | Meaning::ClientRefused { server, .. } => (Some(*server), None, None),
+            Meaning::MemoryLimit { server, ordinal, .. } => (Some(*server), None, Some(*ordinal)),
+            Meaning::Fault { server, client } => (Some(*server), Some(*client), None),
+            Meaning::TornDown { server, client, ordinal } => (Some(*server), Some(*client), Some(*ordinal)),
+            Meaning::ClientPending { client, .. } => (None, Some(*client), None),
+        }
+    }
+}
+
+/// `[2026-11-21 02:13:53.814 Control   879] text`. The answer to one command spans lines that carry no prefix.
+fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
+    let (prefix, text) = line.strip_prefix('[')?.split_once(']')?;
+    let mut words = prefix.split_ascii_whitespace();
+    let (_date, _time) = (words.next()?, words.next()?);
+    let (kind, pid) = (words.next()?, words.next()?.parse().ok()?);
+    let writer = match kind {
+        "Control" => Some(Writer::Control(pid)),
+        // A server calls itself Other until it knows that it is one.
+        "Server" | "Other" => Some(Writer::Server(pid)),
+        _ => None,
+    };
+    Some((writer, text.strip_prefix(' ').unwrap_or(text)))
+}
+
+fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
+    let understood = match writer {
+        Some(Writer::Server(server)) => said_by_server(server, text),
+        Some(Writer::Control(_)) => said_by_control(text),
+        None => None,
+    };
+    // `Starting new server` is written by the new process under the control daemon's name, whence by either.
+    understood.or_else(|| server_starting(text)).unwrap_or(Meaning::Ordinary)
+}
+
+fn server_starting(text: &str) -> Option<Meaning> {
+    let (server, uid) = text.strip_prefix("Starting new server ")?.split_once(" for user ")?;
+    Some(Meaning::ServerStarting { server: server.parse().ok()?, uid: uid.trim().parse().ok()? })
+}
+
+fn said_by_control(text: &str) -> Option<Meaning> {
+    if text == "User did not send valid credentials" {
+        return Some(Meaning::Noise);
+    }
+    if let Some(rest) = text.strip_prefix("NEW SERVER ") {
+        let (server, state) = rest.split_once(':')?;
+        return (state.trim() == "Ready").then_some(Meaning::ServerReady(server.parse().ok()?));
+    }
+    if let Some(rest) = text.strip_prefix("NEW CLIENT ") {
+        let (client, rest) = rest.split_once(" from user ")?;
+        let (uid, rest) = rest.split_once(':')?;
+        let pending = rest.contains("push client to pending list");
+        return pending
+            .then_some(Meaning::ClientPending { client: client.parse().ok()?, uid: uid.parse().ok()? });
+    }
+    let (server, status) = text.strip_prefix("Server ")?.split_once(" exited with status ")?;
+    Some(Meaning::ServerExited { server: server.parse().ok()?, status: status.trim().parse().ok()? })
+}
+
+fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
+    // The misspelling is the server's own.
+    if text.starts_with("Server failed to recevie command with status 806") {
+        return Some(Meaning::Noise);
+    }
+    if let Some(value) = text.strip_prefix("Active Threads Percentage set to ") {
+        return Some(Meaning::ThreadPercentage { server, tenths: tenths(value.trim())? });
+    }
+    if let Some(rest) = text.strip_prefix("Device pinned memory limit for device ") {
+        let (ordinal, rest) = rest.split_once(" set to 0x")?;
+        let bytes = u64::from_str_radix(rest.strip_suffix(" bytes")?, 16).ok()?;
+        return Some(Meaning::MemoryLimit { server, ordinal: ordinal.parse().ok()?, bytes });
+    }
+    if text.starts_with("Server is handling a fatal GPU error") {
+        return Some(Meaning::FaultHandling { server });
+    }
+    if let Some((_, rest)) = text.split_once("Maximum number of clients (") {
+        let (capacity, _) = rest.split_once(')')?;
+        return Some(Meaning::ClientRefused { server, capacity: capacity.parse().ok()? });
+    }
+    let (client, rest) = text.strip_prefix("Client {PID: ")?.split_once(',')?;
+    let client = client.parse().ok()?;
+    if rest.contains("encountered a fatal GPU error") {
+        return Some(Meaning::Fault { server, client });
+    }
+    let (_, rest) = rest.split_once("} on device ")?;
+    let (ordinal, rest) = rest.split_once(' ')?;
+    (rest == "to be torn down").then_some(Meaning::TornDown {
+        server,
+        client,
+        ordinal: ordinal.parse().ok()?,
+    })
+}
+
+/// `25.0` as 250.
+fn tenths(value: &str) -> Option<u32> {
+    let (whole, part) = value.split_once('.').unwrap_or((value, "0"));
+    let first = part.chars().next().and_then(|digit| digit.to_digit(10))?;
+    whole.parse::<u32>().ok()?.checked_mul(10)?.checked_add(first)
+}
+
+/// The end of a line that never comes: a file that isn't a log must not fill our memory.
+const LINE_MAX_BYTES: usize = 16 << 10;
+
+/// Follows a file to which others append, from a given place on.
+#[derive(Debug)]
+pub struct Follower {
+    path: PathBuf,
+    file: File,
+    offset: u64,
+    /// What was read and not yet handed out.
+    unread: Vec<u8>,
+    changes: Readable,
+}
+
+impl Follower {
+    /// Follows `path`, an existing file, from `offset` in bytes.
+    pub fn open(path: &Path, offset: u64) -> io::Result<Self> {
+        let file = File::open(path)?;
+        let changes = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
+        inotify::add_watch(&changes, path, inotify::WatchFlags::MODIFY)?;
+        Ok(Self { path: path.to_owned(), file, offset, unread: Vec::new(), changes: Readable::new(changes)? })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The next line that is there already, if there is one.
+    pub fn try_next(&mut self) -> io::Result<Option<Line>> {
+        loop {
+            if let Some(end) = self.unread.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.unread.drain(..=end).collect();
+                return Ok(Some(Line::parse(String::from_utf8_lossy(&line).trim_end())));
+            }
+            if self.unread.len() > LINE_MAX_BYTES {
+                let line = std::mem::take(&mut self.unread);
+                return Ok(Some(Line::parse(&String::from_utf8_lossy(&line))));
+            }
+            if self.file.metadata()?.len() < self.offset {
+                // Truncated under us: whoever did it starts it anew.
+                self.offset = 0;
+                self.unread.clear();
+            }
+            let mut chunk = [0; 4096];
+            self.file.seek(SeekFrom::Start(self.offset))?;
+            let count = self.file.read(&mut chunk)?;
+            if count == 0 {
+                return Ok(None);
+            }
+            self.offset += count as u64;
+            self.unread.extend(chunk.iter().take(count));
+        }
+    }
+
+    /// Waits for the next line. Nothing is lost when the wait is given up.
+    pub async fn next(&mut self) -> io::Result<Line> {
+        loop {
+            if let Some(line) = self.try_next()? {
+                return Ok(line);
+            }
+            self.changed().await?;
+        }
+    }
+
+    /// Waits until the file has changed.
+    async fn changed(&self) -> io::Result<()> {
+        self.changes
+            .until(|queue| {
+                let mut buffer = [MaybeUninit::uninit(); 1024];
+                let mut events = inotify::Reader::new(queue, &mut buffer);
+                events.next()?;
+                // What else was read says the same.
+                while !events.is_buffer_empty() && events.next().is_ok() {}
+                Ok(())
+            })
+            .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn meaning_of(line: &str) -> Meaning {
+        Line::parse(line).meaning
+    }
+
+    // Lines as written by control daemons and servers of drivers 535 to 580.
+    #[test]
+    fn recorded_lines() {
+        let server = 939;
+        for (line, expected) in [
+            (
+                "[2026-11-21 02:13:53.859 Control   939] Starting new server 939 for user 0",
+                Meaning::ServerStarting { server, uid: 0 },
+            ),
+            ("[2026-11-21 02:13:54.006 Control   879] NEW SERVER 939: Ready", Meaning::ServerReady(939)),
+            (
+                "[2026-11-21 07:29:56.814 Control  2384] Server 2415 exited with status 1",
+                Meaning::ServerExited { server: 2415, status: 1 },
+            ),
+            (
+                "[2026-11-21 02:18:31.017 Server   939] Active Threads Percentage set to 25.0",
+                Meaning::ThreadPercentage { server, tenths: 250 },
+            ),
+            (
+                "[2026-11-21 03:04:52.619 Server   939] Device pinned memory limit for device 0 set to 0x8c6600000 bytes",
+                Meaning::MemoryLimit { server, ordinal: 0, bytes: 35942 << 20 },
+            ),
+            (
+                "[2026-11-21 02:18:24.236 Server   939] Client {PID: 807, Context: 1} encountered a fatal GPU error.",
+                Meaning::Fault { server, client: 807 },
+            ),
+            (
+                "[2026-11-21 02:18:24.236 Server   939] Server is handling a fatal GPU error.",
+                Meaning::FaultHandling { server },
+            ),
+            (
+                "[2026-11-21 02:18:24.236 Server   939] Client {PID: 822, Context ID: 1} on device 0 to be torn down",
+                Meaning::TornDown { server, client: 822, ordinal: 0 },
+            ),
+            (
+                "[2026-11-21 02:13:53.859 Control   879] NEW CLIENT 937 from user 1000: Server is not ready, push client to pending list",
+                Meaning::ClientPending { client: 937, uid: 1000 },
+            ),
+            (
+                "[2026-11-21 03:04:08.511 Server   939] Failed to accept new client. Maximum number of clients (48) reached.",
+                Meaning::ClientRefused { server, capacity: 48 },
+            ),
+            ("[2026-11-21 02:13:53.859 Control   879] User did not send valid credentials", Meaning::Noise),
+            (
+                "[2026-11-21 02:24:21.335 Server   939] Server failed to recevie command with status 806, assuming client {PID: 592, Context ID: 0} exit",
+                Meaning::Noise,
+            ),
+            (
+                "[2026-11-21 02:13:54.019 Control   879] NEW CLIENT 937 from user 0: Server already exists",
+                Meaning::Ordinary,
+            ),
+            ("Device Ordinal  PCI IDs        UUID", Meaning::Ordinary),
+        ] {
+            assert_eq!(meaning_of(line), expected, "{line}");
+        }
+    }
+
+    #[tokio::test]
+    async fn follows_appends_cut_lines_and_truncation() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("control.log");
+        std::fs::write(&path, "old\n[d t Control 7] first\n").unwrap();
+        let mut follower = Follower::open(&path, 4).unwrap();
+        let mut writer = File::options().append(true).open(&path).unwrap();
+        assert_eq!(follower.next().await.unwrap().text, "first");
+        assert_eq!(follower.try_next().unwrap(), None);
+
+        writer.write_all(b"[d t Server 8] half").unwrap();
+        assert_eq!(follower.try_next().unwrap(), None);
+        let (line, ()) = tokio::join!(follower.next(), async {
+            tokio::task::yield_now().await;
+            writer.write_all(b" and half\n").unwrap();
+        });
+        let line = line.unwrap();
+        assert_eq!((line.writer, line.text.as_str()), (Some(Writer::Server(8)), "half and half"));
+
+        writer.set_len(0).unwrap();
+        let (line, ()) = tokio::join!(follower.next(), async {
+            tokio::task::yield_now().await;
+            writer.write_all(b"anew\n").unwrap();
+        });
+        assert_eq!(line.unwrap().text, "anew");
+    }
+
+    #[tokio::test]
+    async fn an_endless_line_is_cut() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("control.log");
+        std::fs::write(&path, vec![b'x'; 10 * LINE_MAX_BYTES]).unwrap();
+        let mut follower = Follower::open(&path, 0).unwrap();
+        let mut lines = 0;
+        while let Some(line) = follower.try_next().unwrap() {
+            assert!(line.text.len() <= LINE_MAX_BYTES + 4096);
+            lines += 1;
+        }
+        assert!(lines >= 7, "{lines}");
+    }
+
+    proptest! {
+        #[test]
+        fn any_line_is_survived(line in "\\PC{0,200}") {
+            let _ = Line::parse(&line);
+            let _ = Line::parse(&format!("[d t Server 1] {line}")).subjects();
+        }
+
+        #[test]
+        fn any_percentage_is_survived(text in "[0-9.]{0,30}") {
+            let _ = tenths(&text);
+        }
+
+        #[test]
+        fn memory_limits_round_trip(ordinal in 0usize..64, mib in 0u64..(1 << 40)) {
+            let line = format!(
+                "[d t Server 5] Device pinned memory limit for device {ordinal} set to {:#x} bytes", mib << 20
+            );
+            prop_assert_eq!(meaning_of(&line), Meaning::MemoryLimit { server: 5, ordinal, bytes: mib << 20 });
+        }
+    }
+}

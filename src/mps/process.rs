@@ -1,0 +1,224 @@
+//! Processes of the control daemon: started, watched, signalled, stopped. The only module that does any of these.
+
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+use tokio::io::AsyncWriteExt;
+use tokio::process::{Child, ChildStdin, Command};
+
+use super::control::Control;
+use super::launch;
+use super::readable::Readable;
+
+/// Which process, beyond doubt: PIDs are used again, a PID and a start time are not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Identity {
+    /// The PID.
+    pub pid: u32,
+    /// When it started, in clock ticks since boot (field 22 of /proc/PID/stat).
+    pub start_time: u64,
+}
+
+impl Identity {
+    /// The identity of the process that has this PID now; an error when there is none.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+        let start_time = start_time(&stat).ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is cut short"))
+        })?;
+        Ok(Self { pid, start_time })
+    }
+}
+
+/// Field 22 of a stat line. The command in field 2 may hold spaces and brackets, so counting starts behind its last.
+fn start_time(stat: &str) -> Option<u64> {
+    let (_, behind_command) = stat.rsplit_once(')')?;
+    behind_command.split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+/// A live process, held by a pidfd: a signal can't hit another process that got its PID.
+#[derive(Debug)]
+pub struct Process {
+    identity: Identity,
+    pidfd: Readable,
+    /// There while it is our child, for its exit status.
+    child: Option<Child>,
+}
+
+impl Process {
+    fn hold(pid: u32, child: Option<Child>) -> io::Result<Self> {
+        let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        let number = number.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no such PID"))?;
+        // In this order: the identity read last is that of the process the pidfd holds, unless that has gone.
+        let pidfd = Readable::new(pidfd_open(number, PidfdFlags::empty())?)?;
+        Ok(Self { identity: Identity::of(pid)?, pidfd, child })
+    }
+
+    /// Which process this is.
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// Waits until it has ended, and returns how: None for a process that is not our child.
+    pub async fn exited(&mut self) -> Option<ExitStatus> {
+        // A pidfd turns readable when its process ends, and stays so. Only a runtime on its way down says otherwise.
+        if self.pidfd.until(|_| Ok(())).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+        match &mut self.child {
+            Some(child) => child.wait().await.ok(),
+            None => None,
+        }
+    }
+
+    /// Sends it a signal. A process that has ended already is no error.
+    pub fn signal(&self, signal: Signal) -> io::Result<()> {
+        match pidfd_send_signal(&self.pidfd, signal) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// What to start, and around what.
+#[derive(Debug)]
+pub struct Launch<'a> {
+    /// The control daemon's program.
+    pub program: &'a Path,
+    /// Its arguments.
+    pub arguments: &'a [&'a str],
+    /// Set on top of our own environment: the server needs PATH and LD_LIBRARY_PATH as much as we do.
+    pub environment: &'a [(&'a str, String)],
+    /// Where its standard output and error go.
+    pub output: File,
+}
+
+/// Variables that must not reach the control daemon: systemd's talk with us, and client limits, which a server would
+/// take for its own.
+const NOT_PASSED_ON: [&str; 8] = [
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "CUDA_MPS_CLIENT_PRIORITY",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
+    "JOURNAL_STREAM",
+    "RUNTIME_DIRECTORY",
+];
+
+/// A process that has its PID and waits for the word to become the control daemon.
+#[derive(Debug)]
+pub struct Waiting {
+    process: Process,
+    word: ChildStdin,
+}
+
+impl Waiting {
+    /// Starts it, in a session of its own, as a copy of our own program (see [`launch`]).
+    pub fn start(launch: Launch<'_>) -> io::Result<Self> {
+        let mut command = Command::new("/proc/self/exe");
+        command.arg(launch::ARGUMENT).arg(launch.program).args(launch.arguments);
+        for name in NOT_PASSED_ON {
+            command.env_remove(name);
+        }
+        command.envs(launch.environment.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::piped()).stdout(launch.output.try_clone()?).stderr(launch.output);
+        let mut child = command.spawn()?;
+        let word = child.stdin.take().ok_or_else(|| io::Error::other("no pipe to the new process"))?;
+        let pid = child.id().ok_or_else(|| io::Error::other("the new process ended at once"))?;
+        Ok(Self { process: Process::hold(pid, Some(child))?, word })
+    }
+
+    /// Which process it is; the same before and after [`Waiting::go`].
+    pub fn identity(&self) -> Identity {
+        self.process.identity()
+    }
+
+    /// Gives the word. Dropped without it, the process ends by itself.
+    pub async fn go(mut self) -> io::Result<Process> {
+        self.word.write_all(b"\n").await?;
+        Ok(self.process)
+    }
+}
+
+/// The absolute path of a program in the directories of `PATH`, if one there may be executed.
+pub fn find_program(name: &str) -> Result<PathBuf, String> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut unusable = None;
+    for directory in std::env::split_paths(&path) {
+        let candidate = directory.join(name);
+        if !candidate.is_file() {
+            continue;
+        }
+        if rustix::fs::access(&candidate, rustix::fs::Access::EXEC_OK).is_ok() {
+            return Ok(candidate);
+        }
+        unusable.get_or_insert(candidate);
+    }
+    Err(match unusable {
+        Some(file) => {
+            format!("{} is not executable; chmod 755 it or reinstall the package it is from", file.display())
+        }
+        None => format!(
+            "{name} is in no directory of PATH ({}); install the driver's MPS package (nvidia-cuda-mps, \
+             nvidia-compute-utils or xorg-x11-drv-nvidia-cuda)",
+            path.display()
+        ),
+    })
+}
+
+/// How a control daemon ended when it was asked to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stopped {
+    /// It followed `quit`.
+    Quit,
+    /// It took SIGTERM.
+    Terminated,
+    /// It took SIGKILL.
+    Killed,
+}
+
+/// What SIGTERM gets before SIGKILL. Measured: 4 ms.
+const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Ends a control daemon: `quit` first, which lets idle servers end in order, then SIGTERM, then SIGKILL. `quit -t`
+/// alone can hang for as long as a client runs, so it has a deadline of its own.
+pub async fn stop(process: &mut Process, control: &Control, quit_timeout: Duration) -> io::Result<Stopped> {
+    if let Err(error) = control.quit(quit_timeout).await {
+        tracing::debug!(mps_control_pid = process.identity.pid, "quit: {error}");
+    }
+    if tokio::time::timeout(Duration::from_secs(1), process.exited()).await.is_ok() {
+        return Ok(Stopped::Quit);
+    }
+    process.signal(Signal::TERM)?;
+    if tokio::time::timeout(TERMINATE_TIMEOUT, process.exited()).await.is_ok() {
+        return Ok(Stopped::Terminated);
+    }
+    process.signal(Signal::KILL)?;
+    process.exited().await;
+    Ok(Stopped::Killed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn start_time_stands_behind_any_command() {
+        let stat = "12 (a) (b c) S 1 12 12 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 98765 2000 1";
+        assert_eq!(start_time(stat), Some(98765));
+        assert_eq!(start_time("12 (cut"), None);
+    }
+
+    #[test]
+    fn own_identity_is_stable() {
+        let pid = std::process::id();
+        assert_eq!(Identity::of(pid).unwrap(), Identity::of(pid).unwrap());
+        assert!(Identity::of(pid).unwrap().start_time > 0);
+    }
+}
