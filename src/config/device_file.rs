@@ -40,7 +40,7 @@ pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<Dev
         let origin = place(key.line);
         let name = key.value.as_text().unwrap_or_default().into_owned();
         if !matches!(name.as_str(), "devices" | "Devices") {
-            findings.unknown_keys.push((origin, name));
+            findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
             findings.warnings.push(Problem {
                 origin,
@@ -56,7 +56,7 @@ pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<Dev
             key: "devices".to_owned(),
             found: "no such list".to_owned(),
             remedy:
-                "add `devices:`, or leave it out to have every NVIDIA GPU cut into cuda_mps_replicas slices"
+                "write one; without NVIDIA_MPS entries every NVIDIA GPU is cut into cuda_mps_replicas slices"
                     .to_owned(),
         });
         return Vec::new();
@@ -189,7 +189,7 @@ impl<'t> Item<'t> {
                 _ => {
                     let found = "no such key; it is ignored".to_owned();
                     let remedy = "correct the spelling or remove it";
-                    fields.warnings.push(self.problem(&origin, &name, found, remedy));
+                    fields.warnings.push(self.problem(&origin, &yaml::printable(&name), found, remedy));
                     continue;
                 }
             };
@@ -267,4 +267,408 @@ fn is_uuid(text: &str) -> bool {
     let dash = |at: usize| matches!(at, 8 | 13 | 18 | 23);
     text.len() == 36
         && text.bytes().enumerate().all(|(at, b)| if dash(at) { b == b'-' } else { b.is_ascii_hexdigit() })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::text_of;
+    use super::*;
+
+    const FILE: &str = "/etc/yunion/host_container_device.yml";
+
+    fn read(text: &str) -> (Vec<DeviceEntry>, Findings) {
+        let mut findings = Findings::default();
+        let entries = parse(Path::new(FILE), text, &mut findings);
+        (entries, findings)
+    }
+
+    fn entries(text: &str) -> Vec<DeviceEntry> {
+        let (entries, findings) = read(text);
+        assert_eq!(findings.problems, [], "{text}");
+        entries
+    }
+
+    /// Line, key and what was found, of problems or warnings.
+    fn told(problems: &[Problem]) -> Vec<(usize, &str, &str)> {
+        let line = |problem: &Problem| problem.origin.line.unwrap_or_default();
+        problems.iter().map(|p| (line(p), p.key.as_str(), p.found.as_str())).collect()
+    }
+
+    /// One NVIDIA_MPS entry with this line in it, on line 4.
+    fn mps(line: &str) -> String {
+        format!("devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  {line}\n")
+    }
+
+    #[test]
+    fn the_documented_file() {
+        let text = concat!(
+            "devices:\n",
+            "- path: \"/dev/dri/renderD128\"\n",
+            "  type: \"NVIDIA_MPS\"\n",
+            "  virtual_number: 4\n",
+        );
+        let entry = DeviceEntry {
+            origin: Origin { file: PathBuf::from(FILE), line: Some(2) },
+            device_type: "NVIDIA_MPS".to_owned(),
+            path: Some(DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
+            mps: Some(MpsEntry { slices: 4.try_into().unwrap(), thread_percentage: None }),
+        };
+        assert_eq!(entries(text), [entry]);
+    }
+
+    #[test]
+    fn entries_of_other_types_are_never_an_error() {
+        let text = concat!(
+            "devices:\n",
+            "- path: /dev/dri/renderD129\n",
+            "  type: NVIDIA_GPU_SHARE\n",
+            "  virtual_number: 2\n",
+            "- type: CPH_AOSP_BINDER\n",
+            "  virtual_number: 140\n",
+            "- {path: /dev/dri/renderD130, type: VASTAITECH_GPU, virtual_number: 0}\n",
+            "- {path: [a, b], type: CPH_AMD_GPU, virtual_number: -1, thread_percentage: 900}\n",
+            "- type: SOMETHING_NEW\n",
+            "  virtual_number: {a: b}\n",
+            "  unheard: of\n",
+            "- type: NETINT_CA_ASIC\n",
+            "  path:\n",
+            "  virtual_number: 99999999999999999999999999\n",
+            "- type: 7\n",
+            "  path: ''\n",
+            "- path: /dev/dri/renderD131\n",
+            "  type: NVIDIA_MPS\n",
+            "  virtual_number: 1\n",
+        );
+        let (entries, findings) = read(text);
+        assert_eq!((findings.problems, findings.warnings), (Vec::new(), Vec::new()));
+        let read: Vec<_> = entries
+            .iter()
+            .map(|e| (e.origin.line.unwrap(), e.device_type.as_str(), e.path.clone()))
+            .collect();
+        let node = |path| Some(DevicePath::RenderNode(PathBuf::from(path)));
+        assert_eq!(
+            read,
+            [
+                (2, "NVIDIA_GPU_SHARE", node("/dev/dri/renderD129")),
+                (5, "CPH_AOSP_BINDER", None),
+                (7, "VASTAITECH_GPU", node("/dev/dri/renderD130")),
+                (8, "CPH_AMD_GPU", None),
+                (9, "SOMETHING_NEW", None),
+                (12, "NETINT_CA_ASIC", None),
+                (15, "7", None),
+                (17, "NVIDIA_MPS", node("/dev/dri/renderD131")),
+            ]
+        );
+        assert_eq!(entries.iter().filter(|entry| entry.mps.is_some()).count(), 1);
+    }
+
+    #[test]
+    fn virtual_number_is_a_whole_number_that_fits() {
+        for (value, slices) in [("1", 1), ("999", 999), ("\"4\"", 4), ("'4'", 4), ("4.0", 4), ("0x10", 16)] {
+            let found = entries(&mps(&format!("virtual_number: {value}")));
+            assert_eq!(found[0].mps.as_ref().unwrap().slices.get(), slices, "{value}");
+        }
+        for (value, found) in [
+            ("0", "found 0"),
+            ("-1", "found -1"),
+            ("4.7", "found 4.7"),
+            ("1000", "found 1000"),
+            ("true", "found true"),
+            ("null", "found nothing"),
+            ("", "found nothing"),
+            ("four", "found \"four\""),
+            ("\"4.7\"", "found \"4.7\""),
+            ("\"1,000\"", "found \"1,000\""),
+            ("010", "found \"010\""),
+            ("[4]", "found a list"),
+            ("18446744073709551616", "found 18446744073709551616"),
+            ("99999999999999999999999999999999999999999999", "found 1e44"),
+        ] {
+            let (entries, findings) = read(&mps(&format!("virtual_number: {value}")));
+            assert_eq!(told(&findings.problems), [(4, "devices[0].virtual_number", found)], "{value}");
+            assert!(findings.problems[0].remedy.contains("1 to 999"), "{}", findings.problems[0]);
+            assert_eq!(entries, []);
+        }
+        let (_, findings) = read(&mps("# none"));
+        assert_eq!(told(&findings.problems), [(2, "devices[0].virtual_number", "missing")]);
+    }
+
+    #[test]
+    fn thread_percentage_is_optional() {
+        let entry = |line: &str| mps(&format!("virtual_number: 4\n  {line}"));
+        let percentage = |line: &str| entries(&entry(line))[0].mps.as_ref().unwrap().thread_percentage;
+        assert_eq!(percentage(""), None);
+        assert_eq!(percentage("thread_percentage:"), None);
+        assert_eq!(percentage("thread_percentage: 100"), Some(100));
+        assert_eq!(percentage("thread_percentage: \"1\""), Some(1));
+        for value in ["0", "101", "equal", "12.5", "yes"] {
+            let (_, findings) = read(&entry(&format!("thread_percentage: {value}")));
+            let [(5, "devices[0].thread_percentage", _)] = told(&findings.problems)[..] else {
+                panic!("{value}: {:?}", findings.problems)
+            };
+        }
+    }
+
+    #[test]
+    fn keys_in_every_spelling_that_the_host_agent_takes() {
+        for number in ["virtual_number", "virtualNumber", "VirtualNumber", "virtual-number"] {
+            let text = format!("Devices:\n- Path: /dev/dri/renderD128\n  Type: NVIDIA_MPS\n  {number}: 3\n");
+            assert_eq!(entries(&text)[0].mps.as_ref().unwrap().slices.get(), 3, "{number}");
+        }
+        let (entries, findings) =
+            read(&mps("virtual_number: 4\n  virtual_num: 5\n  virtualNumber: 6\n  note:"));
+        assert_eq!(entries[0].mps.as_ref().unwrap().slices.get(), 6);
+        let warned: Vec<_> = told(&findings.warnings).into_iter().map(|(line, key, _)| (line, key)).collect();
+        assert_eq!(
+            warned,
+            [(5, "devices[0].virtual_num"), (6, "devices[0].virtualNumber"), (7, "devices[0].note")]
+        );
+    }
+
+    #[test]
+    fn empty_entries_are_skipped_with_a_warning() {
+        let text = "devices:\n- null\n-\n- {path: /dev/nvidia0, type: NVIDIA_MPS, virtual_number: 2}\n";
+        let (entries, findings) = read(text);
+        assert_eq!(entries.len(), 1);
+        assert_eq!(findings.problems, []);
+        let warned: Vec<_> = findings.warnings.iter().map(|w| w.key.as_str()).collect();
+        assert_eq!(warned, ["devices[0]", "devices[1]"]);
+    }
+
+    #[test]
+    fn a_file_without_devices_has_no_entries() {
+        for text in [
+            "",
+            "# nothing\n",
+            "---\n",
+            "devices:\n",
+            "devices: []\n",
+            "devices: ~\n",
+            "{}",
+            "device:\n- path: x\n",
+        ] {
+            assert_eq!(entries(text), [], "{text:?}");
+        }
+        // Without entries every GPU is ours, so a misspelt `devices` must not pass in silence.
+        let (_, findings) = read("device:\n- path: x\n");
+        assert_eq!(told(&findings.warnings), [(0, "devices", "no such list")]);
+        assert_eq!(findings.unknown_keys.len(), 1);
+        let (_, findings) = read("devices: []\n");
+        assert_eq!(findings.warnings, []);
+    }
+
+    #[test]
+    fn a_file_of_another_shape_is_an_error() {
+        for (text, line, key) in [
+            ("- path: /dev/dri/renderD128\n", 1, ""),
+            ("\njust words\n", 2, ""),
+            ("devices: none\n", 1, "devices"),
+            ("a: b\ndevices:\n  path: /dev/dri/renderD128\n", 2, "devices"),
+            ("devices:\n- a\n", 2, "devices[0]"),
+            ("devices:\n- path: x\n  type: y\n- [a]\n", 4, "devices[1]"),
+            ("devices:\n\t- path: x\n", 2, ""),
+            ("devices:\n- path: x\n\ttype: y\n", 3, ""),
+        ] {
+            let (_, findings) = read(text);
+            let found: Vec<_> =
+                told(&findings.problems).into_iter().map(|(line, key, _)| (line, key)).collect();
+            assert_eq!(found, [(line, key)], "{text:?}");
+        }
+        for text in
+            ["a: &a\n- *a\n", "devices: &a [{path: *a}]\n", "devices: [\n", "devices: {path: \"\n", "%\n"]
+        {
+            let (entries, findings) = read(text);
+            assert_eq!((entries.len(), findings.problems.len()), (0, 1), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_type_that_is_nearly_ours_is_a_warning() {
+        for near in ["nvidia_mps", "NVIDIA-MPS", "'NVIDIA_MPS '", "NvidiaMps"] {
+            let text =
+                format!("devices:\n- path: /dev/dri/renderD128\n  type: {near}\n  virtual_number: 0\n");
+            let (entries, findings) = read(&text);
+            assert_eq!(entries[0].mps, None);
+            assert_eq!(findings.problems, []);
+            let [(3, "devices[0].type", _)] = told(&findings.warnings)[..] else {
+                panic!("{:?}", findings.warnings)
+            };
+            assert!(findings.warnings[0].remedy.contains("NVIDIA_MPS"));
+        }
+        let (entries, findings) = read("devices:\n- path: /dev/dri/renderD128\n");
+        assert_eq!(entries[0].device_type, "");
+        assert_eq!(told(&findings.warnings), [(2, "devices[0].type", "missing; the entry is not served")]);
+    }
+
+    #[test]
+    fn every_problem_is_told_at_once() {
+        let text = concat!(
+            "devices:\n",
+            "- type: NVIDIA_MPS\n",
+            "  virtual_number: 0\n",
+            "- path: /dev/dri/renderD128\n",
+            "  type: NVIDIA_MPS\n",
+            "  virtual_number: 2\n",
+            "- path: []\n",
+            "  type: NVIDIA_MPS\n",
+            "  virtual_number: 4.7\n",
+            "  thread_percentage: 0\n",
+            "- nonsense\n",
+        );
+        let (entries, findings) = read(text);
+        assert_eq!(
+            told(&findings.problems),
+            [
+                (2, "devices[0].path", "missing"),
+                (3, "devices[0].virtual_number", "found 0"),
+                (7, "devices[2].path", "found a list"),
+                (9, "devices[2].virtual_number", "found 4.7"),
+                (10, "devices[2].thread_percentage", "found 0"),
+                (11, "devices[3]", "found \"nonsense\""),
+            ]
+        );
+        assert_eq!(entries.len(), 1);
+        assert!(
+            findings.problems[0].to_string().starts_with(&format!("{FILE}:2: devices[0].path: missing; "))
+        );
+    }
+
+    #[test]
+    fn paths_are_classified() {
+        let pci = |text: &str| DevicePath::Pci(text.parse().unwrap());
+        let uuid = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+        for (text, path) in [
+            ("/dev/dri/renderD128", DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
+            ("/dev/nvidia0", DevicePath::NvidiaMinor(0)),
+            ("/dev/nvidia12", DevicePath::NvidiaMinor(12)),
+            ("00:06.0", pci("0000:00:06.0")),
+            ("00000000:1A:00.0", pci("0000:1a:00.0")),
+            ("0001:1a:00.0", pci("0001:1a:00.0")),
+            (uuid, DevicePath::Uuid(uuid.to_owned())),
+            ("GPU-76AEF7FF-372D-2432-B4B4-BECA4D8D3400", DevicePath::Uuid(uuid.to_owned())),
+        ] {
+            assert_eq!(classify(text), path, "{text}");
+            let written = format!("devices:\n- path: {text}\n  type: NVIDIA_MPS\n  virtual_number: 4\n");
+            assert_eq!(entries(&written)[0].path, Some(path), "{text}");
+        }
+        for text in [
+            "/dev/dri/card0",
+            "/dev/dri/by-path/pci-0000:00:06.0-render",
+            "/dev/dri/renderD",
+            "/dev/dri/renderD128/",
+            "/dev/dri/renderD0128",
+            "/dev/dri/renderD99999999999",
+            "/dev/nvidia",
+            "/dev/nvidiactl",
+            "/dev/nvidia00",
+            "/dev/nvidia+1",
+            "GPU-76aef7ff-372d-2432-b4b4-beca4d8d340",
+            "GPU-76aef7ff-372d-2432-b4b4+beca4d8d3400",
+            "MIG-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+            "00:06.8",
+            "0",
+        ] {
+            assert_eq!(classify(text), DevicePath::Other(text.to_owned()));
+        }
+    }
+
+    /// Whatever the bytes: an end without a panic, and entries of ours are whole.
+    fn survives(bytes: Vec<u8>) {
+        let mut findings = Findings::default();
+        let entries = match text_of(Path::new(FILE), bytes) {
+            Ok(text) => parse(Path::new(FILE), &text, &mut findings),
+            Err(problem) => {
+                findings.problems.push(problem);
+                Vec::new()
+            }
+        };
+        for problem in findings.problems.iter().chain(&findings.warnings) {
+            assert_eq!(problem.origin.file, Path::new(FILE));
+            assert!(!problem.found.is_empty() && !problem.remedy.is_empty());
+        }
+        for entry in entries {
+            assert_eq!(entry.mps.is_some(), entry.device_type == MPS_TYPE);
+            if let Some(MpsEntry { slices, thread_percentage }) = entry.mps {
+                assert!(entry.path.is_some());
+                assert!((1..=999).contains(&slices.get()));
+                assert!(thread_percentage.is_none_or(|percentage| (1..=100).contains(&percentage)));
+            }
+        }
+    }
+
+    prop_compose! {
+        fn any_entry()(
+            path in prop::sample::select(vec![
+                "/dev/dri/renderD128", "/dev/dri/card0", "00:06.0", "/dev/nvidia1", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+            ]),
+            ours in any::<bool>(),
+            slices in 1u32..=999,
+            thread_percentage in proptest::option::of(1u8..=100),
+        ) -> (String, bool, u32, Option<u8>) {
+            (path.to_owned(), ours, slices, thread_percentage)
+        }
+    }
+
+    fn written(entries: &[(String, bool, u32, Option<u8>)]) -> String {
+        let mut text = "devices:\n".to_owned();
+        for (path, ours, slices, thread_percentage) in entries {
+            let device_type = if *ours { MPS_TYPE } else { "NVIDIA_GPU_SHARE" };
+            text.push_str(&format!(
+                "- path: \"{path}\"\n  type: \"{device_type}\"\n  virtual_number: {slices}\n"
+            ));
+            if let Some(percentage) = thread_percentage {
+                text.push_str(&format!("  thread_percentage: {percentage}\n"));
+            }
+        }
+        text
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(list in proptest::collection::vec(any_entry(), 0..8)) {
+            let (entries, findings) = read(&written(&list));
+            prop_assert_eq!(findings.problems, []);
+            let read: Vec<_> = entries.into_iter().map(|entry| (entry.path, entry.mps)).collect();
+            let expected: Vec<_> = list
+                .iter()
+                .map(|(path, ours, slices, thread_percentage)| {
+                    let slices = (*slices).try_into().unwrap();
+                    let mps = MpsEntry { slices, thread_percentage: *thread_percentage };
+                    (Some(classify(path)), ours.then_some(mps))
+                })
+                .collect();
+            prop_assert_eq!(read, expected);
+        }
+
+        #[test]
+        fn any_bytes_are_survived(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
+            survives(bytes);
+        }
+
+        #[test]
+        fn anything_that_looks_like_an_entry_is_survived(
+            text in "devices:\n(- |  )(path|type|NVIDIA_MPS|virtual_number|[0-9:,\\[\\]{}&*!|>'\"%@`#= \t\r\n.-]){0,60}"
+        ) {
+            survives(text.into_bytes());
+        }
+
+        #[test]
+        fn a_damaged_file_is_survived(
+            list in proptest::collection::vec(any_entry(), 1..4),
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), 0u8..3, any::<u8>()), 1..6),
+        ) {
+            let mut bytes = written(&list).into_bytes();
+            for (at, kind, byte) in changes {
+                let at = at.index(bytes.len().max(1));
+                match kind {
+                    0 if at < bytes.len() => bytes[at] = byte,
+                    1 if at < bytes.len() => drop(bytes.remove(at)),
+                    _ => bytes.insert(at.min(bytes.len()), byte),
+                }
+            }
+            survives(bytes);
+        }
+    }
 }

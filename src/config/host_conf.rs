@@ -232,9 +232,9 @@ fn ours<'l, 't>(
         let Some((key, setter)) = KEYS.into_iter().find(|(key, _)| *key == name) else {
             if let Some(remedy) = meant_for_us(&name) {
                 let found = "no such key; it is ignored".to_owned();
-                findings.warnings.push(Problem { origin, key: line.key.clone(), found, remedy });
+                findings.warnings.push(Problem { origin, key: yaml::printable(&line.key), found, remedy });
             } else {
-                findings.unknown_keys.push((origin, line.key.clone()));
+                findings.unknown_keys.push((origin, yaml::printable(&line.key)));
             }
             continue;
         };
@@ -297,7 +297,7 @@ fn file(value: &Value<'_>) -> Result<PathBuf, String> {
     }
 }
 
-/// The absolute path of a directory, normalised: the host agent and clients get to see this form too.
+/// The absolute path of a directory, normalised, so that two spellings of one directory are equal.
 fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
     let text = value.as_text().unwrap_or_default();
     let parts: Vec<&str> = text.split('/').filter(|part| !matches!(*part, "" | ".")).collect();

@@ -318,7 +318,8 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
         }
     }
     // A host that doesn't use MPS keeps this file for devices of other types, or has forgotten it: no reason to fail.
-    if !draft.settings.enabled {
+    // Where something else is wrong, `enabled` may not be what was meant.
+    if !draft.settings.enabled && before == 0 {
         findings.warnings.extend(findings.problems.drain(before..));
     }
 }
@@ -408,4 +409,263 @@ fn slices(value: &Value<'_>) -> Result<NonZeroU32, String> {
 /// An active thread percentage.
 fn percentage(value: &Value<'_>) -> Result<u8, String> {
     whole(value, 1..=100, "percent").and_then(|n| u8::try_from(n).map_err(|_| "write 100 or less".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    const LOCAL_FILE: &str = "/etc/yunion/host_local.conf";
+    const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
+
+    /// A root directory with these files.
+    fn sysroot(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (file, content) in files {
+            let path = below(root.path(), Path::new(file));
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        root
+    }
+
+    fn load_below(root: &tempfile::TempDir) -> Result<Loaded, Vec<Problem>> {
+        load(&Sources { config: None, sysroot: root.path().to_owned() })
+    }
+
+    fn load_files(files: &[(&str, &[u8])]) -> Result<Loaded, Vec<Problem>> {
+        load_below(&sysroot(files))
+    }
+
+    fn texts(problems: &[Problem]) -> Vec<String> {
+        problems.iter().map(ToString::to_string).collect()
+    }
+
+    fn paths(names: &[&str]) -> Vec<PathBuf> {
+        names.iter().map(PathBuf::from).collect()
+    }
+
+    #[test]
+    fn without_any_file_the_defaults_hold() {
+        let loaded = load_files(&[]).unwrap();
+        assert_eq!(loaded.settings, Settings::default());
+        assert_eq!(
+            texts(&loaded.warnings),
+            ["/etc/yunion/host.conf: no such file; without it every key has its default"]
+        );
+    }
+
+    #[test]
+    fn three_files_become_one_configuration() {
+        let loaded = load_files(&[
+            (
+                MAIN_FILE,
+                b"enable_cuda_mps: yes\ncuda_mps_replicas: 4\nlog_level: warn\ncontainer_device_config_file: /etc/devices.yml\nrack:\n",
+            ),
+            (LOCAL_FILE, b"cuda-mps-replicas: 6\nlog_level:\n"),
+            ("/etc/devices.yml", b"devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2}\n"),
+        ])
+        .unwrap();
+        let settings = loaded.settings;
+        assert!(settings.enabled);
+        assert_eq!(settings.replicas.get(), 6);
+        assert_eq!(settings.log_level, LogLevel::Warn);
+        assert_eq!(settings.devices.len(), 1);
+        assert_eq!(settings.devices[0].origin.to_string(), "/etc/devices.yml:2");
+        assert_eq!(settings.sources, paths(&[MAIN_FILE, LOCAL_FILE, "/etc/devices.yml"]));
+        assert_eq!(loaded.warnings, []);
+        let origin = Origin { file: MAIN_FILE.into(), line: Some(5) };
+        assert_eq!(loaded.unknown_keys, [(origin, "rack".to_owned())]);
+    }
+
+    #[test]
+    fn the_local_file_may_be_elsewhere_and_needs_no_main_file() {
+        let loaded = load_files(&[(LOCAL_FILE, b"enable_cuda_mps: true\n")]).unwrap();
+        assert!(loaded.settings.enabled);
+        assert_eq!(loaded.settings.sources, paths(&[LOCAL_FILE]));
+        let main = b"local_config_file: /opt/local.conf\n".as_slice();
+        let loaded = load_files(&[
+            (MAIN_FILE, main),
+            ("/opt/local.conf", b"enable_cuda_mps = 1\n"),
+            (LOCAL_FILE, b"a\n"),
+        ]);
+        assert!(loaded.unwrap().settings.enabled);
+        assert!(!load_files(&[(MAIN_FILE, main)]).unwrap().settings.enabled);
+    }
+
+    #[test]
+    fn a_file_named_on_the_command_line_must_be_there() {
+        let root =
+            sysroot(&[(MAIN_FILE, b"cuda_mps_replicas: 3\n"), ("/opt/x.conf", b"cuda_mps_replicas: 7\n")]);
+        let named =
+            |name: &str| load(&Sources { config: Some(name.into()), sysroot: root.path().to_owned() });
+        let loaded = named("/opt/x.conf").unwrap();
+        assert_eq!((loaded.settings.replicas.get(), loaded.settings.sources), (7, paths(&["/opt/x.conf"])));
+        let problems = named("/opt/y.conf").unwrap_err();
+        assert_eq!(
+            texts(&problems),
+            ["/opt/y.conf: no such file; create it or correct the path on the command line"]
+        );
+        // On a real host a relative name belongs to the working directory.
+        assert_eq!(below(Path::new("/"), Path::new("etc/host.conf")), Path::new("etc/host.conf"));
+        let absolute = root.path().join("opt/x.conf");
+        assert!(load(&Sources { config: Some(absolute), sysroot: "/".into() }).is_ok());
+    }
+
+    #[test]
+    fn every_problem_of_every_file_is_reported_in_order() {
+        let problems = load_files(&[
+            (
+                MAIN_FILE,
+                b"cuda_mps_replicas: 0\nenable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n",
+            ),
+            (LOCAL_FILE, b"log_level: loud\n"),
+            (DEVICE_FILE, b"devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: -1\n"),
+        ])
+        .unwrap_err();
+        let starts = [
+            "/etc/yunion/host.conf:1: cuda_mps_replicas: found 0; ",
+            "/etc/yunion/host_local.conf:1: log_level: found \"loud\"; ",
+            "/etc/yunion/host_container_device.yml:4: devices[0].virtual_number: found -1; ",
+        ];
+        let found = texts(&problems);
+        assert_eq!(found.len(), starts.len(), "{found:?}");
+        for (text, start) in found.iter().zip(starts) {
+            assert!(text.starts_with(start), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_missing_device_file_is_told_where_it_is_named() {
+        let main = b"enable_cuda_mps: true\n\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
+        let problems = load_files(&[(MAIN_FILE, main)]).unwrap_err();
+        assert_eq!(
+            texts(&problems),
+            [
+                "/etc/yunion/host.conf:3: container_device_config_file: no such file: /etc/none.yml; create it or correct the path"
+            ]
+        );
+    }
+
+    #[test]
+    fn where_mps_is_off_the_device_file_is_nobodys_problem() {
+        let main = b"container_device_config_file: /etc/none.yml\n".as_slice();
+        let loaded = load_files(&[(MAIN_FILE, main)]).unwrap();
+        assert_eq!(loaded.warnings.len(), 1);
+        assert_eq!(loaded.warnings[0].key, DEVICE_FILE_KEY);
+        // Unless that isn't certain.
+        let main = b"enable_cuda_mps: maybe\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
+        assert_eq!(load_files(&[(MAIN_FILE, main)]).unwrap_err().len(), 2);
+    }
+
+    #[test]
+    fn content_that_is_no_text_is_named() {
+        let long = b"# a comment\n".repeat(1024 * 1024);
+        let cases: [(&[u8], Option<usize>, &str); 5] = [
+            (b"\x7fELF\0\0\n", Some(1), "NUL"),
+            (b"enable_cuda_mps: true\n# \xff\xfe\n", Some(2), "UTF-8"),
+            (b"a: 1\nb: \"\x00\"\n", Some(2), "NUL"),
+            (b"a: \"\x07\"\n", Some(1), "control characters"),
+            (&long, None, "1 MiB"),
+        ];
+        assert!(long.len() > 10 * 1024 * 1024);
+        for (content, line, word) in cases {
+            let [problem] =
+                <[Problem; 1]>::try_from(load_files(&[(MAIN_FILE, content)]).unwrap_err()).unwrap();
+            assert_eq!(problem.origin, Origin { file: MAIN_FILE.into(), line }, "{problem}");
+            assert!(problem.found.contains(word), "{problem}");
+            let main = b"enable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n";
+            let problems = load_files(&[(MAIN_FILE, main), (DEVICE_FILE, content)]).unwrap_err();
+            let [problem] = <[Problem; 1]>::try_from(problems).unwrap();
+            assert_eq!(problem.origin, Origin { file: DEVICE_FILE.into(), line }, "{problem}");
+        }
+        // The largest file that is read, of whatever makes the parser slow.
+        for unit in ["[", "- ", "a: ", "a\n", "- a\n", "? ", "&a ", "! ", "'", "\u{e9}"] {
+            let mut content = unit.repeat(1024 * 1024 / unit.len()).into_bytes();
+            content.truncate(1024 * 1024);
+            let loaded = load_files(&[(LOCAL_FILE, &content)]).map(|loaded| loaded.settings);
+            let nothing = Settings { sources: paths(&[LOCAL_FILE]), ..Settings::default() };
+            assert!(
+                loaded.as_ref().is_ok_and(|settings| *settings == nothing) || loaded.is_err(),
+                "{unit:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_no_key() {
+        for content in ["\u{feff}enable_cuda_mps: true\n", "\u{feff}enable_cuda_mps = true\n"] {
+            assert!(load_files(&[(MAIN_FILE, content.as_bytes())]).unwrap().settings.enabled);
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_readable_file_is_named() {
+        let root = sysroot(&[(LOCAL_FILE, b"")]);
+        let main = below(root.path(), Path::new(MAIN_FILE));
+        fs::create_dir(&main).unwrap();
+        let [problem] = <[Problem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
+        assert_eq!(problem.to_string(), "/etc/yunion/host.conf: is a directory; put a file there");
+        // A loop of links can't be read by root either, unlike a file without permissions.
+        fs::remove_dir(&main).unwrap();
+        symlink("host.conf", &main).unwrap();
+        let [problem] = <[Problem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
+        assert_eq!(problem.origin, Origin { file: MAIN_FILE.into(), line: None });
+        assert!(problem.found.starts_with("can't be read: "), "{problem}");
+        // A device would be read for ever, a FIFO waited for.
+        fs::remove_file(&main).unwrap();
+        symlink("/dev/zero", &main).unwrap();
+        let [problem] = <[Problem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
+        assert_eq!(problem.found, "is not a regular file");
+    }
+
+    /// The example with the # taken off every line that holds a key and not prose.
+    fn uncommented(example: &str) -> String {
+        let line = |line: &str| match line.strip_prefix('#') {
+            Some(rest) if rest.starts_with(|c: char| !c.is_whitespace()) || rest.starts_with("  type:") => {
+                rest.to_owned()
+            }
+            Some(rest)
+                if rest.starts_with("  virtual_number: ") || rest.starts_with("  thread_percentage: ") =>
+            {
+                rest.to_owned()
+            }
+            _ => line.to_owned(),
+        };
+        example.lines().map(|text| line(text) + "\n").collect()
+    }
+
+    #[test]
+    fn the_examples_change_nothing_until_they_are_uncommented() {
+        let main = include_str!("../../config/host.conf");
+        let devices = include_str!("../../config/host_container_device.yml");
+        let on =
+            "enable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n";
+
+        let loaded = load_files(&[(MAIN_FILE, main.as_bytes())]).unwrap();
+        assert_eq!(loaded.settings, Settings { sources: paths(&[MAIN_FILE]), ..Settings::default() });
+        assert_eq!(loaded.warnings, []);
+        let loaded = load_files(&[(MAIN_FILE, on.as_bytes()), (DEVICE_FILE, devices.as_bytes())]).unwrap();
+        assert_eq!(loaded.settings.devices, []);
+
+        let (main, devices) = (uncommented(main), uncommented(devices));
+        let loaded = load_files(&[(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices.as_bytes())]).unwrap();
+        assert_eq!((loaded.warnings, loaded.unknown_keys), (Vec::new(), Vec::new()));
+        let expected = Settings {
+            cdi_directory: Some("/var/run/cdi".into()),
+            devices: loaded.settings.devices.clone(),
+            sources: paths(&[MAIN_FILE, DEVICE_FILE]),
+            ..Settings::default()
+        };
+        assert_eq!(loaded.settings, expected);
+        let slices: Vec<_> =
+            expected.devices.iter().map(|entry| entry.mps.as_ref().map(|mps| mps.slices.get())).collect();
+        assert_eq!(slices, [Some(4), Some(10), Some(2), Some(1), None]);
+        assert_eq!(expected.devices[1].mps.as_ref().unwrap().thread_percentage, Some(20));
+        assert!(
+            !expected.devices.iter().any(|entry| matches!(entry.path, None | Some(DevicePath::Other(_))))
+        );
+    }
 }

@@ -38,6 +38,9 @@ pub(super) enum Value<'t> {
 /// How much of a text a message repeats.
 const SHOWN_CHARS: usize = 80;
 
+/// How much of what the YAML parser says.
+const ERROR_CHARS: usize = 300;
+
 impl Value<'_> {
     /// A boolean as the platform reads it: YAML 1.1's words where they are plain, Go's `ParseBool` otherwise.
     pub(super) fn as_bool(&self) -> Option<bool> {
@@ -99,11 +102,27 @@ impl Value<'_> {
 
 /// A text from outside, fit for a message.
 pub(super) fn quoted(text: &str) -> String {
-    let mut shown: String = text.chars().take(SHOWN_CHARS).collect();
-    if shown.len() < text.len() {
-        shown.push_str("...");
+    format!("{:?}", cut(text, SHOWN_CHARS))
+}
+
+/// The name of a key from outside, fit for a message.
+pub(super) fn printable(key: &str) -> String {
+    without_controls(&cut(key, SHOWN_CHARS))
+}
+
+fn cut(text: &str, chars: usize) -> Cow<'_, str> {
+    match text.char_indices().nth(chars) {
+        Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()).into(),
+        None => text.into(),
     }
-    format!("{shown:?}")
+}
+
+fn without_controls(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() { shown.extend(c.escape_default()) } else { shown.push(c) }
+    }
+    shown
 }
 
 /// Reads the first document of a file. Null where there is none.
@@ -141,7 +160,8 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> Problem {
     Problem {
         origin: Origin { file: file.to_owned(), line: tabbed.or(line) },
         key: String::new(),
-        found: format!("{found} ({error})"),
+        // It may name keys of the file.
+        found: format!("{found} ({})", without_controls(&cut(&error.to_string(), ERROR_CHARS))),
         remedy: remedy.to_owned(),
     }
 }
@@ -474,6 +494,12 @@ mod tests {
         let long = "x".repeat(1000);
         assert_eq!(quoted(&long).chars().count(), SHOWN_CHARS + 5);
         assert_eq!(text("a\u{1b}[31m\n\"", true).found(), r#"found "a\u{1b}[31m\n\"""#);
+        assert_eq!(printable("a\u{1b}[31m'b'\u{85}"), r"a\u{1b}[31m'b'\u{85}");
+        let key = "\u{e9}".repeat(1000);
+        assert_eq!(printable(&key).chars().count(), SHOWN_CHARS + 3);
+        let problem = read("\"\\e[31m\": &a [*a]\n").unwrap_err();
+        assert!(problem.found.contains(r"\u{1b}[31m"), "{problem}");
+        assert!(!problem.to_string().contains(char::is_control), "{problem}");
         assert_eq!(Value::Float(4.7).found(), "found 4.7");
         assert_eq!(Value::Null.found(), "found nothing");
     }
