@@ -18,8 +18,9 @@
 //! ```
 //!
 //! A lower part never calls an upper one. `config`, `gpu` and `plan` supervise nothing; `dbus` decides nothing, it
-//! mirrors a Snapshot and passes requests on. Only `gpu::nvml` names `nvml_wrapper`, only `dbus` names zbus
-//! interfaces, only `config` names `serde_yaml`, and only `mps::process` starts or signals a process.
+//! mirrors a Snapshot and passes requests on; `systemd` asks the host's service manager. Only `gpu::nvml` names
+//! `nvml_wrapper`, only `dbus` and `systemd` name zbus interfaces, only `config` names `serde_yaml`, and only
+//! `mps::process` starts or signals a process.
 
 pub mod check;
 pub mod clients;
@@ -37,3 +38,4 @@ pub mod mps;
 pub mod plan;
 pub mod state;
 pub mod supervisor;
+pub mod systemd;
