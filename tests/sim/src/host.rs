@@ -31,10 +31,10 @@ pub fn create(board: &Board, root: &Path, slices: Option<u32>, programs: &Path) 
 
 /// What a shell has to export to be on the host.
 pub fn exports(root: &Path) -> String {
-    let root = root.display();
+    let root = format!("'{}'", root.display().to_string().replace('\'', r"'\''"));
     format!(
-        "export YUNION_MPS_SIM={root}\nexport PATH={root}/bin:$PATH\n\
-         export LD_LIBRARY_PATH={root}/lib${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\n"
+        "export YUNION_MPS_SIM={root}\nexport PATH={root}/bin:\"$PATH\"\n\
+         export LD_LIBRARY_PATH={root}/lib\"${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}\"\n"
     )
 }
 

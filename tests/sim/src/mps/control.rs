@@ -97,6 +97,8 @@ fn to_background(arguments: &[String]) -> io::Result<u8> {
         .env(BACKGROUND, "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
+        // Whoever waits for the end of our output must not wait for the daemon's.
+        .stderr(Stdio::piped())
         .spawn()?;
     let mut said = String::new();
     if let Some(stdout) = child.stdout.take() {
@@ -106,6 +108,9 @@ fn to_background(arguments: &[String]) -> io::Result<u8> {
         return Ok(0);
     }
     io::stdout().write_all(said.as_bytes())?;
+    if let Some(mut stderr) = child.stderr.take() {
+        io::copy(&mut stderr, &mut io::stderr())?;
+    }
     Ok(exit_code(&mut child))
 }
 

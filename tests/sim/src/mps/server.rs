@@ -1,10 +1,12 @@
 //! A server: opens its GPUs, takes clients, keeps their limits, and hands a fault of one to all of them.
 
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::log::Log;
 use super::wire::{self, ClientHello, ClientStatus, Device, Event, Order, Report, Request, Status};
@@ -52,24 +54,16 @@ struct Client {
 
 /// nvidia-cuda-mps-server, with the channel to its control daemon as stdin; gives the exit status.
 pub fn run() -> u8 {
-    match start() {
-        Ok(server) => server.follow_orders(),
-        Err(error) => {
-            _ = writeln!(io::stderr(), "{error}");
-            1
-        }
-    }
+    start().map_or(1, Server::follow_orders)
 }
 
-/// Opens the GPUs. One that it can't have is the end of it.
-fn start() -> Result<&'static Server, String> {
-    let host = Host::from_env()?;
-    let channel = io::stdin().as_fd().try_clone_to_owned().map_err(|error| error.to_string())?;
-    let Some(Order::Start { percentage, limits }) = wire::receive(&channel) else {
-        return Err("Only the control daemon starts a server".to_owned());
-    };
+/// Opens the GPUs. One that it can't have is the end of it, and as recorded without a word why.
+fn start() -> Option<&'static Server> {
+    let host = Host::from_env().ok()?;
+    let channel = io::stdin().as_fd().try_clone_to_owned().ok()?;
+    let Some(Order::Start { percentage, limits }) = wire::receive(&channel) else { return None };
     if host.fault("server-start-fails").is_some() {
-        return Err(String::new());
+        return None;
     }
     let log = Log::to(io::stdout());
     let pid = std::process::id();
@@ -78,14 +72,16 @@ fn start() -> Result<&'static Server, String> {
     log.line("Other", pid, &format!("Connecting to control daemon on socket: {}/control", pipe.display()));
     log.line("Other", pid, "Initializing server process");
     let delay = host.text("mps/start-ms").and_then(|text| text.parse().ok()).unwrap_or(150);
-    thread::sleep(Duration::from_millis(delay));
+    if lost_within(&channel, Duration::from_millis(delay)) {
+        return None;
+    }
     let names = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let gpus: Option<Vec<Gpu>> = visible(&host.gpus(), names.as_deref()).into_iter().collect();
     let usable = |gpus: &Vec<Gpu>| {
         let taken = |gpu: &Gpu| gpu.compute_mode() == "Exclusive_Process" && !gpu.processes().is_empty();
         !gpus.is_empty() && !gpus.iter().any(|gpu| gpu.unusable() || taken(gpu))
     };
-    let gpus = gpus.filter(usable).ok_or("A GPU can't be opened")?;
+    let gpus = gpus.filter(usable)?;
     let server = Server {
         state: Mutex::new(State {
             percentage,
@@ -102,7 +98,14 @@ fn start() -> Result<&'static Server, String> {
     };
     let server = Box::leak(Box::new(server));
     server.announce();
-    Ok(server)
+    Some(server)
+}
+
+/// Waits for that long, or until the control daemon is gone.
+fn lost_within(channel: &OwnedFd, time: Duration) -> bool {
+    let mut hang_up = [PollFd::new(channel, PollFlags::empty())];
+    let timeout = Timespec::try_from(time).ok();
+    rustix::event::poll(&mut hang_up, timeout.as_ref()).is_ok_and(|events| events > 0)
 }
 
 impl Server {
