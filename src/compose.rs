@@ -16,8 +16,10 @@ pub struct Parts<'a> {
     pub driver: &'a Result<String, String>,
     /// The plan in force, or why there is none yet.
     pub plan: Result<&'a Plan, &'a str>,
-    /// Of every control daemon, those on the way out included.
+    /// Of every control daemon that is to serve.
     pub statuses: &'a [Status],
+    /// Of those on the way out.
+    pub leaving: &'a [Status],
     /// What happened that concerns no control daemon.
     pub events: &'a VecDeque<Event>,
     /// A standing problem that serves nobody worse, such as a new configuration that was refused.
@@ -31,7 +33,7 @@ pub fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
     let settings = parts.settings;
     let gpus = match (settings.enabled, parts.plan) {
         (false, _) => Some(Vec::new()),
-        (true, Ok(plan)) => Some(plan.gpus.iter().map(|gpu| gpu_view(gpu, parts.statuses)).collect()),
+        (true, Ok(plan)) => Some(plan.gpus.iter().map(|gpu| gpu_view(gpu, parts)).collect()),
         (true, Err(_)) => None,
     };
     let (state, reason) = state(parts, gpus.as_deref());
@@ -46,7 +48,7 @@ pub fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
         pipe_directory: settings.pipe_directory.clone(),
         log_directory: settings.log_directory.clone(),
         gpus,
-        control_daemons: parts.statuses.iter().map(|status| status.view.clone()).collect(),
+        control_daemons: all(parts).map(|status| status.view.clone()).collect(),
         events: last_events(parts),
     }
 }
@@ -72,10 +74,14 @@ fn listed(gpu: &GpuView) -> impl PartialEq + '_ {
     (&gpu.plan, gpu.healthy, &gpu.reason, gpu.compute_mode)
 }
 
-fn gpu_view(plan: &GpuPlan, statuses: &[Status]) -> GpuView {
+fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
+    parts.statuses.iter().chain(parts.leaving)
+}
+
+fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     let facts = plan.gpu.nvml.as_ref().ok();
     let uuid = facts.map(|facts| facts.uuid.as_str()).unwrap_or_default();
-    let served = statuses.iter().find_map(|status| Some((&status.view, status.gpus.get(uuid)?)));
+    let served = parts.statuses.iter().find_map(|status| Some((status, status.gpus.get(uuid)?)));
     let mut view = GpuView {
         plan: plan.clone(),
         healthy: false,
@@ -85,28 +91,39 @@ fn gpu_view(plan: &GpuPlan, statuses: &[Status]) -> GpuView {
         confirmed_thread_percentage: None,
         confirmed_memory_limit_mib: None,
     };
-    if let Some((control_daemon, gpu)) = served {
-        view.control_daemon.clone_from(&control_daemon.id);
+    if let Some((status, gpu)) = served {
+        view.control_daemon.clone_from(&status.view.id);
         view.compute_mode = gpu.compute_mode.or(view.compute_mode);
         view.confirmed_thread_percentage = gpu.thread_percentage;
         view.confirmed_memory_limit_mib = gpu.memory_limit_mib;
     }
     let trouble = match (&plan.unusable, served) {
         (Some(reason), _) => Some(reason.clone()),
-        (None, None) => Some("usable again; served after the next reload".to_owned()),
+        (None, None) => Some(in_the_way(uuid, parts.leaving)),
+        (None, Some((_, gpu))) if !gpu.unreachable.is_empty() => Some(gpu.unreachable.clone()),
+        (None, Some((status, _))) if !status.serving => Some(said_by(status)),
         (None, Some((_, gpu))) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
-        (None, Some((control_daemon, _))) if control_daemon.state != ControlDaemonState::Ready => {
-            let reason = match control_daemon.reason.as_str() {
-                "" => String::new(),
-                reason => format!(": {reason}"),
-            };
-            Some(format!("control daemon {} is {}{reason}", control_daemon.id, control_daemon.state.as_str()))
-        }
         (None, Some(_)) => None,
     };
     view.healthy = trouble.is_none();
     view.reason = trouble.unwrap_or_else(|| plan.warnings.join("; "));
     view
+}
+
+fn said_by(status: &Status) -> String {
+    let view = &status.view;
+    let reason = match view.reason.as_str() {
+        "" => String::new(),
+        reason => format!(": {reason}"),
+    };
+    format!("control daemon {} is {}{reason}", view.id, view.state.as_str())
+}
+
+fn in_the_way(uuid: &str, leaving: &[Status]) -> String {
+    match leaving.iter().find(|status| status.gpus.contains_key(uuid)) {
+        Some(status) => said_by(status),
+        None => "not taken into a control daemon's hands yet".to_owned(),
+    }
 }
 
 fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
@@ -124,9 +141,11 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     }
     let bad = gpus.iter().filter(|gpu| !gpu.healthy).count();
     if bad == 0 {
-        return match parts.problem {
-            "" => (State::Ready, String::new()),
-            problem => (State::Degraded, problem.to_owned()),
+        let unready = parts.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
+        return match (parts.problem, unready) {
+            ("", None) => (State::Ready, String::new()),
+            ("", Some(status)) => (State::Degraded, said_by(status)),
+            (problem, _) => (State::Degraded, problem.to_owned()),
         };
     }
     let first = gpus.iter().find(|gpu| !gpu.healthy);
@@ -143,7 +162,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
 }
 
 fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
-    let theirs = parts.statuses.iter().flat_map(|status| &status.events);
+    let theirs = all(parts).flat_map(|status| &status.events);
     let mut events: Vec<Event> = parts.events.iter().chain(theirs).cloned().collect();
     events.sort_by_key(|event| event.at);
     let surplus = events.len().saturating_sub(EVENTS_KEPT);

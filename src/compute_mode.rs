@@ -3,6 +3,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use tokio::sync::watch;
+
 use crate::gpu::ComputeMode;
 use crate::gpu::nvml::Driver;
 use crate::journal::Journal;
@@ -16,13 +18,14 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 /// Changes compute modes, each only after the previous one was written down.
 #[derive(Debug, Clone)]
 pub struct ComputeModes {
-    driver: Arc<Driver>,
+    /// The driver as it is found at the moment; it may come late, or go.
+    driver: watch::Receiver<Option<Arc<Driver>>>,
     journal: Arc<Mutex<Journal>>,
 }
 
 impl ComputeModes {
     /// Through this driver, with the previous modes in this journal.
-    pub fn new(driver: Arc<Driver>, journal: Arc<Mutex<Journal>>) -> Self {
+    pub fn new(driver: watch::Receiver<Option<Arc<Driver>>>, journal: Arc<Mutex<Journal>>) -> Self {
         Self { driver, journal }
     }
 
@@ -64,6 +67,13 @@ impl ComputeModes {
             .map_err(|error| format!("the compute mode is back, but the journal still has it: {error}"))
     }
 
+    /// The PIDs of the MPS clients on a GPU, as the driver knows them.
+    pub async fn mps_clients(&self, uuid: &str) -> Result<Vec<u32>, String> {
+        let uuid = uuid.to_owned();
+        let processes = self.ask(move |driver| driver.processes(&uuid)).await?;
+        Ok(processes.into_iter().filter(|process| process.via_mps).map(|process| process.pid).collect())
+    }
+
     async fn set(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
         let uuid = uuid.to_owned();
         self.ask(move |driver| driver.set_compute_mode(&uuid, mode)).await
@@ -73,7 +83,9 @@ impl ComputeModes {
         &self,
         question: impl FnOnce(&Driver) -> Result<T, String> + Send + 'static,
     ) -> Result<T, String> {
-        let driver = Arc::clone(&self.driver);
+        let Some(driver) = self.driver.borrow().clone() else {
+            return Err("the driver can't be reached".to_owned());
+        };
         let answer = tokio::task::spawn_blocking(move || question(&driver));
         match tokio::time::timeout(NVML_TIMEOUT, answer).await {
             Ok(Ok(answer)) => answer,

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use sd_notify::NotifyState;
@@ -17,13 +17,14 @@ use crate::compose::{self, Parts};
 use crate::compute_mode::ComputeModes;
 use crate::config::{self, Loaded, Problem, Settings, Sources};
 use crate::dbus::{Bus, Request, RequestError};
-use crate::gpu::Inventory;
 use crate::gpu::nvml::Driver;
-use crate::journal::Journal;
+use crate::gpu::{Inventory, PciAddress};
+use crate::journal::{Journal, Running};
 use crate::logging::Level;
 use crate::plan::{self, Plan, PlanError};
 use crate::state::{ClientView, EVENTS_KEPT, Event, Snapshot, State};
-use crate::supervisor::{Order, Status, Supervisor};
+use crate::supervisor::{ClientFault, Goal, Order, Status, Supervisor, Tools};
+use crate::systemd::{self, Stopping};
 
 /// How often the host is looked at while there is no plan, for want of a driver most often.
 const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
@@ -37,6 +38,9 @@ const SCAN_TIMEOUT: Duration = Duration::from_secs(15);
 /// How long to wait before joining the bus again; it doubles up to the last.
 const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
 const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
+
+/// How many faults may wait to be told, for want of a bus most often; what is more is only in the log.
+const FAULTS: usize = 64;
 
 /// How many requests may wait. A caller that finds it full waits too.
 const REQUESTS: usize = 16;
@@ -81,15 +85,24 @@ pub async fn run(options: Options, level: Level) -> Exit {
     let (snapshot, seen) = watch::channel(Arc::new(compose::nothing_yet(&loaded.settings)));
     let changed = Arc::new(Notify::new());
     let (joined, on_the_bus) = watch::channel(false);
-    let bus = tokio::spawn(stay_on_the_bus(seen, requests, joined, Arc::clone(&changed)));
+    let (faults, faults_seen) = mpsc::channel(FAULTS);
+    let bus = tokio::spawn(stay_on_the_bus(seen, requests, faults_seen, joined, Arc::clone(&changed)));
+    let (driver, driver_seen) = watch::channel(None);
+    let journal = Arc::new(Mutex::new(journal));
+    let tools = Tools {
+        compute_modes: ComputeModes::new(driver_seen, Arc::clone(&journal)),
+        journal,
+        changed: Arc::clone(&changed),
+        faults,
+    };
     let mut daemon = Daemon {
         options,
         level,
         settings: loaded.settings,
-        driver: None,
+        driver,
         driver_version: Err("not looked for yet".to_owned()),
         plan: Err("no look at the GPUs yet".to_owned()),
-        journal: Arc::new(Mutex::new(journal)),
+        tools,
         supervisors: BTreeMap::new(),
         leaving: Vec::new(),
         pending: Vec::new(),
@@ -131,6 +144,7 @@ fn say_findings(loaded: &Loaded) {
 async fn stay_on_the_bus(
     mut snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
+    mut faults: mpsc::Receiver<ClientFault>,
     joined: watch::Sender<bool>,
     changed: Arc<Notify>,
 ) {
@@ -146,6 +160,9 @@ async fn stay_on_the_bus(
                 loop {
                     tokio::select! {
                         () = bus.closed() => break,
+                        Some(fault) = faults.recv() => {
+                            bus.client_fault(&fault.gpu_uuid, &fault.pids, &fault.reason).await;
+                        }
                         news = snapshot.changed() => match news {
                             Ok(()) => {
                                 let new = Arc::clone(&snapshot.borrow_and_update());
@@ -219,15 +236,15 @@ struct Daemon {
     level: Level,
     settings: Settings,
     /// Open as long as it works.
-    driver: Option<Arc<Driver>>,
+    driver: watch::Sender<Option<Arc<Driver>>>,
     driver_version: Result<String, String>,
     /// The plan in force, or why there is none yet.
     plan: Result<Plan, String>,
-    journal: Arc<Mutex<Journal>>,
+    tools: Tools,
     supervisors: BTreeMap<String, Supervisor>,
-    /// Asked to stop; a GPU of theirs is free for another when they have ended.
+    /// Asked to end; a GPU of theirs is free for another when they have.
     leaving: Vec<Supervisor>,
-    /// To be started when nothing is leaving any more.
+    /// To be started when nobody who is leaving has their GPUs any more.
     pending: Vec<Order>,
     changed: Arc<Notify>,
     snapshot: watch::Sender<Arc<Snapshot>>,
@@ -254,12 +271,13 @@ impl Daemon {
             }
             self.settle();
             if self.stopping && self.leaving.is_empty() {
+                // Of those that were left alone, the supervisors end here and the control daemons go on.
                 return Exit::Stopped;
             }
             let changed = Arc::clone(&self.changed);
             tokio::select! {
                 wish = signals.next() => match wish {
-                    Wish::Stop => self.stop(),
+                    Wish::Stop => self.stop().await,
                     // Whoever sent the signal reads the journal, where the reason of a failure stands.
                     Wish::Reload => drop(self.reload().await),
                 },
@@ -299,7 +317,7 @@ impl Daemon {
 
     /// Looks at the host. Off the loop's thread, since a GPU that is about to fall off the bus can hold a question.
     async fn scan(&mut self) -> Inventory {
-        let driver = self.driver.clone();
+        let driver = self.driver.borrow().clone();
         let sysroot = self.options.sources.sysroot.clone();
         let look = tokio::task::spawn_blocking(move || {
             let driver = match driver {
@@ -316,7 +334,7 @@ impl Daemon {
                 (None, Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new() })
             }
         };
-        self.driver = driver.filter(|_| inventory.driver.is_ok());
+        self.driver.send_replace(driver.filter(|_| inventory.driver.is_ok()));
         self.driver_version.clone_from(&inventory.driver);
         inventory
     }
@@ -326,8 +344,12 @@ impl Daemon {
         self.next_scan = None;
         let inventory = self.scan().await;
         match plan::plan(&self.settings, &inventory) {
-            Ok(plan) if self.plan.is_err() => self.put_in_force(plan),
-            Ok(plan) => self.add_what_came(plan),
+            Ok(plan) => {
+                if self.plan.as_ref() != Ok(&plan) {
+                    self.put_in_force(plan);
+                }
+                self.problem.clear();
+            }
             Err(PlanError::NotYet(reason)) => {
                 if self.plan.is_err() {
                     self.not_yet(reason);
@@ -348,7 +370,45 @@ impl Daemon {
 
     /// Makes a plan the one in force, with everything that follows from it.
     fn put_in_force(&mut self, plan: Plan) {
+        self.say_what_is_new(&plan);
+        self.pending.clear();
+        let mut gone = std::mem::take(&mut self.supervisors);
+        for order in self.orders(&plan) {
+            match gone.remove(&order.plan.id) {
+                Some(supervisor) => {
+                    supervisor.pursue(Goal::Serve, order.clone());
+                    self.supervisors.insert(order.plan.id, supervisor);
+                }
+                None => self.pending.push(order),
+            }
+        }
+        // Whose GPUs go elsewhere keeps them until its clients are done; without MPS there is nothing to wait for.
+        let end = if self.settings.enabled { Goal::Retire } else { Goal::Stop };
+        for supervisor in gone.into_values() {
+            supervisor.end(end.clone());
+            self.leaving.push(supervisor);
+        }
+        self.end_leftovers(&plan, &end);
+        self.plan = Ok(plan);
+        self.problem.clear();
+    }
+
+    /// What a later look finds again has been said.
+    fn say_what_is_new(&self, plan: &Plan) {
+        let known = |gpu: &plan::GpuPlan| {
+            let known = self
+                .plan
+                .as_ref()
+                .ok()?
+                .gpus
+                .iter()
+                .find(|known| known.gpu.pci.address == gpu.gpu.pci.address)?;
+            Some((known.unusable.clone(), known.warnings.clone()))
+        };
         for gpu in &plan.gpus {
+            if known(gpu) == Some((gpu.unusable.clone(), gpu.warnings.clone())) {
+                continue;
+            }
             let name = gpu.gpu.pci.address.short();
             if let Some(reason) = &gpu.unusable {
                 tracing::warn!("{name} is not served: {reason}");
@@ -357,46 +417,52 @@ impl Daemon {
                 tracing::warn!("{name}: {warning}");
             }
         }
-        self.pending.clear();
-        let mut gone = std::mem::take(&mut self.supervisors);
-        for order in self.orders(&plan) {
-            match gone.remove(&order.plan.id) {
-                Some(supervisor) => {
-                    supervisor.order(order.clone());
-                    self.supervisors.insert(order.plan.id, supervisor);
-                }
-                None => self.pending.push(order),
-            }
-        }
-        for supervisor in gone.into_values() {
-            supervisor.stop();
-            self.leaving.push(supervisor);
-        }
-        self.plan = Ok(plan);
-        self.problem.clear();
     }
 
-    /// Takes in what a later look has found, without touching a control daemon that serves: its clients would end.
-    fn add_what_came(&mut self, plan: Plan) {
-        for order in self.orders(&plan) {
-            match self.supervisors.get(&order.plan.id) {
-                Some(supervisor) if supervisor.status().view.pid.is_none() => supervisor.order(order),
-                Some(_) => {}
-                None if self.pending.iter().any(|pending| pending.plan.id == order.plan.id) => {}
-                None => self.pending.push(order),
+    /// Sees to what an earlier service of ours has left: control daemons that the plan has no use for, and compute
+    /// modes of GPUs that nobody serves any more.
+    fn end_leftovers(&mut self, plan: &Plan, end: &Goal) {
+        let (ids, gpus) = {
+            let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
+            let running = journal.control_daemons().into_iter();
+            let running: Vec<_> =
+                running.filter_map(|id| Some((journal.control_daemon(&id)?.clone(), id))).collect();
+            (running, journal.changed_gpus())
+        };
+        let mut held: Vec<String> =
+            plan.control_daemons.iter().flat_map(|one| &one.gpus).map(|gpu| gpu.uuid.clone()).collect();
+        held.extend(self.leaving.iter().flat_map(|leaving| leaving.status().gpus.into_keys()));
+        for (running, id) in ids {
+            held.extend(running.gpus.iter().cloned());
+            let known = plan.control_daemons.iter().any(|one| one.id == id)
+                || self.leaving.iter().any(|leaving| leaving.status().view.id == id);
+            if !known {
+                let order = self.order(leftover(&id, &running, plan));
+                self.leaving.push(Supervisor::start(order, end.clone(), self.tools.clone()));
             }
         }
-        self.plan = Ok(plan);
-        self.problem.clear();
+        for uuid in gpus.into_iter().filter(|uuid| !held.contains(uuid)) {
+            let compute_modes = self.tools.compute_modes.clone();
+            tokio::spawn(async move {
+                if let Err(error) = compute_modes.restore(&uuid).await {
+                    tracing::warn!(gpu_uuid = uuid, "compute mode of {uuid} is not put back: {error}");
+                }
+            });
+        }
     }
 
     fn orders(&self, plan: &Plan) -> Vec<Order> {
-        let order = |control_daemon: &plan::ControlDaemonPlan| Order {
-            plan: control_daemon.clone(),
+        plan.control_daemons.iter().map(|control_daemon| self.order(control_daemon.clone())).collect()
+    }
+
+    fn order(&self, plan: plan::ControlDaemonPlan) -> Order {
+        Order {
+            plan,
             set_compute_mode: self.settings.set_compute_mode,
             quit_timeout: self.settings.quit_timeout,
-        };
-        plan.control_daemons.iter().map(order).collect()
+            fault_grace: self.settings.fault_grace,
+            log_max_bytes: self.settings.log_max_bytes,
+        }
     }
 
     /// Reads the configuration again and puts it in force, or leaves everything as it is.
@@ -461,43 +527,68 @@ impl Daemon {
             let gpus = supervisor.status().gpus.into_keys().collect();
             Some(Serving { control: supervisor.control()?, gpus })
         });
-        let asked = clients::list(serving.collect(), self.driver.clone());
+        let asked = clients::list(serving.collect(), self.driver.borrow().clone());
         tokio::spawn(async move {
             let listed = asked.await.map_err(|error| RequestError::Failed(error.to_string()));
             let _ = reply.send(listed);
         });
     }
 
-    fn stop(&mut self) {
+    /// SIGTERM: a stop ends the control daemons, a restart leaves them to the next of us.
+    async fn stop(&mut self) {
         if self.stopping {
             return;
         }
-        tracing::info!("stopping: the control daemons end, the compute modes are put back");
+        let goal = match systemd::why_stopping().await {
+            Stopping::Stop | Stopping::NotUnderSystemd => {
+                tracing::info!("stopping: the control daemons end, the compute modes are put back");
+                Goal::Stop
+            }
+            Stopping::Restart => {
+                tracing::info!("restarting: the control daemons and their clients carry on");
+                Goal::Leave
+            }
+            // Who runs a job can still be asked to stop; who has lost one can't be asked for it back.
+            Stopping::Unknown(reason) => {
+                tracing::warn!(
+                    "stopping, but whether for good is not known ({reason}): the control daemons and their clients carry on"
+                );
+                Goal::Leave
+            }
+        };
         self.stopping = true;
         self.pending.clear();
         notify(&[NotifyState::Stopping]);
-        for supervisor in std::mem::take(&mut self.supervisors).into_values() {
-            supervisor.stop();
-            self.leaving.push(supervisor);
+        self.leaving.extend(std::mem::take(&mut self.supervisors).into_values());
+        for supervisor in &self.leaving {
+            supervisor.end(goal.clone());
         }
     }
 
     /// What follows from what has happened: the next ones start, and the new state is published.
     fn settle(&mut self) {
         self.leaving.retain(|supervisor| !supervisor.ended());
-        if self.leaving.is_empty() {
-            for order in std::mem::take(&mut self.pending) {
-                self.start_supervisor(order);
+        for order in std::mem::take(&mut self.pending) {
+            let taken = self.leaving.iter().any(|leaving| {
+                let status = leaving.status();
+                order.plan.gpus.iter().any(|gpu| status.gpus.contains_key(&gpu.uuid))
+            });
+            if taken {
+                self.pending.push(order);
+            } else {
+                let supervisor = Supervisor::start(order.clone(), Goal::Serve, self.tools.clone());
+                self.supervisors.insert(order.plan.id, supervisor);
             }
         }
         let snapshot = {
-            let statuses: Vec<Status> =
-                self.supervisors.values().chain(&self.leaving).map(Supervisor::status).collect();
+            let statuses: Vec<Status> = self.supervisors.values().map(Supervisor::status).collect();
+            let leaving: Vec<Status> = self.leaving.iter().map(Supervisor::status).collect();
             let parts = Parts {
                 settings: &self.settings,
                 driver: &self.driver_version,
                 plan: self.plan.as_ref().map_err(String::as_str),
                 statuses: &statuses,
+                leaving: &leaving,
                 events: &self.events,
                 problem: &self.problem,
                 stopping: self.stopping,
@@ -522,17 +613,6 @@ impl Daemon {
             modified
         });
         self.tell_service_manager();
-    }
-
-    fn start_supervisor(&mut self, order: Order) {
-        let Some(driver) = &self.driver else {
-            // The driver has gone between the plan and now; the next look finds it or says why not.
-            self.plan = Err("the driver has gone".to_owned());
-            return;
-        };
-        let compute_modes = ComputeModes::new(Arc::clone(driver), Arc::clone(&self.journal));
-        let supervisor = Supervisor::start(order.clone(), compute_modes, Arc::clone(&self.changed));
-        self.supervisors.insert(order.plan.id, supervisor);
     }
 
     fn tell_service_manager(&mut self) {
@@ -564,6 +644,30 @@ impl Daemon {
             self.events.pop_front();
         }
         self.events.push_back(Event { at: SystemTime::now(), text });
+    }
+}
+
+/// What a control daemon of ours that no plan has a place for is known to be.
+fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
+    let address = |uuid: &str| {
+        let facts = plan.gpus.iter().find(|gpu| gpu.gpu.nvml.as_ref().is_ok_and(|facts| facts.uuid == uuid));
+        facts.map_or(PciAddress { domain: 0, bus: 0, device: 0, function: 0 }, |gpu| gpu.gpu.pci.address)
+    };
+    let gpus = running.gpus.iter().map(|uuid| plan::ServedGpu {
+        uuid: uuid.clone(),
+        pci: address(uuid),
+        memory_limit_mib: 0,
+        limits_enforced: false,
+    });
+    plan::ControlDaemonPlan {
+        id: id.to_owned(),
+        pipe_directory: running.pipe_directory.clone(),
+        log_directory: running.log_directory.clone(),
+        gpus: gpus.collect(),
+        thread_percentage: 100,
+        multiuser: running.multiuser,
+        multiuser_optional: true,
+        prewarm: false,
     }
 }
 

@@ -1,6 +1,8 @@
-//! What must survive this service: which compute mode each GPU had before it was changed.
+//! What must survive this service: which control daemons are ours, and which compute mode each GPU had before it was
+//! changed.
 //!
-//! One small file in the runtime directory, which outlives restarts and crashes and, like a compute mode, not a reboot.
+//! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
+//! not a reboot.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,20 +11,41 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::ComputeMode;
+use crate::mps::process::Identity;
 
 const FILE: &str = "journal.json";
 const VERSION: u32 = 1;
 
-#[derive(Debug, Serialize, Deserialize)]
+/// A control daemon that was started by us.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Running {
+    /// Its process.
+    pub process: Identity,
+    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub pipe_directory: PathBuf,
+    /// Its `CUDA_MPS_LOG_DIRECTORY`.
+    pub log_directory: PathBuf,
+    /// The UUIDs of its GPUs; the position is the ordinal.
+    pub gpus: Vec<String>,
+    /// Whether one server serves every user.
+    pub multiuser: bool,
+    /// How far its log has been passed on, in bytes.
+    pub log_offset: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Contents {
     version: u32,
     /// By GPU UUID, in nvidia-smi's words.
     previous_compute_modes: BTreeMap<String, String>,
+    /// By the control daemon's id.
+    #[serde(default)]
+    control_daemons: BTreeMap<String, Running>,
 }
 
 impl Default for Contents {
     fn default() -> Self {
-        Self { version: VERSION, previous_compute_modes: BTreeMap::new() }
+        Self { version: VERSION, previous_compute_modes: BTreeMap::new(), control_daemons: BTreeMap::new() }
     }
 }
 
@@ -55,12 +78,8 @@ impl Journal {
 
     /// Writes down the mode that a GPU has, before it is changed. The first one stands until it is forgotten.
     pub fn remember_compute_mode(&mut self, uuid: &str, mode: ComputeMode) -> io::Result<()> {
-        if self.contents.previous_compute_modes.contains_key(uuid) {
-            return Ok(());
-        }
-        self.contents.previous_compute_modes.insert(uuid.to_owned(), mode.to_string());
-        self.write().inspect_err(|_| {
-            self.contents.previous_compute_modes.remove(uuid);
+        self.change(|contents| {
+            contents.previous_compute_modes.entry(uuid.to_owned()).or_insert_with(|| mode.to_string());
         })
     }
 
@@ -76,12 +95,65 @@ impl Journal {
         Some(modes.into_iter().find(|mode| mode.to_string() == *word).unwrap_or(ComputeMode::Default))
     }
 
+    /// The GPUs whose mode is to be put back some day.
+    pub fn changed_gpus(&self) -> Vec<String> {
+        self.contents.previous_compute_modes.keys().cloned().collect()
+    }
+
     /// Forgets a GPU whose mode is back.
     pub fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
-        match self.contents.previous_compute_modes.remove(uuid) {
-            Some(_) => self.write(),
-            None => Ok(()),
+        self.change(|contents| {
+            contents.previous_compute_modes.remove(uuid);
+        })
+    }
+
+    /// Writes down a control daemon, before anything runs under its PID.
+    pub fn remember_control_daemon(&mut self, id: &str, running: Running) -> io::Result<()> {
+        self.change(|contents| {
+            contents.control_daemons.insert(id.to_owned(), running);
+        })
+    }
+
+    /// The control daemon that was started under this id, dead or alive.
+    pub fn control_daemon(&self, id: &str) -> Option<&Running> {
+        self.contents.control_daemons.get(id)
+    }
+
+    /// The ids of all control daemons that were started, dead or alive.
+    pub fn control_daemons(&self) -> Vec<String> {
+        self.contents.control_daemons.keys().cloned().collect()
+    }
+
+    /// Forgets a control daemon that has ended.
+    pub fn forget_control_daemon(&mut self, id: &str) -> io::Result<()> {
+        self.change(|contents| {
+            contents.control_daemons.remove(id);
+        })
+    }
+
+    /// Writes the file again if it is not as it should be, and says whether that was needed.
+    pub fn repair(&mut self) -> io::Result<bool> {
+        let whole = std::fs::read(self.directory.join(FILE)).ok().and_then(|bytes| read(&bytes).ok());
+        if whole.as_ref() == Some(&self.contents) || (whole.is_none() && self.is_empty()) {
+            return Ok(false);
         }
+        std::fs::create_dir_all(&self.directory)?;
+        self.write()?;
+        Ok(true)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.contents == Contents::default()
+    }
+
+    /// Makes a change in the file too, or not at all.
+    fn change(&mut self, change: impl FnOnce(&mut Contents)) -> io::Result<()> {
+        let before = self.contents.clone();
+        change(&mut self.contents);
+        if self.contents == before {
+            return Ok(());
+        }
+        self.write().inspect_err(|_| self.contents = before)
     }
 
     /// Whole or not at all: a reader never sees half a journal, and a full disk leaves the old one.

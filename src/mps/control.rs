@@ -173,15 +173,19 @@ impl Control {
         parse_clients(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))
     }
 
-    /// Sets the active thread percentage of the servers to come; the answer is the value in force.
+    /// Sets the active thread percentage of the servers to come.
     pub async fn set_default_thread_percentage(&self, percentage: u8) -> Result<(), ControlError> {
-        let command = format!("set_default_active_thread_percentage {percentage}");
-        let answer = self.ask(&command).await?;
+        self.set_percentage(&format!("set_default_active_thread_percentage {percentage}"), percentage).await
+    }
+
+    /// The answer to either command is the value now in force.
+    async fn set_percentage(&self, command: &str, percentage: u8) -> Result<(), ControlError> {
+        let answer = self.ask(command).await?;
         let in_force: Option<f64> = answer.trim().parse().ok();
         if in_force.is_some_and(|value| (value - f64::from(percentage)).abs() < 0.05) {
             return Ok(());
         }
-        Err(unexpected(&command, &answer, &format!("{percentage}.0, the value now in force")))
+        Err(unexpected(command, &answer, &format!("{percentage}.0, the value now in force")))
     }
 
     /// Sets the device pinned memory limit, in MiB, of the servers to come, for the GPU of this ordinal. The control
@@ -189,16 +193,47 @@ impl Control {
     /// exact value shows in the log once a server runs.
     pub async fn set_default_memory_limit(&self, ordinal: usize, mib: u64) -> Result<(), ControlError> {
         self.ask(&format!("set_default_device_pinned_mem_limit {ordinal} {mib}M")).await?;
-        let command = format!("get_default_device_pinned_mem_limit {ordinal}");
-        let answer = self.ask(&command).await?;
+        self.check_memory_limit(&format!("get_default_device_pinned_mem_limit {ordinal}"), mib).await
+    }
+
+    async fn check_memory_limit(&self, command: &str, mib: u64) -> Result<(), ControlError> {
+        let answer = self.ask(command).await?;
         let expected = memory_limit_as_read_back(mib);
-        if answer.trim() == expected { Ok(()) } else { Err(unexpected(&command, &answer, &expected)) }
+        if answer.trim() == expected { Ok(()) } else { Err(unexpected(command, &answer, &expected)) }
     }
 
     /// Starts the server of a user ahead of the first client. It answers nothing, whatever happens; nothing happens
     /// when there is one.
     pub async fn start_server(&self, uid: u32) -> Result<(), ControlError> {
         self.ask(&format!("start_server -uid {uid}")).await.map(|_| ())
+    }
+
+    /// Asks the control daemon to end as soon as it has no client, which it does by itself however long that takes. The
+    /// error is [`ControlError::Silent`] when it has one after `timeout`.
+    pub async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
+        self.ask_within("quit", timeout).await.map(|_| ())
+    }
+
+    /// Ends the GPU work of one client of a server. The client's next CUDA call fails (810); its neighbours carry on.
+    pub async fn terminate_client(&self, server: u32, client: u32) -> Result<(), ControlError> {
+        self.ask(&format!("terminate_client {server} {client}")).await.map(|_| ())
+    }
+
+    /// Sets the active thread percentage of a running server's clients to come.
+    pub async fn set_thread_percentage(&self, server: u32, percentage: u8) -> Result<(), ControlError> {
+        self.set_percentage(&format!("set_active_thread_percentage {server} {percentage}"), percentage).await
+    }
+
+    /// Sets the device pinned memory limit, in MiB, of a running server's clients to come. Verified to the GiB, as
+    /// [`Control::set_default_memory_limit`]; the server writes the exact value to its log.
+    pub async fn set_memory_limit(&self, server: u32, ordinal: usize, mib: u64) -> Result<(), ControlError> {
+        self.ask(&format!("set_device_pinned_mem_limit {server} {ordinal} {mib}M")).await?;
+        self.check_memory_limit(&format!("get_device_pinned_mem_limit {server} {ordinal}"), mib).await
+    }
+
+    /// Ends a server, with its clients. Answers before the server is gone.
+    pub async fn shut_down_server(&self, server: u32) -> Result<(), ControlError> {
+        self.ask(&format!("shutdown_server {server} -f")).await.map(|_| ())
     }
 
     /// Asks the control daemon to end, giving its clients `timeout`. It can hang for longer; the error is then

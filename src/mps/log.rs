@@ -6,6 +6,8 @@
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::inotify;
@@ -92,6 +94,8 @@ pub enum Meaning {
         /// The GPU's ordinal.
         ordinal: usize,
     },
+    /// A client process has gone.
+    ClientLeft(u32),
     /// A client waits, most often for a server of another user to become idle.
     ClientPending {
         /// The client.
@@ -134,7 +138,7 @@ impl Line {
             };
         }
         match &self.meaning {
-            Meaning::Ordinary | Meaning::Noise => pass_on!(debug),
+            Meaning::Ordinary | Meaning::Noise | Meaning::ClientLeft(_) => pass_on!(debug),
             Meaning::ServerStarting { .. }
             | Meaning::ServerReady(_)
             | Meaning::ThreadPercentage { .. }
@@ -164,6 +168,7 @@ impl Line {
             Meaning::MemoryLimit { server, ordinal, .. } => (Some(*server), None, Some(*ordinal)),
             Meaning::Fault { server, client } => (Some(*server), Some(*client), None),
             Meaning::TornDown { server, client, ordinal } => (Some(*server), Some(*client), Some(*ordinal)),
+            Meaning::ClientLeft(client) => (writing_server, Some(*client), None),
             Meaning::ClientPending { client, .. } => (None, Some(*client), None),
         }
     }
@@ -238,6 +243,10 @@ fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
         let (capacity, _) = rest.split_once(')')?;
         return Some(Meaning::ClientRefused { server, capacity: capacity.parse().ok()? });
     }
+    if let Some(rest) = text.strip_prefix("Client process ") {
+        let client = rest.strip_suffix(" disconnected")?;
+        return Some(Meaning::ClientLeft(client.parse().ok()?));
+    }
     let (client, rest) = text.strip_prefix("Client {PID: ")?.split_once(',')?;
     let client = client.parse().ok()?;
     if rest.contains("encountered a fatal GPU error") {
@@ -274,17 +283,62 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// Follows `path`, an existing file, from `offset` in bytes.
-    pub fn open(path: &Path, offset: u64) -> io::Result<Self> {
-        let file = File::open(path)?;
+    /// Follows `file`, which is or was at `path`, from `offset` in bytes.
+    pub fn new(file: File, path: &Path, offset: u64) -> io::Result<Self> {
         let changes = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
-        inotify::add_watch(&changes, path, inotify::WatchFlags::MODIFY)?;
+        // By the descriptor, so that it is this very file that is watched, whatever is at the path now.
+        let this_file = format!("/proc/self/fd/{}", file.as_raw_fd());
+        inotify::add_watch(&changes, this_file.as_str(), inotify::WatchFlags::MODIFY)?;
         Ok(Self { path: path.to_owned(), file, offset, unread: Vec::new(), changes: Readable::new(changes)? })
     }
 
-    /// The file.
+    /// The file's path.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// How far lines have been handed out, in bytes.
+    pub fn offset(&self) -> u64 {
+        self.offset.saturating_sub(self.unread.len() as u64)
+    }
+
+    /// Whether the file is still the one at its path.
+    pub fn is_in_place(&self) -> bool {
+        let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::metadata(&self.path)) else {
+            return false;
+        };
+        (ours.dev(), ours.ino()) == (there.dev(), there.ino())
+    }
+
+    /// Starts the file anew once it has grown beyond `max_bytes`: its contents become `<path>.1`, in place of the one
+    /// before. It is copied and truncated, since the processes that write to it can't be told of another. Says whether
+    /// that was done; an error when the copy could not be kept.
+    pub fn rotate(&mut self, max_bytes: u64) -> io::Result<bool> {
+        if self.file.metadata()?.len() <= max_bytes || !self.is_in_place() {
+            return Ok(false);
+        }
+        let mut old = self.path.clone().into_os_string();
+        old.push(".1");
+        let kept = self.copy_to(Path::new(&old));
+        // What was not handed out yet is not in the file any more.
+        self.file.seek(SeekFrom::Start(self.offset))?;
+        self.file.read_to_end(&mut self.unread)?;
+        File::options().write(true).open(&self.path)?.set_len(0)?;
+        self.offset = 0;
+        kept.map(|()| true)
+    }
+
+    fn copy_to(&mut self, old: &Path) -> io::Result<()> {
+        // First of all: on a full disk there is room for one of the two at most.
+        match std::fs::remove_file(old) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let mut copy = File::options().write(true).create_new(true).open(old)?;
+        self.file.seek(SeekFrom::Start(0))?;
+        // Again for what was written meanwhile, so that next to nothing falls between the copy and the truncation.
+        while io::copy(&mut self.file, &mut copy)? > 0 {}
+        Ok(())
     }
 
     /// The next line that is there already, if there is one.
@@ -393,6 +447,10 @@ mod tests {
                 "[2026-11-21 03:04:08.511 Server   939] Failed to accept new client. Maximum number of clients (48) reached.",
                 Meaning::ClientRefused { server, capacity: 48 },
             ),
+            (
+                "[2026-11-21 02:24:24.137 Server   939] Client process 611 disconnected",
+                Meaning::ClientLeft(611),
+            ),
             ("[2026-11-21 02:13:53.859 Control   879] User did not send valid credentials", Meaning::Noise),
             (
                 "[2026-11-21 02:24:21.335 Server   939] Server failed to recevie command with status 806, assuming client {PID: 592, Context ID: 0} exit",
@@ -413,7 +471,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control.log");
         std::fs::write(&path, "old\n[d t Control 7] first\n").unwrap();
-        let mut follower = Follower::open(&path, 4).unwrap();
+        let mut follower = Follower::new(File::open(&path).unwrap(), &path, 4).unwrap();
         let mut writer = File::options().append(true).open(&path).unwrap();
         assert_eq!(follower.next().await.unwrap().text, "first");
         assert_eq!(follower.try_next().unwrap(), None);
@@ -436,11 +494,39 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn rotation_keeps_one_old_file_and_loses_no_line() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("control.log");
+        std::fs::write(&path, "").unwrap();
+        let mut writer = File::options().append(true).open(&path).unwrap();
+        let mut follower = Follower::new(File::open(&path).unwrap(), &path, 0).unwrap();
+        for round in 0..3 {
+            let line = format!("line of round {round}");
+            writer.write_all(format!("{line}\n").as_bytes()).unwrap();
+            assert!(follower.rotate(10).unwrap());
+            writer.write_all(b"after\n").unwrap();
+            let mut seen = Vec::new();
+            while let Some(line) = follower.try_next().unwrap() {
+                seen.push(line.text);
+            }
+            assert_eq!(seen, [line.as_str(), "after"]);
+            let old = std::fs::read_to_string(directory.path().join("control.log.1")).unwrap();
+            assert!(old.ends_with(&format!("{line}\n")), "{old}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), "after\n");
+        }
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2);
+        assert!(follower.is_in_place());
+        std::fs::remove_file(&path).unwrap();
+        assert!(!follower.is_in_place());
+        assert!(!follower.rotate(0).unwrap());
+    }
+
+    #[tokio::test]
     async fn an_endless_line_is_cut() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control.log");
         std::fs::write(&path, vec![b'x'; 10 * LINE_MAX_BYTES]).unwrap();
-        let mut follower = Follower::open(&path, 0).unwrap();
+        let mut follower = Follower::new(File::open(&path).unwrap(), &path, 0).unwrap();
         let mut lines = 0;
         while let Some(line) = follower.try_next().unwrap() {
             assert!(line.text.len() <= LINE_MAX_BYTES + 4096);

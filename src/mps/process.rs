@@ -59,6 +59,31 @@ impl Process {
         Ok(Self { identity: Identity::of(pid)?, pidfd, child })
     }
 
+    /// Holds a process that is not our child, if it still lives.
+    pub fn adopt(identity: Identity) -> io::Result<Self> {
+        let process = Self::hold(identity.pid, None)?;
+        if process.identity == identity {
+            Ok(process)
+        } else {
+            Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("PID {} is another process now", identity.pid),
+            ))
+        }
+    }
+
+    /// Whether it is held by SIGSTOP or a debugger.
+    pub fn is_stopped(&self) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.identity.pid)).unwrap_or_default();
+        let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().next());
+        matches!(state, Some("T" | "t"))
+    }
+
+    /// The file that is its standard output, even if it was removed since.
+    pub fn output_file(&self) -> io::Result<File> {
+        File::open(format!("/proc/{}/fd/1", self.identity.pid))
+    }
+
     /// Which process this is.
     pub fn identity(&self) -> Identity {
         self.identity
@@ -202,6 +227,18 @@ pub async fn stop(process: &mut Process, control: &Control, quit_timeout: Durati
     process.signal(Signal::KILL)?;
     process.exited().await;
     Ok(Stopped::Killed)
+}
+
+/// What a control daemon without clients gets to follow `quit`. Measured: 81 ms.
+const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Asks a control daemon that seems to have no client to end, and says whether it has. One that does have a client
+/// stays until that is done: nobody is hurt who comes in between.
+pub async fn stop_idle(process: &mut Process, control: &Control) -> bool {
+    if let Err(error) = control.quit_when_idle(IDLE_QUIT_TIMEOUT).await {
+        tracing::debug!(mps_control_pid = process.identity.pid, "quit: {error}");
+    }
+    tokio::time::timeout(Duration::from_secs(1), process.exited()).await.is_ok()
 }
 
 #[cfg(test)]

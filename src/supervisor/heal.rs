@@ -1,0 +1,253 @@
+//! What is done about a server that met a fatal GPU error or has ended: the smallest step that helps.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::mps::control::{Control, ServerStatus};
+use crate::mps::process::{Identity, Process};
+
+use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker, limits};
+
+/// How often a faulted server is asked whether it is well again. Measured: 0.2 s after its last client has gone.
+const FAULT_PAUSE: Duration = Duration::from_millis(250);
+
+/// What clients that were terminated get before their server is ended. Measured: 49 ms.
+const TERMINATED_GRACE: Duration = Duration::from_secs(5);
+
+/// A fatal GPU error that a server has not got over yet.
+#[derive(Debug)]
+pub(super) struct Fault {
+    pub(super) server: u32,
+    since: Instant,
+    /// The clients that were hit, with their GPU's ordinal.
+    clients: BTreeMap<u32, usize>,
+    told: bool,
+    /// When those that stayed were terminated.
+    terminated: Option<Instant>,
+    pub(super) look_at: Instant,
+    /// Why it is not ended though it could be.
+    pub(super) held_up: Option<String>,
+}
+
+impl Fault {
+    fn new(server: u32) -> Self {
+        let since = Instant::now();
+        let look_at = since + FAULT_PAUSE;
+        Self {
+            server,
+            since,
+            clients: BTreeMap::new(),
+            told: false,
+            terminated: None,
+            look_at,
+            held_up: None,
+        }
+    }
+
+    /// What it is, for people.
+    pub(super) fn reason(&self) -> String {
+        let held_up = self.held_up.as_ref().map(|why| format!("; {why}")).unwrap_or_default();
+        format!(
+            "server {} met a fatal GPU error and takes no client until its present ones have ended{held_up}",
+            self.server
+        )
+    }
+}
+
+/// The next start of a server, ahead of the first client.
+#[derive(Debug)]
+pub(super) struct Revival {
+    pub(super) at: Option<Instant>,
+    pub(super) reason: String,
+    pause: Duration,
+    last_success: Instant,
+}
+
+impl Default for Revival {
+    fn default() -> Self {
+        Self { at: None, reason: String::new(), pause: FIRST_PAUSE, last_success: Instant::now() }
+    }
+}
+
+impl Revival {
+    fn schedule(&mut self, reason: String) {
+        self.at = Some(Instant::now() + self.pause);
+        self.reason = reason;
+        self.pause = (self.pause * 2).min(LAST_PAUSE);
+    }
+}
+
+impl Worker {
+    /// The log, or the server itself, says that it met a fatal GPU error.
+    pub(super) fn fault_seen(&mut self, server: u32) {
+        if self.fault.as_ref().is_none_or(|fault| fault.server != server) {
+            self.fault = Some(Fault::new(server));
+            self.reporter.warning(format!("server {server} met a fatal GPU error"));
+            self.show_state();
+        }
+    }
+
+    /// The log says that a client is torn down for it.
+    pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
+        self.fault_seen(server);
+        if let Some(fault) = &mut self.fault {
+            fault.clients.insert(client, ordinal);
+        }
+    }
+
+    /// The next step against a fault.
+    pub(super) async fn heal(&mut self, control: &Control) -> Result<(), Failure> {
+        self.tell_fault();
+        let Some(fault) = &mut self.fault else { return Ok(()) };
+        fault.look_at =
+            Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
+        let server = fault.server;
+        match control.server_status(server).await? {
+            ServerStatus::Active | ServerStatus::Unsupported => {
+                self.fault = None;
+                self.reporter.event(format!("server {server} is well again"));
+            }
+            ServerStatus::Gone => self.server_gone(server),
+            ServerStatus::Initializing => {}
+            ServerStatus::Fault => self.move_clients_out(control).await?,
+        }
+        self.show_state();
+        Ok(())
+    }
+
+    /// Says once who was hit.
+    fn tell_fault(&mut self) {
+        let Some(running) = &self.running else { return };
+        let Some(fault) = self.fault.as_mut().filter(|fault| !fault.told) else { return };
+        fault.told = true;
+        let ordinals: BTreeSet<usize> = fault.clients.values().copied().collect();
+        for ordinal in ordinals {
+            let pids: Vec<u32> =
+                fault.clients.iter().filter(|(_, of)| **of == ordinal).map(|(client, _)| *client).collect();
+            let gpu_uuid = running.gpus.get(ordinal).cloned().unwrap_or_default();
+            let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
+            tracing::error!(
+                mps_server_pid = u64::from(fault.server),
+                mps_device = u64::try_from(ordinal).unwrap_or_default(),
+                gpu_uuid,
+                "{reason}; clients that were hit: {pids:?}; the log can't tell which of them caused it"
+            );
+            self.reporter.event(format!("{reason}; clients that were hit: {pids:?}"));
+            if let Err(error) = self.tools.faults.try_send(ClientFault { gpu_uuid, pids, reason }) {
+                tracing::debug!("a fault is not told: {error}");
+            }
+        }
+    }
+
+    /// After the grace: ends the clients that stay on the GPUs in question, then, if that doesn't help and it holds
+    /// nobody else, the server.
+    async fn move_clients_out(&mut self, control: &Control) -> Result<(), Failure> {
+        let (Some(fault), Some(running)) = (&mut self.fault, &self.running) else { return Ok(()) };
+        if fault.since.elapsed() < self.order.fault_grace {
+            return Ok(());
+        }
+        let server = fault.server;
+        let hit: BTreeSet<&String> =
+            fault.clients.values().filter_map(|ordinal| running.gpus.get(*ordinal)).collect();
+        let on_hit_gpu = |prefix: &str| hit.is_empty() || hit.iter().any(|uuid| uuid.starts_with(prefix));
+        let clients = control.clients().await?;
+        let clients = clients.into_iter().filter(|client| client.server == server);
+        let (staying, elsewhere): (Vec<_>, Vec<_>) =
+            clients.partition(|client| on_hit_gpu(&client.gpu_prefix));
+        let waited = fault.terminated.is_some_and(|at| at.elapsed() >= TERMINATED_GRACE);
+        if !staying.is_empty() && !waited {
+            if fault.terminated.is_none() {
+                fault.terminated = Some(Instant::now());
+                fault.look_at = Instant::now() + FAULT_PAUSE;
+                for client in &staying {
+                    self.reporter.event(format!(
+                        "client {} ({}) stays on a GPU that met a fatal error: terminated",
+                        client.pid, client.command
+                    ));
+                    control.terminate_client(server, client.pid).await?;
+                }
+            }
+            return Ok(());
+        }
+        if !elsewhere.is_empty() {
+            fault.held_up =
+                Some(format!("it is left to its {} clients on GPUs that are well", elsewhere.len()));
+            return Ok(());
+        }
+        self.reporter.event(format!("server {server} does not get over its fault by itself: ended"));
+        control.shut_down_server(server).await?;
+        Ok(())
+    }
+
+    /// Sees to it that a server's end is told.
+    pub(super) fn watch_server(&mut self, server: u32) {
+        if !self.watched_servers.insert(server) {
+            return;
+        }
+        let ended = self.server_ended.clone();
+        let process = Identity::of(server).and_then(Process::adopt);
+        tokio::spawn(async move {
+            if let Ok(mut process) = process {
+                process.exited().await;
+            }
+            // Nobody there to be told: the control daemon is not watched any more.
+            let _ = ended.send(server).await;
+        });
+    }
+
+    pub(super) fn forget_server(&mut self, server: u32) {
+        self.servers.forget(server);
+        self.watched_servers.remove(&server);
+        if self.fault.as_ref().is_some_and(|fault| fault.server == server) {
+            self.fault = None;
+        }
+    }
+
+    /// A server has ended. In multi-user mode the next one is started ahead of its first client.
+    pub(super) fn server_gone(&mut self, server: u32) {
+        let known = self.watched_servers.contains(&server);
+        self.forget_server(server);
+        if !known {
+            return;
+        }
+        self.reporter.event(format!("server {server} has ended"));
+        let wanted =
+            self.order.plan.prewarm && self.running.as_ref().is_some_and(|running| running.multiuser);
+        if wanted && self.servers.alive().is_empty() {
+            if self.revival.last_success.elapsed() >= HEALTHY_AGAIN {
+                self.revival.pause = FIRST_PAUSE;
+            }
+            self.revival.schedule(format!("server {server} has ended"));
+        }
+        self.compare_servers();
+        self.show_state();
+    }
+
+    /// Starts the next server, unless a client was faster.
+    pub(super) async fn revive(&mut self, control: &Control) -> Result<(), Failure> {
+        let Some(running) = self.running.clone() else { return Ok(()) };
+        let limits = limits(&self.order, &running);
+        match self.prewarm(control, &limits).await {
+            Ok(()) => {
+                self.revival.at = None;
+                self.revival.last_success = Instant::now();
+            }
+            Err(failure) if self.process.is_none() => return Err(failure),
+            Err(failure) => {
+                let reason = failure.into_text();
+                if self.revival.reason != reason {
+                    self.reporter.warning(format!(
+                        "{reason}; tried again in {:.1} s",
+                        self.revival.pause.as_secs_f64()
+                    ));
+                }
+                self.revival.schedule(reason);
+            }
+        }
+        self.compare_servers();
+        self.show_state();
+        Ok(())
+    }
+}

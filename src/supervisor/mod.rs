@@ -1,0 +1,600 @@
+//! One state machine per control daemon: from a plan to a process that serves it, and back.
+//!
+//! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` when something else must
+//! happen first, `stopping` at the end. Nothing is reported before it is confirmed, and no client is ended unless
+//! somebody asked for it: a control daemon that has clients is left to them until they are done.
+//!
+//! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
+
+mod heal;
+mod servers;
+mod start;
+mod status;
+mod watch;
+
+use std::collections::{BTreeSet, VecDeque};
+use std::path::PathBuf;
+use std::process::ExitStatus;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until};
+
+use crate::compute_mode::ComputeModes;
+use crate::journal::{Journal, Running};
+use crate::mps::control::{Control, ControlError};
+use crate::mps::log::{Follower, Line, Meaning, Writer};
+use crate::mps::process::{self, Process};
+use crate::plan::ControlDaemonPlan;
+use crate::state::ControlDaemonState;
+
+use heal::{Fault, Revival};
+use servers::Servers;
+use status::Reporter;
+pub use status::{GpuStatus, Status};
+
+/// The program, as every driver package installs it.
+const PROGRAM: &str = "nvidia-cuda-mps-control";
+
+/// The first pause after a failure; it doubles up to the last.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LAST_PAUSE: Duration = Duration::from_secs(30);
+
+/// How long it must have been healthy for the pauses to start anew.
+const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
+
+/// What a control daemon shall be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Order {
+    /// Its GPUs, directories and limits.
+    pub plan: ControlDaemonPlan,
+    /// Whether its GPUs' compute mode is ours to set.
+    pub set_compute_mode: bool,
+    /// What `quit` gets before SIGTERM.
+    pub quit_timeout: Duration,
+    /// What the clients of a faulted server get before they are terminated.
+    pub fault_grace: Duration,
+    /// How large its log may grow before it is started anew.
+    pub log_max_bytes: u64,
+}
+
+/// What is to become of a control daemon.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Goal {
+    /// Serve this.
+    Serve,
+    /// End once it has no clients, and put the compute modes back.
+    Retire,
+    /// End now, and put the compute modes back.
+    Stop,
+    /// Be left as it is, with its clients, for the next of us to take over.
+    Leave,
+}
+
+/// What is asked of a control daemon beside its goal. The answers are for people.
+#[derive(Debug)]
+enum Command {
+    /// Make a change that waits for clients to end: now if `force`, or if there are none.
+    Apply { force: bool, reply: oneshot::Sender<Result<(), String>> },
+    /// End the server and start another, if it has no clients.
+    RestartServer { reply: oneshot::Sender<Result<(), String>> },
+}
+
+/// A server met a fatal GPU error, and these clients were hit. None of them need be the culprit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ClientFault {
+    /// The GPU.
+    pub gpu_uuid: String,
+    /// The clients' PIDs.
+    pub pids: Vec<u32>,
+    /// In words.
+    pub reason: String,
+}
+
+/// What every supervisor works with.
+#[derive(Debug, Clone)]
+pub struct Tools {
+    /// Sets and restores compute modes.
+    pub compute_modes: ComputeModes,
+    /// Remembers what was started.
+    pub journal: Arc<Mutex<Journal>>,
+    /// Notified whenever a status changes.
+    pub changed: Arc<Notify>,
+    /// Takes every fault.
+    pub faults: mpsc::Sender<ClientFault>,
+}
+
+/// A supervised control daemon. Dropped, it is left as it is, with its clients.
+#[derive(Debug)]
+pub struct Supervisor {
+    goal: channel::Sender<(Goal, Order)>,
+    status: channel::Receiver<Status>,
+    control: channel::Receiver<Option<Arc<Control>>>,
+    commands: mpsc::Sender<Command>,
+    task: JoinHandle<()>,
+}
+
+impl Supervisor {
+    /// Starts to make `order` true, or with another goal than to serve, to end what of it still runs.
+    pub fn start(order: Order, goal: Goal, tools: Tools) -> Self {
+        let (reporter, status) = Reporter::new(&order.plan, Arc::clone(&tools.changed));
+        let (control_sender, control) = channel::channel(None);
+        let (commands, commands_received) = mpsc::channel(4);
+        let (server_ended, server_ends) = mpsc::channel(16);
+        let worker = Worker {
+            order: order.clone(),
+            tools,
+            reporter,
+            control: control_sender,
+            process: None,
+            running: None,
+            log: None,
+            quiet_until: 0,
+            log_missed: false,
+            servers: Servers::default(),
+            watched_servers: BTreeSet::new(),
+            server_ended,
+            server_ends,
+            last_words: VecDeque::new(),
+            multiuser_refused: false,
+            unreachable: BTreeSet::new(),
+            former_gpus: BTreeSet::new(),
+            misfit: None,
+            stuck: None,
+            misses: 0,
+            fault: None,
+            revival: Revival::default(),
+            look_at_clients: false,
+        };
+        let (goal, goals) = channel::channel((goal, order));
+        Self { goal, status, control, commands, task: tokio::spawn(run(goals, commands_received, worker)) }
+    }
+
+    /// Gives it another goal. The same again changes nothing.
+    pub fn pursue(&self, goal: Goal, order: Order) {
+        self.goal.send_if_modified(|current| {
+            let new = (goal, order);
+            let modified = *current != new;
+            *current = new;
+            modified
+        });
+    }
+
+    /// Gives it another goal with the order that it has.
+    pub fn end(&self, goal: Goal) {
+        let order = self.goal.borrow().1.clone();
+        self.pursue(goal, order);
+    }
+
+    /// Whether it has ended, its control daemon with it.
+    pub fn ended(&self) -> bool {
+        self.task.is_finished()
+    }
+
+    /// What is known now.
+    pub fn status(&self) -> Status {
+        self.status.borrow().clone()
+    }
+
+    /// The front end of the control daemon, while one serves.
+    pub fn control(&self) -> Option<Arc<Control>> {
+        self.control.borrow().clone()
+    }
+
+    /// Makes a change that waits for clients to end: now if `force` or if there are none. The error says who is in the
+    /// way.
+    pub fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), String>> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Apply { force, reply });
+        answer
+    }
+
+    /// Ends the server and starts another. The error says who is in the way.
+    pub fn restart_server(&self) -> oneshot::Receiver<Result<(), String>> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::RestartServer { reply });
+        answer
+    }
+
+    /// A command that finds no place is dropped; whoever waits for its answer learns that from the channel.
+    fn send(&self, command: Command) {
+        if let Err(error) = self.commands.try_send(command) {
+            tracing::debug!("a command is dropped: {error}");
+        }
+    }
+}
+
+/// Why a control daemon does not serve.
+#[derive(Debug)]
+enum Failure {
+    /// It died or would not start.
+    Failed(String),
+    /// Something outside must change first.
+    Waiting(String),
+    /// The control daemon does not answer.
+    Silent(String),
+}
+
+impl From<ControlError> for Failure {
+    fn from(error: ControlError) -> Self {
+        match error {
+            ControlError::Silent { .. } => Self::Silent(error.to_string()),
+            _ => Self::Failed(error.to_string()),
+        }
+    }
+}
+
+impl Failure {
+    fn into_text(self) -> String {
+        match self {
+            Self::Failed(text) | Self::Waiting(text) | Self::Silent(text) => text,
+        }
+    }
+}
+
+/// How serving ended.
+#[derive(Debug)]
+enum Ended {
+    /// Against our will.
+    Failure(Failure),
+    /// To be gone through again at once, with what has changed.
+    Anew,
+    /// For good: it was to retire and has.
+    Retired,
+}
+
+async fn run(
+    mut goals: channel::Receiver<(Goal, Order)>,
+    mut commands: mpsc::Receiver<Command>,
+    mut worker: Worker,
+) {
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let (goal, order) = goals.borrow_and_update().clone();
+        worker.take_order(order);
+        match goal {
+            Goal::Serve | Goal::Retire => {}
+            Goal::Stop => break,
+            Goal::Leave => {
+                worker.keep_journal();
+                worker.reporter.wake();
+                return;
+            }
+        }
+        let begun = Instant::now();
+        tokio::select! {
+            ended = worker.serve(&goal, &mut commands) => match ended {
+                Ended::Retired => break,
+                Ended::Anew => {}
+                Ended::Failure(failure) => {
+                    if begun.elapsed() >= HEALTHY_AGAIN {
+                        pause = FIRST_PAUSE;
+                    }
+                    worker.failed(failure, pause).await;
+                    let rest = tokio::time::timeout(pause, goals.changed()).await;
+                    pause = (pause * 2).min(LAST_PAUSE);
+                    if matches!(rest, Ok(Err(_))) {
+                        return;
+                    }
+                }
+            },
+            changed = goals.changed() => {
+                if changed.is_err() {
+                    return;
+                }
+                pause = FIRST_PAUSE;
+            }
+        }
+    }
+    worker.end().await;
+    worker.reporter.wake();
+}
+
+/// What happens to a control daemon next.
+#[derive(Debug)]
+enum Occurrence {
+    /// A line in its log.
+    Line(Line),
+    /// Its end.
+    Ended(Option<ExitStatus>),
+    /// The end of one of its servers.
+    ServerEnded(u32),
+    /// Nothing until the deadline.
+    Nothing,
+}
+
+#[derive(Debug)]
+struct Worker {
+    order: Order,
+    tools: Tools,
+    reporter: Reporter,
+    /// There while the control daemon serves.
+    control: channel::Sender<Option<Arc<Control>>>,
+    process: Option<Process>,
+    /// What runs, as the journal has it; it may not be what the order wants.
+    running: Option<Running>,
+    log: Option<Follower>,
+    /// Lines before this offset were passed on by the service that ran before.
+    quiet_until: u64,
+    /// Its removal was noticed and said.
+    log_missed: bool,
+    servers: Servers,
+    /// The servers whose end will be told through `server_ends`.
+    watched_servers: BTreeSet<u32>,
+    server_ended: mpsc::Sender<u32>,
+    server_ends: mpsc::Receiver<u32>,
+    /// The last lines that may explain an end: without a prefix, or a server's.
+    last_words: VecDeque<String>,
+    /// This driver has refused the multi-user option once; it isn't asked again.
+    multiuser_refused: bool,
+    /// The GPUs of the order that NVML can't reach.
+    unreachable: BTreeSet<String>,
+    /// The GPUs that control daemons of ours have had; their compute modes are to be put back when they leave.
+    former_gpus: BTreeSet<String>,
+    /// What of the order needs another control daemon than the one that runs.
+    misfit: Option<String>,
+    /// Why the control daemon can't take clients though it lives.
+    stuck: Option<String>,
+    /// How many times in a row it did not answer.
+    misses: u32,
+    fault: Option<Fault>,
+    revival: Revival,
+    /// A client has gone: it may have been the last.
+    look_at_clients: bool,
+}
+
+impl Worker {
+    /// Serves until it can't any more, is to serve something else, or has retired.
+    async fn serve(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
+        let ready = async {
+            if self.process.is_none() {
+                self.take_over().await?;
+            }
+            if self.process.is_none() {
+                if *goal == Goal::Retire {
+                    return Ok(false);
+                }
+                self.start().await?;
+            }
+            self.configure(goal).await.map(|()| true)
+        };
+        match ready.await {
+            Ok(true) => self.watch(goal, commands).await,
+            Ok(false) => Ended::Retired,
+            Err(failure) => Ended::Failure(failure),
+        }
+    }
+
+    fn take_order(&mut self, order: Order) {
+        self.reporter.plan(&order.plan);
+        self.order = order;
+    }
+
+    /// Waits for what happens next, until `deadline`.
+    async fn next(&mut self, deadline: Instant) -> Result<Occurrence, Failure> {
+        let (Some(log), Some(process)) = (&mut self.log, &mut self.process) else {
+            return Err(Failure::Failed("the control daemon does not run".to_owned()));
+        };
+        let occurrence = tokio::select! {
+            biased;
+            line = log.next() => {
+                Occurrence::Line(line.map_err(|error| Failure::Failed(format!("{}: {error}", log.path().display())))?)
+            }
+            status = process.exited() => Occurrence::Ended(status),
+            Some(server) = self.server_ends.recv() => Occurrence::ServerEnded(server),
+            () = sleep_until(deadline) => Occurrence::Nothing,
+        };
+        if let Occurrence::Line(line) = &occurrence {
+            self.take_in(line);
+        }
+        Ok(occurrence)
+    }
+
+    /// Lets time pass, with an eye on the log and the process. False once `deadline` is reached.
+    async fn step(&mut self, deadline: Instant) -> Result<bool, Failure> {
+        match self.next(deadline).await? {
+            Occurrence::Line(_) => Ok(true),
+            Occurrence::ServerEnded(server) => {
+                self.forget_server(server);
+                Ok(true)
+            }
+            Occurrence::Ended(status) => Err(self.control_daemon_ended(status)),
+            Occurrence::Nothing => Ok(false),
+        }
+    }
+
+    async fn pause(&mut self, duration: Duration) -> Result<(), Failure> {
+        let deadline = Instant::now() + duration;
+        while self.step(deadline).await? {}
+        Ok(())
+    }
+
+    /// Takes note of the control daemon's end, and says how it was.
+    fn control_daemon_ended(&mut self, status: Option<ExitStatus>) -> Failure {
+        // What it wrote last explains its end.
+        while let Some(Ok(Some(line))) = self.log.as_mut().map(Follower::try_next) {
+            self.take_in(&line);
+        }
+        let how = status.map(|status| format!(" ({status})")).unwrap_or_default();
+        let failure = Failure::Failed(format!("the control daemon ended{how}{}", self.words()));
+        self.forget_process();
+        failure
+    }
+
+    fn take_in(&mut self, line: &Line) {
+        let old = self.log.as_ref().is_some_and(|log| log.offset() <= self.quiet_until);
+        self.servers.take_in(&line.meaning);
+        if old {
+            return;
+        }
+        self.quiet_until = 0;
+        line.trace(&self.reporter.id());
+        if !matches!(line.writer, Some(Writer::Control(_))) && !line.text.trim().is_empty() {
+            self.last_words.push_back(line.text.clone());
+            if self.last_words.len() > 3 {
+                self.last_words.pop_front();
+            }
+        }
+        match line.meaning {
+            Meaning::ServerReady(server) => self.reporter.event(format!("server {server} is ready")),
+            Meaning::ServerExited { server, status } => {
+                self.reporter.event(format!("server {server} exited with status {status}"));
+            }
+            Meaning::FaultHandling { server } => self.fault_seen(server),
+            Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
+            Meaning::ClientLeft(_) => self.look_at_clients = true,
+            Meaning::ClientRefused { server, capacity } => {
+                self.reporter
+                    .warning(format!("server {server} turned a client away: it holds {capacity}, no more"));
+            }
+            _ => {}
+        }
+    }
+
+    /// The last words of the log, as the end of a sentence.
+    fn words(&self) -> String {
+        if self.last_words.is_empty() {
+            return String::new();
+        }
+        format!("; its log ends: {}", self.last_words.iter().cloned().collect::<Vec<_>>().join(" | "))
+    }
+
+    /// Takes note that no control daemon of ours runs.
+    fn forget_process(&mut self) {
+        self.process = None;
+        self.running = None;
+        self.control.send_replace(None);
+        self.log = None;
+        self.servers = Servers::default();
+        self.watched_servers.clear();
+        self.misfit = None;
+        self.stuck = None;
+        self.misses = 0;
+        self.fault = None;
+        self.revival = Revival::default();
+        let id = self.reporter.id();
+        if let Err(error) = self.with_journal(|journal| journal.forget_control_daemon(&id)) {
+            self.reporter.warning(format!("the journal can't be written: {error}"));
+        }
+        self.reporter.update(|status| {
+            status.view.pid = None;
+            status.view.servers.clear();
+            status.serving = false;
+            for gpu in status.gpus.values_mut() {
+                gpu.thread_percentage = None;
+                gpu.memory_limit_mib = None;
+            }
+        });
+    }
+
+    /// Takes note of a failure. A control daemon that nobody uses is ended, to be started anew; one that has clients is
+    /// left to them.
+    async fn failed(&mut self, failure: Failure, pause: Duration) {
+        let waiting = matches!(failure, Failure::Waiting(_));
+        let mut state = if waiting { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
+        let mut reason = failure.into_text();
+        if self.process.is_some() {
+            match self.in_use().await {
+                Ok(0) => self.stop_control_daemon().await,
+                Ok(clients) => {
+                    state = ControlDaemonState::Waiting;
+                    reason = format!("{reason}; left to its {clients} clients");
+                }
+                Err(error) => {
+                    state = ControlDaemonState::Waiting;
+                    reason = format!("{reason}; left alone, since its clients are not known: {error}");
+                }
+            }
+        }
+        if self.reporter.reason() != reason {
+            self.reporter.warning(format!("{reason}; tried again in {:.1} s", pause.as_secs_f64()));
+        }
+        self.reporter.enter(state, false, &reason);
+    }
+
+    /// How many clients the control daemon has. NVML is asked where it doesn't answer itself.
+    async fn in_use(&self) -> Result<usize, String> {
+        let Some(running) = &self.running else { return Ok(0) };
+        match Control::new(program(), running.pipe_directory.clone()).clients().await {
+            Ok(clients) => Ok(clients.len()),
+            Err(error) => {
+                let mut clients = BTreeSet::new();
+                for uuid in &running.gpus {
+                    let asked = self.tools.compute_modes.mps_clients(uuid).await;
+                    clients.extend(asked.map_err(|nvml| format!("{error}; {nvml}"))?);
+                }
+                Ok(clients.len())
+            }
+        }
+    }
+
+    /// Ends the control daemon if one runs.
+    async fn stop_control_daemon(&mut self) {
+        let (Some(process), Some(running)) = (&mut self.process, &self.running) else { return };
+        let pid = process.identity().pid;
+        let control = Control::new(program(), running.pipe_directory.clone());
+        tracing::debug!(step = "quit", "control daemon {pid} is asked to end");
+        match process::stop(process, &control, self.order.quit_timeout).await {
+            Ok(how) => {
+                self.reporter
+                    .event(format!("control daemon {} (PID {pid}) ended: {how:?}", self.reporter.id()));
+                self.forget_process();
+            }
+            Err(error) => {
+                self.reporter.warning(format!(
+                    "control daemon {} (PID {pid}) can't be ended: {error}",
+                    self.reporter.id()
+                ));
+            }
+        }
+    }
+
+    /// The end of it all: the control daemon, then the compute modes.
+    async fn end(&mut self) {
+        self.reporter.enter(ControlDaemonState::Stopping, false, "");
+        if self.process.is_none() {
+            // One of ours that was not taken over yet is ours to end all the same.
+            if let Err(failure) = self.take_over().await {
+                self.reporter.warning(failure.into_text());
+            }
+        }
+        let mut gpus: BTreeSet<String> = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        gpus.extend(self.running.iter().flat_map(|running| running.gpus.clone()));
+        self.stop_control_daemon().await;
+        if self.process.is_none() {
+            for uuid in gpus {
+                self.restore_compute_mode(&uuid).await;
+            }
+        }
+    }
+
+    async fn restore_compute_mode(&mut self, uuid: &str) {
+        if let Err(error) = self.tools.compute_modes.restore(uuid).await {
+            self.reporter.warning(format!("compute mode of {uuid} is not put back: {error}"));
+        }
+    }
+
+    fn with_journal<T>(&self, use_it: impl FnOnce(&mut Journal) -> T) -> T {
+        // A journal is whole after every call, whatever happened to the thread that made it.
+        use_it(&mut self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// The program to start or to ask. One that can't be found is named all the same, for the error that follows.
+fn program() -> PathBuf {
+    process::find_program(PROGRAM).unwrap_or_else(|_| PathBuf::from(PROGRAM))
+}
+
+/// The limits of the GPUs in a control daemon's hands, by its ordinals, as the order wants them.
+fn limits(order: &Order, running: &Running) -> servers::Limits {
+    let planned = |uuid: &String| order.plan.gpus.iter().find(|gpu| gpu.uuid == *uuid);
+    let held: Vec<_> =
+        running.gpus.iter().map(planned).enumerate().filter_map(|(n, gpu)| Some((n, gpu?))).collect();
+    servers::Limits {
+        thread_percentage: order.plan.thread_percentage,
+        memory_mib: held.iter().map(|(ordinal, gpu)| (*ordinal, gpu.memory_limit_mib)).collect(),
+        enforced: held.iter().filter(|(_, gpu)| gpu.limits_enforced).map(|(ordinal, _)| *ordinal).collect(),
+    }
+}

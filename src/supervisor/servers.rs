@@ -1,0 +1,176 @@
+//! What the servers of one control daemon have written of themselves.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::mps::log::Meaning;
+
+/// The limits that a server shall have in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Limits {
+    /// The active thread percentage.
+    pub(super) thread_percentage: u8,
+    /// The memory limit of each GPU in MiB, by its ordinal.
+    pub(super) memory_mib: BTreeMap<usize, u64>,
+    /// The ordinals of the GPUs that enforce theirs; servers write of no others.
+    pub(super) enforced: BTreeSet<usize>,
+}
+
+/// One server, as far as the log tells.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(super) struct Server {
+    pub(super) ready: bool,
+    pub(super) exit_status: Option<i32>,
+    thread_tenths: Option<u32>,
+    pub(super) memory_bytes: BTreeMap<usize, u64>,
+}
+
+/// The servers by PID. Those that are gone are kept for a while: their last words explain the next one's start.
+#[derive(Debug, Default)]
+pub(super) struct Servers(BTreeMap<u32, Server>);
+
+/// How many servers, gone ones included, are of interest.
+const KEPT: usize = 8;
+
+impl Servers {
+    pub(super) fn get(&self, pid: u32) -> Option<&Server> {
+        self.0.get(&pid)
+    }
+
+    /// The PIDs of those that have not ended.
+    pub(super) fn alive(&self) -> Vec<u32> {
+        self.0.iter().filter(|(_, server)| server.exit_status.is_none()).map(|(pid, _)| *pid).collect()
+    }
+
+    /// The last one that has ended, with its exit status.
+    pub(super) fn last_exit(&self) -> Option<(u32, i32)> {
+        self.0.iter().rev().find_map(|(pid, server)| Some((*pid, server.exit_status?)))
+    }
+
+    /// Drops what was written by servers that are none any more.
+    pub(super) fn keep(&mut self, alive: &[u32]) {
+        self.0.retain(|pid, _| alive.contains(pid));
+        for pid in alive {
+            self.0.entry(*pid).or_default();
+        }
+    }
+
+    pub(super) fn forget(&mut self, pid: u32) {
+        self.0.remove(&pid);
+    }
+
+    /// Forgets the limits that a server wrote, before it is given others.
+    pub(super) fn expect_limits(&mut self, pid: u32) {
+        let server = self.0.entry(pid).or_default();
+        server.memory_bytes.clear();
+        // The answer to the setting of a live percentage is its proof; the log stays silent.
+        server.thread_tenths = None;
+    }
+
+    pub(super) fn thread_percentage_answered(&mut self, pid: u32, percentage: u8) {
+        self.0.entry(pid).or_default().thread_tenths = Some(u32::from(percentage) * 10);
+    }
+
+    /// Takes in what a line says of a server.
+    pub(super) fn take_in(&mut self, meaning: &Meaning) {
+        match meaning {
+            Meaning::ServerStarting { server, .. } => {
+                self.0.insert(*server, Server::default());
+            }
+            Meaning::ServerReady(server) => self.0.entry(*server).or_default().ready = true,
+            Meaning::ServerExited { server, status } => {
+                self.0.entry(*server).or_default().exit_status = Some(*status);
+            }
+            Meaning::ThreadPercentage { server, tenths } => {
+                self.0.entry(*server).or_default().thread_tenths = Some(*tenths);
+            }
+            Meaning::MemoryLimit { server, ordinal, bytes } => {
+                self.0.entry(*server).or_default().memory_bytes.insert(*ordinal, *bytes);
+            }
+            Meaning::Ordinary
+            | Meaning::Noise
+            | Meaning::Fault { .. }
+            | Meaning::FaultHandling { .. }
+            | Meaning::TornDown { .. }
+            | Meaning::ClientLeft(_)
+            | Meaning::ClientPending { .. }
+            | Meaning::ClientRefused { .. } => {}
+        }
+        while self.0.len() > KEPT {
+            self.0.pop_first();
+        }
+    }
+}
+
+impl Server {
+    /// Whether everything that it writes of its limits is there.
+    pub(super) fn has_written(&self, limits: &Limits) -> bool {
+        self.thread_tenths.is_some() && limits.enforced.iter().all(|gpu| self.memory_bytes.contains_key(gpu))
+    }
+
+    /// What it has in force that is not as it shall be.
+    pub(super) fn differs_from(&self, limits: &Limits) -> Option<String> {
+        let percentage = limits.thread_percentage;
+        if let Some(tenths) = self.thread_tenths.filter(|tenths| *tenths != u32::from(percentage) * 10) {
+            let (whole, tenth) = (tenths / 10, tenths % 10);
+            return Some(format!(
+                "active thread percentage {whole}.{tenth} is in force instead of {percentage}"
+            ));
+        }
+        limits.memory_mib.iter().filter(|(ordinal, _)| limits.enforced.contains(ordinal)).find_map(
+            |(ordinal, mib)| {
+                let bytes = *self.memory_bytes.get(ordinal)?;
+                (bytes != mib << 20).then(|| {
+                format!(
+                    "device pinned memory limit {} MiB is in force on device {ordinal} instead of {mib} MiB",
+                    bytes >> 20
+                )
+            })
+            },
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mps::log::Line;
+
+    fn servers(lines: &[&str]) -> Servers {
+        let mut servers = Servers::default();
+        for line in lines {
+            servers.take_in(&Line::parse(line).meaning);
+        }
+        servers
+    }
+
+    fn limits() -> Limits {
+        Limits { thread_percentage: 25, memory_mib: [(0, 35942)].into(), enforced: [0].into() }
+    }
+
+    #[test]
+    fn limits_count_once_all_are_written_and_exact() {
+        let mut servers = servers(&[
+            "[d t Control 5] Starting new server 9 for user 0",
+            "[d t Control 4] NEW SERVER 9: Ready",
+            "[d t Server 9] Active Threads Percentage set to 25.0",
+        ]);
+        assert!(!servers.get(9).unwrap().has_written(&limits()));
+        servers.take_in(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35942 << 20 });
+        assert!(servers.get(9).unwrap().has_written(&limits()));
+        assert_eq!(servers.get(9).unwrap().differs_from(&limits()), None);
+        servers.take_in(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35 << 30 });
+        let difference = servers.get(9).unwrap().differs_from(&limits()).unwrap();
+        assert!(difference.contains("35840 MiB is in force"), "{difference}");
+    }
+
+    #[test]
+    fn the_gone_are_told_from_the_living() {
+        let servers = servers(&[
+            "[d t Control 4] NEW SERVER 9: Ready",
+            "[d t Control 4] Server 9 exited with status 1",
+            "[d t Control 4] NEW SERVER 12: Ready",
+        ]);
+        assert_eq!(servers.alive(), [12]);
+        assert_eq!(servers.last_exit(), Some((9, 1)));
+    }
+}

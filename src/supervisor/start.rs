@@ -1,0 +1,450 @@
+//! How a control daemon comes about: one of ours taken over, another's replaced, or a new one started; then its limits
+//! and its server.
+
+use std::fs::File;
+use std::path::Path;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::journal::Running;
+use crate::mps::control::{Control, ControlError, ServerStatus};
+use crate::mps::directories;
+use crate::mps::log::Follower;
+use crate::mps::process::{self, Identity, Launch, Process, Waiting};
+use crate::state::ControlDaemonState;
+use crate::systemd;
+
+use super::servers::Limits;
+use super::{Failure, Goal, PROGRAM, Worker, limits, program};
+
+/// How long a new control daemon may take to answer. Measured: 20 ms.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often it is asked whether it answers yet.
+const ANSWER_PAUSE: Duration = Duration::from_millis(20);
+
+/// How long a server may take to be ready. Measured: 0.15 s for one GPU; it opens them one after the other.
+const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How often it is asked whether it is.
+const SERVER_PAUSE: Duration = Duration::from_millis(50);
+
+/// How long a server may take to write its limits down. Measured: within the same millisecond.
+const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
+
+impl Worker {
+    /// Takes over the control daemon that the journal has as ours, if it still lives.
+    pub(super) async fn take_over(&mut self) -> Result<(), Failure> {
+        let id = self.reporter.id();
+        let Some(running) = self.with_journal(|journal| journal.control_daemon(&id).cloned()) else {
+            return Ok(());
+        };
+        let Ok(process) = Process::adopt(running.process) else {
+            // It ended while nobody looked. What it held is free, and the entry stands for nothing.
+            self.forget_process();
+            return Ok(());
+        };
+        let control = Control::new(program(), running.pipe_directory.clone());
+        let pid = running.process.pid;
+        let log_path = running.log_directory.join("control.log");
+        // Its standard output, since the file may have been removed; from the beginning, for what it says of servers.
+        let log = process.output_file().and_then(|file| Follower::new(file, &log_path, 0));
+        self.log = Some(log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?);
+        self.quiet_until = running.log_offset;
+        self.process = Some(process);
+        self.running = Some(running);
+        self.reporter.update(|status| status.view.pid = Some(pid));
+        self.continue_if_stopped();
+        match self.answers(&control).await {
+            Ok(()) if control.daemon_pid() == Some(pid) => {}
+            Ok(()) => {
+                return Err(Failure::Waiting(format!(
+                    "another control daemon has taken the pipe directory of PID {pid}"
+                )));
+            }
+            // It hangs, or can't be reached. Its clients need it all the same, and `watch` knows what to do.
+            Err(_) if self.process.is_some() => self.misses = 1,
+            Err(_) => return Ok(()),
+        }
+        while let Some(Ok(Some(line))) = self.log.as_mut().map(Follower::try_next) {
+            self.take_in(&line);
+        }
+        self.reporter.event(format!("control daemon {id} (PID {pid}) taken over"));
+        tracing::debug!(step = "taken-over", "control daemon {pid} is ours again");
+        Ok(())
+    }
+
+    /// Starts a control daemon for the order.
+    pub(super) async fn start(&mut self) -> Result<(), Failure> {
+        self.reporter.enter(ControlDaemonState::Starting, false, "");
+        let plan = self.order.plan.clone();
+        let program = process::find_program(PROGRAM).map_err(Failure::Waiting)?;
+        let control = Control::new(program.clone(), plan.pipe_directory.clone());
+        self.make_way(&control, &plan.pipe_directory).await?;
+        let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
+        directories::open(&plan.pipe_directory).map_err(bad_directory)?;
+        self.look_at_gpus().await;
+        let gpus: Vec<String> = plan
+            .gpus
+            .iter()
+            .map(|gpu| gpu.uuid.clone())
+            .filter(|uuid| !self.unreachable.contains(uuid))
+            .collect();
+        if gpus.is_empty() {
+            return Err(Failure::Waiting("none of its GPUs can be reached".to_owned()));
+        }
+        self.take_compute_modes(&gpus).await?;
+        tracing::debug!(step = "compute-modes", "compute modes are set");
+
+        let mut multiuser = plan.multiuser && !self.multiuser_refused;
+        loop {
+            self.spawn(&program, &gpus, multiuser).await?;
+            match self.answers(&control).await {
+                Ok(()) => break,
+                Err(Failure::Failed(_)) if multiuser && plan.multiuser_optional && self.option_refused() => {
+                    self.reporter.event(
+                        "this driver's control daemon refuses multi-user mode; it runs without".to_owned(),
+                    );
+                    self.multiuser_refused = true;
+                    multiuser = false;
+                }
+                Err(Failure::Failed(_)) if multiuser && self.option_refused() => {
+                    return Err(Failure::Waiting(
+                        "this driver's control daemon refuses multi-user mode; set cuda_mps_multiuser to auto".to_owned(),
+                    ));
+                }
+                Err(failure) => return Err(failure),
+            }
+        }
+        tracing::debug!(step = "answers", "the control daemon answers");
+        Ok(())
+    }
+
+    /// Sees to it that no other control daemon listens in the pipe directory. One without clients is replaced, whoever
+    /// started it; one with clients is left to them.
+    async fn make_way(&mut self, control: &Control, pipe_directory: &Path) -> Result<(), Failure> {
+        let directory = pipe_directory.display();
+        let clients = match control.clients().await {
+            Err(ControlError::NoDaemon { .. }) => return Ok(()),
+            Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
+            Err(error) => Err(error),
+            Ok(clients) => Ok(clients.len()),
+        };
+        let pid = control.daemon_pid();
+        let named = pid.map_or("an unknown PID".to_owned(), |pid| format!("PID {pid}"));
+        let end_it = format!("end it with `echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}`");
+        match (clients, pid) {
+            (Ok(0), Some(pid)) => {
+                let taken = Identity::of(pid).and_then(Process::adopt);
+                let mut other =
+                    taken.map_err(|error| Failure::Failed(format!("control daemon {named}: {error}")))?;
+                self.reporter.event(format!(
+                    "control daemon {named} in {directory} is not ours and has no client: replaced"
+                ));
+                if process::stop_idle(&mut other, control).await {
+                    return Ok(());
+                }
+                Err(Failure::Waiting(format!(
+                    "control daemon {named} in {directory} was asked to end and has not yet"
+                )))
+            }
+            (Ok(clients), _) => Err(Failure::Waiting(format!(
+                "a control daemon that is not ours ({named}) serves {clients} clients in {directory}; it is replaced when they \
+                 are done, or {end_it}"
+            ))),
+            (Err(error), _) => Err(Failure::Waiting(format!(
+                "a control daemon that is not ours ({named}) holds {directory}: {error}; {end_it}"
+            ))),
+        }
+    }
+
+    async fn take_compute_modes(&mut self, gpus: &[String]) -> Result<(), Failure> {
+        if !self.order.set_compute_mode {
+            return Ok(());
+        }
+        for uuid in gpus {
+            let taken = self.tools.compute_modes.take(uuid).await;
+            taken.map_err(|error| Failure::Failed(format!("compute mode of {uuid}: {error}")))?;
+        }
+        self.look_at_gpus().await;
+        Ok(())
+    }
+
+    /// Starts the process and follows its log from where it begins.
+    async fn spawn(&mut self, program: &Path, gpus: &[String], multiuser: bool) -> Result<(), Failure> {
+        let plan = &self.order.plan;
+        let id = self.reporter.id();
+        let not_started =
+            |error: std::io::Error| Failure::Failed(format!("the control daemon can't be started: {error}"));
+        let logs =
+            directories::open(&plan.log_directory).map_err(|error| Failure::Waiting(error.to_string()))?;
+        let path = plan.log_directory.join("control.log");
+        let log_error = |error: std::io::Error| Failure::Failed(format!("{}: {error}", path.display()));
+        let output = directories::open_log(&logs, "control.log").map_err(log_error)?;
+        let begin = output.metadata().map_err(log_error)?.len();
+        let log = File::open(&path).and_then(|file| Follower::new(file, &path, begin)).map_err(log_error)?;
+
+        let environment = [
+            ("CUDA_MPS_PIPE_DIRECTORY", plan.pipe_directory.display().to_string()),
+            ("CUDA_MPS_LOG_DIRECTORY", plan.log_directory.display().to_string()),
+            ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
+        ];
+        let arguments: &[&str] = if multiuser { &["-f", "-multiuser-server"] } else { &["-f"] };
+        let waiting = Waiting::start(Launch { program, arguments, environment: &environment, output })
+            .map_err(not_started)?;
+        let running = Running {
+            process: waiting.identity(),
+            pipe_directory: plan.pipe_directory.clone(),
+            log_directory: plan.log_directory.clone(),
+            gpus: gpus.to_vec(),
+            multiuser,
+            log_offset: begin,
+        };
+        let pid = running.process.pid;
+        tracing::debug!(step = "spawned", "PID {pid} waits for the word");
+        self.with_journal(|journal| journal.remember_control_daemon(&id, running.clone())).map_err(
+            |error| {
+                Failure::Failed(format!(
+                    "a new control daemon can't be written down, so none is started: {error}"
+                ))
+            },
+        )?;
+        tracing::debug!(step = "journalled", "PID {pid} is written down");
+        if systemd::runs_us() {
+            match systemd::move_to_scope(&id, pid).await {
+                Ok(scope) => tracing::debug!(step = "scope", "PID {pid} is in {scope}"),
+                Err(error) => self
+                    .reporter
+                    .warning(format!("control daemon {id} stays in this service's control group: {error}")),
+            }
+        }
+        let process = waiting.go().await.map_err(not_started)?;
+        tracing::debug!(step = "started", "PID {pid} has the word");
+        self.log = Some(log);
+        self.quiet_until = 0;
+        self.log_missed = false;
+        self.last_words.clear();
+        self.servers = super::servers::Servers::default();
+        self.process = Some(process);
+        self.running = Some(running);
+        self.reporter.update(|status| {
+            status.view.pid = Some(pid);
+            status.view.starts += 1;
+        });
+        self.reporter.event(format!("control daemon {id} started as PID {pid}"));
+        Ok(())
+    }
+
+    /// Waits until the control daemon answers its front end.
+    async fn answers(&mut self, control: &Control) -> Result<(), Failure> {
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        loop {
+            let Err(error) = control.servers().await else { return Ok(()) };
+            if Instant::now() >= deadline {
+                return Err(Failure::Failed(format!(
+                    "no answer within {} s: {error}{}",
+                    ANSWER_TIMEOUT.as_secs(),
+                    self.words()
+                )));
+            }
+            self.pause(ANSWER_PAUSE).await?;
+        }
+    }
+
+    /// Whether the process that has just ended did not know the multi-user option: it then takes itself for a front
+    /// end and finds nobody to talk to.
+    fn option_refused(&self) -> bool {
+        self.process.is_none()
+            && self.last_words.iter().any(|line| {
+                line.contains("Cannot find MPS control daemon") || line.contains("Unrecognized option")
+            })
+    }
+
+    /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
+    pub(super) async fn configure(&mut self, goal: &Goal) -> Result<(), Failure> {
+        let Some(running) = self.running.clone() else {
+            return Err(Failure::Failed("the control daemon does not run".to_owned()));
+        };
+        if self.misses > 0 {
+            return Ok(());
+        }
+        self.look_at_gpus().await;
+        if !self.order.set_compute_mode {
+            for uuid in &running.gpus {
+                self.restore_compute_mode(uuid).await;
+            }
+        }
+        self.give_back_gpus(&running).await;
+        self.find_misfit();
+        if *goal == Goal::Retire {
+            self.misfit = Some("it is not needed any more".to_owned());
+        }
+        let control = Control::new(program(), running.pipe_directory.clone());
+        let limits = limits(&self.order, &running);
+        if *goal == Goal::Retire {
+            // Whoever comes until it ends gets what those before have got.
+            self.show_state();
+            return Ok(());
+        }
+        set_defaults(&control, &limits).await?;
+        tracing::debug!(step = "defaults", "defaults are set");
+        let servers = control.servers().await?;
+        self.servers.keep(&servers);
+        for server in &servers {
+            self.watch_server(*server);
+            self.set_live(&control, *server, &limits).await?;
+        }
+        if servers.is_empty() && running.multiuser && self.order.plan.prewarm {
+            self.prewarm(&control, &limits).await?;
+        }
+        tracing::debug!(step = "limits", "limits are confirmed");
+        let percentage = limits.thread_percentage;
+        self.reporter.update(|status| {
+            status.view.multiuser = Some(running.multiuser);
+            for (uuid, gpu) in &mut status.gpus {
+                gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
+            }
+        });
+        self.control.send_replace(Some(std::sync::Arc::new(control)));
+        self.compare_servers();
+        self.keep_journal();
+        self.show_state();
+        tracing::debug!(step = "ready", "the control daemon serves");
+        Ok(())
+    }
+
+    /// Puts back the compute modes of GPUs that neither the control daemon nor the order has any more.
+    async fn give_back_gpus(&mut self, running: &Running) {
+        let wanted = |uuid: &String| self.order.plan.gpus.iter().any(|gpu| gpu.uuid == *uuid);
+        let former = self.former_gpus.iter().filter(|uuid| !wanted(uuid) && !running.gpus.contains(uuid));
+        for uuid in former.cloned().collect::<Vec<_>>() {
+            self.restore_compute_mode(&uuid).await;
+            self.former_gpus.remove(&uuid);
+        }
+        self.former_gpus.extend(running.gpus.iter().cloned());
+    }
+
+    /// Gives a running server the limits, for its clients to come; those that run keep theirs.
+    async fn set_live(&mut self, control: &Control, server: u32, limits: &Limits) -> Result<(), Failure> {
+        if self
+            .servers
+            .get(server)
+            .is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none())
+        {
+            return Ok(());
+        }
+        if !matches!(control.server_status(server).await?, ServerStatus::Active | ServerStatus::Unsupported) {
+            return Ok(());
+        }
+        self.servers.expect_limits(server);
+        control.set_thread_percentage(server, limits.thread_percentage).await?;
+        self.servers.thread_percentage_answered(server, limits.thread_percentage);
+        for (ordinal, mib) in &limits.memory_mib {
+            control.set_memory_limit(server, *ordinal, *mib).await?;
+        }
+        self.confirm_limits(control, server, limits).await
+    }
+
+    /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
+    pub(super) async fn prewarm(&mut self, control: &Control, limits: &Limits) -> Result<(), Failure> {
+        self.servers.keep(&control.servers().await?);
+        control.start_server(0).await?;
+        let deadline = Instant::now() + SERVER_TIMEOUT;
+        let server = loop {
+            // The log tells of an end, the list of a life; a log that can't be written says nothing.
+            let mut active = None;
+            for server in control.servers().await? {
+                if matches!(
+                    control.server_status(server).await?,
+                    ServerStatus::Active | ServerStatus::Unsupported
+                ) {
+                    active = Some(server);
+                }
+            }
+            if let Some(server) = active {
+                break server;
+            }
+            self.pause(SERVER_PAUSE).await?;
+            if self.servers.alive().is_empty()
+                && let Some((server, status)) = self.servers.last_exit()
+            {
+                return Err(Failure::Failed(format!(
+                    "server {server} exited with status {status} before it was ready{}",
+                    self.words()
+                )));
+            }
+            if Instant::now() >= deadline {
+                return Err(Failure::Failed(format!(
+                    "no server is ready after {} s{}",
+                    SERVER_TIMEOUT.as_secs(),
+                    self.words()
+                )));
+            }
+        };
+        self.watch_server(server);
+        self.confirm_limits(control, server, limits).await
+    }
+
+    /// Waits for a server's own words on its limits; they alone are exact.
+    async fn confirm_limits(
+        &mut self,
+        control: &Control,
+        server: u32,
+        limits: &Limits,
+    ) -> Result<(), Failure> {
+        let deadline = Instant::now() + LIMITS_TIMEOUT;
+        let written =
+            |worker: &Self| worker.servers.get(server).is_some_and(|known| known.has_written(limits));
+        while !written(self) && self.step(deadline).await? {}
+        if !written(self) {
+            // On a full disk, for one. What was set is read back, to the GiB.
+            control.set_thread_percentage(server, limits.thread_percentage).await?;
+            for (ordinal, mib) in &limits.memory_mib {
+                control.set_memory_limit(server, *ordinal, *mib).await?;
+            }
+            self.reporter.warning(format!(
+                "server {server} wrote no limits to the log; they are confirmed to the GiB only"
+            ));
+            return Ok(());
+        }
+        match self.servers.get(server).and_then(|known| known.differs_from(limits)) {
+            Some(difference) => Err(Failure::Failed(format!("server {server}: {difference}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// What of the order the control daemon that runs can't be made to do.
+    pub(super) fn find_misfit(&mut self) {
+        let Some(running) = &self.running else { return };
+        let plan = &self.order.plan;
+        let wanted: Vec<&String> =
+            plan.gpus.iter().map(|gpu| &gpu.uuid).filter(|uuid| !self.unreachable.contains(*uuid)).collect();
+        let joins = wanted.iter().find(|uuid| !running.gpus.contains(uuid));
+        let leaves = running.gpus.iter().find(|uuid| !plan.gpus.iter().any(|gpu| gpu.uuid == **uuid));
+        self.misfit = if running.pipe_directory != plan.pipe_directory {
+            Some(format!("the pipe directory becomes {}", plan.pipe_directory.display()))
+        } else if running.log_directory != plan.log_directory {
+            Some(format!("the log directory becomes {}", plan.log_directory.display()))
+        } else if let Some(uuid) = joins {
+            Some(format!("{uuid} joins"))
+        } else if let Some(uuid) = leaves {
+            Some(format!("{uuid} leaves"))
+        } else if running.multiuser && !plan.multiuser {
+            Some("multi-user mode is switched off".to_owned())
+        } else if !running.multiuser && plan.multiuser && !plan.multiuser_optional {
+            Some("multi-user mode is switched on".to_owned())
+        } else {
+            None
+        };
+    }
+}
+
+/// Sets the limits of the servers to come; each is read back.
+async fn set_defaults(control: &Control, limits: &Limits) -> Result<(), ControlError> {
+    control.set_default_thread_percentage(limits.thread_percentage).await?;
+    for (ordinal, mib) in &limits.memory_mib {
+        control.set_default_memory_limit(*ordinal, *mib).await?;
+    }
+    Ok(())
+}

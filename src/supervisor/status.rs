@@ -1,0 +1,154 @@
+//! What a supervisor knows, and how it says so.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use tokio::sync::{Notify, watch};
+
+use crate::gpu::ComputeMode;
+use crate::plan::ControlDaemonPlan;
+use crate::state::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
+
+/// What is known of a control daemon and its GPUs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Status {
+    /// The control daemon.
+    pub view: ControlDaemonView,
+    /// Whether a client that comes now is served with the planned limits. It can be while the state is `waiting`: for
+    /// clients to end before a change.
+    pub serving: bool,
+    /// Its GPUs, by UUID.
+    pub gpus: BTreeMap<String, GpuStatus>,
+    /// Whether its first start has ended, well or not.
+    pub first_pass_ended: bool,
+    /// The last things that happened to it, oldest first.
+    pub events: VecDeque<Event>,
+}
+
+/// What is known of one of its GPUs.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct GpuStatus {
+    /// The compute mode as last seen.
+    pub compute_mode: Option<ComputeMode>,
+    /// What NVML says is wrong with it; empty when nothing is.
+    pub unreachable: String,
+    /// Why it is not served as planned though it can be reached; empty when it is.
+    pub reason: String,
+    /// The thread percentage that the control daemon has in force.
+    pub thread_percentage: Option<u8>,
+    /// The memory limit in MiB that a running server has in force.
+    pub memory_limit_mib: Option<u64>,
+}
+
+/// Says what changes, and only that.
+#[derive(Debug)]
+pub(super) struct Reporter {
+    status: watch::Sender<Status>,
+    changed: Arc<Notify>,
+}
+
+impl Reporter {
+    pub(super) fn new(plan: &ControlDaemonPlan, changed: Arc<Notify>) -> (Self, watch::Receiver<Status>) {
+        let view = ControlDaemonView {
+            id: plan.id.clone(),
+            state: ControlDaemonState::Starting,
+            reason: String::new(),
+            pid: None,
+            servers: Vec::new(),
+            pipe_directory: plan.pipe_directory.clone(),
+            log_directory: plan.log_directory.clone(),
+            multiuser: None,
+            starts: 0,
+            since: SystemTime::now(),
+        };
+        let (status, seen) = watch::channel(Status {
+            view,
+            serving: false,
+            gpus: gpus(plan, &BTreeMap::new()),
+            first_pass_ended: false,
+            events: VecDeque::new(),
+        });
+        (Self { status, changed }, seen)
+    }
+
+    /// Takes over another plan; what is known of GPUs that stay is kept.
+    pub(super) fn plan(&self, plan: &ControlDaemonPlan) {
+        self.update(|status| status.gpus = gpus(plan, &status.gpus));
+    }
+
+    pub(super) fn enter(&self, state: ControlDaemonState, serving: bool, reason: &str) {
+        self.update(|status| {
+            if status.view.state != state {
+                status.view.since = SystemTime::now();
+            }
+            status.view.state = state;
+            status.serving = serving;
+            // The reason of the last failure stays to be read while the next start is under way.
+            if state != ControlDaemonState::Starting {
+                reason.clone_into(&mut status.view.reason);
+                status.first_pass_ended = true;
+            }
+        });
+    }
+
+    pub(super) fn event(&self, text: String) {
+        self.event_at(tracing::Level::INFO, text);
+    }
+
+    pub(super) fn warning(&self, text: String) {
+        self.event_at(tracing::Level::WARN, text);
+    }
+
+    fn event_at(&self, level: tracing::Level, text: String) {
+        let id = self.id();
+        if level == tracing::Level::WARN {
+            tracing::warn!(mps_control = id, "{text}");
+        } else {
+            tracing::info!(mps_control = id, "{text}");
+        }
+        self.update(|status| {
+            if status.events.len() >= EVENTS_KEPT {
+                status.events.pop_front();
+            }
+            status.events.push_back(Event { at: SystemTime::now(), text });
+        });
+    }
+
+    pub(super) fn id(&self) -> String {
+        self.status.borrow().view.id.clone()
+    }
+
+    pub(super) fn reason(&self) -> String {
+        self.status.borrow().view.reason.clone()
+    }
+
+    pub(super) fn update_gpu(&self, uuid: &str, change: impl FnOnce(&mut GpuStatus)) {
+        self.update(|status| {
+            if let Some(gpu) = status.gpus.get_mut(uuid) {
+                change(gpu);
+            }
+        });
+    }
+
+    pub(super) fn update(&self, change: impl FnOnce(&mut Status)) {
+        let modified = self.status.send_if_modified(|status| {
+            let before = status.clone();
+            change(status);
+            *status != before
+        });
+        if modified {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Wakes the loop up once more, for an end that changes no status.
+    pub(super) fn wake(&self) {
+        self.changed.notify_one();
+    }
+}
+
+fn gpus(plan: &ControlDaemonPlan, known: &BTreeMap<String, GpuStatus>) -> BTreeMap<String, GpuStatus> {
+    let of = |uuid: &String| known.get(uuid).cloned().unwrap_or_default();
+    plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), of(&gpu.uuid))).collect()
+}

@@ -1,0 +1,411 @@
+//! A control daemon that serves: what is looked at, and what follows.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use crate::compute_mode::SERVED;
+use crate::mps::control::{Control, ControlError, ServerStatus};
+use crate::mps::log::Meaning;
+use crate::mps::process;
+use crate::state::ControlDaemonState;
+
+use super::{Command, Ended, Failure, Goal, Occurrence, Worker, limits, program};
+
+/// How often a control daemon is checked that gives no reason to.
+const CHECK_PERIOD: Duration = Duration::from_secs(30);
+
+/// How often one is that did not answer.
+const MISSED_PERIOD: Duration = Duration::from_secs(5);
+
+/// How many times in a row it may not answer before it counts as hanging. Once is nothing.
+const MISSES: u32 = 3;
+
+/// How often clients are counted while a change waits for their end; the log tells of most ends at once.
+const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
+
+/// How long after a client's end the others are counted: the control daemon lists it a little longer.
+const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
+
+impl Worker {
+    /// Watches until the control daemon ends or gives way to another.
+    pub(super) async fn watch(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
+        let mut check_at = Instant::now() + if self.misses > 0 { Duration::ZERO } else { CHECK_PERIOD };
+        let mut clients_at = Instant::now();
+        loop {
+            let mut due = check_at;
+            if self.misfit.is_some() || self.stuck.is_some() {
+                if std::mem::take(&mut self.look_at_clients) {
+                    clients_at = clients_at.min(Instant::now() + CLIENT_LEFT_PAUSE);
+                }
+                due = due.min(clients_at);
+            }
+            due = self.revival.at.map_or(due, |at| due.min(at));
+            due = self.fault.as_ref().map_or(due, |fault| due.min(fault.look_at));
+            let occurrence = tokio::select! {
+                occurrence = self.next(due) => occurrence,
+                Some(command) = commands.recv() => {
+                    match self.obey(command, goal).await {
+                        Some(ended) => return ended,
+                        None => continue,
+                    }
+                }
+            };
+            let now = Instant::now();
+            let done = match occurrence {
+                Err(failure) => Err(failure),
+                Ok(Occurrence::Ended(status)) => Err(self.control_daemon_ended(status)),
+                Ok(Occurrence::ServerEnded(server)) => {
+                    self.server_gone(server);
+                    Ok(())
+                }
+                Ok(Occurrence::Line(line)) => {
+                    if let Meaning::ServerReady(server) = line.meaning {
+                        self.watch_server(server);
+                    }
+                    self.compare_servers();
+                    self.rotate_log();
+                    Ok(())
+                }
+                Ok(Occurrence::Nothing) if now >= check_at => {
+                    let checked = self.check().await;
+                    let period = if self.misses > 0 { MISSED_PERIOD } else { CHECK_PERIOD };
+                    check_at = Instant::now() + period;
+                    match checked {
+                        Ok(Check::ConfigureAgain) => return Ended::Anew,
+                        Ok(Check::Done) => Ok(()),
+                        Err(failure) => Err(failure),
+                    }
+                }
+                Ok(Occurrence::Nothing) => self.act(now).await,
+            };
+            match done {
+                Ok(()) => {}
+                // In the middle of something, silence is one miss: the regular check goes on counting.
+                Err(Failure::Silent(_)) => {
+                    self.misses += 1;
+                    check_at = Instant::now() + MISSED_PERIOD;
+                }
+                Err(failure) => return Ended::Failure(failure),
+            }
+            if (self.misfit.is_some() || self.stuck.is_some()) && now >= clients_at {
+                clients_at = Instant::now() + CLIENTS_PERIOD;
+                if self.in_use().await == Ok(0) && self.end_idle().await {
+                    return ended(goal);
+                }
+                self.show_state();
+            }
+        }
+    }
+
+    /// What is due besides the regular check.
+    async fn act(&mut self, now: Instant) -> Result<(), Failure> {
+        let Some(control) = self.control.borrow().clone() else { return Ok(()) };
+        if self.fault.as_ref().is_some_and(|fault| now >= fault.look_at) {
+            return self.heal(&control).await;
+        }
+        if self.revival.at.is_some_and(|at| now >= at) {
+            self.revival.at = None;
+            return self.revive(&control).await;
+        }
+        Ok(())
+    }
+
+    /// Ends a control daemon that nobody uses, without harm to a client that comes this moment: it then stays until
+    /// that one is done. Whether it has ended.
+    async fn end_idle(&mut self) -> bool {
+        let (Some(process), Some(running)) = (&mut self.process, &self.running) else { return true };
+        let pid = process.identity().pid;
+        let control = Control::new(program(), running.pipe_directory.clone());
+        if process::stop_idle(process, &control).await {
+            self.reporter
+                .event(format!("control daemon {} (PID {pid}) ended, to start anew", self.reporter.id()));
+            self.forget_process();
+            return true;
+        }
+        if self.stuck.is_some() && self.in_use().await == Ok(0) {
+            self.stop_control_daemon().await;
+        }
+        self.process.is_none()
+    }
+
+    /// The regular look: does it answer, are its servers well, are the compute modes still ours, is everything in place.
+    async fn check(&mut self) -> Result<Check, Failure> {
+        self.continue_if_stopped();
+        let Some(control) = self.control() else { return Ok(Check::Done) };
+        match servers_and_faults(&control).await {
+            Ok((servers, faulted)) => {
+                let missed = std::mem::take(&mut self.misses) > 0;
+                self.stuck = None;
+                self.servers.keep(&servers);
+                for server in servers {
+                    self.watch_server(server);
+                }
+                for server in faulted {
+                    self.fault_seen(server);
+                }
+                if missed {
+                    self.reporter.event("the control daemon answers again".to_owned());
+                    // What was asked of it meanwhile may not be in force.
+                    return Ok(Check::ConfigureAgain);
+                }
+            }
+            Err(error @ ControlError::Silent { .. }) => {
+                self.misses += 1;
+                if self.misses >= MISSES {
+                    self.stuck = Some(format!("{error}, {} times in a row", self.misses));
+                }
+            }
+            Err(error @ ControlError::NoDaemon { .. }) => {
+                // It lives, so its sockets have gone: it can't make them again.
+                self.stuck = Some(format!("its pipe directory was removed or replaced ({error})"));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        self.look_at_gpus().await;
+        self.keep_compute_modes().await;
+        self.find_misfit();
+        self.compare_servers();
+        self.keep_journal();
+        self.rotate_log();
+        self.show_state();
+        Ok(Check::Done)
+    }
+
+    /// The front end of the control daemon that runs, whether or not it serves.
+    fn control(&self) -> Option<Arc<Control>> {
+        let serving = self.control.borrow().clone();
+        serving.or_else(|| {
+            Some(Arc::new(Control::new(program(), self.running.as_ref()?.pipe_directory.clone())))
+        })
+    }
+
+    /// A process that somebody stopped serves nobody. Its servers hold clients' work just as much.
+    pub(super) fn continue_if_stopped(&mut self) {
+        let Some(process) = &self.process else { return };
+        let mut stopped = Vec::new();
+        if process.is_stopped() {
+            stopped.push((process.identity().pid, process.signal(Signal::CONT)));
+        }
+        for server in self.servers.alive() {
+            let server = process::Identity::of(server).and_then(process::Process::adopt);
+            if let Some(server) = server.ok().filter(process::Process::is_stopped) {
+                stopped.push((server.identity().pid, server.signal(Signal::CONT)));
+            }
+        }
+        for (pid, continued) in stopped {
+            match continued {
+                Ok(()) => self.reporter.warning(format!("PID {pid} was stopped by a signal; continued")),
+                Err(error) => self
+                    .reporter
+                    .warning(format!("PID {pid} was stopped by a signal, and can't be continued: {error}")),
+            }
+        }
+    }
+
+    /// Asks NVML how the GPUs are. One that can't be reached is said in its status; the others are served on.
+    pub(super) async fn look_at_gpus(&mut self) {
+        let gpus: Vec<String> = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        for uuid in gpus {
+            let found = self.tools.compute_modes.current(&uuid).await;
+            self.reporter.update_gpu(&uuid, |status| match &found {
+                Ok(mode) => {
+                    status.compute_mode = Some(*mode);
+                    status.unreachable.clear();
+                }
+                Err(error) => {
+                    status.compute_mode = None;
+                    status.unreachable.clone_from(error);
+                }
+            });
+            let changed = match &found {
+                Ok(_) => self.unreachable.remove(&uuid),
+                Err(_) => self.unreachable.insert(uuid.clone()),
+            };
+            match found {
+                Err(error) if changed => self.reporter.warning(format!("GPU {uuid}: {error}")),
+                Ok(_) if changed => self.reporter.event(format!("GPU {uuid} can be reached again")),
+                _ => {}
+            }
+        }
+    }
+
+    /// Sets a compute mode again that somebody else has changed.
+    async fn keep_compute_modes(&mut self) {
+        let Some(running) = self.running.clone().filter(|_| self.order.set_compute_mode) else { return };
+        for uuid in running.gpus.iter().filter(|uuid| !self.unreachable.contains(*uuid)) {
+            match self.tools.compute_modes.take(uuid).await {
+                Ok(false) => {}
+                Ok(true) => {
+                    self.reporter.warning(format!(
+                        "compute mode of {uuid} was changed by others; set to {SERVED} again"
+                    ));
+                    self.reporter.update_gpu(uuid, |status| status.compute_mode = Some(SERVED));
+                }
+                Err(error) => self.reporter.warning(format!("compute mode of {uuid}: {error}")),
+            }
+        }
+    }
+
+    /// Keeps the journal there and its view of the log's offset fresh, for whoever takes over.
+    pub(super) fn keep_journal(&mut self) {
+        let Some(log) = &self.log else { return };
+        if !log.is_in_place() && self.misfit.is_none() && !self.log_missed {
+            self.log_missed = true;
+            self.reporter.warning(format!(
+                "{} was removed; the control daemon writes to the removed file on",
+                log.path().display()
+            ));
+        }
+        let offset = log.offset();
+        let id = self.reporter.id();
+        if let Some(running) = &mut self.running {
+            running.log_offset = offset;
+        }
+        let Some(running) = self.running.clone() else { return };
+        let kept = self.with_journal(|journal| {
+            let repaired = journal.repair()?;
+            journal.remember_control_daemon(&id, running)?;
+            Ok::<bool, std::io::Error>(repaired)
+        });
+        match kept {
+            Ok(false) => {}
+            Ok(true) => self.reporter.warning("the journal was lost or damaged; written again".to_owned()),
+            Err(error) => self.reporter.warning(format!("the journal can't be written: {error}")),
+        }
+    }
+
+    fn rotate_log(&mut self) {
+        let Some(log) = &mut self.log else { return };
+        if log.offset() <= self.order.log_max_bytes {
+            return;
+        }
+        match log.rotate(self.order.log_max_bytes) {
+            Ok(true) => tracing::debug!("{} is started anew", log.path().display()),
+            Ok(false) => {}
+            Err(error) => {
+                let text =
+                    format!("{} is started anew, the old one is not kept: {error}", log.path().display());
+                self.reporter.warning(text);
+            }
+        }
+    }
+
+    /// Puts what the servers have written of their limits beside the order.
+    pub(super) fn compare_servers(&mut self) {
+        let Some(running) = &self.running else { return };
+        let limits = limits(&self.order, running);
+        let alive = self.servers.alive();
+        let newest = alive.iter().rev().find_map(|pid| Some((*pid, self.servers.get(*pid)?)));
+        let difference = newest
+            .filter(|(_, server)| server.has_written(&limits))
+            .and_then(|(pid, server)| Some(format!("server {pid}: {}", server.differs_from(&limits)?)));
+        let confirmed = newest.map(|(_, server)| server.memory_bytes.clone()).unwrap_or_default();
+        self.reporter.update(|status| {
+            status.view.servers.clone_from(&alive);
+            for (uuid, gpu) in &mut status.gpus {
+                let ordinal = running.gpus.iter().position(|served| served == uuid);
+                gpu.memory_limit_mib =
+                    ordinal.and_then(|ordinal| confirmed.get(&ordinal)).map(|bytes| bytes >> 20);
+                gpu.reason = match (ordinal, &difference) {
+                    (None, _) => "not in the control daemon's hands until it starts anew".to_owned(),
+                    (Some(_), Some(difference)) => difference.clone(),
+                    (Some(_), None) => String::new(),
+                };
+            }
+        });
+    }
+
+    /// Says in what state all this leaves the control daemon.
+    pub(super) fn show_state(&mut self) {
+        let in_place = self
+            .running
+            .as_ref()
+            .is_some_and(|running| running.pipe_directory == self.order.plan.pipe_directory);
+        if let Some(fault) = &self.fault {
+            self.reporter.enter(ControlDaemonState::Faulted, false, &fault.reason());
+        } else if let Some(stuck) = &self.stuck {
+            let reason = format!("{stuck}; it is started anew when its clients have ended");
+            self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
+        } else if self.revival.at.is_some() {
+            self.reporter.enter(ControlDaemonState::Backoff, false, &self.revival.reason);
+        } else if let Some(misfit) = &self.misfit {
+            let reason = format!(
+                "{misfit}, for which the control daemon has to start anew when its clients have ended; \
+                 `yunion-mpsctl apply --force` ends them"
+            );
+            self.reporter.enter(ControlDaemonState::Waiting, in_place, &reason);
+        } else if self.control.borrow().is_some() {
+            self.reporter.enter(ControlDaemonState::Ready, in_place, "");
+        }
+    }
+
+    async fn obey(&mut self, command: Command, goal: &Goal) -> Option<Ended> {
+        // Whoever asked may have gone; what was asked is done all the same.
+        match command {
+            Command::Apply { force, reply } => {
+                let Some(change) = self.misfit.clone().or_else(|| self.stuck.clone()) else {
+                    let _ = reply.send(Ok(()));
+                    return None;
+                };
+                let clients = self.in_use().await;
+                if force || clients == Ok(0) {
+                    if force {
+                        self.stop_control_daemon().await;
+                    } else {
+                        self.end_idle().await;
+                    }
+                    let done = self.process.is_none();
+                    let _ =
+                        reply.send(if done { Ok(()) } else { Err("a client came in between".to_owned()) });
+                    return done.then(|| ended(goal));
+                }
+                let who = clients.map_or_else(|error| error, |clients| format!("{clients} clients"));
+                let _ = reply.send(Err(format!("{change}: in the way: {who}")));
+            }
+            Command::RestartServer { reply } => {
+                let done = self.restart_servers().await;
+                let _ = reply.send(done);
+            }
+        }
+        None
+    }
+
+    async fn restart_servers(&mut self) -> Result<(), String> {
+        let control = self.control().ok_or("no control daemon runs")?;
+        match self.in_use().await? {
+            0 => {}
+            clients => return Err(format!("in the way: {clients} clients")),
+        }
+        for server in control.servers().await.map_err(|error| error.to_string())? {
+            self.watch_server(server);
+            control.shut_down_server(server).await.map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+}
+
+/// What a check asks for.
+enum Check {
+    Done,
+    /// The control daemon may have missed what it was told.
+    ConfigureAgain,
+}
+
+fn ended(goal: &Goal) -> Ended {
+    if *goal == Goal::Retire { Ended::Retired } else { Ended::Anew }
+}
+
+async fn servers_and_faults(control: &Control) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
+    let servers = control.servers().await?;
+    let mut faulted = Vec::new();
+    for server in &servers {
+        if control.server_status(*server).await? == ServerStatus::Fault {
+            faulted.push(*server);
+        }
+    }
+    Ok((servers, faulted))
+}
