@@ -1,4 +1,9 @@
 //! Tests of the whole.
 
-#[cfg(test)] // clippy.toml allows more in tests, and goes by this attribute, helper functions included
+// clippy.toml allows more in tests, and goes by the attribute, helper functions included.
+#[cfg(test)]
+mod bus;
+#[cfg(test)]
+mod host;
+#[cfg(test)]
 mod unit_file;

@@ -1,0 +1,148 @@
+//! A private bus that behaves like the system bus, with the shipped policy, and the independent clients that call it.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Child, Output, Stdio};
+use std::time::Duration;
+
+use tempfile::TempDir;
+use tokio::process::Command;
+
+/// What any step of a test may take on a busy machine before it counts as hanging.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
+
+/// The rules that a distribution gives its system bus: nobody owns a name and nobody calls a method, unless a service's
+/// own policy says so; only root may listen to everything.
+const CONFIGURATION: &str = r#"<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuration 1.0//EN"
+  "http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd">
+<busconfig>
+  <type>system</type>
+  <auth>EXTERNAL</auth>
+  <listen>unix:path=DIRECTORY/socket</listen>
+  <policy context="default">
+    <allow user="*"/>
+    <deny own="*"/>
+    <deny send_type="method_call"/>
+    <allow send_type="signal"/>
+    <allow send_requested_reply="true" send_type="method_return"/>
+    <allow send_requested_reply="true" send_type="error"/>
+    <allow receive_type="method_call"/>
+    <allow receive_type="method_return"/>
+    <allow receive_type="error"/>
+    <allow receive_type="signal"/>
+    <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus"/>
+    <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus.Introspectable"/>
+    <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus.Properties"/>
+  </policy>
+  <policy user="USER">
+    <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus.Monitoring"/>
+  </policy>
+  <include>DIRECTORY/policy.conf</include>
+</busconfig>
+"#;
+
+/// A dbus-daemon of our own; it ends with this value.
+pub(crate) struct PrivateBus {
+    daemon: Child,
+    directory: TempDir,
+}
+
+impl PrivateBus {
+    pub(crate) fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        // Other users have to reach the socket.
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/config/io.yunion.Mps1.conf");
+        // Whoever runs the tests takes root's part.
+        let policy = fs::read_to_string(shipped).unwrap();
+        let user = rustix::process::getuid().to_string();
+        let policy = policy.replace("user=\"root\"", &format!("user=\"{user}\""));
+        fs::write(directory.path().join("policy.conf"), policy).unwrap();
+        let configuration =
+            CONFIGURATION.replace("DIRECTORY", directory.path().to_str().unwrap()).replace("USER", &user);
+        let configuration_file = directory.path().join("bus.conf");
+        fs::write(&configuration_file, configuration).unwrap();
+
+        let mut daemon = std::process::Command::new("dbus-daemon")
+            .args(["--nofork", "--nopidfile", "--print-address"])
+            .arg(format!("--config-file={}", configuration_file.display()))
+            .stdout(Stdio::piped())
+            .stderr(fs::File::create(directory.path().join("complaints")).unwrap())
+            .spawn()
+            .unwrap_or_else(|e| panic!("dbus-daemon: {e}; install {}", package("dbus-daemon")));
+        // It prints its address once it listens, and ends where it can't.
+        let mut address = String::new();
+        BufReader::new(daemon.stdout.take().unwrap()).read_line(&mut address).unwrap();
+        let complaints = fs::read_to_string(directory.path().join("complaints")).unwrap();
+        assert!(address.starts_with("unix:path="), "dbus-daemon did not start: {complaints}");
+        Self { daemon, directory }
+    }
+
+    pub(crate) fn address(&self) -> String {
+        format!("unix:path={}", self.directory.path().join("socket").display())
+    }
+
+    /// A program for which this is the system bus.
+    pub(crate) fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.env("DBUS_SYSTEM_BUS_ADDRESS", self.address()).stdin(Stdio::null()).kill_on_drop(true);
+        command
+    }
+
+    /// The same as the user nobody; only root can.
+    pub(crate) fn command_as_nobody(&self, program: &str) -> Command {
+        let mut command = self.command("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", "--clear-groups", program]);
+        command
+    }
+
+    /// Takes the bus away.
+    pub(crate) fn stop(&mut self) {
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+    }
+}
+
+impl Drop for PrivateBus {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Runs a command to its end.
+pub(crate) async fn output(command: &mut Command) -> Output {
+    let program = command.as_std().get_program().to_string_lossy().into_owned();
+    match tokio::time::timeout(DEADLINE, command.output()).await {
+        Ok(Ok(output)) => output,
+        Ok(Err(e)) => panic!("{program}: {e}; install {}", package(&program)),
+        Err(_) => panic!("{program} did not end"),
+    }
+}
+
+/// What a command prints that succeeds.
+pub(crate) async fn printed(command: &mut Command) -> String {
+    let output = output(command).await;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{command:?}: {}{}", text(&output.stdout), text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// What a command complains that fails.
+pub(crate) async fn complained(command: &mut Command) -> String {
+    let output = output(command).await;
+    assert!(!output.status.success(), "{command:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// The Debian package that has a program which these tests need.
+fn package(program: &str) -> &'static str {
+    match program {
+        "dbus-daemon" => "the Debian package dbus-daemon",
+        "busctl" => "the Debian package systemd",
+        "gdbus" => "the Debian package libglib2.0-bin",
+        "/usr/bin/python3" => "the Debian packages python3 and python3-dbus",
+        "setpriv" => "the Debian package util-linux",
+        _ => "it",
+    }
+}
