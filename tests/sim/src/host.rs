@@ -169,15 +169,14 @@ fn pci_ids(board: &Board) -> String {
 fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<()> {
     let yunion = root.join("sysroot/etc/yunion");
     fs::create_dir_all(&yunion)?;
-    let file = yunion.join("host_container_device.yml");
+    let file = "host_container_device.yml";
     let host_conf = format!(
         "access_address: 192.168.100.10\nallow_switch_vms: true\nbridge_driver: openvswitch\n\
-         container_device_config_file: {file}\ncuda_mps_log_directory: {root}/mps/log\n\
+         container_device_config_file: /etc/yunion/{file}\ncuda_mps_log_directory: {root}/mps/log\n\
          cuda_mps_pipe_directory: {root}/mps/pipe\nenable_cuda_mps: true\nhost_type: container\n\
          local_image_path:\n- /opt/cloud/workspace/disks\nlog_level: info\nmanage_ntp_configuration: false\n\
          networks:\n- eth0/br0/192.168.100.10\nregion: region0\nservers_path: /opt/cloud/workspace/servers\n\
          zone: zone0\n",
-        file = file.display(),
         root = root.display(),
     );
     fs::write(yunion.join("host.conf"), host_conf)?;
@@ -196,7 +195,7 @@ fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<
     for entry in &board.entries {
         devices += &format!("- type: \"{}\"\n  virtual_number: {}\n", entry.kind, entry.virtual_number);
     }
-    fs::write(file, devices)
+    fs::write(yunion.join(file), devices)
 }
 
 /// What the driver keeps: the GPUs' state, and that of MPS.

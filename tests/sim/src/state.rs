@@ -258,6 +258,17 @@ impl Gpu {
     }
 }
 
+/// What a CUDA_VISIBLE_DEVICES names, in its order: indices into `gpus` or UUIDs, which may be cut; None for a name that
+/// fits no GPU. All of them when there is no such variable.
+pub fn visible(gpus: &[Gpu], names: Option<&str>) -> Vec<Option<Gpu>> {
+    let Some(names) = names else { return gpus.iter().cloned().map(Some).collect() };
+    let find = |name: &str| match name.parse::<usize>() {
+        Ok(place) => gpus.get(place),
+        Err(_) => gpus.iter().find(|gpu| name.starts_with("GPU-") && gpu.uuid().starts_with(name)),
+    };
+    names.split(',').map(|name| find(name.trim()).cloned()).collect()
+}
+
 /// A PCI address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pci {

@@ -1,8 +1,87 @@
 //! MPS: the control daemon, its servers, and the CUDA programs that are their clients.
+//!
+//! The control daemon listens in the pipe directory. A front end talks to it until it closes; a client says hello, and
+//! its connection is handed on to a server, so that it breaks when the server dies. A server is a child of the control
+//! daemon, with a channel to it as its stdin, and dies when that breaks. All messages are packets of JSON ([`wire`]).
+
+pub mod client;
+pub mod control;
+pub mod front_end;
+pub mod server;
+
+mod commands;
+mod log;
+mod wire;
+
+use std::path::PathBuf;
 
 /// What a process calls itself, the first word of its command line.
 pub fn command_of(pid: u32) -> Option<String> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let word = line.split(|byte| *byte == 0).next()?;
     (!word.is_empty()).then(|| String::from_utf8_lossy(word).into_owned())
+}
+
+/// Where control daemon and clients meet.
+fn pipe_directory() -> PathBuf {
+    std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or_else(|| "/tmp/nvidia-mps".into(), PathBuf::from)
+}
+
+/// Where a control daemon in the background writes its logs.
+fn log_directory() -> PathBuf {
+    std::env::var_os("CUDA_MPS_LOG_DIRECTORY").map_or_else(|| "/var/log/nvidia-mps".into(), PathBuf::from)
+}
+
+/// A memory limit in bytes, read as the control daemon does: digits, then `G` for GiB, and whatever else for MiB.
+/// None where there are no digits, or nothing but zeros.
+fn memory_limit(text: &str) -> Option<u64> {
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at_checked(digits)?;
+    let mib = if unit.starts_with(['g', 'G']) { 1024 } else { 1 };
+    number.parse::<u64>().ok()?.checked_mul(mib * 1024 * 1024).filter(|limit| *limit > 0)
+}
+
+/// A memory limit as the control daemon prints it: floored to GiB from 1 GiB on.
+fn memory_text(bytes: u64) -> String {
+    let mib = bytes >> 20;
+    if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") }
+}
+
+/// A percentage, if it is one that is allowed.
+fn percentage(text: &str) -> Option<f64> {
+    text.parse().ok().filter(|percentage| *percentage > 0.0 && *percentage <= 100.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_memory_limit_reads_back_as_recorded() {
+        let read_back = |text| memory_limit(text).map(memory_text);
+        for (text, back) in [
+            ("35000M", "34G"),
+            ("5760M", "5G"),
+            ("5760", "5G"),
+            ("512M", "512M"),
+            ("10G", "10G"),
+            ("99999999M", "97656G"),
+            ("1.5G", "1M"),
+            ("5g", "5G"),
+            ("2T", "2M"),
+            ("2000000K", "1953G"),
+        ] {
+            assert_eq!(read_back(text).as_deref(), Some(back), "{text}");
+        }
+        assert_eq!(read_back("abc"), None);
+        assert_eq!(memory_limit("35000M"), Some(0x8_8b80_0000));
+    }
+
+    #[test]
+    fn a_percentage_is_above_0_and_at_most_100() {
+        assert_eq!(percentage("12.34"), Some(12.34));
+        for bad in ["abc", "0", "101", "", "nan"] {
+            assert_eq!(percentage(bad), None, "{bad}");
+        }
+    }
 }

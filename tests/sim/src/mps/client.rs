@@ -1,0 +1,282 @@
+//! A CUDA program: `cuda-client hold SECONDS [--stay] | props | alloc MIB | fault | long SECONDS`. It is a client of MPS
+//! where a control daemon answers, and uses the GPU by itself otherwise.
+
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::wire::{self, ClientHello, Device, Event, Hello, Request};
+use crate::state::{Gpu, Host, Kind, visible};
+
+/// CUDA's errors, those that are given here.
+pub(super) const BUSY: u32 = 46;
+pub(super) const NO_DEVICE: u32 = 100;
+pub(super) const ILLEGAL_ADDRESS: u32 = 700;
+const SERVER_GONE: u32 = 806;
+pub(super) const NOT_READY: u32 = 807;
+pub(super) const TERMINATED: u32 = 810;
+
+/// What a program without MPS holds before it allocates anything.
+const ALONE_MIB: u64 = 526;
+
+/// `cudaMalloc` at a time.
+const STEP_MIB: u64 = 256;
+
+const USAGE: &str = "usage: cuda-client hold SECONDS [--stay] | props | alloc MIB | fault | long SECONDS";
+
+fn text(error: u32) -> &'static str {
+    match error {
+        BUSY => "CUDA-capable device(s) is/are busy or unavailable",
+        NO_DEVICE => "no CUDA-capable device is detected",
+        ILLEGAL_ADDRESS => "an illegal memory access was encountered",
+        805 => "MPS client failed to connect to the MPS control daemon or the MPS server",
+        SERVER_GONE => "the remote procedural call between the MPS server and the MPS client failed",
+        NOT_READY => "MPS server is not ready to accept new MPS client requests",
+        TERMINATED => "the MPS client has been terminated by the server",
+        _ => "unknown error",
+    }
+}
+
+/// Streaming multiprocessors at a percentage of them: whole pairs.
+pub(super) fn sms(all: u32, percentage: f64) -> u32 {
+    let fits = |sms: &u32| f64::from(*sms) * 100.0 <= f64::from(all) * percentage;
+    (1..=all / 2).map(|pairs| pairs * 2).take_while(fits).last().unwrap_or(2)
+}
+
+/// What a context of that many multiprocessors takes of a client's memory: a straight line through what was measured
+/// with 12, 32, 66 and 132 of them.
+pub(super) fn context_mib(sms: u32) -> u64 {
+    (28_000 + 3_683 * u64::from(sms)) / 1000
+}
+
+pub(super) fn device(gpu: &Gpu, sms: u32, free_mib: u64) -> Device {
+    let (pci, (major, minor)) = (gpu.pci(), gpu.compute_capability());
+    Device {
+        name: gpu.name(),
+        pci: format!("{:02x}:{:02x}", pci.bus, pci.device),
+        capability: format!("{major}.{minor}"),
+        sms,
+        free_mib,
+        total_mib: gpu.usable_mib(),
+    }
+}
+
+/// A CUDA context.
+struct Context {
+    server: Option<OwnedFd>,
+    /// Without a server: the GPU that the program has entered itself on.
+    gpu: Option<Gpu>,
+    devices: Vec<Device>,
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        if let Some(gpu) = &self.gpu {
+            gpu.leave(std::process::id());
+        }
+    }
+}
+
+impl Context {
+    fn open(host: &Host) -> Result<Self, u32> {
+        let environment = |name: &str| std::env::var(name).ok();
+        let hello = ClientHello {
+            visible_devices: environment("CUDA_VISIBLE_DEVICES"),
+            percentage: environment("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
+            memory_limits: environment("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
+        };
+        let Ok(control) = wire::connect(&super::pipe_directory().join("control")) else {
+            return Self::alone(host, hello.visible_devices.as_deref());
+        };
+        wire::send(&control, &Hello::Client(hello)).map_err(|_| SERVER_GONE)?;
+        match wire::receive(&control) {
+            Some(Event::Welcome(devices)) => Ok(Self { server: Some(control), gpu: None, devices }),
+            Some(Event::Error(error)) => Err(error),
+            None => Err(SERVER_GONE),
+        }
+    }
+
+    fn alone(host: &Host, names: Option<&str>) -> Result<Self, u32> {
+        let seen = visible(&host.gpus(), names).into_iter().map_while(|gpu| gpu);
+        let gpus: Vec<Gpu> = seen.filter(|gpu| !gpu.lost() && gpu.mig() != Some(true)).collect();
+        let gpu = gpus.first().ok_or(NO_DEVICE)?.clone();
+        let mode = gpu.compute_mode();
+        if mode == "Prohibited" || (mode == "Exclusive_Process" && !gpu.processes().is_empty()) {
+            return Err(BUSY);
+        }
+        gpu.enter(std::process::id(), Kind::Compute, ALONE_MIB);
+        let free = |gpu: &Gpu| {
+            let others: u64 = gpu.processes().values().map(|(_, mib)| mib).sum();
+            gpu.usable_mib().saturating_sub(others)
+        };
+        let devices = gpus.iter().map(|gpu| device(gpu, gpu.sms(), free(gpu))).collect();
+        Ok(Self { server: None, gpu: Some(gpu), devices })
+    }
+
+    /// Tells the server, if there is one.
+    fn request(&self, request: &Request) {
+        if let Some(server) = &self.server {
+            // A server that is gone is noticed by whoever waits.
+            _ = wire::send(server, request);
+        }
+    }
+
+    /// Works until then, or until CUDA gives an error.
+    fn work(&self, until: Instant) -> Result<(), u32> {
+        let Some(server) = &self.server else {
+            std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            return Ok(());
+        };
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            let timeout = Timespec::try_from(left).ok();
+            match rustix::event::poll(&mut [PollFd::new(server, PollFlags::IN)], timeout.as_ref()) {
+                Ok(0) => return Ok(()),
+                Err(rustix::io::Errno::INTR) => {}
+                _ => match wire::receive(server) {
+                    Some(Event::Error(error)) => return Err(error),
+                    Some(Event::Welcome(_)) => {}
+                    None => return Err(SERVER_GONE),
+                },
+            }
+        }
+    }
+}
+
+/// Runs it with those arguments; gives the exit status.
+pub fn run(arguments: &[String]) -> u8 {
+    let start = Instant::now();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let host = match Host::from_env() {
+        Ok(host) => host,
+        Err(error) => return fail(&error),
+    };
+    let context = match Context::open(&host) {
+        Ok(context) => context,
+        Err(error) => {
+            say(&format!("ERR cudaFree(0): {} ({error})", text(error)));
+            return 3;
+        }
+    };
+    let seconds =
+        |text: &str| text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    match words.as_slice() {
+        ["props"] => props(&context, start),
+        ["alloc", mib] => match mib.parse() {
+            Ok(mib) => alloc(&context, mib),
+            Err(_) => fail(USAGE),
+        },
+        ["fault"] => fault(&context),
+        ["hold", time, rest @ ..] => match (seconds(time), rest) {
+            (Some(time), []) => hold(&context, time, false),
+            (Some(time), ["--stay"]) => hold(&context, time, true),
+            _ => fail(USAGE),
+        },
+        ["long", time] => match seconds(time) {
+            Some(time) => long(&context, start, time),
+            None => fail(USAGE),
+        },
+        _ => fail(USAGE),
+    }
+}
+
+fn say(line: &str) {
+    // Who closed our stdout doesn't want it.
+    _ = writeln!(io::stdout(), "{line}");
+}
+
+fn fail(line: &str) -> u8 {
+    _ = writeln!(io::stderr(), "{line}");
+    2
+}
+
+fn props(context: &Context, start: Instant) -> u8 {
+    let init = start.elapsed().as_secs_f64();
+    for (place, device) in context.devices.iter().enumerate() {
+        let Device { name, pci, capability, sms, free_mib, total_mib } = device;
+        say(&format!(
+            "dev {place} {name} pci {pci} sms {sms} attr_sm {sms} free {free_mib} total {total_mib} \
+             cc {capability} init {init:.3}"
+        ));
+    }
+    0
+}
+
+/// Allocates in steps until it has that much.
+fn alloc(context: &Context, mib: u64) -> u8 {
+    let free = context.devices.first().map_or(0, |device| device.free_mib);
+    let wanted = mib.div_ceil(STEP_MIB).saturating_mul(STEP_MIB);
+    let got = wanted.min(free / STEP_MIB * STEP_MIB);
+    context.request(&Request::Allocate { mib: got });
+    if got < wanted {
+        say(&format!("alloc stopped at {got} MiB: out of memory"));
+        return 3;
+    }
+    say(&format!("alloc ok {got} MiB"));
+    0
+}
+
+fn fault(context: &Context) -> u8 {
+    context.request(&Request::Fault);
+    let far = Instant::now() + Duration::from_secs(60);
+    let error = match &context.server {
+        Some(_) => context.work(far).err().unwrap_or(ILLEGAL_ADDRESS),
+        None => ILLEGAL_ADDRESS,
+    };
+    say(&format!("fault client: {} ({error})", text(error)));
+    4
+}
+
+/// Short kernels, one after the other, about 1750 of them a second. With `stay` it doesn't go when they fail.
+fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
+    let start = Instant::now();
+    let end = start + time;
+    let worked = context.work(end);
+    let pid = std::process::id();
+    let iterations = start.elapsed().as_millis() * 7 / 4;
+    let Err(error) = worked else {
+        say(&format!("hold pid {pid} ok iters {iterations}"));
+        return 0;
+    };
+    let after = start.elapsed().as_secs_f64();
+    say(&format!("hold pid {pid} after {iterations} iters t={after:.1}: {} ({error})", text(error)));
+    if stay {
+        std::thread::sleep(end.saturating_duration_since(Instant::now()));
+    }
+    4
+}
+
+/// One kernel that runs for so long. Its end without `terminate_client` is a fault for everybody.
+fn long(context: &Context, start: Instant, time: Duration) -> u8 {
+    let init = start.elapsed().as_secs_f64();
+    context.request(&Request::LongKernel(true));
+    if let Err(error) = context.work(Instant::now() + time) {
+        say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));
+        return 3;
+    }
+    context.request(&Request::LongKernel(false));
+    let pid = std::process::id();
+    let milliseconds = time.as_secs_f64() * 1000.0;
+    say(&format!("fma pid {pid} init {init:.3} kernel_ms {milliseconds:.1}"));
+    0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentages_give_the_multiprocessors_measured() {
+        let measured = [(100.0, 132), (50.0, 66), (25.0, 32), (10.0, 12)];
+        assert_eq!(measured.map(|(percentage, _)| sms(132, percentage)), measured.map(|(_, sms)| sms));
+        assert_eq!(sms(132, 0.1), 2);
+    }
+
+    #[test]
+    fn contexts_take_the_memory_measured() {
+        let measured = [(12, 72), (32, 145), (66, 271), (132, 514)];
+        assert_eq!(measured.map(|(sms, _)| context_mib(sms)), measured.map(|(_, mib)| mib));
+    }
+}

@@ -1,0 +1,282 @@
+//! The control daemon's commands and their answers, to the letter. Every line of an answer is logged as well.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::control::{Daemon, Server};
+use super::wire::{Order, Status};
+use super::{memory_limit, memory_text, percentage};
+use crate::state::Gpu;
+
+impl Daemon {
+    /// Carries out a command; gives what the front end prints.
+    pub(super) fn command(&'static self, line: &str) -> String {
+        self.log(&format!("Cmd:{line}"));
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let (name, rest) = words.split_first().unwrap_or((&"", &[]));
+        let mut answer = String::new();
+        self.carry_out(name, rest, &mut answer);
+        answer
+    }
+
+    fn carry_out(&'static self, name: &str, rest: &[&str], answer: &mut String) {
+        let word = |place: usize| rest.get(place).copied().unwrap_or_default();
+        match name {
+            "get_server_list" => {
+                if let Some(server) = self.server() {
+                    self.say(answer, &server.pid.to_string());
+                }
+            }
+            "get_server_status" if self.version != 535 => {
+                let Some(server) = self.named(word(0), answer) else { return };
+                if !server.ready() {
+                    return self.say(answer, "INITIALIZING");
+                }
+                let fault = server.ask(&Order::Query).is_some_and(|status| status.fault);
+                self.say(answer, if fault { "FAULT" } else { "ACTIVE" });
+            }
+            "get_client_list" => {
+                let Some(status) = self.status_of(word(0), answer) else { return };
+                for client in status.clients {
+                    self.say(answer, &client.pid.to_string());
+                }
+            }
+            "get_device_client_list" => self.device_clients(word(0), answer),
+            "ps" => self.ps(rest, answer),
+            "device_query" if self.version >= 580 => self.device_query(answer),
+            "get_default_active_thread_percentage" => {
+                let now = self.defaults().percentage;
+                self.say(answer, &format!("{now:.1}"));
+            }
+            "set_default_active_thread_percentage" => {
+                match percentage(word(0)) {
+                    Some(wanted) => self.defaults().percentage = wanted,
+                    None => self.log("Invalid percentage, expected between (0.0, 100.0]"),
+                }
+                let now = self.defaults().percentage;
+                self.say(answer, &format!("{now:.1}"));
+            }
+            "get_active_thread_percentage" => {
+                let Some(status) = self.status_of(word(0), answer) else { return };
+                self.say(answer, &format!("{:.1}", status.percentage));
+            }
+            "set_active_thread_percentage" => {
+                let Some(server) = self.named(word(0), answer) else { return };
+                match percentage(word(1)) {
+                    Some(wanted) => server.order(&Order::SetPercentage(wanted)),
+                    None => self.log("Invalid percentage, expected between (0.0, 100.0]"),
+                }
+                let Some(status) = server.ask(&Order::Query) else { return };
+                self.say(answer, &format!("{:.1}", status.percentage));
+            }
+            "set_default_device_pinned_mem_limit" => {
+                if let Some(ordinal) = self.ordinal(word(0)) {
+                    let mut defaults = self.defaults();
+                    let limits = &mut defaults.limits;
+                    limits.retain(|(device, _)| *device != ordinal);
+                    limits.extend(memory_limit(word(1)).map(|limit| (ordinal, limit)));
+                    limits.sort_unstable();
+                }
+                if self.version >= 580 {
+                    self.log(&format!("{name} {} {}.", word(0), word(1)));
+                }
+            }
+            "get_default_device_pinned_mem_limit" => {
+                let ordinal = self.ordinal(word(0));
+                let limits = self.defaults().limits.clone();
+                match limits.into_iter().find(|(device, _)| Some(*device) == ordinal) {
+                    Some((_, limit)) => self.say(answer, &memory_text(limit)),
+                    None => self.log("No default pinned memory limit set for the device!"),
+                }
+            }
+            "set_device_pinned_mem_limit" => {
+                let Some(server) = self.named(word(0), answer) else { return };
+                if let Some(ordinal) = self.ordinal(word(1)) {
+                    server.order(&Order::SetLimit(ordinal, memory_limit(word(2))));
+                }
+            }
+            "get_device_pinned_mem_limit" => {
+                let Some(status) = self.status_of(word(0), answer) else { return };
+                let ordinal = self.ordinal(word(1));
+                if let Some((_, limit)) = status.limits.iter().find(|(device, _)| Some(*device) == ordinal) {
+                    self.say(answer, &memory_text(*limit));
+                }
+            }
+            "get_default_client_priority" => self.say(answer, "0"),
+            "set_default_client_priority" => {}
+            "start_server" => match (word(0), word(1).parse()) {
+                ("-uid", Ok(uid)) => self.start_server(uid),
+                _ => self.say(answer, "A user id (UID) is required to start a new server"),
+            },
+            "shutdown_server" => {
+                let Some(server) = self.named(word(0), answer) else { return };
+                if self.try_shutdown(&server) > 0 && word(1) == "-f" {
+                    self.log(&format!("Force shutting down server {}", server.pid));
+                    server.order(&Order::ForceShutdown);
+                }
+            }
+            "terminate_client" => self.terminate(word(0), word(1), answer),
+            "quit" => self.quit(rest),
+            _ => self.say(answer, &format!("Unknown command \"{name}\"")),
+        }
+    }
+
+    /// A line of the answer.
+    fn say(&'static self, answer: &mut String, line: &str) {
+        self.log(line);
+        *answer += line;
+        *answer += "\n";
+    }
+
+    /// The server of that PID, or the answer that there is none.
+    fn named(&'static self, pid: &str, answer: &mut String) -> Option<Arc<Server>> {
+        let pid: u32 = pid.parse().unwrap_or_default();
+        let found = self.server().filter(|server| server.pid == pid);
+        if found.is_none() {
+            self.say(answer, &format!("Server {pid} not found"));
+        }
+        found
+    }
+
+    fn status_of(&'static self, pid: &str, answer: &mut String) -> Option<Status> {
+        self.named(pid, answer)?.ask(&Order::Query)
+    }
+
+    /// The ordinal that a device is named by. A UUID is understood from 580 on; before, it is taken without a word.
+    fn ordinal(&'static self, device: &str) -> Option<usize> {
+        if self.version >= 580 && device.starts_with("GPU-") {
+            return self.gpus.iter().position(|gpu| gpu.uuid() == device);
+        }
+        device.parse().ok()
+    }
+
+    fn ps(&'static self, rest: &[&str], answer: &mut String) {
+        let server = match rest {
+            ["-p", pid, ..] => {
+                let found = self.named(pid, answer);
+                if found.is_none() {
+                    self.say(answer, &format!("Server {pid} not found"));
+                    *answer += "\n";
+                    return;
+                }
+                found
+            }
+            _ => self.server(),
+        };
+        let Some(server) = server else { return self.say(answer, "Server not found") };
+        let Some(status) = server.ask(&Order::Query).filter(|status| !status.clients.is_empty()) else {
+            return;
+        };
+        let row = |columns: [&str; 6]| {
+            let [pid, id, server, device, namespace, command] = columns;
+            format!("{pid:<10}{id:<10}{server:<15}{device:<26}{namespace:<15}{command:<15}")
+        };
+        self.say(answer, &row(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]));
+        for client in &status.clients {
+            let device = client.uuid.get(..22).unwrap_or(&client.uuid);
+            let (pid, id, server) = (client.pid.to_string(), client.id.to_string(), server.pid.to_string());
+            self.say(answer, &row([&pid, &id, &server, device, &client.namespace, &client.command]));
+        }
+    }
+
+    fn device_clients(&'static self, pid: &str, answer: &mut String) {
+        let server = if pid.is_empty() { self.server() } else { self.named(pid, answer) };
+        let Some(status) = server.and_then(|server| server.ask(&Order::Query)) else { return };
+        let mut ordinals: Vec<(usize, &str)> =
+            status.clients.iter().map(|client| (client.ordinal, client.name.as_str())).collect();
+        ordinals.sort_unstable();
+        ordinals.dedup();
+        for (ordinal, name) in ordinals {
+            self.say(answer, &format!("[{ordinal}] 00:00.0, {name}"));
+            for client in status.clients.iter().filter(|client| client.ordinal == ordinal) {
+                self.say(answer, &format!("{}.1", client.pid));
+            }
+        }
+    }
+
+    fn device_query(&'static self, answer: &mut String) {
+        self.say(answer, "Default");
+        self.devices(answer);
+        if let Some(server) = self.server()
+            && server.ask(&Order::DeviceQuery).is_some()
+        {
+            self.say(answer, &format!("\nServer {}", server.pid));
+            self.devices(answer);
+        }
+    }
+
+    fn devices(&'static self, answer: &mut String) {
+        let row = |columns: [&str; 5]| {
+            let [ordinal, pci, uuid, name, attributes] = columns;
+            format!("{ordinal:<16}{pci:<15}{uuid:<42}{name:<34}{attributes}")
+        };
+        self.say(answer, &row(["Device Ordinal", "PCI IDs", "UUID", "Name", "Attributes"]));
+        for (ordinal, gpu) in self.gpus.iter().enumerate() {
+            self.say(answer, &row([&ordinal.to_string(), &dotted(gpu), &gpu.uuid(), &gpu.name(), "N/A"]));
+        }
+    }
+
+    fn terminate(&'static self, server: &str, client: &str, answer: &mut String) {
+        let Some(server) = self.named(server, answer) else {
+            let pid: u32 = server.parse().unwrap_or_default();
+            self.say(answer, &format!("Server {pid} not found!"));
+            return self.say(answer, "1");
+        };
+        let client: u32 = client.parse().unwrap_or_default();
+        if server.ask(&Order::Terminate(client)).is_some_and(|status| status.done) {
+            return self.say(answer, "0");
+        }
+        self.say(answer, &format!("Invalid process {client}!"));
+        self.say(answer, "1");
+    }
+
+    /// Asks a server to end; gives the number of its threads that keep it from that, two for each client.
+    pub(super) fn try_shutdown(&'static self, server: &Server) -> usize {
+        self.log(&format!("Try shutting down server {}, backoff is disabled", server.pid));
+        let threads = server.ask(&Order::Shutdown).map_or(0, |status| status.clients.len() * 2);
+        if threads > 0 {
+            let pid = server.pid;
+            self.log(&format!("Server {pid} has {threads} active worker threads. Server will not shutdown."));
+        }
+        threads
+    }
+
+    /// Ends the control daemon, which first waits for its clients. With a time limit and a client that stays, it does
+    /// what 580 does: announces force and then hangs for ever.
+    fn quit(&'static self, rest: &[&str]) {
+        let limit = match rest {
+            ["-t", seconds, ..] => seconds.parse().ok(),
+            _ => None,
+        };
+        if let Some(seconds) = limit {
+            self.log(&format!("quit command issued with timeout of {seconds}"));
+        }
+        if self.host.fault("quit-hangs").is_some() {
+            hang();
+        }
+        self.refuse_clients();
+        let deadline = limit.and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds)));
+        if let Some(server) = self.server() {
+            if !self.wait_until(|server| server.is_none_or(Server::idle), deadline) {
+                self.try_shutdown(&server);
+                self.log(&format!("Force shutting down server {}", server.pid));
+                hang();
+            }
+            self.try_shutdown(&server);
+            self.wait_until(|server| server.is_none(), None);
+        }
+        self.exit();
+    }
+}
+
+/// `0000:00.06.00`, the control daemon's own way.
+fn dotted(gpu: &Gpu) -> String {
+    let pci = gpu.pci();
+    format!("{:04x}:{:02x}.{:02x}.{:02x}", pci.domain, pci.bus, pci.device, pci.function)
+}
+
+fn hang() -> ! {
+    loop {
+        std::thread::park();
+    }
+}

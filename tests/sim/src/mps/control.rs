@@ -1,0 +1,489 @@
+//! The control daemon: its options, its sockets, and the server that it starts for its clients.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::log::Log;
+use super::wire::{self, ClientHello, Event, Hello, Order, Report, Status};
+use super::{front_end, log_directory, pipe_directory};
+use crate::state::{Gpu, Host, visible};
+
+/// Set for the process that `-d` leaves in the background.
+const BACKGROUND: &str = "YUNION_MPS_SIM_BACKGROUND";
+
+/// What that process writes to its stdout once it serves.
+const SERVING: &str = "serving\n";
+
+/// CUDA's `MPS client failed to connect to the MPS control daemon or the MPS server`.
+const NO_SERVER: u32 = 805;
+
+const USAGE: &str = "CUDA MPS Control for Linux/Unix.
+Copyright (C) 2003 - 2024 NVIDIA Corporation.
+
+  This program allows multiple CUDA processes to share a single GPU context. For information on how to use the CUDA \
+  MPS, see the nvidia-cuda-mps-control manual page.
+
+";
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    FrontEnd,
+    Foreground,
+    Background,
+}
+
+/// nvidia-cuda-mps-control with those arguments; gives the exit status.
+pub fn run(arguments: &[String]) -> u8 {
+    let host = match Host::from_env() {
+        Ok(host) => host,
+        Err(error) => {
+            _ = writeln!(io::stderr(), "{error}");
+            return 1;
+        }
+    };
+    let version = host.mps_version();
+    let multiuser_spellings: &[&str] = match version {
+        580.. => &["-multiuser-server", "--multiuser-server", "-M"],
+        555 => &["-multiuser-server"],
+        _ => &[],
+    };
+    let (mut mode, mut multiuser) = (Mode::FrontEnd, false);
+    for argument in arguments {
+        match argument.as_str() {
+            "-d" => mode = Mode::Background,
+            "-f" => mode = Mode::Foreground,
+            option if multiuser_spellings.contains(&option) => multiuser = true,
+            _ if version == 555 => {
+                _ = io::stdout().write_all(USAGE.as_bytes());
+                return 1;
+            }
+            _ => {
+                // An option that it doesn't know makes it a front end.
+                if version >= 580 {
+                    _ = writeln!(io::stderr(), "Unrecognized option  ");
+                }
+                mode = Mode::FrontEnd;
+                break;
+            }
+        }
+    }
+    let child = std::env::var_os(BACKGROUND).is_some();
+    let done = match mode {
+        Mode::FrontEnd => return front_end::run(&host),
+        Mode::Background if !child => to_background(arguments),
+        Mode::Foreground | Mode::Background => Daemon::serve(host, multiuser, mode == Mode::Background),
+    };
+    done.unwrap_or_else(|error| {
+        _ = writeln!(io::stderr(), "{}: {error}", pipe_directory().display());
+        1
+    })
+}
+
+/// Starts the same again in the background and waits until it serves or has failed.
+fn to_background(arguments: &[String]) -> io::Result<u8> {
+    let mut child = Command::new(std::env::current_exe()?)
+        .arg0("nvidia-cuda-mps-control")
+        .args(arguments)
+        .env(BACKGROUND, "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut said = String::new();
+    if let Some(stdout) = child.stdout.take() {
+        BufReader::new(stdout).read_line(&mut said)?;
+    }
+    if said == SERVING {
+        return Ok(0);
+    }
+    io::stdout().write_all(said.as_bytes())?;
+    Ok(exit_code(&mut child))
+}
+
+fn exit_code(child: &mut Child) -> u8 {
+    use std::os::unix::process::ExitStatusExt;
+    let status = child.wait().ok();
+    let code = status.and_then(|status| status.code().or(status.signal()));
+    code.and_then(|code| code.try_into().ok()).unwrap_or(1)
+}
+
+/// What the next server starts with.
+pub(super) struct Defaults {
+    pub(super) percentage: f64,
+    /// Bytes by ordinal.
+    pub(super) limits: Vec<(usize, u64)>,
+}
+
+/// The one control daemon of this process.
+pub(super) struct Daemon {
+    pub(super) host: Host,
+    pub(super) version: u32,
+    /// The GPUs by ordinal.
+    pub(super) gpus: Vec<Gpu>,
+    multiuser: bool,
+    pipe: PathBuf,
+    log: Log,
+    server_log: Option<File>,
+    defaults: Mutex<Defaults>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    server: Option<Arc<Server>>,
+    quitting: bool,
+    /// Of the server that ended last; the control daemon ends with the same.
+    exit_status: u8,
+}
+
+/// A server, as its control daemon sees it.
+pub(super) struct Server {
+    pub(super) pid: u32,
+    uid: u32,
+    channel: OwnedFd,
+    ready: AtomicBool,
+    clients: AtomicUsize,
+    answers: Mutex<Receiver<Status>>,
+}
+
+impl Server {
+    pub(super) fn ready(&self) -> bool {
+        self.ready.load(Ordering::SeqCst)
+    }
+
+    /// Whether it has no client.
+    pub(super) fn idle(&self) -> bool {
+        self.clients.load(Ordering::SeqCst) == 0
+    }
+
+    /// Tells it something. A server that is gone needs no orders.
+    pub(super) fn order(&self, order: &Order) {
+        _ = wire::send(&self.channel, order);
+    }
+
+    /// Asks it something; None when it is gone.
+    pub(super) fn ask(&self, order: &Order) -> Option<Status> {
+        let answers = lock(&self.answers);
+        wire::send(&self.channel, order).ok()?;
+        answers.recv().ok()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Daemon {
+    /// Serves until it is told to quit.
+    fn serve(host: Host, multiuser: bool, background: bool) -> io::Result<u8> {
+        if host.fault("start-exits").is_some() {
+            return Ok(1);
+        }
+        while host.fault("start-hangs").is_some() {
+            thread::park();
+        }
+        let pipe = pipe_directory();
+        make_directory(&pipe)?;
+        let lock_file = OpenOptions::new().create(true).append(true).open(pipe.join("control_lock"))?;
+        lock_file.set_permissions(Permissions::from_mode(0o666))?;
+        if rustix::fs::flock(&lock_file, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err() {
+            io::stdout().write_all(b"An instance of this daemon is already running\n")?;
+            return Ok(1);
+        }
+        let (log, server_log) = if background { logs()? } else { (Log::to(io::stdout()), None) };
+        let version = host.mps_version();
+        if host.fault("start-garbage").is_some() {
+            io::stdout().write_all(b"\x00\xff\xfe garbage \x1b[2J\n[not a time Control] \xc3\n")?;
+        }
+        let control = wire::listen(&pipe.join("control"))?;
+        fs::set_permissions(pipe.join("control"), Permissions::from_mode(0o666))?;
+        // Nobody is known to talk to this one.
+        let _privileged = wire::listen(&pipe.join("control_privileged"))?;
+        fs::set_permissions(pipe.join("control_privileged"), Permissions::from_mode(0o755))?;
+        leave_files(&pipe, version)?;
+
+        let names = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+        let daemon = Box::leak(Box::new(Self {
+            gpus: visible(&host.gpus(), names.as_deref()).into_iter().flatten().collect(),
+            version,
+            multiuser,
+            log,
+            server_log,
+            defaults: Mutex::new(Defaults { percentage: 100.0, limits: Vec::new() }),
+            state: Mutex::new(State { server: None, quitting: false, exit_status: 0 }),
+            changed: Condvar::new(),
+            pipe,
+            host,
+        }));
+        daemon.announce();
+        if background {
+            rustix::process::setsid()?;
+            io::stdout().write_all(SERVING.as_bytes())?;
+        }
+        if let Some(after) = daemon.host.fault("die-after-ms").and_then(|text| text.parse().ok()) {
+            thread::spawn(move || {
+                thread::sleep(Duration::from_millis(after));
+                std::process::exit(1);
+            });
+        }
+        daemon.accept(&control)
+    }
+
+    fn announce(&self) {
+        let pipe = self.pipe.display();
+        self.log(&format!("Starting control daemon using socket {pipe}/control"));
+        let connect = "To connect CUDA applications to this daemon, set env";
+        self.log(&format!("{connect} CUDA_MPS_PIPE_DIRECTORY={pipe}"));
+        if self.version >= 580 {
+            self.log(&format!("CUDA MPS Control binary version: {}", self.host.cuda_version()));
+        }
+    }
+
+    pub(super) fn log(&self, text: &str) {
+        self.log.line("Control", std::process::id(), text);
+    }
+
+    pub(super) fn defaults(&self) -> MutexGuard<'_, Defaults> {
+        lock(&self.defaults)
+    }
+
+    /// The server of the moment.
+    pub(super) fn server(&self) -> Option<Arc<Server>> {
+        lock(&self.state).server.clone()
+    }
+
+    fn accept(&'static self, control: &OwnedFd) -> io::Result<u8> {
+        loop {
+            let connection = rustix::net::accept_with(control, rustix::net::SocketFlags::CLOEXEC)?;
+            thread::spawn(move || self.answer(&connection));
+        }
+    }
+
+    fn answer(&'static self, connection: &OwnedFd) {
+        self.log("Accepting connection...");
+        let hello = wire::receive(connection).zip(wire::peer(connection));
+        match hello {
+            Some((Hello::FrontEnd, _)) => self.user_interface(connection),
+            Some((Hello::Client(hello), (pid, uid))) => {
+                // A real client connects more than once and is greeted so every time.
+                self.log("User did not send valid credentials");
+                self.log("Accepting connection...");
+                self.admit(connection, pid, uid, hello);
+            }
+            None => self.log("User did not send valid credentials"),
+        }
+    }
+
+    fn user_interface(&'static self, connection: &OwnedFd) {
+        self.log("NEW UI");
+        while let Some(line) = wire::receive::<String>(connection) {
+            let answer = self.command(&line);
+            if wire::send(connection, &answer).is_err() {
+                break;
+            }
+        }
+        self.log("UI closed");
+    }
+
+    /// Hands a client on to a server, as soon as there is one for its user.
+    fn admit(&'static self, connection: &OwnedFd, pid: u32, uid: u32, hello: ClientHello) {
+        let arrived = |end: &str| self.log(&format!("NEW CLIENT {pid} from user {uid}: {end}"));
+        let (mut pending, mut started) = (false, false);
+        let mut state = lock(&self.state);
+        loop {
+            let server = state.server.clone();
+            if state.quitting || (started && server.is_none()) {
+                _ = wire::send(connection, &Event::Error(NO_SERVER));
+                return;
+            }
+            if let Some(server) = &server
+                && server.ready()
+                && (self.multiuser || server.uid == uid)
+            {
+                if !pending {
+                    arrived("Server already exists");
+                    self.log("Accepting connection...");
+                }
+                arrived("Server already exists");
+                server.clients.fetch_add(1, Ordering::SeqCst);
+                _ = wire::send_with(&server.channel, &Order::Client { pid, hello }, Some(connection));
+                return;
+            }
+            if !pending {
+                arrived("Server is not ready, push client to pending list");
+                pending = true;
+            }
+            match server {
+                None => {
+                    self.start(&mut state, uid);
+                    started = true;
+                }
+                // Of another user and without a client: it makes room.
+                Some(server) if server.ready() && server.idle() => {
+                    drop(state);
+                    if self.try_shutdown(&server) == 0 {
+                        self.wait_until(|now| now.is_none_or(|now| now.pid != server.pid), None);
+                    }
+                    state = lock(&self.state);
+                }
+                Some(_) => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Starts a server for that user, unless there is one.
+    pub(super) fn start_server(&'static self, uid: u32) {
+        let mut state = lock(&self.state);
+        if state.server.is_none() {
+            self.start(&mut state, uid);
+        }
+    }
+
+    fn start(&'static self, state: &mut State, uid: u32) {
+        let uid = if self.multiuser { rustix::process::geteuid().as_raw() } else { uid };
+        match self.spawn(uid) {
+            Ok((mut child, channel)) => {
+                let pid = child.id();
+                self.log.line("Control", pid, &format!("Starting new server {pid} for user {uid}"));
+                let (sender, answers) = mpsc::channel();
+                let server = Arc::new(Server {
+                    pid,
+                    uid,
+                    channel,
+                    ready: AtomicBool::new(false),
+                    clients: AtomicUsize::new(0),
+                    answers: Mutex::new(answers),
+                });
+                let defaults = self.defaults();
+                let (percentage, limits) = (defaults.percentage, defaults.limits.clone());
+                server.order(&Order::Start { percentage, limits });
+                state.server = Some(Arc::clone(&server));
+                thread::spawn(move || self.follow(&server, &mut child, &sender));
+            }
+            Err(error) => self.log(&format!("Failed to start a server: {error}")),
+        }
+    }
+
+    fn spawn(&self, uid: u32) -> io::Result<(Child, OwnedFd)> {
+        let (ours, theirs) = wire::pair()?;
+        let program = std::env::current_exe()?.with_file_name("nvidia-cuda-mps-server");
+        let mut command = Command::new(program);
+        command.arg0("nvidia-cuda-mps-server").stdin(Stdio::from(theirs));
+        command.env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe).env_remove(BACKGROUND);
+        if let Some(log) = &self.server_log {
+            command.stdout(log.try_clone()?);
+        }
+        if uid != rustix::process::geteuid().as_raw() {
+            command.uid(uid);
+        }
+        Ok((command.spawn()?, ours))
+    }
+
+    /// Takes in what a server says, until its end.
+    fn follow(&self, server: &Server, child: &mut Child, answers: &Sender<Status>) {
+        while let Some(report) = wire::receive(&server.channel) {
+            match report {
+                Report::Ready => {
+                    self.log(&format!("NEW SERVER {}: Ready", server.pid));
+                    self.note(|_| server.ready.store(true, Ordering::SeqCst));
+                }
+                Report::Gone => self.note(|_| _ = server.clients.fetch_sub(1, Ordering::SeqCst)),
+                Report::Status(status) => _ = answers.send(status),
+            }
+        }
+        let status = exit_code(child);
+        self.log(&format!("Server {} exited with status {status}", server.pid));
+        if self.version < 580 {
+            self.log("Removed Shm file at ");
+        }
+        self.note(|state| {
+            state.server = None;
+            state.exit_status = status;
+        });
+    }
+
+    /// Changes something that others may wait for.
+    fn note(&self, change: impl FnOnce(&mut State)) {
+        change(&mut lock(&self.state));
+        self.changed.notify_all();
+    }
+
+    /// Waits until the server is as wanted; false when the deadline came first.
+    pub(super) fn wait_until(
+        &self,
+        wanted: impl Fn(Option<&Server>) -> bool,
+        deadline: Option<Instant>,
+    ) -> bool {
+        let mut state = lock(&self.state);
+        while !wanted(state.server.as_deref()) {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return false;
+            }
+            let left = left.unwrap_or(Duration::from_secs(3600));
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    pub(super) fn refuse_clients(&self) {
+        self.note(|state| state.quitting = true);
+    }
+
+    /// The end, after `quit`: two of the files go with it.
+    pub(super) fn exit(&self) -> ! {
+        let status = lock(&self.state).exit_status;
+        self.log(&format!("Exit with status {status}"));
+        for file in ["log", PID_FILE] {
+            _ = fs::remove_file(self.pipe.join(file));
+        }
+        std::process::exit(status.into());
+    }
+}
+
+const PID_FILE: &str = "nvidia-cuda-mps-control.pid";
+
+fn make_directory(path: &Path) -> io::Result<()> {
+    if !path.is_dir() {
+        fs::create_dir_all(path)?;
+        fs::set_permissions(path, Permissions::from_mode(0o777))?;
+    }
+    Ok(())
+}
+
+/// control.log, and server.log for the servers.
+fn logs() -> io::Result<(Log, Option<File>)> {
+    let directory = log_directory();
+    make_directory(&directory)?;
+    let open = |name| OpenOptions::new().create(true).append(true).open(directory.join(name));
+    Ok((Log::to(open("control.log")?), Some(open("server.log")?)))
+}
+
+/// The FIFO, and from 555 on the PID file, which anyone may write.
+fn leave_files(pipe: &Path, version: u32) -> io::Result<()> {
+    let fifo = pipe.join("log");
+    _ = fs::remove_file(&fifo);
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &fifo,
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::from_raw_mode(0o777),
+        0,
+    )?;
+    fs::set_permissions(&fifo, Permissions::from_mode(0o777))?;
+    if version >= 555 {
+        let file = pipe.join(PID_FILE);
+        fs::write(&file, std::process::id().to_string())?;
+        fs::set_permissions(&file, Permissions::from_mode(0o666))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,34 @@
+//! The front end: commands from stdin to the control daemon, its answers to stdout.
+
+use std::io::{self, BufRead, Write};
+
+use super::wire::{self, Hello};
+use crate::state::Host;
+
+/// Runs it; gives the exit status, which says only whether a control daemon was there.
+pub(super) fn run(host: &Host) -> u8 {
+    if host.fault("front-end-hangs").is_some() {
+        loop {
+            std::thread::park();
+        }
+    }
+    let hello = wire::connect(&super::pipe_directory().join("control"))
+        .and_then(|control| wire::send(&control, &Hello::FrontEnd).map(|()| control));
+    let Ok(control) = hello else {
+        _ = writeln!(io::stderr(), "Cannot find MPS control daemon process");
+        return 1;
+    };
+    for line in io::stdin().lock().lines() {
+        let Ok(line) = line else { break };
+        if host.fault("front-end-garbage").is_some() {
+            _ = io::stdout().write_all(b"\x00\xff\xfe garbage \x1b[2J\n");
+            continue;
+        }
+        if wire::send(&control, &line).is_err() {
+            break;
+        }
+        let Some(answer) = wire::receive::<String>(&control) else { break };
+        _ = io::stdout().write_all(answer.as_bytes());
+    }
+    0
+}

@@ -1,0 +1,422 @@
+//! A server: opens its GPUs, takes clients, keeps their limits, and hands a fault of one to all of them.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use super::log::Log;
+use super::wire::{self, ClientHello, ClientStatus, Device, Event, Order, Report, Request, Status};
+use super::{client, command_of, memory_limit, percentage};
+use crate::state::{Gpu, Host, Kind, visible};
+
+/// What a server holds of each of its GPUs, and a client of the one it uses, before it allocates anything.
+const SERVER_MIB: u64 = 66;
+const CLIENT_MIB: u64 = 580;
+
+struct Server {
+    host: Host,
+    /// By ordinal.
+    gpus: Vec<Gpu>,
+    channel: OwnedFd,
+    log: Log,
+    state: Mutex<State>,
+}
+
+struct State {
+    percentage: f64,
+    /// Bytes by ordinal.
+    limits: Vec<(usize, u64)>,
+    clients: Vec<Client>,
+    last_id: u32,
+    /// Which of the GPUs has a context of the server.
+    contexts: Vec<bool>,
+    /// Whom the log's next `Received new client request` names, which is the one before.
+    last_request: String,
+}
+
+#[derive(Clone)]
+struct Client {
+    pid: u32,
+    id: u32,
+    /// Its GPU, by the server's ordinal.
+    ordinal: usize,
+    connection: Arc<OwnedFd>,
+    allocated_mib: u64,
+    /// Whether it is in the middle of a long kernel.
+    long_kernel: bool,
+    terminated: bool,
+    faulted: bool,
+}
+
+/// nvidia-cuda-mps-server, with the channel to its control daemon as stdin; gives the exit status.
+pub fn run() -> u8 {
+    match start() {
+        Ok(server) => server.follow_orders(),
+        Err(error) => {
+            _ = writeln!(io::stderr(), "{error}");
+            1
+        }
+    }
+}
+
+/// Opens the GPUs. One that it can't have is the end of it.
+fn start() -> Result<&'static Server, String> {
+    let host = Host::from_env()?;
+    let channel = io::stdin().as_fd().try_clone_to_owned().map_err(|error| error.to_string())?;
+    let Some(Order::Start { percentage, limits }) = wire::receive(&channel) else {
+        return Err("Only the control daemon starts a server".to_owned());
+    };
+    if host.fault("server-start-fails").is_some() {
+        return Err(String::new());
+    }
+    let log = Log::to(io::stdout());
+    let pid = std::process::id();
+    log.line("Other", pid, "Startup");
+    let pipe = super::pipe_directory();
+    log.line("Other", pid, &format!("Connecting to control daemon on socket: {}/control", pipe.display()));
+    log.line("Other", pid, "Initializing server process");
+    let delay = host.text("mps/start-ms").and_then(|text| text.parse().ok()).unwrap_or(150);
+    thread::sleep(Duration::from_millis(delay));
+    let names = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let gpus: Option<Vec<Gpu>> = visible(&host.gpus(), names.as_deref()).into_iter().collect();
+    let usable = |gpus: &Vec<Gpu>| {
+        let taken = |gpu: &Gpu| gpu.compute_mode() == "Exclusive_Process" && !gpu.processes().is_empty();
+        !gpus.is_empty() && !gpus.iter().any(|gpu| gpu.unusable() || taken(gpu))
+    };
+    let gpus = gpus.filter(usable).ok_or("A GPU can't be opened")?;
+    let server = Server {
+        state: Mutex::new(State {
+            percentage,
+            limits,
+            clients: Vec::new(),
+            last_id: 0,
+            contexts: vec![false; gpus.len()],
+            last_request: "{PID: -1333654781, Context ID: 0}".to_owned(),
+        }),
+        host,
+        gpus,
+        channel,
+        log,
+    };
+    let server = Box::leak(Box::new(server));
+    server.announce();
+    Ok(server)
+}
+
+impl Server {
+    fn announce(&'static self) {
+        let mut state = self.state();
+        for (ordinal, gpu) in self.gpus.iter().enumerate() {
+            self.open(&mut state, ordinal);
+            gpu.enter(std::process::id(), Kind::Server, SERVER_MIB);
+        }
+        self.log(&format!("Created anonymous shared memory region mps.shm.0.{}", std::process::id()));
+        self.log(&format!("CUDA MPS Server for Linux/Unix. Binary version: {}", self.host.cuda_version()));
+        self.log(&format!("Display Driver version: {}", self.host.mps_version()));
+        self.log(&format!("Active Threads Percentage set to {:.1}", state.percentage));
+        for (ordinal, limit) in &state.limits {
+            self.log_limit(*ordinal, *limit);
+        }
+        self.log("Server Priority set to 0");
+        self.log("Server has started");
+        self.report(&Report::Ready);
+        if let Some(after) = self.host.fault("server-dies-after-ms").and_then(|text| text.parse().ok()) {
+            thread::spawn(move || {
+                thread::sleep(Duration::from_millis(after));
+                std::process::exit(1);
+            });
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn log(&self, text: &str) {
+        self.log.line("Server", std::process::id(), text);
+    }
+
+    /// Not recorded below compute capability 7.0, where the limit does nothing.
+    fn log_limit(&self, ordinal: usize, bytes: u64) {
+        if self.gpus.get(ordinal).is_some_and(Gpu::enforces_limits) {
+            self.log(&format!("Device pinned memory limit for device {ordinal} set to {bytes:#x} bytes"));
+        }
+    }
+
+    fn report(&self, report: &Report) {
+        // Without its control daemon the server ends anyway.
+        _ = wire::send(&self.channel, report);
+    }
+
+    fn follow_orders(&'static self) -> u8 {
+        while let Some((order, attached)) = wire::receive_with(&self.channel) {
+            match order {
+                Order::Client { pid, hello } => {
+                    let Some(connection) = attached else { continue };
+                    thread::spawn(move || self.serve(&Arc::new(connection), pid, &hello));
+                }
+                Order::SetPercentage(percentage) => self.state().percentage = percentage,
+                Order::SetLimit(ordinal, limit) => {
+                    let mut state = self.state();
+                    state.limits.retain(|(device, _)| *device != ordinal);
+                    if let Some(limit) = limit {
+                        state.limits.push((ordinal, limit));
+                        self.log_limit(ordinal, limit);
+                    }
+                }
+                Order::Query => self.answer(false),
+                Order::DeviceQuery => {
+                    self.log(&format!(
+                        "Received device query command. There are {} devices",
+                        self.gpus.len()
+                    ));
+                    self.answer(false);
+                }
+                Order::Terminate(pid) => {
+                    let done = self.terminate(pid);
+                    self.answer(done);
+                }
+                Order::Shutdown if self.state().clients.is_empty() => {
+                    self.log("Server has been notified to shutdown");
+                    self.log("Waiting for current clients to finish");
+                    self.log("Exiting");
+                    self.answer(true);
+                    break;
+                }
+                Order::Shutdown => {
+                    let clients = self.state().clients.len() * 2;
+                    self.log(&format!("Server was unable to shutdown due to {clients} active clients"));
+                    self.answer(false);
+                }
+                Order::ForceShutdown => break,
+                Order::Start { .. } => {}
+            }
+        }
+        let clients = self.state().clients.clone();
+        for gpu in &self.gpus {
+            gpu.leave(std::process::id());
+            clients.iter().for_each(|client| gpu.leave(client.pid));
+        }
+        0
+    }
+
+    fn answer(&self, done: bool) {
+        let state = self.state();
+        let clients = state.clients.iter().filter_map(|client| {
+            let gpu = self.gpus.get(client.ordinal)?;
+            Some(ClientStatus {
+                pid: client.pid,
+                id: client.id,
+                ordinal: client.ordinal,
+                uuid: gpu.uuid(),
+                name: gpu.name(),
+                namespace: namespace(client.pid),
+                command: command_of(client.pid).unwrap_or_default(),
+            })
+        });
+        self.report(&Report::Status(Status {
+            fault: state.clients.iter().any(|client| client.faulted),
+            percentage: state.percentage,
+            limits: state.limits.clone(),
+            clients: clients.collect(),
+            done,
+        }));
+    }
+
+    /// Takes a client, and serves it until it is gone.
+    fn serve(&self, connection: &Arc<OwnedFd>, pid: u32, hello: &ClientHello) {
+        match self.welcome(connection, pid, hello) {
+            Ok(id) => {
+                while let Some(request) = wire::receive(&**connection) {
+                    self.carry_out(id, &request);
+                }
+                self.part_with(id);
+            }
+            Err(code) => _ = wire::send(&**connection, &Event::Error(code)),
+        }
+        self.report(&Report::Gone);
+    }
+
+    /// Lets a client in; gives its number, or the CUDA error that it is turned away with.
+    fn welcome(&self, connection: &Arc<OwnedFd>, pid: u32, hello: &ClientHello) -> Result<u32, u32> {
+        let mut state = self.state();
+        if state.clients.iter().any(|client| client.faulted) {
+            return Err(client::NOT_READY);
+        }
+        let seen = self.seen(hello);
+        let ordinal = *seen.first().ok_or(client::NO_DEVICE)?;
+        let gpu = self.gpus.get(ordinal).ok_or(client::NO_DEVICE)?;
+        let most = if gpu.enforces_limits() { 48 } else { 16 };
+        if state.clients.iter().filter(|client| client.ordinal == ordinal).count() >= most {
+            self.log(&format!("Failed to accept new client. Maximum number of clients ({most}) reached."));
+            return Err(client::BUSY);
+        }
+        for context in 0..2 {
+            let now = format!("{{PID: {pid}, Context ID: {context}}}");
+            self.log(&format!("Received new client request for {}", state.last_request));
+            if context == 0 {
+                self.open(&mut state, ordinal);
+            }
+            self.log(&format!("Client {now} connected"));
+            self.log(&format!("Creating worker thread for client {now}"));
+            state.last_request = now;
+        }
+        self.log(&format!("Device {} (uuid {}) is associated", gpu.name(), gpu.uuid()));
+        self.log(&format!("Status of client {} is ACTIVE", state.last_request));
+        let devices = seen.iter().enumerate();
+        let devices = devices.filter_map(|(place, ordinal)| self.device(&state, hello, place, *ordinal));
+        wire::send(&**connection, &Event::Welcome(devices.collect())).map_err(|_| client::NOT_READY)?;
+        state.last_id += 1;
+        let id = state.last_id;
+        state.clients.push(Client {
+            pid,
+            id,
+            ordinal,
+            connection: Arc::clone(connection),
+            allocated_mib: 0,
+            long_kernel: false,
+            terminated: false,
+            faulted: false,
+        });
+        gpu.enter(pid, Kind::Client, CLIENT_MIB);
+        Ok(id)
+    }
+
+    /// The ordinals of the GPUs that a client sees, in its order: it is the client's environment that counts, and
+    /// without one PCI order, whatever the order of the control daemon's.
+    fn seen(&self, hello: &ClientHello) -> Vec<usize> {
+        let mut in_order = self.gpus.clone();
+        in_order.sort_unstable_by_key(|gpu| gpu.index);
+        let seen = visible(&in_order, hello.visible_devices.as_deref()).into_iter().map_while(|gpu| gpu);
+        seen.filter_map(|gpu| self.gpus.iter().position(|own| *own == gpu)).collect()
+    }
+
+    /// What a client sees of a GPU. The memory limit is that of the client's ordinal (`place`), not of the server's:
+    /// so it was measured.
+    fn device(&self, state: &State, hello: &ClientHello, place: usize, ordinal: usize) -> Option<Device> {
+        let gpu = self.gpus.get(ordinal)?;
+        let asked = hello.percentage.as_deref().and_then(percentage).unwrap_or(100.0);
+        let limit = state.limits.iter().find(|(device, _)| *device == place).map(|(_, limit)| *limit);
+        let limit = limit.into_iter().chain(own_limit(hello, place, &gpu.uuid())).min();
+        let (sms, limit) = if gpu.enforces_limits() {
+            (client::sms(gpu.sms(), state.percentage.min(asked)), limit)
+        } else {
+            (gpu.sms(), None)
+        };
+        let taken: u64 = gpu.processes().values().map(|(_, mib)| mib).sum();
+        let left = gpu.usable_mib().saturating_sub(taken + 10);
+        let most = limit.map_or(left, |limit| left.min(limit >> 20));
+        Some(client::device(gpu, sms, most.saturating_sub(client::context_mib(sms))))
+    }
+
+    /// Makes the server's context on a GPU, where there is none.
+    fn open(&self, state: &mut State, ordinal: usize) {
+        if let (Some(open), Some(gpu)) = (state.contexts.get_mut(ordinal), self.gpus.get(ordinal))
+            && !std::mem::replace(open, true)
+        {
+            self.log(&format!("Creating server context on device {ordinal} ({})", gpu.name()));
+        }
+    }
+
+    fn carry_out(&self, id: u32, request: &Request) {
+        let mut state = self.state();
+        let Some(client) = state.clients.iter_mut().find(|client| client.id == id) else { return };
+        match request {
+            Request::Allocate { mib } => {
+                client.allocated_mib += mib;
+                if let Some(gpu) = self.gpus.get(client.ordinal) {
+                    gpu.enter(client.pid, Kind::Client, CLIENT_MIB + client.allocated_mib);
+                }
+            }
+            Request::LongKernel(runs) => client.long_kernel = *runs,
+            Request::Fault => {
+                let ordinal = client.ordinal;
+                self.fault(&mut state, ordinal);
+            }
+        }
+    }
+
+    fn terminate(&self, pid: u32) -> bool {
+        let mut state = self.state();
+        let Some(client) = state.clients.iter_mut().find(|client| client.pid == pid) else { return false };
+        client.terminated = true;
+        _ = wire::send(&*client.connection, &Event::Error(client::TERMINATED));
+        true
+    }
+
+    /// A fault on a GPU is everybody's there.
+    fn fault(&self, state: &mut State, ordinal: usize) {
+        let hit: Vec<&mut Client> =
+            state.clients.iter_mut().filter(|client| client.ordinal == ordinal).collect();
+        let Some(first) = hit.first().map(|client| client.pid) else { return };
+        // Whom the log names first is the oldest client, not the culprit.
+        self.log(&format!("Client {{PID: {first}, Context: 1}} encountered a fatal GPU error."));
+        self.log("Server is handling a fatal GPU error.");
+        for client in &hit {
+            let torn =
+                format!("Client {{PID: {}, Context ID: 1}} on device {ordinal} to be torn down", client.pid);
+            self.log(&torn);
+        }
+        for client in &hit {
+            let pid = client.pid;
+            self.log(&format!("All clients belonging to error trigging process {pid} will be torn down"));
+            let of = format!("Client {{PID: {pid}, Context ID: 1}} on the error-trigging process {pid}");
+            self.log(&format!("{of} to be torn down"));
+        }
+        self.log("The following devices will be reset:");
+        self.log(&ordinal.to_string());
+        self.log("The following client process have a sticky error set:");
+        for client in hit {
+            self.log(&client.pid.to_string());
+            client.faulted = true;
+            _ = wire::send(&*client.connection, &Event::Error(client::ILLEGAL_ADDRESS));
+        }
+    }
+
+    /// A client is gone. What it leaves running is a fault; the last one hit by a fault ends that.
+    fn part_with(&self, id: u32) {
+        let mut state = self.state();
+        let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };
+        let gone = state.clients.remove(place);
+        let (pid, ordinal) = (gone.pid, gone.ordinal);
+        let lost = |context: u32| {
+            let failed = "Server failed to recevie command with status 806, assuming client";
+            self.log(&format!("{failed} {{PID: {pid}, Context ID: {context}}} exit"));
+        };
+        lost(1);
+        let left = state.clients.len();
+        let exiting = format!("Client {{PID: {pid}, Context ID: 1}} exiting.");
+        self.log(&format!("{exiting} Number of active client contexts is {left}."));
+        let here = |client: &&Client| client.ordinal == ordinal;
+        if gone.faulted
+            && !state.clients.iter().filter(here).any(|client| client.faulted)
+            && let (Some(open), Some(gpu)) = (state.contexts.get_mut(ordinal), self.gpus.get(ordinal))
+        {
+            *open = false;
+            self.log(&format!("Destroy server context on device {ordinal} ({})", gpu.name()));
+        }
+        lost(0);
+        self.log(&format!("Client process {pid} disconnected"));
+        if let Some(gpu) = self.gpus.get(ordinal) {
+            gpu.leave(pid);
+        }
+        if gone.long_kernel && !gone.terminated && !gone.faulted {
+            self.fault(&mut state, ordinal);
+        }
+    }
+}
+
+/// The limit in bytes that a client sets itself for one of its devices: `0=2G,1=3G` or `GPU-...=4G`.
+fn own_limit(hello: &ClientHello, place: usize, uuid: &str) -> Option<u64> {
+    let limits = hello.memory_limits.as_deref()?.split(',').filter_map(|limit| limit.trim().split_once('='));
+    let mut own = limits.filter(|(device, _)| *device == uuid || device.parse() == Ok(place));
+    memory_limit(own.next()?.1)
+}
+
+/// The inode of a process's PID namespace.
+fn namespace(pid: u32) -> String {
+    let link = std::fs::read_link(format!("/proc/{pid}/ns/pid")).unwrap_or_default();
+    link.to_string_lossy().trim_start_matches("pid:[").trim_end_matches(']').to_owned()
+}

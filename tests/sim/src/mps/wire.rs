@@ -1,0 +1,198 @@
+//! What the programs say to each other: packets of JSON over SOCK_SEQPACKET, sometimes with a connection attached.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+/// The first packet to a control daemon.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Hello {
+    /// Commands follow, one a packet; each is answered by one packet of text.
+    FrontEnd,
+    /// A CUDA program.
+    Client(ClientHello),
+}
+
+/// What a CUDA program's environment says.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct ClientHello {
+    pub(super) visible_devices: Option<String>,
+    pub(super) percentage: Option<String>,
+    pub(super) memory_limits: Option<String>,
+}
+
+/// From the control daemon to a server.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Order {
+    Start {
+        percentage: f64,
+        limits: Vec<(usize, u64)>,
+    },
+    /// A client; its connection comes with the packet.
+    Client {
+        pid: u32,
+        hello: ClientHello,
+    },
+    SetPercentage(f64),
+    SetLimit(usize, Option<u64>),
+    /// The four that are answered by a [`Report::Status`].
+    Query,
+    DeviceQuery,
+    Terminate(u32),
+    /// Ends the server if it has no client.
+    Shutdown,
+    /// Ends it whatever its clients do.
+    ForceShutdown,
+}
+
+/// From a server to the control daemon.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Report {
+    Ready,
+    /// A client is gone or was refused.
+    Gone,
+    Status(Status),
+}
+
+/// What a server knows.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Status {
+    pub(super) fault: bool,
+    pub(super) percentage: f64,
+    pub(super) limits: Vec<(usize, u64)>,
+    pub(super) clients: Vec<ClientStatus>,
+    /// Whether a client was there to be terminated.
+    pub(super) done: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ClientStatus {
+    pub(super) pid: u32,
+    /// Counts the clients of a server.
+    pub(super) id: u32,
+    /// Its device, by the server's ordinal and by UUID and name.
+    pub(super) ordinal: usize,
+    pub(super) uuid: String,
+    pub(super) name: String,
+    pub(super) namespace: String,
+    pub(super) command: String,
+}
+
+/// From a server (or a control daemon that has none) to a client.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Event {
+    Welcome(Vec<Device>),
+    /// A CUDA error, after which the client can do nothing more.
+    Error(u32),
+}
+
+/// From a client to its server.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) enum Request {
+    /// It allocated that much.
+    Allocate { mib: u64 },
+    /// A long kernel starts or ends.
+    LongKernel(bool),
+    /// The kernel wrote where it must not.
+    Fault,
+}
+
+/// What a CUDA program sees of one of its devices, limits applied.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Device {
+    pub(super) name: String,
+    /// Bus and device, `00:06`.
+    pub(super) pci: String,
+    pub(super) capability: String,
+    pub(super) sms: u32,
+    pub(super) free_mib: u64,
+    pub(super) total_mib: u64,
+}
+
+fn socket() -> io::Result<OwnedFd> {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+    Ok(rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?)
+}
+
+/// Connects to the socket at that path.
+pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
+    let socket = socket()?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+/// Listens at that path, in place of whatever a dead control daemon left there.
+pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
+    let socket = socket()?;
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, 128)?;
+    Ok(socket)
+}
+
+/// Two ends of a channel.
+pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+    Ok(rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?)
+}
+
+pub(super) fn send(socket: impl AsFd, message: &impl Serialize) -> io::Result<()> {
+    send_with(socket, message, None)
+}
+
+/// Sends a packet and, attached to it, a connection.
+pub(super) fn send_with(
+    socket: impl AsFd,
+    message: &impl Serialize,
+    attached: Option<&OwnedFd>,
+) -> io::Result<()> {
+    let packet = serde_json::to_vec(message)?;
+    let fds: Vec<_> = attached.iter().map(|fd| fd.as_fd()).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+    }
+    rustix::net::sendmsg(socket, &[IoSlice::new(&packet)], &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// The next packet; None when the other end is gone, which is also how anything unreadable is taken.
+pub(super) fn receive<T: DeserializeOwned>(socket: impl AsFd) -> Option<T> {
+    Some(receive_with(socket)?.0)
+}
+
+/// The next packet and the connection attached to it.
+pub(super) fn receive_with<T: DeserializeOwned>(socket: impl AsFd) -> Option<(T, Option<OwnedFd>)> {
+    let mut packet = vec![0; 256 * 1024];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut slices = [IoSliceMut::new(&mut packet)];
+    let message = rustix::io::retry_on_intr(|| {
+        rustix::net::recvmsg(&socket, &mut slices, &mut ancillary, RecvFlags::CMSG_CLOEXEC)
+    });
+    let length = message.ok()?.bytes;
+    let attached = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    let message = serde_json::from_slice(packet.get(..length)?).ok()?;
+    Some((message, attached))
+}
+
+/// Whose connection it is: PID and user.
+pub(super) fn peer(socket: impl AsFd) -> Option<(u32, u32)> {
+    let credentials = rustix::net::sockopt::socket_peercred(socket).ok()?;
+    Some((credentials.pid.as_raw_nonzero().get().try_into().ok()?, credentials.uid.as_raw()))
+}
