@@ -15,6 +15,8 @@ mod table;
 
 /// The exit status of a command that could not be carried out.
 const FAILED: u8 = 1;
+/// The exit status of a command line that makes no sense.
+const USAGE: u8 = 2;
 /// The exit status that means: the daemon is not running.
 const NOT_RUNNING: u8 = 3;
 
@@ -68,6 +70,8 @@ enum Command {
 enum Error {
     #[error(transparent)]
     Client(#[from] ClientError),
+    #[error("can't start: {0}")]
+    Runtime(#[source] io::Error),
     #[error("can't write the output: {0}")]
     Output(#[from] io::Error),
     #[error("can't write JSON: {0}")]
@@ -91,7 +95,12 @@ impl Error {
             // As a shell has it for a command that it doesn't find or can't execute.
             Self::Start { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
             Self::Start { .. } => 126,
-            Self::Client(_) | Self::Output(_) | Self::Json(_) | Self::Signals(_) | Self::Wait(_) => FAILED,
+            Self::Client(_)
+            | Self::Runtime(_)
+            | Self::Output(_)
+            | Self::Json(_)
+            | Self::Signals(_)
+            | Self::Wait(_) => FAILED,
         }
     }
 
@@ -107,29 +116,30 @@ impl Error {
 
 /// Does what the arguments ask (the first one is the program's name), and returns the exit status.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
-    let arguments = match Arguments::try_parse_from(arguments) {
-        Ok(arguments) => arguments,
-        Err(e) => {
-            let to: &mut dyn Write = if e.use_stderr() { err } else { out };
-            let written = write!(to, "{}", e.render()).and_then(|()| to.flush());
-            return if written.is_ok() { u8::try_from(e.exit_code()).unwrap_or(FAILED) } else { FAILED };
+    let done = match Arguments::try_parse_from(arguments) {
+        Ok(arguments) => run_command(arguments.command, out),
+        Err(e) if e.use_stderr() => {
+            let _ = write!(err, "{}", e.render());
+            Ok(USAGE)
+        }
+        Err(help) => {
+            write!(out, "{}", help.render()).and_then(|()| out.flush()).map(|()| 0).map_err(Error::Output)
         }
     };
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(e) => return complain(err, &format!("can't start: {e}"), FAILED),
-    };
-    match runtime.block_on(execute(arguments.command, out)) {
+    match done {
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
-        Err(e) => complain(err, &e.to_string(), e.exit_status()),
+        Err(e) => {
+            // Where nobody listens, the exit status says it too.
+            let _ = writeln!(err, "yunion-mpsctl: {}", table::printable(&e.to_string()));
+            e.exit_status()
+        }
     }
 }
 
-/// Says what went wrong, where anybody listens; the exit status says it too.
-fn complain(err: &mut dyn Write, message: &str, status: u8) -> u8 {
-    let _ = writeln!(err, "yunion-mpsctl: {}", table::printable(message));
-    status
+fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.map_err(Error::Runtime)?.block_on(execute(command, out))
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {

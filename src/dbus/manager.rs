@@ -77,9 +77,6 @@ impl From<ContainerError> for RequestError {
     }
 }
 
-/// `a(ss)`, `a(ssb)` and `as`.
-type ContainerAnswer = (Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>);
-
 #[interface(name = "io.yunion.Mps1.Manager", introspection_docs = false)]
 impl Manager {
     #[zbus(out_args("devices"))]
@@ -106,7 +103,14 @@ impl Manager {
     }
 
     #[zbus(out_args("environment", "mounts", "gpus"))]
-    fn get_container_config(&self, devices: Vec<String>) -> Result<ContainerAnswer, RequestError> {
+    #[expect(
+        clippy::type_complexity,
+        reason = "under another name zbus would not see that it is three answers"
+    )]
+    fn get_container_config(
+        &self,
+        devices: Vec<String>,
+    ) -> Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>), RequestError> {
         let config = container_config(&self.snapshot(), devices)?;
         let environment =
             config.environment.into_iter().map(|(name, value)| (name.to_owned(), dict::clean(&value)));

@@ -1,0 +1,292 @@
+//! yunion-mpsctl, the program, on a private bus.
+
+use std::process::Stdio;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::Command;
+use tokio::time::timeout;
+use yunion_mps::state::{Snapshot, State};
+
+use crate::bus::{DEADLINE, PrivateBus, output, printed};
+use crate::service::Service;
+use crate::snapshot::{P40, p40_board, serving, starting, tesla_p40};
+
+fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
+    let mut command = bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    command.args(arguments);
+    command
+}
+
+/// The exit status, and what it says on stdout and stderr.
+async fn ended(command: &mut Command) -> (Option<i32>, String, String) {
+    let output = output(command).await;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+#[tokio::test]
+async fn list_is_the_platforms_table() {
+    let service = Service::start(p40_board()).await;
+    let expected = r#"+-----------+------------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
+| Addr      | Dev_type   | Model     | Vendor_device_id | numa_node | Device_path                              | PCIE_Info                                                                                    | Index | Device_minor | Health  |
++-----------+------------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
+| 00:06.0-0 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
+| 00:06.0-1 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
+| 00:06.0-2 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
+| 00:06.0-3 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
++-----------+------------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
+"#;
+    assert_eq!(printed(&mut ctl(&service.bus, &["list"])).await, expected);
+}
+
+#[tokio::test]
+async fn list_shows_gpus_and_what_is_wrong_with_them() {
+    let mut lost = tesla_p40("00:06.0", P40);
+    lost.plan.gpu.nvml = Err("GPU is lost".to_owned());
+    lost.healthy = false;
+    lost.reason = "GPU is lost\u{1b}[2J".to_owned();
+    let service = Service::start(serving(vec![lost])).await;
+    let table = printed(&mut ctl(&service.bus, &["list", "--gpus"])).await;
+    let row = table.lines().nth(3).unwrap();
+    let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+    assert_eq!(cells[..5], ["00:06.0", "GPU", "MPS", "4", "Tesla P40"]);
+    assert_eq!(cells[7], "-");
+    assert_eq!(cells[9], "not healthy: GPU is lost\u{fffd}[2J");
+}
+
+#[tokio::test]
+async fn json_has_what_the_bus_has() {
+    let service = Service::start(p40_board()).await;
+    let parsed = |text: String| -> Value { serde_json::from_str(&text).unwrap() };
+    let devices = parsed(printed(&mut ctl(&service.bus, &["list", "--json"])).await);
+    let addresses: Vec<&Value> = devices.as_array().unwrap().iter().map(|device| &device["addr"]).collect();
+    assert_eq!(addresses, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]);
+    assert_eq!(devices[1]["mps_memory_limit"], 5760);
+    assert_eq!(devices[1]["healthy"], true);
+    assert_eq!(devices[1]["pcie_info"]["lane_width"], 16);
+    let gpus = parsed(printed(&mut ctl(&service.bus, &["list", "--gpus", "--json"])).await);
+    assert_eq!(gpus[0]["virtual_num"], 4);
+
+    let status = parsed(printed(&mut ctl(&service.bus, &["status", "--json"])).await);
+    assert_eq!(status["gpus"], gpus);
+    assert_eq!(
+        status["service"],
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "state": "ready",
+            "state_reason": "",
+            "generation": 1,
+            "enabled": true,
+            "pipe_directory": "/tmp/nvidia-mps/pipe",
+            "log_directory": "/tmp/nvidia-mps/log",
+            "driver_version": "580.159.04",
+        })
+    );
+    assert_eq!(status["control_daemons"][0]["servers"], json!([4712]));
+    assert_eq!(status["events"][0]["at"], 1_700_000_000_000_000_i64);
+}
+
+#[tokio::test]
+async fn an_empty_list_says_why() {
+    let disabled = Snapshot {
+        state: State::Disabled,
+        reason: "enable_cuda_mps is false".to_owned(),
+        ..serving(Vec::new())
+    };
+    let service = Service::start(disabled).await;
+    let text = printed(&mut ctl(&service.bus, &["list"])).await;
+    assert_eq!(text, "No devices: the service is disabled: enable_cuda_mps is false\n");
+    assert_eq!(printed(&mut ctl(&service.bus, &["list", "--json"])).await, "[]\n");
+}
+
+#[tokio::test]
+async fn status_is_one_screen() {
+    let service = Service::start(p40_board()).await;
+    let screen = printed(&mut ctl(&service.bus, &["status"])).await;
+    for line in [
+        "State:           ready",
+        "Driver:          580.159.04",
+        "Pipe directory:  /tmp/nvidia-mps/pipe",
+        "Last events:",
+    ] {
+        assert!(screen.lines().any(|here| here == line), "no {line:?} in:\n{screen}");
+    }
+    let cells = |start: &str| -> Vec<String> {
+        let row = screen.lines().find(|line| line.starts_with(start)).unwrap();
+        row.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
+    };
+    let daemon = cells("| shared");
+    assert_eq!(daemon[..2], ["shared", "ready"]);
+    assert_eq!(daemon[3..7], ["4711", "4712", "false", "1"]);
+    assert_eq!(
+        cells("| 00:06.0"),
+        [
+            "00:06.0",
+            "Tesla P40",
+            "Exclusive_Process",
+            "4",
+            "25 %",
+            "25 %",
+            "5760 MiB",
+            "-",
+            "false",
+            "healthy"
+        ]
+    );
+    assert!(screen.contains("ago  control daemon shared is ready"), "{screen}");
+}
+
+#[tokio::test]
+async fn status_works_before_the_first_plan() {
+    let service = Service::start(starting()).await;
+    let screen = printed(&mut ctl(&service.bus, &["status"])).await;
+    assert!(screen.starts_with("State:           starting\nReason:          looking for GPUs\n"), "{screen}");
+    let (status, out, err) = ended(&mut ctl(&service.bus, &["list"])).await;
+    assert_eq!((status, out.as_str()), (Some(1), ""));
+    assert_eq!(err, "yunion-mpsctl: the GPUs are not known yet; ask again in a moment\n");
+}
+
+#[tokio::test]
+async fn env_speaks_shell_docker_and_json() {
+    let mut odd = p40_board();
+    odd.gpus.as_mut().unwrap()[0].plan.pipe_directory = "/srv/it's here".into();
+    let service = Service::start(odd).await;
+    let shell = printed(&mut ctl(&service.bus, &["env", "00:06.0-1"])).await;
+    // A shell that reads it has the very values.
+    let script = format!("{shell}printf '%s\\n' \"$CUDA_MPS_PIPE_DIRECTORY\" \"$CUDA_VISIBLE_DEVICES\"");
+    let values = printed(Command::new("sh").args(["-c", &script])).await;
+    assert_eq!(values, format!("/srv/it's here\n{P40}\n"));
+    assert_eq!(shell.lines().filter(|line| line.starts_with("export ")).count(), 7);
+
+    let docker = printed(&mut ctl(&service.bus, &["env", "00:06.0-1", "--format", "docker"])).await;
+    assert_eq!(
+        docker.lines().collect::<Vec<_>>(),
+        [
+            "--runtime=nvidia",
+            "--env=CUDA_MPS_PIPE_DIRECTORY=/srv/it's here",
+            &format!("--env=NVIDIA_VISIBLE_DEVICES={P40}"),
+            "--env=NVIDIA_DRIVER_CAPABILITIES=all",
+            "--env=CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
+            "--env=CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
+            "--env=YUNION_MPS_DEVICE=00:06.0-1",
+            "--volume=/dev/shm:/dev/shm",
+            "--volume=/srv/it's here:/srv/it's here",
+        ]
+    );
+
+    let json = printed(&mut ctl(&service.bus, &["env", "00:06.0-1", "--format", "json"])).await;
+    let json: Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["environment"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"], "25");
+    assert_eq!(json["environment"]["CUDA_VISIBLE_DEVICES"], Value::Null);
+    assert_eq!(json["mounts"][0], json!({"host": "/dev/shm", "container": "/dev/shm", "read_only": false}));
+    assert_eq!(json["gpus"], json!([P40]));
+}
+
+#[tokio::test]
+async fn exit_statuses_say_what_happened() {
+    let empty = PrivateBus::start();
+    for arguments in [&["list"][..], &["status"], &["env", "00:06.0-1"], &["run", "00:06.0-1", "--", "true"]]
+    {
+        let (status, out, err) = ended(&mut ctl(&empty, arguments)).await;
+        assert_eq!((status, out.as_str()), (Some(3), ""), "{arguments:?}: {err}");
+        assert!(err.contains("systemctl start yunion-mps-daemon"), "{err}");
+    }
+    let mut gone = PrivateBus::start();
+    gone.stop();
+    let (status, _, err) = ended(&mut ctl(&gone, &["list"])).await;
+    assert_eq!(status, Some(1));
+    assert!(err.starts_with("yunion-mpsctl: the system bus: "), "{err}");
+
+    let service = Service::start(p40_board()).await;
+    for arguments in [&[][..], &["bogus"], &["env"], &["run", "00:06.0-1"], &["list", "--bogus"]] {
+        let (status, out, err) = ended(&mut ctl(&service.bus, arguments)).await;
+        assert_eq!((status, out.as_str()), (Some(2), ""), "{arguments:?}");
+        assert!(err.contains("Usage: yunion-mpsctl"), "{err}");
+    }
+    let (status, _, err) = ended(&mut ctl(&service.bus, &["env", "00:07.0-1"])).await;
+    assert_eq!(status, Some(1));
+    assert_eq!(err, "yunion-mpsctl: there is no device \"00:07.0-1\"; ListDevices shows those there are\n");
+}
+
+#[tokio::test]
+async fn every_subcommand_has_examples() {
+    let bus = PrivateBus::start();
+    for subcommand in ["list", "status", "env", "run"] {
+        let help = printed(&mut ctl(&bus, &[subcommand, "--help"])).await;
+        assert!(help.contains("Examples:\n  "), "{help}");
+        assert!(help.contains(&format!("yunion-mpsctl {subcommand}")), "{help}");
+    }
+}
+
+#[tokio::test]
+async fn a_reader_that_leaves_is_no_error() {
+    let service = Service::start(p40_board()).await;
+    for arguments in [
+        &["list"][..],
+        &["list", "--json"],
+        &["status"],
+        &["env", "00:06.0-1"],
+        &["--help"],
+        &["list", "--help"],
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = ctl(&service.bus, arguments);
+        let run = command.stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
+        let output = timeout(DEADLINE, run.wait_with_output()).await.unwrap().unwrap();
+        assert_eq!((output.status.code(), &*output.stderr), (Some(0), &b""[..]), "{arguments:?}");
+    }
+}
+
+#[tokio::test]
+async fn run_gives_the_environment_and_returns_the_exit_status() {
+    let service = Service::start(p40_board()).await;
+    let script = "env | grep -E '^(CUDA|NVIDIA|YUNION)_' | LC_ALL=C sort; cat; exit 7";
+    let mut run = ctl(&service.bus, &["run", "00:06.0-1", "--", "sh", "-c", script]);
+    let (status, out, err) = ended(run.env("CUDA_VISIBLE_DEVICES", "0,1")).await;
+    assert_eq!((status, err.as_str()), (Some(7), ""));
+    let expected = format!(
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25\n\
+         CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M\n\
+         CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe\n\
+         CUDA_VISIBLE_DEVICES={P40}\n\
+         NVIDIA_DRIVER_CAPABILITIES=all\n\
+         NVIDIA_VISIBLE_DEVICES={P40}\n\
+         YUNION_MPS_DEVICE=00:06.0-1\n"
+    );
+    assert_eq!(out, expected);
+
+    for (command, expected) in [
+        (&["sh", "-c", "kill -KILL $$"][..], 128 + 9),
+        (&["/nowhere/at-all"], 127),
+        (&["/dev/null"], 126),
+        (&["true"], 0),
+    ] {
+        let mut run = ctl(&service.bus, &["run", "00:06.0-1", "--"]);
+        assert_eq!(ended(run.args(command)).await.0, Some(expected), "{command:?}");
+    }
+    // The command's own options are its own.
+    let (status, out, _) = ended(&mut ctl(&service.bus, &["run", "00:06.0", "--", "echo", "--json"])).await;
+    assert_eq!((status, out.as_str()), (Some(0), "--json\n"));
+}
+
+#[tokio::test]
+async fn run_passes_signals_on() {
+    let service = Service::start(p40_board()).await;
+    for (signal, name) in [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP")] {
+        let script =
+            format!("trap 'echo got {name}; exit 7' {name}; echo ready; while :; do sleep 0.01; done");
+        let mut run = ctl(&service.bus, &["run", "00:06.0-1", "--", "sh", "-c", &script]);
+        let mut run = run.stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+        let mut line = async || timeout(DEADLINE, lines.next_line()).await.unwrap().unwrap();
+        assert_eq!(line().await.as_deref(), Some("ready"));
+        let pid = Pid::from_raw(i32::try_from(run.id().unwrap()).unwrap()).unwrap();
+        kill_process(pid, signal).unwrap();
+        assert_eq!(line().await, Some(format!("got {name}")));
+        let status = timeout(DEADLINE, run.wait()).await.unwrap().unwrap();
+        assert_eq!(status.code(), Some(7), "{name}");
+    }
+}

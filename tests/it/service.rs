@@ -1,0 +1,35 @@
+//! The D-Bus side of the daemon, in the test's own process, on a private bus.
+
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, watch};
+use yunion_mps::dbus::{Bus, Request};
+use yunion_mps::state::Snapshot;
+
+use crate::bus::PrivateBus;
+
+/// A bus and the service on it.
+pub(crate) struct Service {
+    pub(crate) bus: PrivateBus,
+    pub(crate) served: Bus,
+    pub(crate) requests: mpsc::Receiver<Request>,
+    snapshot: watch::Sender<Arc<Snapshot>>,
+}
+
+impl Service {
+    pub(crate) async fn start(snapshot: Snapshot) -> Self {
+        let bus = PrivateBus::start();
+        let (snapshot, seen) = watch::channel(Arc::new(snapshot));
+        let (ask, requests) = mpsc::channel(4);
+        let address = bus.address().as_str().try_into().unwrap();
+        let served = Bus::connect_to(address, seen, ask).await.unwrap();
+        Self { bus, served, requests, snapshot }
+    }
+
+    /// What the daemon's loop does with a new snapshot.
+    pub(crate) async fn publish(&mut self, new: Snapshot) {
+        let new = Arc::new(new);
+        self.snapshot.send_replace(Arc::clone(&new));
+        self.served.publish(new).await;
+    }
+}
