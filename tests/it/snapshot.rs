@@ -24,6 +24,7 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
         foreign_processes: Vec::new(),
     };
     let pci = PciDevice {
+        driver: None,
         address: address.parse().unwrap(),
         vendor: 0x10de,
         device: 0x1b38,
