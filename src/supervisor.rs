@@ -774,6 +774,8 @@ async fn free(control: &Control, pipe_directory: &Path) -> Result<(), Failure> {
         Err(ControlError::NoDaemon { .. }) => return Ok(()),
         Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
         Ok(_) => "another control daemon serves",
+        // Nobody listens there: it is the front end that is no good.
+        Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
         Err(_) => "another control daemon holds, and does not answer in,",
     };
     let pid = control.daemon_pid().map_or("unknown".to_owned(), |pid| pid.to_string());
