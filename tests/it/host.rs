@@ -39,6 +39,8 @@ pub(crate) fn binaries() -> PathBuf {
 pub(crate) struct Host {
     directory: tempfile::TempDir,
     bus: PrivateBus,
+    /// The bus that took the place of a stopped one.
+    second_bus: Option<Child>,
     environment: Vec<(String, String)>,
     daemon: Option<Child>,
 }
@@ -50,7 +52,12 @@ impl Host {
         let directory = tempfile::Builder::new().prefix("mps").tempdir_in("/tmp").unwrap();
         fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let root = directory.path().join("h");
-        let made = Command::new(binaries().join("yunion-mps-sim")).arg("create").arg(board).arg(&root).output().unwrap();
+        let made = Command::new(binaries().join("yunion-mps-sim"))
+            .arg("create")
+            .arg(board)
+            .arg(&root)
+            .output()
+            .unwrap();
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
         let bus = PrivateBus::start();
         let path = std::env::var("PATH").unwrap_or_default();
@@ -62,7 +69,15 @@ impl Host {
             ("RUNTIME_DIRECTORY", root.join("run").display().to_string()),
         ];
         let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        Self { directory, bus, environment, daemon: None }
+        Self { directory, bus, second_bus: None, environment, daemon: None }
+    }
+
+    /// Makes the host, starts the daemon and waits until every GPU is served.
+    pub(crate) fn serving(board: &str) -> Self {
+        let mut host = Self::new(board);
+        host.start();
+        host.wait_for_state("ready");
+        host
     }
 
     /// A path of the simulated host's own.
@@ -75,9 +90,27 @@ impl Host {
         self.path("sysroot").join(path.trim_start_matches('/'))
     }
 
-    /// The bus.
-    pub(crate) fn bus(&mut self) -> &mut PrivateBus {
-        &mut self.bus
+    /// Takes the bus away.
+    pub(crate) fn stop_bus(&mut self) {
+        self.bus.stop();
+        if let Some(mut bus) = self.second_bus.take() {
+            let _ = bus.kill();
+            let _ = bus.wait();
+        }
+    }
+
+    /// Starts the stopped bus again, at the address that it had.
+    pub(crate) fn restart_bus(&mut self) {
+        let address = self.bus.address();
+        let socket = Path::new(address.strip_prefix("unix:path=").unwrap());
+        let configuration = socket.with_file_name("bus.conf");
+        let bus = Command::new("dbus-daemon")
+            .args(["--nofork", "--nopidfile"])
+            .arg(format!("--config-file={}", configuration.display()))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        self.second_bus = Some(bus);
     }
 
     /// Adds lines to host.conf; a key that stands there already is replaced.
@@ -122,6 +155,12 @@ impl Host {
         variable.1 = change(&variable.1);
     }
 
+    /// Sets a variable for everything that is started from now on.
+    pub(crate) fn set(&mut self, name: &str, value: &str) {
+        self.environment.retain(|(known, _)| known != name);
+        self.environment.push((name.to_owned(), value.to_owned()));
+    }
+
     /// A command in this host's environment.
     pub(crate) fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
@@ -143,7 +182,13 @@ impl Host {
     /// Starts the daemon; its messages go to a file.
     pub(crate) fn start(&mut self) {
         let log = fs::File::options().append(true).create(true).open(self.path("daemon.log")).unwrap();
-        let child = self.daemon_command().stdout(log.try_clone().unwrap()).stderr(log).process_group(0).spawn().unwrap();
+        let child = self
+            .daemon_command()
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .process_group(0)
+            .spawn()
+            .unwrap();
         self.daemon = Some(child);
     }
 
@@ -192,27 +237,23 @@ impl Host {
 
     /// What yunion-mpsctl prints as JSON; None when it can't.
     pub(crate) fn json(&self, arguments: &[&str]) -> Option<Value> {
-        let output = self.command(binaries().join("yunion-mpsctl")).args(arguments).arg("--json").output().unwrap();
+        let output =
+            self.command(binaries().join("yunion-mpsctl")).args(arguments).arg("--json").output().unwrap();
         output.status.success().then(|| serde_json::from_slice(&output.stdout).unwrap())
     }
 
-    /// `status --json` once the service is in one of these states.
-    pub(crate) fn wait_for_state(&self, states: &[&str]) -> Value {
-        let mut last = Value::Null;
-        let deadline = Instant::now() + DEADLINE;
-        loop {
-            if let Some(status) = self.json(&["status"]) {
-                if states.iter().any(|state| status["state"] == *state) {
-                    return status;
-                }
-                last = status;
-            }
-            assert!(Instant::now() < deadline, "never {states:?}, last {last:#}\n{}", self.log());
-            std::thread::sleep(Duration::from_millis(20));
-        }
+    /// What `yunion-mpsctl list` has: every slice.
+    pub(crate) fn list(&self) -> Vec<Value> {
+        let listed = self.json(&["list"]).unwrap_or_else(|| panic!("no list of devices\n{}", self.log()));
+        listed.as_array().unwrap().clone()
     }
 
-    /// Waits until the status satisfies `check`.
+    /// The status once the service is in this state.
+    pub(crate) fn wait_for_state(&self, state: &str) -> Value {
+        self.wait_for_status(state, |status| status["service"]["state"] == state)
+    }
+
+    /// The status once it satisfies `check`.
     pub(crate) fn wait_for_status(&self, what: &str, check: impl Fn(&Value) -> bool) -> Value {
         let mut last = Value::Null;
         let deadline = Instant::now() + DEADLINE;
@@ -223,9 +264,39 @@ impl Host {
                 }
                 last = status;
             }
-            assert!(Instant::now() < deadline, "never {what}, last {last:#}\n{}", self.log());
+            assert!(Instant::now() < deadline, "never {what}, last {last:#}");
             std::thread::sleep(Duration::from_millis(20));
         }
+    }
+
+    /// The status once the service has failed for a reason with this in it.
+    pub(crate) fn wait_for_failure(&self, reason: &str) -> Value {
+        self.wait_for_status(reason, |status| {
+            let service = &status["service"];
+            service["state"] == "failed" && service["state_reason"].as_str().unwrap().contains(reason)
+        })
+    }
+
+    /// Calls a method of the Manager's object with gdbus, which names the error of a call that fails.
+    pub(crate) fn call(&self, method: &str) -> Output {
+        self.command("gdbus")
+            .args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path"])
+            .args(["/io/yunion/Mps1/Manager", "--method", &format!("io.yunion.Mps1.{method}")])
+            .output()
+            .unwrap()
+    }
+
+    /// What a method of the Manager answers to busctl, without the types.
+    pub(crate) fn busctl(&self, method: &str) -> Value {
+        let output = self
+            .command("busctl")
+            .args(["--system", "--json=short", "call", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"])
+            .args(["io.yunion.Mps1.Manager", method])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{method}: {}", text(&output));
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        untyped(&answer["data"][0])
     }
 
     /// The compute mode of a GPU by its number, in nvidia-smi's words.
@@ -275,6 +346,7 @@ impl Drop for Host {
             let _ = daemon.kill();
             let _ = daemon.wait();
         }
+        self.stop_bus();
         for pid in self.processes() {
             signal_pid(pid, Signal::KILL);
         }
@@ -290,4 +362,50 @@ pub(crate) fn signal_pid(pid: u32, signal: Signal) {
 /// The text of a command's output.
 pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+/// busctl's `{"type": "s", "data": "x"}` as `"x"`.
+fn untyped(value: &Value) -> Value {
+    match value {
+        Value::Object(fields) if fields.len() == 2 && fields.contains_key("type") => untyped(&fields["data"]),
+        Value::Object(fields) => fields.iter().map(|(key, value)| (key.clone(), untyped(value))).collect(),
+        Value::Array(items) => items.iter().map(untyped).collect(),
+        other => other.clone(),
+    }
+}
+
+/// Holds the values of `golden` against those in `found`, which may have more.
+pub(crate) fn assert_has(found: &Value, golden: &Value) {
+    for (key, value) in golden.as_object().unwrap() {
+        assert_eq!(&found[key], value, "{key} of {found:#}");
+    }
+}
+
+/// The only control daemon in a status.
+pub(crate) fn control_daemon(status: &Value) -> &Value {
+    let control_daemons = status["control_daemons"].as_array().unwrap();
+    assert_eq!(control_daemons.len(), 1, "{status:#}");
+    &control_daemons[0]
+}
+
+/// The PID of the only control daemon in a status.
+pub(crate) fn control_pid(status: &Value) -> u32 {
+    let pid = &control_daemon(status)["pid"];
+    u32::try_from(pid.as_u64().unwrap_or_else(|| panic!("no PID in {status:#}"))).unwrap()
+}
+
+/// Whether that process exists and has not ended.
+pub(crate) fn alive(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(')').is_some_and(|(_, fields)| !fields.trim_start().starts_with(['Z', 'X']))
+}
+
+/// Whether what only root can be tried; without root it is skipped where everybody sees it, but never in CI.
+pub(crate) fn root_or_skip(test: &str) -> bool {
+    let root = rustix::process::geteuid().is_root();
+    assert!(root || std::env::var_os("CI").is_none(), "{test} needs root, and in CI nothing is skipped");
+    if !root {
+        let _ = writeln!(std::io::stderr(), "SKIP {test}: needs root");
+    }
+    root
 }
