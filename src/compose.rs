@@ -70,8 +70,14 @@ pub fn nothing_yet(settings: &Settings) -> Snapshot {
 }
 
 /// What `ListDevices` and `ListGpus` show of a GPU: the generation grows with it.
-fn listed(gpu: &GpuView) -> impl PartialEq + '_ {
-    (&gpu.plan, gpu.healthy, &gpu.reason, gpu.compute_mode)
+fn listed(gpu: &GpuView) -> GpuView {
+    let mut listed = gpu.clone();
+    if let Ok(facts) = &mut listed.plan.gpu.nvml {
+        // As they were when the plan was made. What they are now, or keep from being served, is said beside the plan.
+        facts.compute_mode = None;
+        facts.foreign_processes.clear();
+    }
+    listed
 }
 
 fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {

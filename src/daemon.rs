@@ -110,6 +110,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
         snapshot,
         on_the_bus,
         events: VecDeque::new(),
+        refused: String::new(),
         problem: String::new(),
         next_scan: None,
         stopping: false,
@@ -250,7 +251,9 @@ struct Daemon {
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: watch::Receiver<bool>,
     events: VecDeque<Event>,
-    /// Why a wish was refused, until the next one is granted.
+    /// Why a new configuration was refused, until the next one is granted.
+    refused: String,
+    /// What the last look at the host found wrong with the configuration in force.
     problem: String,
     next_scan: Option<Instant>,
     stopping: bool,
@@ -476,10 +479,13 @@ impl Daemon {
         }
         let result = self.replace_configuration().await;
         match &result {
-            Ok(()) => self.event("configuration reloaded".to_owned()),
+            Ok(()) => {
+                self.refused.clear();
+                self.event("configuration reloaded".to_owned());
+            }
             Err(error) => {
-                self.problem = format!("the new configuration was refused: {error}");
-                tracing::error!("{}; the old one stays in force", self.problem);
+                self.refused = format!("the new configuration was refused: {error}");
+                tracing::error!("{}; the old one stays in force", self.refused);
             }
         }
         self.told.ready = false;
@@ -590,7 +596,7 @@ impl Daemon {
                 statuses: &statuses,
                 leaving: &leaving,
                 events: &self.events,
-                problem: &self.problem,
+                problem: if self.refused.is_empty() { &self.problem } else { &self.refused },
                 stopping: self.stopping,
             };
             compose::compose(&parts, &self.snapshot.borrow())

@@ -63,8 +63,11 @@ const KEYS: [(&str, Setter); 16] = [
     }),
 ];
 
-/// What a socket's path may have, by the size of `sockaddr_un` less the final NUL.
-const SOCKET_PATH_BYTES: usize = 107;
+/// What a socket's path may have. Tried with 535, 550 and 555: they refuse the last byte that `sockaddr_un` has room for.
+const SOCKET_PATH_BYTES: usize = 106;
+
+/// The control daemon's socket with the longest name, without which it doesn't start.
+const LONGEST_SOCKET: &str = "control_privileged";
 
 /// The length of `GPU-` and a UUID.
 const GPU_UUID_BYTES: usize = 40;
@@ -125,8 +128,8 @@ impl Draft {
             });
         }
         let below = match topology {
-            Topology::Shared => "/control".len(),
-            Topology::PerGpu => "//control".len() + GPU_UUID_BYTES,
+            Topology::Shared => "/".len() + LONGEST_SOCKET.len(),
+            Topology::PerGpu => "//".len() + GPU_UUID_BYTES + LONGEST_SOCKET.len(),
         };
         let length = pipe_directory.as_os_str().len() + below;
         if length > SOCKET_PATH_BYTES
@@ -681,15 +684,15 @@ mod tests {
     #[test]
     fn a_pipe_directory_leaves_room_for_the_socket() {
         let path = |bytes: usize| format!("/{}", "d".repeat(bytes - 1));
-        settings(&format!("cuda_mps_pipe_directory: {}", path(99)));
-        let (line, key, found) = problem(&format!("\ncuda_mps_pipe_directory: {}", path(100)));
+        settings(&format!("cuda_mps_pipe_directory: {}", path(87)));
+        let (line, key, found) = problem(&format!("\ncuda_mps_pipe_directory: {}", path(88)));
         assert_eq!((line, key.as_str()), (Some(2), PIPE_KEY));
-        assert!(found.contains("108 bytes") && found.contains("107"), "{found}");
+        assert!(found.contains("107 bytes") && found.contains("106"), "{found}");
         let per_gpu = |bytes| format!("cuda_mps_topology: per_gpu\ncuda_mps_pipe_directory: {}", path(bytes));
-        settings(&per_gpu(58));
-        let [problem] = <[Problem; 1]>::try_from(problems(&per_gpu(59))).unwrap();
-        assert!(problem.found.contains("108 bytes"), "{problem}");
-        assert!(problem.remedy.contains("58 bytes"), "{problem}");
+        settings(&per_gpu(46));
+        let [problem] = <[Problem; 1]>::try_from(problems(&per_gpu(47))).unwrap();
+        assert!(problem.found.contains("107 bytes"), "{problem}");
+        assert!(problem.remedy.contains("46 bytes"), "{problem}");
     }
 
     #[test]
@@ -822,7 +825,7 @@ mod tests {
             assert!(
                 settings.pipe_directory.is_absolute() && settings.pipe_directory != settings.log_directory
             );
-            assert!(settings.pipe_directory.as_os_str().len() <= 99);
+            assert!(settings.pipe_directory.as_os_str().len() <= 87);
         }
     }
 

@@ -128,6 +128,8 @@ impl Worker {
         let clients = match control.clients().await {
             Err(ControlError::NoDaemon { .. }) => return Ok(()),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
+            // Nobody listens there: it is the front end that is no good.
+            Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
             Err(error) => Err(error),
             Ok(clients) => Ok(clients.len()),
         };

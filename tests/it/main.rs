@@ -10,9 +10,16 @@
     clippy::print_stdout
 )]
 
+mod bad_input;
 mod bus;
 mod ctl;
 mod dbus;
+mod host;
+mod real_control_daemons;
+mod reload;
 mod service;
+mod service_manager;
+mod serving;
 mod snapshot;
+mod supervision;
 mod unit_file;

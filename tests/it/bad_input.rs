@@ -1,0 +1,509 @@
+//! What the host can put in the service's way: each thing is said with its remedy, nothing is changed for it, and where
+//! it can go away by itself the GPUs are served once it has.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::host::{Host, assert_has, binaries, control_daemon, control_pid, root_or_skip, text, wait_for};
+
+/// Every file and directory below, with what would show a change.
+fn tree(root: &Path) -> BTreeMap<PathBuf, (i64, i64, u64)> {
+    let mut found = BTreeMap::new();
+    let mut left = vec![root.to_owned()];
+    while let Some(directory) = left.pop() {
+        for entry in fs::read_dir(&directory).unwrap() {
+            let path = entry.unwrap().path();
+            let metadata = path.symlink_metadata().unwrap();
+            if metadata.is_dir() {
+                left.push(path.clone());
+            }
+            found.insert(path, (metadata.mtime(), metadata.mtime_nsec(), metadata.len()));
+        }
+    }
+    found
+}
+
+/// A configuration that is wrong: `--check` and a start say the same and end with 78, and nothing was changed.
+fn refused(mut host: Host, message: &str) {
+    let before = tree(&host.path(""));
+    let checked = host.check();
+    assert_eq!(checked.status.code(), Some(78), "{}", text(&checked));
+    assert!(text(&checked).contains(message), "{}", text(&checked));
+    assert_eq!(tree(&host.path("")), before);
+
+    host.start();
+    assert_eq!(host.ended().code(), Some(78));
+    assert!(host.log().contains(message), "{message}");
+    assert!(!host.path("mps/pipe").exists() && !host.path("mps/log").exists());
+    assert_eq!(host.compute_mode(0), "Default");
+    assert_eq!(host.processes(), [0; 0]);
+}
+
+/// A device file with one entry for this path, on line 2.
+fn refused_path(board: &str, path: &str, message: &str) {
+    let host = Host::new(board);
+    host.devices(&[&format!("path: {path}, type: NVIDIA_MPS, virtual_number: 4")]);
+    refused(host, &format!("/etc/yunion/host_container_device.yml:2: devices[0].path: {message}"));
+}
+
+#[test]
+fn a_card_node() {
+    let remedy =
+        r#""/dev/dri/card0" is a card node of 0000:00:06.0; write its render node, /dev/dri/renderD128"#;
+    refused_path("tesla-p40", "/dev/dri/card0", remedy);
+}
+
+#[test]
+fn a_by_path_link() {
+    let link = "/dev/dri/by-path/pci-0000:00:06.0-render";
+    let remedy = "is a link to a device node of 0000:00:06.0; write its render node, /dev/dri/renderD128";
+    refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
+}
+
+#[test]
+fn a_node_that_does_not_exist() {
+    let remedy = "/dev/dri/renderD200 does not exist; the NVIDIA GPUs of this host are /dev/dri/renderD128 (0000:00:06.0)";
+    refused_path("tesla-p40", "/dev/dri/renderD200", remedy);
+}
+
+#[test]
+fn a_card_of_another_maker() {
+    let remedy = "/dev/dri/renderD130 (0000:af:00.0) is made by PCI vendor 1002 (AMD), not by NVIDIA; \
+                  the NVIDIA GPUs of this host are /dev/dri/renderD128 (0000:3b:00.0)";
+    refused_path("mixed", "/dev/dri/renderD130", remedy);
+}
+
+#[test]
+fn the_same_gpu_twice() {
+    let host = Host::new("tesla-p40");
+    host.devices(&[
+        "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4",
+        "path: \"00:06.0\", type: NVIDIA_MPS, virtual_number: 2",
+    ]);
+    let message = "/etc/yunion/host_container_device.yml:3: devices[1].path: 0000:00:06.0 (0000:00:06.0) is named a \
+                   second time; /etc/yunion/host_container_device.yml:2 names it as /dev/dri/renderD128; keep one";
+    refused(host, message);
+}
+
+#[test]
+fn no_slices() {
+    let host = Host::new("tesla-p40");
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 0"]);
+    let place = "/etc/yunion/host_container_device.yml:2: devices[0].virtual_number: ";
+    refused(host, place);
+}
+
+#[test]
+fn a_pipe_directory_too_long_for_a_socket() {
+    let host = Host::new("tesla-p40");
+    let old = fs::read_to_string(host.file("/etc/yunion/host.conf")).unwrap();
+    let line = old.lines().count();
+    host.configure(&format!("cuda_mps_pipe_directory: /tmp/{}", "p".repeat(83)));
+    let message = format!(
+        "/etc/yunion/host.conf:{line}: cuda_mps_pipe_directory: the control daemon's socket in it would have a path of \
+         107 bytes, the limit is 106; choose a directory whose path has at most 87 bytes"
+    );
+    refused(host, &message);
+}
+
+#[test]
+fn a_check_of_what_is_right_changes_nothing() {
+    let host = Host::new("mixed");
+    let before = tree(&host.path(""));
+    let checked = host.check();
+    assert_eq!(checked.status.code(), Some(0), "{}", text(&checked));
+    let said = text(&checked);
+    assert!(
+        said.contains("0001:1a:00.0-0 to 0001:1a:00.0-3, each 35942 MiB and 25 % of the threads"),
+        "{said}"
+    );
+    assert!(said.contains("not served: MIG is on"), "{said}");
+    assert_eq!(tree(&host.path("")), before);
+    assert_eq!(host.processes(), [0; 0]);
+}
+
+/// A pipe directory in which somebody else has his hands is not used, and nothing is started. When it is gone, the GPUs
+/// are served.
+fn refused_pipe_directory(make: impl FnOnce(&Path), reason: &str) {
+    let mut host = Host::new("tesla-p40");
+    let pipe = host.path("mps/pipe");
+    make(&pipe);
+    host.start();
+    let status = host.wait_for_failure(&format!("{}: {reason}", pipe.display()));
+    assert_has(control_daemon(&status), &json!({"starts": 0}));
+    assert_eq!(host.compute_mode(0), "Default");
+
+    if pipe.symlink_metadata().unwrap().is_dir() {
+        fs::remove_dir(&pipe).unwrap();
+    } else {
+        fs::remove_file(&pipe).unwrap();
+    }
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+}
+
+#[test]
+fn a_pipe_directory_that_is_a_link() {
+    let elsewhere = tempfile::tempdir().unwrap();
+    refused_pipe_directory(|pipe| symlink(elsewhere.path(), pipe).unwrap(), "is a symbolic link");
+    assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_pipe_directory_that_is_a_file() {
+    refused_pipe_directory(|pipe| fs::write(pipe, "").unwrap(), "is not a directory");
+}
+
+#[test]
+fn a_pipe_directory_of_another_user() {
+    if root_or_skip("a_pipe_directory_of_another_user") {
+        let make = |pipe: &Path| {
+            fs::create_dir(pipe).unwrap();
+            chown(pipe, Some(65534), None).unwrap();
+        };
+        refused_pipe_directory(make, "belongs to user 65534");
+    }
+}
+
+/// A host where only this file can be the control daemon's program.
+fn host_with_program(board: &str, text: &str, mode: u32) -> Host {
+    let mut host = Host::new(board);
+    let directory = host.path("other-bin");
+    fs::create_dir(&directory).unwrap();
+    let program = directory.join("nvidia-cuda-mps-control");
+    fs::write(&program, text).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(mode)).unwrap();
+    host.clear("bin/nvidia-cuda-mps-control");
+    host.set("PATH", &format!("{}:{}", directory.display(), host.path("bin").display()));
+    host
+}
+
+/// Puts the real program where the unusable one is in the way of nothing.
+fn install_program(host: &Host) {
+    let link = host.path("bin/nvidia-cuda-mps-control");
+    symlink(binaries().join("nvidia-cuda-mps-control"), link).unwrap();
+}
+
+/// Stopping needs no working program.
+fn stops(mut host: Host) {
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+#[test]
+fn a_program_that_is_missing() {
+    let mut host = Host::new("tesla-p40");
+    host.clear("bin/nvidia-cuda-mps-control");
+    host.set("PATH", host.path("bin").to_str().unwrap());
+    host.start();
+    let status = host.wait_for_failure("nvidia-cuda-mps-control is in no directory of PATH");
+    assert!(status["service"]["state_reason"].as_str().unwrap().contains("install the driver's MPS package"));
+    assert_eq!(host.compute_mode(0), "Default");
+    install_program(&host);
+    host.wait_for_state("ready");
+    stops(host);
+}
+
+#[test]
+fn a_program_that_is_not_executable() {
+    let mut host = host_with_program("tesla-p40", "#!/bin/sh\n", 0o644);
+    host.start();
+    host.wait_for_failure("other-bin/nvidia-cuda-mps-control is not executable; chmod 755 it");
+    assert_eq!(host.compute_mode(0), "Default");
+    install_program(&host);
+    host.wait_for_state("ready");
+    stops(host);
+}
+
+/// What isn't the control daemon's program at all is named, not taken for somebody's control daemon.
+#[test]
+fn a_program_that_prints_garbage() {
+    let mut host =
+        host_with_program("tesla-p40", "#!/bin/sh\nprintf '\\377\\000 garbage \\033[2J\\n'\n", 0o755);
+    host.start();
+    let status = host.wait_for_failure("`get_server_list` was answered with");
+    let reason = status["service"]["state_reason"].as_str().unwrap();
+    assert!(reason.contains("garbage") && !reason.contains("another control daemon"), "{reason}");
+    stops(host);
+}
+
+#[test]
+fn a_program_that_hangs() {
+    let mut host = host_with_program("tesla-p40", "#!/bin/sh\nexec /bin/sleep 600\n", 0o755);
+    host.start();
+    let status = host.wait_for_failure("did not answer `get_server_list` within 5 s");
+    let reason = status["service"]["state_reason"].as_str().unwrap();
+    assert!(!reason.contains("another control daemon"), "{reason}");
+    stops(host);
+}
+
+/// A front end that finds nobody, as the real one says it.
+const NOBODY: &str = "echo 'Cannot find MPS control daemon process' >&2; exit 1";
+
+#[test]
+fn a_control_daemon_that_hangs() {
+    let script = format!("#!/bin/sh\n[ \"$1\" = -f ] && exec /bin/sleep 600\n{NOBODY}\n");
+    let mut host = host_with_program("tesla-p40", &script, 0o755);
+    host.start();
+    let status = host.wait_for_failure("no answer within 10 s of its start");
+    assert_eq!(status["gpus"][0]["healthy"], false);
+    stops(host);
+}
+
+/// A stop in the middle of a start that leads nowhere.
+#[test]
+fn a_stop_while_a_control_daemon_hangs() {
+    let script = format!("#!/bin/sh\n[ \"$1\" = -f ] && exec /bin/sleep 600\n{NOBODY}\n");
+    let mut host = host_with_program("tesla-p40", &script, 0o755);
+    host.start();
+    host.wait_for_status("a start", |status| {
+        status["control_daemons"].as_array().unwrap().iter().any(|one| one["pid"].is_u64())
+    });
+    stops(host);
+}
+
+#[test]
+fn a_control_daemon_that_dies_at_once() {
+    let script = format!("#!/bin/sh\n[ \"$1\" = -f ] && {{ echo 'no luck today'; exit 3; }}\n{NOBODY}\n");
+    let mut host = host_with_program("tesla-p40", &script, 0o755);
+    host.start();
+    let reason = "the control daemon ended (exit status: 3); its log ends: no luck today";
+    host.wait_for_failure(reason);
+    // It is tried again, and the reason stays to be read.
+    let status =
+        host.wait_for_status("a third start", |status| control_daemon(status)["starts"].as_u64() >= Some(3));
+    assert_eq!(control_daemon(&status)["reason"], reason);
+    assert_eq!(host.list().len(), 4);
+    stops(host);
+}
+
+/// A control daemon that writes nonsense into its log serves as well as any.
+#[test]
+fn a_log_with_garbage_in_it() {
+    let mut host = Host::new("h200");
+    host.plant("mps/fault/start-garbage", "");
+    host.start();
+    host.wait_for_state("ready");
+    stops(host);
+}
+
+/// Whether another NVML than the simulated one would be found.
+fn has_nvml() -> bool {
+    let known = Command::new("/sbin/ldconfig").arg("-p").output();
+    known.is_ok_and(|known| text(&known).contains("libnvidia-ml.so.1"))
+}
+
+#[test]
+fn an_nvml_that_is_not_there_and_comes() {
+    if has_nvml() {
+        eprintln!("SKIP an_nvml_that_is_not_there_and_comes: this machine has an NVML of its own");
+        return;
+    }
+    let mut host = Host::new("tesla-p40");
+    let library = host.path("lib/libnvidia-ml.so.1");
+    let target = fs::read_link(&library).unwrap();
+    fs::remove_file(&library).unwrap();
+    host.start();
+    host.wait_for_failure("libnvidia-ml.so.1");
+    // Nothing is known of any GPU: to publish none would make the platform delete its devices.
+    let refused = host.call("Manager.ListDevices");
+    assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
+    symlink(target, library).unwrap();
+    host.wait_for_state("ready");
+    stops(host);
+}
+
+#[test]
+fn an_nvml_that_is_no_library() {
+    let mut host = Host::new("tesla-p40");
+    host.clear("lib/libnvidia-ml.so.1");
+    host.plant("lib/libnvidia-ml.so.1", "no library");
+    host.start();
+    host.wait_for_failure("libnvidia-ml.so.1");
+    stops(host);
+}
+
+/// Takes a function out of the host's NVML.
+fn drop_function(host: &Host, function: &str) {
+    let simulator = binaries().join("yunion-mps-sim");
+    let dropped =
+        Command::new(simulator).arg("drop-function").arg(host.path("")).arg(function).output().unwrap();
+    assert!(dropped.status.success(), "{}", text(&dropped));
+}
+
+/// An NVML of another age lacks this function or that: whatever it is, the answer is words.
+#[test]
+fn an_nvml_that_lacks_any_one_function() {
+    for function in [
+        "nvmlInit_v2",
+        "nvmlShutdown",
+        "nvmlSystemGetDriverVersion",
+        "nvmlDeviceGetCount_v2",
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetHandleByPciBusId_v2",
+        "nvmlDeviceGetIndex",
+        "nvmlDeviceGetPciInfo_v3",
+        "nvmlDeviceGetUUID",
+        "nvmlDeviceGetName",
+        "nvmlDeviceGetMinorNumber",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetComputeMode",
+        "nvmlDeviceGetCudaComputeCapability",
+        "nvmlDeviceGetMigMode",
+        "nvmlDeviceGetComputeRunningProcesses_v3",
+        "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+        "nvmlErrorString",
+    ] {
+        let host = Host::new("h200");
+        drop_function(&host, function);
+        let checked = host.check();
+        assert_eq!(checked.status.code(), Some(0), "without {function}: {}", text(&checked));
+    }
+}
+
+/// Functions that only matter once it serves: what can't be read is said, and it can still be stopped.
+#[test]
+fn an_nvml_that_cannot_set_the_compute_mode() {
+    for function in ["nvmlDeviceSetComputeMode", "nvmlDeviceGetHandleByUUID"] {
+        let mut host = Host::new("h200");
+        drop_function(&host, function);
+        host.start();
+        host.wait_for_failure("00:06.0");
+        stops(host);
+    }
+}
+
+#[test]
+fn an_nvml_without_mig_serves() {
+    let mut host = Host::new("tesla-p40");
+    drop_function(&host, "nvmlDeviceGetMigMode");
+    host.start();
+    host.wait_for_state("ready");
+    stops(host);
+}
+
+#[test]
+fn a_driver_that_is_loaded_later() {
+    let mut host = Host::new("tesla-p40");
+    host.clear("driver");
+    host.start();
+    let status = host.wait_for_state("failed");
+    let reason = status["service"]["state_reason"].as_str().unwrap();
+    assert!(reason.to_lowercase().contains("driver"), "{reason}");
+    assert_eq!(status["service"]["driver_version"], "");
+    host.plant("driver", "535.261.03\n");
+    let status = host.wait_for_state("ready");
+    assert_eq!(status["service"]["driver_version"], "535.261.03");
+    stops(host);
+}
+
+/// One GPU of eight is out of order: it says why, and the others are served.
+fn one_out_of_eight(faults: &[(&str, &str)], reason: &str) {
+    let mut host = Host::new("h200x8");
+    for (fault, text) in faults {
+        host.plant(fault, text);
+    }
+    host.start();
+    let status = host.wait_for_state("degraded");
+    let gpus = status["gpus"].as_array().unwrap();
+    let healthy: Vec<bool> = gpus.iter().map(|gpu| gpu["healthy"].as_bool().unwrap()).collect();
+    assert_eq!(healthy, [true, true, true, false, true, true, true, true], "{status:#}");
+    let said = gpus[3]["reason"].as_str().unwrap();
+    assert!(said.contains(reason), "{said}");
+    assert_eq!(host.list().len(), 32);
+    for (fault, _) in faults {
+        host.clear(fault);
+    }
+    assert_eq!(host.compute_mode(3), "Default");
+    stops(host);
+}
+
+#[test]
+fn a_gpu_that_is_lost() {
+    one_out_of_eight(&[("gpus/3/lost", "")], "lost");
+}
+
+#[test]
+fn a_gpu_that_nvml_cannot_name() {
+    one_out_of_eight(&[("gpus/3/error/nvmlDeviceGetUUID", "999")], "its UUID can't be read");
+}
+
+#[test]
+fn a_gpu_without_a_handle() {
+    let faults = [
+        ("gpus/3/error/nvmlDeviceGetHandleByIndex", "999"),
+        ("gpus/3/error/nvmlDeviceGetHandleByPciBusId", "6"),
+    ];
+    one_out_of_eight(&faults, "the NVIDIA driver does not know this GPU");
+}
+
+/// A GPU that NVML doesn't list and still knows by its address is served.
+#[test]
+fn a_gpu_without_a_handle_by_its_index() {
+    let mut host = Host::new("h200x8");
+    host.plant("gpus/3/error/nvmlDeviceGetHandleByIndex", "999");
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(host.list().len(), 32);
+    stops(host);
+}
+
+/// The GPU whose compute mode can't be changed holds up those of its control daemon, and says so.
+#[test]
+fn a_compute_mode_that_cannot_be_set() {
+    let mut host = Host::new("tesla-p40");
+    host.plant("gpus/0/error/nvmlDeviceSetComputeMode", "4");
+    host.start();
+    let status = host.wait_for_failure("the compute mode can't be set to Exclusive_Process");
+    assert_has(control_daemon(&status), &json!({"starts": 0}));
+    host.clear("gpus/0/error/nvmlDeviceSetComputeMode");
+    host.wait_for_state("ready");
+    stops(host);
+}
+
+/// GPUs are served without a bus, and whoever comes with it finds them served.
+#[test]
+fn a_bus_that_comes_later() {
+    let mut host = Host::new("tesla-p40");
+    host.stop_bus();
+    host.start();
+    let pipe = host.path("mps/pipe");
+    wait_for("limits without a bus", || {
+        let served = pipe.join("control").exists()
+            && host.front_end(&pipe, "get_default_active_thread_percentage") == "25.0\n";
+        served.then_some(())
+    });
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    host.restart_bus();
+    let status = host.wait_for_state("ready");
+    assert_eq!(control_daemon(&status)["starts"], 1);
+    stops(host);
+}
+
+/// A bus that is restarted takes no GPU from anybody, and gets the name and the devices back.
+#[test]
+fn a_bus_that_goes_away_and_comes_back() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    for _ in 0..2 {
+        host.stop_bus();
+        wait_for("the daemon's notice of it", || host.log().contains("the bus is gone").then_some(()));
+        assert_eq!(host.mpsctl(&["list"]).status.code(), Some(1));
+        // A stop of the bus is no signal to stop, and a reload needs none.
+        host.signal(Signal::HUP);
+        assert_eq!(host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage"), "25.0\n");
+        host.restart_bus();
+        let after = host.wait_for_state("ready");
+        assert_eq!(control_pid(&after), control_pid(&before));
+        assert_eq!(host.list().len(), 4);
+    }
+    stops(host);
+}

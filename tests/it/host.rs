@@ -1,0 +1,412 @@
+//! A simulated host with the real daemon on it, on a bus of its own.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::bus::PrivateBus;
+
+/// How long anything here may take. Generous: it is reached only when something is broken.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
+
+/// Waits until `check` gives something.
+pub(crate) fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        if let Some(found) = check() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The directory of the binaries under test, the simulator's among them.
+pub(crate) fn binaries() -> PathBuf {
+    let daemon = Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
+    let directory = daemon.parent().unwrap().to_owned();
+    assert!(directory.join("yunion-mps-sim").exists(), "the simulator isn't built: cargo build --workspace");
+    directory
+}
+
+/// A host made from one of the simulator's boards.
+pub(crate) struct Host {
+    directory: tempfile::TempDir,
+    bus: PrivateBus,
+    /// The bus that took the place of a stopped one.
+    second_bus: Option<Child>,
+    environment: Vec<(String, String)>,
+    daemon: Option<Child>,
+}
+
+impl Host {
+    /// Makes the host. Nothing runs on it yet but the bus.
+    pub(crate) fn new(board: &str) -> Self {
+        // Short: the path of a socket below it must fit in 107 bytes.
+        let directory = tempfile::Builder::new().prefix("mps").tempdir_in("/tmp").unwrap();
+        fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let root = directory.path().join("h");
+        let made = Command::new(binaries().join("yunion-mps-sim"))
+            .arg("create")
+            .arg(board)
+            .arg(&root)
+            .output()
+            .unwrap();
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        let bus = PrivateBus::start();
+        let path = std::env::var("PATH").unwrap_or_default();
+        let environment = [
+            ("YUNION_MPS_SIM", root.display().to_string()),
+            ("PATH", format!("{}:{path}", root.join("bin").display())),
+            ("LD_LIBRARY_PATH", root.join("lib").display().to_string()),
+            ("DBUS_SYSTEM_BUS_ADDRESS", bus.address()),
+            ("RUNTIME_DIRECTORY", root.join("run").display().to_string()),
+        ];
+        let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        Self { directory, bus, second_bus: None, environment, daemon: None }
+    }
+
+    /// Makes the host, starts the daemon and waits until every GPU is served.
+    pub(crate) fn serving(board: &str) -> Self {
+        let mut host = Self::new(board);
+        host.start();
+        host.wait_for_state("ready");
+        host
+    }
+
+    /// A path of the simulated host's own.
+    pub(crate) fn path(&self, below: &str) -> PathBuf {
+        self.directory.path().join("h").join(below)
+    }
+
+    /// A file that the daemon sees at this absolute path.
+    pub(crate) fn file(&self, path: &str) -> PathBuf {
+        self.path("sysroot").join(path.trim_start_matches('/'))
+    }
+
+    /// Takes the bus away.
+    pub(crate) fn stop_bus(&mut self) {
+        self.bus.stop();
+        if let Some(mut bus) = self.second_bus.take() {
+            let _ = bus.kill();
+            let _ = bus.wait();
+        }
+    }
+
+    /// Starts the stopped bus again, at the address that it had.
+    pub(crate) fn restart_bus(&mut self) {
+        let address = self.bus.address();
+        let socket = Path::new(address.strip_prefix("unix:path=").unwrap());
+        let configuration = socket.with_file_name("bus.conf");
+        let bus = Command::new("dbus-daemon")
+            .args(["--nofork", "--nopidfile"])
+            .arg(format!("--config-file={}", configuration.display()))
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        self.second_bus = Some(bus);
+    }
+
+    /// Adds lines to host.conf; a key that stands there already is replaced.
+    pub(crate) fn configure(&self, lines: &str) {
+        let file = self.file("/etc/yunion/host.conf");
+        let keys: Vec<&str> = lines.lines().filter_map(|line| Some(line.split_once(':')?.0)).collect();
+        let old = fs::read_to_string(&file).unwrap();
+        let kept = old.lines().filter(|line| !keys.iter().any(|key| line.starts_with(&format!("{key}:"))));
+        let new: Vec<&str> = kept.chain(lines.lines()).collect();
+        fs::write(&file, new.join("\n") + "\n").unwrap();
+    }
+
+    /// Replaces the device file's entries, each given as the text of a YAML flow mapping.
+    pub(crate) fn devices(&self, entries: &[&str]) {
+        let lines: Vec<String> = entries.iter().map(|entry| format!("- {{{entry}}}\n")).collect();
+        let text = format!("devices:\n{}", lines.concat());
+        fs::write(self.file("/etc/yunion/host_container_device.yml"), text).unwrap();
+    }
+
+    /// Plants a fault, or any state file of the simulator's.
+    pub(crate) fn plant(&self, file: &str, text: &str) {
+        let path = self.path(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let new = path.with_extension("new");
+        fs::write(&new, text).unwrap();
+        fs::rename(&new, &path).unwrap();
+    }
+
+    /// Takes a fault back.
+    pub(crate) fn clear(&self, file: &str) {
+        fs::remove_file(self.path(file)).unwrap();
+    }
+
+    /// Puts a directory in front of PATH.
+    pub(crate) fn prefer(&mut self, directory: &Path) {
+        self.change("PATH", |path| format!("{}:{path}", directory.display()));
+    }
+
+    /// Changes a variable of everything that is started from now on.
+    pub(crate) fn change(&mut self, name: &str, change: impl FnOnce(&str) -> String) {
+        let variable = self.environment.iter_mut().find(|(known, _)| known == name).unwrap();
+        variable.1 = change(&variable.1);
+    }
+
+    /// Sets a variable for everything that is started from now on.
+    pub(crate) fn set(&mut self, name: &str, value: &str) {
+        self.environment.retain(|(known, _)| known != name);
+        self.environment.push((name.to_owned(), value.to_owned()));
+    }
+
+    /// A command in this host's environment.
+    pub(crate) fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value))).stdin(Stdio::null());
+        command
+    }
+
+    fn daemon_command(&self) -> Command {
+        let mut command = self.command(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
+        command.arg("--sysroot").arg(self.path("sysroot"));
+        command
+    }
+
+    /// `yunion-mps-daemon --check`.
+    pub(crate) fn check(&self) -> Output {
+        self.daemon_command().arg("--check").output().unwrap()
+    }
+
+    /// Starts the daemon; its messages go to a file.
+    pub(crate) fn start(&mut self) {
+        let log = fs::File::options().append(true).create(true).open(self.path("daemon.log")).unwrap();
+        let child = self
+            .daemon_command()
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .process_group(0)
+            .spawn()
+            .unwrap();
+        self.daemon = Some(child);
+    }
+
+    /// What the daemon has said.
+    pub(crate) fn log(&self) -> String {
+        fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
+    }
+
+    /// The daemon's PID.
+    pub(crate) fn pid(&self) -> u32 {
+        self.daemon.as_ref().unwrap().id()
+    }
+
+    /// Sends the daemon a signal.
+    pub(crate) fn signal(&self, signal: Signal) {
+        signal_pid(self.pid(), signal);
+    }
+
+    /// Waits for the daemon's end.
+    pub(crate) fn ended(&mut self) -> ExitStatus {
+        let mut daemon = self.daemon.take().unwrap();
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Some(status) = daemon.try_wait().unwrap() {
+                return status;
+            }
+            if Instant::now() >= deadline {
+                let _ = daemon.kill();
+                let _ = daemon.wait();
+                panic!("the daemon did not end:\n{}", self.log());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Stops it as systemd does, and waits.
+    pub(crate) fn stop(&mut self) -> ExitStatus {
+        self.signal(Signal::TERM);
+        self.ended()
+    }
+
+    /// Runs yunion-mpsctl.
+    pub(crate) fn mpsctl(&self, arguments: &[&str]) -> Output {
+        self.command(binaries().join("yunion-mpsctl")).args(arguments).output().unwrap()
+    }
+
+    /// What yunion-mpsctl prints as JSON; None when it can't.
+    pub(crate) fn json(&self, arguments: &[&str]) -> Option<Value> {
+        let output =
+            self.command(binaries().join("yunion-mpsctl")).args(arguments).arg("--json").output().unwrap();
+        output.status.success().then(|| serde_json::from_slice(&output.stdout).unwrap())
+    }
+
+    /// What `yunion-mpsctl list` has: every slice.
+    pub(crate) fn list(&self) -> Vec<Value> {
+        let listed = self.json(&["list"]).unwrap_or_else(|| panic!("no list of devices\n{}", self.log()));
+        listed.as_array().unwrap().clone()
+    }
+
+    /// The status once the service is in this state.
+    pub(crate) fn wait_for_state(&self, state: &str) -> Value {
+        self.wait_for_status(state, |status| status["service"]["state"] == state)
+    }
+
+    /// The status once it satisfies `check`.
+    pub(crate) fn wait_for_status(&self, what: &str, check: impl Fn(&Value) -> bool) -> Value {
+        let mut last = Value::Null;
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Some(status) = self.json(&["status"]) {
+                if check(&status) {
+                    return status;
+                }
+                last = status;
+            }
+            assert!(Instant::now() < deadline, "never {what}, last {last:#}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// The status once the service has failed for a reason with this in it.
+    pub(crate) fn wait_for_failure(&self, reason: &str) -> Value {
+        self.wait_for_status(reason, |status| {
+            let service = &status["service"];
+            service["state"] == "failed" && service["state_reason"].as_str().unwrap().contains(reason)
+        })
+    }
+
+    /// Calls a method of the Manager's object with gdbus, which names the error of a call that fails.
+    pub(crate) fn call(&self, method: &str) -> Output {
+        self.command("gdbus")
+            .args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path"])
+            .args(["/io/yunion/Mps1/Manager", "--method", &format!("io.yunion.Mps1.{method}")])
+            .output()
+            .unwrap()
+    }
+
+    /// What a method of the Manager answers to busctl, without the types.
+    pub(crate) fn busctl(&self, method: &str) -> Value {
+        let output = self
+            .command("busctl")
+            .args(["--system", "--json=short", "call", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"])
+            .args(["io.yunion.Mps1.Manager", method])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{method}: {}", text(&output));
+        let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
+        untyped(&answer["data"][0])
+    }
+
+    /// The compute mode of a GPU by its number, in nvidia-smi's words.
+    pub(crate) fn compute_mode(&self, gpu: usize) -> String {
+        let output = self
+            .command(self.path("bin/nvidia-smi"))
+            .args(["-i", &gpu.to_string(), "--query-gpu=compute_mode", "--format=csv,noheader"])
+            .output()
+            .unwrap();
+        String::from_utf8(output.stdout).unwrap().trim().to_owned()
+    }
+
+    /// One command to the control daemon's front end.
+    pub(crate) fn front_end(&self, pipe_directory: &Path, command: &str) -> String {
+        let mut front_end = self
+            .command("nvidia-cuda-mps-control")
+            .env("CUDA_MPS_PIPE_DIRECTORY", pipe_directory)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // One that finds no control daemon may end before it reads.
+        let _ = writeln!(front_end.stdin.take().unwrap(), "{command}");
+        let output = front_end.wait_with_output().unwrap();
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+    }
+
+    /// The PIDs of all processes of this host, by the variable that they inherit; the daemon included.
+    pub(crate) fn processes(&self) -> Vec<u32> {
+        let mark = format!("YUNION_MPS_SIM={}", self.path("").display().to_string().trim_end_matches('/'));
+        let entries = fs::read_dir("/proc").unwrap().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        pids.filter(|pid| {
+            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes())
+        })
+        .collect()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let _ = writeln!(std::io::stderr(), "--- the daemon's log\n{}", self.log());
+        }
+        if let Some(mut daemon) = self.daemon.take() {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+        self.stop_bus();
+        for pid in self.processes() {
+            signal_pid(pid, Signal::KILL);
+        }
+    }
+}
+
+/// Sends a signal; a process that has gone is no error.
+pub(crate) fn signal_pid(pid: u32, signal: Signal) {
+    let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+    let _ = kill_process(pid, signal);
+}
+
+/// The text of a command's output.
+pub(crate) fn text(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+/// busctl's `{"type": "s", "data": "x"}` as `"x"`.
+fn untyped(value: &Value) -> Value {
+    match value {
+        Value::Object(fields) if fields.len() == 2 && fields.contains_key("type") => untyped(&fields["data"]),
+        Value::Object(fields) => fields.iter().map(|(key, value)| (key.clone(), untyped(value))).collect(),
+        Value::Array(items) => items.iter().map(untyped).collect(),
+        other => other.clone(),
+    }
+}
+
+/// Holds the values of `golden` against those in `found`, which may have more.
+pub(crate) fn assert_has(found: &Value, golden: &Value) {
+    for (key, value) in golden.as_object().unwrap() {
+        assert_eq!(&found[key], value, "{key} of {found:#}");
+    }
+}
+
+/// The only control daemon in a status.
+pub(crate) fn control_daemon(status: &Value) -> &Value {
+    let control_daemons = status["control_daemons"].as_array().unwrap();
+    assert_eq!(control_daemons.len(), 1, "{status:#}");
+    &control_daemons[0]
+}
+
+/// The PID of the only control daemon in a status.
+pub(crate) fn control_pid(status: &Value) -> u32 {
+    let pid = &control_daemon(status)["pid"];
+    u32::try_from(pid.as_u64().unwrap_or_else(|| panic!("no PID in {status:#}"))).unwrap()
+}
+
+/// Whether that process exists and has not ended.
+pub(crate) fn alive(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(')').is_some_and(|(_, fields)| !fields.trim_start().starts_with(['Z', 'X']))
+}
+
+/// Whether what only root can be tried; without root it is skipped where everybody sees it, but never in CI.
+pub(crate) fn root_or_skip(test: &str) -> bool {
+    let root = rustix::process::geteuid().is_root();
+    assert!(root || std::env::var_os("CI").is_none(), "{test} needs root, and in CI nothing is skipped");
+    if !root {
+        let _ = writeln!(std::io::stderr(), "SKIP {test}: needs root");
+    }
+    root
+}

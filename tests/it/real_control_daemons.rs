@@ -1,0 +1,124 @@
+//! The real control daemons of drivers 535, 550 and 555. They start, answer and quit without a GPU; only their servers
+//! can't start.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::host::{Host, assert_has, control_daemon, control_pid};
+
+/// A host with one H200 whose control daemon is that driver's, not the simulator's.
+fn host(series: &str) -> Host {
+    let programs = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);
+    for program in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
+        let file = programs.join(program);
+        assert!(file.is_file(), "{} is missing; fetch it with scripts/fetch-mps-control.sh", file.display());
+    }
+    let mut host = Host::new("h200");
+    host.prefer(&programs);
+    host
+}
+
+fn command_line(pid: u32) -> Vec<String> {
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
+    String::from_utf8(bytes).unwrap().split_terminator('\0').map(str::to_owned).collect()
+}
+
+fn events(status: &Value) -> Vec<&str> {
+    status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
+}
+
+/// Its limits are in force, one server for all users where it knows that, and it follows `quit`.
+fn serves(series: &str, multiuser: bool) {
+    let mut host = host(series);
+    host.configure("cuda_mps_prewarm: false");
+    host.start();
+    let status = host.wait_for_state("ready");
+    assert_has(control_daemon(&status), &json!({"state": "ready", "multiuser": multiuser}));
+    assert_eq!(status["gpus"][0]["confirmed_thread_percentage"], 25);
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+
+    let pid = control_pid(&status);
+    let arguments = command_line(pid);
+    let program = Path::new(&arguments[0]);
+    assert!(program.ends_with(format!(".cache/mps/{series}/nvidia-cuda-mps-control")), "{arguments:?}");
+    let expected: &[&str] = if multiuser { &["-f", "-multiuser-server"] } else { &["-f"] };
+    assert_eq!(arguments[1..], *expected);
+    let refused = "this driver's control daemon refuses multi-user mode; it runs without";
+    assert_eq!(events(&status).contains(&refused), !multiuser, "{status:#}");
+
+    let pipe = host.path("mps/pipe");
+    assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "25.0\n");
+    assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "35G\n");
+
+    assert_eq!(host.stop().code(), Some(0));
+    let quit = format!("control daemon shared (PID {pid}) stopped: Quit");
+    assert!(host.log().contains(&quit), "it did not follow quit");
+    assert_eq!(host.processes(), [0; 0]);
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+#[test]
+fn of_535_serves_without_multi_user() {
+    serves("535", false);
+}
+
+#[test]
+fn of_550_serves_without_multi_user() {
+    serves("550", false);
+}
+
+#[test]
+fn of_555_serves_all_users() {
+    serves("555", true);
+}
+
+/// The longest pipe directory that the configuration allows is one in which a control daemon does start.
+#[test]
+fn start_in_the_longest_pipe_directory() {
+    for series in ["535", "550", "555"] {
+        let mut host = host(series);
+        let directory = host.path("mps").display().to_string();
+        let pipe = format!("{directory}/{}", "p".repeat(86 - directory.len()));
+        host.configure(&format!("cuda_mps_prewarm: false\ncuda_mps_pipe_directory: {pipe}"));
+        host.start();
+        let status = host.wait_for_state("ready");
+        assert_eq!(control_daemon(&status)["pipe_directory"].as_str().map(str::len), Some(87));
+        assert_eq!(host.stop().code(), Some(0));
+    }
+}
+
+/// What an administrator asks for and a driver can't do is said, with the key to change, and not done by halves.
+#[test]
+fn of_535_that_must_be_multi_user_waits() {
+    let mut host = host("535");
+    host.configure("cuda_mps_prewarm: false\ncuda_mps_multiuser: true");
+    host.start();
+    let status = host.wait_for_failure("cuda_mps_multiuser");
+    assert_eq!(status["gpus"][0]["healthy"], false);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// A server that really can't start: the reason names its end, it is tried again after a pause, and a stop needn't
+/// wait for that pause.
+#[test]
+fn of_555_without_a_gpu_has_no_server() {
+    let mut host = host("555");
+    host.start();
+    let status = host.wait_for_status("a third failure", |status| {
+        let control_daemon = control_daemon(status);
+        control_daemon["state"] == "backoff" && control_daemon["starts"].as_u64().unwrap() >= 3
+    });
+    let reason = control_daemon(&status)["reason"].as_str().unwrap();
+    assert!(reason.contains("exited with status 1 before it was ready"), "{reason}");
+    assert_has(control_daemon(&status), &json!({"servers": []}));
+    assert_eq!(status["gpus"][0]["healthy"], false);
+    assert_eq!(status["service"]["state"], "failed");
+
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+    assert_eq!(host.compute_mode(0), "Default");
+}

@@ -1,0 +1,204 @@
+//! A configuration that changes while the service runs.
+
+use std::fs::File;
+use std::process::Stdio;
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::host::{Host, assert_has, control_daemon, control_pid, text, wait_for};
+
+const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
+
+/// How often a configuration has been put in force since the start.
+fn reloads(status: &Value) -> usize {
+    let events = status["events"].as_array().unwrap();
+    events.iter().filter(|event| event["text"] == "configuration reloaded").count()
+}
+
+fn generation(status: &Value) -> u64 {
+    status["service"]["generation"].as_u64().unwrap()
+}
+
+/// More slices: the new ones are listed, whoever listens is told so, and the list is never empty on the way.
+#[test]
+fn more_slices() {
+    let mut host = Host::serving("tesla-p40");
+    let before = host.wait_for_state("ready");
+    let heard = host.path("heard");
+    let mut listener = host
+        .command("gdbus")
+        .args(["monitor", "--system", "--dest", "io.yunion.Mps1", "--object-path", "/io/yunion/Mps1/Manager"])
+        .stdout(File::create(&heard).unwrap())
+        .stderr(Stdio::inherit())
+        .spawn()
+        .unwrap();
+    let heard = || std::fs::read_to_string(&heard).unwrap();
+    wait_for("a listener", || heard().contains("is owned by").then_some(()));
+
+    host.devices(&[&format!("{ENTRY} 6")]);
+    host.signal(Signal::HUP);
+    let after = wait_for("six slices that are healthy", || {
+        let devices = host.list();
+        assert!(devices.len() == 4 || devices.len() == 6, "{} devices", devices.len());
+        let done = devices.len() == 6 && devices.iter().all(|device| device["healthy"] == true);
+        done.then(|| host.json(&["status"]).unwrap())
+    });
+    let names: Vec<Value> = host.list().into_iter().map(|device| device["addr"].clone()).collect();
+    assert_eq!(names, [0, 1, 2, 3, 4, 5].map(|ordinal| format!("00:06.0-{ordinal}")));
+    let device = &host.list()[5];
+    assert_has(device, &serde_json::json!({"mps_memory_limit": 3840, "mps_thread_percentage": 16}));
+    let pipe = host.path("mps/pipe");
+    assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "16.0\n");
+    assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "3G\n");
+    assert!(generation(&after) > generation(&before));
+    assert_eq!(after["service"]["state"], "ready");
+    let last = format!("DevicesChanged (uint64 {},)", generation(&after));
+    wait_for("the signal of the last change", || heard().contains(&last).then_some(()));
+    listener.kill().unwrap();
+    listener.wait().unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The time between, held still: the new slices are listed before there is anybody to serve them.
+#[test]
+fn new_slices_are_listed_while_the_control_daemon_restarts() {
+    let host = Host::serving("tesla-p40");
+    host.plant("mps/fault/start-exits", "");
+    host.devices(&[&format!("{ENTRY} 2")]);
+    host.signal(Signal::HUP);
+    wait_for("two slices that are not healthy", || {
+        let devices = host.list();
+        assert!(!devices.is_empty());
+        (devices.len() == 2 && devices.iter().all(|device| device["healthy"] == false)).then_some(())
+    });
+    host.clear("mps/fault/start-exits");
+    host.wait_for_state("ready");
+    assert_eq!(host.list().len(), 2);
+}
+
+/// A configuration that says the same again, or nothing that concerns a control daemon, restarts none.
+#[test]
+fn nothing_new_disturbs_nobody() {
+    let mut host = Host::serving("tesla-p40");
+    let before = host.wait_for_state("ready");
+    host.signal(Signal::HUP);
+    host.wait_for_status("a reload", |status| reloads(status) == 1);
+    host.configure("log_level: debug");
+    host.signal(Signal::HUP);
+    host.wait_for_status("a second reload", |status| reloads(status) == 2);
+    assert!(host.call("Control.Reload").status.success());
+    let after = host.wait_for_state("ready");
+    assert_eq!(reloads(&after), 3);
+    assert_eq!(control_pid(&after), control_pid(&before));
+    assert_eq!(control_daemon(&after)["starts"], 1);
+    assert_eq!(generation(&after), generation(&before));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A bad configuration changes nothing, is reported where it was asked for and in the state, and is forgotten once it
+/// is corrected.
+#[test]
+fn a_bad_configuration_changes_nothing() {
+    let mut host = Host::serving("tesla-p40");
+    let before = host.wait_for_state("ready");
+    for (wrong, place) in [
+        ("cuda_mps_thread_percentage: 0", "/etc/yunion/host.conf:"),
+        ("container_device_config_file: /etc/yunion/none.yml", "/etc/yunion/host.conf:"),
+    ] {
+        host.configure(wrong);
+        host.signal(Signal::HUP);
+        let status = host.wait_for_state("degraded");
+        let reason = status["service"]["state_reason"].as_str().unwrap();
+        assert!(reason.contains("the new configuration was refused") && reason.contains(place), "{reason}");
+        let refused = host.call("Control.Reload");
+        let said = text(&refused);
+        assert!(!refused.status.success());
+        assert!(said.contains("io.yunion.Mps1.Error.InvalidConfig") && said.contains(place), "{said}");
+        assert_eq!(control_pid(&status), control_pid(&before));
+        assert_eq!(host.list().len(), 4);
+        assert!(host.list().iter().all(|device| device["healthy"] == true));
+
+        host.configure("cuda_mps_thread_percentage: equal\ncontainer_device_config_file: /etc/yunion/host_container_device.yml");
+        assert!(host.call("Control.Reload").status.success());
+        let status = host.wait_for_state("ready");
+        assert_eq!(control_pid(&status), control_pid(&before));
+    }
+    // A file that is right in itself and names a GPU that isn't there.
+    host.devices(&["path: /dev/dri/renderD200, type: NVIDIA_MPS, virtual_number: 4"]);
+    let said = text(&host.call("Control.Reload"));
+    assert!(said.contains("InvalidConfig") && said.contains("host_container_device.yml:2"), "{said}");
+    host.wait_for_state("degraded");
+    assert_eq!(host.list().len(), 4);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Switched off and on again: nothing runs and nothing is changed in between.
+#[test]
+fn switched_off_and_on_again() {
+    let mut host = Host::serving("h200");
+    host.configure("enable_cuda_mps: false");
+    host.signal(Signal::HUP);
+    let status = host.wait_for_state("disabled");
+    assert_eq!(status["service"]["enabled"], false);
+    wait_for("nothing but the daemon", || (host.processes() == [host.pid()]).then_some(()));
+    wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));
+    assert_eq!(host.list().len(), 0);
+
+    host.configure("enable_cuda_mps: true");
+    host.signal(Signal::HUP);
+    host.wait_for_state("ready");
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    assert_eq!(host.list().len(), 4);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// A service that starts switched off stays up, touches nothing, and can be switched on.
+#[test]
+fn switched_off_from_the_start() {
+    let mut host = Host::new("tesla-p40");
+    host.configure("enable_cuda_mps: false");
+    host.start();
+    host.wait_for_state("disabled");
+    assert_eq!((host.list().len(), host.compute_mode(0).as_str()), (0, "Default"));
+    host.configure("enable_cuda_mps: true");
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A GPU that was lost and is back is served after a reload.
+#[test]
+fn a_gpu_that_came_back_is_served_after_a_reload() {
+    let mut host = Host::new("h200x8");
+    host.plant("gpus/3/lost", "");
+    host.start();
+    host.wait_for_state("degraded");
+    host.clear("gpus/3/lost");
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_state("ready");
+    assert_eq!(host.compute_mode(3), "Exclusive_Process");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Another topology: the control daemon of all GPUs makes room for one each, and back.
+#[test]
+fn another_topology() {
+    let mut host = Host::new("mixed");
+    host.plant("gpus/1/mig", "Disabled\n");
+    host.start();
+    host.wait_for_state("ready");
+    host.configure("cuda_mps_topology: per_gpu");
+    host.signal(Signal::HUP);
+    host.wait_for_status("a control daemon each", |status| {
+        status["service"]["state"] == "ready" && status["control_daemons"].as_array().unwrap().len() == 3
+    });
+    host.configure("cuda_mps_topology: shared");
+    host.signal(Signal::HUP);
+    host.wait_for_status("one for all", |status| {
+        status["service"]["state"] == "ready" && status["control_daemons"].as_array().unwrap().len() == 1
+    });
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+}

@@ -1,0 +1,147 @@
+//! What the service manager is told, and when.
+
+use std::collections::VecDeque;
+use std::os::unix::net::UnixDatagram;
+use std::time::Instant;
+
+use rustix::process::Signal;
+
+use crate::host::{DEADLINE, Host};
+
+/// The service manager's end of the notification socket.
+struct ServiceManager {
+    socket: UnixDatagram,
+    /// Messages of a datagram that are still to be looked at.
+    waiting: VecDeque<String>,
+}
+
+impl ServiceManager {
+    fn of(host: &mut Host) -> Self {
+        let path = host.path("notify");
+        let socket = UnixDatagram::bind(&path).unwrap();
+        host.set("NOTIFY_SOCKET", path.to_str().unwrap());
+        Self { socket, waiting: VecDeque::new() }
+    }
+
+    fn datagram(&mut self) -> Vec<String> {
+        let mut bytes = vec![0; 65536];
+        self.socket.set_read_timeout(Some(DEADLINE)).unwrap();
+        let length = self.socket.recv(&mut bytes).expect("a message of the daemon's");
+        let text = String::from_utf8(bytes[..length].to_vec()).unwrap();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    /// The next thing that the daemon says, pings of the watchdog apart.
+    fn next(&mut self) -> String {
+        self.until(|message| message != "WATCHDOG=1").pop().unwrap()
+    }
+
+    /// Everything up to the first that is wanted.
+    fn until(&mut self, wanted: impl Fn(&str) -> bool) -> Vec<String> {
+        let deadline = Instant::now() + DEADLINE;
+        let mut heard = Vec::new();
+        loop {
+            while let Some(message) = self.waiting.pop_front() {
+                let found = wanted(&message);
+                heard.push(message);
+                if found {
+                    return heard;
+                }
+            }
+            assert!(Instant::now() < deadline, "only heard {heard:?}");
+            self.waiting = self.datagram().into();
+        }
+    }
+}
+
+/// From the start to the stop: never ready before the GPUs are, and each step said in its turn.
+#[test]
+fn ready_is_said_when_it_is_true() {
+    let mut host = Host::new("h200");
+    let mut manager = ServiceManager::of(&mut host);
+    host.start();
+    let first = manager.next();
+    assert!(first.starts_with("STATUS=starting: 0 devices on 0 of 1 GPUs"), "{first}");
+    let heard = manager.until(|message| message == "READY=1");
+    assert!(heard.contains(&"STATUS=ready: 4 devices on 1 of 1 GPUs".to_owned()), "{heard:?}");
+    let status = host.json(&["status"]).expect("READY=1 came before the name on the bus");
+    assert_eq!(status["service"]["state"], "ready");
+
+    host.signal(Signal::HUP);
+    assert_eq!(manager.next(), "RELOADING=1");
+    let now = manager.next();
+    let now: u64 = now.strip_prefix("MONOTONIC_USEC=").unwrap_or_else(|| panic!("{now}")).parse().unwrap();
+    assert!(now > 0);
+    assert_eq!(manager.next(), "READY=1");
+
+    // A reload that changes nothing for want of a good configuration ends as well.
+    host.configure("cuda_mps_replicas: none");
+    host.signal(Signal::HUP);
+    let heard = manager.until(|message| message == "READY=1");
+    assert_eq!(heard[0], "RELOADING=1");
+    assert!(
+        heard[2].starts_with("STATUS=degraded: 4 devices on 1 of 1 GPUs; the new configuration was refused"),
+        "{heard:?}"
+    );
+
+    host.signal(Signal::TERM);
+    assert_eq!(manager.next(), "STOPPING=1");
+    let status = manager.next();
+    assert!(status.starts_with("STATUS=stopping"), "{status}");
+    assert_eq!(host.ended().code(), Some(0));
+}
+
+/// A service that nobody can reach isn't ready: it says so only when its name is on the bus. The pings of the watchdog
+/// come all the while.
+#[test]
+fn ready_waits_for_the_bus() {
+    let mut host = Host::new("tesla-p40");
+    host.stop_bus();
+    let mut manager = ServiceManager::of(&mut host);
+    host.set("WATCHDOG_USEC", "300000");
+    host.start();
+    let mut heard = manager.until(|message| message == "STATUS=ready: 4 devices on 1 of 1 GPUs");
+    // Two more, and the loop has gone round.
+    for _ in 0..2 {
+        heard.extend(manager.until(|message| message == "WATCHDOG=1"));
+    }
+    assert!(!heard.contains(&"READY=1".to_owned()), "{heard:?}");
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+
+    host.restart_bus();
+    manager.until(|message| message == "READY=1");
+    let status = host.json(&["status"]).expect("READY=1 came before the name on the bus");
+    assert_eq!(status["service"]["state"], "ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// What keeps GPUs from being served is no reason to keep systemd waiting: the first pass has ended.
+#[test]
+fn ready_is_said_even_without_a_driver() {
+    let mut host = Host::new("tesla-p40");
+    host.clear("driver");
+    let mut manager = ServiceManager::of(&mut host);
+    host.start();
+    let heard = manager.until(|message| message == "READY=1");
+    assert!(heard.iter().any(|message| message.starts_with("STATUS=failed; ")), "{heard:?}");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// What is told to the service manager is nobody else's affair: a control daemon that kept the socket could speak for
+/// us, and one that kept the watchdog's variables would be measured by it.
+#[test]
+fn the_control_daemon_does_not_inherit_the_socket() {
+    let mut host = Host::new("tesla-p40");
+    let mut manager = ServiceManager::of(&mut host);
+    host.set("WATCHDOG_USEC", "60000000");
+    host.start();
+    manager.until(|message| message == "READY=1");
+    let pid = crate::host::control_pid(&host.wait_for_state("ready"));
+    let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap();
+    let environment = String::from_utf8(environment).unwrap();
+    assert!(environment.contains("CUDA_MPS_PIPE_DIRECTORY="), "{environment}");
+    for name in ["NOTIFY_SOCKET=", "WATCHDOG_USEC=", "RUNTIME_DIRECTORY="] {
+        assert!(!environment.split('\0').any(|variable| variable.starts_with(name)), "{name}");
+    }
+    assert_eq!(host.stop().code(), Some(0));
+}

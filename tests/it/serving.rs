@@ -1,0 +1,230 @@
+//! What the service is for: from two files to virtual devices, on every board.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::host::{
+    Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text, wait_for,
+};
+
+/// The environment variable of a living process.
+fn variable(pid: u32, name: &str) -> String {
+    let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
+    let environment = String::from_utf8(environment).unwrap();
+    let found = environment.split('\0').find_map(|variable| variable.strip_prefix(name)?.strip_prefix('='));
+    found.unwrap_or_else(|| panic!("{pid} has no {name}")).to_owned()
+}
+
+fn names(devices: &[Value]) -> Vec<&str> {
+    devices.iter().map(|device| device["addr"].as_str().unwrap()).collect()
+}
+
+/// The host of the platform's own manual: the rows that its users see, the compute mode while it serves, and nothing
+/// left behind.
+#[test]
+fn the_p40_is_served_the_whole_way() {
+    let mut host = Host::new("tesla-p40");
+    assert_eq!(host.compute_mode(0), "Default");
+    host.start();
+    let status = host.wait_for_state("ready");
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    // This control daemon is of a driver that knows no multi-user server.
+    assert_has(
+        control_daemon(&status),
+        &json!({"id": "shared", "state": "ready", "reason": "", "starts": 1, "multiuser": false}),
+    );
+
+    let golden = |ordinal: usize| {
+        json!({
+            "addr": format!("00:06.0-{ordinal}"),
+            "dev_type": "NVIDIA_MPS",
+            "model": "Tesla P40",
+            "vendor_device_id": "10de:1b38",
+            "numa_node": -1,
+            "device_path": "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+            "pcie_info": {
+                "lane_width": 16, "throughput": "15.76 GB/s", "transfer_rate_per_lane": "8GT/s", "version": "3.0",
+            },
+            "index": -1,
+            "device_minor": -1,
+            "mps_memory_total": 23040,
+            "mps_memory_limit": 5760,
+            "mps_thread_percentage": 25,
+            "memory_size": 5760,
+            "compute_mode": "Exclusive_Process",
+            "healthy": true,
+            "pipe_directory": host.path("mps/pipe"),
+        })
+    };
+    let from_the_bus = host.busctl("ListDevices");
+    for devices in [host.list(), from_the_bus.as_array().unwrap().clone()] {
+        assert_eq!(devices.len(), 4);
+        for (ordinal, device) in devices.iter().enumerate() {
+            assert_has(device, &golden(ordinal));
+        }
+    }
+
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+    assert_eq!(host.processes(), [0; 0]);
+    assert!(host.json(&["list"]).is_none(), "devices are published though nobody serves them");
+}
+
+/// A GPU that enforces limits: ready means that a server is there and has written down the limits that were planned,
+/// and a client started as a slice gets them.
+#[test]
+fn the_h200_is_ready_when_its_server_has_its_limits() {
+    let mut host = Host::new("h200");
+    host.start();
+    let status = host.wait_for_state("ready");
+    assert_has(control_daemon(&status), &json!({"state": "ready", "multiuser": true, "starts": 1}));
+    assert_has(
+        &status["gpus"][0],
+        &json!({"confirmed_thread_percentage": 25, "confirmed_memory_limit": 35942}),
+    );
+    let servers = control_daemon(&status)["servers"].as_array().unwrap();
+    assert_eq!(servers.len(), 1);
+    let server_status = format!("get_server_status {}", servers[0]);
+    assert_eq!(host.front_end(&host.path("mps/pipe"), &server_status), "ACTIVE\n");
+    let events: Vec<&str> =
+        status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect();
+    let place =
+        |event: &str| events.iter().position(|text| *text == event).unwrap_or_else(|| panic!("{events:?}"));
+    assert!(place(&format!("server {} is ready", servers[0])) < place("control daemon shared is ready"));
+
+    let props = host.mpsctl(&["run", "00:06.0-1", "--", "cuda-client", "props"]);
+    let said = text(&props);
+    assert!(props.status.success() && said.contains(" sms 32 ") && said.contains(" free 35797 "), "{said}");
+    let too_much = host.mpsctl(&["run", "00:06.0-1", "--", "cuda-client", "alloc", "40000"]);
+    assert!(text(&too_much).contains("out of memory"), "{}", text(&too_much));
+
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+    assert_eq!(host.processes(), [0; 0]);
+}
+
+/// A server that can't start keeps the GPU from being called ready, and once it can the GPU is served by itself.
+#[test]
+fn without_a_server_it_is_not_ready() {
+    let mut host = Host::new("h200");
+    host.plant("mps/fault/server-start-fails", "");
+    host.start();
+    let status = host.wait_for_failure("exited with status 1 before it was ready");
+    assert_eq!(status["gpus"][0]["healthy"], false);
+    host.clear("mps/fault/server-start-fails");
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Who uses a GPU: the client's PID, command, slice and memory.
+#[test]
+fn clients_are_listed_with_their_slices() {
+    let mut host = Host::serving("h200");
+    assert_eq!(host.busctl("ListClients"), json!([]));
+    let mut run = host
+        .command(binaries().join("yunion-mpsctl"))
+        .args(["run", "00:06.0-1", "--", "cuda-client", "hold", "600"])
+        .spawn()
+        .unwrap();
+    let client = wait_for("a client", || host.busctl("ListClients").as_array().unwrap().first().cloned());
+    assert_has(&client, &json!({"device": "00:06.0-1", "gpu": "GPU-168acfc9-c926-5401-354d-2910ddcd391b"}));
+    assert!(client["command"].as_str().unwrap().contains("cuda-client"), "{client}");
+    let pid = u32::try_from(client["pid"].as_u64().unwrap()).unwrap();
+    let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
+    assert!(command.ends_with("cuda-client\0hold\x00600\0"), "{command:?}");
+    // What the simulated driver has of it: `client MIB START`.
+    let entry = fs::read_to_string(host.path(&format!("gpus/0/processes/{pid}"))).unwrap();
+    let memory: u64 = entry.split(' ').nth(1).unwrap().parse().unwrap();
+    assert_eq!(client["memory_mib"], memory);
+
+    signal_pid(run.id(), Signal::TERM);
+    assert_eq!(run.wait().unwrap().code(), Some(128 + 15));
+    assert!(!alive(pid));
+    wait_for("no client", || (host.busctl("ListClients") == json!([])).then_some(()));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// With a control daemon for each GPU each has its own directories and limits, and a stop ends all of them.
+#[test]
+fn one_control_daemon_for_each_of_eight_gpus() {
+    let mut host = Host::new("h200x8");
+    host.configure("cuda_mps_topology: per_gpu");
+    host.start();
+    let status = host.wait_for_state("ready");
+    let control_daemons = status["control_daemons"].as_array().unwrap();
+    let uuids: BTreeSet<&str> =
+        status["gpus"].as_array().unwrap().iter().map(|gpu| gpu["device_path"].as_str().unwrap()).collect();
+    let ids: BTreeSet<&str> =
+        control_daemons.iter().map(|control_daemon| control_daemon["id"].as_str().unwrap()).collect();
+    assert_eq!((ids.len(), &ids), (8, &uuids));
+    let mut pids = BTreeSet::new();
+    for control_daemon in control_daemons {
+        let uuid = control_daemon["id"].as_str().unwrap();
+        let (pipe, log) = (host.path("mps/pipe").join(uuid), host.path("mps/log").join(uuid));
+        assert_has(
+            control_daemon,
+            &json!({"state": "ready", "gpus": [uuid], "pipe_directory": pipe, "log_directory": log}),
+        );
+        assert!(log.join("control.log").is_file());
+        assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "25.0\n");
+        assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "35G\n");
+        let pid = u32::try_from(control_daemon["pid"].as_u64().unwrap()).unwrap();
+        assert_eq!(variable(pid, "CUDA_VISIBLE_DEVICES"), uuid);
+        pids.insert(pid);
+    }
+    assert_eq!(pids.len(), 8);
+    for device in host.list() {
+        let own = host.path("mps/pipe").join(device["device_path"].as_str().unwrap());
+        assert_eq!(Path::new(device["pipe_directory"].as_str().unwrap()), own);
+    }
+    for gpu in status["gpus"].as_array().unwrap() {
+        assert_has(gpu, &json!({"confirmed_thread_percentage": 25, "confirmed_memory_limit": 35942}));
+    }
+
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+    for gpu in 0..8 {
+        assert_eq!(host.compute_mode(gpu), "Default", "GPU {gpu}");
+    }
+}
+
+/// Everything at once: a GPU that can't be served says why and keeps nobody from being served, and the cards of others
+/// are not our business.
+#[test]
+fn a_mixed_host_serves_what_it_can() {
+    let mut host = Host::new("mixed");
+    host.start();
+    let status = host.wait_for_state("degraded");
+    let reason = status["service"]["state_reason"].as_str().unwrap();
+    assert!(reason.contains("1 of 3 GPUs not served; 5e:00.0: MIG is on"), "{reason}");
+
+    let devices = host.list();
+    let slices = |gpu: &str, count: usize| (0..count).map(|n| format!("{gpu}-{n}")).collect::<Vec<_>>();
+    let expected = [slices("3b:00.0", 8), slices("5e:00.0", 8), slices("0001:1a:00.0", 4)].concat();
+    assert_eq!(names(&devices), expected);
+    for device in &devices {
+        let golden = match device["base_addr"].as_str().unwrap() {
+            "3b:00.0" => json!({"healthy": true, "mps_memory_limit": 10240, "mps_thread_percentage": 12}),
+            "5e:00.0" => json!({"healthy": false, "compute_mode": "Default"}),
+            _ => json!({"healthy": true, "mps_memory_limit": 35942, "mps_thread_percentage": 25}),
+        };
+        assert_has(device, &golden);
+    }
+    let modes: Vec<String> = (0..3).map(|gpu| host.compute_mode(gpu)).collect();
+    assert_eq!(modes, ["Exclusive_Process", "Default", "Exclusive_Process"]);
+    // A server that can't open one of its GPUs doesn't start at all.
+    assert_eq!(
+        variable(control_pid(&status), "CUDA_VISIBLE_DEVICES"),
+        "GPU-5b1c9d3e-7a42-4f80-9e16-c3d8a7b20f41,GPU-84d6e0b7-c15f-4a29-bd38-2f7193ca5e60"
+    );
+    let pipe: PathBuf = host.path("mps/pipe");
+    assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "10G\n");
+    assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 1"), "35G\n");
+
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+}

@@ -1,0 +1,162 @@
+//! What befalls a control daemon, and the daemon itself, while it serves.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::host::{Host, alive, assert_has, control_daemon, control_pid, signal_pid, text, wait_for};
+
+/// A control daemon that dies is started anew, and meanwhile its devices are listed as not healthy: an empty list would
+/// make the platform delete them.
+#[test]
+fn a_killed_control_daemon_comes_back() {
+    let mut host = Host::serving("tesla-p40");
+    let before = host.wait_for_state("ready");
+    // The way back takes as long as this is there, so that the time between is seen for certain.
+    host.plant("mps/fault/start-exits", "");
+    signal_pid(control_pid(&before), Signal::KILL);
+    wait_for("devices that are not healthy", || {
+        let devices = host.list();
+        assert_eq!(devices.len(), 4);
+        devices.iter().all(|device| device["healthy"] == false).then_some(())
+    });
+    let status = host.wait_for_state("failed");
+    let reason = control_daemon(&status)["reason"].as_str().unwrap();
+    assert!(reason.contains("the control daemon ended"), "{reason}");
+    // Compute modes stay: a program that came in between would keep the server out.
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+
+    host.clear("mps/fault/start-exits");
+    let after = wait_for("a new control daemon", || {
+        assert_eq!(host.list().len(), 4);
+        host.json(&["status"]).filter(|status| status["service"]["state"] == "ready")
+    });
+    assert_ne!(control_pid(&after), control_pid(&before));
+    assert!(alive(control_pid(&after)));
+    assert!(control_daemon(&after)["starts"].as_u64() > control_daemon(&before)["starts"].as_u64());
+    assert!(host.list().iter().all(|device| device["healthy"] == true));
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// Starts a control daemon that isn't the service's.
+fn foreign_control_daemon(host: &Host) -> Child {
+    let pipe = host.path("mps/pipe");
+    fs::create_dir_all(&pipe).unwrap();
+    let control_daemon = host
+        .command("nvidia-cuda-mps-control")
+        .arg("-f")
+        .env("CUDA_MPS_PIPE_DIRECTORY", &pipe)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for("the foreign control daemon's answer", || {
+        (host.front_end(&pipe, "get_default_active_thread_percentage") == "100.0\n").then_some(())
+    });
+    control_daemon
+}
+
+/// Somebody else's control daemon on our pipe directory may have clients: it is left as it is, the state says which
+/// process it is and what to do, and once it has gone the GPUs are served without anybody's help.
+#[test]
+fn a_foreign_control_daemon_is_left_alone() {
+    let mut host = Host::new("tesla-p40");
+    let mut foreign = foreign_control_daemon(&host);
+    let pipe = host.path("mps/pipe");
+    let socket = fs::metadata(pipe.join("control")).unwrap().ino();
+    host.start();
+    let status = host.wait_for_failure(&format!("PID {}", foreign.id()));
+    assert_has(control_daemon(&status), &json!({"starts": 0}));
+    let reason = status["service"]["state_reason"].as_str().unwrap();
+    let command = format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control", pipe.display());
+    assert!(reason.contains(&command), "{reason}");
+    host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
+
+    assert!(foreign.try_wait().unwrap().is_none());
+    assert_eq!(fs::metadata(pipe.join("control")).unwrap().ino(), socket);
+    assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "100.0\n");
+    assert_eq!(host.compute_mode(0), "Default");
+
+    // As the reason has it.
+    let quit = host.command("sh").args(["-c", &command]).output().unwrap();
+    assert!(quit.status.success(), "{}", text(&quit));
+    foreign.wait().unwrap();
+    let status = host.wait_for_state("ready");
+    assert_ne!(control_pid(&status), foreign.id());
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// A stop of the service doesn't stop what isn't its own.
+#[test]
+fn a_stop_spares_a_foreign_control_daemon() {
+    let mut host = Host::new("tesla-p40");
+    let mut foreign = foreign_control_daemon(&host);
+    host.start();
+    host.wait_for_failure(&format!("PID {}", foreign.id()));
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [foreign.id()]);
+    foreign.kill().unwrap();
+    foreign.wait().unwrap();
+}
+
+/// The compute mode that a GPU had before is known even to a daemon that didn't change it.
+#[test]
+fn the_compute_mode_of_before_outlives_a_killed_daemon() {
+    let mut host = Host::new("h200x8");
+    // As an administrator may have left it.
+    let set = |gpu: &str, mode: &str| {
+        let set = Command::new(host.path("bin/nvidia-smi"))
+            .args(["-i", gpu, "-c", mode])
+            .env("YUNION_MPS_SIM", host.path(""))
+            .output();
+        assert!(set.as_ref().unwrap().status.success(), "{}", text(&set.unwrap()));
+    };
+    set("3", "EXCLUSIVE_PROCESS");
+    host.start();
+    let status = host.wait_for_state("ready");
+    signal_pid(host.pid(), Signal::KILL);
+    host.ended();
+    // It outlives the daemon, and its end is not what this is about.
+    assert!(alive(control_pid(&status)));
+    signal_pid(control_pid(&status), Signal::KILL);
+    wait_for("the end of the processes", || host.processes().is_empty().then_some(()));
+    for gpu in 0..8 {
+        assert_eq!(host.compute_mode(gpu), "Exclusive_Process", "GPU {gpu}");
+    }
+
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+    for gpu in 0..8 {
+        let before = if gpu == 3 { "Exclusive_Process" } else { "Default" };
+        assert_eq!(host.compute_mode(gpu), before, "GPU {gpu}");
+    }
+}
+
+/// A compute mode that somebody has changed since is his.
+#[test]
+fn a_compute_mode_changed_by_others_is_left_to_them() {
+    let mut host = Host::serving("tesla-p40");
+    host.plant("gpus/0/compute_mode", "Prohibited\n");
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Prohibited");
+}
+
+/// A control daemon that doesn't follow `quit` is ended all the same.
+#[test]
+fn a_control_daemon_that_does_not_quit_is_terminated() {
+    let mut host = Host::new("tesla-p40");
+    host.configure("cuda_mps_quit_timeout: 1");
+    host.plant("mps/fault/quit-hangs", "");
+    host.start();
+    let pid = control_pid(&host.wait_for_state("ready"));
+    assert_eq!(host.stop().code(), Some(0));
+    assert!(host.log().contains(&format!("(PID {pid}) stopped: Terminated")));
+    assert_eq!(host.processes(), [0; 0]);
+    assert_eq!(host.compute_mode(0), "Default");
+}
