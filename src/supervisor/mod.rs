@@ -368,8 +368,10 @@ impl Worker {
     }
 
     fn take_order(&mut self, order: Order) {
-        self.reporter.plan(&order.plan);
-        self.order = order;
+        if self.order != order {
+            self.reporter.plan(&order.plan);
+            self.order = order;
+        }
     }
 
     /// Waits for what happens next, until `deadline`.
@@ -539,12 +541,12 @@ impl Worker {
         match process::stop(process, &control, self.order.quit_timeout).await {
             Ok(how) => {
                 self.reporter
-                    .event(format!("control daemon {} (PID {pid}) ended: {how:?}", self.reporter.id()));
+                    .event(format!("control daemon {} (PID {pid}) stopped: {how:?}", self.reporter.id()));
                 self.forget_process();
             }
             Err(error) => {
                 self.reporter.warning(format!(
-                    "control daemon {} (PID {pid}) can't be ended: {error}",
+                    "control daemon {} (PID {pid}) can't be stopped: {error}",
                     self.reporter.id()
                 ));
             }

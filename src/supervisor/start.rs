@@ -125,7 +125,11 @@ impl Worker {
     /// started it; one with clients is left to them.
     async fn make_way(&mut self, control: &Control, pipe_directory: &Path) -> Result<(), Failure> {
         let directory = pipe_directory.display();
-        let clients = match control.clients().await {
+        let asked = match control.servers().await {
+            Ok(_) => control.clients().await,
+            Err(error) => Err(error),
+        };
+        let clients = match asked {
             Err(ControlError::NoDaemon { .. }) => return Ok(()),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
             // Nobody listens there: it is the front end that is no good.
@@ -245,7 +249,7 @@ impl Worker {
             let Err(error) = control.servers().await else { return Ok(()) };
             if Instant::now() >= deadline {
                 return Err(Failure::Failed(format!(
-                    "no answer within {} s: {error}{}",
+                    "no answer within {} s of its start: {error}{}",
                     ANSWER_TIMEOUT.as_secs(),
                     self.words()
                 )));
@@ -268,6 +272,10 @@ impl Worker {
         let Some(running) = self.running.clone() else {
             return Err(Failure::Failed("the control daemon does not run".to_owned()));
         };
+        self.reporter.update(|status| {
+            status.view.pipe_directory.clone_from(&running.pipe_directory);
+            status.view.log_directory.clone_from(&running.log_directory);
+        });
         if self.misses > 0 {
             return Ok(());
         }
@@ -311,6 +319,7 @@ impl Worker {
         self.control.send_replace(Some(std::sync::Arc::new(control)));
         self.compare_servers();
         self.keep_journal();
+        self.reporter.event(format!("control daemon {} is ready", self.reporter.id()));
         self.show_state();
         tracing::debug!(step = "ready", "the control daemon serves");
         Ok(())

@@ -72,9 +72,15 @@ impl Reporter {
         (Self { status, changed }, seen)
     }
 
-    /// Takes over another plan; what is known of GPUs that stay is kept.
+    /// Takes over another plan, which nobody serves yet; what is known of GPUs that stay is kept.
     pub(super) fn plan(&self, plan: &ControlDaemonPlan) {
-        self.update(|status| status.gpus = gpus(plan, &status.gpus));
+        self.update(|status| {
+            status.gpus = gpus(plan, &status.gpus);
+            status.view.state = ControlDaemonState::Starting;
+            status.view.since = SystemTime::now();
+            status.serving = false;
+            status.first_pass_ended = false;
+        });
     }
 
     pub(super) fn enter(&self, state: ControlDaemonState, serving: bool, reason: &str) {

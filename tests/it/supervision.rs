@@ -45,12 +45,17 @@ fn a_killed_control_daemon_comes_back() {
 
 /// Starts a control daemon that isn't the service's.
 fn foreign_control_daemon(host: &Host) -> Child {
+    foreign_control_daemon_as(host, "-f")
+}
+
+fn foreign_control_daemon_as(host: &Host, mode: &str) -> Child {
     let pipe = host.path("mps/pipe");
     fs::create_dir_all(&pipe).unwrap();
     let control_daemon = host
         .command("nvidia-cuda-mps-control")
-        .arg("-f")
+        .arg(mode)
         .env("CUDA_MPS_PIPE_DIRECTORY", &pipe)
+        .env("CUDA_MPS_LOG_DIRECTORY", host.path("mps"))
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
@@ -60,12 +65,27 @@ fn foreign_control_daemon(host: &Host) -> Child {
     control_daemon
 }
 
-/// Somebody else's control daemon on our pipe directory may have clients: it is left as it is, the state says which
-/// process it is and what to do, and once it has gone the GPUs are served without anybody's help.
+/// A client of whichever control daemon listens in the pipe directory.
+fn client(host: &Host, seconds: &str) -> Child {
+    let pipe = host.path("mps/pipe");
+    let client = host
+        .command("cuda-client")
+        .args(["hold", seconds])
+        .env("CUDA_MPS_PIPE_DIRECTORY", &pipe)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for("the client", || host.front_end(&pipe, "ps").contains(&client.id().to_string()).then_some(()));
+    client
+}
+
+/// Somebody else's control daemon on our pipe directory that has a client: it is left as it is, the state says which
+/// process it is and what to do, and once the client is done it is replaced without anybody's help.
 #[test]
-fn a_foreign_control_daemon_is_left_alone() {
+fn a_foreign_control_daemon_with_a_client_is_left_alone() {
     let mut host = Host::new("tesla-p40");
     let mut foreign = foreign_control_daemon(&host);
+    let mut client = client(&host, "600");
     let pipe = host.path("mps/pipe");
     let socket = fs::metadata(pipe.join("control")).unwrap().ino();
     host.start();
@@ -73,17 +93,17 @@ fn a_foreign_control_daemon_is_left_alone() {
     assert_has(control_daemon(&status), &json!({"starts": 0}));
     let reason = status["service"]["state_reason"].as_str().unwrap();
     let command = format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control", pipe.display());
-    assert!(reason.contains(&command), "{reason}");
+    assert!(reason.contains(&command) && reason.contains("1 clients"), "{reason}");
     host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
 
     assert!(foreign.try_wait().unwrap().is_none());
+    assert!(client.try_wait().unwrap().is_none());
     assert_eq!(fs::metadata(pipe.join("control")).unwrap().ino(), socket);
     assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "100.0\n");
     assert_eq!(host.compute_mode(0), "Default");
 
-    // As the reason has it.
-    let quit = host.command("sh").args(["-c", &command]).output().unwrap();
-    assert!(quit.status.success(), "{}", text(&quit));
+    client.kill().unwrap();
+    client.wait().unwrap();
     foreign.wait().unwrap();
     let status = host.wait_for_state("ready");
     assert_ne!(control_pid(&status), foreign.id());
@@ -91,17 +111,40 @@ fn a_foreign_control_daemon_is_left_alone() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
+/// One that nobody uses, an orphan of another program's most often, is replaced at once.
+#[test]
+fn an_idle_foreign_control_daemon_is_replaced() {
+    for mode in ["-f", "-d"] {
+        let mut host = Host::new("tesla-p40");
+        let pipe = host.path("mps/pipe");
+        let mut foreign = foreign_control_daemon_as(&host, mode);
+        host.start();
+        let status = host.wait_for_state("ready");
+        foreign.wait().unwrap();
+        let pid = control_pid(&status);
+        assert_ne!(pid, foreign.id());
+        assert!(host.log().contains("is not ours and has no client: replaced"));
+        assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "25.0\n");
+        assert_eq!(host.stop().code(), Some(0));
+        assert_eq!(host.processes(), [0; 0]);
+    }
+}
+
 /// A stop of the service doesn't stop what isn't its own.
 #[test]
 fn a_stop_spares_a_foreign_control_daemon() {
     let mut host = Host::new("tesla-p40");
     let mut foreign = foreign_control_daemon(&host);
+    let mut client = client(&host, "600");
     host.start();
     host.wait_for_failure(&format!("PID {}", foreign.id()));
     assert_eq!(host.stop().code(), Some(0));
-    assert_eq!(host.processes(), [foreign.id()]);
-    foreign.kill().unwrap();
-    foreign.wait().unwrap();
+    assert!(client.try_wait().unwrap().is_none());
+    assert!(foreign.try_wait().unwrap().is_none());
+    for child in [&mut client, &mut foreign] {
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
 }
 
 /// The compute mode that a GPU had before is known even to a daemon that didn't change it.
