@@ -73,6 +73,9 @@ struct Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if let Some(server) = &self.server {
+            wire::part(server);
+        }
         if let Some(gpu) = &self.gpu {
             gpu.leave(std::process::id());
         }

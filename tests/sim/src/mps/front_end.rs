@@ -30,5 +30,6 @@ pub(super) fn run(host: &Host) -> u8 {
         let Some(answer) = wire::receive::<String>(&control) else { break };
         _ = io::stdout().write_all(answer.as_bytes());
     }
+    wire::part(&control);
     0
 }

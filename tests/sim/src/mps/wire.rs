@@ -191,6 +191,13 @@ pub(super) fn receive_with<T: DeserializeOwned>(socket: impl AsFd) -> Option<(T,
     Some((message, attached))
 }
 
+/// Says that nothing more comes, and waits until the other end has taken note and is gone too.
+pub(super) fn part(socket: impl AsFd) {
+    if rustix::net::shutdown(&socket, rustix::net::Shutdown::Write).is_ok() {
+        while receive::<serde_json::Value>(&socket).is_some() {}
+    }
+}
+
 /// Whose connection it is: PID and user.
 pub(super) fn peer(socket: impl AsFd) -> Option<(u32, u32)> {
     let credentials = rustix::net::sockopt::socket_peercred(socket).ok()?;
