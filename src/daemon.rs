@@ -87,6 +87,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
     let (joined, on_the_bus) = watch::channel(false);
     let (faults, faults_seen) = mpsc::channel(FAULTS);
     let bus = tokio::spawn(stay_on_the_bus(seen, requests, faults_seen, joined, Arc::clone(&changed)));
+    let (xids, xids_seen) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
     let journal = Arc::new(Mutex::new(journal));
     let tools = Tools {
@@ -103,6 +104,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
         driver_version: Err("not looked for yet".to_owned()),
         plan: Err("no look at the GPUs yet".to_owned()),
         tools,
+        xids,
         supervisors: BTreeMap::new(),
         leaving: Vec::new(),
         pending: Vec::new(),
@@ -116,7 +118,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
         stopping: false,
         told: Told::default(),
     };
-    let exit = daemon.run(signals, received).await;
+    let exit = daemon.run(signals, received, xids_seen).await;
     bus.abort();
     exit
 }
@@ -242,6 +244,8 @@ struct Daemon {
     /// The plan in force, or why there is none yet.
     plan: Result<Plan, String>,
     tools: Tools,
+    /// Takes the critical errors that NVML tells of: the GPU's UUID and the Xid number.
+    xids: mpsc::Sender<(String, u64)>,
     supervisors: BTreeMap<String, Supervisor>,
     /// Asked to end; a GPU of theirs is free for another when they have.
     leaving: Vec<Supervisor>,
@@ -261,7 +265,12 @@ struct Daemon {
 }
 
 impl Daemon {
-    async fn run(&mut self, mut signals: Signals, mut requests: mpsc::Receiver<Request>) -> Exit {
+    async fn run(
+        &mut self,
+        mut signals: Signals,
+        mut requests: mpsc::Receiver<Request>,
+        mut xids: mpsc::Receiver<(String, u64)>,
+    ) -> Exit {
         if let Err(problems) = self.first_pass().await {
             return bad_configuration(&problems);
         }
@@ -285,6 +294,7 @@ impl Daemon {
                     Wish::Reload => drop(self.reload().await),
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
+                Some((uuid, xid)) = xids.recv() => self.xid(&uuid, xid),
                 () = changed.notified() => {}
                 () = sleep_or_never(self.next_scan) => self.look_again().await,
                 () = sleep_or_never(watchdog.map(|_| next_watchdog)) => {}
@@ -337,9 +347,35 @@ impl Daemon {
                 (None, Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new() })
             }
         };
-        self.driver.send_replace(driver.filter(|_| inventory.driver.is_ok()));
+        let driver = driver.filter(|_| inventory.driver.is_ok());
+        if let Some(driver) = driver.as_ref().filter(|_| self.driver.borrow().is_none()) {
+            self.watch_xids(Arc::clone(driver));
+        }
+        self.driver.send_replace(driver);
         self.driver_version.clone_from(&inventory.driver);
         inventory
+    }
+
+    /// Has critical errors told as they happen. Waiting for them blocks, so it has a thread of its own, which ends with
+    /// the driver or with us.
+    fn watch_xids(&self, driver: Arc<Driver>) {
+        let told = self.xids.clone();
+        std::thread::spawn(move || {
+            let tell = |uuid: &str, xid: u64| told.blocking_send((uuid.to_owned(), xid)).is_ok();
+            if let Err(reason) = driver.watch_xids(tell) {
+                tracing::debug!("critical errors are not told by NVML: {reason}");
+            }
+        });
+    }
+
+    fn xid(&mut self, uuid: &str, xid: u64) {
+        tracing::error!(gpu_uuid = uuid, xid, "GPU {uuid} met a critical error, Xid {xid}");
+        self.keep_event(format!("GPU {uuid} met a critical error, Xid {xid}"));
+        for supervisor in self.supervisors.values() {
+            if supervisor.status().gpus.contains_key(uuid) {
+                supervisor.check();
+            }
+        }
     }
 
     /// The look at the host while something is missing: more of it may be there now.
@@ -380,6 +416,8 @@ impl Daemon {
             match gone.remove(&order.plan.id) {
                 Some(supervisor) => {
                     supervisor.pursue(Goal::Serve, order.clone());
+                    // Whoever asks for a reload also wants to know how things are.
+                    supervisor.check();
                     self.supervisors.insert(order.plan.id, supervisor);
                 }
                 None => self.pending.push(order),
@@ -646,6 +684,10 @@ impl Daemon {
 
     fn event(&mut self, text: String) {
         tracing::info!("{text}");
+        self.keep_event(text);
+    }
+
+    fn keep_event(&mut self, text: String) {
         if self.events.len() >= EVENTS_KEPT {
             self.events.pop_front();
         }

@@ -70,7 +70,7 @@ pub struct ServedGpu {
     pub uuid: String,
     /// The address, for messages and journals.
     pub pci: PciAddress,
-    /// The default device pinned memory limit in MiB.
+    /// The default device pinned memory limit in MiB: the largest of the control daemon's slices.
     pub memory_limit_mib: u64,
     /// Whether the GPU enforces limits.
     pub limits_enforced: bool,
@@ -577,6 +577,9 @@ fn control_daemon(
         }
         MultiUser::Off => (false, false),
     };
+    // Which GPU a default is for is counted by the client: in a container that sees one GPU it is that of ordinal 0,
+    // whichever GPU that is. A client's own limit can only tighten, so no default may be less than any slice.
+    let memory_limit_mib = gpus.iter().map(|(gpu, _)| gpu.memory_limit_mib).max().unwrap_or(0);
     ControlDaemonPlan {
         id: id.to_owned(),
         pipe_directory,
@@ -586,7 +589,7 @@ fn control_daemon(
             .map(|(gpu, facts)| ServedGpu {
                 uuid: facts.uuid.clone(),
                 pci: gpu.gpu.pci.address,
-                memory_limit_mib: gpu.memory_limit_mib,
+                memory_limit_mib,
                 limits_enforced: gpu.limits_enforced,
             })
             .collect(),
@@ -597,21 +600,26 @@ fn control_daemon(
     }
 }
 
-/// The default is one for all GPUs of a control daemon, so the largest; the others' slices need their own value.
+/// The defaults of a control daemon are those of its largest slice; the others' slices need their own values.
 fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
-        let default = control_daemon.thread_percentage;
-        for gpu in gpus.iter_mut().filter(|gpu| {
-            let address = gpu.gpu.pci.address;
-            control_daemon.gpus.iter().any(|served| served.pci == address)
-                && gpu.limits_enforced
-                && gpu.thread_percentage < default
-        }) {
-            gpu.warnings.push(format!(
-                "the shared control daemon's default is {default} %, so only clients that set \
-                 CUDA_MPS_ACTIVE_THREAD_PERCENTAGE keep to {} %",
-                gpu.thread_percentage
-            ));
+        let percentage = control_daemon.thread_percentage;
+        for served in control_daemon.gpus.iter().filter(|served| served.limits_enforced) {
+            let Some(gpu) = gpus.iter_mut().find(|gpu| gpu.gpu.pci.address == served.pci) else { continue };
+            if gpu.thread_percentage < percentage {
+                gpu.warnings.push(format!(
+                    "the shared control daemon's default is {percentage} %, so only clients that set \
+                     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE keep to {} %",
+                    gpu.thread_percentage
+                ));
+            }
+            if gpu.memory_limit_mib < served.memory_limit_mib {
+                gpu.warnings.push(format!(
+                    "the shared control daemon's default is {} MiB, so only clients that set \
+                     CUDA_MPS_PINNED_DEVICE_MEM_LIMIT keep to {} MiB",
+                    served.memory_limit_mib, gpu.memory_limit_mib
+                ));
+            }
         }
     }
 }
@@ -837,11 +845,12 @@ mod tests {
         let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
         let served: Vec<_> =
             daemon.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.memory_limit_mib)).collect();
-        assert_eq!(served, [("GPU-0", 14377), ("GPU-1", 71885), ("GPU-2", 35942)]);
+        assert_eq!(served, [("GPU-0", 71885), ("GPU-1", 71885), ("GPU-2", 71885)]);
         assert_eq!(daemon.thread_percentage, 50);
         assert_eq!((daemon.multiuser, daemon.multiuser_optional, daemon.prewarm), (true, true, true));
         assert!(plan.gpus[0].warnings[0].contains("default is 50 %"), "{:?}", plan.gpus[0].warnings);
         assert!(plan.gpus[1].warnings[0].contains("keep to 10 %"), "{:?}", plan.gpus[1].warnings);
+        assert!(plan.gpus[1].warnings[1].contains("keep to 14377 MiB"), "{:?}", plan.gpus[1].warnings);
         assert_eq!(plan.gpus[2].warnings, [""; 0]);
     }
 

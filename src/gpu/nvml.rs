@@ -4,11 +4,13 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::{fmt, fs};
 
+use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlComputeMode;
 use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
-use nvml_wrapper::{Device, Nvml};
+use nvml_wrapper::{Device, EventSet, Nvml};
 
 use super::{ComputeMode, NvmlFacts, PciAddress};
 
@@ -22,6 +24,9 @@ const MPS_SERVER: &str = "nvidia-cuda-mps";
 
 /// How often a list of processes is asked for again when it grew while it was copied.
 const TRIES: u32 = 5;
+
+/// How long one wait for a critical error lasts. Nobody waits for its end.
+const XID_WAIT_MS: u32 = 60_000;
 
 /// The loaded library. Stays good while processes and compute modes change; a driver that is reloaded needs a new one.
 #[derive(Debug)]
@@ -172,6 +177,54 @@ impl Driver {
         let contexts = contexts(&device)
             .map_err(|error| format!("the GPU's processes can't be listed: {}", words(&error)))?;
         Ok(contexts.processes(command))
+    }
+
+    /// Waits for critical errors of every GPU that can tell of them, and hands each to `seen`: the GPU's UUID and the
+    /// Xid number. Ends when `seen` returns false.
+    ///
+    /// # Errors
+    /// No GPU can tell, or none can any more, in words for an administrator.
+    pub fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
+        let events = self.xid_events()?;
+        loop {
+            let event = match events.wait(XID_WAIT_MS) {
+                Ok(event) => event,
+                Err(NvmlError::Timeout) => continue,
+                Err(error) => return Err(words(&error)),
+            };
+            let xid = match event.event_data {
+                Some(XidError::Value(xid)) => xid,
+                Some(XidError::Unknown) => 999,
+                None => continue,
+            };
+            let uuid = event.device.uuid().map_err(|error| words(&error))?;
+            if !seen(&uuid, xid) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// A set of the critical errors of all GPUs that have them. A failed registration takes the set with it, so the
+    /// next one is made without that GPU.
+    fn xid_events(&self) -> Result<EventSet<'_>, String> {
+        let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
+        'anew: loop {
+            if gpus.is_empty() {
+                return Err("no GPU tells of critical errors".to_owned());
+            }
+            let mut events = self.nvml.create_event_set().map_err(|error| words(&error))?;
+            for (place, index) in gpus.iter().enumerate() {
+                let device = self.nvml.device_by_index(*index);
+                match device.map(|device| device.register_events(EventTypes::CRITICAL_XID_ERROR, events)) {
+                    Ok(Ok(registered)) => events = registered,
+                    _ => {
+                        gpus.remove(place);
+                        continue 'anew;
+                    }
+                }
+            }
+            return Ok(events);
+        }
     }
 
     fn device(&self, uuid: &str) -> Result<Device<'_>, String> {

@@ -48,7 +48,7 @@ impl Worker {
             let occurrence = tokio::select! {
                 occurrence = self.next(due) => occurrence,
                 Some(command) = commands.recv() => {
-                    match self.obey(command, goal).await {
+                    match self.obey(command, goal, &mut check_at).await {
                         Some(ended) => return ended,
                         None => continue,
                     }
@@ -343,7 +343,7 @@ impl Worker {
         }
     }
 
-    async fn obey(&mut self, command: Command, goal: &Goal) -> Option<Ended> {
+    async fn obey(&mut self, command: Command, goal: &Goal, check_at: &mut Instant) -> Option<Ended> {
         // Whoever asked may have gone; what was asked is done all the same.
         match command {
             Command::Apply { force, reply } => {
@@ -366,6 +366,7 @@ impl Worker {
                 let who = clients.map_or_else(|error| error, |clients| format!("{clients} clients"));
                 let _ = reply.send(Err(format!("{change}: in the way: {who}")));
             }
+            Command::Check => *check_at = Instant::now(),
             Command::RestartServer { reply } => {
                 let done = self.restart_servers().await;
                 let _ = reply.send(done);
