@@ -35,5 +35,6 @@ pub mod journal;
 pub mod logging;
 pub mod mps;
 pub mod plan;
+pub mod release;
 pub mod state;
 pub mod supervisor;
