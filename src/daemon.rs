@@ -16,13 +16,15 @@ use crate::clients::{self, Serving};
 use crate::compose::{self, Parts};
 use crate::compute_mode::ComputeModes;
 use crate::config::{self, Loaded, Problem, Settings, Sources};
+use crate::container::ContainerError;
 use crate::dbus::{Bus, Request, RequestError};
 use crate::gpu::Inventory;
 use crate::gpu::nvml::Driver;
 use crate::journal::Journal;
 use crate::logging::Level;
 use crate::plan::{self, Plan, PlanError};
-use crate::state::{ClientView, EVENTS_KEPT, Event, Snapshot, State};
+use crate::release::{self, ContainerId, ReleaseError, Wanted};
+use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
 use crate::supervisor::{Order, Status, Supervisor};
 
 /// How often the host is looked at while there is no plan, for want of a driver most often.
@@ -458,6 +460,14 @@ impl Daemon {
             // A caller that has gone is no reason for anything.
             Request::Reload { reply } => drop(reply.send(self.reload().await)),
             Request::Clients { reply } => self.list_clients(reply),
+            Request::Terminate { pid, uid, reply } => self.release(Ok(Wanted::Process { pid, uid }), reply),
+            Request::ReleaseDevices { devices, reply } => self.release(self.slices(devices), reply),
+            Request::ReleaseContainer { id, reply } => {
+                let id = ContainerId::new(&id).map_err(RequestError::from);
+                self.release(id.map(Wanted::Container), reply);
+            }
+            Request::Apply { force, reply } => drop(reply.send(self.apply(force))),
+            Request::RestartServer { gpu, reply } => drop(reply.send(self.restart_server(&gpu))),
         }
     }
 
@@ -472,6 +482,54 @@ impl Daemon {
             let listed = asked.await.map_err(|error| RequestError::Failed(error.to_string()));
             let _ = reply.send(listed);
         });
+    }
+
+    /// The slices that a caller names.
+    fn slices(&self, names: Vec<String>) -> Result<Wanted, RequestError> {
+        let snapshot = self.snapshot.borrow();
+        if snapshot.gpus.is_none() {
+            return Err(ContainerError::NotReady.into());
+        }
+        let slice = |name: String| match snapshot.find(&name) {
+            Some(found @ Named::Slice(..)) => Ok(found.name()),
+            Some(found @ Named::Gpu(_)) => Err(RequestError::Failed(format!(
+                "{} is a whole GPU, whose clients may be of several tenants; name its slices, or release containers",
+                found.name()
+            ))),
+            None => Err(ContainerError::NoSuchDevice(name).into()),
+        };
+        names.into_iter().map(slice).collect::<Result<_, _>>().map(Wanted::Slices)
+    }
+
+    /// Ends GPU work beside the loop: it takes as long as the control daemons and the clients take.
+    fn release(
+        &self,
+        wanted: Result<Wanted, RequestError>,
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    ) {
+        let wanted = match wanted {
+            Ok(wanted) => wanted,
+            Err(error) => return drop(reply.send(Err(error))),
+        };
+        let controls = self.supervisors.values().filter_map(Supervisor::control).collect();
+        tokio::spawn(async move {
+            let released = release::release(controls, wanted).await;
+            let _ = reply.send(released.map_err(RequestError::from));
+        });
+    }
+
+    /// Carries out the changes that wait for clients to leave.
+    fn apply(&mut self, _force: bool) -> Result<(), RequestError> {
+        Err(RequestError::Busy("not possible in this version".to_owned()))
+    }
+
+    /// Replaces the server of a GPU.
+    fn restart_server(&mut self, gpu: &str) -> Result<(), RequestError> {
+        let known = self.snapshot.borrow().find(gpu).is_some();
+        if !known {
+            return Err(ContainerError::NoSuchDevice(gpu.to_owned()).into());
+        }
+        Err(RequestError::Busy("not possible in this version".to_owned()))
     }
 
     fn stop(&mut self) {
@@ -570,6 +628,22 @@ impl Daemon {
             self.events.pop_front();
         }
         self.events.push_back(Event { at: SystemTime::now(), text });
+    }
+}
+
+impl From<ReleaseError> for RequestError {
+    fn from(error: ReleaseError) -> Self {
+        let text = error.to_string();
+        match error {
+            ReleaseError::NoSuchClient(_) => Self::NoSuchClient(text),
+            ReleaseError::NotYours { .. } => Self::AccessDenied(text),
+            ReleaseError::NoId(_)
+            | ReleaseError::SeveralContainers { .. }
+            | ReleaseError::Unreadable { .. }
+            | ReleaseError::Control(_)
+            | ReleaseError::StillThere(_)
+            | ReleaseError::NotKnown => Self::Failed(text),
+        }
     }
 }
 
