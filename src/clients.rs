@@ -69,9 +69,12 @@ fn memory(driver: &Driver, gpus: &[String]) -> BTreeMap<(String, u32), u64> {
     gpus.iter().flat_map(of_gpu).collect()
 }
 
-/// The value of [`DEVICE_VARIABLE`] in a process's environment.
 fn device(pid: u32) -> Option<String> {
-    let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
+    device_in(&std::fs::read(format!("/proc/{pid}/environ")).ok()?)
+}
+
+/// The value of [`DEVICE_VARIABLE`] in a process's environment: the names of slices, with commas.
+pub(crate) fn device_in(environment: &[u8]) -> Option<String> {
     let variable = environment.split(|byte| *byte == 0).find_map(|variable| {
         let variable = std::str::from_utf8(variable).ok()?;
         variable.strip_prefix(DEVICE_VARIABLE)?.strip_prefix('=')
@@ -86,13 +89,14 @@ fn container(pid: u32) -> Option<String> {
 /// The container's id in the cgroup paths of a process: every runtime puts the 64 hexadecimal digits of it there, in
 /// one form of name or another, and the innermost one is the process's own.
 fn container_in(cgroups: &str) -> Option<String> {
-    cgroups.lines().find_map(|line| {
-        let path = line.splitn(3, ':').nth(2)?;
-        path.rsplit('/').find_map(|name| {
-            let digits = name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64)?;
-            Some(digits.to_owned())
-        })
-    })
+    containers_in(cgroups).next().map(str::to_owned)
+}
+
+/// The same of every container that the process is in, one inside the other, those of one hierarchy innermost first.
+pub(crate) fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
+    let paths = cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
+    let names = paths.flat_map(|path| path.rsplit('/'));
+    names.filter_map(|name| name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64))
 }
 
 /// When a process started.
@@ -125,6 +129,22 @@ mod tests {
         }
         assert_eq!(container_in("0::/user.slice/user-0.slice/session-1.scope"), None);
         assert_eq!(container_in("garbage"), None);
+    }
+
+    #[test]
+    fn a_container_in_a_container_is_in_both() {
+        let (outer, inner) = ("a".repeat(64), "b".repeat(64));
+        let path = format!("0::/docker/{outer}/system.slice/docker-{inner}.scope/init");
+        assert_eq!(containers_in(&path).collect::<Vec<_>>(), [inner, outer]);
+    }
+
+    #[test]
+    fn devices_stand_in_the_environment() {
+        assert_eq!(
+            device_in(b"A=1\0YUNION_MPS_DEVICE=00:06.0-1,00:07.0-0\0").as_deref(),
+            Some("00:06.0-1,00:07.0-0")
+        );
+        assert_eq!(device_in(b"XYUNION_MPS_DEVICE=00:06.0-1\0YUNION_MPS_DEVICE=\0\xff"), None);
     }
 
     #[test]

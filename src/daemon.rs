@@ -16,13 +16,15 @@ use crate::clients::{self, Serving};
 use crate::compose::{self, Parts};
 use crate::compute_mode::ComputeModes;
 use crate::config::{self, Loaded, Problem, Settings, Sources};
+use crate::container::ContainerError;
 use crate::dbus::{Bus, Request, RequestError};
 use crate::gpu::nvml::Driver;
 use crate::gpu::{Inventory, PciAddress};
 use crate::journal::{Journal, Running};
 use crate::logging::Level;
 use crate::plan::{self, Plan, PlanError};
-use crate::state::{ClientView, EVENTS_KEPT, Event, Snapshot, State};
+use crate::release::{self, ContainerId, ReleaseError, Wanted};
+use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
 use crate::supervisor::{ClientFault, Goal, Order, Status, Supervisor, Tools};
 use crate::systemd::{self, Stopping};
 
@@ -562,6 +564,14 @@ impl Daemon {
             // A caller that has gone is no reason for anything.
             Request::Reload { reply } => drop(reply.send(self.reload().await)),
             Request::Clients { reply } => self.list_clients(reply),
+            Request::Terminate { pid, uid, reply } => self.release(Ok(Wanted::Process { pid, uid }), reply),
+            Request::ReleaseDevices { devices, reply } => self.release(self.slices(devices), reply),
+            Request::ReleaseContainer { id, reply } => {
+                let id = ContainerId::new(&id).map_err(RequestError::from);
+                self.release(id.map(Wanted::Container), reply);
+            }
+            Request::Apply { force, reply } => self.apply(force, reply),
+            Request::RestartServer { gpu, reply } => self.restart_server(&gpu, reply),
         }
     }
 
@@ -575,6 +585,86 @@ impl Daemon {
         tokio::spawn(async move {
             let listed = asked.await.map_err(|error| RequestError::Failed(error.to_string()));
             let _ = reply.send(listed);
+        });
+    }
+
+    /// The slices that a caller names.
+    fn slices(&self, names: Vec<String>) -> Result<Wanted, RequestError> {
+        let snapshot = self.snapshot.borrow();
+        if snapshot.gpus.is_none() {
+            return Err(ContainerError::NotReady.into());
+        }
+        let slice = |name: String| match snapshot.find(&name) {
+            Some(found @ Named::Slice(..)) => Ok(found.name()),
+            Some(found @ Named::Gpu(_)) => Err(RequestError::Failed(format!(
+                "{} is a whole GPU, whose clients may be of several tenants; name its slices, or release containers",
+                found.name()
+            ))),
+            None => Err(ContainerError::NoSuchDevice(name).into()),
+        };
+        names.into_iter().map(slice).collect::<Result<_, _>>().map(Wanted::Slices)
+    }
+
+    /// Ends GPU work beside the loop: it takes as long as the control daemons and the clients take.
+    fn release(
+        &self,
+        wanted: Result<Wanted, RequestError>,
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    ) {
+        let wanted = match wanted {
+            Ok(wanted) => wanted,
+            Err(error) => return drop(reply.send(Err(error))),
+        };
+        let all = self.supervisors.values().chain(&self.leaving);
+        let controls = all.filter_map(Supervisor::control).collect();
+        tokio::spawn(async move {
+            let released = release::release(controls, wanted).await;
+            let _ = reply.send(released.map_err(RequestError::from));
+        });
+    }
+
+    /// Carries out the changes that wait for clients to end. Beside the loop: the control daemons take their time.
+    fn apply(&self, force: bool, reply: oneshot::Sender<Result<(), RequestError>>) {
+        // Where nothing runs, nothing waits.
+        let running =
+            self.supervisors.values().chain(&self.leaving).filter(|one| one.status().view.pid.is_some());
+        let asked: Vec<_> =
+            running.map(|supervisor| (supervisor.status().view.id, supervisor.apply(force))).collect();
+        tokio::spawn(async move {
+            let mut in_the_way = Vec::new();
+            for (id, answer) in asked {
+                match answer.await {
+                    Ok(Ok(())) => {}
+                    Ok(Err(reason)) => in_the_way.push(format!("control daemon {id}: {reason}")),
+                    Err(_) => {
+                        in_the_way.push(format!("control daemon {id} has other things to do; ask again"));
+                    }
+                }
+            }
+            let done =
+                if in_the_way.is_empty() { Ok(()) } else { Err(RequestError::Busy(in_the_way.join("; "))) };
+            let _ = reply.send(done);
+        });
+    }
+
+    /// Replaces the server that a GPU's clients share.
+    fn restart_server(&self, gpu: &str, reply: oneshot::Sender<Result<(), RequestError>>) {
+        let id = match self.snapshot.borrow().find(gpu) {
+            Some(Named::Gpu(gpu) | Named::Slice(gpu, _)) => gpu.control_daemon.clone(),
+            None => return drop(reply.send(Err(ContainerError::NoSuchDevice(gpu.to_owned()).into()))),
+        };
+        let Some(supervisor) = self.supervisors.get(&id) else {
+            return drop(reply.send(Err(RequestError::Busy(format!("no control daemon serves {gpu}")))));
+        };
+        let answer = supervisor.restart_server();
+        tokio::spawn(async move {
+            let done = match answer.await {
+                Ok(done) => done.map_err(RequestError::Busy),
+                Err(_) => {
+                    Err(RequestError::Busy(format!("control daemon {id} has other things to do; ask again")))
+                }
+            };
+            let _ = reply.send(done);
         });
     }
 
@@ -716,6 +806,22 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         multiuser: running.multiuser,
         multiuser_optional: true,
         prewarm: false,
+    }
+}
+
+impl From<ReleaseError> for RequestError {
+    fn from(error: ReleaseError) -> Self {
+        let text = error.to_string();
+        match error {
+            ReleaseError::NoSuchClient(_) => Self::NoSuchClient(text),
+            ReleaseError::NotYours { .. } => Self::AccessDenied(text),
+            ReleaseError::NoId(_)
+            | ReleaseError::SeveralContainers { .. }
+            | ReleaseError::Unreadable { .. }
+            | ReleaseError::Control(_)
+            | ReleaseError::StillThere(_)
+            | ReleaseError::NotKnown => Self::Failed(text),
+        }
     }
 }
 

@@ -36,6 +36,7 @@ pub mod journal;
 pub mod logging;
 pub mod mps;
 pub mod plan;
+pub mod release;
 pub mod state;
 pub mod supervisor;
 pub mod systemd;

@@ -7,11 +7,13 @@ use clap::{Parser, Subcommand};
 
 use crate::dbus::proxy::{Client, ClientError};
 
+mod apply;
 mod env;
 mod list;
 mod run;
 mod status;
 mod table;
+mod terminate;
 
 /// The exit status of a command that could not be carried out.
 const FAILED: u8 = 1;
@@ -54,15 +56,40 @@ enum Command {
         docker run --rm $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE\n  \
         yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json")]
     Env(env::Arguments),
-    /// Runs a command on this host as a client of devices
+    /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
     #[command(
-        after_help = "The exit status is the command's, or 128 and the number of the signal that ended it; 126 \
-        and 127 mean that it could not be started. SIGINT, SIGTERM and SIGHUP are passed on to it.\n\n\
+        after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of all that it \
+        has started (CUDA error 810), then they are passed on to it; a second one is passed on at once. A signal \
+        alone, in the middle of a kernel, would be a fault for every client on that GPU. So stop it in this way \
+        and not by a signal to the command itself. The command runs in a session of its own: it can use the \
+        terminal, but not /dev/tty.\n\n\
+        The exit status is the command's, or 128 and the number of the signal that ended it; 126 and 127 mean \
+        that it could not be started.\n\n\
         Examples:\n  \
         yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
         yunion-mpsctl run 00:06.0-1 00:07.0-1 -- ./two-gpus --verbose"
     )]
     Run(run::Arguments),
+    /// Ends the GPU work of processes without hurting their neighbours
+    #[command(
+        after_help = "Those processes get CUDA error 810; no signal is sent to them. It returns when none of them \
+        is a client any more, and fails after 30 seconds.\n\n\
+        Examples:\n  \
+        yunion-mpsctl terminate 1153 && kill 1153\n  \
+        yunion-mpsctl terminate --device 00:06.0-1\n  \
+        yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b"
+    )]
+    Terminate(terminate::Arguments),
+    /// Has the configuration read again, as systemctl reload does
+    #[command(after_help = "A wrong configuration is refused, and the one before stays in force.\n\n\
+        Examples:\n  \
+        yunion-mps-daemon --check && yunion-mpsctl reload")]
+    Reload,
+    /// Carries out the changes of the configuration that wait for clients to leave
+    #[command(after_help = "Examples:\n  \
+        yunion-mpsctl apply\n  \
+        yunion-mpsctl apply --force")]
+    Apply(apply::Arguments),
 }
 
 /// Why a subcommand could not do what it was asked.
@@ -80,26 +107,20 @@ enum Error {
     Signals(#[source] io::Error),
     #[error("can't learn how the command ended: {0}")]
     Wait(#[source] io::Error),
-    #[error("can't run {command}: {source}")]
-    Start {
-        command: String,
-        #[source]
-        source: io::Error,
-    },
+    #[error("can't start a process: {0}")]
+    Start(#[source] io::Error),
 }
 
 impl Error {
     fn exit_status(&self) -> u8 {
         match self {
             Self::Client(ClientError::NotRunning) => NOT_RUNNING,
-            // As a shell has it for a command that it doesn't find or can't execute.
-            Self::Start { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
-            Self::Start { .. } => 126,
             Self::Client(_)
             | Self::Runtime(_)
             | Self::Output(_)
             | Self::Json(_)
             | Self::Signals(_)
+            | Self::Start(_)
             | Self::Wait(_) => FAILED,
         }
     }
@@ -116,6 +137,10 @@ impl Error {
 
 /// Does what the arguments ask (the first one is the program's name), and returns the exit status.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    if let Some(status) = run::become_command(&arguments, err) {
+        return status;
+    }
     let done = match Arguments::try_parse_from(arguments) {
         Ok(arguments) => run_command(arguments.command, out),
         Err(e) if e.use_stderr() => {
@@ -148,7 +173,10 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
         Command::List(arguments) => list::list(&client, &arguments, out).await?,
         Command::Status(arguments) => status::status(&client, &arguments, out).await?,
         Command::Env(arguments) => env::env(&client, &arguments, out).await?,
-        Command::Run(arguments) => return run::run(&client, &arguments).await,
+        Command::Terminate(arguments) => terminate::terminate(&client, &arguments, out).await?,
+        Command::Reload => apply::reload(&client, out).await?,
+        Command::Apply(arguments) => apply::apply(&client, &arguments, out).await?,
+        Command::Run(arguments) => return run::run(client, &arguments).await,
     }
     out.flush()?;
     Ok(0)

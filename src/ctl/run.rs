@@ -1,18 +1,38 @@
-//! `yunion-mpsctl run`.
+//! `yunion-mpsctl run`: the parent of a GPU program that takes care of its neighbours.
+//!
+//! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. So no signal may reach
+//! the command before its GPU work has been ended, not even the terminal's own. The terminal signals its foreground
+//! process group, and that stays ours: the command runs in a session of its own, which no terminal controls. There the
+//! descriptors of the terminal that it inherits work on, for reading as well, since job control stops only processes
+//! whose controlling terminal it is. The terminal is never changed by us, so there is nothing to put back.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::os::unix::process::ExitStatusExt;
+use std::future::Future;
+use std::io::{self, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::pin::Pin;
 use std::process::ExitStatus;
+use std::time::Duration;
 
 use clap::Args;
-use rustix::process::{Pid, Signal, getpgrp, kill_process};
-use rustix::termios::tcgetpgrp;
-use tokio::process::{Child, Command};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
+use tokio::process::Command;
 use tokio::signal::unix::{self, SignalKind};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 use super::env::host_environment;
+use super::table::printable;
 use super::{Error, FAILED};
-use crate::dbus::proxy::Client;
+use crate::dbus::proxy::{Client, ClientError};
+
+/// How long the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The first argument of the process that becomes the command.
+const BECOME: &str = "become-command";
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
@@ -24,64 +44,223 @@ pub(super) struct Arguments {
     command: Vec<OsString>,
 }
 
-/// The signals that end a command, caught so that we outlive it and can tell how it ended.
+pub(super) async fn run(client: Client, arguments: &Arguments) -> Result<u8, Error> {
+    let answer = client.container_config(&arguments.devices).await?;
+    // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
+    drop(client);
+    // Caught first: a signal that arrives while the command starts must not end us alone.
+    let mut signals = Signals::catch()?;
+    let mut child = Command::new("/proc/self/exe")
+        .arg(BECOME)
+        .args(&arguments.command)
+        .envs(host_environment(&answer))
+        .spawn()
+        .map_err(Error::Start)?;
+    let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
+    let Some(command) = pid.map(Group) else { return Ok(FAILED) };
+    let mut first = true;
+    let mut waiting: Option<(Signal, Release)> = None;
+    loop {
+        tokio::select! {
+            ended = child.wait() => return Ok(exit_status(ended.map_err(Error::Wait)?)),
+            signal = signals.next() => match signal {
+                Caught::End(signal) if std::mem::take(&mut first) => {
+                    waiting = Some((signal, Box::pin(release(command))));
+                }
+                Caught::End(signal) => {
+                    if let Some((first, _)) = waiting.take() {
+                        command.send(first);
+                    }
+                    command.send(signal);
+                }
+                Caught::Suspend => command.suspend(),
+                Caught::Resize => command.send(Signal::WINCH),
+            },
+            signal = released(&mut waiting) => command.send(signal),
+        }
+    }
+}
+
+/// If the arguments (the first one is the program's name) ask for it, this process leaves its session and becomes the
+/// command that they name. What is returned is the exit status where it can't: as a shell has it for a command that it
+/// doesn't find or can't execute.
+pub(super) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
+    let [_, ask, command, rest @ ..] = arguments else { return None };
+    if ask != BECOME {
+        return None;
+    }
+    let error = match rustix::process::setsid() {
+        Ok(_) => std::process::Command::new(command).args(rest).exec(),
+        Err(error) => error.into(),
+    };
+    let _ = writeln!(err, "yunion-mpsctl: can't run {}: {error}", printable(&command.to_string_lossy()));
+    Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
+}
+
+/// What was caught.
+enum Caught {
+    /// A signal that ends a command.
+    End(Signal),
+    /// Ctrl-Z.
+    Suspend,
+    /// The terminal has another size.
+    Resize,
+}
+
+/// The signals that would end or stop us alone, and the one that the terminal tells nobody but us.
 struct Signals {
-    interrupt: unix::Signal,
-    terminate: unix::Signal,
-    hangup: unix::Signal,
+    interrupt: Option<unix::Signal>,
+    quit: Option<unix::Signal>,
+    terminate: Option<unix::Signal>,
+    hangup: Option<unix::Signal>,
+    suspend: Option<unix::Signal>,
+    resize: Option<unix::Signal>,
 }
 
 impl Signals {
     fn catch() -> Result<Self, Error> {
-        let catch = |kind| unix::signal(kind).map_err(Error::Signals);
+        let ignored = ignored_signals();
+        // nohup and a shell's `&` have some ignored, for the command as for us.
+        let catch = |kind: SignalKind| {
+            let is_ignored = ignored >> (kind.as_raw_value() - 1) & 1 == 1;
+            if is_ignored { Ok(None) } else { unix::signal(kind).map(Some).map_err(Error::Signals) }
+        };
         Ok(Self {
             interrupt: catch(SignalKind::interrupt())?,
+            quit: catch(SignalKind::quit())?,
             terminate: catch(SignalKind::terminate())?,
             hangup: catch(SignalKind::hangup())?,
+            suspend: catch(SignalKind::from_raw(Signal::TSTP.as_raw()))?,
+            resize: catch(SignalKind::window_change())?,
         })
     }
 
-    async fn next(&mut self) -> Signal {
+    async fn next(&mut self) -> Caught {
         tokio::select! {
-            _ = self.interrupt.recv() => Signal::INT,
-            _ = self.terminate.recv() => Signal::TERM,
-            _ = self.hangup.recv() => Signal::HUP,
+            () = received(&mut self.interrupt) => Caught::End(Signal::INT),
+            () = received(&mut self.quit) => Caught::End(Signal::QUIT),
+            () = received(&mut self.terminate) => Caught::End(Signal::TERM),
+            () = received(&mut self.hangup) => Caught::End(Signal::HUP),
+            () = received(&mut self.suspend) => Caught::Suspend,
+            () = received(&mut self.resize) => Caught::Resize,
         }
     }
 }
 
-pub(super) async fn run(client: &Client, arguments: &Arguments) -> Result<u8, Error> {
-    let answer = client.container_config(&arguments.devices).await?;
-    let Some((program, rest)) = arguments.command.split_first() else {
-        return Ok(FAILED);
+async fn received(signal: &mut Option<unix::Signal>) {
+    match signal {
+        Some(signal) => _ = signal.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The signals that we were started to ignore, one bit each.
+fn ignored_signals() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+}
+
+/// The process group of the command.
+#[derive(Debug, Clone, Copy)]
+struct Group(Pid);
+
+impl Group {
+    fn send(self, signal: Signal) {
+        // Before it has left our session it is only a process. It may also have ended in this moment.
+        if kill_process_group(self.0, signal) == Err(Errno::SRCH) {
+            let _ = kill_process(self.0, signal);
+        }
+    }
+
+    /// Stops with the command, as job control has it, until somebody continues us. SIGTSTP would do nothing: job control
+    /// protects process groups that no shell looks after.
+    fn suspend(self) {
+        self.send(Signal::STOP);
+        let _ = kill_process(getpid(), Signal::STOP);
+        self.send(Signal::CONT);
+    }
+}
+
+type Release = Pin<Box<dyn Future<Output = ()>>>;
+
+/// Waits for the release that a signal waits for, and gives that signal.
+async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
+    match waiting {
+        Some((signal, release)) => {
+            release.await;
+            let signal = *signal;
+            *waiting = None;
+            signal
+        }
+        None => std::future::pending().await,
+    }
+}
+
+/// Ends the GPU work of the command and of what it has started, as far as that goes in a few seconds.
+async fn release(command: Group) {
+    let seconds = RELEASE_TIMEOUT.as_secs();
+    let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
+        Ok(Ok(())) => return,
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => format!("no end of it within {seconds} s"),
     };
-    // Caught first: a signal that arrives while the command starts must not end us alone.
-    let mut signals = Signals::catch()?;
-    let mut child = Command::new(program)
-        .args(rest)
-        .envs(host_environment(&answer))
-        .spawn()
-        .map_err(|source| Error::Start { command: program.to_string_lossy().into_owned(), source })?;
-    loop {
-        tokio::select! {
-            ended = child.wait() => return Ok(exit_status(ended.map_err(Error::Wait)?)),
-            signal = signals.next() => pass_on(signal, &child),
-        }
-    }
+    let _ = writeln!(
+        io::stderr(),
+        "yunion-mpsctl: the GPU work was not ended first, neighbours may suffer: {}",
+        printable(&trouble)
+    );
 }
 
-/// Passes a signal on, unless the terminal has given it to the command already: Ctrl-C goes to the whole foreground
-/// process group, and many programs take a second one for "now, without cleaning up".
-fn pass_on(signal: Signal, child: &Child) {
-    let in_foreground = || tcgetpgrp(std::io::stdin()).is_ok_and(|group| group == getpgrp());
-    if signal == Signal::INT && in_foreground() {
-        return;
+async fn terminate_clients(command: Group) -> Result<(), ClientError> {
+    let client = Client::connect().await?;
+    let root = u32::try_from(command.0.as_raw_nonzero().get()).unwrap_or_default();
+    let listed = client.clients().await?;
+    let pids = listed.iter().filter_map(|client| u32::try_from(client.get("pid")?.as_u64()?).ok());
+    let mut terminations = JoinSet::new();
+    // One process may be listed for several GPUs.
+    for pid in pids.collect::<BTreeSet<u32>>() {
+        if descends(pid, root) {
+            let client = client.clone();
+            terminations.spawn(async move { client.terminate_client(pid).await });
+        }
     }
-    let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
-    if let Some(pid) = pid {
-        // It may have ended in this moment; then there is nobody left to tell.
-        let _ = kill_process(pid, signal);
+    let mut result = Ok(());
+    while let Some(ended) = terminations.join_next().await {
+        match ended {
+            // It had gone by itself in the meantime.
+            Ok(Err(ClientError::Refused { name, .. })) if name.ends_with(".NoSuchClient") => {}
+            Ok(Err(error)) => result = Err(error),
+            Ok(Ok(())) | Err(_) => {}
+        }
     }
+    result
+}
+
+/// Whether a process is `root`, descends from it, or is in the session that it leads: a process whose parent has ended
+/// descends from nobody, but stays in its session.
+fn descends(mut pid: u32, root: u32) -> bool {
+    // Parents can't form a ring, but what is read of them one after the other might.
+    for _ in 0..1000 {
+        if pid == root {
+            return true;
+        }
+        let Some((parent, session)) = parent_and_session(pid) else { return false };
+        if session == root {
+            return true;
+        }
+        pid = parent;
+    }
+    false
+}
+
+/// Fields 4 and 6 of a stat line. The command in field 2 may hold anything.
+fn parent_and_session(pid: u32) -> Option<(u32, u32)> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let (_, behind_command) = stat.rsplit_once(')')?;
+    let mut fields = behind_command.split_ascii_whitespace().skip(1);
+    let parent = fields.next()?.parse().ok()?;
+    Some((parent, fields.nth(1)?.parse().ok()?))
 }
 
 /// The command's exit status, as a shell shows it.

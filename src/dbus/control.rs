@@ -23,4 +23,19 @@ impl Control {
     async fn reload(&self) -> Result<u64, RequestError> {
         ask(&self.requests, |reply| Request::Reload { reply }).await
     }
+    async fn apply(&self, force: bool) -> Result<(), RequestError> {
+        ask(&self.requests, |reply| Request::Apply { force, reply }).await
+    }
+
+    async fn restart_server(&self, gpu: String) -> Result<(), RequestError> {
+        ask(&self.requests, |reply| Request::RestartServer { gpu, reply }).await
+    }
+
+    async fn release_devices(&self, devices: Vec<String>) -> Result<(), RequestError> {
+        ask(&self.requests, |reply| Request::ReleaseDevices { devices, reply }).await
+    }
+
+    async fn release_container(&self, id: String) -> Result<(), RequestError> {
+        ask(&self.requests, |reply| Request::ReleaseContainer { id, reply }).await
+    }
 }

@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot, watch};
-use zbus::interface;
+use zbus::fdo::DBusProxy;
+use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
+use zbus::{Connection, interface};
 
 use super::dict::{self, Dict, value};
 use super::{Request, RequestError};
@@ -62,6 +64,23 @@ pub(super) async fn ask<T>(
             Err(RequestError::Failed(format!("the daemon gave no answer within {seconds} s")))
         }
     }
+}
+
+/// The user who sent a message. The bus knows it from the kernel; nothing that the caller says counts.
+async fn caller(header: &Header<'_>, connection: &Connection) -> Result<u32, RequestError> {
+    let credentials = async {
+        let sender = header.sender().ok_or(zbus::Error::MissingField)?.to_owned();
+        let bus = DBusProxy::new(connection).await?;
+        bus.get_connection_credentials(sender.into()).await.map_err(zbus::Error::from)
+    };
+    let uid = match credentials.await {
+        Ok(credentials) => credentials.unix_user_id(),
+        Err(error) => {
+            tracing::debug!("the bus doesn't say who a caller is: {error}");
+            None
+        }
+    };
+    uid.ok_or_else(|| RequestError::AccessDenied("the bus doesn't say who you are".to_owned()))
 }
 
 impl From<ContainerError> for RequestError {
@@ -126,6 +145,16 @@ impl Manager {
         known(&self.snapshot())?;
         let clients = ask(&self.requests, |reply| Request::Clients { reply }).await?;
         Ok(clients.iter().map(dict::client).collect())
+    }
+
+    async fn terminate_client(
+        &self,
+        pid: u32,
+        #[zbus(header)] header: Header<'_>,
+        #[zbus(connection)] connection: &Connection,
+    ) -> Result<(), RequestError> {
+        let uid = caller(&header, connection).await?;
+        ask(&self.requests, |reply| Request::Terminate { pid, uid, reply }).await
     }
 
     #[zbus(out_args("control_daemons"))]

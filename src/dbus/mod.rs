@@ -18,6 +18,8 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot, watch};
 use zbus::connection::Builder;
 use zbus::fdo::{DBusProxy, ObjectManager, Properties, RequestNameFlags};
+use zbus::message::{Header, Message};
+use zbus::names::ErrorName;
 use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{Address, Connection, DBusError};
 
@@ -41,9 +43,9 @@ pub const NAME: &str = "io.yunion.Mps1";
 const ROOT: &str = "/io/yunion/Mps1";
 const MANAGER: &str = "/io/yunion/Mps1/Manager";
 
-/// What a caller gets instead of an answer: `io.yunion.Mps1.Error.<variant>` and a text for people.
-#[derive(Debug, Clone, PartialEq, Eq, zbus::DBusError)]
-#[zbus(prefix = "io.yunion.Mps1.Error", impl_display = false)]
+/// What a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless it says otherwise,
+/// and a text for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RequestError {
     /// No plan exists yet; ask again.
     NotReady(String),
@@ -55,17 +57,54 @@ pub enum RequestError {
     InvalidConfig(String),
     /// Something else has to end first.
     Busy(String),
+    /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, as the bus itself says it.
+    AccessDenied(String),
     /// Anything else.
     Failed(String),
 }
 
 impl fmt::Display for RequestError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.description().unwrap_or_default())
+        f.write_str(self.text())
+    }
+}
+
+// By hand, since one of the names has another prefix.
+impl DBusError for RequestError {
+    fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {
+        Message::error(call, self.name()).build(&self.text())
+    }
+
+    fn name(&self) -> ErrorName<'_> {
+        ErrorName::from_static_str_unchecked(match self {
+            Self::NotReady(_) => "io.yunion.Mps1.Error.NotReady",
+            Self::NoSuchDevice(_) => "io.yunion.Mps1.Error.NoSuchDevice",
+            Self::NoSuchClient(_) => "io.yunion.Mps1.Error.NoSuchClient",
+            Self::InvalidConfig(_) => "io.yunion.Mps1.Error.InvalidConfig",
+            Self::Busy(_) => "io.yunion.Mps1.Error.Busy",
+            Self::AccessDenied(_) => "org.freedesktop.DBus.Error.AccessDenied",
+            Self::Failed(_) => "io.yunion.Mps1.Error.Failed",
+        })
+    }
+
+    fn description(&self) -> Option<&str> {
+        Some(self.text())
     }
 }
 
 impl RequestError {
+    fn text(&self) -> &str {
+        match self {
+            Self::NotReady(text)
+            | Self::NoSuchDevice(text)
+            | Self::NoSuchClient(text)
+            | Self::InvalidConfig(text)
+            | Self::Busy(text)
+            | Self::AccessDenied(text)
+            | Self::Failed(text) => text,
+        }
+    }
+
     /// The same with text that the bus can carry.
     fn cleaned(self) -> Self {
         match self {
@@ -74,6 +113,7 @@ impl RequestError {
             Self::NoSuchClient(text) => Self::NoSuchClient(dict::clean(&text)),
             Self::InvalidConfig(text) => Self::InvalidConfig(dict::clean(&text)),
             Self::Busy(text) => Self::Busy(dict::clean(&text)),
+            Self::AccessDenied(text) => Self::AccessDenied(dict::clean(&text)),
             Self::Failed(text) => Self::Failed(dict::clean(&text)),
         }
     }
@@ -91,6 +131,43 @@ pub enum Request {
     Clients {
         /// Takes the answer.
         reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>,
+    },
+    /// End the GPU work of a process; the answer comes when it is no client any more.
+    Terminate {
+        /// The process.
+        pid: u32,
+        /// Who asks, as the bus says.
+        uid: u32,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+    /// End the GPU work of the clients of slices; the answer comes when none is left.
+    ReleaseDevices {
+        /// The slices, as the caller names them.
+        devices: Vec<String>,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+    /// End the GPU work of the clients in a container; the answer comes when none is left.
+    ReleaseContainer {
+        /// The container's id or the beginning of it, as the caller gives it.
+        id: String,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+    /// Carry out those changes of the configuration that wait for clients to leave.
+    Apply {
+        /// Don't wait for them.
+        force: bool,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+    /// Replace the server of a GPU.
+    RestartServer {
+        /// The GPU, as the caller names it.
+        gpu: String,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
     },
 }
 
@@ -304,5 +381,7 @@ mod tests {
         let error = RequestError::InvalidConfig("line 3: \0".to_owned()).cleaned();
         assert_eq!(error.name().as_str(), "io.yunion.Mps1.Error.InvalidConfig");
         assert_eq!(error.description(), Some("line 3: \u{fffd}"));
+        let denied = RequestError::AccessDenied("no".to_owned()).cleaned();
+        assert_eq!(denied.name().as_str(), "org.freedesktop.DBus.Error.AccessDenied");
     }
 }

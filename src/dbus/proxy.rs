@@ -81,16 +81,43 @@ trait Manager {
     fn list_gpus(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
     fn list_control_daemons(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
     fn list_events(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn list_clients(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn terminate_client(&self, pid: u32) -> zbus::Result<()>;
     fn get_container_config(
         &self,
         devices: &[String],
     ) -> zbus::Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)>;
 }
 
+#[zbus::proxy(
+    interface = "io.yunion.Mps1.Control",
+    default_service = "io.yunion.Mps1",
+    default_path = "/io/yunion/Mps1/Manager"
+)]
+trait Control {
+    fn reload(&self) -> zbus::Result<u64>;
+    fn apply(&self, force: bool) -> zbus::Result<()>;
+    fn release_devices(&self, devices: &[String]) -> zbus::Result<()>;
+    fn release_container(&self, id: &str) -> zbus::Result<()>;
+}
+
+/// What a call of Control came to. The bus refuses everybody but root, in words about its own rules.
+fn for_root<T>(answer: zbus::Result<T>) -> Result<T, ClientError> {
+    answer.map_err(|error| match ClientError::from(error) {
+        ClientError::Refused { name, .. } if name == ACCESS_DENIED => {
+            ClientError::Refused { name, text: "only root may do this".to_owned() }
+        }
+        other => other,
+    })
+}
+
+const ACCESS_DENIED: &str = "org.freedesktop.DBus.Error.AccessDenied";
+
 /// A connection to the daemon.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Client {
     manager: ManagerProxy<'static>,
+    control: ControlProxy<'static>,
 }
 
 impl Client {
@@ -103,7 +130,9 @@ impl Client {
         let connection = Builder::system().method_timeout(ANSWER_DEADLINE).build().await?;
         let manager = ManagerProxy::builder(&connection);
         let manager = manager.cache_properties(zbus::proxy::CacheProperties::No).build().await?;
-        Ok(Self { manager })
+        let control = ControlProxy::builder(&connection);
+        let control = control.cache_properties(zbus::proxy::CacheProperties::No).build().await?;
+        Ok(Self { manager, control })
     }
 
     /// The slices, in the order of the configuration.
@@ -136,6 +165,54 @@ impl Client {
     /// See [`ClientError`].
     pub async fn events(&self) -> Result<Vec<Object>, ClientError> {
         Ok(objects(&self.manager.list_events().await?))
+    }
+
+    /// Who uses the GPUs at this moment.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn clients(&self) -> Result<Vec<Object>, ClientError> {
+        Ok(objects(&self.manager.list_clients().await?))
+    }
+
+    /// Ends the GPU work of a process, and returns when it is no client any more.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn terminate_client(&self, pid: u32) -> Result<(), ClientError> {
+        Ok(self.manager.terminate_client(pid).await?)
+    }
+
+    /// Ends the GPU work of the clients of these slices, and returns when none is left. For root.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn release_devices(&self, devices: &[String]) -> Result<(), ClientError> {
+        for_root(self.control.release_devices(devices).await)
+    }
+
+    /// Ends the GPU work of the clients in a container, and returns when none is left. For root.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn release_container(&self, id: &str) -> Result<(), ClientError> {
+        for_root(self.control.release_container(id).await)
+    }
+
+    /// Has the configuration read again; the generation then in force. For root.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn reload(&self) -> Result<u64, ClientError> {
+        for_root(self.control.reload().await)
+    }
+
+    /// Has the changes carried out that wait for clients to leave. For root.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn apply(&self, force: bool) -> Result<(), ClientError> {
+        for_root(self.control.apply(force).await)
     }
 
     /// The Manager's properties, under names like the keys of the other answers: `state_reason`.

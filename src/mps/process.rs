@@ -2,10 +2,13 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWriteExt;
@@ -104,7 +107,7 @@ impl Process {
     /// Sends it a signal. A process that has ended already is no error.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, signal) {
-            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
@@ -241,6 +244,38 @@ pub async fn stop_idle(process: &mut Process, control: &Control) -> bool {
     tokio::time::timeout(Duration::from_secs(1), process.exited()).await.is_ok()
 }
 
+/// A process of someone else's, held by a pidfd. As long as it lives its PID is its own, so what /proc says under that
+/// PID is about this process, if it was [`Held::alive`] afterwards.
+#[derive(Debug)]
+pub struct Held(OwnedFd);
+
+impl Held {
+    /// Holds the process that has this PID now; None when there is none.
+    ///
+    /// # Errors
+    /// What the kernel says, when it is out of file descriptors for one.
+    pub fn open(pid: u32) -> io::Result<Option<Self>> {
+        let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
+        match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(pidfd) => Ok(Some(Self(pidfd))),
+            Err(Errno::SRCH) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether it lives; a zombie doesn't.
+    pub fn alive(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        loop {
+            match rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&now)) {
+                Ok(readable) => return readable == 0,
+                Err(Errno::INTR) => {}
+                Err(_) => return false,
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -257,5 +292,20 @@ mod tests {
         let pid = std::process::id();
         assert_eq!(Identity::of(pid).unwrap(), Identity::of(pid).unwrap());
         assert!(Identity::of(pid).unwrap().start_time > 0);
+    }
+
+    #[test]
+    fn a_held_process_is_alive_until_it_ends() {
+        let mut child = std::process::Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let held = Held::open(child.id()).unwrap().unwrap();
+        assert!(held.alive());
+        drop(child.stdin.take());
+        // It is readable from the moment it can be waited for.
+        let ended = rustix::event::poll(&mut [PollFd::new(&held.0, PollFlags::IN)], None);
+        assert_eq!((ended, held.alive()), (Ok(1), false));
+        child.wait().unwrap();
+        assert!(!held.alive());
+        assert!(Held::open(child.id()).unwrap().is_none());
+        assert!(Held::open(0).unwrap().is_none() && Held::open(u32::MAX).unwrap().is_none());
     }
 }

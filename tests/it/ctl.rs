@@ -187,8 +187,16 @@ async fn env_speaks_shell_docker_and_json() {
 #[tokio::test]
 async fn exit_statuses_say_what_happened() {
     let empty = PrivateBus::start();
-    for arguments in [&["list"][..], &["status"], &["env", "00:06.0-1"], &["run", "00:06.0-1", "--", "true"]]
-    {
+    for arguments in [
+        &["list"][..],
+        &["status"],
+        &["env", "00:06.0-1"],
+        &["run", "00:06.0-1", "--", "true"],
+        &["terminate", "1"],
+        &["terminate", "--device", "00:06.0-1"],
+        &["reload"],
+        &["apply"],
+    ] {
         let (status, out, err) = ended(&mut ctl(&empty, arguments)).await;
         assert_eq!((status, out.as_str()), (Some(3), ""), "{arguments:?}: {err}");
         assert!(err.contains("systemctl start yunion-mps-daemon"), "{err}");
@@ -213,7 +221,7 @@ async fn exit_statuses_say_what_happened() {
 #[tokio::test]
 async fn every_subcommand_has_examples() {
     let bus = PrivateBus::start();
-    for subcommand in ["list", "status", "env", "run"] {
+    for subcommand in ["list", "status", "env", "run", "terminate", "reload", "apply"] {
         let help = printed(&mut ctl(&bus, &[subcommand, "--help"])).await;
         assert!(help.contains("Examples:\n  "), "{help}");
         assert!(help.contains(&format!("yunion-mpsctl {subcommand}")), "{help}");
@@ -274,7 +282,9 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
 
 #[tokio::test]
 async fn run_passes_signals_on() {
-    let service = Service::start(p40_board()).await;
+    let mut service = Service::start(p40_board()).await;
+    // There is nobody to ask for clients.
+    service.requests.close();
     for (signal, name) in [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP")] {
         let script =
             format!("trap 'echo got {name}; exit 7' {name}; echo ready; while :; do sleep 0.01; done");

@@ -16,6 +16,7 @@ mod ctl;
 mod dbus;
 mod host;
 mod real_control_daemons;
+mod release;
 mod reload;
 mod service;
 mod service_manager;

@@ -1,0 +1,378 @@
+//! Takes GPU work away from a tenant and leaves its neighbours alone.
+//!
+//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel, which is a fault, and
+//! a fault is every client's on that GPU. `terminate_client` ends the kernel first. So whoever wants to stop a process
+//! or a container asks here before.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use crate::clients::{containers_in, device_in};
+use crate::mps::control::{Client, Control, ControlError, Terminated};
+use crate::mps::process::Held;
+
+/// How long the clients may take to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long to wait before looking again; it doubles up to the last.
+const FIRST_PAUSE: Duration = Duration::from_millis(25);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+
+/// As short as the id of a container is ever written.
+const SHORTEST_ID: usize = 12;
+const ID: usize = 64;
+
+/// Whose GPU work is to end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Wanted {
+    /// One process's, on behalf of a user.
+    Process {
+        /// Its PID.
+        pid: u32,
+        /// Who asks. Root may have any process; others their own, which are those with their real user id.
+        uid: u32,
+    },
+    /// That of every process which says in its environment that it was given one of these slices, by their names.
+    Slices(Vec<String>),
+    /// That of every process in a container, or in a container inside it.
+    Container(ContainerId),
+}
+
+/// The id of a container, or its beginning.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerId(String);
+
+impl ContainerId {
+    /// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
+    ///
+    /// # Errors
+    /// [`ReleaseError::NoId`].
+    pub fn new(text: &str) -> Result<Self, ReleaseError> {
+        let is_id = (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit());
+        if is_id { Ok(Self(text.to_ascii_lowercase())) } else { Err(ReleaseError::NoId(text.to_owned())) }
+    }
+}
+
+/// Why it can't be said that none of them has GPU work left.
+#[derive(Debug, thiserror::Error)]
+pub enum ReleaseError {
+    /// Not the id of a container.
+    #[error(
+        "{0:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them"
+    )]
+    NoId(String),
+    /// Several containers have ids that begin so. Nothing was done.
+    #[error("{id} is the beginning of several containers: {}; give more digits", found.join(", "))]
+    SeveralContainers {
+        /// What was asked for.
+        id: String,
+        /// Their ids.
+        found: Vec<String>,
+    },
+    /// The process is no client of any control daemon here.
+    #[error("process {0} is no client of a GPU here; ListClients shows those there are")]
+    NoSuchClient(u32),
+    /// The process is another user's. Nothing was done.
+    #[error("process {pid} belongs to user {owner}; only that user and root may terminate it")]
+    NotYours {
+        /// The process.
+        pid: u32,
+        /// Its real user id.
+        owner: u32,
+    },
+    /// A process can't be looked at, so it is not known whether it is one of those. The others were dealt with.
+    #[error("process {pid} can't be looked at: {source}")]
+    Unreadable {
+        /// The process.
+        pid: u32,
+        /// Why.
+        source: io::Error,
+    },
+    /// A control daemon did not answer. What the others serve was dealt with.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// Time is up. The processes have not been sent a signal.
+    /// By PID: whether their GPU work has been ended.
+    #[error("after {} s there are still clients: {}; no signal was sent to them", TIMEOUT.as_secs(), in_words(.0))]
+    StillThere(BTreeMap<u32, bool>),
+    /// Time is up, and not even the clients are known.
+    #[error("after {} s it is not known which clients there are", TIMEOUT.as_secs())]
+    NotKnown,
+}
+
+fn in_words(left: &BTreeMap<u32, bool>) -> String {
+    let one = |(pid, terminated): (&u32, &bool)| match terminated {
+        true => format!("{pid} (its GPU work was ended, the process runs on)"),
+        false => format!("{pid} (its GPU work could not be ended)"),
+    };
+    left.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+/// Ends the GPU work of all that are wanted, and returns when none of them is a client any more.
+///
+/// # Errors
+/// See [`ReleaseError`].
+pub async fn release(controls: Vec<Arc<Control>>, wanted: Wanted) -> Result<(), ReleaseError> {
+    let mut release = Release { controls, wanted, terminated: BTreeMap::new(), left: None };
+    match tokio::time::timeout(TIMEOUT, release.run()).await {
+        Ok(result) => result,
+        Err(_) => Err(release.left.map_or(ReleaseError::NotKnown, ReleaseError::StillThere)),
+    }
+}
+
+struct Release {
+    controls: Vec<Arc<Control>>,
+    wanted: Wanted,
+    /// By server and client: the processes whose work has been ended, held so that another one with the same PID isn't
+    /// taken for them.
+    terminated: BTreeMap<(u32, u32), Held>,
+    /// Who was there at the last look, and whether their work has been ended; None before somebody was.
+    left: Option<BTreeMap<u32, bool>>,
+}
+
+impl Release {
+    async fn run(&mut self) -> Result<(), ReleaseError> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let (found, trouble) = self.look().await?;
+            if found.is_empty() && trouble.is_none() {
+                return match self.wanted {
+                    Wanted::Process { pid, .. } if self.left.is_none() => {
+                        Err(ReleaseError::NoSuchClient(pid))
+                    }
+                    _ => Ok(()),
+                };
+            }
+            // What can't be found out about some must not save the others.
+            self.terminate(found).await?;
+            if let Some(trouble) = trouble {
+                return Err(trouble);
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(LAST_PAUSE);
+        }
+    }
+
+    /// The clients that are wanted, as they are now, and what hinders us from knowing all of them.
+    async fn look(&self) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
+        let (listed, silent) = list_clients(&self.controls).await;
+        let wanted = self.wanted.clone();
+        // Off the loop's thread: a process that is stuck in the driver can hold up who reads its memory.
+        let picked = tokio::task::spawn_blocking(move || pick(listed, &wanted)).await;
+        let (found, unreadable) = picked.map_err(|_| ReleaseError::NotKnown)??;
+        Ok((found, silent.or(unreadable)))
+    }
+
+    /// Ends the work of each, once.
+    async fn terminate(&mut self, found: Vec<Found>) -> Result<(), ReleaseError> {
+        let mut trouble = None;
+        let left = self.left.insert(BTreeMap::new());
+        for Found { control, server, pid, held } in found {
+            let mut done = self.terminated.get(&(server, pid)).is_some_and(Held::alive);
+            if !done {
+                // A process that has ended may have left its PID to another.
+                if !held.alive() {
+                    continue;
+                }
+                match control.terminate_client(server, pid).await {
+                    Ok(Terminated::Done) => {
+                        tracing::info!(
+                            mps_server_pid = server,
+                            mps_client_pid = pid,
+                            "GPU work of client {pid} ended on request"
+                        );
+                        self.terminated.insert((server, pid), held);
+                        done = true;
+                    }
+                    // It has just gone, or is just coming: the next look tells.
+                    Ok(Terminated::NoSuchClient | Terminated::NoSuchServer) => {}
+                    Err(error) => _ = trouble.get_or_insert(error),
+                }
+            }
+            left.entry(pid).and_modify(|all| *all &= done).or_insert(done);
+        }
+        trouble.map_or(Ok(()), |error| Err(error.into()))
+    }
+}
+
+/// A client that is wanted, at one of its servers.
+#[derive(Debug)]
+struct Found {
+    control: Arc<Control>,
+    server: u32,
+    pid: u32,
+    held: Held,
+}
+
+/// The clients of every control daemon, all asked at once: one that hangs must not use up the time of the others.
+async fn list_clients(controls: &[Arc<Control>]) -> (Vec<(Arc<Control>, Vec<Client>)>, Option<ReleaseError>) {
+    let mut asked = JoinSet::new();
+    for control in controls {
+        let control = Arc::clone(control);
+        asked.spawn(async move { control.clients().await.map(|clients| (control, clients)) });
+    }
+    let (mut listed, mut silent) = (Vec::new(), None);
+    while let Some(answer) = asked.join_next().await {
+        match answer {
+            Ok(Ok(clients)) => listed.push(clients),
+            Ok(Err(error)) => _ = silent.get_or_insert(ReleaseError::Control(error)),
+            Err(_) => _ = silent.get_or_insert(ReleaseError::NotKnown),
+        }
+    }
+    (listed, silent)
+}
+
+/// Those that are wanted, and the first that couldn't be looked at.
+///
+/// # Errors
+/// Something forbids to touch any of them.
+fn pick(
+    listed: Vec<(Arc<Control>, Vec<Client>)>,
+    wanted: &Wanted,
+) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
+    let (mut found, mut unreadable) = (Vec::new(), None);
+    let mut containers = BTreeSet::new();
+    for (control, clients) in listed {
+        // A client of two GPUs has two lines.
+        let clients: BTreeSet<(u32, u32)> =
+            clients.into_iter().map(|client| (client.server, client.pid)).collect();
+        for (server, pid) in clients {
+            match hold_and_look(pid, wanted) {
+                Ok(None | Some((_, Look::Other))) => continue,
+                Ok(Some((_, Look::NotYours { owner }))) => return Err(ReleaseError::NotYours { pid, owner }),
+                Ok(Some((held, look))) => {
+                    if let Look::In(ids) = look {
+                        containers.extend(ids);
+                    }
+                    found.push(Found { control: Arc::clone(&control), server, pid, held });
+                }
+                Err(source) => _ = unreadable.get_or_insert(ReleaseError::Unreadable { pid, source }),
+            }
+        }
+    }
+    match wanted {
+        Wanted::Container(ContainerId(id)) if containers.len() > 1 => {
+            Err(ReleaseError::SeveralContainers { id: id.clone(), found: containers.into_iter().collect() })
+        }
+        _ => Ok((found, unreadable)),
+    }
+}
+
+/// What a look at a process has shown.
+#[derive(Debug, PartialEq, Eq)]
+enum Look {
+    /// It is not wanted.
+    Other,
+    /// It is wanted, and who asks may have it.
+    Wanted,
+    /// It is wanted, being in these containers.
+    In(Vec<String>),
+    /// It is wanted, but belongs to another user.
+    NotYours { owner: u32 },
+}
+
+/// Looks at a process while it is held; None when it has gone.
+fn hold_and_look(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, Look)>> {
+    let Some(held) = Held::open(pid)? else { return Ok(None) };
+    let look = look_at(pid, wanted);
+    // What was read is about this process only if it lives still.
+    if held.alive() { look.map(|look| Some((held, look))) } else { Ok(None) }
+}
+
+fn look_at(pid: u32, wanted: &Wanted) -> io::Result<Look> {
+    let read = |file: &str| std::fs::read(format!("/proc/{pid}/{file}"));
+    Ok(match wanted {
+        Wanted::Process { pid: other, .. } if *other != pid => Look::Other,
+        Wanted::Process { uid, .. } => match real_uid(&read("status")?) {
+            Some(owner) if *uid == 0 || *uid == owner => Look::Wanted,
+            Some(owner) => Look::NotYours { owner },
+            None => return Err(io::Error::other("its status names no user")),
+        },
+        Wanted::Slices(names) if has_slice(&read("environ")?, names) => Look::Wanted,
+        Wanted::Slices(_) => Look::Other,
+        Wanted::Container(ContainerId(id)) => {
+            let cgroups = String::from_utf8_lossy(&read("cgroup")?).to_ascii_lowercase();
+            let ids = containers_in(&cgroups).filter(|found| found.starts_with(id.as_str()));
+            let ids: Vec<String> = ids.map(str::to_owned).collect();
+            if ids.is_empty() { Look::Other } else { Look::In(ids) }
+        }
+    })
+}
+
+fn has_slice(environment: &[u8], names: &[String]) -> bool {
+    let given = device_in(environment).unwrap_or_default();
+    given.split(',').any(|given| names.iter().any(|name| name == given.trim()))
+}
+
+/// The real user id in /proc/PID/status, the first of four.
+fn real_uid(status: &[u8]) -> Option<u32> {
+    let status = String::from_utf8_lossy(status);
+    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    ids.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_hexadecimal_and_long_enough() {
+        let full = "0123456789ABCDEF".repeat(4);
+        assert_eq!(ContainerId::new(&full).unwrap(), ContainerId(full.to_lowercase()));
+        assert!(ContainerId::new("0123456789ab").is_ok());
+        for text in ["", "0123456789a", "0123456789xy", &format!("{full}0"), "0123456789a\u{e9}"] {
+            let error = ContainerId::new(text).unwrap_err().to_string();
+            assert!(error.contains("at least the first 12"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_slice_is_one_of_the_names_given() {
+        let names = ["00:06.0-1".to_owned(), "00:07.0-0".to_owned()];
+        for (environment, expected) in [
+            ("YUNION_MPS_DEVICE=00:06.0-1", true),
+            ("A=\0YUNION_MPS_DEVICE=00:08.0-0,00:07.0-0\0", true),
+            ("YUNION_MPS_DEVICE=00:06.0-10", false),
+            ("YUNION_MPS_DEVICE=00:06.0", false),
+            ("YUNION_MPS_DEVICE=", false),
+            ("OTHER=00:06.0-1", false),
+            ("", false),
+        ] {
+            assert_eq!(has_slice(environment.as_bytes(), &names), expected, "{environment:?}");
+        }
+    }
+
+    #[test]
+    fn the_real_user_is_the_first() {
+        assert_eq!(real_uid(b"Name:\tx\nUid:\t1000\t0\t0\t0\nGid:\t7\t7\t7\t7\n"), Some(1000));
+        assert_eq!(real_uid(b"Name:\tUid\n"), None);
+    }
+
+    #[test]
+    fn a_process_is_looked_at_for_whom_asks() {
+        let pid = std::process::id();
+        let own = rustix::process::getuid().as_raw();
+        let look = |wanted| hold_and_look(pid, &wanted).unwrap().map(|(_, look)| look);
+        assert_eq!(look(Wanted::Process { pid, uid: own }), Some(Look::Wanted));
+        assert_eq!(look(Wanted::Process { pid, uid: 0 }), Some(Look::Wanted));
+        assert_eq!(look(Wanted::Process { pid, uid: own + 1 }), Some(Look::NotYours { owner: own }));
+        assert_eq!(look(Wanted::Process { pid: pid + 1, uid: 0 }), Some(Look::Other));
+        assert_eq!(look(Wanted::Slices(vec!["no such slice".to_owned()])), Some(Look::Other));
+        assert!(hold_and_look(u32::MAX, &Wanted::Slices(Vec::new())).unwrap().is_none());
+    }
+
+    #[test]
+    fn whoever_is_left_is_named() {
+        let error = ReleaseError::StillThere(BTreeMap::from([(7, true), (8, false)])).to_string();
+        assert_eq!(
+            error,
+            "after 30 s there are still clients: 7 (its GPU work was ended, the process runs on), 8 (its GPU work \
+             could not be ended); no signal was sent to them"
+        );
+    }
+}

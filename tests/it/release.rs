@@ -1,0 +1,644 @@
+//! GPU work is taken from a tenant and its neighbours carry on: on a simulated host, with a client in a long kernel and
+//! a bystander on the same GPU.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::host::{Host, binaries, signal_pid, text, wait_for};
+
+/// How often each way of ending a client is tried.
+const ROUNDS: usize = 4;
+
+const TERMINATED: &str = "the MPS client has been terminated by the server (810)";
+
+/// A host that serves, with a client that shall survive everything.
+struct Scene {
+    host: Host,
+    pipe_directory: PathBuf,
+    bystander: Child,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let mut host = Host::new("h200");
+        host.start();
+        let status = host.wait_for_state("ready");
+        let pipe_directory = PathBuf::from(status["control_daemons"][0]["pipe_directory"].as_str().unwrap());
+        let bystander = client(&host, "00:06.0-0", &["hold", "600"]).spawn().unwrap();
+        let scene = Self { host, pipe_directory, bystander };
+        scene.computes(scene.bystander.id());
+        scene
+    }
+
+    /// The PIDs that the control daemon lists.
+    fn listed(&self) -> Vec<u32> {
+        let table = self.host.front_end(&self.pipe_directory, "ps");
+        table.lines().filter_map(|line| line.split_whitespace().next()?.parse().ok()).collect()
+    }
+
+    /// Waits until a client is in its kernel. It sleeps as soon as it has started that.
+    fn computes(&self, pid: u32) {
+        wait_for("the client computes", || {
+            (self.listed().contains(&pid) && process_state(pid) == Some('S')).then_some(())
+        });
+    }
+
+    /// Waits for a client beside the bystander to be in its kernel.
+    fn another_computes(&self) -> u32 {
+        let bystander = self.bystander.id();
+        let pid = wait_for("another client", || self.listed().into_iter().find(|pid| *pid != bystander));
+        self.computes(pid);
+        pid
+    }
+
+    /// A client of slice 1 in a long kernel.
+    fn victim(&self) -> Child {
+        let victim = client(&self.host, "00:06.0-1", &["long", "600"]).spawn().unwrap();
+        self.computes(victim.id());
+        victim
+    }
+
+    /// Whether the bystander has survived that all the others are gone. A fault reaches it before the client that
+    /// causes it leaves the list.
+    fn bystander_survives(&mut self) -> bool {
+        let bystander = self.bystander.id();
+        wait_for("the others are gone", || self.listed().iter().all(|pid| *pid == bystander).then_some(()));
+        let status = self.host.wait_for_state("ready");
+        let server = status["control_daemons"][0]["servers"][0].as_u64().unwrap();
+        let said = self.host.front_end(&self.pipe_directory, &format!("get_server_status {server}"));
+        said.trim() == "ACTIVE"
+            && self.listed() == [bystander]
+            && self.bystander.try_wait().unwrap().is_none()
+    }
+
+    fn ctl(&self, arguments: &[&str]) -> Command {
+        let mut command = self.host.command(ctl());
+        command.args(arguments);
+        command
+    }
+
+    /// `yunion-mpsctl run` as a client of slice 1.
+    fn run(&self, command: &[&str]) -> Child {
+        let mut run = self.ctl(&["run", "00:06.0-1", "--"]);
+        run.args(command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        let _ = self.bystander.kill();
+        let _ = self.bystander.wait();
+    }
+}
+
+fn ctl() -> PathBuf {
+    binaries().join("yunion-mpsctl")
+}
+
+/// A CUDA program that is given a slice as a container would be.
+fn client(host: &Host, device: &str, arguments: &[&str]) -> Command {
+    let mut command = host.command(host.path("bin/cuda-client"));
+    command.envs(environment(host, device)).args(arguments).stdout(Stdio::piped());
+    command
+}
+
+fn environment(host: &Host, device: &str) -> Vec<(String, String)> {
+    let answer = host.mpsctl(&["env", device, "--format", "json"]);
+    let answer: Value = serde_json::from_slice(&answer.stdout).unwrap();
+    let variables = answer["environment"].as_object().unwrap().iter();
+    variables.map(|(name, value)| (name.clone(), value.as_str().unwrap().to_owned())).collect()
+}
+
+fn process_state(pid: u32) -> Option<char> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(") ")?.1.chars().next()
+}
+
+/// The exit status of a child and what it has said.
+fn ended(mut child: Child) -> (Option<i32>, String) {
+    let status = wait_for("the process ends", || child.try_wait().unwrap());
+    let mut said = String::new();
+    child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    if let Some(mut stderr) = child.stderr.take() {
+        stderr.read_to_string(&mut said).unwrap();
+    }
+    (status.code(), said)
+}
+
+fn assert_terminated(victim: Child) {
+    let (status, said) = ended(victim);
+    assert!(said.contains(TERMINATED), "{said}");
+    assert_eq!(status, Some(3));
+}
+
+fn succeeded(output: &Output) -> String {
+    assert!(output.status.success(), "{}", text(output));
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn failed(output: &Output) -> String {
+    assert_eq!(output.status.code(), Some(1), "{}", text(output));
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// Whether other users can be played here; says so where they can't.
+fn can_be_nobody(host: &Host) -> bool {
+    let works = rustix::process::getuid().is_root()
+        && nobody(host, &host.path("bin/cuda-client"))
+            .output()
+            .is_ok_and(|output| output.status.code() == Some(2));
+    if !works {
+        println!("skipped: only root, with binaries that all may execute, can play another user");
+    }
+    works
+}
+
+fn nobody(host: &Host, program: &Path) -> Command {
+    let mut command = host.command("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(program);
+    command
+}
+
+#[test]
+fn a_signal_alone_takes_the_bystander_along() {
+    for signal in [Signal::KILL, Signal::TERM, Signal::INT] {
+        let mut scene = Scene::new();
+        let mut victim = scene.victim();
+        signal_pid(victim.id(), signal);
+        victim.wait().unwrap();
+        assert!(!scene.bystander_survives(), "{signal:?}: then the other tests here prove nothing");
+        let mut said = String::new();
+        scene.bystander.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+        assert!(said.contains("an illegal memory access was encountered (700)"), "{said}");
+    }
+}
+
+#[test]
+fn terminate_by_pid_and_by_device() {
+    let mut scene = Scene::new();
+    for _ in 0..ROUNDS {
+        let victim = scene.victim();
+        let pid = victim.id().to_string();
+        let said = succeeded(&scene.host.mpsctl(&["terminate", &pid]));
+        assert_eq!(said, format!("Process {pid} uses no GPU any more.\n"));
+        assert_terminated(victim);
+        assert!(scene.bystander_survives());
+
+        // The other slices' clients are others'.
+        let (one, two) = (scene.victim(), scene.victim());
+        let said =
+            succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-2", "--device", "00:06.0-1"]));
+        assert_eq!(said, "No process uses 00:06.0-2, 00:06.0-1 any more.\n");
+        assert_terminated(one);
+        assert_terminated(two);
+        assert!(scene.bystander_survives());
+    }
+}
+
+#[test]
+fn a_client_of_several_slices_is_of_each() {
+    let mut scene = Scene::new();
+    let mut command = client(&scene.host, "00:06.0-1", &["long", "600"]);
+    let victim = command.env("YUNION_MPS_DEVICE", "00:06.0-3,00:06.0-2").spawn().unwrap();
+    scene.computes(victim.id());
+    succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
+    assert!(scene.listed().contains(&victim.id()));
+    succeeded(&scene.host.mpsctl(&["terminate", "--device", "0000:00:06.0-2"]));
+    assert_terminated(victim);
+    assert!(scene.bystander_survives());
+}
+
+/// A container as its runtime would make it, as far as control groups go.
+struct Container {
+    id: String,
+    directory: PathBuf,
+}
+
+impl Container {
+    /// None where this process may make no control group.
+    fn new() -> Option<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        // No two of them begin with the same 12 digits.
+        let id = format!("{:08x}{number:04x}{:052x}", std::process::id(), 0xabc);
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
+        let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
+        // Any hierarchy does, but some take no process before they are configured.
+        mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
+        mounts.into_iter().find_map(|mount| {
+            let directory = Path::new(mount).join(format!("docker-{id}.scope"));
+            fs::create_dir_all(directory.join("init/deeper")).ok()?;
+            Some(Self { id: id.clone(), directory })
+        })
+    }
+
+    fn take(&self, pid: u32, below: &str) {
+        fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
+    }
+
+    /// Puts a process where it is in no container.
+    fn let_go(&self, pid: u32) {
+        fs::write(self.directory.with_file_name("cgroup.procs"), pid.to_string()).unwrap();
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        for below in ["init/deeper", "init", ""] {
+            let _ = fs::remove_dir(self.directory.join(below));
+        }
+    }
+}
+
+#[test]
+fn terminate_by_container() {
+    let mut scene = Scene::new();
+    for _ in 0..ROUNDS {
+        let (Some(container), Some(other)) = (Container::new(), Container::new()) else {
+            println!("skipped: no control group can be made here");
+            return;
+        };
+        let (shallow, deep) = (scene.victim(), scene.victim());
+        container.take(shallow.id(), "");
+        container.take(deep.id(), "init/deeper");
+        other.take(scene.bystander.id(), "init");
+        let id = container.id.as_str();
+        let said = succeeded(&scene.host.mpsctl(&["terminate", "--container", &id[..12]]));
+        assert_eq!(said, format!("No process in container {} uses a GPU any more.\n", &id[..12]));
+        assert_terminated(shallow);
+        assert_terminated(deep);
+        // Nobody is left, and that is no error.
+        succeeded(&scene.host.mpsctl(&["terminate", "--container", &id.to_uppercase()]));
+        assert!(scene.bystander_survives());
+        other.let_go(scene.bystander.id());
+    }
+    for wrong in ["", "0123456789a", "0123456789xyz", &"0".repeat(65)] {
+        let complaint = failed(&scene.host.mpsctl(&["terminate", "--container", wrong]));
+        assert!(complaint.contains("is no container id"), "{complaint}");
+    }
+}
+
+#[test]
+fn an_id_of_two_containers_is_refused() {
+    let mut scene = Scene::new();
+    let (Some(one), Some(two)) = (Container::new(), Container::new()) else {
+        println!("skipped: no control group can be made here");
+        return;
+    };
+    // The second one's id continues the first one's beginning.
+    let alike = Container {
+        id: format!("{}{}", &one.id[..63], "f"),
+        directory: one.directory.with_file_name(format!("docker-{}f.scope", &one.id[..63])),
+    };
+    fs::create_dir_all(alike.directory.join("init/deeper")).unwrap();
+    drop(two);
+    let (first, second) = (scene.victim(), scene.victim());
+    one.take(first.id(), "");
+    alike.take(second.id(), "");
+    let complaint = failed(&scene.host.mpsctl(&["terminate", "--container", &one.id[..12]]));
+    assert!(complaint.contains("is the beginning of several containers"), "{complaint}");
+    assert_eq!(scene.listed().len(), 3);
+    succeeded(&scene.host.mpsctl(&["terminate", "--container", &one.id]));
+    assert_terminated(first);
+    succeeded(&scene.host.mpsctl(&["terminate", "--container", &alike.id]));
+    assert_terminated(second);
+    assert!(scene.bystander_survives());
+}
+
+#[test]
+fn what_cannot_be_terminated_says_why() {
+    let mut scene = Scene::new();
+    let own = std::process::id().to_string();
+    for pid in [own.as_str(), "0", "4294967295"] {
+        let complaint = failed(&scene.host.mpsctl(&["terminate", pid]));
+        let expected = format!("process {pid} is no client of a GPU here; ListClients shows those there are");
+        assert_eq!(complaint, format!("yunion-mpsctl: {expected}\n"));
+    }
+    let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", "00:07.0-1"]));
+    assert!(complaint.contains("there is no device \"00:07.0-1\""), "{complaint}");
+    let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", "00:06.0"]));
+    assert!(complaint.contains("00:06.0 is a whole GPU"), "{complaint}");
+    for arguments in [&["terminate"][..], &["terminate", "1", "--device", "00:06.0-1"], &["terminate", "-1"]]
+    {
+        assert_eq!(scene.host.mpsctl(arguments).status.code(), Some(2), "{arguments:?}");
+    }
+    assert!(scene.bystander_survives());
+}
+
+/// Calls a method of the service with gdbus: what it prints, errors with their names.
+fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
+    command.args([
+        "call",
+        "--system",
+        "--dest",
+        "io.yunion.Mps1",
+        "--object-path",
+        "/io/yunion/Mps1/Manager",
+    ]);
+    command.args(["--method", &format!("io.yunion.Mps1.{method}")]).args(arguments);
+    text(&command.output().unwrap())
+}
+
+#[test]
+fn users_may_terminate_what_is_theirs() {
+    let mut scene = Scene::new();
+    if !can_be_nobody(&scene.host) {
+        return;
+    }
+    let gdbus = |scene: &Scene| nobody(&scene.host, Path::new("gdbus"));
+    let terminate = "Manager.TerminateClient";
+    let bystander = scene.bystander.id();
+    let refusal = call(&mut gdbus(&scene), terminate, &[&bystander.to_string()]);
+    assert!(refusal.contains("GDBus.Error:org.freedesktop.DBus.Error.AccessDenied: "), "{refusal}");
+    assert!(refusal.contains(&format!("process {bystander} belongs to user 0;")), "{refusal}");
+    let refusal = call(&mut gdbus(&scene), terminate, &[&std::process::id().to_string()]);
+    assert!(refusal.contains("io.yunion.Mps1.Error.NoSuchClient: "), "{refusal}");
+    for (method, arguments) in [
+        ("Control.ReleaseDevices", &["['00:06.0-0']"][..]),
+        ("Control.ReleaseContainer", &["0123456789ab"]),
+        ("Control.Apply", &["true"]),
+        ("Control.RestartServer", &["00:06.0"]),
+    ] {
+        let refusal = call(&mut gdbus(&scene), method, arguments);
+        assert!(refusal.contains("org.freedesktop.DBus.Error.AccessDenied: "), "{method}: {refusal}");
+    }
+    let as_nobody =
+        nobody(&scene.host, &ctl()).args(["terminate", "--device", "00:06.0-0"]).output().unwrap();
+    assert_eq!(failed(&as_nobody), "yunion-mpsctl: only root may do this\n");
+    assert!(scene.bystander_survives());
+
+    let program = scene.host.path("bin/cuda-client");
+    for by_root in [false, true] {
+        let mut command = nobody(&scene.host, &program);
+        command.envs(environment(&scene.host, "00:06.0-1")).args(["long", "600"]).stdout(Stdio::piped());
+        let victim = command.spawn().unwrap();
+        scene.computes(victim.id());
+        let mut command = if by_root { scene.host.command("gdbus") } else { gdbus(&scene) };
+        assert_eq!(call(&mut command, terminate, &[&victim.id().to_string()]), "()\n");
+        assert_terminated(victim);
+        assert!(scene.bystander_survives());
+    }
+}
+
+#[test]
+fn servers_are_named_by_their_gpus() {
+    let scene = Scene::new();
+    let refusal = call(&mut scene.host.command("gdbus"), "Control.RestartServer", &["00:07.0"]);
+    assert!(
+        refusal.contains("io.yunion.Mps1.Error.NoSuchDevice: there is no device \"00:07.0\""),
+        "{refusal}"
+    );
+}
+
+#[test]
+fn a_client_that_stays_is_named() {
+    let mut scene = Scene::new();
+    let staying = client(&scene.host, "00:06.0-1", &["hold", "600", "--stay"]).spawn().unwrap();
+    scene.computes(staying.id());
+    let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
+    let expected = format!("still clients: {} (its GPU work was ended, the process runs on);", staying.id());
+    assert!(complaint.contains(&expected), "{complaint}");
+    // No signal was sent to it, and what we send now hurts nobody.
+    assert_eq!(process_state(staying.id()), Some('S'));
+    signal_pid(staying.id(), Signal::KILL);
+    assert!(ended(staying).1.contains(TERMINATED));
+    assert!(scene.bystander_survives());
+}
+
+#[test]
+fn a_control_daemon_that_hangs_holds_up_nobody_else() {
+    let mut scene = Scene::new();
+    let status = scene.host.wait_for_state("ready");
+    let control_daemon = u32::try_from(status["control_daemons"][0]["pid"].as_u64().unwrap()).unwrap();
+    let victim = scene.victim();
+    signal_pid(control_daemon, Signal::STOP);
+    let pid = victim.id().to_string();
+    let ways = [&["terminate", pid.as_str()][..], &["terminate", "--device", "00:06.0-1"]];
+    let attempt = |way: &[&str]| {
+        let mut command = scene.ctl(way);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let mut attempts = ways.map(attempt);
+    // Reload goes through the same loop.
+    assert!(scene.host.json(&["list"]).is_some());
+    succeeded(&scene.host.mpsctl(&["reload"]));
+    let pending =
+        attempts.iter_mut().map(|attempt| attempt.try_wait().unwrap()).filter(Option::is_none).count();
+    assert!(pending > 0, "the loop was held up");
+    for attempt in attempts {
+        let (status, said) = ended(attempt);
+        assert_eq!(status, Some(1), "{said}");
+        assert!(said.contains("the control daemon did not answer `ps` within 5 s"), "{said}");
+    }
+    signal_pid(control_daemon, Signal::CONT);
+    succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
+    assert_terminated(victim);
+    assert!(scene.bystander_survives());
+}
+
+#[test]
+fn run_ends_gpu_work_before_it_passes_a_signal_on() {
+    let mut scene = Scene::new();
+    for signal in [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT] {
+        for _ in 0..ROUNDS {
+            let run = scene.run(&["cuda-client", "long", "600"]);
+            scene.another_computes();
+            signal_pid(run.id(), signal);
+            let (status, said) = ended(run);
+            assert!(said.contains(TERMINATED), "{signal:?}: {said}");
+            assert_eq!(status, Some(3), "{signal:?}: {said}");
+            assert!(scene.bystander_survives(), "{signal:?}");
+        }
+    }
+}
+
+#[test]
+fn run_finds_all_that_the_command_has_started() {
+    let mut scene = Scene::new();
+    for script in [
+        "trap 'echo signalled; exit 9' TERM; cuda-client long 600; while :; do sleep 0.01; done",
+        "trap 'echo signalled; exit 9' TERM; setsid -w cuda-client long 600; while :; do sleep 0.01; done",
+        // Its parent is gone before it starts.
+        "trap 'echo signalled; exit 9' TERM; (cuda-client long 600 &); while :; do sleep 0.01; done",
+    ] {
+        for _ in 0..ROUNDS {
+            let run = scene.run(&["sh", "-c", script]);
+            scene.another_computes();
+            signal_pid(run.id(), Signal::TERM);
+            let (status, said) = ended(run);
+            assert!(said.contains(TERMINATED) && said.contains("signalled"), "{script}: {said}");
+            assert_eq!(status, Some(9), "{script}: {said}");
+            assert!(scene.bystander_survives(), "{script}");
+        }
+    }
+}
+
+#[test]
+fn run_passes_signals_on_when_the_daemon_does_not_answer() {
+    const WARNING: &str = "the GPU work was not ended first, neighbours may suffer: ";
+    let script = "trap 'end=7' INT; trap 'echo TERM' TERM; echo up; while test -z $end; do sleep 0.01; done; exit $end";
+    let started = |scene: &Scene| {
+        let mut run = scene.run(&["sh", "-c", script]);
+        let mut up = [0; 3];
+        run.stdout.as_mut().unwrap().read_exact(&mut up).unwrap();
+        assert_eq!(&up, b"up\n");
+        run
+    };
+    let mut scene = Scene::new();
+    // It hangs: the first signal gets some seconds.
+    let run = started(&scene);
+    signal_pid(scene.host.pid(), Signal::STOP);
+    signal_pid(run.id(), Signal::INT);
+    let (status, said) = ended(run);
+    assert_eq!(status, Some(7), "{said}");
+    assert!(said.contains(&format!("{WARNING}no end of it within 5 s")), "{said}");
+    // A second signal needs no patience, and the first one isn't lost.
+    signal_pid(scene.host.pid(), Signal::CONT);
+    let run = started(&scene);
+    signal_pid(scene.host.pid(), Signal::STOP);
+    signal_pid(run.id(), Signal::TERM);
+    // Caught one after the other: two that are pending have no order.
+    wait_for("the first signal is taken", || (pending_signals(run.id()) == 0).then_some(()));
+    signal_pid(run.id(), Signal::INT);
+    let (status, said) = ended(run);
+    assert_eq!(status, Some(7), "{said}");
+    assert!(said.contains("TERM") && !said.contains(WARNING), "{said}");
+    // It is gone.
+    signal_pid(scene.host.pid(), Signal::CONT);
+    let run = started(&scene);
+    scene.host.signal(Signal::KILL);
+    scene.host.ended();
+    signal_pid(run.id(), Signal::INT);
+    let (status, said) = ended(run);
+    assert_eq!(status, Some(7), "{said}");
+    assert!(said.contains(&format!("{WARNING}yunion-mps-daemon is not running")), "{said}");
+}
+
+/// The signals that wait to be delivered to a process.
+fn pending_signals(pid: u32) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let mask = status.lines().find_map(|line| line.strip_prefix("ShdPnd:")).unwrap();
+    u64::from_str_radix(mask.trim(), 16).unwrap()
+}
+
+#[test]
+fn run_leaves_ignored_signals_ignored() {
+    let scene = Scene::new();
+    let mut command = scene.host.command("nohup");
+    command.arg(ctl()).args(["run", "00:06.0-1", "--", "grep", "SigIgn", "/proc/self/status"]);
+    let said = succeeded(&command.output().unwrap());
+    let mask = u64::from_str_radix(said.trim().rsplit_once('\t').unwrap().1, 16).unwrap();
+    assert_eq!(mask & 1, 1, "SIGHUP reaches the command: {said}");
+}
+
+/// A terminal with a program in its foreground: what is written goes to the terminal's keyboard.
+struct Terminal {
+    python: Child,
+    keyboard: ChildStdin,
+}
+
+impl Terminal {
+    /// `yunion-mpsctl run` as a client of slice 1.
+    fn run(scene: &Scene, command: &[&str]) -> Self {
+        let program =
+            "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])) & 255)";
+        let mut python = scene.host.command("/usr/bin/python3");
+        python.args(["-c", program]).arg(ctl()).args(["run", "00:06.0-1", "--"]).args(command);
+        let mut python = python.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let keyboard = python.stdin.take().unwrap();
+        Self { python, keyboard }
+    }
+
+    fn press(&mut self, keys: &str) {
+        self.keyboard.write_all(keys.as_bytes()).unwrap();
+    }
+
+    /// What runs in the foreground of the terminal, once it does: yunion-mpsctl.
+    fn foreground(&self) -> u32 {
+        let python = self.python.id();
+        wait_for("a program on the terminal", || {
+            let children = fs::read_to_string(format!("/proc/{python}/task/{python}/children")).ok()?;
+            children.split_whitespace().next()?.parse().ok()
+        })
+    }
+
+    fn ended(self) -> (Option<i32>, String) {
+        // Held until then: its end would be the end of the input.
+        let Self { python, keyboard } = self;
+        let ended = ended(python);
+        drop(keyboard);
+        ended
+    }
+}
+
+#[test]
+fn ctrl_c_ends_gpu_work_first() {
+    let mut scene = Scene::new();
+    // Ctrl-C and Ctrl-\.
+    for key in ["\x03", "\x1c"] {
+        for _ in 0..ROUNDS {
+            let mut terminal = Terminal::run(&scene, &["cuda-client", "long", "600"]);
+            scene.another_computes();
+            terminal.press(key);
+            let (status, said) = terminal.ended();
+            assert!(said.contains(TERMINATED), "{said}");
+            assert_eq!(status, Some(3), "{said}");
+            assert!(scene.bystander_survives());
+        }
+    }
+}
+
+#[test]
+fn a_terminal_that_goes_ends_gpu_work_first() {
+    let mut scene = Scene::new();
+    for _ in 0..ROUNDS {
+        let mut terminal = Terminal::run(&scene, &["cuda-client", "long", "600"]);
+        let victim = scene.another_computes();
+        terminal.python.kill().unwrap();
+        terminal.python.wait().unwrap();
+        wait_for("the client ends", || process_state(victim).is_none_or(|state| state == 'Z').then_some(()));
+        assert!(scene.bystander_survives());
+    }
+}
+
+#[test]
+fn ctrl_z_stops_both_and_both_continue() {
+    let mut scene = Scene::new();
+    let mut terminal = Terminal::run(&scene, &["cuda-client", "long", "600"]);
+    let victim = scene.another_computes();
+    let run = terminal.foreground();
+    for _ in 0..ROUNDS {
+        terminal.press("\x1a");
+        for pid in [run, victim] {
+            wait_for("it stops", || (process_state(pid) == Some('T')).then_some(()));
+        }
+        signal_pid(run, Signal::CONT);
+        for pid in [run, victim] {
+            wait_for("it continues", || (process_state(pid) == Some('S')).then_some(()));
+        }
+    }
+    terminal.press("\x03");
+    let (status, said) = terminal.ended();
+    assert!(said.contains(TERMINATED), "{said}");
+    assert_eq!(status, Some(3), "{said}");
+    assert!(scene.bystander_survives());
+}
+
+#[test]
+fn the_command_reads_from_its_terminal_and_changes_it() {
+    let scene = Scene::new();
+    let script = "stty -echo && test -t 0 && echo ask && read -r line && stty echo && echo \"got $line\"";
+    let mut terminal = Terminal::run(&scene, &["sh", "-c", script]);
+    let mut asked = [0; 5];
+    terminal.python.stdout.as_mut().unwrap().read_exact(&mut asked).unwrap();
+    assert_eq!(&asked, b"ask\r\n");
+    terminal.press("hello\n");
+    assert_eq!(terminal.ended(), (Some(0), "got hello\r\n".to_owned()));
+}
