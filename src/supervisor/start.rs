@@ -394,6 +394,9 @@ impl Worker {
             }
         };
         self.watch_server(server);
+        // The list is ahead of the log by a moment.
+        let deadline = Instant::now() + LIMITS_TIMEOUT;
+        while !self.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
         self.confirm_limits(control, server, limits).await
     }
 

@@ -415,10 +415,9 @@ fn a_client_that_stays_is_named() {
 #[test]
 fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     let mut scene = Scene::new();
-    let status = scene.host.wait_for_state("ready");
-    let control_daemon = u32::try_from(status["control_daemons"][0]["pid"].as_u64().unwrap()).unwrap();
+    scene.host.wait_for_state("ready");
     let victim = scene.victim();
-    signal_pid(control_daemon, Signal::STOP);
+    scene.host.plant("mps/fault/front-end-hangs", "");
     let pid = victim.id().to_string();
     let ways = [&["terminate", pid.as_str()][..], &["terminate", "--device", "00:06.0-1"]];
     let attempt = |way: &[&str]| {
@@ -437,7 +436,7 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
         assert_eq!(status, Some(1), "{said}");
         assert!(said.contains("the control daemon did not answer `ps` within 5 s"), "{said}");
     }
-    signal_pid(control_daemon, Signal::CONT);
+    scene.host.clear("mps/fault/front-end-hangs");
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     assert_terminated(victim);
     assert!(scene.bystander_survives());

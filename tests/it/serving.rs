@@ -142,7 +142,8 @@ fn clients_are_listed_with_their_slices() {
     assert_eq!(client["memory_mib"], memory);
 
     signal_pid(run.id(), Signal::TERM);
-    assert_eq!(run.wait().unwrap().code(), Some(128 + 15));
+    // Its GPU work was ended first, which the program took for a reason to exit (810).
+    assert_eq!(run.wait().unwrap().code(), Some(4));
     assert!(!alive(pid));
     wait_for("no client", || (host.busctl("ListClients") == json!([])).then_some(()));
     assert_eq!(host.stop().code(), Some(0));
@@ -222,7 +223,8 @@ fn a_mixed_host_serves_what_it_can() {
         "GPU-5b1c9d3e-7a42-4f80-9e16-c3d8a7b20f41,GPU-84d6e0b7-c15f-4a29-bd38-2f7193ca5e60"
     );
     let pipe: PathBuf = host.path("mps/pipe");
-    assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "10G\n");
+    // The largest slice's for every ordinal: a client that sees one GPU gets that of ordinal 0, whichever GPU it sees.
+    assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "35G\n");
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 1"), "35G\n");
 
     assert_eq!(host.stop().code(), Some(0));
