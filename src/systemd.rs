@@ -102,7 +102,9 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
         Some(other) => {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
         }
-        None => Stopping::Unknown(format!("systemd has no job for {unit}: the signal is not from systemctl")),
+        None => Stopping::Unknown(format!(
+            "systemd was not asked to stop or restart {unit}: it has no job for it"
+        )),
     }
 }
 
