@@ -250,7 +250,8 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        if !self.power_off() {
+        // One that has never been up has been reported.
+        if !self.power_off() && self.leader != 0 {
             eprintln!("the machine did not power off and was killed:\n{}", self.console());
         }
         for hierarchy in ["/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"] {

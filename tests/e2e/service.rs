@@ -63,7 +63,10 @@ pub(crate) fn stage() -> Stage {
     {
         stage.install(&built(program), &format!("/usr/lib/simulated/{program}"));
     }
-    stage.install(&built("libnvidia_ml.so"), "/usr/lib/simulated/libnvidia_ml.so");
+    // `cargo test` alone leaves it in deps/ only, and there it is never older.
+    let libraries = [built("deps/libnvidia_ml.so"), built("libnvidia_ml.so")];
+    let library = libraries.iter().find(|library| library.exists()).unwrap_or(&libraries[1]);
+    stage.install(library, "/usr/lib/simulated/libnvidia_ml.so");
     // A container's /sys can't be written, so the host's files are elsewhere.
     stage.write(
         &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
