@@ -13,7 +13,7 @@ build: ## the release binaries, in target/release
 demo: ## the whole way once, on a simulated host: make demo BOARD=tesla-p40, h200x8 or mixed
 	scripts/demo.sh $(BOARD)
 
-test: ## every test, also against the real MPS control daemons 535, 550 and 555 (no GPU needed)
+test: ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, in a booted systemd (no GPU needed)
 	scripts/deps.sh
 	scripts/fetch-mps-control.sh .cache/mps
 	cargo build --workspace --locked

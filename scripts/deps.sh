@@ -29,6 +29,14 @@ look() {
     needs gdbus libglib2.0-bin
     needs setpriv util-linux
     needs flock util-linux
+    # Tests that boot a systemd, which only root can.
+    if [ "$(id -u)" -eq 0 ]; then
+        needs systemd-nspawn systemd-container
+        needs nsenter util-linux
+        needs ps procps
+        [ -e /usr/lib/systemd/system/dbus.service ] || [ -e /lib/systemd/system/dbus.service ] ||
+            lacks 'a system bus' dbus
+    fi
     needs dpkg-deb dpkg
     # The system's python: a python earlier in PATH can't see the distribution's modules.
     [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3

@@ -11,11 +11,15 @@ use zbus::connection::Builder;
 use zbus::proxy::CacheProperties;
 use zbus::{Connection, OwnedObjectPath, Variant, fdo};
 
-/// What systemd gets for an answer. It needs milliseconds, unless it is reloading itself.
+/// What systemd gets to say why we stop: somebody waits for us.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the making of a scope may take as a whole, a namesake that is just going away included.
-const SCOPE_TIMEOUT: Duration = Duration::from_secs(5);
+/// What it gets to answer a request for a scope, and then to move the process there. It needs milliseconds, but while it
+/// reads its units anew, which can take seconds on a large host, it answers nobody.
+const SCOPE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a scope of the same name may take to go away.
+const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The pause between two requests while a namesake is there.
 const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
@@ -57,10 +61,12 @@ pub fn runs_us() -> bool {
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     let own = own_service().ok_or("this process is not a service of systemd's")?;
     let name = scope_name(id);
+    match timeout(SCOPE_TIMEOUT, start_scope(&name, &scope_properties(id, pid, &own))).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => return Err(format!("systemd does not make {name}: {error}")),
+        Err(_) => return Err(format!("systemd has not made {name} within {} s", SCOPE_TIMEOUT.as_secs())),
+    }
     let deadline = Instant::now() + SCOPE_TIMEOUT;
-    start_scope(&name, &scope_properties(id, pid, &own), deadline)
-        .await
-        .map_err(|error| format!("systemd does not make {name}: {error}"))?;
     // The answer says that the job is queued. That it is done shows where the process is.
     loop {
         let cgroup = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))
@@ -102,7 +108,9 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
         Some(other) => {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
         }
-        None => Stopping::Unknown(format!("systemd has no job for {unit}: the signal is not from systemctl")),
+        None => Stopping::Unknown(format!(
+            "systemd was not asked to stop or restart {unit}: it has no job for it"
+        )),
     }
 }
 
@@ -141,7 +149,7 @@ trait Job {
 
 /// A connection of its own: the one that serves our name may just be coming or going.
 async fn connect() -> zbus::Result<Connection> {
-    Builder::system().method_timeout(ANSWER_TIMEOUT).build().await
+    Builder::system().build().await
 }
 
 async fn own_job() -> zbus::Result<Option<String>> {
@@ -157,8 +165,9 @@ async fn own_job() -> zbus::Result<Option<String>> {
     job.build().await?.job_type().await.map(Some)
 }
 
-async fn start_scope(name: &str, properties: &[Property], deadline: Instant) -> zbus::Result<()> {
+async fn start_scope(name: &str, properties: &[Property]) -> zbus::Result<()> {
     let connection = connect().await?;
+    let deadline = Instant::now() + NAMESAKE_TIMEOUT;
     let systemd = SystemdProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
     // A victim of the kernel's OOM killer in the scope is no reason to stop the rest of it. Scopes know this since
     // systemd 253, and before that they behave so anyway.

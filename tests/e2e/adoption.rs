@@ -1,0 +1,158 @@
+//! What a running CUDA program notices of the service: nothing, until it is stopped.
+
+use crate::Check;
+use crate::machine::{Machine, text, wait_for};
+use crate::service::{
+    ON_HOST, SERVICE, compute_mode, control_daemons, drop_in, no_left_overs, serving, state,
+};
+
+const SCOPE: &str = "yunion-mps-control-shared.scope";
+const CLIENT: &str = "client.service";
+
+pub(crate) const CHECKS: &[Check] = &[
+    ("the_control_daemon_is_in_a_scope_of_its_own", scope),
+    ("systemctl_restart_leaves_a_client_running", restart),
+    ("systemctl_daemon_reexec_changes_nothing", reexec),
+    ("sigkill_of_the_main_process_leaves_a_client_running", sigkill),
+    ("sigterm_that_is_not_systemds_leaves_a_client_running", sigterm),
+    ("the_watchdog_leaves_a_client_running", watchdog),
+    ("systemctl_stop_ends_the_control_daemon_and_its_client", stop),
+    ("a_reboot_with_a_client_running_comes_up_again", reboot),
+];
+
+/// A client that runs, and what it runs under.
+#[derive(Debug, PartialEq)]
+struct Running {
+    control_daemon: String,
+    client: String,
+}
+
+impl Running {
+    /// Starts from a fresh host. `lines` go into the unit's [Service].
+    fn start(machine: &Machine, lines: &str) -> Self {
+        machine.run(&["systemctl", "stop", CLIENT]);
+        machine.run(&["systemctl", "reset-failed", CLIENT]);
+        serving(machine);
+        drop_in(machine, lines);
+        machine.sh(&format!("systemctl restart {SERVICE}"));
+        wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+        let script = format!("{ON_HOST} eval \"$(yunion-mpsctl env 00:06.0-1)\"; exec cuda-client hold 600");
+        machine.printed(&["systemd-run", "--quiet", "--unit", CLIENT, "sh", "-euc", &script]);
+        wait_for("the client at work", || clients(machine).contains("cuda-client").then_some(()));
+        Self::now(machine)
+    }
+
+    fn now(machine: &Machine) -> Self {
+        assert_eq!(machine.property(CLIENT, "ActiveState"), "active", "the client has ended");
+        let control_daemons = control_daemons(machine);
+        assert_eq!(control_daemons.len(), 1, "{control_daemons:?}");
+        Self { control_daemon: control_daemons[0].clone(), client: machine.property(CLIENT, "MainPID") }
+    }
+
+    /// It still runs, under the same control daemon, under a service whose main process is another now.
+    fn unharmed(&self, machine: &Machine, old_main: &str, cursor: &str) {
+        wait_for("another main process, ready", || {
+            let main = machine.property(SERVICE, "MainPID");
+            (main != "0" && main != old_main && state(machine) == "ready").then_some(())
+        });
+        assert_eq!(Self::now(machine), *self);
+        assert!(clients(machine).contains("cuda-client"));
+        assert!(group(machine, &self.control_daemon).contains(SCOPE));
+        assert_eq!(compute_mode(machine), "Exclusive_Process");
+        no_left_overs(machine, cursor);
+        // A new client is served as well.
+        machine.sh(&format!("{ON_HOST} eval \"$(yunion-mpsctl env 00:06.0-2)\"; cuda-client props"));
+    }
+}
+
+/// What the service says of its clients.
+fn clients(machine: &Machine) -> String {
+    let call = ["busctl", "call", "--json=short", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"];
+    let call: Vec<&str> = call.into_iter().chain(["io.yunion.Mps1.Manager", "ListClients"]).collect();
+    text(&machine.run(&call).stdout)
+}
+
+fn group(machine: &Machine, pid: &str) -> String {
+    machine.printed(&["cat", &format!("/proc/{pid}/cgroup")])
+}
+
+fn scope(machine: &mut Machine) {
+    serving(machine);
+    let control_daemon = &control_daemons(machine)[0];
+    assert!(group(machine, control_daemon).contains(SCOPE), "{}", group(machine, control_daemon));
+    let status = machine.printed(&["systemctl", "status", SCOPE]);
+    for part in ["Active: active (running)", "nvidia-cuda-mps-control -f", "nvidia-cuda-mps-server"] {
+        assert!(status.contains(part), "{status}");
+    }
+    let own = machine.printed(&["systemctl", "status", SERVICE]);
+    assert!(!own.contains("nvidia-cuda-mps"), "{own}");
+}
+
+fn restart(machine: &mut Machine) {
+    let running = Running::start(machine, "");
+    for _ in 0..3 {
+        let (cursor, main) = (machine.cursor(), machine.property(SERVICE, "MainPID"));
+        machine.sh(&format!("systemctl restart {SERVICE}"));
+        running.unharmed(machine, &main, &cursor);
+    }
+}
+
+fn reexec(machine: &mut Machine) {
+    let running = Running::start(machine, "");
+    let (cursor, main) = (machine.cursor(), machine.property(SERVICE, "MainPID"));
+    machine.sh(&format!("systemctl daemon-reexec; systemctl restart {SERVICE}"));
+    running.unharmed(machine, &main, &cursor);
+}
+
+fn sigkill(machine: &mut Machine) {
+    let running = Running::start(machine, "RestartSec=100ms");
+    let (cursor, main) = (machine.cursor(), machine.property(SERVICE, "MainPID"));
+    machine.sh(&format!("kill -KILL {main}"));
+    running.unharmed(machine, &main, &cursor);
+    assert_eq!(machine.property(SERVICE, "NRestarts"), "1");
+}
+
+/// Somebody's `kill` is no wish to end the clients; `systemctl stop` is.
+fn sigterm(machine: &mut Machine) {
+    let running = Running::start(machine, "RestartSec=100ms");
+    let cursor = machine.cursor();
+    let main = machine.property(SERVICE, "MainPID");
+    machine.sh(&format!("kill -TERM {main}"));
+    wait_for("its end", || (machine.property(SERVICE, "MainPID") != main).then_some(()));
+    machine.sh(&format!("systemctl start {SERVICE}"));
+    running.unharmed(machine, &main, &cursor);
+}
+
+fn watchdog(machine: &mut Machine) {
+    // A core of a debug build would fill the machine's memory.
+    let running = Running::start(machine, "WatchdogSec=2\nRestartSec=100ms\nLimitCORE=0");
+    let (cursor, main) = (machine.cursor(), machine.property(SERVICE, "MainPID"));
+    machine.sh(&format!("kill -STOP {main}"));
+    running.unharmed(machine, &main, &cursor);
+    let messages = machine.messages(&cursor);
+    assert!(messages.iter().any(|message| message.contains("Watchdog timeout")), "{messages:#?}");
+}
+
+fn stop(machine: &mut Machine) {
+    Running::start(machine, "");
+    let cursor = machine.cursor();
+    machine.sh(&format!("systemctl stop {SERVICE}"));
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+    wait_for("the client's end", || (machine.property(CLIENT, "ActiveState") != "active").then_some(()));
+    wait_for("the scope's end", || (machine.property(SCOPE, "LoadState") == "not-found").then_some(()));
+    assert_eq!(compute_mode(machine), "Default");
+    no_left_overs(machine, &cursor);
+}
+
+fn reboot(machine: &mut Machine) {
+    Running::start(machine, "");
+    machine.sh(&format!("systemctl enable --quiet {SERVICE}"));
+    machine.reboot();
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    assert_eq!(machine.property(SERVICE, "NRestarts"), "0");
+    assert_eq!(control_daemons(machine).len(), 1);
+    assert_eq!(compute_mode(machine), "Exclusive_Process");
+    let before = machine.printed(&["journalctl", "--boot=-1", "--output=cat", &format!("--unit={SERVICE}")]);
+    assert!(before.contains("set back from Exclusive_Process to Default"), "{before}");
+    machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
+}

@@ -1,0 +1,49 @@
+//! A service for the tests of `yunion_mps::systemd`: it asks systemd what the daemon asks, and says what it hears.
+//!
+//! /run/asker names the scope to ask for, if it should ask for one. The process to be moved is a shell that can say when
+//! it is ended. What is said goes to standard output, which is the journal, and to /var/order.
+
+use std::io::Write;
+use std::process::{Command, ExitCode, Stdio};
+
+use sd_notify::NotifyState;
+use tokio::signal::unix::{SignalKind, signal};
+use yunion_mps::systemd::{move_to_scope, runs_us, why_stopping};
+
+/// The first argument that makes this program the service.
+pub(crate) const ARGUMENT: &str = "asker";
+
+/// Ends by SIGTERM alone, and says so.
+const HELD: &str = "trap 'echo held >>/var/order; exit' TERM; while :; do sleep 0.05; done";
+
+pub(crate) fn run() -> ExitCode {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(ask());
+    ExitCode::SUCCESS
+}
+
+async fn ask() {
+    let mut stop = signal(SignalKind::terminate()).unwrap();
+    if !runs_us() {
+        println!(
+            "not a service: {:?}, {:?}",
+            why_stopping().await,
+            move_to_scope("x", std::process::id()).await
+        );
+        return;
+    }
+    if let Ok(id) = std::fs::read_to_string("/run/asker") {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", HELD]).stdin(Stdio::null()).stderr(Stdio::null());
+        let pid = shell.spawn().unwrap().id();
+        println!("scope of {pid}: {:?}", move_to_scope(id.trim(), pid).await);
+    }
+    let _ = sd_notify::notify(&[NotifyState::Ready]);
+    stop.recv().await;
+    let why = why_stopping().await;
+    println!("{why:?}");
+    // Whoever stops too early says it before we do.
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    let mut order = std::fs::File::options().create(true).append(true).open("/var/order").unwrap();
+    writeln!(order, "{why:?}").unwrap();
+}

@@ -1,0 +1,312 @@
+//! A booted systemd for tests: a container over an overlay of this host's files, so that it needs no image, no network
+//! and half a second to boot. Nothing of it reaches the host, and nothing is left of it.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::io::{ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// What any step may take on a busy machine before it counts as hanging.
+const DEADLINE: Duration = Duration::from_secs(60);
+
+/// The pause between two looks at something that is waited for.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// How systemd sees control groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Hierarchy {
+    /// As on every present distribution.
+    Unified,
+    /// As on RHEL 8 and its like.
+    Legacy,
+}
+
+impl Hierarchy {
+    /// Whether this host can give it to a container.
+    pub(crate) fn available(self) -> bool {
+        match self {
+            Self::Unified => true,
+            Self::Legacy => Path::new("/sys/fs/cgroup/systemd/cgroup.procs").exists(),
+        }
+    }
+}
+
+/// Files to be laid over the host's in the machines that are booted from it.
+pub(crate) struct Stage(TempDir);
+
+impl Stage {
+    pub(crate) fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn place(&self, path: &str) -> PathBuf {
+        let place = self.0.path().join(path.trim_start_matches('/'));
+        fs::create_dir_all(place.parent().unwrap()).unwrap();
+        place
+    }
+
+    pub(crate) fn write(&self, path: &str, text: &str) {
+        fs::write(self.place(path), text).unwrap();
+    }
+
+    /// A copy of a data file.
+    pub(crate) fn copy(&self, from: &Path, path: &str) {
+        self.write(
+            path,
+            &fs::read_to_string(from).unwrap_or_else(|error| panic!("{}: {error}", from.display())),
+        );
+    }
+
+    /// A program or a library that cargo has built, without the symbols, which are most of it.
+    pub(crate) fn install(&self, built: &Path, path: &str) {
+        assert!(built.exists(), "{} is not built: cargo build --workspace", built.display());
+        let strip =
+            Command::new("install").args(["-s", "-m", "755"]).arg(built).arg(self.place(path)).output();
+        let strip = strip.unwrap_or_else(|error| panic!("install: {error}"));
+        assert!(strip.status.success(), "install -s {}: {}", built.display(), text(&strip.stderr));
+    }
+}
+
+/// A running machine. It ends with this value.
+pub(crate) struct Machine {
+    script: Child,
+    /// The machine's PID 1, as this host numbers it.
+    leader: u32,
+    name: String,
+    directory: TempDir,
+}
+
+impl Machine {
+    /// Boots it and waits until it is up.
+    pub(crate) fn boot(stage: &Stage, hierarchy: Hierarchy) -> Self {
+        // Named after the directory, which is unique.
+        let directory = tempfile::Builder::new().prefix("mps-e2e-").rand_bytes(8).tempdir().unwrap();
+        let name = directory.path().file_name().unwrap().to_str().unwrap().to_owned();
+        fs::create_dir(directory.path().join("mnt")).unwrap();
+        std::os::unix::fs::symlink(stage.0.path(), directory.path().join("stage")).unwrap();
+        let console = fs::File::create(directory.path().join("console")).unwrap();
+        // If we are killed, it ends, and with it the rest.
+        let script = Command::new("setpriv")
+            .args(["--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"])
+            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/e2e/boot.sh"))
+            .arg(directory.path())
+            .arg(&name)
+            .arg(if hierarchy == Hierarchy::Unified { "1" } else { "0" })
+            .stdin(Stdio::null())
+            .stdout(console.try_clone().unwrap())
+            .stderr(console)
+            .spawn()
+            .unwrap_or_else(|error| panic!("setpriv: {error}; scripts/deps.sh installs it"));
+        let mut machine = Self { script, leader: 0, name, directory };
+        machine.wait_until_up(0);
+        machine
+    }
+
+    /// Waits for another PID 1 than `before`, and until it has booted.
+    fn wait_until_up(&mut self, before: u32) {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            if let Some(status) = self.script.try_wait().unwrap() {
+                panic!("the machine does not boot ({status}):\n{}", self.console());
+            }
+            if let Some(leader) = self.find_leader().filter(|leader| *leader != before) {
+                self.leader = leader;
+                // A unit of this host's that fails in a container is no concern of ours: "degraded" is as good.
+                let state = self.run(&["systemctl", "is-system-running", "--wait"]);
+                if ["running", "degraded"].contains(&text(&state.stdout).trim()) {
+                    return;
+                }
+            }
+            assert!(Instant::now() < deadline, "the machine is not up:\n{}", self.console());
+            sleep(PAUSE);
+        }
+    }
+
+    /// The systemd below systemd-nspawn, which is below the script; before it is there, there are helpers.
+    fn find_leader(&self) -> Option<u32> {
+        child(child(self.script.id(), "systemd-nspawn")?, "systemd")
+    }
+
+    /// What the machine has said on its console.
+    pub(crate) fn console(&self) -> String {
+        let console = fs::read(self.directory.path().join("console")).unwrap_or_default();
+        text(&console)
+    }
+
+    /// A command that runs inside, as root, with a plain environment.
+    pub(crate) fn command<S: AsRef<OsStr>>(&self, words: &[S]) -> Command {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--target={}", self.leader)).args(["--all", "--wd", "--", "/usr/bin/env", "-i"]);
+        command.args(["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8"]);
+        command.args(words).stdin(Stdio::null());
+        command
+    }
+
+    /// Runs a command inside to its end.
+    pub(crate) fn run<S: AsRef<OsStr>>(&self, words: &[S]) -> Output {
+        let mut command = self.command(words);
+        command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
+    }
+
+    /// What a command prints that succeeds.
+    #[track_caller]
+    pub(crate) fn printed<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
+        let output = self.run(words);
+        let (out, err) = (text(&output.stdout), text(&output.stderr));
+        assert!(output.status.success(), "{words:?}: {}\n{out}{err}", output.status);
+        out
+    }
+
+    /// What a command complains that fails.
+    #[track_caller]
+    pub(crate) fn complained<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
+        let output = self.run(words);
+        assert!(!output.status.success(), "{words:?} succeeded: {}", text(&output.stdout));
+        text(&output.stderr)
+    }
+
+    /// What a shell script prints that succeeds.
+    #[track_caller]
+    pub(crate) fn sh(&self, script: &str) -> String {
+        self.printed(&["sh", "-euc", script])
+    }
+
+    /// Writes a file, and the directories above it.
+    pub(crate) fn write(&self, path: &str, contents: &str) {
+        let script = "mkdir -p \"$(dirname \"$1\")\"; cat >\"$1\"";
+        let mut writer =
+            self.command(&["sh", "-euc", script, "sh", path]).stdin(Stdio::piped()).spawn().unwrap();
+        writer.stdin.take().unwrap().write_all(contents.as_bytes()).unwrap();
+        assert!(writer.wait().unwrap().success(), "{path} can't be written");
+    }
+
+    /// One property of a unit, as `systemctl show` has it.
+    #[track_caller]
+    pub(crate) fn property(&self, unit: &str, name: &str) -> String {
+        let property = format!("--property={name}");
+        self.printed(&["systemctl", "show", "--value", &property, unit]).trim_end().to_owned()
+    }
+
+    /// The release of systemd that runs it.
+    pub(crate) fn systemd_version(&self) -> u32 {
+        let version = self.printed(&["systemctl", "--version"]);
+        let number = version.split_ascii_whitespace().nth(1).and_then(|word| word.parse().ok());
+        number.unwrap_or_else(|| panic!("no version in: {version}"))
+    }
+
+    /// A place in the journal: what is logged from now on is behind it.
+    pub(crate) fn cursor(&self) -> String {
+        self.printed(&["journalctl", "--sync"]);
+        let shown = self.printed(&["journalctl", "--lines=1", "--show-cursor", "--quiet"]);
+        let cursor = shown.lines().find_map(|line| line.strip_prefix("-- cursor: "));
+        cursor.unwrap_or_else(|| panic!("no cursor in: {shown}")).to_owned()
+    }
+
+    /// The journal behind a cursor, of everybody.
+    pub(crate) fn journal(&self, cursor: &str) -> Vec<Value> {
+        let after = format!("--after-cursor={cursor}");
+        self.printed(&["journalctl", "--sync"]);
+        let lines = self.printed(&["journalctl", "--quiet", "--output=json", "--all", &after]);
+        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// The messages of the journal behind a cursor.
+    pub(crate) fn messages(&self, cursor: &str) -> Vec<String> {
+        self.journal(cursor)
+            .iter()
+            .map(|entry| entry["MESSAGE"].as_str().unwrap_or_default().to_owned())
+            .collect()
+    }
+
+    /// Restarts the machine and waits until it is up again.
+    pub(crate) fn reboot(&mut self) {
+        let before = self.leader;
+        self.run(&["systemctl", "reboot"]);
+        self.wait_until_up(before);
+    }
+
+    /// Shuts the machine down; false: it had to be killed.
+    fn power_off(&mut self) -> bool {
+        let asked = self.leader != 0 && self.run(&["systemctl", "poweroff"]).status.success();
+        let deadline = Instant::now() + if asked { DEADLINE } else { Duration::ZERO };
+        loop {
+            match self.script.try_wait() {
+                Ok(Some(_)) => return true,
+                Ok(None) if Instant::now() < deadline => sleep(PAUSE),
+                _ => break,
+            }
+        }
+        let _ = self.script.kill();
+        let _ = self.script.wait();
+        false
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        // One that has never been up has been reported.
+        if !self.power_off() && self.leader != 0 {
+            eprintln!("the machine did not power off and was killed:\n{}", self.console());
+        }
+        for hierarchy in ["/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"] {
+            let group = Path::new(hierarchy).join(&self.name);
+            let deadline = Instant::now() + DEADLINE;
+            // The last process of a killed machine may still be on its way out.
+            while let Err(error) = remove_groups(&group) {
+                if Instant::now() >= deadline {
+                    eprintln!("{} is left: {error}", group.display());
+                    break;
+                }
+                sleep(PAUSE);
+            }
+        }
+    }
+}
+
+/// The first child of a process that has this name.
+fn child(of: u32, name: &str) -> Option<u32> {
+    let children = fs::read_to_string(format!("/proc/{of}/task/{of}/children")).ok()?;
+    children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim_end() == name)
+    })
+}
+
+/// Removes a control group with those below it. One that isn't there is no error.
+fn remove_groups(group: &Path) -> std::io::Result<()> {
+    let entries = match fs::read_dir(group) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    for entry in entries {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            remove_groups(&entry.path())?;
+        }
+    }
+    fs::remove_dir(group)
+}
+
+/// Waits until there is something, and returns it.
+#[track_caller]
+pub(crate) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        sleep(PAUSE);
+    }
+}
+
+/// Output as text.
+pub(crate) fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}

@@ -1,0 +1,128 @@
+//! Tests of the whole on a booted systemd. As root; each check is named in the output.
+//!
+//! Not libtest's harness: its tests can't share a machine that is put away in the end.
+
+// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::print_stderr,
+    clippy::print_stdout
+)]
+
+mod asker;
+mod machine;
+mod scope;
+mod service;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use machine::{Hierarchy, Machine, Stage};
+
+/// A named check on a machine that other checks have used before.
+type Check = (&'static str, fn(&mut Machine));
+
+/// Checks that share one machine.
+struct Group {
+    name: &'static str,
+    hierarchy: Hierarchy,
+    stage: fn() -> Stage,
+    checks: &'static [Check],
+}
+
+const GROUPS: &[Group] = &[
+    Group { name: "scope", hierarchy: Hierarchy::Unified, stage: scope::stage, checks: scope::CHECKS },
+    Group {
+        name: "scope_legacy",
+        hierarchy: Hierarchy::Legacy,
+        stage: scope::stage,
+        checks: scope::CHECKS_LEGACY,
+    },
+    Group { name: "service", hierarchy: Hierarchy::Unified, stage: service::stage, checks: service::CHECKS },
+];
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if arguments.first().is_some_and(|word| word == asker::ARGUMENT) {
+        return asker::run();
+    }
+    // As with libtest: words select checks by a part of their name, and options are not for us.
+    let wanted = |name: &str| {
+        let mut words = arguments.iter().filter(|word| !word.starts_with("--")).peekable();
+        words.peek().is_none() || words.any(|word| name.contains(word.as_str()))
+    };
+    let selected: Vec<(&Group, Vec<(String, Check)>)> = GROUPS
+        .iter()
+        .map(|group| {
+            let named = group.checks.iter().map(|check| (format!("{}::{}", group.name, check.0), *check));
+            (group, named.filter(|(name, _)| wanted(name)).collect())
+        })
+        .collect();
+    if arguments.iter().any(|word| word == "--list") {
+        for (name, _) in selected.iter().flat_map(|(_, checks)| checks) {
+            println!("{name}: test");
+        }
+        return ExitCode::SUCCESS;
+    }
+    if selected.iter().all(|(_, checks)| checks.is_empty()) {
+        return ExitCode::SUCCESS;
+    }
+    if !rustix::process::getuid().is_root() {
+        eprintln!("SKIP the tests on a booted systemd: only root can boot one (sudo make test)");
+        return if std::env::var_os("CI").is_some() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+    }
+    let begun = Instant::now();
+    let mut failed = Vec::new();
+    let mut passed = 0;
+    for (group, checks) in selected {
+        if checks.is_empty() {
+            continue;
+        }
+        if !group.hierarchy.available() {
+            eprintln!("SKIP {}: this host has no legacy control group hierarchy of systemd's", group.name);
+            continue;
+        }
+        let (good, bad) = run(group, checks);
+        passed += good;
+        failed.extend(bad);
+    }
+    let seconds = begun.elapsed().as_secs_f64();
+    println!("\ne2e: {passed} passed; {} failed; finished in {seconds:.1} s", failed.len());
+    for name in &failed {
+        println!("    {name}");
+    }
+    if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs checks on one machine; returns how many held and the names of the others.
+fn run(group: &Group, checks: Vec<(String, Check)>) -> (usize, Vec<String>) {
+    let begun = Instant::now();
+    let booted = catch_unwind(|| Machine::boot(&(group.stage)(), group.hierarchy));
+    let Ok(mut machine) = booted else {
+        println!("test {}: the machine ... FAILED", group.name);
+        return (0, vec![format!("{}: the machine", group.name)]);
+    };
+    println!("\n{}: a machine is up after {:.1} s", group.name, begun.elapsed().as_secs_f64());
+    let (mut passed, mut failed) = (0, Vec::new());
+    for (name, (_, check)) in checks {
+        let begun = Instant::now();
+        let held = catch_unwind(AssertUnwindSafe(|| check(&mut machine))).is_ok();
+        let seconds = begun.elapsed().as_secs_f64();
+        if held {
+            println!("test {name} ... ok ({seconds:.1} s)");
+            passed += 1;
+        } else {
+            println!("test {name} ... FAILED ({seconds:.1} s)");
+            // What explains it, as far as the machine can still tell.
+            let journal =
+                machine.run(&["journalctl", "--lines=50", "--no-hostname", "--output=short-monotonic"]);
+            eprintln!("--- the end of the machine's journal\n{}---", machine::text(&journal.stdout));
+            failed.push(name);
+        }
+    }
+    (passed, failed)
+}

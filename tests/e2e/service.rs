@@ -1,0 +1,351 @@
+//! The service as installed, on a simulated host, under the real unit and on the real system bus.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use crate::Check;
+use crate::machine::{Machine, Stage, text, wait_for};
+
+pub(crate) const SERVICE: &str = "yunion-mps-daemon.service";
+
+/// The board that the host has.
+const BOARD: &str = "h200";
+const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
+const DEVICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
+
+/// Where the simulated host is, and what an administrator's shell needs to be on it.
+const HOST: &str = "/srv/host";
+const HOST_CONF: &str = "/srv/host/sysroot/etc/yunion/host.conf";
+const DEVICE_FILE: &str = "/srv/host/sysroot/etc/yunion/host_container_device.yml";
+pub(crate) const ON_HOST: &str =
+    "export YUNION_MPS_SIM=/srv/host PATH=/srv/host/bin:$PATH LD_LIBRARY_PATH=/srv/host/lib;";
+
+pub(crate) const CHECKS: &[Check] = &[
+    ("systemd_analyze_verify_is_clean", verified),
+    ("it_starts_and_is_active", starts),
+    ("systemctl_status_shows_the_status_text", status_text),
+    ("the_bus_answers_root", bus_root),
+    ("the_bus_answers_nobody_but_refuses_control", bus_nobody),
+    ("the_journal_has_fields_and_no_colours", journal_fields),
+    ("systemctl_reload_takes_over_a_new_configuration", reload),
+    ("systemctl_reload_with_a_bad_configuration_changes_nothing", bad_reload),
+    ("a_bad_configuration_fails_once_with_the_reason_in_the_journal", bad_configuration),
+    ("enable_cuda_mps_false_is_active_and_disabled", disabled),
+    ("systemctl_stop_ends_the_control_daemon_and_restores_the_compute_mode", stop),
+    ("the_watchdog_restarts_a_stuck_process", watchdog),
+    ("an_enabled_unit_comes_up_at_boot", boot),
+];
+
+/// What cargo has built, beside this program's directory.
+fn built(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).with_file_name(name)
+}
+
+/// The files as they are installed, and a simulated host's parts.
+pub(crate) fn stage() -> Stage {
+    let stage = Stage::new();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"));
+    stage.install(&built("yunion-mps-daemon"), "/usr/bin/yunion-mps-daemon");
+    stage.install(&built("yunion-mpsctl"), "/usr/bin/yunion-mpsctl");
+    stage.copy(
+        &source.join("systemd/yunion-mps-daemon.service"),
+        "/usr/lib/systemd/system/yunion-mps-daemon.service",
+    );
+    stage.copy(
+        &source.join("systemd/yunion-mps-daemon.tmpfiles.conf"),
+        "/usr/lib/tmpfiles.d/yunion-mps-daemon.conf",
+    );
+    stage.copy(&source.join("config/io.yunion.Mps1.conf"), "/usr/share/dbus-1/system.d/io.yunion.Mps1.conf");
+
+    for program in
+        ["yunion-mps-sim", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-smi", "cuda-client"]
+    {
+        stage.install(&built(program), &format!("/usr/lib/simulated/{program}"));
+    }
+    // `cargo test` alone leaves it in deps/ only, and there it is never older.
+    let libraries = [built("deps/libnvidia_ml.so"), built("libnvidia_ml.so")];
+    let library = libraries.iter().find(|library| library.exists()).unwrap_or(&libraries[1]);
+    stage.install(library, "/usr/lib/simulated/libnvidia_ml.so");
+    // A container's /sys can't be written, so the host's files are elsewhere.
+    stage.write(
+        &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
+        &format!(
+            "[Service]\nExecStart=\nExecStart=/usr/bin/yunion-mps-daemon --sysroot {HOST}/sysroot\n\
+             Environment=YUNION_MPS_SIM={HOST} LD_LIBRARY_PATH={HOST}/lib PATH={HOST}/bin:/usr/bin:/bin\n"
+        ),
+    );
+    stage
+}
+
+/// A host as the simulator makes it, the unit as it is shipped, and the service up.
+pub(crate) fn serving(machine: &Machine) {
+    machine.sh(&format!("systemctl kill --signal=CONT {SERVICE} 2>/dev/null || :; systemctl stop {SERVICE}"));
+    // Whatever the check before has left behind.
+    for pid in control_daemons(machine) {
+        machine.sh(&format!("kill -KILL {pid}"));
+    }
+    machine.sh(&format!(
+        "rm -rf {HOST} /etc/systemd/system/{SERVICE}.d/test.conf; \
+         /usr/lib/simulated/yunion-mps-sim create {BOARD} {HOST} >/dev/null; \
+         systemctl daemon-reload; systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"
+    ));
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+}
+
+/// Adds to the unit, as `systemctl edit` does, until the next [`serving`].
+pub(crate) fn drop_in(machine: &Machine, lines: &str) {
+    machine.write(&format!("/etc/systemd/system/{SERVICE}.d/test.conf"), &format!("[Service]\n{lines}\n"));
+    machine.sh("systemctl daemon-reload");
+}
+
+/// The state on the bus; empty while nobody is there.
+pub(crate) fn state(machine: &Machine) -> String {
+    let property = [
+        "busctl",
+        "get-property",
+        "--json=short",
+        "io.yunion.Mps1",
+        "/io/yunion/Mps1/Manager",
+        "io.yunion.Mps1.Manager",
+        "State",
+    ];
+    let answer: Value = serde_json::from_slice(&machine.run(&property).stdout).unwrap_or_default();
+    answer["data"].as_str().unwrap_or_default().to_owned()
+}
+
+/// A call of the Manager's object.
+const CALL: [&str; 5] = ["busctl", "call", "--json=short", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"];
+
+fn devices(machine: &Machine) -> Vec<String> {
+    let call: Vec<&str> = CALL.into_iter().chain(["io.yunion.Mps1.Manager", "ListDevices"]).collect();
+    names(&machine.printed(&call))
+}
+
+/// The addresses in the answer of `ListDevices`.
+fn names(answer: &str) -> Vec<String> {
+    let answer: Value = serde_json::from_str(answer).unwrap();
+    let address = |device: &Value| device["addr"]["data"].as_str().unwrap().to_owned();
+    answer["data"][0].as_array().unwrap().iter().map(address).collect()
+}
+
+pub(crate) fn compute_mode(machine: &Machine) -> String {
+    let query = "nvidia-smi --query-gpu=compute_mode --format=csv,noheader";
+    machine.sh(&format!("{ON_HOST} {query}")).trim_end().to_owned()
+}
+
+/// The PIDs of the control daemons that run; front ends have no argument.
+pub(crate) fn control_daemons(machine: &Machine) -> Vec<String> {
+    let processes = machine.printed(&["ps", "-e", "--no-headers", "--format=pid,args"]);
+    let control = processes.lines().filter(|line| line.contains("/nvidia-cuda-mps-control -"));
+    control.filter_map(|line| line.split_ascii_whitespace().next()).map(str::to_owned).collect()
+}
+
+/// The messages of our unit behind a cursor.
+fn ours(machine: &Machine, cursor: &str) -> Vec<Value> {
+    machine.journal(cursor).into_iter().filter(|entry| entry["_SYSTEMD_UNIT"] == SERVICE).collect()
+}
+
+fn message(entry: &Value) -> &str {
+    entry["MESSAGE"].as_str().unwrap_or_else(|| panic!("not a text: {entry}"))
+}
+
+/// A command as the user nobody.
+fn nobody<'a>(command: &[&'a str]) -> Vec<&'a str> {
+    let switch = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
+    switch.into_iter().chain(command.iter().copied()).collect()
+}
+
+fn verified(machine: &mut Machine) {
+    let unit = format!("/usr/lib/systemd/system/{SERVICE}");
+    let output = machine.run(&["systemd-analyze", "verify", &unit]);
+    // It also looks at units that ours names, which are the host's.
+    let complaints = text(&output.stderr);
+    let about_ours: Vec<&str> = complaints.lines().filter(|line| line.contains(SERVICE)).collect();
+    assert_eq!(about_ours, Vec::<&str>::new());
+}
+
+fn starts(machine: &mut Machine) {
+    serving(machine);
+    for (property, value) in [
+        ("ActiveState", "active"),
+        ("SubState", "running"),
+        ("Result", "success"),
+        ("NRestarts", "0"),
+        ("Type", "notify"),
+        ("KillMode", "process"),
+    ] {
+        assert_eq!(machine.property(SERVICE, property), value, "{property}");
+    }
+    assert_eq!(control_daemons(machine).len(), 1);
+    assert_eq!(compute_mode(machine), "Exclusive_Process");
+    assert_eq!(devices(machine), DEVICES);
+    let client = machine.sh(&format!("{ON_HOST} eval \"$(yunion-mpsctl env 00:06.0-1)\"; cuda-client props"));
+    assert!(client.contains("NVIDIA H200"), "{client}");
+}
+
+fn status_text(machine: &mut Machine) {
+    serving(machine);
+    let status = machine.printed(&["systemctl", "status", SERVICE]);
+    assert!(status.contains("Active: active (running)"), "{status}");
+    assert!(status.contains("Status: \"ready: 4 devices on 1 of 1 GPUs\""), "{status}");
+}
+
+fn bus_root(machine: &mut Machine) {
+    serving(machine);
+    assert_eq!(devices(machine), DEVICES);
+    let reload: Vec<&str> = CALL.into_iter().chain(["io.yunion.Mps1.Control", "Reload"]).collect();
+    let generation: Value = serde_json::from_str(&machine.printed(&reload)).unwrap();
+    assert!(generation["data"][0].as_u64().unwrap() >= 1, "{generation}");
+}
+
+fn bus_nobody(machine: &mut Machine) {
+    serving(machine);
+    let list: Vec<&str> = CALL.into_iter().chain(["io.yunion.Mps1.Manager", "ListDevices"]).collect();
+    assert_eq!(names(&machine.printed(&nobody(&list))), DEVICES);
+    let table = machine.printed(&nobody(&["yunion-mpsctl", "list"]));
+    assert!(table.contains("00:06.0-3"), "{table}");
+    let reload: Vec<&str> = CALL.into_iter().chain(["io.yunion.Mps1.Control", "Reload"]).collect();
+    let refusal = machine.complained(&nobody(&reload));
+    assert!(refusal.contains("Access denied") || refusal.contains("AccessDenied"), "{refusal}");
+    let owner =
+        nobody(&["busctl", "call", "org.freedesktop.DBus", "/", "org.freedesktop.DBus", "RequestName", "su"]);
+    let owner: Vec<&str> = owner.into_iter().chain(["io.yunion.Mps1", "0"]).collect();
+    machine.complained(&owner);
+}
+
+fn journal_fields(machine: &mut Machine) {
+    let cursor = machine.cursor();
+    serving(machine);
+    let entries = ours(machine, &cursor);
+    let with = |field: &str, value: &str| entries.iter().filter(|entry| entry[field] == value).count();
+    assert!(with("MPS_CONTROL", "shared") > 0, "{entries:#?}");
+    assert!(with("GPU_UUID", UUID) > 0, "{entries:#?}");
+    assert!(with("SYSLOG_IDENTIFIER", "yunion-mps-daemon") > 0, "{entries:#?}");
+    for entry in &entries {
+        assert!(!message(entry).contains('\u{1b}'), "{entry}");
+        // A level that never arrives would make everything a notice.
+        assert!(["3", "4", "5", "6"].contains(&entry["PRIORITY"].as_str().unwrap()), "{entry}");
+    }
+}
+
+fn reload(machine: &mut Machine) {
+    serving(machine);
+    let main = machine.property(SERVICE, "MainPID");
+    machine.sh(&format!(
+        "sed -i 's/virtual_number: 4/virtual_number: 2/' {DEVICE_FILE}; systemctl reload {SERVICE}"
+    ));
+    wait_for("the new number of devices", || (devices(machine) == DEVICES[..2]).then_some(()));
+    wait_for("the end of the reload", || {
+        (machine.property(SERVICE, "ActiveState") == "active").then_some(())
+    });
+    assert_eq!(machine.property(SERVICE, "MainPID"), main);
+    assert_eq!(machine.property(SERVICE, "NRestarts"), "0");
+}
+
+fn bad_reload(machine: &mut Machine) {
+    serving(machine);
+    let cursor = machine.cursor();
+    machine.sh(&format!(
+        "sed -i 's/virtual_number: 4/virtual_number: 0/' {DEVICE_FILE}; systemctl reload {SERVICE}"
+    ));
+    let refusal = wait_for("the refusal in the journal", || {
+        ours(machine, &cursor)
+            .into_iter()
+            .find(|entry| message(entry).contains("the new configuration was refused"))
+    });
+    assert!(message(&refusal).contains("host_container_device.yml"), "{refusal}");
+    assert_eq!(refusal["PRIORITY"], "3");
+    wait_for("the end of the reload", || {
+        (machine.property(SERVICE, "ActiveState") == "active").then_some(())
+    });
+    assert_eq!(devices(machine), DEVICES);
+}
+
+fn bad_configuration(machine: &mut Machine) {
+    serving(machine);
+    let cursor = machine.cursor();
+    machine.sh(&format!(
+        "systemctl stop {SERVICE}; sed -i 's/virtual_number: 4/virtual_number: 0/' {DEVICE_FILE}"
+    ));
+    machine.complained(&["systemctl", "start", SERVICE]);
+    // A restart that is to come would be "activating".
+    for (property, value) in
+        [("ActiveState", "failed"), ("Result", "exit-code"), ("ExecMainStatus", "78"), ("NRestarts", "0")]
+    {
+        assert_eq!(machine.property(SERVICE, property), value, "{property}");
+    }
+    let entries = ours(machine, &cursor);
+    let reasons: Vec<&str> = entries.iter().filter(|entry| entry["PRIORITY"] == "3").map(message).collect();
+    assert_eq!(reasons.len(), 1, "{reasons:?}");
+    assert!(
+        reasons[0].contains("host_container_device.yml") && reasons[0].contains("virtual_number"),
+        "{reasons:?}"
+    );
+}
+
+fn disabled(machine: &mut Machine) {
+    serving(machine);
+    machine.sh(&format!(
+        "systemctl stop {SERVICE}; sed -i 's/enable_cuda_mps: true/enable_cuda_mps: false/' {HOST_CONF}; \
+         systemctl start {SERVICE}"
+    ));
+    assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
+    assert_eq!(state(machine), "disabled");
+    assert_eq!(devices(machine), Vec::<String>::new());
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+    assert_eq!(compute_mode(machine), "Default");
+}
+
+fn stop(machine: &mut Machine) {
+    serving(machine);
+    let cursor = machine.cursor();
+    machine.sh(&format!("systemctl stop {SERVICE}"));
+    for (property, value) in [("ActiveState", "inactive"), ("Result", "success"), ("ExecMainStatus", "0")] {
+        assert_eq!(machine.property(SERVICE, property), value, "{property}");
+    }
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+    assert_eq!(compute_mode(machine), "Default");
+    assert_eq!(state(machine), "");
+    no_left_overs(machine, &cursor);
+}
+
+fn watchdog(machine: &mut Machine) {
+    serving(machine);
+    // A core of a debug build would fill the machine's memory.
+    drop_in(machine, "WatchdogSec=2\nRestartSec=100ms\nLimitCORE=0");
+    machine.sh(&format!("systemctl restart {SERVICE}"));
+    assert_eq!(machine.property(SERVICE, "WatchdogUSec"), "2s");
+    let cursor = machine.cursor();
+    let main = machine.property(SERVICE, "MainPID");
+    machine.sh(&format!("kill -STOP {main}"));
+    wait_for("a restart", || {
+        let shown = machine.sh(&format!("systemctl show --property=NRestarts,ActiveState {SERVICE}"));
+        (shown.contains("NRestarts=1") && shown.contains("ActiveState=active")).then_some(())
+    });
+    assert_ne!(machine.property(SERVICE, "MainPID"), main);
+    let messages = machine.messages(&cursor);
+    assert!(messages.iter().any(|message| message.contains("Watchdog timeout")), "{messages:#?}");
+}
+
+fn boot(machine: &mut Machine) {
+    serving(machine);
+    machine.sh(&format!("systemctl enable --quiet {SERVICE}"));
+    machine.reboot();
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    assert_eq!(machine.property(SERVICE, "NRestarts"), "0");
+    assert_eq!(compute_mode(machine), "Exclusive_Process");
+    let before = machine.printed(&["journalctl", "--boot=-1", "--output=cat", &format!("--unit={SERVICE}")]);
+    // Stopped in order, before what it needs was stopped.
+    assert!(before.contains("set back from Exclusive_Process to Default"), "{before}");
+    machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
+}
+
+/// systemd has found nobody in our control group who has no business there.
+pub(crate) fn no_left_overs(machine: &Machine, cursor: &str) {
+    for message in machine.messages(cursor) {
+        for complaint in ["left-over process", "remains running after unit stopped"] {
+            assert!(!message.contains(complaint), "{message}");
+        }
+    }
+}
