@@ -63,6 +63,8 @@ pub enum Exit {
     Stopped,
     /// The configuration is wrong; the problems have been logged.
     BadConfiguration,
+    /// It was asked to end, but not whether for good: the service manager should start it again.
+    Interrupted,
     /// It can't do its work at all.
     Failed(String),
 }
@@ -118,6 +120,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
         problem: String::new(),
         next_scan: None,
         stopping: false,
+        wanted_back: false,
         told: Told::default(),
     };
     let exit = daemon.run(signals, received, xids_seen).await;
@@ -263,6 +266,8 @@ struct Daemon {
     problem: String,
     next_scan: Option<Instant>,
     stopping: bool,
+    /// Whether the service manager should start us again after this end.
+    wanted_back: bool,
     told: Told,
 }
 
@@ -285,8 +290,7 @@ impl Daemon {
             }
             self.settle();
             if self.stopping && self.leaving.is_empty() {
-                // Of those that were left alone, the supervisors end here and the control daemons go on.
-                return Exit::Stopped;
+                return if self.wanted_back { Exit::Interrupted } else { Exit::Stopped };
             }
             let changed = Arc::clone(&self.changed);
             tokio::select! {
@@ -682,11 +686,12 @@ impl Daemon {
                 tracing::info!("restarting: the control daemons and their clients carry on");
                 Goal::Leave
             }
-            // Who runs a job can still be asked to stop; who has lost one can't be asked for it back.
+            // A control daemon can still be stopped later; a job that was ended is lost.
             Stopping::Unknown(reason) => {
                 tracing::warn!(
-                    "stopping, but whether for good is not known ({reason}): the control daemons and their clients carry on"
+                    "ending, though nobody said for good ({reason}): the control daemons and their clients carry on"
                 );
+                self.wanted_back = true;
                 Goal::Leave
             }
         };

@@ -58,6 +58,7 @@ fn main() -> ExitCode {
     runtime.shutdown_background();
     match exit {
         Exit::Stopped => ExitCode::SUCCESS,
+        Exit::Interrupted => ExitCode::FAILURE,
         Exit::BadConfiguration => ExitCode::from(BAD_CONFIGURATION),
         Exit::Failed(reason) => {
             tracing::error!("{reason}");

@@ -12,6 +12,7 @@
     clippy::print_stdout
 )]
 
+mod adoption;
 mod asker;
 mod machine;
 mod scope;
@@ -43,6 +44,12 @@ const GROUPS: &[Group] = &[
         checks: scope::CHECKS_LEGACY,
     },
     Group { name: "service", hierarchy: Hierarchy::Unified, stage: service::stage, checks: service::CHECKS },
+    Group {
+        name: "adoption",
+        hierarchy: Hierarchy::Unified,
+        stage: service::stage,
+        checks: adoption::CHECKS,
+    },
 ];
 
 fn main() -> ExitCode {
