@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use crate::clients::{containers_in, device_in};
-use crate::mps::control::{Client, Control, ControlError, Terminated};
+use crate::mps::control::{Client, Control, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 
 /// How long the clients may take to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
@@ -97,28 +97,25 @@ pub enum ReleaseError {
     #[error(transparent)]
     Control(#[from] ControlError),
     /// Time is up. The processes have not been sent a signal.
-    /// By PID: whether their GPU work has been ended.
-    #[error("after {} s there are still clients: {}; no signal was sent to them", TIMEOUT.as_secs(), in_words(.0))]
-    StillThere(BTreeMap<u32, bool>),
+    #[error("after {} s the GPU work of these clients could not be ended: {}; no signal was sent to them", TIMEOUT.as_secs(), in_words(.0))]
+    StillThere(BTreeSet<u32>),
     /// Time is up, and not even the clients are known.
     #[error("after {} s it is not known which clients there are", TIMEOUT.as_secs())]
     NotKnown,
 }
 
-fn in_words(left: &BTreeMap<u32, bool>) -> String {
-    let one = |(pid, terminated): (&u32, &bool)| match terminated {
-        true => format!("{pid} (its GPU work was ended, the process runs on)"),
-        false => format!("{pid} (its GPU work could not be ended)"),
-    };
-    left.iter().map(one).collect::<Vec<_>>().join(", ")
+fn in_words(left: &BTreeSet<u32>) -> String {
+    left.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Ends the GPU work of all that are wanted, and returns when none of them is a client any more.
+/// Ends the GPU work of all that are wanted, and returns when it is over. A process that was waiting for something else
+/// notices only at its next call to CUDA and stays listed as a client until then; no signal can hurt its neighbours any
+/// more.
 ///
 /// # Errors
 /// See [`ReleaseError`].
 pub async fn release(controls: Vec<Arc<Control>>, wanted: Wanted) -> Result<(), ReleaseError> {
-    let mut release = Release { controls, wanted, terminated: BTreeMap::new(), left: None };
+    let mut release = Release { controls, wanted, ended: BTreeMap::new(), left: None };
     match tokio::time::timeout(TIMEOUT, release.run()).await {
         Ok(result) => result,
         Err(_) => Err(release.left.map_or(ReleaseError::NotKnown, ReleaseError::StillThere)),
@@ -129,10 +126,10 @@ struct Release {
     controls: Vec<Arc<Control>>,
     wanted: Wanted,
     /// By server and client: the processes whose work has been ended, held so that another one with the same PID isn't
-    /// taken for them.
-    terminated: BTreeMap<(u32, u32), Held>,
-    /// Who was there at the last look, and whether their work has been ended; None before somebody was.
-    left: Option<BTreeMap<u32, bool>>,
+    /// taken for them, and the connections that they had.
+    ended: BTreeMap<(u32, u32), (Held, BTreeSet<u64>)>,
+    /// Whose work went on at the last look; None before there was anybody.
+    left: Option<BTreeSet<u32>>,
 }
 
 impl Release {
@@ -140,16 +137,18 @@ impl Release {
         let mut pause = FIRST_PAUSE;
         loop {
             let (found, trouble) = self.look().await?;
-            if found.is_empty() && trouble.is_none() {
-                return match self.wanted {
-                    Wanted::Process { pid, .. } if self.left.is_none() => {
-                        Err(ReleaseError::NoSuchClient(pid))
-                    }
-                    _ => Ok(()),
-                };
+            if let (true, None, Wanted::Process { pid, .. }, None) =
+                (found.is_empty(), &trouble, &self.wanted, &self.left)
+            {
+                return Err(ReleaseError::NoSuchClient(*pid));
+            }
+            let at_work: Vec<Found> = found.into_iter().filter(|found| !self.has_ended(found)).collect();
+            self.left.get_or_insert_default().clear();
+            if at_work.is_empty() && trouble.is_none() {
+                return Ok(());
             }
             // What can't be found out about some must not save the others.
-            self.terminate(found).await?;
+            self.terminate(at_work).await?;
             if let Some(trouble) = trouble {
                 return Err(trouble);
             }
@@ -168,36 +167,57 @@ impl Release {
         Ok((found, silent.or(unreadable)))
     }
 
-    /// Ends the work of each, once.
+    /// Whether all of a client's work has been ended: it has no connection that it had not then.
+    fn has_ended(&self, found: &Found) -> bool {
+        self.ended
+            .get(&(found.server, found.pid))
+            .is_some_and(|(held, connections)| held.alive() && found.connections.is_subset(connections))
+    }
+
+    /// Ends the work of each.
     async fn terminate(&mut self, found: Vec<Found>) -> Result<(), ReleaseError> {
         let mut trouble = None;
-        let left = self.left.insert(BTreeMap::new());
-        for Found { control, server, pid, held } in found {
-            let mut done = self.terminated.get(&(server, pid)).is_some_and(Held::alive);
-            if !done {
-                // A process that has ended may have left its PID to another.
-                if !held.alive() {
-                    continue;
+        for Found { control, server, pid, connections, held } in found {
+            // A process that has ended may have left its PID to another.
+            if !held.alive() {
+                continue;
+            }
+            match end_work(&control, server, pid, &held).await {
+                Ok(Terminated::Done) => {
+                    tracing::info!(
+                        mps_server_pid = server,
+                        mps_client_pid = pid,
+                        "GPU work of client {pid} ended on request"
+                    );
+                    self.ended.insert((server, pid), (held, connections));
                 }
-                match control.terminate_client(server, pid).await {
-                    Ok(Terminated::Done) => {
-                        tracing::info!(
-                            mps_server_pid = server,
-                            mps_client_pid = pid,
-                            "GPU work of client {pid} ended on request"
-                        );
-                        self.terminated.insert((server, pid), held);
-                        done = true;
-                    }
-                    // It has just gone, or is just coming: the next look tells.
-                    Ok(Terminated::NoSuchClient | Terminated::NoSuchServer) => {}
-                    Err(error) => _ = trouble.get_or_insert(error),
+                // It has just gone, or is just coming: the next look tells.
+                Ok(Terminated::NoSuchClient | Terminated::NoSuchServer) => {
+                    self.left.get_or_insert_default().insert(pid);
+                }
+                Err(error) => {
+                    self.left.get_or_insert_default().insert(pid);
+                    trouble.get_or_insert(error);
                 }
             }
-            left.entry(pid).and_modify(|all| *all &= done).or_insert(done);
         }
         trouble.map_or(Ok(()), |error| Err(error.into()))
     }
+}
+
+/// Ends the GPU work of one client. The control daemon waits for the client meanwhile, with everybody else waiting for
+/// it, so a client that can't take part must not be waited for: one that is stopped by a signal is continued first, and
+/// one whose server met a fatal GPU error has no work left to end.
+async fn end_work(control: &Control, server: u32, pid: u32, held: &Held) -> Result<Terminated, ControlError> {
+    if control.server_status(server).await? == ServerStatus::Fault {
+        return Ok(Terminated::Done);
+    }
+    match held.go_on(pid) {
+        Ok(false) => {}
+        Ok(true) => tracing::info!(mps_client_pid = pid, "client {pid} was stopped by a signal; continued"),
+        Err(error) => tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}"),
+    }
+    control.terminate_client(server, pid).await
 }
 
 /// A client that is wanted, at one of its servers.
@@ -206,6 +226,7 @@ struct Found {
     control: Arc<Control>,
     server: u32,
     pid: u32,
+    connections: BTreeSet<u64>,
     held: Held,
 }
 
@@ -239,9 +260,11 @@ fn pick(
     let mut containers = BTreeSet::new();
     for (control, clients) in listed {
         // A client of two GPUs has two lines.
-        let clients: BTreeSet<(u32, u32)> =
-            clients.into_iter().map(|client| (client.server, client.pid)).collect();
-        for (server, pid) in clients {
+        let mut connections: BTreeMap<(u32, u32), BTreeSet<u64>> = BTreeMap::new();
+        for client in clients {
+            connections.entry((client.server, client.pid)).or_default().insert(client.id);
+        }
+        for ((server, pid), connections) in connections {
             match hold_and_look(pid, wanted) {
                 Ok(None | Some((_, Look::Other))) => continue,
                 Ok(Some((_, Look::NotYours { owner }))) => return Err(ReleaseError::NotYours { pid, owner }),
@@ -249,7 +272,7 @@ fn pick(
                     if let Look::In(ids) = look {
                         containers.extend(ids);
                     }
-                    found.push(Found { control: Arc::clone(&control), server, pid, held });
+                    found.push(Found { control: Arc::clone(&control), server, pid, connections, held });
                 }
                 Err(source) => _ = unreadable.get_or_insert(ReleaseError::Unreadable { pid, source }),
             }
@@ -368,11 +391,7 @@ mod tests {
 
     #[test]
     fn whoever_is_left_is_named() {
-        let error = ReleaseError::StillThere(BTreeMap::from([(7, true), (8, false)])).to_string();
-        assert_eq!(
-            error,
-            "after 30 s there are still clients: 7 (its GPU work was ended, the process runs on), 8 (its GPU work \
-             could not be ended); no signal was sent to them"
-        );
+        let error = ReleaseError::StillThere(BTreeSet::from([7, 8])).to_string();
+        assert!(error.contains("could not be ended: 7, 8;"), "{error}");
     }
 }

@@ -46,6 +46,13 @@ pub enum ControlError {
         /// The deadline.
         after: Duration,
     },
+    /// No answer, where there must be one: the control daemon dropped the conversation, as it does with those that waited
+    /// while it hung.
+    #[error("the control daemon gave no answer to `{command}`")]
+    Unanswered {
+        /// The command.
+        command: String,
+    },
     /// An answer that the command can't have.
     #[error("`{command}` was answered with {answer:?}, expected {expected}")]
     Unexpected {
@@ -78,6 +85,8 @@ pub enum ServerStatus {
 pub struct Client {
     /// The client's PID on the host.
     pub pid: u32,
+    /// What tells its connections apart: a process that starts over has another.
+    pub id: u64,
     /// Its server's PID.
     pub server: u32,
     /// The beginning of its GPU's UUID.
@@ -114,6 +123,15 @@ impl Control {
     /// One command, its answer without the last newline.
     async fn ask(&self, command: &str) -> Result<String, ControlError> {
         self.ask_within(command, ANSWER_TIMEOUT).await
+    }
+
+    /// A command to which there always is an answer.
+    async fn ask_for_something(&self, command: &str) -> Result<String, ControlError> {
+        let answer = self.ask(command).await?;
+        if answer.is_empty() {
+            return Err(ControlError::Unanswered { command: command.to_owned() });
+        }
+        Ok(answer)
     }
 
     async fn ask_within(&self, command: &str, timeout: Duration) -> Result<String, ControlError> {
@@ -173,7 +191,7 @@ impl Control {
     /// What a server says of itself.
     pub async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
         let command = format!("get_server_status {server}");
-        let answer = self.ask(&command).await?;
+        let answer = self.ask_for_something(&command).await?;
         parse_status(&answer).ok_or_else(|| unexpected(&command, &answer, "INITIALIZING, ACTIVE or FAULT"))
     }
 
@@ -191,7 +209,7 @@ impl Control {
 
     /// The answer to either command is the value now in force.
     async fn set_percentage(&self, command: &str, percentage: u8) -> Result<(), ControlError> {
-        let answer = self.ask(command).await?;
+        let answer = self.ask_for_something(command).await?;
         let in_force: Option<f64> = answer.trim().parse().ok();
         if in_force.is_some_and(|value| (value - f64::from(percentage)).abs() < 0.05) {
             return Ok(());
@@ -208,7 +226,7 @@ impl Control {
     }
 
     async fn check_memory_limit(&self, command: &str, mib: u64) -> Result<(), ControlError> {
-        let answer = self.ask(command).await?;
+        let answer = self.ask_for_something(command).await?;
         let expected = memory_limit_as_read_back(mib);
         if answer.trim() == expected { Ok(()) } else { Err(unexpected(command, &answer, &expected)) }
     }
@@ -232,7 +250,7 @@ impl Control {
     /// No answer, or one that the command can't have.
     pub async fn terminate_client(&self, server: u32, client: u32) -> Result<Terminated, ControlError> {
         let command = format!("terminate_client {server} {client}");
-        let answer = self.ask(&command).await?;
+        let answer = self.ask_for_something(&command).await?;
         parse_terminated(&answer).ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
     }
 
@@ -328,11 +346,11 @@ fn parse_clients(answer: &str) -> Option<Vec<Client>> {
 fn parse_client(line: &str) -> Option<Client> {
     let mut fields = line.split_whitespace();
     let pid = fields.next()?.parse().ok()?;
-    let _id: u64 = fields.next()?.parse().ok()?;
+    let id = fields.next()?.parse().ok()?;
     let server = fields.next()?.parse().ok()?;
     let gpu_prefix = fields.next()?.to_owned();
     let _namespace: u64 = fields.next()?.parse().ok()?;
-    Some(Client { pid, server, gpu_prefix, command: fields.collect::<Vec<_>>().join(" ") })
+    Some(Client { pid, id, server, gpu_prefix, command: fields.collect::<Vec<_>>().join(" ") })
 }
 
 #[cfg(test)]
@@ -368,6 +386,7 @@ mod tests {
                      1153      33        939            GPU-168acfc9-c926-5401    4026531836     /tmp/work      ";
         let client = Client {
             pid: 1153,
+            id: 33,
             server: 939,
             gpu_prefix: "GPU-168acfc9-c926-5401".to_owned(),
             command: "/tmp/work".to_owned(),

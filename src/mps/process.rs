@@ -77,9 +77,7 @@ impl Process {
 
     /// Whether it is held by SIGSTOP or a debugger.
     pub fn is_stopped(&self) -> bool {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.identity.pid)).unwrap_or_default();
-        let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().next());
-        matches!(state, Some("T" | "t"))
+        is_stopped(self.identity.pid)
     }
 
     /// The file that is its standard output, even if it was removed since.
@@ -111,6 +109,12 @@ impl Process {
             Err(error) => Err(error.into()),
         }
     }
+}
+
+fn is_stopped(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().next());
+    matches!(state, Some("T" | "t"))
 }
 
 /// What to start, and around what.
@@ -261,6 +265,18 @@ impl Held {
             Err(Errno::SRCH) => Ok(None),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Lets it go on if SIGSTOP or a debugger holds it, and says whether it did.
+    ///
+    /// # Errors
+    /// What the kernel says against the signal.
+    pub fn go_on(&self, pid: u32) -> io::Result<bool> {
+        if !is_stopped(pid) {
+            return Ok(false);
+        }
+        pidfd_send_signal(&self.0, Signal::CONT)?;
+        Ok(true)
     }
 
     /// Whether it lives; a zombie doesn't.

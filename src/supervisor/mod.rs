@@ -227,7 +227,7 @@ enum Failure {
 impl From<ControlError> for Failure {
     fn from(error: ControlError) -> Self {
         match error {
-            ControlError::Silent { .. } => Self::Silent(error.to_string()),
+            ControlError::Silent { .. } | ControlError::Unanswered { .. } => Self::Silent(error.to_string()),
             _ => Self::Failed(error.to_string()),
         }
     }
@@ -506,7 +506,7 @@ impl Worker {
         let mut reason = failure.into_text();
         if self.process.is_some() {
             match self.in_use().await {
-                Ok(0) => self.stop_control_daemon().await,
+                Ok(0) => _ = self.end_idle().await,
                 Ok(clients) => {
                     state = ControlDaemonState::Waiting;
                     reason = format!("{reason}; left to its {clients} clients");

@@ -116,7 +116,7 @@ impl Worker {
 
     /// Ends a control daemon that nobody uses, without harm to a client that comes this moment: it then stays until
     /// that one is done. Whether it has ended.
-    async fn end_idle(&mut self) -> bool {
+    pub(super) async fn end_idle(&mut self) -> bool {
         let (Some(process), Some(running)) = (&mut self.process, &self.running) else { return true };
         let pid = process.identity().pid;
         let control = Control::new(program(), running.pipe_directory.clone());
@@ -126,7 +126,8 @@ impl Worker {
             self.forget_process();
             return true;
         }
-        if self.stuck.is_some() && self.in_use().await == Ok(0) {
+        // It hangs, or somebody has come after all.
+        if self.in_use().await == Ok(0) {
             self.stop_control_daemon().await;
         }
         self.process.is_none()
@@ -153,7 +154,7 @@ impl Worker {
                     return Ok(Check::ConfigureAgain);
                 }
             }
-            Err(error @ ControlError::Silent { .. }) => {
+            Err(error @ (ControlError::Silent { .. } | ControlError::Unanswered { .. })) => {
                 self.misses += 1;
                 if self.misses >= MISSES {
                     self.stuck = Some(format!("{error}, {} times in a row", self.misses));

@@ -4,6 +4,7 @@
 //   client alloc MIB        allocates up to MIB MiB and says where it stopped
 //   client hold SECONDS     short kernels until the time is up; the number of rounds
 //   client long SECONDS     one kernel that runs about that long
+//   client sleep SECONDS    holds the GPU and does nothing with it
 //   client fault            an illegal address
 //   client stubborn SECONDS faults with the others and does not exit before the time is up
 #include <chrono>
@@ -84,6 +85,14 @@ int main(int argc, char **argv) {
         wait_cycles<<<1, 1>>>((long long)(amount * 1.9e9));
         CHECK(cudaDeviceSynchronize());
         printf("long pid %d ok\n", getpid());
+        return 0;
+    }
+    if (!strcmp(what, "sleep")) {
+        printf("sleep pid %d begins\n", getpid());
+        fflush(stdout);
+        std::this_thread::sleep_for(std::chrono::duration<double>(amount));
+        CHECK(cudaDeviceSynchronize());
+        printf("sleep pid %d ok\n", getpid());
         return 0;
     }
     if (!strcmp(what, "fault")) {

@@ -101,7 +101,8 @@ for way in terminate ctrl-c; do
         say "two clients, one in a kernel of 20 s, ended by $way, round $round"
         yunion-mpsctl run "$gpu-0" -- "$client" hold 7 &
         bystander=$!
-        yunion-mpsctl run "$gpu-1" -- "$client" long 20 >"$dir/long" 2>&1 &
+        # A shell's background jobs ignore SIGINT, and so would this one.
+        env --default-signal=INT yunion-mpsctl run "$gpu-1" -- "$client" long 20 >"$dir/long" 2>&1 &
         long=$!
         for _ in $(seq 100); do grep -q begins "$dir/long" && break; sleep 0.05; done
         sleep 1

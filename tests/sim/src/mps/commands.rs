@@ -1,6 +1,7 @@
 //! The control daemon's commands and their answers, to the letter. Every line of an answer is logged as well.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use super::control::{Daemon, Server};
@@ -223,7 +224,17 @@ impl Daemon {
             return self.say(answer, "1");
         };
         let client: u32 = client.parse().unwrap_or_default();
-        if server.ask(&Order::Terminate(client)).is_some_and(|status| status.done) {
+        let Some(status) = server.ask(&Order::Query) else { return };
+        if status.clients.iter().any(|known| known.pid == client) {
+            // The client has to take part. One that is stopped by a signal, or torn down for a fault, does so only when it
+            // goes on or ends, and until then the control daemon does nothing else for anybody.
+            let _nothing_else = self.nothing_else();
+            while alive(client)
+                && (stopped(client) || server.ask(&Order::Query).is_some_and(|status| status.fault))
+            {
+                thread::sleep(Duration::from_millis(10));
+            }
+            _ = server.ask(&Order::Terminate(client));
             return self.say(answer, "0");
         }
         self.say(answer, &format!("Invalid process {client}!"));
@@ -277,6 +288,20 @@ fn dotted(gpu: &Gpu) -> String {
 
 fn hang() -> ! {
     loop {
-        std::thread::park();
+        thread::park();
     }
+}
+
+/// The letter of a process's state; None when there is none.
+fn process_state(pid: u32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
+fn alive(pid: u32) -> bool {
+    process_state(pid).is_some_and(|state| state != 'Z')
+}
+
+fn stopped(pid: u32) -> bool {
+    process_state(pid) == Some('T')
 }

@@ -141,6 +141,8 @@ pub(super) struct Daemon {
     defaults: Mutex<Defaults>,
     state: Mutex<State>,
     changed: Condvar,
+    /// Held while the control daemon waits for something that keeps it from everything else.
+    busy: Mutex<()>,
 }
 
 struct State {
@@ -226,6 +228,7 @@ impl Daemon {
             defaults: Mutex::new(Defaults { percentage: 100.0, limits: Vec::new() }),
             state: Mutex::new(State { server: None, quitting: false, exit_status: 0 }),
             changed: Condvar::new(),
+            busy: Mutex::new(()),
             pipe,
             host,
         }));
@@ -273,7 +276,12 @@ impl Daemon {
         }
     }
 
+    pub(super) fn nothing_else(&self) -> MutexGuard<'_, ()> {
+        lock(&self.busy)
+    }
+
     fn answer(&'static self, connection: &OwnedFd) {
+        drop(self.nothing_else());
         self.log("Accepting connection...");
         let hello = wire::receive(connection).zip(wire::peer(connection));
         match hello {
