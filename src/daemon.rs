@@ -509,6 +509,7 @@ impl Daemon {
         } else {
             Ok(Plan { gpus: Vec::new(), control_daemons: Vec::new() })
         };
+        tracing::debug!(step = "granted", "the new configuration is right");
         say_findings(&loaded);
         self.level.set(loaded.settings.log_level);
         self.settings = loaded.settings;

@@ -480,6 +480,7 @@ impl Worker {
         if let Err(error) = self.with_journal(|journal| journal.forget_control_daemon(&id)) {
             self.reporter.warning(format!("the journal can't be written: {error}"));
         }
+        tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
         self.reporter.update(|status| {
             status.view.pid = None;
             status.view.servers.clear();
@@ -540,6 +541,7 @@ impl Worker {
         tracing::debug!(step = "quit", "control daemon {pid} is asked to end");
         match process::stop(process, &control, self.order.quit_timeout).await {
             Ok(how) => {
+                tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
                 self.reporter
                     .event(format!("control daemon {} (PID {pid}) stopped: {how:?}", self.reporter.id()));
                 self.forget_process();

@@ -348,6 +348,7 @@ impl Worker {
         if !matches!(control.server_status(server).await?, ServerStatus::Active | ServerStatus::Unsupported) {
             return Ok(());
         }
+        tracing::debug!(step = "live", "server {server} gets other limits");
         self.servers.expect_limits(server);
         control.set_thread_percentage(server, limits.thread_percentage).await?;
         self.servers.thread_percentage_answered(server, limits.thread_percentage);
@@ -361,6 +362,7 @@ impl Worker {
     pub(super) async fn prewarm(&mut self, control: &Control, limits: &Limits) -> Result<(), Failure> {
         self.servers.keep(&control.servers().await?);
         control.start_server(0).await?;
+        tracing::debug!(step = "prewarm", "a server was asked for");
         let deadline = Instant::now() + SERVER_TIMEOUT;
         let server = loop {
             // The log tells of an end, the list of a life; a log that can't be written says nothing.
