@@ -279,6 +279,8 @@ impl Worker {
         if self.misses > 0 {
             return Ok(());
         }
+        // One that somebody has stopped would answer nothing, and what is told it here would only fail.
+        self.continue_if_stopped();
         self.look_at_gpus().await;
         if !self.order.set_compute_mode {
             for uuid in &running.gpus {
