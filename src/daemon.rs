@@ -481,6 +481,9 @@ impl Daemon {
         match &result {
             Ok(()) => {
                 self.refused.clear();
+                // Who reloads has most often changed something, and not only the files: nobody should have to wait
+                // for the regular look.
+                self.supervisors.values().for_each(Supervisor::look);
                 self.event("configuration reloaded".to_owned());
             }
             Err(error) => {

@@ -78,6 +78,8 @@ pub enum Goal {
 enum Command {
     /// Make a change that waits for clients to end: now if `force`, or if there are none.
     Apply { force: bool, reply: oneshot::Sender<Result<(), String>> },
+    /// Look now at what is looked at regularly.
+    Look,
     /// End the server and start another, if it has no clients.
     RestartServer { reply: oneshot::Sender<Result<(), String>> },
 }
@@ -196,6 +198,11 @@ impl Supervisor {
         let (reply, answer) = oneshot::channel();
         self.send(Command::RestartServer { reply });
         answer
+    }
+
+    /// Looks now at what is looked at regularly: somebody may wait for it.
+    pub fn look(&self) {
+        self.send(Command::Look);
     }
 
     /// A command that finds no place is dropped; whoever waits for its answer learns that from the channel.

@@ -48,6 +48,9 @@ impl Worker {
             let occurrence = tokio::select! {
                 occurrence = self.next(due) => occurrence,
                 Some(command) = commands.recv() => {
+                    if matches!(command, Command::Look) {
+                        check_at = Instant::now();
+                    }
                     match self.obey(command, goal).await {
                         Some(ended) => return ended,
                         None => continue,
@@ -366,6 +369,8 @@ impl Worker {
                 let who = clients.map_or_else(|error| error, |clients| format!("{clients} clients"));
                 let _ = reply.send(Err(format!("{change}: in the way: {who}")));
             }
+            // The look itself is `watch`'s.
+            Command::Look => {}
             Command::RestartServer { reply } => {
                 let done = self.restart_servers().await;
                 let _ = reply.send(done);
