@@ -49,9 +49,14 @@ impl Worker {
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
         // Its standard output, since the file may have been removed; from the beginning, for what it says of servers.
-        let log = process.output_file().and_then(|file| Follower::new(file, &log_path, 0));
-        self.log = Some(log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?);
-        self.quiet_until = running.log_offset;
+        let log = process.output_file().and_then(|file| {
+            let length = file.metadata()?.len();
+            Ok((Follower::new(file, &log_path, 0)?, length))
+        });
+        let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
+        self.log = Some(log);
+        // A log that was started anew is shorter than that; what is written from now on must not count as known.
+        self.quiet_until = running.log_offset.min(length);
         self.process = Some(process);
         self.running = Some(running);
         self.reporter.update(|status| status.view.pid = Some(pid));
@@ -340,14 +345,17 @@ impl Worker {
 
     /// Gives a running server the limits, for its clients to come; those that run keep theirs.
     async fn set_live(&mut self, control: &Control, server: u32, limits: &Limits) -> Result<(), Failure> {
-        if self
-            .servers
-            .get(server)
-            .is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none())
-        {
-            return Ok(());
+        match control.server_status(server).await? {
+            ServerStatus::Active | ServerStatus::Unsupported => {}
+            // Whoever was here before may have read the lines that tell of it.
+            ServerStatus::Fault => {
+                self.fault_seen(server);
+                return Ok(());
+            }
+            ServerStatus::Initializing | ServerStatus::Gone => return Ok(()),
         }
-        if !matches!(control.server_status(server).await?, ServerStatus::Active | ServerStatus::Unsupported) {
+        let known = self.servers.get(server);
+        if known.is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none()) {
             return Ok(());
         }
         tracing::debug!(step = "live", "server {server} gets other limits");
