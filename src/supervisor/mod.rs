@@ -134,7 +134,7 @@ impl Supervisor {
             running: None,
             log: None,
             quiet_until: 0,
-            log_missed: false,
+            log_trouble: None,
             servers: Servers::default(),
             watched_servers: BTreeSet::new(),
             server_ended,
@@ -325,8 +325,8 @@ struct Worker {
     log: Option<Follower>,
     /// Lines before this offset were passed on by the service that ran before.
     quiet_until: u64,
-    /// Its removal was noticed and said.
-    log_missed: bool,
+    /// What is wrong with it, as it was said.
+    log_trouble: Option<&'static str>,
     servers: Servers,
     /// The servers whose end will be told through `server_ends`.
     watched_servers: BTreeSet<u32>,

@@ -234,7 +234,7 @@ impl Worker {
         tracing::debug!(step = "started", "PID {pid} has the word");
         self.log = Some(log);
         self.quiet_until = 0;
-        self.log_missed = false;
+        self.log_trouble = None;
         self.last_words.clear();
         self.servers = super::servers::Servers::default();
         self.process = Some(process);
