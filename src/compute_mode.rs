@@ -43,7 +43,9 @@ impl ComputeModes {
         }
         self.with_journal(|journal| journal.remember_compute_mode(uuid, previous))
             .map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
+        tracing::debug!(step = "mode-journalled", "compute mode of {uuid} is written down");
         self.set(uuid, SERVED).await?;
+        tracing::debug!(step = "mode-set", "compute mode of {uuid} is set");
         tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {SERVED}");
         Ok(true)
     }
@@ -56,6 +58,7 @@ impl ComputeModes {
         let current = self.current(uuid).await?;
         if current == SERVED {
             self.set(uuid, previous).await?;
+            tracing::debug!(step = "mode-back", "compute mode of {uuid} is back and still written down");
             tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set back from {current} to {previous}");
         } else {
             tracing::info!(
@@ -64,7 +67,9 @@ impl ComputeModes {
             );
         }
         self.with_journal(|journal| journal.forget_compute_mode(uuid))
-            .map_err(|error| format!("the compute mode is back, but the journal still has it: {error}"))
+            .map_err(|error| format!("the compute mode is back, but the journal still has it: {error}"))?;
+        tracing::debug!(step = "mode-forgotten", "compute mode of {uuid} is not ours any more");
+        Ok(())
     }
 
     /// The PIDs of the MPS clients on a GPU, as the driver knows them.

@@ -422,8 +422,6 @@ impl Daemon {
             match gone.remove(&order.plan.id) {
                 Some(supervisor) => {
                     supervisor.pursue(Goal::Serve, order.clone());
-                    // Whoever asks for a reload also wants to know how things are.
-                    supervisor.check();
                     self.supervisors.insert(order.plan.id, supervisor);
                 }
                 None => self.pending.push(order),
@@ -525,6 +523,9 @@ impl Daemon {
         match &result {
             Ok(()) => {
                 self.refused.clear();
+                // Who reloads has most often changed something, and not only the files: nobody should have to wait
+                // for the regular look.
+                self.supervisors.values().for_each(Supervisor::check);
                 self.event("configuration reloaded".to_owned());
             }
             Err(error) => {
@@ -553,6 +554,7 @@ impl Daemon {
         } else {
             Ok(Plan { gpus: Vec::new(), control_daemons: Vec::new() })
         };
+        tracing::debug!(step = "granted", "the new configuration is right");
         say_findings(&loaded);
         self.level.set(loaded.settings.log_level);
         self.settings = loaded.settings;

@@ -310,6 +310,17 @@ impl Follower {
         (ours.dev(), ours.ino()) == (there.dev(), there.ino())
     }
 
+    /// What keeps the control daemon from writing to it, if anything does.
+    pub fn trouble(&self) -> Option<&'static str> {
+        if !self.is_in_place() {
+            return Some("was removed; the control daemon writes to the removed file on");
+        }
+        let full = rustix::fs::fstatvfs(&self.file).is_ok_and(|statistics| statistics.f_bfree == 0);
+        full.then_some(
+            "its file system is full; until there is room, what befalls servers and clients is not written down",
+        )
+    }
+
     /// Starts the file anew once it has grown beyond `max_bytes`: its contents become `<path>.1`, in place of the one
     /// before. It is copied and truncated, since the processes that write to it can't be told of another. Says whether
     /// that was done; an error when the copy could not be kept.

@@ -134,7 +134,7 @@ impl Supervisor {
             running: None,
             log: None,
             quiet_until: 0,
-            log_missed: false,
+            log_trouble: None,
             servers: Servers::default(),
             watched_servers: BTreeSet::new(),
             server_ended,
@@ -325,8 +325,8 @@ struct Worker {
     log: Option<Follower>,
     /// Lines before this offset were passed on by the service that ran before.
     quiet_until: u64,
-    /// Its removal was noticed and said.
-    log_missed: bool,
+    /// What is wrong with it, as it was said.
+    log_trouble: Option<&'static str>,
     servers: Servers,
     /// The servers whose end will be told through `server_ends`.
     watched_servers: BTreeSet<u32>,
@@ -487,6 +487,7 @@ impl Worker {
         if let Err(error) = self.with_journal(|journal| journal.forget_control_daemon(&id)) {
             self.reporter.warning(format!("the journal can't be written: {error}"));
         }
+        tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
         self.reporter.update(|status| {
             status.view.pid = None;
             status.view.servers.clear();
@@ -547,6 +548,7 @@ impl Worker {
         tracing::debug!(step = "quit", "control daemon {pid} is asked to end");
         match process::stop(process, &control, self.order.quit_timeout).await {
             Ok(how) => {
+                tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
                 self.reporter
                     .event(format!("control daemon {} (PID {pid}) stopped: {how:?}", self.reporter.id()));
                 self.forget_process();

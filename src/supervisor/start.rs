@@ -49,9 +49,14 @@ impl Worker {
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
         // Its standard output, since the file may have been removed; from the beginning, for what it says of servers.
-        let log = process.output_file().and_then(|file| Follower::new(file, &log_path, 0));
-        self.log = Some(log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?);
-        self.quiet_until = running.log_offset;
+        let log = process.output_file().and_then(|file| {
+            let length = file.metadata()?.len();
+            Ok((Follower::new(file, &log_path, 0)?, length))
+        });
+        let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
+        self.log = Some(log);
+        // A log that was started anew is shorter than that; what is written from now on must not count as known.
+        self.quiet_until = running.log_offset.min(length);
         self.process = Some(process);
         self.running = Some(running);
         self.reporter.update(|status| status.view.pid = Some(pid));
@@ -229,7 +234,7 @@ impl Worker {
         tracing::debug!(step = "started", "PID {pid} has the word");
         self.log = Some(log);
         self.quiet_until = 0;
-        self.log_missed = false;
+        self.log_trouble = None;
         self.last_words.clear();
         self.servers = super::servers::Servers::default();
         self.process = Some(process);
@@ -279,6 +284,8 @@ impl Worker {
         if self.misses > 0 {
             return Ok(());
         }
+        // One that somebody has stopped would answer nothing, and what is told it here would only fail.
+        self.continue_if_stopped();
         self.look_at_gpus().await;
         if !self.order.set_compute_mode {
             for uuid in &running.gpus {
@@ -338,16 +345,20 @@ impl Worker {
 
     /// Gives a running server the limits, for its clients to come; those that run keep theirs.
     async fn set_live(&mut self, control: &Control, server: u32, limits: &Limits) -> Result<(), Failure> {
-        if self
-            .servers
-            .get(server)
-            .is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none())
-        {
+        match control.server_status(server).await? {
+            ServerStatus::Active | ServerStatus::Unsupported => {}
+            // Whoever was here before may have read the lines that tell of it.
+            ServerStatus::Fault => {
+                self.fault_seen(server);
+                return Ok(());
+            }
+            ServerStatus::Initializing | ServerStatus::Gone => return Ok(()),
+        }
+        let known = self.servers.get(server);
+        if known.is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none()) {
             return Ok(());
         }
-        if !matches!(control.server_status(server).await?, ServerStatus::Active | ServerStatus::Unsupported) {
-            return Ok(());
-        }
+        tracing::debug!(step = "live", "server {server} gets other limits");
         self.servers.expect_limits(server);
         control.set_thread_percentage(server, limits.thread_percentage).await?;
         self.servers.thread_percentage_answered(server, limits.thread_percentage);
@@ -361,6 +372,7 @@ impl Worker {
     pub(super) async fn prewarm(&mut self, control: &Control, limits: &Limits) -> Result<(), Failure> {
         self.servers.keep(&control.servers().await?);
         control.start_server(0).await?;
+        tracing::debug!(step = "prewarm", "a server was asked for");
         let deadline = Instant::now() + SERVER_TIMEOUT;
         let server = loop {
             // The log tells of an end, the list of a life; a log that can't be written says nothing.

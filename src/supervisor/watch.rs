@@ -254,12 +254,14 @@ impl Worker {
     /// Keeps the journal there and its view of the log's offset fresh, for whoever takes over.
     pub(super) fn keep_journal(&mut self) {
         let Some(log) = &self.log else { return };
-        if !log.is_in_place() && self.misfit.is_none() && !self.log_missed {
-            self.log_missed = true;
-            self.reporter.warning(format!(
-                "{} was removed; the control daemon writes to the removed file on",
-                log.path().display()
-            ));
+        let trouble = log.trouble().filter(|_| self.misfit.is_none());
+        if trouble != self.log_trouble {
+            self.log_trouble = trouble;
+            let path = log.path().display();
+            match trouble {
+                Some(trouble) => self.reporter.warning(format!("{path}: {trouble}")),
+                None => self.reporter.event(format!("{path} can be written again")),
+            }
         }
         let offset = log.offset();
         let id = self.reporter.id();
