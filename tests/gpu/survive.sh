@@ -122,7 +122,7 @@ say "stop"
 kill -TERM "$daemon"
 wait "$daemon"
 echo "daemon rc=$?"
-pgrep -fl 'nvidia-cuda-mps' || echo "no process is left"
+ps -eo pid,stat,args | grep nvidia-cuda-mps | grep -v -e grep -e ' Z' || echo "no process is left"
 nvidia-smi --query-gpu=index,compute_mode,memory.used --format=csv
 say "what the service said"
 grep -vE 'Threads Percentage|pinned memory limit|Starting new server|: Ready' "$dir/daemon.log"
