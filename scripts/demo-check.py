@@ -68,7 +68,7 @@ def may_be_out(board, gpu):
 
 
 def settled(board, host):
-    state = json.loads(host.text("status.json"))["state"]
+    state = json.loads(host.text("status.json"))["service"]["state"]
     if state not in (("ready", "degraded") if board == "mixed" else ("ready",)):
         sys.exit(f"demo: state {state}")
     for item in host.reply("gpus.json") + host.reply("devices.json"):
