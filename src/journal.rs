@@ -65,7 +65,7 @@ impl Journal {
         let contents = match std::fs::read(&file) {
             Ok(bytes) => read(&bytes).unwrap_or_else(|what| {
                 tracing::warn!(
-                    "{}: {what}; the compute modes that GPUs had before are unknown, Default is assumed",
+                    "{}: {what}; a control daemon that runs is taken for another's, and compute modes stay as they are",
                     file.display()
                 );
                 Contents::default()
