@@ -1,0 +1,669 @@
+//! What can go wrong on a host while clients compute, at random times: the daemon heals it by itself, and says so.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::host::{Host, alive, control_daemon, control_pid, root_or_skip, signal_pid, text, wait_for};
+use crate::matrix::{Bystander, Random, control_daemons, launchers};
+
+const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
+
+fn pipe(host: &Host) -> PathBuf {
+    host.path("mps/pipe")
+}
+
+/// A client in any of its ways, once it is served.
+fn client(host: &Host, arguments: &[&str], environment: &[(&str, &str)]) -> Child {
+    let child = host
+        .command("cuda-client")
+        .args(arguments)
+        .env("CUDA_MPS_PIPE_DIRECTORY", pipe(host))
+        .envs(environment.iter().copied())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_for("the client", || {
+        host.front_end(&pipe(host), "ps").contains(&child.id().to_string()).then_some(())
+    });
+    child
+}
+
+fn end(mut client: Child) {
+    client.kill().unwrap();
+    client.wait().unwrap();
+}
+
+/// A client that comes and goes in good order.
+fn a_client_is_served(host: &Host) {
+    Bystander::start(host, &pipe(host), Duration::from_millis(200)).wait();
+}
+
+/// The PID of the only server.
+fn server(status: &Value) -> u32 {
+    let servers = control_daemon(status)["servers"].as_array().unwrap();
+    assert_eq!(servers.len(), 1, "{status:#}");
+    u32::try_from(servers[0].as_u64().unwrap()).unwrap()
+}
+
+fn stopped(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(')').is_some_and(|(_, fields)| fields.trim_start().starts_with('T'))
+}
+
+/// Everything is there once more: the devices whenever somebody answers, and then the service.
+fn recovered(host: &Host, devices: usize) -> Value {
+    wait_for("the service's recovery", || {
+        let listed = host.json(&["list"])?;
+        assert_eq!(listed.as_array().unwrap().len(), devices);
+        host.json(&["status"]).filter(|status| status["service"]["state"] == "ready")
+    })
+}
+
+/// Reloads, which makes the daemon look at once at what it looks at every half minute.
+fn reload(host: &Host) {
+    let answer = host.call("Control.Reload");
+    assert!(answer.status.success(), "{}", text(&answer));
+}
+
+fn waits_for_log(host: &Host, words: &str) {
+    wait_for(words, || host.log().contains(words).then_some(()));
+}
+
+/// Waits until the journal says that the control daemon's log was read beyond this place.
+fn read_up_to(host: &Host, place: usize) {
+    wait_for("the journal to follow", || {
+        let journal = fs::read(host.path("run/journal.json")).unwrap_or_default();
+        let journal: Value = serde_json::from_slice(&journal).unwrap_or_default();
+        let offset = journal["control_daemons"]["shared"]["log_offset"].as_u64()?;
+        (offset > place as u64).then_some(())
+    });
+}
+
+/// Kills the daemon and starts it again.
+fn restart(host: &mut Host) {
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+}
+
+/// A control daemon or a server that somebody has stopped serves nobody; it is continued, its clients notice nothing,
+/// and what was changed meanwhile is in force. A stopped client is its owner's business and in nobody's way.
+#[test]
+fn stopped_processes_are_continued() {
+    let (mut random, _seed) = Random::seeded("stopped_processes_are_continued");
+    let mut host = Host::new("h200");
+    host.start();
+    let before = host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let paused = client(&host, &["hold", "600"], &[]);
+    signal_pid(paused.id(), Signal::STOP);
+    let mut slices = 4;
+    for _ in 0..8 {
+        let victims = match random.below(3) {
+            0 => vec![control_pid(&before)],
+            1 => vec![server(&before)],
+            _ => vec![server(&before), control_pid(&before)],
+        };
+        for victim in &victims {
+            signal_pid(*victim, Signal::STOP);
+            wait_for("a stopped process", || stopped(*victim).then_some(()));
+        }
+        std::thread::sleep(random.millis(100));
+        match random.below(3) {
+            0 => reload(&host),
+            1 => {
+                slices = 2 + (slices + 1) % 5;
+                host.devices(&[&format!("{ENTRY} {slices}")]);
+                host.signal(Signal::HUP);
+            }
+            _ => restart(&mut host),
+        }
+        for victim in &victims {
+            wait_for("a continued process", || (!stopped(*victim)).then_some(()));
+        }
+        let status = host.wait_for_status("ready with these slices", |status| {
+            status["service"]["state"] == "ready" && host.list().len() == slices
+        });
+        assert_eq!(control_pid(&status), control_pid(&before));
+        assert_eq!(server(&status), server(&before));
+        a_client_is_served(&host);
+    }
+    assert!(host.log().contains("was stopped by a signal; continued"));
+    assert!(stopped(paused.id()));
+    bystander.check();
+    end(paused);
+}
+
+/// SIGKILL for the control daemon, its server or a client, at any time, also in the middle of the recovery from the one
+/// before: devices stay listed, and clients are served again without anybody's help.
+#[test]
+fn killed_processes_are_replaced() {
+    let (mut random, _seed) = Random::seeded("killed_processes_are_replaced");
+    let mut host = Host::new("h200");
+    host.plant("mps/start-ms", "40");
+    host.start();
+    for _ in 0..12 {
+        let status = recovered(&host, 4);
+        let mut client = client(&host, &["hold", "600"], &[]);
+        for _ in 0..1 + random.below(3) {
+            let target = random.below(3);
+            // The status may be that of a moment ago, and the process gone: then nothing is killed.
+            let now = host.json(&["status"]).unwrap_or_else(|| status.clone());
+            let daemon = control_daemon(&now);
+            let pid = match target {
+                0 => daemon["pid"].as_u64(),
+                1 => daemon["servers"][0].as_u64(),
+                _ => Some(u64::from(client.id())),
+            };
+            if let Some(pid) = pid {
+                signal_pid(u32::try_from(pid).unwrap(), Signal::KILL);
+            }
+            std::thread::sleep(random.millis(250));
+        }
+        let _ = client.kill();
+        client.wait().unwrap();
+        wait_for("a control daemon", || {
+            assert_eq!(host.list().len(), 4);
+            let running = control_daemons(&host);
+            assert!(running.len() <= 1, "{running:?}");
+            let status = host.json(&["status"])?;
+            let ready = status["service"]["state"] == "ready";
+            // Ready, and not because the death was not noticed yet.
+            (ready && running == [control_pid(&status)] && alive(server(&status))).then_some(())
+        });
+        a_client_is_served(&host);
+    }
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// A server that dies as soon as it serves is started again after longer and longer pauses, the state says why, and it
+/// recovers once it lives.
+#[test]
+fn a_server_that_keeps_dying_is_not_started_in_a_loop() {
+    let mut host = Host::new("h200");
+    host.plant("mps/start-ms", "0");
+    host.plant("mps/fault/server-dies-after-ms", "20");
+    let begun = Instant::now();
+    host.start();
+    let starts = |host: &Host| {
+        let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap_or_default();
+        log.matches("Starting new server").count()
+    };
+    let count = wait_for("six servers", || Some(starts(&host)).filter(|count| *count >= 6));
+    // The pauses alone: 0.1, 0.2, 0.4, 0.8 and 1.6 s.
+    let pauses: f64 = (0..count - 1).map(|n| 0.1 * f64::from(1 << n.min(8))).sum();
+    assert!(begun.elapsed().as_secs_f64() > pauses, "{count} starts in {:?}", begun.elapsed());
+    let status = host.wait_for_status("backoff", |status| control_daemon(status)["state"] == "backoff");
+    let reason = control_daemon(&status)["reason"].as_str().unwrap();
+    assert!(reason.contains("has ended") || reason.contains("exited with status 1"), "{reason}");
+    assert_eq!(control_daemon(&status)["starts"], 1, "it is not the control daemon's fault");
+    host.clear("mps/fault/server-dies-after-ms");
+    let status = recovered(&host, 4);
+    assert!(alive(server(&status)));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// What the bus tells, as gdbus prints it.
+struct Listener {
+    child: Child,
+    file: PathBuf,
+}
+
+impl Listener {
+    fn start(host: &Host) -> Self {
+        let file = host.path("heard");
+        let child = host
+            .command("gdbus")
+            .args(["monitor", "--system", "--dest", "io.yunion.Mps1"])
+            .args(["--object-path", "/io/yunion/Mps1/Manager"])
+            .stdout(File::create(&file).unwrap())
+            .spawn()
+            .unwrap();
+        let listener = Self { child, file };
+        wait_for("a listener", || listener.heard().contains("is owned by").then_some(()));
+        listener
+    }
+
+    fn heard(&self) -> String {
+        fs::read_to_string(&self.file).unwrap()
+    }
+
+    /// The ClientFault signal with all of these PIDs.
+    fn wait_for_fault(&self, pids: &[u32]) -> String {
+        wait_for("ClientFault", || {
+            let heard = self.heard();
+            let with_all = |line: &&str| {
+                line.contains("ClientFault") && pids.iter().all(|pid| line.contains(&pid.to_string()))
+            };
+            heard.lines().find(with_all).map(str::to_owned)
+        })
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn exit_code(mut client: Child) -> Option<i32> {
+    wait_for("the client's end", || client.try_wait().unwrap()).code()
+}
+
+/// A fatal GPU error whose clients all leave: told with everybody who was hit, and over by itself.
+#[test]
+fn a_fault_is_told_and_heals_when_clients_leave() {
+    let host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let listener = Listener::start(&host);
+    for _ in 0..3 {
+        let hit = [client(&host, &["hold", "600"], &[]), client(&host, &["hold", "600"], &[])];
+        let pids = [hit[0].id(), hit[1].id()];
+        let mut culprit = host.command("cuda-client");
+        let culprit = culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+        assert_eq!(culprit.status.code(), Some(4), "{}", text(&culprit));
+        for client in hit {
+            assert_eq!(exit_code(client), Some(4));
+        }
+        let told = listener.wait_for_fault(&pids);
+        assert!(told.contains("GPU-168acfc9-c926-5401-354d-2910ddcd391b"), "{told}");
+        let status = recovered(&host, 4);
+        assert_eq!(server(&status), server(&before), "the server gets over it by itself");
+        a_client_is_served(&host);
+    }
+}
+
+/// A client that stays after a fatal GPU error keeps everybody out: after the grace it is terminated, then its server
+/// ended and the next one started. That holds too when the daemon dies in between, having read of the fault already.
+#[test]
+fn a_fault_whose_client_stays_is_healed_after_the_grace() {
+    for killed in [false, true] {
+        let mut host = Host::new("h200");
+        host.configure("cuda_mps_fault_grace: 1");
+        host.start();
+        let before = host.wait_for_state("ready");
+        let stays = client(&host, &["hold", "600", "--stay"], &[]);
+        let mut culprit = host.command("cuda-client");
+        culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+        host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
+        assert!(host.list().iter().all(|device| device["healthy"] == false));
+        if killed {
+            // It writes down how far it has read, and then dies.
+            let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
+            reload(&host);
+            read_up_to(&host, log.find("Server is handling a fatal GPU error.").unwrap());
+            restart(&mut host);
+        }
+        let after = recovered(&host, 4);
+        assert_ne!(server(&after), server(&before), "ready was said of a server with a fault");
+        assert_eq!(control_pid(&after), control_pid(&before));
+        let log = host.log();
+        let terminated = format!("client {} (", stays.id());
+        assert!(
+            log.contains(&terminated) && log.contains("stays on a GPU that met a fatal error: terminated")
+        );
+        assert!(log.contains("does not get over its fault by itself: ended"));
+        a_client_is_served(&host);
+        end(stays);
+    }
+}
+
+/// The clients on the other GPUs of a server with a fault compute on to their end: the server is not ended before.
+#[test]
+fn a_fault_spares_clients_on_other_gpus() {
+    let mut host = Host::new("h200x8");
+    host.configure("cuda_mps_fault_grace: 1");
+    host.start();
+    let before = host.wait_for_state("ready");
+    let uuid =
+        |gpu: usize| fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap().trim().to_owned();
+    let (two, five) = (uuid(2), uuid(5));
+    let elsewhere = client(&host, &["hold", "600"], &[("CUDA_VISIBLE_DEVICES", &five)]);
+    let stays = client(&host, &["hold", "600", "--stay"], &[("CUDA_VISIBLE_DEVICES", &two)]);
+    let mut culprit = host.command("cuda-client");
+    culprit.arg("fault").envs([("CUDA_VISIBLE_DEVICES", two.as_str())]);
+    culprit.env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    let status = host.wait_for_status("left to its clients", |status| {
+        control_daemon(status)["reason"]
+            .as_str()
+            .unwrap()
+            .contains("left to its 1 clients on GPUs that are well")
+    });
+    assert_eq!(server(&status), server(&before));
+    assert!(alive(elsewhere.id()));
+    assert_eq!(host.list().len(), 32);
+    end(elsewhere);
+    let after = recovered(&host, 32);
+    assert_ne!(server(&after), server(&before));
+    end(stays);
+}
+
+/// A small file system of its own at a path.
+struct Mount(PathBuf);
+
+impl Mount {
+    fn at(path: PathBuf, size: &str) -> Self {
+        fs::create_dir_all(&path).unwrap();
+        let options = format!("size={size},mode=0755");
+        let mounted =
+            Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(&path).output().unwrap();
+        assert!(mounted.status.success(), "{}", text(&mounted));
+        Self(path)
+    }
+
+    /// Leaves no room.
+    fn fill(&self) {
+        let mut file = File::create(self.0.join("fill")).unwrap();
+        while file.write_all(&[0; 4096]).is_ok() {}
+    }
+
+    fn make_room(&self) {
+        fs::remove_file(self.0.join("fill")).unwrap();
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        // The processes of the host may still have files open there.
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+/// A log directory without room: clients are served on, with the limits that they shall have, the daemon says what is
+/// wrong, a new one and a new control daemon get along too, and all is well when there is room.
+#[test]
+fn no_room_for_the_log() {
+    if !root_or_skip("no_room_for_the_log") {
+        return;
+    }
+    let mut host = Host::new("h200");
+    let mount = Mount::at(host.path("mps/log"), "64k");
+    host.start();
+    let before = host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    mount.fill();
+    host.devices(&[&format!("{ENTRY} 2")]);
+    reload(&host);
+    recovered(&host, 2);
+    assert_eq!(host.front_end(&pipe(&host), "get_default_active_thread_percentage"), "50.0\n");
+    waits_for_log(&host, "its file system is full");
+    restart(&mut host);
+    let status = recovered(&host, 2);
+    assert_eq!(control_pid(&status), control_pid(&before));
+    a_client_is_served(&host);
+    bystander.check();
+    drop(bystander);
+    // One that has to start anew.
+    signal_pid(control_pid(&before), Signal::KILL);
+    wait_for("another control daemon", || {
+        let status = host.json(&["status"])?;
+        (status["service"]["state"] == "ready" && control_pid(&status) != control_pid(&before)).then_some(())
+    });
+    a_client_is_served(&host);
+    mount.make_room();
+    reload(&host);
+    waits_for_log(&host, "can be written again");
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+}
+
+/// A runtime directory without room: who is written down is served on and taken over; a control daemon that can't be
+/// written down is not started, since nobody would know it after us, and the reason is said. All is well when there is
+/// room.
+#[test]
+fn no_room_for_the_journal() {
+    if !root_or_skip("no_room_for_the_journal") {
+        return;
+    }
+    let mut host = Host::new("h200");
+    let mount = Mount::at(host.path("run"), "16k");
+    host.start();
+    let before = host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    mount.fill();
+    restart(&mut host);
+    let status = recovered(&host, 4);
+    assert_eq!(control_pid(&status), control_pid(&before));
+    bystander.check();
+    drop(bystander);
+    signal_pid(control_pid(&before), Signal::KILL);
+    host.wait_for_failure("can't be written down, so none is started");
+    assert_eq!(host.list().len(), 4);
+    assert_eq!(control_daemons(&host), [0; 0]);
+    wait_for("no process that waits", || launchers(&host).is_empty().then_some(()));
+    restart(&mut host);
+    host.wait_for_failure("can't be written down, so none is started");
+    assert_eq!(control_daemons(&host), [0; 0]);
+    mount.make_room();
+    recovered(&host, 4);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// The bus goes and comes back while clients compute: they and their control daemon notice nothing, and the same
+/// devices are on the new bus.
+#[test]
+fn the_bus_restarts_while_clients_run() {
+    let (mut random, _seed) = Random::seeded("the_bus_restarts_while_clients_run");
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    for round in 0..4 {
+        host.stop_bus();
+        std::thread::sleep(random.millis(300));
+        if round == 2 {
+            restart(&mut host);
+        }
+        host.restart_bus();
+        let status = host.wait_for_state("ready");
+        assert_eq!(control_pid(&status), control_pid(&before));
+        assert_eq!(host.list().len(), 4);
+        bystander.check();
+    }
+    assert_eq!(host.processes().len(), 4, "daemon, control daemon, server, client");
+}
+
+/// What somebody changes or removes behind our back is put right, or said where it can't be, and no client is hurt.
+#[test]
+fn what_others_break_is_repaired() {
+    let (mut random, _seed) = Random::seeded("what_others_break_is_repaired");
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let journal = host.path("run/journal.json");
+    // Parsed: one that was cut short may still name the process.
+    let whole = || {
+        let bytes = fs::read(&journal).unwrap_or_default();
+        let journal: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+        journal["control_daemons"]["shared"]["process"]["pid"] == control_pid(&before)
+    };
+    for _ in 0..12 {
+        match random.below(6) {
+            0 => {
+                let set = host.command("nvidia-smi").args(["-i", "0", "-c", "DEFAULT"]).output().unwrap();
+                assert!(set.status.success(), "{}", text(&set));
+            }
+            1 => fs::remove_file(&journal).unwrap(),
+            2 => {
+                let length = fs::metadata(&journal).unwrap().len();
+                let file = File::options().write(true).open(&journal).unwrap();
+                file.set_len(random.below(length)).unwrap();
+            }
+            3 => fs::write(&journal, "{\"version\": 99}").unwrap(),
+            4 => fs::remove_dir_all(host.path("run")).unwrap(),
+            _ => _ = fs::remove_file(host.path("mps/log/control.log")),
+        }
+        reload(&host);
+        wait_for("a whole journal", || whole().then_some(()));
+        wait_for("the compute mode", || (host.compute_mode(0) == "Exclusive_Process").then_some(()));
+        if random.below(2) == 0 {
+            restart(&mut host);
+        }
+        let status = recovered(&host, 4);
+        assert_eq!(control_pid(&status), control_pid(&before));
+        bystander.check();
+    }
+    let _ = fs::remove_file(host.path("mps/log/control.log"));
+    reload(&host);
+    waits_for_log(&host, "was removed; the control daemon writes to the removed file on");
+    drop(bystander);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+    assert_eq!(host.processes(), [0; 0]);
+}
+
+/// A journal that is lost while the daemon is down: the control daemon then is nobody's, is left to its clients, and
+/// replaced after them.
+#[test]
+fn a_journal_lost_while_down_costs_no_client() {
+    for loss in ["removed", "cut", "garbage"] {
+        let mut host = Host::serving("h200");
+        let before = host.wait_for_state("ready");
+        let mut client = client(&host, &["hold", "600"], &[]);
+        host.signal(Signal::KILL);
+        host.ended();
+        let journal = host.path("run/journal.json");
+        match loss {
+            "removed" => fs::remove_file(&journal).unwrap(),
+            "cut" => File::options().write(true).open(&journal).unwrap().set_len(40).unwrap(),
+            _ => fs::write(&journal, [0xff; 700]).unwrap(),
+        }
+        host.start();
+        host.wait_for_failure(&format!("PID {}", control_pid(&before)));
+        assert_eq!(host.list().len(), 4);
+        assert!(client.try_wait().unwrap().is_none());
+        assert!(alive(control_pid(&before)));
+        end(client);
+        let after = recovered(&host, 4);
+        assert_ne!(control_pid(&after), control_pid(&before));
+        assert_eq!(host.stop().code(), Some(0));
+        assert_eq!(host.processes(), [0; 0]);
+    }
+}
+
+/// A pipe directory that is removed takes no client with it. Nobody new can come, which the state says, and the control
+/// daemon is started anew: at once without clients, after them otherwise.
+#[test]
+fn a_removed_pipe_directory_is_made_again() {
+    for with_client in [false, true] {
+        let mut host = Host::serving("h200");
+        let before = host.wait_for_state("ready");
+        let client = with_client.then(|| client(&host, &["hold", "600"], &[]));
+        fs::remove_dir_all(pipe(&host)).unwrap();
+        reload(&host);
+        if let Some(mut client) = client {
+            host.wait_for_failure("its pipe directory was removed or replaced");
+            assert_eq!(host.list().len(), 4);
+            restart(&mut host);
+            host.wait_for_failure("its pipe directory was removed or replaced");
+            assert!(client.try_wait().unwrap().is_none());
+            assert!(alive(control_pid(&before)));
+            end(client);
+        }
+        let after = wait_for("another control daemon", || {
+            let status = host.json(&["status"])?;
+            (status["service"]["state"] == "ready" && control_pid(&status) != control_pid(&before))
+                .then_some(status)
+        });
+        assert_eq!(control_daemons(&host), [control_pid(&after)]);
+        a_client_is_served(&host);
+        assert_eq!(host.stop().code(), Some(0));
+        assert_eq!(host.compute_mode(0), "Default");
+    }
+}
+
+/// Writes some 140 bytes to the log for each of so many commands.
+fn flood(host: &Host, pipe: &Path, commands: usize) {
+    let mut front_end = host
+        .command("nvidia-cuda-mps-control")
+        .env("CUDA_MPS_PIPE_DIRECTORY", pipe)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let commands = "get_default_active_thread_percentage\n".repeat(commands);
+    front_end.stdin.take().unwrap().write_all(commands.as_bytes()).unwrap();
+    front_end.wait().unwrap();
+}
+
+/// A log that outgrows its limit is started anew while it is written; what is said after that is understood, also by a
+/// daemon that takes over and finds the lines of the limits gone, and a fault is not missed.
+#[test]
+fn the_log_starts_anew_under_load() {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_log_max_size: 1");
+    host.start();
+    let before = host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    for killed in [true, false, true] {
+        // Read far, and written down so, before it starts anew.
+        let length = |name: &str| fs::metadata(host.path(name)).map(|file| file.len()).ok();
+        while length("mps/log/control.log").unwrap() < 700_000 {
+            flood(&host, &pipe(&host), 500);
+        }
+        reload(&host);
+        read_up_to(&host, 690_000);
+        flood(&host, &pipe(&host), 4000);
+        wait_for("a log started anew", || {
+            let done =
+                length("mps/log/control.log.1")? > 1 << 20 && length("mps/log/control.log")? <= 1 << 20;
+            done.then_some(())
+        });
+        if killed {
+            restart(&mut host);
+        }
+        let status = recovered(&host, 4);
+        assert_eq!(control_pid(&status), control_pid(&before));
+        assert_eq!(server(&status), server(&before));
+        bystander.check();
+        let limit =
+            host.front_end(&pipe(&host), &format!("get_device_pinned_mem_limit {} 0", server(&status)));
+        assert_eq!(limit, "35G\n");
+        fs::remove_file(host.path("mps/log/control.log.1")).unwrap();
+    }
+    assert!(!host.log().contains("wrote no limits"), "{}", host.log());
+    drop(bystander);
+    let listener = Listener::start(&host);
+    let hit = client(&host, &["hold", "600"], &[]);
+    let pid = hit.id();
+    let mut culprit = host.command("cuda-client");
+    culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    listener.wait_for_fault(&[pid]);
+    assert_eq!(exit_code(hit), Some(4));
+}
+
+/// A GPU that falls off its bus and comes back while another one computes: its devices stay listed, as not healthy, and
+/// the client of the other one goes on.
+#[test]
+fn a_gpu_that_is_lost_and_back() {
+    let mut host = Host::serving("h200x8");
+    let before = host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    for _ in 0..2 {
+        host.plant("gpus/3/lost", "");
+        reload(&host);
+        host.wait_for_state("degraded");
+        let devices = host.list();
+        let sick = devices.iter().filter(|device| device["healthy"] == false).count();
+        assert_eq!((devices.len(), sick), (32, 4));
+        bystander.check();
+        host.clear("gpus/3/lost");
+        reload(&host);
+        let status = recovered(&host, 32);
+        assert_eq!(control_pid(&status), control_pid(&before));
+        bystander.check();
+    }
+    drop(bystander);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(3), "Default");
+}
