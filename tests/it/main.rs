@@ -23,5 +23,6 @@ mod service;
 mod service_manager;
 mod serving;
 mod snapshot;
+mod soak;
 mod supervision;
 mod unit_file;

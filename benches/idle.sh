@@ -1,0 +1,100 @@
+#!/bin/sh
+# How often an idle daemon wakes up, how long it takes to be ready, and how soon it sees a control daemon's death, on a
+# simulated host: benches/idle.sh [SECONDS]. Figures are printed; only an idle daemon that wakes up once a second or
+# more often is a failure. The programs are those in BINARIES (target/release).
+set -eu
+cd "$(dirname "$0")/.."
+seconds=${1:-60}
+binaries=$(realpath "${BINARIES:-target/release}")
+host=$(mktemp -d /tmp/mpsXXXXXX)
+daemon='' bare='' bus=''
+# The control daemon outlives whoever started it; only its own front end ends it in order.
+end() {
+    [ -z "$daemon" ] || { kill "$daemon" && wait "$daemon"; } 2>/dev/null || :
+    [ -z "$bare" ] || { kill "$bare" && wait "$bare"; } 2>/dev/null || :
+    [ -z "$bus" ] || kill "$bus" 2>/dev/null || :
+    rm -rf "$host"
+}
+trap end EXIT
+trap 'exit 1' INT TERM
+
+eval "$("$binaries/yunion-mps-sim" create h200 "$host/h")"
+export RUNTIME_DIRECTORY="$host/h/run" CUDA_MPS_PIPE_DIRECTORY="$host/h/mps/pipe"
+now() { date +%s%N; }
+milliseconds() { echo $((($2 - $1) / 1000000)); }
+# Until the command given succeeds, which is tried without a pause: a pause would be in the figure.
+until_true() {
+    give_up=$(($(date +%s) + 30))
+    until "$@" >/dev/null 2>&1; do
+        [ "$(date +%s)" -lt "$give_up" ] || { echo "waited in vain for: $*" >&2; exit 1; }
+    done
+}
+answers() { echo get_server_list | nvidia-cuda-mps-control; }
+
+# A control daemon alone, with a server, as an administrator would start it.
+server_ready() { [ -n "$(echo get_server_list | nvidia-cuda-mps-control)" ] && grep -q 'Ready$' "$host/bare.log"; }
+mkdir -p "$CUDA_MPS_PIPE_DIRECTORY"
+start=$(now)
+nvidia-cuda-mps-control -f -multiuser-server >"$host/bare.log" 2>&1 &
+bare=$!
+until_true answers
+answered=$(milliseconds "$start" "$(now)")
+echo 'start_server -uid 0' | nvidia-cuda-mps-control
+until_true server_ready
+bare_ready=$(milliseconds "$start" "$(now)")
+echo quit | nvidia-cuda-mps-control
+wait "$bare"
+bare=''
+
+cat >"$host/bus.conf" <<END
+<busconfig><type>system</type><listen>unix:path=$host/bus</listen>
+<policy context="default"><allow user="*"/><allow own="*"/><allow send_type="method_call"/><allow send_type="signal"/>
+<allow send_requested_reply="true" send_type="method_return"/><allow send_requested_reply="true" send_type="error"/>
+<allow receive_type="method_call"/><allow receive_type="signal"/><allow receive_type="method_return"/>
+<allow receive_type="error"/></policy></busconfig>
+END
+dbus-daemon --config-file="$host/bus.conf" --nofork --nopidfile 2>/dev/null &
+bus=$!
+export DBUS_SYSTEM_BUS_ADDRESS="unix:path=$host/bus"
+until_true test -S "$host/bus"
+
+# Ready is what the log says: a question on the bus would be work for the daemon too.
+ready() { [ "$(grep -c 'ready: 4 devices' "$host/log")" -ge "$1" ]; }
+start=$(now)
+"$binaries/yunion-mps-daemon" --sysroot "$host/h/sysroot" 2>"$host/log" &
+daemon=$!
+until_true ready 1
+ours=$(milliseconds "$start" "$(now)")
+echo "start to ready: $ours ms; a bare control daemon answers after $answered ms, with a server after $bare_ready ms" \
+    "(ratio $(awk "BEGIN { printf \"%.1f\", $ours / $bare_ready }"))"
+
+control=$(sed -n 's/.*control daemon shared started as PID \([0-9]*\).*/\1/p' "$host/log")
+start=$(now)
+kill -KILL "$control"
+until_true grep -q 'the control daemon ended' "$host/log"
+seen=$(milliseconds "$start" "$(now)")
+until_true ready 2
+echo "a control daemon's SIGKILL: seen after $seen ms, served again after $(milliseconds "$start" "$(now)") ms"
+
+# Wake-ups, voluntary or not, of all threads: each thread's last count less its first. A thread that comes counts from
+# nothing, and one that goes with what it was last seen to have.
+counts() {
+    for thread in /proc/"$daemon"/task/*; do
+        awk -v "thread=${thread##*/}" '/ctxt_switches/ { sum += $2 } END { print thread, sum }' "$thread/status" || :
+    done 2>/dev/null
+}
+sleep 15
+counts >"$host/first"
+: >"$host/later"
+for _ in $(seq "$seconds"); do
+    sleep 1
+    counts >>"$host/later"
+done
+woken=$(awk 'NR == FNR { first[$1] = $2; next } { last[$1] = $2 }
+    END { for (thread in last) sum += last[thread] - first[thread]; print sum }' "$host/first" "$host/later")
+per_second=$(awk "BEGIN { printf \"%.2f\", $woken / $seconds }")
+entries() { find "$1" -mindepth 1 -maxdepth 1 | wc -l; }
+echo "idle: $woken wake-ups in $seconds s, $per_second a second;" \
+    "$(awk '/VmRSS/ { print $2 }' /proc/"$daemon"/status) KiB RSS, $(entries /proc/"$daemon"/fd) files," \
+    "$(entries /proc/"$daemon"/task) threads"
+awk "BEGIN { exit !($per_second < 1) }"
