@@ -75,6 +75,16 @@ fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
 
+/// Waits until the journal says that the control daemon's log was read beyond this place.
+fn read_up_to(host: &Host, place: usize) {
+    wait_for("the journal to follow", || {
+        let journal = fs::read(host.path("run/journal.json")).unwrap_or_default();
+        let journal: Value = serde_json::from_slice(&journal).unwrap_or_default();
+        let offset = journal["control_daemons"]["shared"]["log_offset"].as_u64()?;
+        (offset > place as u64).then_some(())
+    });
+}
+
 /// Kills the daemon and starts it again.
 fn restart(host: &mut Host) {
     host.signal(Signal::KILL);
@@ -288,7 +298,9 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
         assert!(host.list().iter().all(|device| device["healthy"] == false));
         if killed {
             // It writes down how far it has read, and then dies.
+            let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
             reload(&host);
+            read_up_to(&host, log.find("Server is handling a fatal GPU error.").unwrap());
             restart(&mut host);
         }
         let after = recovered(&host, 4);
@@ -570,8 +582,8 @@ fn a_removed_pipe_directory_is_made_again() {
     }
 }
 
-/// Writes so much to the log that it is started anew.
-fn flood(host: &Host, pipe: &Path) {
+/// Writes some 140 bytes to the log for each of so many commands.
+fn flood(host: &Host, pipe: &Path, commands: usize) {
     let mut front_end = host
         .command("nvidia-cuda-mps-control")
         .env("CUDA_MPS_PIPE_DIRECTORY", pipe)
@@ -579,7 +591,7 @@ fn flood(host: &Host, pipe: &Path) {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let commands = "get_default_active_thread_percentage\n".repeat(9000);
+    let commands = "get_default_active_thread_percentage\n".repeat(commands);
     front_end.stdin.take().unwrap().write_all(commands.as_bytes()).unwrap();
     front_end.wait().unwrap();
 }
@@ -594,9 +606,15 @@ fn the_log_starts_anew_under_load() {
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
     for killed in [true, false, true] {
-        flood(&host, &pipe(&host));
+        // Read far, and written down so, before it starts anew.
+        let length = |name: &str| fs::metadata(host.path(name)).map(|file| file.len()).ok();
+        while length("mps/log/control.log").unwrap() < 700_000 {
+            flood(&host, &pipe(&host), 500);
+        }
+        reload(&host);
+        read_up_to(&host, 690_000);
+        flood(&host, &pipe(&host), 4000);
         wait_for("a log started anew", || {
-            let length = |name: &str| fs::metadata(host.path(name)).map(|file| file.len()).ok();
             let done =
                 length("mps/log/control.log.1")? > 1 << 20 && length("mps/log/control.log")? <= 1 << 20;
             done.then_some(())
