@@ -206,8 +206,11 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop() {
     assert!(reason.contains("has ended") || reason.contains("exited with status 1"), "{reason}");
     assert_eq!(control_daemon(&status)["starts"], 1, "it is not the control daemon's fault");
     host.clear("mps/fault/server-dies-after-ms");
-    let status = recovered(&host, 4);
-    assert!(alive(server(&status)));
+    // One that was started before may still be about to die.
+    wait_for("a server that lives", || {
+        let status = host.json(&["status"])?;
+        (status["service"]["state"] == "ready" && alive(server(&status))).then_some(())
+    });
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -282,8 +285,8 @@ fn a_fault_is_told_and_heals_when_clients_leave() {
     }
 }
 
-/// A client that stays after a fatal GPU error keeps everybody out: after the grace it is terminated, then its server
-/// ended and the next one started. That holds too when the daemon dies in between, having read of the fault already.
+/// A client that stays after a fatal GPU error keeps everybody out: after the grace its server is ended and the next one
+/// started. That holds too when the daemon dies in between, having read of the fault already.
 #[test]
 fn a_fault_whose_client_stays_is_healed_after_the_grace() {
     for killed in [false, true] {
@@ -307,11 +310,8 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
         assert_ne!(server(&after), server(&before), "ready was said of a server with a fault");
         assert_eq!(control_pid(&after), control_pid(&before));
         let log = host.log();
-        let terminated = format!("client {} (", stays.id());
-        assert!(
-            log.contains(&terminated) && log.contains("stays on a GPU that met a fatal error: terminated")
-        );
-        assert!(log.contains("does not get over its fault by itself: ended"));
+        let ended = format!("ended: still there long after its fault: {} (", stays.id());
+        assert!(log.contains(&ended), "{log}");
         a_client_is_served(&host);
         end(stays);
     }
