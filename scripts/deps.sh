@@ -38,6 +38,8 @@ look() {
             lacks 'a system bus' dbus
     fi
     needs dpkg-deb dpkg
+    # A clock that jumps, for one process and what it starts.
+    needs faketime faketime
     # The system's python: a python earlier in PATH can't see the distribution's modules.
     [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3
     /usr/bin/python3 -c 'import dbus' >/dev/null 2>&1 || lacks 'python module dbus' python3-dbus

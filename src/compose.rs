@@ -170,7 +170,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
 fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
     let theirs = all(parts).flat_map(|status| &status.events);
     let mut events: Vec<Event> = parts.events.iter().chain(theirs).cloned().collect();
-    events.sort_by_key(|event| event.at);
+    events.sort_by_key(|event| event.seen);
     let surplus = events.len().saturating_sub(EVENTS_KEPT);
     events.into_iter().skip(surplus).collect()
 }

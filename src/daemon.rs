@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -788,7 +788,7 @@ impl Daemon {
         if self.events.len() >= EVENTS_KEPT {
             self.events.pop_front();
         }
-        self.events.push_back(Event { at: SystemTime::now(), text });
+        self.events.push_back(Event::now(text));
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::time::SystemTime;
+use std::time::{Instant, SystemTime};
 
 use crate::gpu::{ComputeMode, PciAddress};
 use crate::plan::GpuPlan;
@@ -141,10 +141,19 @@ pub struct ControlDaemonView {
 /// Something that happened and that an administrator would want to know.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// When.
+    /// When, for people.
     pub at: SystemTime,
+    /// When, in order: the time of day can be set back.
+    pub seen: Instant,
     /// What.
     pub text: String,
+}
+
+impl Event {
+    /// Something that happens now.
+    pub fn now(text: String) -> Self {
+        Self { at: SystemTime::now(), seen: Instant::now(), text }
+    }
 }
 
 /// A process that uses a GPU through MPS, as it is at the moment of asking.

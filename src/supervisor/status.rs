@@ -117,7 +117,7 @@ impl Reporter {
             if status.events.len() >= EVENTS_KEPT {
                 status.events.pop_front();
             }
-            status.events.push_back(Event { at: SystemTime::now(), text });
+            status.events.push_back(Event::now(text));
         });
     }
 

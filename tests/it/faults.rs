@@ -667,3 +667,54 @@ fn a_gpu_that_is_lost_and_back() {
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(3), "Default");
 }
+
+/// libfaketime, wherever the machine's architecture has it.
+fn fake_clock() -> PathBuf {
+    let libraries = fs::read_dir("/usr/lib").unwrap().flatten();
+    let mut places = libraries.map(|entry| entry.path().join("faketime/libfaketime.so.1"));
+    places.find(|library| library.exists()).expect("libfaketime is not there; install faketime")
+}
+
+/// The time of day jumps by days while a client runs: nothing that is done or waited for depends on it, neither while
+/// the daemon serves nor when it takes over what it has started at another time.
+#[test]
+fn a_clock_that_jumps_disturbs_nobody() {
+    let mut host = Host::new("h200");
+    let clock = host.path("clock");
+    let set = |offset: &str| fs::write(&clock, offset).unwrap();
+    set("+0d");
+    host.set("LD_PRELOAD", fake_clock().to_str().unwrap());
+    host.set("FAKETIME_TIMESTAMP_FILE", clock.to_str().unwrap());
+    host.set("FAKETIME_NO_CACHE", "1");
+    host.set("FAKETIME_DONT_FAKE_MONOTONIC", "1");
+    host.start();
+    let before = host.wait_for_state("ready");
+    let running = client(&host, &["hold", "600"], &[]);
+    let newest = |host: &Host| {
+        let status = host.json(&["status"]).unwrap();
+        let events = status["events"].as_array().unwrap().clone();
+        let last = events.last().unwrap();
+        (last["at"].as_i64().unwrap(), last["text"].as_str().unwrap().to_owned())
+    };
+    let (began, _) = newest(&host);
+    for (offset, days) in [("-3d", -3), ("+5d", 5), ("-1d", -1)] {
+        set(offset);
+        reload(&host);
+        // It lives in that time now, and the last event is the last for all that.
+        let (at, text) = wait_for("an event of that day", || {
+            let (at, text) = newest(&host);
+            const DAY: i64 = 86_400_000_000;
+            ((at - began + DAY / 2).div_euclid(DAY) == days).then_some((at, text))
+        });
+        assert!(text.contains("reload") || text.contains("ready"), "{text} at {at}");
+        recovered(&host, 4);
+        restart(&mut host);
+        let after = recovered(&host, 4);
+        assert_eq!(control_pid(&after), control_pid(&before));
+        assert_eq!(server(&after), server(&before));
+        a_client_is_served(&host);
+    }
+    end(running);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+}

@@ -78,7 +78,10 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
             starts: 1,
             since,
         }],
-        events: VecDeque::from([Event { at: since, text: "control daemon shared is ready".to_owned() }]),
+        events: VecDeque::from([Event {
+            at: since,
+            ..Event::now("control daemon shared is ready".to_owned())
+        }]),
     }
 }
 
