@@ -12,7 +12,7 @@
 //!                                          |
 //!       journal <-> supervisor: compute mode, start, limits, health, stop   (one per control daemon)
 //!                                          |
-//!                           state::Snapshot (plain data, a generation number)
+//!                        compose -> state::Snapshot (plain data, a generation number)
 //!                                          |
 //!                      D-Bus objects and signals, the unit's status line
 //! ```
@@ -20,7 +20,8 @@
 //! A lower part never calls an upper one. `config`, `gpu` and `plan` supervise nothing; `dbus` decides nothing, it
 //! mirrors a Snapshot and passes requests on; `systemd` asks the host's service manager. Only `gpu::nvml` names
 //! `nvml_wrapper`, only `dbus` and `systemd` name zbus interfaces, only `config` names `serde_yaml`, and only
-//! `mps::process` starts or signals a process.
+//! `mps::process` starts, signals or takes over a control daemon. `daemon` is the loop that ties them together; `ctl` is
+//! yunion-mpsctl, on the other side of the bus.
 
 pub mod check;
 pub mod clients;
