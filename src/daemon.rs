@@ -525,7 +525,7 @@ impl Daemon {
                 self.refused.clear();
                 // Who reloads has most often changed something, and not only the files: nobody should have to wait
                 // for the regular look.
-                self.supervisors.values().for_each(Supervisor::check);
+                self.supervisors.values().chain(&self.leaving).for_each(Supervisor::check);
                 self.event("configuration reloaded".to_owned());
             }
             Err(error) => {

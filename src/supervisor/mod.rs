@@ -143,6 +143,7 @@ impl Supervisor {
             multiuser_refused: false,
             unreachable: BTreeSet::new(),
             former_gpus: BTreeSet::new(),
+            retiring: false,
             misfit: None,
             stuck: None,
             misses: 0,
@@ -340,6 +341,8 @@ struct Worker {
     unreachable: BTreeSet<String>,
     /// The GPUs that control daemons of ours have had; their compute modes are to be put back when they leave.
     former_gpus: BTreeSet<String>,
+    /// Nobody needs it any more, but its clients.
+    retiring: bool,
     /// What of the order needs another control daemon than the one that runs.
     misfit: Option<String>,
     /// Why the control daemon can't take clients though it lives.
@@ -355,17 +358,18 @@ struct Worker {
 impl Worker {
     /// Serves until it can't any more, is to serve something else, or has retired.
     async fn serve(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
+        self.retiring = *goal == Goal::Retire;
         let ready = async {
             if self.process.is_none() {
                 self.take_over().await?;
             }
             if self.process.is_none() {
-                if *goal == Goal::Retire {
+                if self.retiring {
                     return Ok(false);
                 }
                 self.start().await?;
             }
-            self.configure(goal).await.map(|()| true)
+            self.configure().await.map(|()| true)
         };
         match ready.await {
             Ok(true) => self.watch(goal, commands).await,

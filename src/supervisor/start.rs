@@ -16,7 +16,7 @@ use crate::state::ControlDaemonState;
 use crate::systemd;
 
 use super::servers::Limits;
-use super::{Failure, Goal, PROGRAM, Worker, limits, program};
+use super::{Failure, PROGRAM, Worker, limits, program};
 
 /// How long a new control daemon may take to answer. Measured: 20 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -273,7 +273,7 @@ impl Worker {
     }
 
     /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
-    pub(super) async fn configure(&mut self, goal: &Goal) -> Result<(), Failure> {
+    pub(super) async fn configure(&mut self) -> Result<(), Failure> {
         let Some(running) = self.running.clone() else {
             return Err(Failure::Failed("the control daemon does not run".to_owned()));
         };
@@ -294,12 +294,9 @@ impl Worker {
         }
         self.give_back_gpus(&running).await;
         self.find_misfit();
-        if *goal == Goal::Retire {
-            self.misfit = Some("it is not needed any more".to_owned());
-        }
         let control = Control::new(program(), running.pipe_directory.clone());
         let limits = limits(&self.order, &running);
-        if *goal == Goal::Retire {
+        if self.retiring {
             // Whoever comes until it ends gets what those before have got.
             self.show_state();
             return Ok(());
@@ -448,7 +445,9 @@ impl Worker {
             plan.gpus.iter().map(|gpu| &gpu.uuid).filter(|uuid| !self.unreachable.contains(*uuid)).collect();
         let joins = wanted.iter().find(|uuid| !running.gpus.contains(uuid));
         let leaves = running.gpus.iter().find(|uuid| !plan.gpus.iter().any(|gpu| gpu.uuid == **uuid));
-        self.misfit = if running.pipe_directory != plan.pipe_directory {
+        self.misfit = if self.retiring {
+            Some("it is not needed any more".to_owned())
+        } else if running.pipe_directory != plan.pipe_directory {
             Some(format!("the pipe directory becomes {}", plan.pipe_directory.display()))
         } else if running.log_directory != plan.log_directory {
             Some(format!("the log directory becomes {}", plan.log_directory.display()))

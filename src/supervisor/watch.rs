@@ -103,7 +103,7 @@ impl Worker {
 
     /// What is due besides the regular check.
     async fn act(&mut self, now: Instant) -> Result<(), Failure> {
-        let Some(control) = self.control.borrow().clone() else { return Ok(()) };
+        let Some(control) = self.control() else { return Ok(()) };
         if self.fault.as_ref().is_some_and(|fault| now >= fault.look_at) {
             return self.heal(&control).await;
         }
@@ -136,8 +136,16 @@ impl Worker {
     /// The regular look: does it answer, are its servers well, are the compute modes still ours, is everything in place.
     async fn check(&mut self) -> Result<Check, Failure> {
         self.continue_if_stopped();
-        let Some(control) = self.control() else { return Ok(Check::Done) };
-        match servers_and_faults(&control).await {
+        let (Some(control), Some(process)) = (self.control(), &self.process) else { return Ok(Check::Done) };
+        let pid = process.identity().pid;
+        let answers = servers_and_faults(&control).await;
+        let listener = if answers.is_ok() { control.daemon_pid() } else { None };
+        match answers {
+            Ok(_) if listener.is_some_and(|listener| listener != pid) => {
+                let other = listener.unwrap_or_default();
+                self.stuck =
+                    Some(format!("another control daemon (PID {other}) has taken its pipe directory"));
+            }
             Ok((servers, faulted)) => {
                 let missed = std::mem::take(&mut self.misses) > 0;
                 self.stuck = None;

@@ -202,3 +202,39 @@ fn another_topology() {
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.processes(), [0; 0]);
 }
+
+/// Another topology while a client runs: the control daemon that is not needed any more is the client's until it is
+/// done, however often it is looked at, and the new ones wait for its GPUs.
+#[test]
+fn another_topology_waits_for_clients() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let mut client = host
+        .command("cuda-client")
+        .args(["hold", "600"])
+        .env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let ps = |host: &Host| host.front_end(&host.path("mps/pipe"), "ps");
+    wait_for("the client", || ps(&host).contains(&client.id().to_string()).then_some(()));
+    host.configure("cuda_mps_topology: per_gpu");
+    assert!(host.call("Control.Reload").status.success());
+    for _ in 0..3 {
+        let status = host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
+        assert_eq!(control_pid(&status), control_pid(&before));
+        let reason = control_daemon(&status)["reason"].as_str().unwrap();
+        assert!(reason.contains("not needed any more"), "{reason}");
+        assert!(host.list().iter().all(|device| device["healthy"] == false));
+        // It looks at everything again.
+        assert!(host.call("Control.Reload").status.success());
+    }
+    assert!(client.try_wait().unwrap().is_none());
+    client.kill().unwrap();
+    client.wait().unwrap();
+    let after = host.wait_for_state("ready");
+    assert_ne!(control_pid(&after), control_pid(&before));
+    assert_eq!(control_daemon(&after)["id"], "GPU-168acfc9-c926-5401-354d-2910ddcd391b");
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+}
