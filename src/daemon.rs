@@ -139,6 +139,9 @@ fn say_findings(loaded: &Loaded) {
     for warning in &loaded.warnings {
         tracing::warn!("{warning}");
     }
+    if let Some(directory) = &loaded.settings.cdi_directory {
+        tracing::warn!("cuda_mps_cdi_directory: this version writes no CDI spec to {}", directory.display());
+    }
     let mut by_file: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for (origin, key) in &loaded.unknown_keys {
         by_file.entry(origin.file.display().to_string()).or_default().push(key);

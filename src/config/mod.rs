@@ -43,7 +43,7 @@ pub struct Settings {
     pub set_compute_mode: bool,
     /// `cuda_mps_quit_timeout`: what `quit` gets before SIGTERM.
     pub quit_timeout: Duration,
-    /// `cuda_mps_fault_grace`: what the clients of a faulted server get before they are terminated.
+    /// `cuda_mps_fault_grace`: what the clients of a faulted server get before it is ended with them.
     pub fault_grace: Duration,
     /// `cuda_mps_log_max_size`, in bytes (the key is in MiB).
     pub log_max_bytes: u64,

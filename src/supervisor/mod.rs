@@ -54,7 +54,7 @@ pub struct Order {
     pub set_compute_mode: bool,
     /// What `quit` gets before SIGTERM.
     pub quit_timeout: Duration,
-    /// What the clients of a faulted server get before they are terminated.
+    /// What the clients of a faulted server get before it is ended with them.
     pub fault_grace: Duration,
     /// How large its log may grow before it is started anew.
     pub log_max_bytes: u64,
