@@ -10,14 +10,14 @@ use std::time::Duration;
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep_until};
 
 use crate::clients::{self, Serving};
 use crate::compose::{self, Parts};
 use crate::compute_mode::ComputeModes;
 use crate::config::{self, Loaded, Problem, Settings, Sources};
 use crate::container::ContainerError;
-use crate::dbus::{Bus, Request, RequestError};
+use crate::dbus::{Request, RequestError, presence};
 use crate::gpu::nvml::Driver;
 use crate::gpu::{Inventory, PciAddress};
 use crate::journal::{Journal, Running};
@@ -25,7 +25,7 @@ use crate::logging::Level;
 use crate::plan::{self, Plan, PlanError};
 use crate::release::{self, ContainerId, ReleaseError, Wanted};
 use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
-use crate::supervisor::{ClientFault, Goal, Order, Status, Supervisor, Tools};
+use crate::supervisor::{Goal, Order, Status, Supervisor, Tools};
 use crate::systemd::{self, Stopping};
 
 /// How often the host is looked at while there is no plan, for want of a driver most often.
@@ -36,10 +36,6 @@ const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
 /// How long a look at the host may take before it counts as failed. It must stay well below the watchdog's time.
 const SCAN_TIMEOUT: Duration = Duration::from_secs(15);
-
-/// How long to wait before joining the bus again; it doubles up to the last.
-const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
-const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
 
 /// How many faults may wait to be told, for want of a bus most often; what is more is only in the log.
 const FAULTS: usize = 64;
@@ -90,7 +86,8 @@ pub async fn run(options: Options, level: Level) -> Exit {
     let changed = Arc::new(Notify::new());
     let (joined, on_the_bus) = watch::channel(false);
     let (faults, faults_seen) = mpsc::channel(FAULTS);
-    let bus = tokio::spawn(stay_on_the_bus(seen, requests, faults_seen, joined, Arc::clone(&changed)));
+    let bus =
+        tokio::spawn(presence::stay_on_the_bus(seen, requests, faults_seen, joined, Arc::clone(&changed)));
     let (xids, xids_seen) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
     let journal = Arc::new(Mutex::new(journal));
@@ -148,56 +145,6 @@ fn say_findings(loaded: &Loaded) {
     }
     for (file, keys) in by_file {
         tracing::debug!("{file}: keys of other programs: {}", keys.join(", "));
-    }
-}
-
-/// Stays on the bus as long as there is one, and comes back when it does.
-async fn stay_on_the_bus(
-    mut snapshot: watch::Receiver<Arc<Snapshot>>,
-    requests: mpsc::Sender<Request>,
-    mut faults: mpsc::Receiver<ClientFault>,
-    joined: watch::Sender<bool>,
-    changed: Arc<Notify>,
-) {
-    let mut pause = FIRST_BUS_PAUSE;
-    let mut said = String::new();
-    loop {
-        match Bus::connect(snapshot.clone(), requests.clone()).await {
-            Ok(mut bus) => {
-                tracing::info!("on the bus as {}", crate::dbus::NAME);
-                (pause, said) = (FIRST_BUS_PAUSE, String::new());
-                joined.send_replace(true);
-                changed.notify_one();
-                loop {
-                    tokio::select! {
-                        () = bus.closed() => break,
-                        Some(fault) = faults.recv() => {
-                            bus.client_fault(&fault.gpu_uuid, &fault.pids, &fault.reason).await;
-                        }
-                        news = snapshot.changed() => match news {
-                            Ok(()) => {
-                                let new = Arc::clone(&snapshot.borrow_and_update());
-                                bus.publish(new).await;
-                            }
-                            Err(_) => return,
-                        },
-                    }
-                }
-                joined.send_replace(false);
-                tracing::warn!(
-                    "the bus is gone; GPUs are served on, and the bus is joined again when it is back"
-                );
-            }
-            Err(error) => {
-                let text = error.to_string();
-                if text != said {
-                    tracing::warn!("the bus can't be joined: {text}; tried again until it can");
-                    said = text;
-                }
-            }
-        }
-        sleep(pause).await;
-        pause = (pause * 2).min(LAST_BUS_PAUSE);
     }
 }
 

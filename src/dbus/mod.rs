@@ -30,6 +30,7 @@ mod device;
 mod dict;
 mod gpu;
 mod manager;
+pub mod presence;
 pub mod proxy;
 
 use control::Control;

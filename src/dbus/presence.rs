@@ -1,0 +1,66 @@
+//! Being on the bus: joined as soon as there is one, told what changes, joined again after it has gone.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::sleep;
+
+use super::{Bus, Request};
+use crate::state::Snapshot;
+use crate::supervisor::ClientFault;
+
+/// How long to wait before joining the bus again; it doubles up to the last.
+const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
+const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
+
+/// Stays on the bus as long as there is one, and comes back when it does. `joined` says whether it is there, and
+/// `changed` is notified when it has come.
+pub async fn stay_on_the_bus(
+    mut snapshot: watch::Receiver<Arc<Snapshot>>,
+    requests: mpsc::Sender<Request>,
+    mut faults: mpsc::Receiver<ClientFault>,
+    joined: watch::Sender<bool>,
+    changed: Arc<Notify>,
+) {
+    let mut pause = FIRST_BUS_PAUSE;
+    let mut said = String::new();
+    loop {
+        match Bus::connect(snapshot.clone(), requests.clone()).await {
+            Ok(mut bus) => {
+                tracing::info!("on the bus as {}", super::NAME);
+                (pause, said) = (FIRST_BUS_PAUSE, String::new());
+                joined.send_replace(true);
+                changed.notify_one();
+                loop {
+                    tokio::select! {
+                        () = bus.closed() => break,
+                        Some(fault) = faults.recv() => {
+                            bus.client_fault(&fault.gpu_uuid, &fault.pids, &fault.reason).await;
+                        }
+                        news = snapshot.changed() => match news {
+                            Ok(()) => {
+                                let new = Arc::clone(&snapshot.borrow_and_update());
+                                bus.publish(new).await;
+                            }
+                            Err(_) => return,
+                        },
+                    }
+                }
+                joined.send_replace(false);
+                tracing::warn!(
+                    "the bus is gone; GPUs are served on, and the bus is joined again when it is back"
+                );
+            }
+            Err(error) => {
+                let text = error.to_string();
+                if text != said {
+                    tracing::warn!("the bus can't be joined: {text}; tried again until it can");
+                    said = text;
+                }
+            }
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(LAST_BUS_PAUSE);
+    }
+}
