@@ -221,7 +221,9 @@ const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Ends a control daemon: `quit` first, which lets idle servers end in order, then SIGTERM, then SIGKILL. `quit -t`
 /// alone can hang for as long as a client runs, so it has a deadline of its own.
 pub async fn stop(process: &mut Process, control: &Control, quit_timeout: Duration) -> io::Result<Stopped> {
-    if let Err(error) = control.quit(quit_timeout).await {
+    if listens(process, control)
+        && let Err(error) = control.quit(quit_timeout).await
+    {
         tracing::debug!(mps_control_pid = process.identity.pid, "quit: {error}");
     }
     if tokio::time::timeout(Duration::from_secs(1), process.exited()).await.is_ok() {
@@ -236,12 +238,20 @@ pub async fn stop(process: &mut Process, control: &Control, quit_timeout: Durati
     Ok(Stopped::Killed)
 }
 
+/// Whether it is this process that a front end would talk to: another may have taken the pipe directory.
+fn listens(process: &Process, control: &Control) -> bool {
+    control.daemon_pid() == Some(process.identity.pid)
+}
+
 /// What a control daemon without clients gets to follow `quit`. Measured: 81 ms.
 const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Asks a control daemon that seems to have no client to end, and says whether it has. One that does have a client
 /// stays until that is done: nobody is hurt who comes in between.
 pub async fn stop_idle(process: &mut Process, control: &Control) -> bool {
+    if !listens(process, control) {
+        return false;
+    }
     if let Err(error) = control.quit_when_idle(IDLE_QUIT_TIMEOUT).await {
         tracing::debug!(mps_control_pid = process.identity.pid, "quit: {error}");
     }

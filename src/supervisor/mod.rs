@@ -528,20 +528,24 @@ impl Worker {
         self.reporter.enter(state, false, &reason);
     }
 
-    /// How many clients the control daemon has. NVML is asked where it doesn't answer itself.
+    /// How many clients the control daemon has. NVML is asked where it doesn't answer itself, or another answers in its
+    /// place.
     async fn in_use(&self) -> Result<usize, String> {
         let Some(running) = &self.running else { return Ok(0) };
-        match Control::new(program(), running.pipe_directory.clone()).clients().await {
-            Ok(clients) => Ok(clients.len()),
-            Err(error) => {
-                let mut clients = BTreeSet::new();
-                for uuid in &running.gpus {
-                    let asked = self.tools.compute_modes.mps_clients(uuid).await;
-                    clients.extend(asked.map_err(|nvml| format!("{error}; {nvml}"))?);
-                }
-                Ok(clients.len())
+        let control = Control::new(program(), running.pipe_directory.clone());
+        let mut why = "it does not listen in its pipe directory any more".to_owned();
+        if control.daemon_pid() == Some(running.process.pid) {
+            match control.clients().await {
+                Ok(clients) => return Ok(clients.len()),
+                Err(error) => why = error.to_string(),
             }
         }
+        let mut clients = BTreeSet::new();
+        for uuid in &running.gpus {
+            let asked = self.tools.compute_modes.mps_clients(uuid).await;
+            clients.extend(asked.map_err(|nvml| format!("{why}; {nvml}"))?);
+        }
+        Ok(clients.len())
     }
 
     /// Ends the control daemon if one runs.

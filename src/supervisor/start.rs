@@ -295,6 +295,10 @@ impl Worker {
         self.give_back_gpus(&running).await;
         self.find_misfit();
         let control = Control::new(program(), running.pipe_directory.clone());
+        if self.place_is_taken(&control) {
+            self.show_state();
+            return Ok(());
+        }
         let limits = limits(&self.order, &running);
         if self.retiring {
             // Whoever comes until it ends gets what those before have got.

@@ -136,16 +136,9 @@ impl Worker {
     /// The regular look: does it answer, are its servers well, are the compute modes still ours, is everything in place.
     async fn check(&mut self) -> Result<Check, Failure> {
         self.continue_if_stopped();
-        let (Some(control), Some(process)) = (self.control(), &self.process) else { return Ok(Check::Done) };
-        let pid = process.identity().pid;
-        let answers = servers_and_faults(&control).await;
-        let listener = if answers.is_ok() { control.daemon_pid() } else { None };
-        match answers {
-            Ok(_) if listener.is_some_and(|listener| listener != pid) => {
-                let other = listener.unwrap_or_default();
-                self.stuck =
-                    Some(format!("another control daemon (PID {other}) has taken its pipe directory"));
-            }
+        let Some(control) = self.control() else { return Ok(Check::Done) };
+        match servers_and_faults(&control).await {
+            Ok(_) if self.place_is_taken(&control) => {}
             Ok((servers, faulted)) => {
                 let missed = std::mem::take(&mut self.misses) > 0;
                 self.stuck = None;
@@ -182,6 +175,16 @@ impl Worker {
         self.rotate_log();
         self.show_state();
         Ok(Check::Done)
+    }
+
+    /// Whether another control daemon answers in the place of ours: nothing of what it says or is told is ours.
+    pub(super) fn place_is_taken(&mut self, control: &Control) -> bool {
+        let ours = self.running.as_ref().map(|running| running.process.pid);
+        let other = control.daemon_pid().filter(|listener| Some(*listener) != ours);
+        if let Some(other) = other {
+            self.stuck = Some(format!("another control daemon (PID {other}) has taken its pipe directory"));
+        }
+        other.is_some()
     }
 
     /// The front end of the control daemon that runs, whether or not it serves.

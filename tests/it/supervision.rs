@@ -203,3 +203,39 @@ fn a_control_daemon_that_does_not_quit_is_terminated() {
     assert_eq!(host.processes(), [0; 0]);
     assert_eq!(host.compute_mode(0), "Default");
 }
+
+/// The pipe directory is taken away, and another control daemon listens in a new one at its place: what it answers is not
+/// ours. The client of ours runs on, the other is left alone, and the state names it.
+#[test]
+fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let mut client = client(&host, "600");
+    let pipe = host.path("mps/pipe");
+    fs::rename(&pipe, host.path("mps/taken")).unwrap();
+    let mut foreign = foreign_control_daemon(&host);
+    assert!(host.call("Control.Reload").status.success());
+    let status = host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
+    assert_eq!(control_pid(&status), control_pid(&before));
+    let reason = control_daemon(&status)["reason"].as_str().unwrap();
+    assert!(reason.contains(&format!("PID {}", foreign.id())), "{reason}");
+    assert!(host.list().iter().all(|device| device["healthy"] == false));
+    assert!(client.try_wait().unwrap().is_none());
+    assert!(foreign.try_wait().unwrap().is_none());
+    // Nor is it told what is meant for ours.
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
+    assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "100.0\n");
+
+    // With the client gone both make way for one of ours.
+    client.kill().unwrap();
+    client.wait().unwrap();
+    assert!(host.call("Control.Reload").status.success());
+    let status = host.wait_for_state("ready");
+    assert_ne!(control_pid(&status), control_pid(&before));
+    foreign.wait().unwrap();
+    assert!(!alive(control_pid(&before)));
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.processes(), [0; 0]);
+}
