@@ -57,14 +57,25 @@ fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
             symlink(format!("../{name}"), by_path.join(format!("pci-{}-{role}", card.pci)))?;
         }
         if card.gpu.is_some() {
-            fs::write(dev.join(format!("nvidia{nvidia}")), "")?;
+            for_everybody(&dev.join(format!("nvidia{nvidia}")))?;
             nvidia += 1;
         }
     }
-    fs::write(dev.join("nvidiactl"), "")?;
+    for name in ["nvidiactl", "nvidia-uvm"] {
+        for_everybody(&dev.join(name))?;
+    }
+    let shm = dev.join("shm");
+    fs::create_dir(&shm)?;
+    fs::set_permissions(&shm, fs::Permissions::from_mode(0o1777))?;
     let hwdata = sysroot.join("usr/share/hwdata");
     fs::create_dir_all(&hwdata)?;
     fs::write(hwdata.join("pci.ids"), pci_ids(board))
+}
+
+/// A device node that every user may open, as the driver makes it.
+fn for_everybody(path: &Path) -> io::Result<()> {
+    fs::write(path, "")?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o666))
 }
 
 /// One device's directory, as the kernel lays it out; gives its path below /sys.
@@ -238,7 +249,7 @@ fn values(index: usize, card: &Card, facts: &GpuFacts) -> Vec<(&'static str, Str
     values
 }
 
-/// The programs and the library, under the names that a host has them.
+/// The programs and the libraries, under the names that a host has them.
 fn links(root: &Path, programs: &Path) -> io::Result<()> {
     let (bin, lib) = (root.join("bin"), root.join("lib"));
     fs::create_dir_all(&bin)?;
@@ -246,7 +257,10 @@ fn links(root: &Path, programs: &Path) -> io::Result<()> {
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-smi", "cuda-client"] {
         symlink(programs.join(name), bin.join(name))?;
     }
-    symlink(library(programs), lib.join("libnvidia-ml.so.1"))
+    // One file with the functions of both.
+    ["libnvidia-ml.so.1", "libcuda.so.1"]
+        .into_iter()
+        .try_for_each(|name| symlink(library(programs), lib.join(name)))
 }
 
 /// The library beside the programs. `cargo test` leaves it in deps/ only, and there it is never older.

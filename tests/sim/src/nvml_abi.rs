@@ -515,5 +515,7 @@ unsafe extern "C" fn nvmlDeviceGetGraphicsRunningProcesses_v3(
     infos: *mut ProcessInfo,
 ) -> Return {
     // SAFETY: NVML's caller gives room for as many entries as it says.
-    unsafe { put_processes("nvmlDeviceGetGraphicsRunningProcesses_v3", device, count, infos, &[]) }
+    unsafe {
+        put_processes("nvmlDeviceGetGraphicsRunningProcesses_v3", device, count, infos, &[Kind::Graphics])
+    }
 }

@@ -128,11 +128,17 @@ pub enum Kind {
     Client,
     /// A CUDA program without MPS.
     Compute,
+    /// A program that only draws, such as a display server.
+    Graphics,
 }
 
 impl Kind {
-    const WORDS: [(Self, &str); 3] =
-        [(Self::Server, "server"), (Self::Client, "client"), (Self::Compute, "compute")];
+    const WORDS: [(Self, &str); 4] = [
+        (Self::Server, "server"),
+        (Self::Client, "client"),
+        (Self::Compute, "compute"),
+        (Self::Graphics, "graphics"),
+    ];
 
     fn word(self) -> &'static str {
         Self::WORDS.iter().find(|(kind, _)| *kind == self).map_or("", |(_, word)| word)
@@ -140,6 +146,11 @@ impl Kind {
 }
 
 impl Gpu {
+    /// Something of the GPU's that processes can take in turn.
+    pub(crate) fn open(&self) -> io::Result<fs::File> {
+        fs::File::open(&self.directory)
+    }
+
     /// A value, trimmed.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.directory.join(name))
@@ -243,6 +254,11 @@ impl Gpu {
             (start_time(pid)? == words.next()?).then_some((pid, (kind, mib)))
         });
         living.collect()
+    }
+
+    /// Whether a process computes on it: in exclusive mode there can be no second one.
+    pub fn computes(&self) -> bool {
+        self.processes().values().any(|(kind, _)| *kind != Kind::Graphics)
     }
 
     /// Enters a process, or changes how much memory it holds.

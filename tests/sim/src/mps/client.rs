@@ -13,7 +13,7 @@ use crate::state::{Gpu, Host, Kind, visible};
 /// CUDA's errors, those that are given here.
 pub(super) const BUSY: u32 = 46;
 pub(super) const NO_DEVICE: u32 = 100;
-pub(super) const ILLEGAL_ADDRESS: u32 = 700;
+pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
 const SERVER_GONE: u32 = 806;
 pub(super) const NOT_READY: u32 = 807;
 pub(super) const TERMINATED: u32 = 810;
@@ -26,8 +26,13 @@ const STEP_MIB: u64 = 256;
 
 const USAGE: &str = "usage: cuda-client hold SECONDS [--stay] | props | alloc MIB | fault | long SECONDS";
 
-fn text(error: u32) -> &'static str {
+pub(crate) fn text(error: u32) -> &'static str {
     match error {
+        2 => "out of memory",
+        101 => "invalid device ordinal",
+        201 => "invalid device context",
+        218 => "a PTX JIT compilation failed",
+        500 => "named symbol not found",
         BUSY => "CUDA-capable device(s) is/are busy or unavailable",
         NO_DEVICE => "no CUDA-capable device is detected",
         ILLEGAL_ADDRESS => "an illegal memory access was encountered",
@@ -64,7 +69,7 @@ pub(super) fn device(gpu: &Gpu, sms: u32, free_mib: u64) -> Device {
 }
 
 /// A CUDA context.
-struct Context {
+pub(crate) struct Context {
     server: Option<OwnedFd>,
     /// Without a server: the GPU that the program has entered itself on.
     gpu: Option<Gpu>,
@@ -83,7 +88,7 @@ impl Drop for Context {
 }
 
 impl Context {
-    fn open(host: &Host) -> Result<Self, u32> {
+    pub(crate) fn open(host: &Host) -> Result<Self, u32> {
         let environment = |name: &str| std::env::var(name).ok();
         let hello = ClientHello {
             visible_devices: environment("CUDA_VISIBLE_DEVICES"),
@@ -106,7 +111,7 @@ impl Context {
         let gpus: Vec<Gpu> = seen.filter(|gpu| !gpu.lost() && gpu.mig() != Some(true)).collect();
         let gpu = gpus.first().ok_or(NO_DEVICE)?.clone();
         let mode = gpu.compute_mode();
-        if mode == "Prohibited" || (mode == "Exclusive_Process" && !gpu.processes().is_empty()) {
+        if mode == "Prohibited" || (mode == "Exclusive_Process" && gpu.computes()) {
             return Err(BUSY);
         }
         gpu.enter(std::process::id(), Kind::Compute, ALONE_MIB);
@@ -126,8 +131,26 @@ impl Context {
         }
     }
 
+    /// Whether it is a client of a server.
+    pub(crate) fn is_client(&self) -> bool {
+        self.server.is_some()
+    }
+
+    /// Of its first device: multiprocessors, free and total memory in MiB, as they were when the context was made.
+    pub(crate) fn first_device(&self) -> Option<(u32, u64, u64)> {
+        self.devices.first().map(|device| (device.sms, device.free_mib, device.total_mib))
+    }
+
+    pub(crate) fn allocated(&self, mib: u64) {
+        self.request(&Request::Allocate { mib });
+    }
+
+    pub(crate) fn freed(&self, mib: u64) {
+        self.request(&Request::Free { mib });
+    }
+
     /// Works until then, or until CUDA gives an error.
-    fn work(&self, until: Instant) -> Result<(), u32> {
+    pub(crate) fn work(&self, until: Instant) -> Result<(), u32> {
         let Some(server) = &self.server else {
             std::thread::sleep(until.saturating_duration_since(Instant::now()));
             return Ok(());

@@ -62,6 +62,15 @@ pub fn run(arguments: &[String]) -> u8 {
         match argument.as_str() {
             "-d" => mode = Mode::Background,
             "-f" => mode = Mode::Foreground,
+            "-v" if version >= 580 => {
+                _ = write!(
+                    io::stdout(),
+                    "CUDA MPS Control for Linux/Unix/QNX. Binary version: {}\n\
+                     Copyright (C) 2003 - 2025 NVIDIA Corporation.\n\n",
+                    host.cuda_version()
+                );
+                return 0;
+            }
             option if multiuser_spellings.contains(&option) => multiuser = true,
             _ if version == 555 => {
                 _ = io::stdout().write_all(USAGE.as_bytes());

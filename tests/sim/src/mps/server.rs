@@ -78,7 +78,7 @@ fn start() -> Option<&'static Server> {
     let names = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let gpus: Option<Vec<Gpu>> = visible(&host.gpus(), names.as_deref()).into_iter().collect();
     let usable = |gpus: &Vec<Gpu>| {
-        let taken = |gpu: &Gpu| gpu.compute_mode() == "Exclusive_Process" && !gpu.processes().is_empty();
+        let taken = |gpu: &Gpu| gpu.compute_mode() == "Exclusive_Process" && gpu.computes();
         !gpus.is_empty() && !gpus.iter().any(|gpu| gpu.unusable() || taken(gpu))
     };
     let gpus = gpus.filter(usable)?;
@@ -327,8 +327,12 @@ impl Server {
         let mut state = self.state();
         let Some(client) = state.clients.iter_mut().find(|client| client.id == id) else { return };
         match request {
-            Request::Allocate { mib } => {
-                client.allocated_mib += mib;
+            Request::Allocate { .. } | Request::Free { .. } => {
+                client.allocated_mib = match request {
+                    Request::Free { mib } => client.allocated_mib.saturating_sub(*mib),
+                    Request::Allocate { mib } => client.allocated_mib + mib,
+                    _ => client.allocated_mib,
+                };
                 if let Some(gpu) = self.gpus.get(client.ordinal) {
                     gpu.enter(client.pid, Kind::Client, CLIENT_MIB + client.allocated_mib);
                 }

@@ -99,6 +99,8 @@ pub(super) enum Event {
 pub(super) enum Request {
     /// It allocated that much.
     Allocate { mib: u64 },
+    /// It gave that much back.
+    Free { mib: u64 },
     /// A long kernel starts or ends.
     LongKernel(bool),
     /// The kernel wrote where it must not.

@@ -1,0 +1,337 @@
+//! The C ABI of CUDA's driver, as far as a program needs it that looks at its first GPU, allocates, and runs kernels one
+//! after the other. A kernel computes nothing; it takes the time that its second parameter, a number of rounds, stands
+//! for.
+
+#![allow(unsafe_code, non_snake_case)]
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::mps::client::{self, Context};
+use crate::state::{Gpu, Host, visible};
+
+type Answer = Result<(), c_uint>;
+
+const OUT_OF_MEMORY: c_uint = 2;
+const INVALID_VALUE: c_uint = 1;
+const NO_DEVICE: c_uint = 100;
+const INVALID_DEVICE: c_uint = 101;
+const INVALID_CONTEXT: c_uint = 201;
+const INVALID_PTX: c_uint = 218;
+const NOT_FOUND: c_uint = 500;
+
+/// The attributes that are asked for.
+const MULTIPROCESSOR_COUNT: c_int = 16;
+const MEMORY_POOLS_SUPPORTED: c_int = 115;
+
+/// What a kernel takes for each of its rounds.
+const NANOSECONDS_A_ROUND: u64 = 40;
+
+const MIB: u64 = 1024 * 1024;
+
+/// What the process has of its first GPU.
+struct Process {
+    context: Option<Context>,
+    /// Blocks of memory by address, in bytes.
+    memory: BTreeMap<u64, u64>,
+    next_address: u64,
+    /// The text of the loaded module.
+    module: String,
+    /// How long the kernels take that were launched and not waited for, and whether they fill what the process has.
+    launched: Duration,
+    wide: bool,
+}
+
+static PROCESS: Mutex<Process> = Mutex::new(Process {
+    context: None,
+    memory: BTreeMap::new(),
+    next_address: 0x7f00_0000_0000,
+    module: String::new(),
+    launched: Duration::ZERO,
+    wide: false,
+});
+
+fn process() -> MutexGuard<'static, Process> {
+    PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn finish(answer: Answer) -> c_uint {
+    answer.err().unwrap_or(0)
+}
+
+/// Writes an answer.
+///
+/// # Safety
+/// `place` is null or may be written.
+unsafe fn put<T>(place: *mut T, value: T) -> Answer {
+    if place.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: not null, and the caller vouches for the rest.
+    unsafe { place.write(value) };
+    Ok(())
+}
+
+/// The GPUs that this process sees.
+fn gpus() -> Result<Vec<Gpu>, c_uint> {
+    let host = Host::from_env().map_err(|_| NO_DEVICE)?;
+    host.driver().ok_or(NO_DEVICE)?;
+    let names = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let gpus: Vec<Gpu> = visible(&host.gpus(), names.as_deref()).into_iter().map_while(|gpu| gpu).collect();
+    if gpus.is_empty() { Err(NO_DEVICE) } else { Ok(gpus) }
+}
+
+fn first_gpu() -> Result<Gpu, c_uint> {
+    gpus()?.into_iter().next().ok_or(NO_DEVICE)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuInit(_flags: c_uint) -> c_uint {
+    finish(gpus().map(|_| ()))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> c_uint {
+    let number = gpus().and_then(|gpus| c_int::try_from(gpus.len()).map_err(|_| INVALID_VALUE));
+    // SAFETY: CUDA's caller gives a valid pointer or null.
+    finish(number.and_then(|number| unsafe { put(count, number) }))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> c_uint {
+    let known = gpus().and_then(|gpus| {
+        let there = usize::try_from(ordinal).is_ok_and(|ordinal| ordinal < gpus.len());
+        if there { Ok(()) } else { Err(INVALID_DEVICE) }
+    });
+    // SAFETY: CUDA's caller gives a valid pointer or null.
+    finish(known.and_then(|()| unsafe { put(device, ordinal) }))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) -> c_uint {
+    let found = match attribute {
+        MULTIPROCESSOR_COUNT => {
+            let seen = process().context.as_ref().and_then(Context::first_device).map(|(sms, ..)| sms);
+            let sms = seen.map_or_else(|| first_gpu().map(|gpu| gpu.sms()), Ok);
+            sms.and_then(|sms| c_int::try_from(sms).map_err(|_| INVALID_VALUE))
+        }
+        MEMORY_POOLS_SUPPORTED => Ok(1),
+        _ => Err(INVALID_VALUE),
+    };
+    // SAFETY: CUDA's caller gives a valid pointer or null.
+    finish(found.and_then(|found| unsafe { put(value, found) }))
+}
+
+/// The one context there is.
+const CONTEXT: *mut c_void = 0x10 as *mut c_void;
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) -> c_uint {
+    let open = || {
+        if device != 0 {
+            return Err(INVALID_DEVICE);
+        }
+        let host = Host::from_env().map_err(|_| NO_DEVICE)?;
+        let mut process = process();
+        if process.context.is_none() {
+            process.context = Some(Context::open(&host)?);
+        }
+        // SAFETY: CUDA's caller gives a valid pointer or null.
+        unsafe { put(context, CONTEXT) }
+    };
+    finish(open())
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuDevicePrimaryCtxRelease_v2(_device: c_int) -> c_uint {
+    let context = process().context.take();
+    finish(context.map(drop).ok_or(INVALID_CONTEXT))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuCtxGetCurrent(context: *mut *mut c_void) -> c_uint {
+    let current = if process().context.is_some() { CONTEXT } else { std::ptr::null_mut() };
+    // SAFETY: CUDA's caller gives a valid pointer or null.
+    finish(unsafe { put(context, current) })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxSetCurrent(_context: *mut c_void) -> c_uint {
+    0
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuCtxSetFlags(_flags: c_uint) -> c_uint {
+    0
+}
+
+impl Process {
+    /// Free and total memory in bytes.
+    fn free_and_total(&self) -> Result<(u64, u64), c_uint> {
+        let (_, free, total) =
+            self.context.as_ref().and_then(Context::first_device).ok_or(INVALID_CONTEXT)?;
+        let held: u64 = self.memory.values().sum();
+        Ok(((free * MIB).saturating_sub(held), total * MIB))
+    }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_uint {
+    let size = |bytes: u64| usize::try_from(bytes).map_err(|_| INVALID_VALUE);
+    let found = process().free_and_total();
+    finish(found.and_then(|(now, all)| {
+        // SAFETY: CUDA's caller gives valid pointers or null.
+        unsafe { put(free, size(now)?).and(put(total, size(all)?)) }
+    }))
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, size: usize) -> c_uint {
+    let mut process = process();
+    let mut allocate = || {
+        let (free, _) = process.free_and_total()?;
+        let size = u64::try_from(size).map_err(|_| INVALID_VALUE)?;
+        if size == 0 {
+            return Err(INVALID_VALUE);
+        }
+        if size > free {
+            return Err(OUT_OF_MEMORY);
+        }
+        let place = process.next_address;
+        process.next_address += size.next_multiple_of(MIB);
+        process.memory.insert(place, size);
+        if let Some(context) = &process.context {
+            context.allocated(size / MIB);
+        }
+        // SAFETY: CUDA's caller gives a valid pointer or null.
+        unsafe { put(address, place) }
+    };
+    finish(allocate())
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuMemFree_v2(address: u64) -> c_uint {
+    let mut process = process();
+    let freed = process.memory.remove(&address);
+    if let (Some(size), Some(context)) = (freed, &process.context) {
+        context.freed(size / MIB);
+    }
+    finish(freed.map(|_| ()).ok_or(INVALID_VALUE))
+}
+
+/// The one module and the one function there are.
+const MODULE: *mut c_void = 0x20 as *mut c_void;
+const FUNCTION: *mut c_void = 0x30 as *mut c_void;
+
+/// # Safety
+/// `text` is null or a C string.
+unsafe fn text(text: *const c_char) -> Result<String, c_uint> {
+    if text.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: not null, and the caller vouches for the rest.
+    Ok(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) -> c_uint {
+    let load = || {
+        // SAFETY: PTX is a C string.
+        let image = unsafe { text(image.cast())? };
+        if !image.starts_with(".version ") || !image.contains("\n.target ") {
+            return Err(INVALID_PTX);
+        }
+        process().module = image;
+        // SAFETY: CUDA's caller gives a valid pointer or null.
+        unsafe { put(module, MODULE) }
+    };
+    finish(load())
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuModuleUnload(_module: *mut c_void) -> c_uint {
+    0
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuModuleGetFunction(
+    function: *mut *mut c_void,
+    _module: *mut c_void,
+    name: *const c_char,
+) -> c_uint {
+    let find = || {
+        // SAFETY: CUDA's caller gives a C string or null.
+        let entry = unsafe { text(name) }.map(|name| format!(".entry {name}("))?;
+        if !process().module.contains(&entry) {
+            return Err(NOT_FOUND);
+        }
+        // SAFETY: CUDA's caller gives a valid pointer or null.
+        unsafe { put(function, FUNCTION) }
+    };
+    finish(find())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuLaunchKernel(
+    _function: *mut c_void,
+    blocks: c_uint,
+    _blocks_y: c_uint,
+    _blocks_z: c_uint,
+    _threads: c_uint,
+    _threads_y: c_uint,
+    _threads_z: c_uint,
+    _shared: c_uint,
+    _stream: *mut c_void,
+    parameters: *mut *mut c_void,
+    _extra: *mut *mut c_void,
+) -> c_uint {
+    if parameters.is_null() {
+        return INVALID_VALUE;
+    }
+    // SAFETY: the kernel's parameters are an address and a u32.
+    let (address, rounds) =
+        unsafe { ((*parameters).cast::<u64>().read(), (*parameters.add(1)).cast::<c_uint>().read()) };
+    let mut process = process();
+    let Some((sms, ..)) = process.context.as_ref().and_then(Context::first_device) else {
+        return INVALID_CONTEXT;
+    };
+    if !process.memory.contains_key(&address) {
+        return client::ILLEGAL_ADDRESS;
+    }
+    process.launched += Duration::from_nanos(u64::from(rounds) * NANOSECONDS_A_ROUND);
+    process.wide = blocks > sms;
+    0
+}
+
+/// Waits for the kernels. One that fills what its process has, or that runs without MPS, has the GPU to itself.
+#[unsafe(no_mangle)]
+extern "C" fn cuStreamSynchronize(_stream: *mut c_void) -> c_uint {
+    let mut process = process();
+    let time = std::mem::take(&mut process.launched);
+    let wide = process.wide;
+    let Some(context) = &process.context else { return INVALID_CONTEXT };
+    if context.is_client() && !wide {
+        return finish(context.work(Instant::now() + time));
+    }
+    let Ok(turn) = first_gpu().and_then(|gpu| gpu.open().map_err(|_| NO_DEVICE)) else { return NO_DEVICE };
+    if flock(&turn, FlockOperation::LockExclusive).is_err() {
+        return NO_DEVICE;
+    }
+    let worked = context.work(Instant::now() + time);
+    drop(turn);
+    // Who waits for its turn gets it before this process comes again.
+    std::thread::sleep(Duration::from_micros(200));
+    finish(worked)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn cuGetErrorString(error: c_uint, place: *mut *const c_char) -> c_uint {
+    let text = std::ffi::CString::new(client::text(error)).unwrap_or_default();
+    // The caller keeps it for good: errors are few.
+    // SAFETY: CUDA's caller gives a valid pointer or null.
+    finish(unsafe { put(place, text.into_raw().cast_const()) })
+}
