@@ -2,6 +2,7 @@
 # Makes sure that the programs exist which building, testing and the demo need besides the Rust toolchain.
 # As root on a machine with apt-get the missing ones are installed; otherwise one line names them all and the exit
 # status is 1. Programs are looked for, not packages: any other way to have them is as good.
+# With the argument `packages`: those that building and checking the packages needs, and no others.
 set -eu
 
 missing=''  # what to tell the user
@@ -19,6 +20,25 @@ needs() { # PROGRAM PACKAGES
 look() {
     missing=''
     packages=''
+    "look_$what"
+}
+
+look_packages() {
+    echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - >/dev/null 2>&1 || lacks 'cc that links' 'gcc libc6-dev'
+    needs make make
+    needs objdump binutils
+    needs dh debhelper
+    needs dpkg-buildpackage dpkg-dev
+    needs lintian lintian
+    needs rpmbuild rpm
+    needs rpmlint rpmlint
+    [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3
+    # Any will do.
+    python3 -m pip --version >/dev/null 2>&1 || /usr/bin/python3 -m pip --version >/dev/null 2>&1 ||
+        lacks 'python module pip' python3-pip
+}
+
+look_tests() {
     # Rust links with cc, and that needs the C library's start-up files, which Debian's gcc only recommends.
     echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - >/dev/null 2>&1 || lacks 'cc that links' 'gcc libc6-dev'
     needs make make
@@ -28,6 +48,8 @@ look() {
     needs systemd-tmpfiles systemd
     needs gdbus libglib2.0-bin
     needs setpriv util-linux
+    needs script bsdutils
+    needs diff diffutils
     needs flock util-linux
     # Tests that boot a systemd, which only root can.
     if [ "$(id -u)" -eq 0 ]; then
@@ -38,11 +60,18 @@ look() {
             lacks 'a system bus' dbus
     fi
     needs dpkg-deb dpkg
+    # Whether the manual pages are well-formed.
+    needs groff groff
+    needs mandoc mandoc
     # A clock that jumps, for one process and what it starts.
     needs faketime faketime
     # The system's python: a python earlier in PATH can't see the distribution's modules.
     [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3
     /usr/bin/python3 -c 'import dbus' >/dev/null 2>&1 || lacks 'python module dbus' python3-dbus
+    /usr/bin/python3 -c 'import prometheus_client.openmetrics.parser' >/dev/null 2>&1 ||
+        lacks 'python module prometheus_client' python3-prometheus-client
+    /usr/bin/python3 -c 'import gi' >/dev/null 2>&1 || lacks 'python module gi' python3-gi
+    /usr/bin/python3 -c 'import jsonschema' >/dev/null 2>&1 || lacks 'python module jsonschema' python3-jsonschema
 }
 
 # The toolchain is the one thing that nobody wants from this script.
@@ -51,6 +80,7 @@ if ! command -v cargo >/dev/null 2>&1; then
     exit 1
 fi
 
+what=${1:-tests}
 look
 [ -n "$missing" ] || exit 0
 

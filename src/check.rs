@@ -2,10 +2,31 @@
 
 use std::io::{self, Write};
 
-use crate::config::{self, Problem, Sources};
+use crate::config::{self, Loaded, Problem, Sources};
 use crate::gpu::Inventory;
 use crate::gpu::nvml::Driver;
 use crate::plan::{self, GpuPlan, Plan, PlanError};
+
+/// What a start would do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Checked {
+    /// The configuration is wrong.
+    Wrong {
+        /// What is wrong, at least one.
+        problems: Vec<Problem>,
+        /// What was read, where the files in themselves are right.
+        loaded: Option<Loaded>,
+    },
+    /// It is right, whether or not this host can serve it now.
+    Right {
+        /// What was read.
+        loaded: Loaded,
+        /// The driver's version, or why there is none; None where nobody has asked for it.
+        driver: Option<Result<String, String>>,
+        /// The plan, or why there can be none now. Without `enable_cuda_mps` it is empty.
+        plan: Result<Plan, String>,
+    },
+}
 
 /// What the check has found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,44 +37,77 @@ pub enum Verdict {
     Wrong,
 }
 
+/// Reads the configuration and, where it asks for GPUs, looks at them.
+pub fn look(sources: &Sources) -> Checked {
+    match config::load(sources) {
+        Err(problems) => Checked::Wrong { problems, loaded: None },
+        Ok(loaded) if !loaded.settings.enabled => judge(loaded, None),
+        Ok(loaded) => {
+            let driver = Driver::open();
+            let inventory = Inventory::read(&sources.sysroot, driver.as_ref().map_err(String::as_str));
+            judge(loaded, Some(&inventory))
+        }
+    }
+}
+
+/// What the configuration comes to with these GPUs.
+pub fn judge(loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
+    let Some(inventory) = inventory.filter(|_| loaded.settings.enabled) else {
+        let nothing = Plan { gpus: Vec::new(), control_daemons: Vec::new() };
+        return Checked::Right { loaded, driver: None, plan: Ok(nothing) };
+    };
+    let driver = Some(inventory.driver.clone());
+    match plan::plan(&loaded.settings, inventory) {
+        Ok(plan) => Checked::Right { loaded, driver, plan: Ok(plan) },
+        Err(PlanError::NotYet(reason)) => Checked::Right { loaded, driver, plan: Err(reason) },
+        Err(PlanError::Problems(problems)) => Checked::Wrong { problems, loaded: Some(loaded) },
+    }
+}
+
 /// Writes what a start would do. The error is that of writing.
 pub fn run(sources: &Sources, out: &mut dyn Write) -> io::Result<Verdict> {
-    let loaded = match config::load(sources) {
-        Ok(loaded) => loaded,
-        Err(problems) => return wrong(&problems, out),
-    };
+    write(&look(sources), out)
+}
+
+/// Writes it in words.
+pub fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
+    match checked {
+        Checked::Wrong { problems, loaded } => {
+            if let Some(loaded) = loaded {
+                write_files(loaded, out)?;
+            }
+            for problem in problems {
+                writeln!(out, "error: {problem}")?;
+            }
+            Ok(Verdict::Wrong)
+        }
+        Checked::Right { loaded, driver, plan } => {
+            write_files(loaded, out)?;
+            if !loaded.settings.enabled {
+                writeln!(out, "enable_cuda_mps is false: no GPU would be served")?;
+                return Ok(Verdict::Right);
+            }
+            match driver {
+                Some(Ok(version)) => writeln!(out, "driver: {version}")?,
+                Some(Err(reason)) => writeln!(out, "driver: none: {reason}")?,
+                None => {}
+            }
+            match plan {
+                Ok(plan) => write_plan(plan, out)?,
+                Err(reason) => writeln!(out, "no GPU could be served now: {reason}")?,
+            }
+            Ok(Verdict::Right)
+        }
+    }
+}
+
+fn write_files(loaded: &Loaded, out: &mut dyn Write) -> io::Result<()> {
     for warning in &loaded.warnings {
         writeln!(out, "warning: {warning}")?;
     }
     let files: Vec<String> = loaded.settings.sources.iter().map(|file| file.display().to_string()).collect();
-    writeln!(
-        out,
-        "configuration: {}",
-        if files.is_empty() { "none, all defaults".to_owned() } else { files.join(", ") }
-    )?;
-    if !loaded.settings.enabled {
-        writeln!(out, "enable_cuda_mps is false: no GPU would be served")?;
-        return Ok(Verdict::Right);
-    }
-    let driver = Driver::open();
-    let inventory = Inventory::read(&sources.sysroot, driver.as_ref().map_err(String::as_str));
-    match &inventory.driver {
-        Ok(version) => writeln!(out, "driver: {version}")?,
-        Err(reason) => writeln!(out, "driver: none: {reason}")?,
-    }
-    match plan::plan(&loaded.settings, &inventory) {
-        Ok(plan) => write_plan(&plan, out)?,
-        Err(PlanError::Problems(problems)) => return wrong(&problems, out),
-        Err(PlanError::NotYet(reason)) => writeln!(out, "no GPU could be served now: {reason}")?,
-    }
-    Ok(Verdict::Right)
-}
-
-fn wrong(problems: &[Problem], out: &mut dyn Write) -> io::Result<Verdict> {
-    for problem in problems {
-        writeln!(out, "error: {problem}")?;
-    }
-    Ok(Verdict::Wrong)
+    let files = if files.is_empty() { "none, all defaults".to_owned() } else { files.join(", ") };
+    writeln!(out, "configuration: {files}")
 }
 
 fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {

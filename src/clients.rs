@@ -1,76 +1,148 @@
 //! Who uses the GPUs through MPS at this moment.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use crate::gpu::nvml::Driver;
-use crate::mps::control::{Control, ControlError};
+use crate::bypass::{self, Bypass, CONFIRM_AFTER};
+use crate::compute_mode::ComputeModes;
+use crate::gpu::nvml::GpuProcess;
+use crate::mps::control::{Client, Control, ControlError};
 use crate::mps::process::Identity;
 use crate::state::ClientView;
 
 /// The variable by which a container says which slices it was given.
 const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
-/// A control daemon that serves, with the UUIDs of its GPUs.
+/// The host's users. Those that only a directory service knows are left without a name: its servers can keep whoever
+/// asks waiting.
+const USERS: &str = "/etc/passwd";
+
+/// A control daemon.
 #[derive(Debug, Clone)]
 pub struct Serving {
-    /// Its front end.
-    pub control: Arc<Control>,
-    /// Its GPUs.
+    /// Its front end; None while it does not serve.
+    pub control: Option<Arc<Control>>,
+    /// The UUIDs of its GPUs.
     pub gpus: Vec<String>,
+    /// Who is known to use them without its servers.
+    pub bypasses: Vec<Bypass>,
 }
 
-/// The clients of all these control daemons. A control daemon that doesn't answer is an error: a list with holes would
-/// pass for the truth.
-pub async fn list(
-    serving: Vec<Serving>,
-    driver: Option<Arc<Driver>>,
-) -> Result<Vec<ClientView>, ControlError> {
-    let mut clients = Vec::new();
-    for Serving { control, gpus } in serving {
-        let listed = control.clients().await?;
-        if listed.is_empty() {
-            continue;
-        }
-        let memory = match driver.clone() {
-            Some(driver) => {
-                let asked = gpus.clone();
-                tokio::task::spawn_blocking(move || memory(&driver, &asked)).await.unwrap_or_default()
+/// What a look at the GPUs of one control daemon has found.
+struct Look {
+    clients: Vec<Client>,
+    processes: Vec<(String, Vec<GpuProcess>)>,
+    bypasses: Vec<Bypass>,
+}
+
+/// The clients of all these control daemons, and who uses their GPUs without them. A control daemon that doesn't answer is
+/// an error: a list with holes would pass for the truth.
+///
+/// # Errors
+/// A control daemon does not answer, or not as it should.
+pub async fn list(serving: Vec<Serving>, nvml: ComputeModes) -> Result<Vec<ClientView>, ControlError> {
+    let mut looks = Vec::new();
+    for one in &serving {
+        looks.push(look(one, &nvml).await?);
+    }
+    let is_new = |one: &Serving, look: &Look| {
+        look.bypasses.iter().any(|bypass| !one.bypasses.iter().any(|known| known.is(bypass)))
+    };
+    if serving.iter().zip(&looks).any(|(one, look)| is_new(one, look)) {
+        tokio::time::sleep(CONFIRM_AFTER).await;
+        for (one, first) in serving.iter().zip(&mut looks) {
+            if is_new(one, first) {
+                let mut second = look(one, &nvml).await?;
+                second.bypasses.retain(|bypass| first.bypasses.iter().any(|before| before.is(bypass)));
+                *first = second;
             }
-            None => BTreeMap::new(),
-        };
-        for client in listed {
-            let uuid =
-                gpus.iter().find(|uuid| uuid.starts_with(&client.gpu_prefix)).cloned().unwrap_or_default();
-            clients.push(ClientView {
-                pid: client.pid,
-                command: client.command,
-                device: device(client.pid),
-                container_id: container(client.pid),
-                memory_mib: memory.get(&(uuid.clone(), client.pid)).copied(),
-                since: started(client.pid),
-                gpu_uuid: uuid,
-            });
         }
     }
-    Ok(clients)
+    let users = fs::read_to_string(USERS).unwrap_or_default();
+    Ok(serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &users)).collect())
 }
 
-/// GPU memory in MiB by GPU and process.
-fn memory(driver: &Driver, gpus: &[String]) -> BTreeMap<(String, u32), u64> {
-    let of_gpu = |uuid: &String| {
-        let processes = driver.processes(uuid).unwrap_or_default();
-        let uuid = uuid.clone();
-        processes
-            .into_iter()
-            .filter_map(move |process| Some(((uuid.clone(), process.pid), process.memory_mib?)))
+async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> {
+    let processes = bypass::processes(nvml, &one.gpus).await;
+    let Some(control) = &one.control else {
+        return Ok(Look { clients: Vec::new(), processes, bypasses: one.bypasses.clone() });
     };
-    gpus.iter().flat_map(of_gpu).collect()
+    let servers = control.servers().await?;
+    let clients = control.clients().await?;
+    let pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
+    let bypasses =
+        processes.iter().flat_map(|(uuid, processes)| bypass::find(uuid, processes, &servers, &pids));
+    let bypasses = bypasses.collect();
+    Ok(Look { clients, processes, bypasses })
+}
+
+fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
+    let mut views: Vec<ClientView> = Vec::new();
+    for client in &look.clients {
+        let uuid = one.gpus.iter().find(|uuid| uuid.starts_with(&client.gpu_prefix));
+        let uuid = uuid.cloned().unwrap_or_default();
+        // One that has several connections is one client.
+        if views.iter().any(|view| view.pid == client.pid && view.gpu_uuid == uuid) {
+            continue;
+        }
+        let on_gpu = look.processes.iter().find(|(gpu, _)| *gpu == uuid).map(|(_, processes)| processes);
+        let process = on_gpu.into_iter().flatten().find(|process| process.pid == client.pid);
+        let memory_mib = process.and_then(|process| process.memory_mib);
+        views.push(view(client.pid, client.command.clone(), uuid, memory_mib, false, users));
+    }
+    let bypasses = look.bypasses.iter().map(|bypass| {
+        let Bypass { gpu_uuid, process, command, memory_mib } = bypass.clone();
+        view(process.pid, command, gpu_uuid, memory_mib, true, users)
+    });
+    views.extend(bypasses);
+    views
+}
+
+fn view(
+    pid: u32,
+    command: String,
+    gpu_uuid: String,
+    memory_mib: Option<u64>,
+    bypass: bool,
+    users: &str,
+) -> ClientView {
+    let uid = fs::read(format!("/proc/{pid}/status")).ok().and_then(|status| real_uid(&status));
+    ClientView {
+        pid,
+        bypass,
+        uid,
+        user: uid.map(|uid| user_in(users, uid)),
+        command,
+        gpu_uuid,
+        device: device(pid),
+        container_id: container(pid),
+        memory_mib,
+        since: started(pid),
+    }
+}
+
+/// The real user id in /proc/PID/status, the first of four.
+pub(crate) fn real_uid(status: &[u8]) -> Option<u32> {
+    let status = String::from_utf8_lossy(status);
+    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    ids.split_whitespace().next()?.parse().ok()
+}
+
+/// The name of a user in the text of /etc/passwd, or the number where it has none.
+fn user_in(users: &str, uid: u32) -> String {
+    let number = uid.to_string();
+    let named = users.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)? == number && !name.is_empty()).then(|| name.to_owned())
+    });
+    named.unwrap_or(number)
 }
 
 fn device(pid: u32) -> Option<String> {
-    device_in(&std::fs::read(format!("/proc/{pid}/environ")).ok()?)
+    device_in(&fs::read(format!("/proc/{pid}/environ")).ok()?)
 }
 
 /// The value of [`DEVICE_VARIABLE`] in a process's environment: the names of slices, with commas.
@@ -83,7 +155,7 @@ pub(crate) fn device_in(environment: &[u8]) -> Option<String> {
 }
 
 fn container(pid: u32) -> Option<String> {
-    container_in(&std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?)
+    container_in(&fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?)
 }
 
 /// The container's id in the cgroup paths of a process: every runtime puts the 64 hexadecimal digits of it there, in
@@ -102,7 +174,7 @@ pub(crate) fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
 /// When a process started.
 fn started(pid: u32) -> Option<SystemTime> {
     let ticks = Identity::of(pid).ok()?.start_time;
-    let boot = std::fs::read_to_string("/proc/stat").ok()?;
+    let boot = fs::read_to_string("/proc/stat").ok()?;
     let boot: u64 = boot.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
     let per_second = rustix::param::clock_ticks_per_second();
     let since_boot = Duration::from_secs(ticks.checked_div(per_second)?);
@@ -124,6 +196,10 @@ mod tests {
             format!("0::/machine.slice/libpod-{id}.scope/container"),
             format!("0::/system.slice/crio-{id}.scope"),
             format!("3:cpu:/\n0::/default/{id}"),
+            // Cloudpods: below its own parent, in every hierarchy there is.
+            format!("5:cpuset:/cloudpods/{id}\n0::/"),
+            format!("0::/cloudpods/{id}"),
+            format!("0::/cloudpods.slice/cri-containerd-{id}.scope"),
         ] {
             assert_eq!(container_in(&path).as_deref(), Some(id.as_str()), "{path}");
         }
@@ -145,6 +221,16 @@ mod tests {
             Some("00:06.0-1,00:07.0-0")
         );
         assert_eq!(device_in(b"XYUNION_MPS_DEVICE=00:06.0-1\0YUNION_MPS_DEVICE=\0\xff"), None);
+    }
+
+    #[test]
+    fn users_have_names_or_numbers() {
+        let users = "root:x:0:0:root:/root:/bin/bash\nbad line\nworker:x:1000:1000::/:/bin/sh\n:x:7:7::/:\n";
+        for (uid, name) in [(0, "root"), (1000, "worker"), (100, "100"), (7, "7")] {
+            assert_eq!(user_in(users, uid), name);
+        }
+        assert_eq!(real_uid(b"Name:\twork\nUid:\t1000\t0\t0\t0\n"), Some(1000));
+        assert_eq!(real_uid(b"Name:\twork\n"), None);
     }
 
     #[test]

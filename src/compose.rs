@@ -2,10 +2,11 @@
 
 use std::collections::VecDeque;
 
+use crate::bypass;
 use crate::config::Settings;
 use crate::plan::{GpuPlan, Plan};
 use crate::state::{ControlDaemonState, EVENTS_KEPT, Event, GpuView, Snapshot, State};
-use crate::supervisor::Status;
+use crate::supervisor::{GpuStatus, Status};
 
 /// Everything a Snapshot is made from.
 #[derive(Debug)]
@@ -107,13 +108,41 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         (Some(reason), _) => Some(reason.clone()),
         (None, None) => Some(in_the_way(uuid, parts.leaving)),
         (None, Some((_, gpu))) if !gpu.unreachable.is_empty() => Some(gpu.unreachable.clone()),
+        (None, Some((_, gpu))) if gpu.server_kept_out => {
+            Some(format!("{}; no server can start beside them: end them", used_without_us(gpu)))
+        }
         (None, Some((status, _))) if !status.serving => Some(said_by(status)),
         (None, Some((_, gpu))) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
         (None, Some(_)) => None,
     };
     view.healthy = trouble.is_none();
-    view.reason = trouble.unwrap_or_else(|| plan.warnings.join("; "));
+    view.reason = trouble.unwrap_or_else(|| {
+        let bypassed = served.map(|(_, gpu)| gpu).filter(|gpu| !gpu.bypasses.is_empty()).map(used_without_us);
+        bypassed
+            .into_iter()
+            .chain(plan.warnings.iter().map(ToString::to_string))
+            .collect::<Vec<_>>()
+            .join("; ")
+    });
     view
+}
+
+/// What the control daemon that is to serve a GPU knows of it.
+fn served<'a>(parts: &Parts<'a>, uuid: &str) -> Option<&'a GpuStatus> {
+    parts.statuses.iter().find_map(|status| status.gpus.get(uuid))
+}
+
+fn used_without_us(gpu: &GpuStatus) -> String {
+    format!("used without our MPS server by {}", bypass::in_words(&gpu.bypasses))
+}
+
+/// The first GPU that somebody uses without our server.
+fn bypassed(parts: &Parts<'_>, gpus: &[GpuView]) -> Option<String> {
+    gpus.iter().find_map(|view| {
+        let gpu = served(parts, view.uuid())?;
+        let address = view.plan.gpu.pci.address.short();
+        (!gpu.bypasses.is_empty()).then(|| format!("GPU {address} is {}", used_without_us(gpu)))
+    })
 }
 
 fn said_by(status: &Status) -> String {
@@ -149,12 +178,18 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     if bad == 0 {
         let unready = parts.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
         return match (parts.problem, unready) {
-            ("", None) => (State::Ready, String::new()),
+            ("", None) => match bypassed(parts, gpus) {
+                None => (State::Ready, String::new()),
+                Some(bypassed) => (State::Degraded, bypassed),
+            },
             ("", Some(status)) => (State::Degraded, said_by(status)),
             (problem, _) => (State::Degraded, problem.to_owned()),
         };
     }
-    let first = gpus.iter().find(|gpu| !gpu.healthy);
+    // A server that can't open one of its GPUs serves none; the one that keeps it from the others is the reason.
+    let keeps_server_out = |gpu: &&GpuView| served(parts, gpu.uuid()).is_some_and(|gpu| gpu.server_kept_out);
+    let mut unhealthy = gpus.iter().filter(|gpu| !gpu.healthy);
+    let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
     let first =
         first.map(|gpu| format!("{}: {}", gpu.plan.gpu.pci.address.short(), gpu.reason)).unwrap_or_default();
     let reason = format!("{bad} of {} GPUs not served; {first}", gpus.len());

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use crate::gpu::ComputeMode;
-use crate::gpu::nvml::Driver;
+use crate::gpu::nvml::{Driver, GpuProcess};
 use crate::journal::Journal;
 
 /// The mode in which only an MPS server can open a GPU, so that no program slips past it.
@@ -72,10 +72,29 @@ impl ComputeModes {
         Ok(())
     }
 
+    /// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
+    pub async fn look(&self, uuid: &str) -> Result<(ComputeMode, Vec<GpuProcess>), String> {
+        let uuid = uuid.to_owned();
+        self.ask(move |driver| {
+            let mode = driver.compute_mode(&uuid)?;
+            let processes = driver.processes(&uuid).unwrap_or_else(|error| {
+                tracing::debug!(gpu_uuid = uuid, "{error}");
+                Vec::new()
+            });
+            Ok((mode, processes))
+        })
+        .await
+    }
+
+    /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.
+    pub async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
+        let uuid = uuid.to_owned();
+        self.ask(move |driver| driver.processes(&uuid)).await
+    }
+
     /// The PIDs of the MPS clients on a GPU, as the driver knows them.
     pub async fn mps_clients(&self, uuid: &str) -> Result<Vec<u32>, String> {
-        let uuid = uuid.to_owned();
-        let processes = self.ask(move |driver| driver.processes(&uuid)).await?;
+        let processes = self.processes(uuid).await?;
         Ok(processes.into_iter().filter(|process| process.via_mps).map(|process| process.pid).collect())
     }
 

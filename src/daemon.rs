@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep_until};
 
+use crate::cdi::{self, CdiError};
 use crate::clients::{self, Serving};
 use crate::compose::{self, Parts};
 use crate::compute_mode::ComputeModes;
@@ -115,8 +116,10 @@ pub async fn run(options: Options, level: Level) -> Exit {
         events: VecDeque::new(),
         refused: String::new(),
         problem: String::new(),
+        cdi_problem: String::new(),
         next_scan: None,
         stopping: false,
+        carry_on: false,
         wanted_back: false,
         told: Told::default(),
     };
@@ -135,9 +138,6 @@ fn bad_configuration(problems: &[Problem]) -> Exit {
 fn say_findings(loaded: &Loaded) {
     for warning in &loaded.warnings {
         tracing::warn!("{warning}");
-    }
-    if let Some(directory) = &loaded.settings.cdi_directory {
-        tracing::warn!("cuda_mps_cdi_directory: this version writes no CDI spec to {}", directory.display());
     }
     let mut by_file: BTreeMap<String, Vec<&str>> = BTreeMap::new();
     for (origin, key) in &loaded.unknown_keys {
@@ -214,8 +214,12 @@ struct Daemon {
     refused: String,
     /// What the last look at the host found wrong with the configuration in force.
     problem: String,
+    /// Why the CDI spec is not as it should be.
+    cdi_problem: String,
     next_scan: Option<Instant>,
     stopping: bool,
+    /// Whether the control daemons carry on after this end.
+    carry_on: bool,
     /// Whether the service manager should start us again after this end.
     wanted_back: bool,
     told: Told,
@@ -533,11 +537,13 @@ impl Daemon {
 
     /// Asks the control daemons beside the loop: they may take their time.
     fn list_clients(&self, reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>) {
-        let serving = self.supervisors.values().filter_map(|supervisor| {
-            let gpus = supervisor.status().gpus.into_keys().collect();
-            Some(Serving { control: supervisor.control()?, gpus })
+        // Those on their way out wait for theirs.
+        let serving = self.supervisors.values().chain(&self.leaving).map(|supervisor| {
+            let gpus = supervisor.status().gpus;
+            let bypasses = gpus.values().flat_map(|gpu| gpu.bypasses.clone()).collect();
+            Serving { control: supervisor.control(), gpus: gpus.into_keys().collect(), bypasses }
         });
-        let asked = clients::list(serving.collect(), self.driver.borrow().clone());
+        let asked = clients::list(serving.collect(), self.tools.compute_modes.clone());
         tokio::spawn(async move {
             let listed = asked.await.map_err(|error| RequestError::Failed(error.to_string()));
             let _ = reply.send(listed);
@@ -648,6 +654,7 @@ impl Daemon {
             }
         };
         self.stopping = true;
+        self.carry_on = goal == Goal::Leave;
         self.pending.clear();
         notify(&[NotifyState::Stopping]);
         self.leaving.extend(std::mem::take(&mut self.supervisors).into_values());
@@ -671,27 +678,17 @@ impl Daemon {
                 self.supervisors.insert(order.plan.id, supervisor);
             }
         }
-        let snapshot = {
-            let statuses: Vec<Status> = self.supervisors.values().map(Supervisor::status).collect();
-            let leaving: Vec<Status> = self.leaving.iter().map(Supervisor::status).collect();
-            let parts = Parts {
-                settings: &self.settings,
-                driver: &self.driver_version,
-                plan: self.plan.as_ref().map_err(String::as_str),
-                statuses: &statuses,
-                leaving: &leaving,
-                events: &self.events,
-                problem: if self.refused.is_empty() { &self.problem } else { &self.refused },
-                stopping: self.stopping,
-            };
-            compose::compose(&parts, &self.snapshot.borrow())
-        };
+        let mut snapshot = self.compose();
+        if self.keep_cdi_spec(&snapshot) {
+            snapshot = self.compose();
+        }
         let unserved =
             snapshot.gpus.as_ref().is_some_and(|gpus| gpus.iter().any(|gpu| gpu.plan.unusable.is_some()));
+        let trouble = unserved || !self.problem.is_empty() || !self.cdi_problem.is_empty();
         let period = match &self.plan {
             _ if self.stopping || !self.settings.enabled => None,
             Err(_) => Some(SCAN_WITHOUT_PLAN),
-            Ok(_) => (unserved || !self.problem.is_empty()).then_some(SCAN_FOR_MORE),
+            Ok(_) => trouble.then_some(SCAN_FOR_MORE),
         };
         // A look that is due stays due: news that come in faster than the period must not put it off for ever.
         self.next_scan = period.map(|period| {
@@ -704,6 +701,77 @@ impl Daemon {
             modified
         });
         self.tell_service_manager();
+    }
+
+    fn compose(&self) -> Snapshot {
+        let statuses: Vec<Status> = self.supervisors.values().map(Supervisor::status).collect();
+        let leaving: Vec<Status> = self.leaving.iter().map(Supervisor::status).collect();
+        let problems = [&self.refused, &self.problem, &self.cdi_problem];
+        let problem = problems.into_iter().find(|problem| !problem.is_empty());
+        let parts = Parts {
+            settings: &self.settings,
+            driver: &self.driver_version,
+            plan: self.plan.as_ref().map_err(String::as_str),
+            statuses: &statuses,
+            leaving: &leaving,
+            events: &self.events,
+            problem: problem.map_or("", String::as_str),
+            stopping: self.stopping,
+        };
+        compose::compose(&parts, &self.snapshot.borrow())
+    }
+
+    /// Has the CDI spec say what the Snapshot says; gives whether something new is to be said about that.
+    fn keep_cdi_spec(&mut self, snapshot: &Snapshot) -> bool {
+        let problem = match self.write_cdi_spec(snapshot) {
+            Ok(()) => String::new(),
+            Err(error) => format!("CDI spec: {error}"),
+        };
+        if problem == self.cdi_problem {
+            return false;
+        }
+        if problem.is_empty() {
+            self.event("CDI spec: is as it should be again".to_owned());
+        } else {
+            tracing::warn!("{problem}");
+            self.keep_event(problem.clone());
+        }
+        self.cdi_problem = problem;
+        true
+    }
+
+    fn write_cdi_spec(&self, snapshot: &Snapshot) -> Result<(), CdiError> {
+        let directory = self.settings.cdi_directory.as_deref();
+        let file = directory.map(|directory| directory.join(cdi::FILE));
+        let mut journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = journal.cdi_spec().map(Path::to_owned);
+        // What can't be written down is only not found again by the next of us, should the directory be another then.
+        let mut remember = |file: Option<PathBuf>| {
+            if let Err(error) = journal.remember_cdi_spec(file) {
+                tracing::debug!("where the CDI spec is can't be written down: {error}");
+            }
+        };
+        if let Some(old) = known.as_ref().filter(|known| file.as_ref() != Some(known)) {
+            cdi::remove(old)?;
+            remember(None);
+        }
+        let (Some(directory), Some(file)) = (directory, file) else { return Ok(()) };
+        // What an earlier service of ours has said holds until more is known, and after us if the slices do.
+        let holds = if self.stopping { self.carry_on } else { snapshot.state == State::Starting };
+        if holds && known.as_ref() == Some(&file) {
+            return Ok(());
+        }
+        match cdi::spec(snapshot).filter(|_| !self.stopping) {
+            Some(spec) => {
+                remember(Some(file));
+                cdi::write(directory, &spec)
+            }
+            None => {
+                cdi::remove(&file)?;
+                remember(None);
+                Ok(())
+            }
+        }
     }
 
     fn tell_service_manager(&mut self) {

@@ -1,5 +1,5 @@
-//! What must survive this service: which control daemons are ours, and which compute mode each GPU had before it was
-//! changed.
+//! What must survive this service: which control daemons are ours, which compute mode each GPU had before it was
+//! changed, and where a CDI spec is.
 //!
 //! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
 //! not a reboot.
@@ -41,11 +41,30 @@ struct Contents {
     /// By the control daemon's id.
     #[serde(default)]
     control_daemons: BTreeMap<String, Running>,
+    #[serde(default)]
+    cdi_spec: Option<PathBuf>,
 }
 
 impl Default for Contents {
     fn default() -> Self {
-        Self { version: VERSION, previous_compute_modes: BTreeMap::new(), control_daemons: BTreeMap::new() }
+        Self {
+            version: VERSION,
+            previous_compute_modes: BTreeMap::new(),
+            control_daemons: BTreeMap::new(),
+            cdi_spec: None,
+        }
+    }
+}
+
+/// The control daemons that the journal in `directory` has, for whoever only looks; none where there is no journal.
+///
+/// # Errors
+/// It can't be read or is damaged.
+pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
+    match std::fs::read(directory.join(FILE)) {
+        Ok(bytes) => read(&bytes).map(|contents| contents.control_daemons.into_values().collect()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(format!("can't be read: {error}")),
     }
 }
 
@@ -129,6 +148,16 @@ impl Journal {
         self.change(|contents| {
             contents.control_daemons.remove(id);
         })
+    }
+
+    /// Writes down where a CDI spec is, before it is there; None: nowhere any more.
+    pub fn remember_cdi_spec(&mut self, file: Option<PathBuf>) -> io::Result<()> {
+        self.change(|contents| contents.cdi_spec = file)
+    }
+
+    /// The CDI spec that was written since the host was started.
+    pub fn cdi_spec(&self) -> Option<&Path> {
+        self.contents.cdi_spec.as_deref()
     }
 
     /// Writes the file again if it is not as it should be, and says whether that was needed.

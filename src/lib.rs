@@ -14,15 +14,18 @@
 //!                                          |
 //!                        compose -> state::Snapshot (plain data, a generation number)
 //!                                          |
-//!                      D-Bus objects and signals, the unit's status line
+//!                      D-Bus objects and signals, the unit's status line, CDI spec
 //! ```
 //!
 //! A lower part never calls an upper one. `config`, `gpu` and `plan` supervise nothing; `dbus` decides nothing, it
 //! mirrors a Snapshot and passes requests on; `systemd` asks the host's service manager. Only `gpu::nvml` names
 //! `nvml_wrapper`, only `dbus` and `systemd` name zbus interfaces, only `config` names `serde_yaml`, and only
-//! `mps::process` starts, signals or takes over a control daemon. `daemon` is the loop that ties them together; `ctl` is
-//! yunion-mpsctl, on the other side of the bus.
+//! `mps::process` starts, signals or takes over a control daemon. Only `cuda` names cudarc. `daemon` is the loop that ties
+//! them together and `arguments` its command line; `ctl` is yunion-mpsctl, on the other side of the bus.
 
+pub mod arguments;
+pub mod bypass;
+pub mod cdi;
 pub mod check;
 pub mod clients;
 pub mod compose;
@@ -30,6 +33,7 @@ pub mod compute_mode;
 pub mod config;
 pub mod container;
 pub mod ctl;
+pub mod cuda;
 pub mod daemon;
 pub mod dbus;
 pub mod gpu;

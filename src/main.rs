@@ -1,10 +1,11 @@
-//! yunion-mps-daemon: its arguments, its logging, its runtime and its exit status, nothing else.
+//! yunion-mps-daemon: its logging, its runtime and its exit status, nothing else.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Parser;
+use yunion_mps::arguments::Arguments;
 use yunion_mps::check::{self, Verdict};
 use yunion_mps::config::Sources;
 use yunion_mps::daemon::{self, Exit, Options};
@@ -13,21 +14,6 @@ use yunion_mps::mps::launch;
 
 /// The exit status of a configuration error (`EX_CONFIG`), after which the unit is not restarted.
 const BAD_CONFIGURATION: u8 = 78;
-
-/// Serves NVIDIA GPUs through MPS as virtual devices on D-Bus.
-#[derive(Debug, Parser)]
-#[command(version, after_help = "Exit status: 0 stopped, 1 failed, 2 usage, 78 configuration wrong.")]
-struct Arguments {
-    /// The main configuration file [default: /etc/yunion/host.conf]
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Read the host's files (configuration, /sys, pci.ids) below this directory
-    #[arg(long, value_name = "DIR", default_value = "/")]
-    sysroot: PathBuf,
-    /// Say what would be served, or what is wrong, and change nothing
-    #[arg(long)]
-    check: bool,
-}
 
 fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);

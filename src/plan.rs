@@ -37,9 +37,64 @@ pub struct GpuPlan {
     /// Why it can't be served now; None: it can.
     pub unusable: Option<String>,
     /// What an administrator should know, though it is served.
-    pub warnings: Vec<String>,
+    pub warnings: Vec<Warning>,
     /// Where its clients connect.
     pub pipe_directory: PathBuf,
+}
+
+/// What an administrator should know of a GPU, though it is served.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Warning {
+    /// Nobody says whether it enforces limits.
+    #[error("NVML does not say its compute capability; taken for a GPU that enforces no limits")]
+    NoComputeCapability,
+    /// Some slices would never get a client in.
+    #[error("{slices} slices, but the GPU can hold {clients} clients at once")]
+    MoreSlicesThanClients {
+        /// The slices.
+        slices: u32,
+        /// The clients.
+        clients: u32,
+    },
+    /// It is older than Volta.
+    #[error(
+        "compute capability {}.{} enforces neither the memory limit nor the thread percentage",
+        capability.0, capability.1
+    )]
+    NotEnforced {
+        /// Major and minor.
+        capability: (u32, u32),
+    },
+    /// An entry of another type has the same GPU: its user finds a compute mode that it can't work with.
+    #[error("{origin} gives it out as {device_type} too")]
+    GivenOutTwice {
+        /// That entry.
+        origin: Origin,
+        /// Its type.
+        device_type: String,
+    },
+    /// The control daemon's default percentage is that of a GPU with larger slices.
+    #[error(
+        "the shared control daemon's default is {default} %, so only clients that set \
+         CUDA_MPS_ACTIVE_THREAD_PERCENTAGE keep to {own} %"
+    )]
+    LooseThreads {
+        /// The control daemon's.
+        default: u8,
+        /// A slice's.
+        own: u8,
+    },
+    /// The same of the memory limit.
+    #[error(
+        "the shared control daemon's default is {default_mib} MiB, so only clients that set \
+         CUDA_MPS_PINNED_DEVICE_MEM_LIMIT keep to {own_mib} MiB"
+    )]
+    LooseMemory {
+        /// The control daemon's.
+        default_mib: u64,
+        /// A slice's.
+        own_mib: u64,
+    },
 }
 
 /// One control daemon.
@@ -61,6 +116,43 @@ pub struct ControlDaemonPlan {
     pub multiuser_optional: bool,
     /// Whether the server is started before the first client.
     pub prewarm: bool,
+}
+
+/// A control daemon as it runs: what can't be changed without another one.
+#[derive(Debug, Clone, Copy)]
+pub struct Present<'a> {
+    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub pipe_directory: &'a Path,
+    /// Its `CUDA_MPS_LOG_DIRECTORY`.
+    pub log_directory: &'a Path,
+    /// The UUIDs of its GPUs.
+    pub gpus: &'a [String],
+    /// Whether one server serves every user.
+    pub multiuser: bool,
+}
+
+impl ControlDaemonPlan {
+    /// What of this plan that control daemon can't be made to do, so that another has to take its place. A GPU that is
+    /// not `reachable` is not waited for.
+    pub fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
+        let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
+        let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
+        if present.pipe_directory != self.pipe_directory {
+            Some(format!("the pipe directory becomes {}", self.pipe_directory.display()))
+        } else if present.log_directory != self.log_directory {
+            Some(format!("the log directory becomes {}", self.log_directory.display()))
+        } else if let Some(gpu) = joins {
+            Some(format!("{} joins", gpu.uuid))
+        } else if let Some(uuid) = leaves {
+            Some(format!("{uuid} leaves"))
+        } else if present.multiuser && !self.multiuser {
+            Some("multi-user mode is switched off".to_owned())
+        } else if !present.multiuser && self.multiuser && !self.multiuser_optional {
+            Some("multi-user mode is switched on".to_owned())
+        } else {
+            None
+        }
+    }
 }
 
 /// A GPU in a control daemon's hands; its position is its ordinal.
@@ -495,23 +587,19 @@ fn why_unusable(gpu: &Gpu, settings: &Settings) -> Option<String> {
     if reasons.is_empty() { None } else { Some(reasons.join("; ")) }
 }
 
-fn warnings(facts: &NvmlFacts, slices: u32, inventory: &Inventory) -> Vec<String> {
+fn warnings(facts: &NvmlFacts, slices: u32, inventory: &Inventory) -> Vec<Warning> {
     let mut warnings = Vec::new();
     let Some((major, minor)) = facts.compute_capability else {
-        warnings.push(
-            "NVML does not say its compute capability; taken for a GPU that enforces no limits".to_owned(),
-        );
+        warnings.push(Warning::NoComputeCapability);
         return warnings;
     };
     let enforces = (major, minor) >= VOLTA;
     let clients = most_clients(enforces, inventory);
     if slices > clients {
-        warnings.push(format!("{slices} slices, but the GPU can hold {clients} clients at once"));
+        warnings.push(Warning::MoreSlicesThanClients { slices, clients });
     }
     if !enforces {
-        warnings.push(format!(
-            "compute capability {major}.{minor} enforces neither the memory limit nor the thread percentage"
-        ));
+        warnings.push(Warning::NotEnforced { capability: (major, minor) });
     }
     warnings
 }
@@ -532,7 +620,8 @@ fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &I
     for entry in settings.devices.iter().filter(|entry| entry.mps.is_none()) {
         let claimed = entry.path.as_ref().and_then(|path| claim(path, inventory).ok().flatten());
         for gpu in gpus.iter_mut().filter(|gpu| Some(gpu.gpu.pci.address) == claimed) {
-            gpu.warnings.push(format!("{} gives it out as {} too", entry.origin, entry.device_type));
+            let (origin, device_type) = (entry.origin.clone(), entry.device_type.clone());
+            gpu.warnings.push(Warning::GivenOutTwice { origin, device_type });
         }
     }
 }
@@ -607,18 +696,11 @@ fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemon
         for served in control_daemon.gpus.iter().filter(|served| served.limits_enforced) {
             let Some(gpu) = gpus.iter_mut().find(|gpu| gpu.gpu.pci.address == served.pci) else { continue };
             if gpu.thread_percentage < percentage {
-                gpu.warnings.push(format!(
-                    "the shared control daemon's default is {percentage} %, so only clients that set \
-                     CUDA_MPS_ACTIVE_THREAD_PERCENTAGE keep to {} %",
-                    gpu.thread_percentage
-                ));
+                gpu.warnings.push(Warning::LooseThreads { default: percentage, own: gpu.thread_percentage });
             }
             if gpu.memory_limit_mib < served.memory_limit_mib {
-                gpu.warnings.push(format!(
-                    "the shared control daemon's default is {} MiB, so only clients that set \
-                     CUDA_MPS_PINNED_DEVICE_MEM_LIMIT keep to {} MiB",
-                    served.memory_limit_mib, gpu.memory_limit_mib
-                ));
+                let (default_mib, own_mib) = (served.memory_limit_mib, gpu.memory_limit_mib);
+                gpu.warnings.push(Warning::LooseMemory { default_mib, own_mib });
             }
         }
     }
@@ -632,6 +714,10 @@ mod tests {
     use std::time::Duration;
 
     const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+
+    fn text(warning: &Warning) -> String {
+        warning.to_string()
+    }
 
     fn settings() -> Settings {
         Settings {
@@ -782,10 +868,7 @@ mod tests {
                 thread_percentage: 25,
                 limits_enforced: false,
                 unusable: None,
-                warnings: vec![
-                    "compute capability 6.1 enforces neither the memory limit nor the thread percentage"
-                        .to_owned(),
-                ],
+                warnings: vec![Warning::NotEnforced { capability: (6, 1) }],
                 pipe_directory: "/tmp/nvidia-mps/pipe".into(),
             }],
             control_daemons: vec![ControlDaemonPlan {
@@ -848,10 +931,10 @@ mod tests {
         assert_eq!(served, [("GPU-0", 71885), ("GPU-1", 71885), ("GPU-2", 71885)]);
         assert_eq!(daemon.thread_percentage, 50);
         assert_eq!((daemon.multiuser, daemon.multiuser_optional, daemon.prewarm), (true, true, true));
-        assert!(plan.gpus[0].warnings[0].contains("default is 50 %"), "{:?}", plan.gpus[0].warnings);
-        assert!(plan.gpus[1].warnings[0].contains("keep to 10 %"), "{:?}", plan.gpus[1].warnings);
-        assert!(plan.gpus[1].warnings[1].contains("keep to 14377 MiB"), "{:?}", plan.gpus[1].warnings);
-        assert_eq!(plan.gpus[2].warnings, [""; 0]);
+        assert!(text(&plan.gpus[0].warnings[0]).contains("default is 50 %"), "{:?}", plan.gpus[0].warnings);
+        assert!(text(&plan.gpus[1].warnings[0]).contains("keep to 10 %"), "{:?}", plan.gpus[1].warnings);
+        assert!(text(&plan.gpus[1].warnings[1]).contains("keep to 14377 MiB"), "{:?}", plan.gpus[1].warnings);
+        assert_eq!(plan.gpus[2].warnings, []);
     }
 
     #[test]
@@ -879,7 +962,7 @@ mod tests {
         assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
         assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
         // Each default is one GPU's own.
-        assert_eq!(plan.gpus[0].warnings, [""; 0]);
+        assert_eq!(plan.gpus[0].warnings, []);
     }
 
     #[test]
@@ -1101,7 +1184,7 @@ mod tests {
             assert_eq!(daemon.gpus.len(), 1);
             // The percentage of a GPU that is left out counts for nothing.
             assert_eq!(daemon.thread_percentage, 25);
-            assert_eq!(plan.gpus[0].warnings, [""; 0]);
+            assert_eq!(plan.gpus[0].warnings, []);
         }
         let mut dead = h200s();
         for gpu in &mut dead.gpus {
@@ -1149,7 +1232,7 @@ mod tests {
             inventory.driver = Ok(driver.to_owned());
             facts(&mut inventory, 0).compute_capability = Some(capability);
             let plan = plan(&with(vec![(node(128), slices)]), &inventory).unwrap();
-            plan.gpus[0].warnings.iter().any(|warning| warning.contains("clients at once"))
+            plan.gpus[0].warnings.iter().any(|warning| text(warning).contains("clients at once"))
         };
         let golden = [
             (16, (6, 1), "580.1"),
@@ -1169,7 +1252,7 @@ mod tests {
         facts(&mut inventory, 0).compute_capability = None;
         let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
         assert!(!plan.gpus[0].limits_enforced);
-        assert!(plan.gpus[0].warnings[0].contains("compute capability"));
+        assert_eq!(plan.gpus[0].warnings, [Warning::NoComputeCapability]);
         assert!(!plan.control_daemons[0].multiuser);
     }
 
@@ -1177,8 +1260,9 @@ mod tests {
     fn an_entry_of_another_type_for_the_same_gpu_is_a_warning() {
         let settings = and_other(with(vec![(node(128), 4), (node(129), 4)]), Some(pci("1b:00.0")));
         let plan = plan(&settings, &h200s()).unwrap();
-        assert_eq!(plan.gpus[0].warnings, [""; 0]);
-        assert_eq!(plan.gpus[1].warnings, ["devices.yml:90 gives it out as NVIDIA_GPU_SHARE too"]);
+        assert_eq!(plan.gpus[0].warnings, []);
+        let [twice] = plan.gpus[1].warnings.as_slice() else { panic!("{:?}", plan.gpus[1].warnings) };
+        assert_eq!(text(twice), "devices.yml:90 gives it out as NVIDIA_GPU_SHARE too");
     }
 
     proptest! {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use crate::clients::{containers_in, device_in};
+use crate::clients::{containers_in, device_in, real_uid};
 use crate::mps::control::{Client, Control, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 
@@ -330,13 +330,6 @@ fn look_at(pid: u32, wanted: &Wanted) -> io::Result<Look> {
 fn has_slice(environment: &[u8], names: &[String]) -> bool {
     let given = device_in(environment).unwrap_or_default();
     given.split(',').any(|given| names.iter().any(|name| name == given.trim()))
-}
-
-/// The real user id in /proc/PID/status, the first of four.
-fn real_uid(status: &[u8]) -> Option<u32> {
-    let status = String::from_utf8_lossy(status);
-    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    ids.split_whitespace().next()?.parse().ok()
 }
 
 #[cfg(test)]

@@ -134,6 +134,12 @@ pub struct ControlDaemonView {
     pub multiuser: Option<bool>,
     /// How often it was started since this service started.
     pub starts: u32,
+    /// How often since then it has come to answer anew, after one that ran before.
+    pub restarts: u32,
+    /// How often since then another server has taken the place of the one before.
+    pub server_restarts: u32,
+    /// How many fatal GPU errors of its servers were seen since then.
+    pub faults: u32,
     /// Since when it is in this state.
     pub since: SystemTime,
 }
@@ -156,11 +162,17 @@ impl Event {
     }
 }
 
-/// A process that uses a GPU through MPS, as it is at the moment of asking.
+/// A process that uses a GPU, as it is at the moment of asking.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
     /// Its PID on the host.
     pub pid: u32,
+    /// Whether it uses the GPU without a server of ours.
+    pub bypass: bool,
+    /// Its real user id.
+    pub uid: Option<u32>,
+    /// The name of that user, or the id where it has none.
+    pub user: Option<String>,
     /// The command that it runs.
     pub command: String,
     /// The UUID of the GPU.

@@ -11,6 +11,8 @@ use zbus::connection::Builder;
 use zbus::proxy::CacheProperties;
 use zbus::{Connection, OwnedObjectPath, Variant, fdo};
 
+use crate::dbus::proxy::json;
+
 /// What systemd gets to say why we stop: somebody waits for us.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -114,6 +116,38 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
     }
 }
 
+/// What systemd knows of a unit: the properties of its Unit and Service interfaces, under systemd's names.
+pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
+
+/// Asks systemd about a service, installed or not. Takes 2 s at most.
+///
+/// # Errors
+/// No systemd is on the system bus, or it does not answer.
+pub async fn unit(name: &str) -> Result<UnitProperties, String> {
+    let asked = async {
+        let connection = connect().await?;
+        let systemd =
+            SystemdProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
+        let unit = systemd.load_unit(name).await?;
+        let properties = fdo::PropertiesProxy::builder(&connection)
+            .destination("org.freedesktop.systemd1")
+            .path(unit)
+            .build()
+            .await?;
+        let mut all = UnitProperties::new();
+        for interface in ["org.freedesktop.systemd1.Unit", "org.freedesktop.systemd1.Service"] {
+            let values = properties.get_all(interface.try_into()?).await?;
+            all.extend(values.iter().map(|(name, value)| (name.clone(), json(value))));
+        }
+        Ok::<_, zbus::Error>(all)
+    };
+    match timeout(ANSWER_TIMEOUT, asked).await {
+        Ok(Ok(all)) => Ok(all),
+        Ok(Err(error)) => Err(format!("systemd can't be asked on the system bus: {error}")),
+        Err(_) => Err(format!("systemd did not answer within {} s", ANSWER_TIMEOUT.as_secs())),
+    }
+}
+
 type Property = (&'static str, Variant<'static>);
 
 #[zbus::proxy(
@@ -132,6 +166,8 @@ trait Systemd {
 
     #[zbus(name = "GetUnitByPID")]
     fn get_unit_by_pid(&self, pid: u32) -> zbus::Result<OwnedObjectPath>;
+
+    fn load_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
 }
 
 #[zbus::proxy(interface = "org.freedesktop.systemd1.Unit", default_service = "org.freedesktop.systemd1")]

@@ -101,7 +101,9 @@ impl Draft {
             let origin = Origin { file: file.to_owned(), line: line.number };
             match setter(self, &line.value) {
                 Ok(()) => {
-                    self.origins.insert(key, origin);
+                    if let Some(earlier) = self.origins.insert(key, origin.clone()) {
+                        findings.overridden.push((key, earlier, origin));
+                    }
                 }
                 Err(remedy) => findings.problems.push(Problem {
                     origin,
@@ -711,6 +713,30 @@ mod tests {
         for (key, _) in KEYS {
             assert_eq!(example.matches(&format!("\n#{key}: ")).count(), 1, "{key}");
         }
+    }
+
+    /// The defaults as the manual page gives them, read as a file, are the defaults.
+    #[test]
+    fn the_manual_page_has_every_key_with_its_default() {
+        let page = include_str!("../../packaging/man/yunion-mps-host.conf.5");
+        let mut file = String::new();
+        let mut without = Vec::new();
+        for (key, _) in KEYS {
+            let entries: Vec<&str> =
+                page.lines().filter_map(|line| line.strip_prefix(&format!(".It Ic {key} Pq "))).collect();
+            match entries[..] {
+                ["no default"] => without.push(key),
+                [entry] => file += &format!("{key}: {}\n", entry.strip_prefix("default: ").expect(entry)),
+                _ => panic!("{key}: {entries:?}"),
+            }
+        }
+        assert_eq!(without, [DEVICE_FILE_KEY, "cuda_mps_cdi_directory"]);
+        let (draft, findings) = overlaid(&file);
+        assert_eq!((findings.problems, findings.warnings), (Vec::new(), Vec::new()));
+        assert_eq!(draft.origins.len() + without.len(), KEYS.len(), "one value for each key");
+        let default = Draft::new();
+        assert_eq!(draft.settings, default.settings);
+        assert_eq!((draft.device_file, draft.local_file), (default.device_file, default.local_file));
     }
 
     /// A directory that both forms can write: # begins a comment in the older one even within quotes.

@@ -226,6 +226,8 @@ pub struct Loaded {
     pub warnings: Vec<Problem>,
     /// The keys that aren't ours, with their places: of interest to nobody but a searcher of typing errors.
     pub unknown_keys: Vec<(Origin, String)>,
+    /// The keys that a later file sets again: the place that doesn't count, and the one that does.
+    pub overridden: Vec<(&'static str, Origin, Origin)>,
 }
 
 /// What reading the files brings to light besides their values.
@@ -234,6 +236,7 @@ struct Findings {
     problems: Vec<Problem>,
     warnings: Vec<Problem>,
     unknown_keys: Vec<(Origin, String)>,
+    overridden: Vec<(&'static str, Origin, Origin)>,
 }
 
 /// Reads the main file, lays the local one over it, and reads the device file that they name.
@@ -254,9 +257,9 @@ pub fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
     }
     draft.check_together(&mut findings);
     read_device_file(sources, &mut draft, &mut findings);
-    let Findings { problems, warnings, unknown_keys } = findings;
+    let Findings { problems, warnings, unknown_keys, overridden } = findings;
     if problems.is_empty() {
-        Ok(Loaded { settings: draft.settings, warnings, unknown_keys })
+        Ok(Loaded { settings: draft.settings, warnings, unknown_keys, overridden })
     } else {
         Err(problems)
     }
@@ -270,12 +273,14 @@ fn overlay(draft: &mut Draft, file: PathBuf, text: &str, findings: &mut Findings
 /// The default place of the main file, and the one to name when there is none.
 const MAIN_FILE: &str = "/etc/yunion/host.conf";
 
+/// Where the platform's programs look before that: ./etc/host.conf, in the directory that all of them run in. It is not
+/// taken from our own working directory: that is / under systemd, and /etc/host.conf belongs to the C library.
+const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
+
 fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
     let candidates: &[&Path] = match &sources.config {
         Some(file) => &[file],
-        // The working directory has nothing to do with another root.
-        None if sources.sysroot == Path::new("/") => &[Path::new("./etc/host.conf"), Path::new(MAIN_FILE)],
-        None => &[Path::new(MAIN_FILE)],
+        None => &[Path::new(PLATFORM_FILE), Path::new(MAIN_FILE)],
     };
     for file in candidates {
         match read_text(&sources.sysroot, file) {
@@ -357,7 +362,7 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
 }
 
 /// The path below the sysroot; as it is where that is the real root, so that a relative one stays relative.
-fn below(sysroot: &Path, file: &Path) -> PathBuf {
+pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
     if sysroot == Path::new("/") {
         file.to_owned()
     } else {
@@ -493,6 +498,17 @@ mod tests {
         ]);
         assert!(loaded.unwrap().settings.enabled);
         assert!(!load_files(&[(MAIN_FILE, main)]).unwrap().settings.enabled);
+    }
+
+    #[test]
+    fn the_platforms_own_file_comes_first_and_the_c_librarys_is_none_of_them() {
+        let files: [(&str, &[u8]); 3] = [
+            ("/etc/host.conf", b"multi on\n"),
+            (MAIN_FILE, b"cuda_mps_replicas: 3\n"),
+            (PLATFORM_FILE, b"cuda_mps_replicas: 7\n"),
+        ];
+        let replicas = |count: usize| load_files(&files[..count]).unwrap().settings.replicas.get();
+        assert_eq!([replicas(1), replicas(2), replicas(3)], [10, 3, 7]);
     }
 
     #[test]

@@ -34,6 +34,19 @@ const GPUS: [(&str, &str); 9] = [
     ("PCIE_Info", "pcie_info"),
 ];
 
+/// What a narrow terminal does without: what is the same everywhere first.
+const EXPENDABLE: [&str; 9] = [
+    "PCIE_Info",
+    "Index",
+    "Device_minor",
+    "Dev_type",
+    "Sharing_mode",
+    "numa_node",
+    "Vendor_device_id",
+    "Device_path",
+    "Model",
+];
+
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
     /// One line for each GPU instead of each virtual device
@@ -51,11 +64,12 @@ pub(super) async fn list(client: &Client, arguments: &Arguments, out: &mut dyn W
         return print_json(out, &objects);
     }
     if objects.is_empty() {
-        writeln!(out, "{}", why_none(&client.service().await?))?;
+        let what = if arguments.gpus { "GPUs" } else { "devices" };
+        writeln!(out, "No {what}: {}", why_none(&client.service().await?))?;
         return Ok(());
     }
     let heads: Vec<&str> = columns.iter().map(|(head, _)| *head).chain(["Health"]).collect();
-    let mut table = table(&heads);
+    let mut table = table(&heads).leave_out(&EXPENDABLE);
     for object in &objects {
         table.add_row(columns.iter().map(|(_, key)| cell(object, key)).chain([health(object)]));
     }
@@ -67,7 +81,7 @@ pub(super) async fn list(client: &Client, arguments: &Arguments, out: &mut dyn W
 fn why_none(service: &Object) -> String {
     let text = |key| service.get(key).and_then(Value::as_str).map(printable).unwrap_or_default();
     match (text("state"), text("state_reason")) {
-        (state, reason) if reason.is_empty() => format!("No devices: the service is {state}."),
-        (state, reason) => format!("No devices: the service is {state}: {reason}"),
+        (state, reason) if reason.is_empty() => format!("the service is {state}."),
+        (state, reason) => format!("the service is {state}: {reason}"),
     }
 }

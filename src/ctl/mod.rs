@@ -1,19 +1,31 @@
-//! yunion-mpsctl: what its subcommands do. They show what the bus says and compute nothing a second time.
+//! yunion-mpsctl: what its subcommands do. They show what the bus says and compute nothing a second time; `check` and
+//! `doctor` hold it against what the host itself says, `probe` and `bench` put it to the test by CUDA clients of their own.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::dbus::proxy::{Client, ClientError};
 
 mod apply;
+mod bench;
+mod bench_report;
+mod check;
+mod clients;
+mod cuda_client;
+mod difference;
+mod doctor;
 mod env;
 mod list;
+mod metrics;
+mod probe;
+mod published;
 mod run;
 mod status;
 mod table;
 mod terminate;
+mod time;
 
 /// The exit status of a command that could not be carried out.
 const FAILED: u8 = 1;
@@ -26,7 +38,7 @@ const NOT_RUNNING: u8 = 3;
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mpsctl", version, arg_required_else_help = true)]
 #[command(
-    after_help = "Exit status: 0, 1 (it failed), 2 (wrong usage), 3 (yunion-mps-daemon is not running).\n\n\
+    after_help = "Exit status: 0, 1 (it failed), 2 (wrong usage), 3 (yunion-mps-daemon is not running); doctor: 4 and 5.\n\n\
     Examples:\n  \
     yunion-mpsctl list\n  \
     yunion-mpsctl status\n  \
@@ -50,6 +62,42 @@ enum Command {
         yunion-mpsctl status\n  \
         yunion-mpsctl status --json | jq .service.state")]
     Status(status::Arguments),
+    /// Lists the processes that use the GPUs, and marks those that bypass MPS
+    #[command(after_help = "A container's id is shown with its first 12 digits; JSON has all of it.\n\n\
+        Examples:\n  \
+        yunion-mpsctl clients\n  \
+        yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
+        yunion-mpsctl clients --json | jq 'group_by(.device) | map({(.[0].device // \"?\"): length}) | add'")]
+    Clients(clients::Arguments),
+    /// Prints metrics of the service, its devices and their clients as OpenMetrics text
+    #[command(
+        after_help = "Where yunion-mps-daemon is not running the only metric is yunion_mps_up 0, and the exit \
+        status is 0 all the same: a collector is to take that in. It is 1 where the bus can't be asked.\n\n\
+        Examples:\n  \
+        yunion-mpsctl metrics\n  \
+        yunion-mpsctl metrics | grep '^yunion_mps_device_memory_used_bytes'"
+    )]
+    Metrics,
+    /// Says whether the configuration is right, what it comes to, and what a reload would change
+    #[command(
+        after_help = "Needs no root, no GPU and no running daemon; what each of them would tell is then missing. \
+        Timeouts and the size of logs are not published, and so not compared.\n\n\
+        Exit status: 0 right, whether or not something would change; 1 wrong.\n\n\
+        Examples:\n  \
+        yunion-mpsctl check && yunion-mpsctl reload\n  \
+        yunion-mpsctl check /root/host.conf.new\n  \
+        yunion-mpsctl check --json | jq '.differences[] | select(.effect.when != \"live\")'"
+    )]
+    Check(check::Arguments),
+    /// Looks for everything that can be wrong on this host, and names the remedy of each
+    #[command(
+        after_help = "Runs without the daemon too. What only root may see is not checked for others, and said so.\n\n\
+        Exit status: 0 nothing is wrong (there may be things to know), 4 warnings, 5 errors.\n\n\
+        Examples:\n  \
+        yunion-mpsctl doctor\n  \
+        yunion-mpsctl doctor --json | jq -r '.[] | select(.severity == \"error\") | .remedy'"
+    )]
+    Doctor(doctor::Arguments),
     /// Prints what a container, or a process on this host, needs to use devices
     #[command(after_help = "Examples:\n  \
         eval \"$(yunion-mpsctl env 00:06.0-1)\"\n  \
@@ -84,12 +132,40 @@ enum Command {
     #[command(after_help = "A wrong configuration is refused, and the one before stays in force.\n\n\
         Examples:\n  \
         yunion-mps-daemon --check && yunion-mpsctl reload")]
-    Reload,
+    Reload(apply::ReloadArguments),
     /// Carries out the changes of the configuration that wait for clients to leave
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl apply\n  \
         yunion-mpsctl apply --force")]
     Apply(apply::Arguments),
+    /// Opens a CUDA context as a virtual device and says which SMs and how much memory it really gets
+    #[command(
+        after_help = "A process with the device's environment looks first, then one without the limits in it: what \
+        that one gets is what the control daemon itself enforces, also if somebody has changed it behind our back. \
+        SMs may differ by one pair, in which GPUs hand them out; memory by what a context takes of it (128 MiB and \
+        6 MiB for each SM at most). GPUs before Volta enforce no limits, and nothing is compared there.\n\n\
+        For a moment each process allocates as much as the device promises. Where other programs hold more than \
+        their share, a neighbour's allocation can fail in that moment; so nothing is allocated on a GPU that has \
+        clients, unless --beside-clients is given.\n\n\
+        Exit status: 1 if anything differs, or could not be found out.\n\n\
+        Examples:\n  \
+        yunion-mpsctl probe\n  \
+        yunion-mpsctl probe 00:06.0-1\n  \
+        yunion-mpsctl probe --json | jq '.[] | select(.matches | not)'"
+    )]
+    Probe(probe::Arguments),
+    /// Measures what MPS is worth on a GPU: CUDA processes side by side, with MPS and without
+    #[command(
+        after_help = "Two kernels are run by 1, 2, 4, ... processes at once: a narrow one, which leaves most of the \
+        GPU idle, and a wide one, which fills it. It takes about a minute, in which the GPU is under full load; it \
+        refuses to start beside other clients, unless --beside-clients is given. Without MPS it can only be \
+        measured in compute mode DEFAULT. Ctrl-C ends the processes between two kernels.\n\n\
+        Examples:\n  \
+        yunion-mpsctl bench\n  \
+        yunion-mpsctl bench -n 16 --device 00:06.0\n  \
+        yunion-mpsctl bench -n 4 --device 00:06.0-0 --device 00:06.0-1 --json"
+    )]
+    Bench(bench::Arguments),
 }
 
 /// Why a subcommand could not do what it was asked.
@@ -109,6 +185,8 @@ enum Error {
     Wait(#[source] io::Error),
     #[error("can't start a process: {0}")]
     Start(#[source] io::Error),
+    #[error("{0}")]
+    Failed(String),
 }
 
 impl Error {
@@ -121,7 +199,8 @@ impl Error {
             | Self::Json(_)
             | Self::Signals(_)
             | Self::Start(_)
-            | Self::Wait(_) => FAILED,
+            | Self::Wait(_)
+            | Self::Failed(_) => FAILED,
         }
     }
 
@@ -135,10 +214,18 @@ impl Error {
     }
 }
 
+/// The command line as data, for its manual page and completions.
+pub fn command() -> clap::Command {
+    Arguments::command()
+}
+
 /// Does what the arguments ask (the first one is the program's name), and returns the exit status.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     if let Some(status) = run::become_command(&arguments, err) {
+        return status;
+    }
+    if let Some(status) = cuda_client::become_cuda_client(&arguments, out) {
         return status;
     }
     let done = match Arguments::try_parse_from(arguments) {
@@ -168,18 +255,26 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
-    let client = Client::connect().await?;
+    // `check` and `doctor` have something to say without the daemon too, and look for it themselves.
+    let daemon = Client::connect;
+    let mut status = 0;
     match command {
-        Command::List(arguments) => list::list(&client, &arguments, out).await?,
-        Command::Status(arguments) => status::status(&client, &arguments, out).await?,
-        Command::Env(arguments) => env::env(&client, &arguments, out).await?,
-        Command::Terminate(arguments) => terminate::terminate(&client, &arguments, out).await?,
-        Command::Reload => apply::reload(&client, out).await?,
-        Command::Apply(arguments) => apply::apply(&client, &arguments, out).await?,
-        Command::Run(arguments) => return run::run(client, &arguments).await,
+        Command::List(arguments) => list::list(&daemon().await?, &arguments, out).await?,
+        Command::Status(arguments) => status::status(&daemon().await?, &arguments, out).await?,
+        Command::Clients(arguments) => clients::clients(&daemon().await?, &arguments, out).await?,
+        Command::Metrics => metrics::metrics(&daemon().await?, out).await?,
+        Command::Check(arguments) => status = check::check(&arguments, out).await?,
+        Command::Doctor(arguments) => status = doctor::doctor(&arguments, out).await?,
+        Command::Env(arguments) => env::env(&daemon().await?, &arguments, out).await?,
+        Command::Run(arguments) => status = run::run(daemon().await?, &arguments).await?,
+        Command::Terminate(arguments) => terminate::terminate(&daemon().await?, &arguments, out).await?,
+        Command::Reload(arguments) => apply::reload(&daemon().await?, &arguments, out).await?,
+        Command::Apply(arguments) => apply::apply(&daemon().await?, &arguments, out).await?,
+        Command::Probe(arguments) => status = probe::probe(&daemon().await?, &arguments, out).await?,
+        Command::Bench(arguments) => status = bench::bench(&daemon().await?, &arguments, out).await?,
     }
     out.flush()?;
-    Ok(0)
+    Ok(status)
 }
 
 /// Prints a JSON document, one value a line.

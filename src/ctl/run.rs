@@ -119,12 +119,6 @@ struct Signals {
 
 impl Signals {
     fn catch() -> Result<Self, Error> {
-        let ignored = ignored_signals();
-        // nohup and a shell's `&` have some ignored, for the command as for us.
-        let catch = |kind: SignalKind| {
-            let is_ignored = ignored >> (kind.as_raw_value() - 1) & 1 == 1;
-            if is_ignored { Ok(None) } else { unix::signal(kind).map(Some).map_err(Error::Signals) }
-        };
         Ok(Self {
             interrupt: catch(SignalKind::interrupt())?,
             quit: catch(SignalKind::quit())?,
@@ -147,7 +141,14 @@ impl Signals {
     }
 }
 
-async fn received(signal: &mut Option<unix::Signal>) {
+/// Catches a signal, unless we were started to ignore it: nohup and a shell's `&` have some ignored, for us and for those
+/// that we start.
+pub(super) fn catch(kind: SignalKind) -> Result<Option<unix::Signal>, Error> {
+    let is_ignored = ignored_signals() >> (kind.as_raw_value() - 1) & 1 == 1;
+    if is_ignored { Ok(None) } else { unix::signal(kind).map(Some).map_err(Error::Signals) }
+}
+
+pub(super) async fn received(signal: &mut Option<unix::Signal>) {
     match signal {
         Some(signal) => _ = signal.recv().await,
         None => std::future::pending().await,

@@ -1,13 +1,13 @@
 //! `yunion-mpsctl status`.
 
 use std::io::Write;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use clap::Args;
 use serde_json::{Value, json};
 
-use super::table::{cell, cell_with_unit, health, table};
-use super::{Error, print_json};
+use super::table::{cell, cell_with_unit, health, pairs, table};
+use super::{Error, print_json, time};
 use crate::dbus::proxy::{Client, ClientError, Object};
 
 #[derive(Debug, Args)]
@@ -32,7 +32,7 @@ pub(super) async fn status(client: &Client, arguments: &Arguments, out: &mut dyn
         });
         return print_json(out, &all);
     }
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let now = SystemTime::now();
     print_service(out, &service)?;
     print_control_daemons(out, &control_daemons, now)?;
     print_gpus(out, &gpus)?;
@@ -42,32 +42,35 @@ pub(super) async fn status(client: &Client, arguments: &Arguments, out: &mut dyn
 fn print_service(out: &mut dyn Write, service: &Object) -> Result<(), Error> {
     let text = |key| cell(service, key);
     let or_none = |key| Some(text(key)).filter(|text| !text.is_empty()).unwrap_or_else(|| "none".to_owned());
-    writeln!(out, "State:           {}", text("state"))?;
+    let mut lines = pairs();
+    lines.add_row(["State:".to_owned(), text("state")]);
     if !text("state_reason").is_empty() {
-        writeln!(out, "Reason:          {}", text("state_reason"))?;
+        lines.add_row(["Reason:".to_owned(), text("state_reason")]);
     }
-    writeln!(out, "Version:         {}", text("version"))?;
-    writeln!(out, "Driver:          {}", or_none("driver_version"))?;
-    writeln!(out, "Generation:      {}", text("generation"))?;
-    writeln!(out, "Pipe directory:  {}", text("pipe_directory"))?;
-    writeln!(out, "Log directory:   {}", text("log_directory"))?;
+    lines.add_row(["Version:".to_owned(), text("version")]);
+    lines.add_row(["Driver:".to_owned(), or_none("driver_version")]);
+    lines.add_row(["Generation:".to_owned(), text("generation")]);
+    lines.add_row(["Pipe directory:".to_owned(), text("pipe_directory")]);
+    lines.add_row(["Log directory:".to_owned(), text("log_directory")]);
+    writeln!(out, "{lines}")?;
     Ok(())
 }
 
-fn print_control_daemons(out: &mut dyn Write, daemons: &[Object], now: u64) -> Result<(), Error> {
+fn print_control_daemons(out: &mut dyn Write, daemons: &[Object], now: SystemTime) -> Result<(), Error> {
     if daemons.is_empty() {
         return Ok(());
     }
-    let mut table =
-        table(&["Control daemon", "State", "For", "PID", "Servers", "Multi-user", "Starts", "Reason"]);
+    let heads =
+        ["Control daemon", "State", "Since", "For", "PID", "Servers", "Multi-user", "Starts", "Reason"];
+    let mut table = table(&heads).leave_out(&["Since", "Multi-user", "Starts", "Servers", "For"]);
     for daemon in daemons {
         let text = |key| cell(daemon, key);
-        let since = daemon.get("since").and_then(Value::as_u64);
-        let age = since.map_or_else(|| "-".to_owned(), |since| span(now.saturating_sub(since)));
+        let since = daemon.get("since").and_then(Value::as_u64).map(time::from_seconds);
         table.add_row([
             text("id"),
             text("state"),
-            age,
+            since.map_or_else(|| "-".to_owned(), time::local),
+            since.map_or_else(|| "-".to_owned(), |since| time::age(since, now)),
             text("pid"),
             text("servers"),
             text("multiuser"),
@@ -83,7 +86,7 @@ fn print_gpus(out: &mut dyn Write, gpus: &[Object]) -> Result<(), Error> {
     if gpus.is_empty() {
         return Ok(());
     }
-    let mut table = table(&[
+    let heads = [
         "GPU",
         "Model",
         "Compute mode",
@@ -94,7 +97,8 @@ fn print_gpus(out: &mut dyn Write, gpus: &[Object]) -> Result<(), Error> {
         "confirmed",
         "Enforced",
         "Health",
-    ]);
+    ];
+    let mut table = table(&heads).leave_out(&["Enforced", "Compute mode", "Model", "confirmed"]);
     for gpu in gpus {
         table.add_row([
             cell(gpu, "addr"),
@@ -113,36 +117,16 @@ fn print_gpus(out: &mut dyn Write, gpus: &[Object]) -> Result<(), Error> {
     Ok(())
 }
 
-fn print_events(out: &mut dyn Write, events: &[Object], now: u64) -> Result<(), Error> {
+fn print_events(out: &mut dyn Write, events: &[Object], now: SystemTime) -> Result<(), Error> {
     if events.is_empty() {
         return Ok(());
     }
-    writeln!(out, "\nLast events:")?;
+    let mut lines = pairs();
     for event in events {
-        let at = event.get("at").and_then(Value::as_u64).unwrap_or(0) / 1_000_000;
-        let ago = format!("{} ago", span(now.saturating_sub(at)));
-        writeln!(out, "  {ago:>13}  {}", cell(event, "text"))?;
+        let at = event.get("at").and_then(Value::as_u64).map(time::from_microseconds);
+        let at = at.map_or_else(|| "-".to_owned(), |at| time::local_and_age(at, now));
+        lines.add_row([format!("  {at}"), cell(event, "text")]);
     }
+    writeln!(out, "\nLast events:\n{lines}")?;
     Ok(())
-}
-
-/// A span of time at a glance. JSON has the exact moment.
-fn span(seconds: u64) -> String {
-    match seconds {
-        0..60 => format!("{seconds} s"),
-        60..3600 => format!("{} min", seconds / 60),
-        3600..86400 => format!("{} h", seconds / 3600),
-        _ => format!("{} days", seconds / 86400),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn spans_change_their_unit() {
-        let texts = [0, 59, 60, 3599, 3600, 86399, 86400, 864_000].map(span);
-        assert_eq!(texts, ["0 s", "59 s", "1 min", "59 min", "1 h", "23 h", "1 days", "10 days"]);
-    }
 }

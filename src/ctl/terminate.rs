@@ -3,14 +3,24 @@
 use std::io::Write;
 
 use clap::Args;
+use serde_json::json;
 
-use super::Error;
 use super::table::printable;
+use super::{Error, print_json};
 use crate::dbus::proxy::Client;
 
 #[derive(Debug, Args)]
-#[group(required = true, multiple = false)]
 pub(super) struct Arguments {
+    #[command(flatten)]
+    whom: Whom,
+    /// Whose GPU work has ended, as a JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+struct Whom {
     /// One process, by its PID on this host; its user may do this as well as root
     #[arg(value_name = "PID")]
     pid: Option<u32>,
@@ -27,15 +37,20 @@ pub(super) async fn terminate(
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    if let Some(pid) = arguments.pid {
-        client.terminate_client(pid).await?;
-        writeln!(out, "Process {pid} uses no GPU any more.")?;
-    } else if let Some(id) = &arguments.container {
+    let Whom { pid, device, container } = &arguments.whom;
+    let (ended, words) = if let Some(pid) = pid {
+        client.terminate_client(*pid).await?;
+        (json!({"pid": pid}), format!("Process {pid} uses no GPU any more."))
+    } else if let Some(id) = container {
         client.release_container(id).await?;
-        writeln!(out, "No process in container {} uses a GPU any more.", printable(id))?;
+        (json!({"container": id}), format!("No process in container {} uses a GPU any more.", printable(id)))
     } else {
-        client.release_devices(&arguments.device).await?;
-        writeln!(out, "No process uses {} any more.", printable(&arguments.device.join(", ")))?;
+        client.release_devices(device).await?;
+        (json!({"devices": device}), format!("No process uses {} any more.", printable(&device.join(", "))))
+    };
+    if arguments.json {
+        return print_json(out, &ended);
     }
+    writeln!(out, "{words}")?;
     Ok(())
 }

@@ -185,6 +185,9 @@ pub(super) fn control_daemon(daemon: &ControlDaemonView, snapshot: &Snapshot) ->
         ("pipe_directory", path(&daemon.pipe_directory)),
         ("log_directory", path(&daemon.log_directory)),
         ("starts", Variant::from(daemon.starts)),
+        ("restarts", Variant::from(daemon.restarts)),
+        ("server_restarts", Variant::from(daemon.server_restarts)),
+        ("faults", Variant::from(daemon.faults)),
         ("since", Variant::from(seconds(daemon.since))),
         ("gpus", Variant::from(gpus)),
     ]);
@@ -208,7 +211,14 @@ pub(super) fn client(client: &ClientView) -> Dict {
         ("pid", Variant::from(client.pid)),
         ("command", text(&client.command)),
         ("gpu", text(&client.gpu_uuid)),
+        ("bypass", Variant::from(client.bypass)),
     ]);
+    if let Some(uid) = client.uid {
+        dict.insert("uid", Variant::from(uid));
+    }
+    if let Some(user) = &client.user {
+        dict.insert("user", text(user));
+    }
     if let Some(device) = &client.device {
         dict.insert("device", text(device));
     }

@@ -230,6 +230,16 @@ impl Client {
         Ok(values.iter().map(|(name, value)| (key(name), json(value))).collect())
     }
 
+    /// The PID of the service, as the bus has it from the kernel.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn service_pid(&self) -> Result<u32, ClientError> {
+        let proxy = self.manager.inner();
+        let bus = fdo::DBusProxy::new(proxy.connection()).await?;
+        Ok(bus.get_connection_unix_process_id(proxy.destination().to_owned()).await?)
+    }
+
     /// What a container needs to use these devices.
     ///
     /// # Errors
@@ -260,7 +270,7 @@ fn key(property: &str) -> String {
 }
 
 /// The plain value. A file descriptor has none, and none is ever sent.
-fn json(value: &Variant<'_>) -> Value {
+pub(crate) fn json(value: &Variant<'_>) -> Value {
     match value {
         Variant::U8(n) => Value::from(*n),
         Variant::Bool(b) => Value::from(*b),

@@ -175,7 +175,8 @@ pub struct NvmlFacts {
     pub compute_mode: Option<ComputeMode>,
     /// Whether MIG is on.
     pub mig_enabled: bool,
-    /// Processes with a context on it that are neither MPS servers nor clients of one: PID and command.
+    /// Processes that would keep an MPS server out, PID and command: they have a context on it, are no clients of a
+    /// server, and none is there yet.
     pub foreign_processes: Vec<(u32, String)>,
 }
 

@@ -95,6 +95,17 @@ impl Driver {
             .map_err(|error| format!("the driver's version can't be read: {}", words(&error)))
     }
 
+    /// The CUDA version of the driver, 13000 for 13.0.
+    ///
+    /// # Errors
+    /// NVML can't say, in words for an administrator.
+    pub fn cuda_version(&self) -> Result<u32, String> {
+        let version = self.nvml.sys_cuda_driver_version();
+        let version =
+            version.map_err(|error| format!("the CUDA version can't be read: {}", words(&error)))?;
+        u32::try_from(version).map_err(|_| format!("a CUDA version of {version}"))
+    }
+
     /// Every GPU that NVML lists and whose address it knows, in NVML's order. A GPU without a handle is left out: NVML
     /// doesn't say where it is. [`Driver::facts_at`] tells the reason for an address.
     ///
@@ -147,6 +158,15 @@ impl Driver {
     pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
         let mode = self.device(uuid)?.compute_mode();
         mode.map(ours).map_err(|error| format!("the compute mode can't be read: {}", words(&error)))
+    }
+
+    /// Whether the driver keeps the GPU's state, its compute mode too, while no program has the GPU open.
+    ///
+    /// # Errors
+    /// In words for an administrator.
+    pub fn persistence_mode(&self, uuid: &str) -> Result<bool, String> {
+        let mode = self.device(uuid)?.is_in_persistent_mode();
+        mode.map_err(|error| format!("the persistence mode can't be read: {}", words(&error)))
     }
 
     /// Sets the compute mode and reads it back.
@@ -257,18 +277,17 @@ impl Contexts {
             .collect()
     }
 
-    /// Those that are neither a server nor a client of one. One that has ended meanwhile is skipped.
+    /// Those that would keep a server out: they are no clients of one, and none is there yet. One that has ended
+    /// meanwhile is skipped.
     fn foreign(&self, command: impl Fn(u32) -> Option<String>) -> Vec<(u32, String)> {
         let strangers = self.compute.keys().filter(|pid| !self.is_client(**pid, &command));
-        strangers
-            .filter_map(|pid| Some((*pid, command(*pid)?)))
-            .filter(|(_, command)| command != MPS_SERVER)
-            .collect()
+        let strangers: Vec<_> = strangers.filter_map(|pid| Some((*pid, command(*pid)?))).collect();
+        if strangers.iter().any(|(_, command)| command == MPS_SERVER) { Vec::new() } else { strangers }
     }
 }
 
 /// The command of a process as the kernel keeps it, 15 characters at most; None when it has ended.
-fn command(pid: u32) -> Option<String> {
+pub(crate) fn command(pid: u32) -> Option<String> {
     let comm = fs::read(format!("/proc/{pid}/comm")).ok()?;
     Some(String::from_utf8_lossy(&comm).trim_end().to_owned())
 }
@@ -459,10 +478,15 @@ mod tests {
     }
 
     #[test]
+    fn nobody_keeps_a_server_out_that_is_there() {
+        assert_eq!(foreign(&[9, 21, 30], Some(&[21])), Vec::<u32>::new());
+    }
+
+    #[test]
     fn foreign_is_who_is_neither_server_nor_client() {
         assert_eq!(foreign(&[], Some(&[])), Vec::<u32>::new());
         assert_eq!(foreign(&[9, 21, 22], Some(&[21, 22])), Vec::<u32>::new());
-        assert_eq!(foreign(&[9, 21, 30, 404], Some(&[21])), [30]);
+        assert_eq!(foreign(&[21, 30, 404], Some(&[21])), [30]);
         assert_eq!(foreign(&[30, 31], Some(&[])), [30, 31]);
         assert_eq!(contexts(&[30], Some(&[])).foreign(names), [(30, "work30".to_owned())]);
     }

@@ -6,15 +6,17 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
 /// Why a directory can't be used, with the remedy.
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {what}", path = path.display())]
 pub struct BadDirectory {
-    path: PathBuf,
-    what: String,
+    /// Which one, or which of its parents.
+    pub path: PathBuf,
+    /// What is wrong, and behind the last semicolon what to do.
+    pub what: String,
 }
 
 /// What everybody may do in a pipe directory: look, not write.
@@ -23,7 +25,33 @@ const MODE: u32 = 0o755;
 /// Makes `path` and its parents where they don't exist, all 0755, and opens it. Refused: a symbolic link in a place
 /// where others can write, another owner, something that is no directory.
 pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
-    let bad = |at: &Path, what: String| BadDirectory { path: at.to_owned(), what };
+    let directory = walk(path, true)?.ok_or_else(|| bad(path, "has just been removed".to_owned()))?;
+    claim(&directory).map_err(|what| bad(path, what))?;
+    if rustix::fs::accessat(&directory, ".", Access::WRITE_OK, AtFlags::EACCESS) == Err(Errno::ROFS) {
+        return Err(bad(path, format!("can't be written: {}", read_only(path))));
+    }
+    Ok(directory)
+}
+
+/// Whether [`open`] would take the directory as it is, for whoever only looks: nothing is made or changed. True also
+/// where it does not exist yet.
+///
+/// # Errors
+/// As [`open`].
+pub fn look(path: &Path) -> Result<bool, BadDirectory> {
+    let Some(directory) = walk(path, false)? else { return Ok(false) };
+    // The service is root's, whoever looks.
+    let stat =
+        rustix::fs::fstat(&directory).map_err(|error| bad(path, format!("can't be looked at: {error}")))?;
+    if stat.st_uid == 0 { Ok(true) } else { owner(&stat).map(|()| true).map_err(|what| bad(path, what)) }
+}
+
+fn bad(at: &Path, what: String) -> BadDirectory {
+    BadDirectory { path: at.to_owned(), what }
+}
+
+/// Goes down to the directory, and makes what is missing on the way if `make`. None: it is missing.
+fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     let mut at = PathBuf::from("/");
     let mut directory =
         rustix::fs::open("/", OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
@@ -32,13 +60,19 @@ pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
         let Component::Normal(name) = component else { continue };
         let parent = at.clone();
         at.push(name);
-        match rustix::fs::mkdirat(&directory, name, Mode::from_raw_mode(MODE)) {
-            Ok(()) | Err(Errno::EXIST) => {}
-            Err(error) => return Err(bad(&at, format!("can't be made: {error}"))),
+        if make {
+            match rustix::fs::mkdirat(&directory, name, Mode::from_raw_mode(MODE)) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(Errno::ROFS) => return Err(bad(&at, format!("can't be made: {}", read_only(path)))),
+                Err(error) => return Err(bad(&at, format!("can't be made: {error}"))),
+            }
         }
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let entry = rustix::fs::openat(&directory, name, flags, Mode::empty())
-            .map_err(|error| bad(&at, format!("can't be opened: {error}")))?;
+        let entry = match rustix::fs::openat(&directory, name, flags, Mode::empty()) {
+            Ok(entry) => entry,
+            Err(Errno::NOENT) if !make => return Ok(None),
+            Err(error) => return Err(bad(&at, format!("can't be opened: {error}"))),
+        };
         let kind = file_type(&entry).map_err(|error| bad(&at, format!("can't be looked at: {error}")))?;
         let last = at == path;
         directory = match kind {
@@ -64,20 +98,22 @@ pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
             }
         };
     }
-    claim(&directory).map_err(|what| bad(path, what))?;
-    Ok(directory)
+    Ok(Some(directory))
+}
+
+/// What to do about a file system that can't be written, most often because the unit says so.
+fn read_only(path: &Path) -> String {
+    format!(
+        "the file system is read-only; if it is so for this service alone, allow the directory with \
+         ReadWritePaths={} (systemctl edit yunion-mps-daemon), or configure one below /tmp, /run or /var/log",
+        path.display()
+    )
 }
 
 /// Checks that the directory is ours, and that everybody may look into it and nobody else write.
 fn claim(directory: &OwnedFd) -> Result<(), String> {
     let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
-    let us = rustix::process::geteuid().as_raw();
-    if stat.st_uid != us {
-        return Err(format!(
-            "belongs to user {}, not to user {us} as whom this service runs; remove it or configure another directory",
-            stat.st_uid
-        ));
-    }
+    owner(&stat)?;
     if stat.st_mode & 0o777 != MODE {
         // chmod(2) of an O_PATH descriptor goes through /proc; the descriptor is still that very directory.
         let link = format!("/proc/self/fd/{}", rustix::fd::AsRawFd::as_raw_fd(directory));
@@ -85,6 +121,17 @@ fn claim(directory: &OwnedFd) -> Result<(), String> {
             .map_err(|error| format!("can't be made 0755: {error}"))?;
     }
     Ok(())
+}
+
+fn owner(stat: &Stat) -> Result<(), String> {
+    let us = rustix::process::geteuid().as_raw();
+    if stat.st_uid == us {
+        return Ok(());
+    }
+    Err(format!(
+        "belongs to user {}, not to user {us} as whom this service runs; remove it or configure another directory",
+        stat.st_uid
+    ))
 }
 
 fn file_type(entry: &OwnedFd) -> io::Result<FileType> {

@@ -1,5 +1,6 @@
 //! Processes of the control daemon: started, watched, signalled, stopped. The only module that does any of these.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -180,9 +181,13 @@ impl Waiting {
 
 /// The absolute path of a program in the directories of `PATH`, if one there may be executed.
 pub fn find_program(name: &str) -> Result<PathBuf, String> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
+    find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
+}
+
+/// The same with another `PATH`.
+pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, String> {
     let mut unusable = None;
-    for directory in std::env::split_paths(&path) {
+    for directory in std::env::split_paths(path) {
         let candidate = directory.join(name);
         if !candidate.is_file() {
             continue;
@@ -199,7 +204,7 @@ pub fn find_program(name: &str) -> Result<PathBuf, String> {
         None => format!(
             "{name} is in no directory of PATH ({}); install the driver's MPS package (nvidia-cuda-mps, \
              nvidia-compute-utils or xorg-x11-drv-nvidia-cuda)",
-            path.display()
+            Path::new(path).display()
         ),
     })
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::mps::control::{Control, ServerStatus};
+use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::process::{Identity, Process};
 
 use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker, limits};
@@ -71,6 +71,7 @@ impl Worker {
     pub(super) fn fault_seen(&mut self, server: u32) {
         if self.fault.as_ref().is_none_or(|fault| fault.server != server) {
             self.fault = Some(Fault::new(server));
+            self.reporter.update(|status| status.view.faults += 1);
             self.reporter.warning(format!("server {server} met a fatal GPU error"));
             self.show_state();
         }
@@ -164,6 +165,9 @@ impl Worker {
         if !self.watched_servers.insert(server) {
             return;
         }
+        if std::mem::replace(&mut self.has_served, true) {
+            self.reporter.update(|status| status.view.server_restarts += 1);
+        }
         let ended = self.server_ended.clone();
         let process = Identity::of(server).and_then(Process::adopt);
         tokio::spawn(async move {
@@ -228,4 +232,11 @@ impl Worker {
         self.show_state();
         Ok(())
     }
+}
+
+/// Whether a server that says FAULT really met a fatal GPU error, where no line of the log tells of one: a server that
+/// was killed by a signal says so too, until its control daemon notes its end (H200).
+pub(super) async fn still_faulted(control: &Control, server: u32) -> Result<bool, ControlError> {
+    tokio::time::sleep(FAULT_PAUSE).await;
+    Ok(control.server_status(server).await? == ServerStatus::Fault)
 }

@@ -6,6 +6,7 @@
 //!
 //! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
 
+mod bypass;
 mod heal;
 mod servers;
 mod start;
@@ -30,6 +31,7 @@ use crate::mps::process::{self, Process};
 use crate::plan::ControlDaemonPlan;
 use crate::state::ControlDaemonState;
 
+use bypass::Bypasses;
 use heal::{Fault, Revival};
 use servers::Servers;
 use status::Reporter;
@@ -137,6 +139,9 @@ impl Supervisor {
             log_trouble: None,
             servers: Servers::default(),
             watched_servers: BTreeSet::new(),
+            has_run: false,
+            has_served: false,
+            bypasses: Bypasses::default(),
             server_ended,
             server_ends,
             last_words: VecDeque::new(),
@@ -331,6 +336,11 @@ struct Worker {
     servers: Servers,
     /// The servers whose end will be told through `server_ends`.
     watched_servers: BTreeSet<u32>,
+    /// There was a control daemon of ours before: the next one is a restart.
+    has_run: bool,
+    /// The same of servers.
+    has_served: bool,
+    bypasses: Bypasses,
     server_ended: mpsc::Sender<u32>,
     server_ends: mpsc::Receiver<u32>,
     /// The last lines that may explain an end: without a prefix, or a server's.

@@ -12,9 +12,11 @@ use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::directories;
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Identity, Launch, Process, Waiting};
+use crate::plan::Present;
 use crate::state::ControlDaemonState;
 use crate::systemd;
 
+use super::heal::still_faulted;
 use super::servers::Limits;
 use super::{Failure, PROGRAM, Worker, limits, program};
 
@@ -59,6 +61,7 @@ impl Worker {
         self.quiet_until = running.log_offset.min(length);
         self.process = Some(process);
         self.running = Some(running);
+        self.has_run = true;
         self.reporter.update(|status| status.view.pid = Some(pid));
         self.continue_if_stopped();
         match self.answers(&control).await {
@@ -89,7 +92,8 @@ impl Worker {
         self.make_way(&control, &plan.pipe_directory).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
         directories::open(&plan.pipe_directory).map_err(bad_directory)?;
-        self.look_at_gpus().await;
+        let processes = self.look_at_gpus().await;
+        self.look_for_bypasses(None, &processes).await;
         let gpus: Vec<String> = plan
             .gpus
             .iter()
@@ -123,6 +127,9 @@ impl Worker {
             }
         }
         tracing::debug!(step = "answers", "the control daemon answers");
+        if std::mem::replace(&mut self.has_run, true) {
+            self.reporter.update(|status| status.view.restarts += 1);
+        }
         Ok(())
     }
 
@@ -325,6 +332,8 @@ impl Worker {
             }
         });
         self.control.send_replace(Some(std::sync::Arc::new(control)));
+        // Whoever slipped in before is found by the first look.
+        self.bypasses.look_at = Some(Instant::now());
         self.compare_servers();
         self.keep_journal();
         self.reporter.event(format!("control daemon {} is ready", self.reporter.id()));
@@ -350,7 +359,9 @@ impl Worker {
             ServerStatus::Active | ServerStatus::Unsupported => {}
             // Whoever was here before may have read the lines that tell of it.
             ServerStatus::Fault => {
-                self.fault_seen(server);
+                if still_faulted(control, server).await? {
+                    self.fault_seen(server);
+                }
                 return Ok(());
             }
             ServerStatus::Initializing | ServerStatus::Gone => return Ok(()),
@@ -444,27 +455,16 @@ impl Worker {
     /// What of the order the control daemon that runs can't be made to do.
     pub(super) fn find_misfit(&mut self) {
         let Some(running) = &self.running else { return };
-        let plan = &self.order.plan;
-        let wanted: Vec<&String> =
-            plan.gpus.iter().map(|gpu| &gpu.uuid).filter(|uuid| !self.unreachable.contains(*uuid)).collect();
-        let joins = wanted.iter().find(|uuid| !running.gpus.contains(uuid));
-        let leaves = running.gpus.iter().find(|uuid| !plan.gpus.iter().any(|gpu| gpu.uuid == **uuid));
         self.misfit = if self.retiring {
             Some("it is not needed any more".to_owned())
-        } else if running.pipe_directory != plan.pipe_directory {
-            Some(format!("the pipe directory becomes {}", plan.pipe_directory.display()))
-        } else if running.log_directory != plan.log_directory {
-            Some(format!("the log directory becomes {}", plan.log_directory.display()))
-        } else if let Some(uuid) = joins {
-            Some(format!("{uuid} joins"))
-        } else if let Some(uuid) = leaves {
-            Some(format!("{uuid} leaves"))
-        } else if running.multiuser && !plan.multiuser {
-            Some("multi-user mode is switched off".to_owned())
-        } else if !running.multiuser && plan.multiuser && !plan.multiuser_optional {
-            Some("multi-user mode is switched on".to_owned())
         } else {
-            None
+            let present = Present {
+                pipe_directory: &running.pipe_directory,
+                log_directory: &running.log_directory,
+                gpus: &running.gpus,
+                multiuser: running.multiuser,
+            };
+            self.order.plan.misfit(&present, |uuid| !self.unreachable.contains(uuid))
         };
     }
 }

@@ -6,6 +6,7 @@ use std::time::SystemTime;
 
 use tokio::sync::{Notify, watch};
 
+use crate::bypass::Bypass;
 use crate::gpu::ComputeMode;
 use crate::plan::ControlDaemonPlan;
 use crate::state::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
@@ -39,6 +40,10 @@ pub struct GpuStatus {
     pub thread_percentage: Option<u8>,
     /// The memory limit in MiB that a running server has in force.
     pub memory_limit_mib: Option<u64>,
+    /// Who uses it without a server of this control daemon.
+    pub bypasses: Vec<Bypass>,
+    /// Whether they keep a server from opening it.
+    pub server_kept_out: bool,
 }
 
 /// Says what changes, and only that.
@@ -60,6 +65,9 @@ impl Reporter {
             log_directory: plan.log_directory.clone(),
             multiuser: None,
             starts: 0,
+            restarts: 0,
+            server_restarts: 0,
+            faults: 0,
             since: SystemTime::now(),
         };
         let (status, seen) = watch::channel(Status {
@@ -123,6 +131,10 @@ impl Reporter {
 
     pub(super) fn id(&self) -> String {
         self.status.borrow().view.id.clone()
+    }
+
+    pub(super) fn status(&self) -> Status {
+        self.status.borrow().clone()
     }
 
     pub(super) fn reason(&self) -> String {

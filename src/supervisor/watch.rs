@@ -1,5 +1,6 @@
 //! A control daemon that serves: what is looked at, and what follows.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,11 +9,13 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::compute_mode::SERVED;
+use crate::gpu::nvml::GpuProcess;
 use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::log::Meaning;
 use crate::mps::process;
 use crate::state::ControlDaemonState;
 
+use super::heal::still_faulted;
 use super::{Command, Ended, Failure, Goal, Occurrence, Worker, limits, program};
 
 /// How often a control daemon is checked that gives no reason to.
@@ -45,6 +48,7 @@ impl Worker {
             }
             due = self.revival.at.map_or(due, |at| due.min(at));
             due = self.fault.as_ref().map_or(due, |fault| due.min(fault.look_at));
+            due = self.bypasses.look_at.map_or(due, |at| due.min(at));
             let occurrence = tokio::select! {
                 occurrence = self.next(due) => occurrence,
                 Some(command) = commands.recv() => {
@@ -111,6 +115,13 @@ impl Worker {
             self.revival.at = None;
             return self.revive(&control).await;
         }
+        if self.bypasses.look_at.is_some_and(|at| now >= at) {
+            self.bypasses.look_at = None;
+            if self.misses == 0 && self.stuck.is_none() && self.fault.is_none() {
+                let processes = self.look_at_gpus().await;
+                self.look_for_bypasses(Some(&control), &processes).await;
+            }
+        }
         Ok(())
     }
 
@@ -137,11 +148,14 @@ impl Worker {
     async fn check(&mut self) -> Result<Check, Failure> {
         self.continue_if_stopped();
         let Some(control) = self.control() else { return Ok(Check::Done) };
-        match servers_and_faults(&control).await {
+        let mut answers = false;
+        let known = self.fault.as_ref().map(|fault| fault.server);
+        match servers_and_faults(&control, known).await {
             Ok(_) if self.place_is_taken(&control) => {}
             Ok((servers, faulted)) => {
                 let missed = std::mem::take(&mut self.misses) > 0;
                 self.stuck = None;
+                answers = true;
                 self.servers.keep(&servers);
                 for server in servers {
                     self.watch_server(server);
@@ -167,8 +181,12 @@ impl Worker {
             }
             Err(error) => return Err(error.into()),
         }
-        self.look_at_gpus().await;
+        let processes = self.look_at_gpus().await;
         self.keep_compute_modes().await;
+        // Clients of a server that met a fatal error are between being its clients and not.
+        if answers && self.fault.is_none() {
+            self.look_for_bypasses(Some(&control), &processes).await;
+        }
         self.find_misfit();
         self.compare_servers();
         self.keep_journal();
@@ -218,11 +236,16 @@ impl Worker {
         }
     }
 
-    /// Asks NVML how the GPUs are. One that can't be reached is said in its status; the others are served on.
-    pub(super) async fn look_at_gpus(&mut self) {
+    /// Asks NVML how the GPUs are, and which processes are on them. One that can't be reached is said in its status; the
+    /// others are served on.
+    pub(super) async fn look_at_gpus(&mut self) -> BTreeMap<String, Vec<GpuProcess>> {
+        let mut processes = BTreeMap::new();
         let gpus: Vec<String> = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         for uuid in gpus {
-            let found = self.tools.compute_modes.current(&uuid).await;
+            let found = self.tools.compute_modes.look(&uuid).await.map(|(mode, there)| {
+                processes.insert(uuid.clone(), there);
+                mode
+            });
             self.reporter.update_gpu(&uuid, |status| match &found {
                 Ok(mode) => {
                     status.compute_mode = Some(*mode);
@@ -243,6 +266,7 @@ impl Worker {
                 _ => {}
             }
         }
+        processes
     }
 
     /// Sets a compute mode again that somebody else has changed.
@@ -414,12 +438,18 @@ fn ended(goal: &Goal) -> Ended {
     if *goal == Goal::Retire { Ended::Retired } else { Ended::Anew }
 }
 
-async fn servers_and_faults(control: &Control) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
+/// The servers that there are, and those that are in FAULT; of the one whose fault is known already that is no news.
+async fn servers_and_faults(
+    control: &Control,
+    known: Option<u32>,
+) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
     let servers = control.servers().await?;
     let mut faulted = Vec::new();
-    for server in &servers {
-        if control.server_status(*server).await? == ServerStatus::Fault {
-            faulted.push(*server);
+    for server in servers.iter().copied().filter(|server| Some(*server) != known) {
+        if control.server_status(server).await? == ServerStatus::Fault
+            && still_faulted(control, server).await?
+        {
+            faulted.push(server);
         }
     }
     Ok((servers, faulted))

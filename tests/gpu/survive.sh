@@ -33,7 +33,7 @@ ready() { # until the state is ready
     echo "NOT READY"
     yunion-mpsctl status
 }
-control() { pgrep -f 'nvidia-cuda-mps-control -f'; }
+control() { pgrep -f '^[^ ]*nvidia-cuda-mps-control -f'; }
 
 [ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu" || exit 1
 client=$dir/client

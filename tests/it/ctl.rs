@@ -98,6 +98,8 @@ async fn an_empty_list_says_why() {
     let service = Service::start(disabled).await;
     let text = printed(&mut ctl(&service.bus, &["list"])).await;
     assert_eq!(text, "No devices: the service is disabled: enable_cuda_mps is false\n");
+    let text = printed(&mut ctl(&service.bus, &["list", "--gpus"])).await;
+    assert_eq!(text, "No GPUs: the service is disabled: enable_cuda_mps is false\n");
     assert_eq!(printed(&mut ctl(&service.bus, &["list", "--json"])).await, "[]\n");
 }
 
@@ -119,7 +121,7 @@ async fn status_is_one_screen() {
     };
     let daemon = cells("| shared");
     assert_eq!(daemon[..2], ["shared", "ready"]);
-    assert_eq!(daemon[3..7], ["4711", "4712", "false", "1"]);
+    assert_eq!(daemon[4..8], ["4711", "4712", "false", "1"]);
     assert_eq!(
         cells("| 00:06.0"),
         [
@@ -135,7 +137,7 @@ async fn status_is_one_screen() {
             "healthy"
         ]
     );
-    assert!(screen.contains("ago  control daemon shared is ready"), "{screen}");
+    assert!(screen.contains(" ago)  control daemon shared is ready"), "{screen}");
 }
 
 #[tokio::test]
@@ -190,25 +192,39 @@ async fn exit_statuses_say_what_happened() {
     for arguments in [
         &["list"][..],
         &["status"],
+        &["clients"],
         &["env", "00:06.0-1"],
         &["run", "00:06.0-1", "--", "true"],
         &["terminate", "1"],
         &["terminate", "--device", "00:06.0-1"],
         &["reload"],
         &["apply"],
+        &["probe"],
+        &["bench"],
     ] {
         let (status, out, err) = ended(&mut ctl(&empty, arguments)).await;
         assert_eq!((status, out.as_str()), (Some(3), ""), "{arguments:?}: {err}");
         assert!(err.contains("systemctl start yunion-mps-daemon"), "{err}");
     }
+    // These two look at the host without it: a root without anything on it.
+    let root = tempfile::tempdir().unwrap();
+    let root = root.path().to_str().unwrap();
+    let (status, out, err) = ended(&mut ctl(&empty, &["check", "--sysroot", root])).await;
+    assert_eq!((status, err.as_str()), (Some(0), ""), "{out}");
+    let (status, out, err) = ended(&mut ctl(&empty, &["doctor", "--sysroot", root])).await;
+    assert_eq!((status, err.as_str()), (Some(5), ""), "{out}");
     let mut gone = PrivateBus::start();
     gone.stop();
-    let (status, _, err) = ended(&mut ctl(&gone, &["list"])).await;
-    assert_eq!(status, Some(1));
-    assert!(err.starts_with("yunion-mpsctl: the system bus: "), "{err}");
+    for arguments in [&["list"], &["metrics"]] {
+        let (status, out, err) = ended(&mut ctl(&gone, arguments)).await;
+        assert_eq!((status, out.as_str()), (Some(1), ""));
+        assert!(err.starts_with("yunion-mpsctl: the system bus: "), "{err}");
+    }
 
     let service = Service::start(p40_board()).await;
-    for arguments in [&[][..], &["bogus"], &["env"], &["run", "00:06.0-1"], &["list", "--bogus"]] {
+    for arguments in
+        [&[][..], &["bogus"], &["env"], &["run", "00:06.0-1"], &["list", "--bogus"], &["bench", "--bogus"]]
+    {
         let (status, out, err) = ended(&mut ctl(&service.bus, arguments)).await;
         assert_eq!((status, out.as_str()), (Some(2), ""), "{arguments:?}");
         assert!(err.contains("Usage: yunion-mpsctl"), "{err}");
@@ -221,7 +237,21 @@ async fn exit_statuses_say_what_happened() {
 #[tokio::test]
 async fn every_subcommand_has_examples() {
     let bus = PrivateBus::start();
-    for subcommand in ["list", "status", "env", "run", "terminate", "reload", "apply"] {
+    for subcommand in [
+        "list",
+        "status",
+        "clients",
+        "check",
+        "doctor",
+        "metrics",
+        "env",
+        "run",
+        "terminate",
+        "reload",
+        "apply",
+        "probe",
+        "bench",
+    ] {
         let help = printed(&mut ctl(&bus, &[subcommand, "--help"])).await;
         assert!(help.contains("Examples:\n  "), "{help}");
         assert!(help.contains(&format!("yunion-mpsctl {subcommand}")), "{help}");

@@ -357,6 +357,9 @@ async fn control_daemons_and_events_are_listed() {
         "log_directory": ["s", "/tmp/nvidia-mps/log"],
         "multiuser": ["b", false],
         "starts": ["u", 1],
+        "restarts": ["u", 0],
+        "server_restarts": ["u", 0],
+        "faults": ["u", 0],
         "since": ["x", 1_700_000_000],
         "gpus": ["as", [P40]],
     });
@@ -436,6 +439,9 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
 
     let clients = vec![ClientView {
         pid: 1153,
+        bypass: false,
+        uid: Some(1000),
+        user: Some("worker".to_owned()),
         command: "python3".to_owned(),
         gpu_uuid: P40.to_owned(),
         device: Some("00:06.0-1".to_owned()),
@@ -452,6 +458,9 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
     let (answer, ()) = tokio::join!(busctl(bus, "ListClients", &[]), daemon);
     let expected = json!({
         "pid": ["u", 1153],
+        "bypass": ["b", false],
+        "uid": ["u", 1000],
+        "user": ["s", "worker"],
         "command": ["s", "python3"],
         "gpu": ["s", P40],
         "device": ["s", "00:06.0-1"],

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -269,6 +270,43 @@ fn exit_code(mut client: Child) -> Option<i32> {
 }
 
 /// A fatal GPU error whose clients all leave: told with everybody who was hit, and over by itself.
+/// Recorded on an H200: a server that was killed says FAULT until its control daemon notes that it has ended.
+#[test]
+fn a_server_that_dies_is_not_taken_for_faulted() {
+    let mut host = Host::new("h200");
+    let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
+    let (dying, asked) = (host.path("dying"), host.path("asked"));
+    fs::create_dir(&wrapper).unwrap();
+    let program = wrapper.join("nvidia-cuda-mps-control");
+    let script = format!(
+        "#!/bin/bash\nreal={}/nvidia-cuda-mps-control\n[ $# -eq 0 ] || exec $real \"$@\"\ncommand=$(cat)\n\
+         case $command in get_server_status*)\necho >>{}\nif rm {} 2>/dev/null; then echo FAULT; exit; fi ;;\nesac\n\
+         echo \"$command\" | $real\n",
+        real.display(),
+        asked.display(),
+        dying.display(),
+    );
+    fs::write(&program, script).unwrap();
+    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+    host.prefer(&wrapper);
+    host.start();
+    let status = host.wait_for_state("ready");
+    let questions = || fs::read_to_string(&asked).unwrap_or_default().len();
+    for _ in 0..3 {
+        let before = questions();
+        fs::write(&dying, "").unwrap();
+        // Its limits are the same, so all that is asked is how the server is.
+        reload(&host);
+        wait_for("the question, and the one that makes sure", || (questions() >= before + 2).then_some(()));
+        assert!(!dying.exists());
+        let status = host.wait_for_state("ready");
+        assert_eq!(control_daemon(&status)["faults"], 0, "{status:#}");
+    }
+    assert!(!host.log().contains("fatal GPU error"), "{}", host.log());
+    assert_eq!(server(&host.wait_for_state("ready")), server(&status));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 #[test]
 fn a_fault_is_told_and_heals_when_clients_leave() {
     let host = Host::serving("h200");
@@ -354,12 +392,12 @@ fn a_fault_spares_clients_on_other_gpus() {
 }
 
 /// A small file system of its own at a path.
-struct Mount(PathBuf);
+pub(crate) struct Mount(PathBuf);
 
 impl Mount {
-    fn at(path: PathBuf, size: &str) -> Self {
+    pub(crate) fn at(path: PathBuf, options: &str) -> Self {
         fs::create_dir_all(&path).unwrap();
-        let options = format!("size={size},mode=0755");
+        let options = format!("mode=0755,{options}");
         let mounted =
             Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(&path).output().unwrap();
         assert!(mounted.status.success(), "{}", text(&mounted));
@@ -392,7 +430,7 @@ fn no_room_for_the_log() {
         return;
     }
     let mut host = Host::new("h200");
-    let mount = Mount::at(host.path("mps/log"), "64k");
+    let mount = Mount::at(host.path("mps/log"), "size=64k");
     host.start();
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
@@ -431,7 +469,7 @@ fn no_room_for_the_journal() {
         return;
     }
     let mut host = Host::new("h200");
-    let mount = Mount::at(host.path("run"), "16k");
+    let mount = Mount::at(host.path("run"), "size=16k");
     host.start();
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));

@@ -90,6 +90,11 @@ impl Host {
         self.path("sysroot").join(path.trim_start_matches('/'))
     }
 
+    /// Where the bus is.
+    pub(crate) fn bus_address(&self) -> String {
+        self.bus.address()
+    }
+
     /// Takes the bus away.
     pub(crate) fn stop_bus(&mut self) {
         self.bus.stop();
@@ -111,6 +116,20 @@ impl Host {
             .spawn()
             .unwrap();
         self.second_bus = Some(bus);
+    }
+
+    /// The files of the package that a look at the host finds.
+    pub(crate) fn install(&self) {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR"));
+        for (from, to) in [
+            ("config/io.yunion.Mps1.conf", "/usr/share/dbus-1/system.d/io.yunion.Mps1.conf"),
+            ("systemd/yunion-mps-daemon.service", "/usr/lib/systemd/system/yunion-mps-daemon.service"),
+            ("systemd/yunion-mps-daemon.tmpfiles.conf", "/usr/lib/tmpfiles.d/yunion-mps-daemon.conf"),
+        ] {
+            let file = self.file(to);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::copy(source.join(from), file).unwrap();
+        }
     }
 
     /// Adds lines to host.conf; a key that stands there already is replaced.
@@ -297,6 +316,16 @@ impl Host {
         assert!(output.status.success(), "{method}: {}", text(&output));
         let answer: Value = serde_json::from_slice(&output.stdout).unwrap();
         untyped(&answer["data"][0])
+    }
+
+    /// The one client there is, once the driver knows its memory too, which is a moment after its control daemon knows it.
+    pub(crate) fn wait_for_only_client(&self) -> Value {
+        wait_for("one client, with its memory", || {
+            match self.busctl("ListClients").as_array().unwrap().as_slice() {
+                [client] if client["memory_mib"].is_u64() => Some(client.clone()),
+                _ => None,
+            }
+        })
     }
 
     /// The compute mode of a GPU by its number, in nvidia-smi's words.

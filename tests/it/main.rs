@@ -11,12 +11,20 @@
 )]
 
 mod bad_input;
+mod bench;
 mod bus;
+mod cdi;
+mod check;
+mod clients;
 mod ctl;
 mod dbus;
+mod doctor;
+mod example;
 mod faults;
+mod golden;
 mod host;
 mod matrix;
+mod probe;
 mod real_control_daemons;
 mod release;
 mod reload;
@@ -26,4 +34,5 @@ mod serving;
 mod snapshot;
 mod soak;
 mod supervision;
+mod terminal;
 mod unit_file;

@@ -215,14 +215,14 @@ fn a_client_of_several_slices_is_of_each() {
 }
 
 /// A container as its runtime would make it, as far as control groups go.
-struct Container {
-    id: String,
+pub(crate) struct Container {
+    pub(crate) id: String,
     directory: PathBuf,
 }
 
 impl Container {
     /// None where this process may make no control group.
-    fn new() -> Option<Self> {
+    pub(crate) fn new() -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         // No two of them begin with the same 12 digits.
@@ -239,7 +239,7 @@ impl Container {
         })
     }
 
-    fn take(&self, pid: u32, below: &str) {
+    pub(crate) fn take(&self, pid: u32, below: &str) {
         fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
     }
 

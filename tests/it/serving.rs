@@ -130,7 +130,7 @@ fn clients_are_listed_with_their_slices() {
         .args(["run", "00:06.0-1", "--", "cuda-client", "hold", "600"])
         .spawn()
         .unwrap();
-    let client = wait_for("a client", || host.busctl("ListClients").as_array().unwrap().first().cloned());
+    let client = host.wait_for_only_client();
     assert_has(&client, &json!({"device": "00:06.0-1", "gpu": "GPU-168acfc9-c926-5401-354d-2910ddcd391b"}));
     assert!(client["command"].as_str().unwrap().contains("cuda-client"), "{client}");
     let pid = u32::try_from(client["pid"].as_u64().unwrap()).unwrap();

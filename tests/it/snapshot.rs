@@ -76,6 +76,9 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
             log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
             multiuser: Some(false),
             starts: 1,
+            restarts: 0,
+            server_restarts: 0,
+            faults: 0,
             since,
         }],
         events: VecDeque::from([Event {

@@ -1,0 +1,26 @@
+//! yunion-mps-daemon's command line. It is here and not in main.rs because the manual page is written from it too.
+
+use std::path::PathBuf;
+
+use clap::{CommandFactory, Parser};
+
+/// Serves NVIDIA GPUs through MPS as virtual devices on D-Bus.
+#[derive(Debug, Parser)]
+#[command(name = "yunion-mps-daemon", version)]
+#[command(after_help = "Exit status: 0 stopped, 1 failed, 2 usage, 78 configuration wrong.")]
+pub struct Arguments {
+    /// The main configuration file [default: /etc/yunion/host.conf]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Read the host's files (configuration, /sys, pci.ids) below this directory
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    pub sysroot: PathBuf,
+    /// Say what would be served, or what is wrong, and change nothing
+    #[arg(long)]
+    pub check: bool,
+}
+
+/// The command line as data, for its manual page and completions.
+pub fn command() -> clap::Command {
+    Arguments::command()
+}

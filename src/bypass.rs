@@ -1,0 +1,102 @@
+//! Who uses a GPU that is served without going through its control daemon: nothing holds such a process to a share.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use crate::compute_mode::ComputeModes;
+use crate::gpu::nvml::{self, GpuProcess};
+use crate::mps::control::{Control, ControlError};
+use crate::mps::process::Identity;
+
+/// How far apart the two looks are that it takes. NVML and the control daemon don't learn of a client's coming and
+/// going in the same moment, and one that ends is with NVML until the driver has taken its memory back.
+pub(crate) const CONFIRM_AFTER: Duration = Duration::from_secs(1);
+
+/// A process that uses a GPU without a server of ours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bypass {
+    /// The UUID of the GPU.
+    pub gpu_uuid: String,
+    /// The process.
+    pub process: Identity,
+    /// Its command, 15 characters at most.
+    pub command: String,
+    /// The GPU memory that it holds, in MiB.
+    pub memory_mib: Option<u64>,
+}
+
+impl Bypass {
+    /// Whether that is the same process on the same GPU.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        self.gpu_uuid == other.gpu_uuid && self.process == other.process
+    }
+}
+
+/// These processes in words: `PID 1234 (python3), PID 1235 (python3)`.
+pub(crate) fn in_words<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> String {
+    let words: Vec<String> = processes
+        .into_iter()
+        .map(|bypass| format!("PID {} ({})", bypass.process.pid, bypass.command))
+        .collect();
+    words.join(", ")
+}
+
+/// Those of the processes on a GPU that are neither servers nor clients of its control daemon, and live.
+pub(crate) fn find(
+    gpu_uuid: &str,
+    processes: &[GpuProcess],
+    servers: &[u32],
+    clients: &BTreeSet<u32>,
+) -> Vec<Bypass> {
+    let strangers =
+        processes.iter().filter(|process| !servers.contains(&process.pid) && !clients.contains(&process.pid));
+    strangers
+        .filter_map(|process| {
+            Some(Bypass {
+                gpu_uuid: gpu_uuid.to_owned(),
+                process: Identity::of(process.pid).ok()?,
+                command: nvml::command(process.pid)?,
+                memory_mib: process.memory_mib,
+            })
+        })
+        .collect()
+}
+
+/// The processes on each of these GPUs, as NVML has them. A GPU whose processes it can't say has none.
+pub(crate) async fn processes(nvml: &ComputeModes, gpus: &[String]) -> Vec<(String, Vec<GpuProcess>)> {
+    let mut all = Vec::new();
+    for uuid in gpus {
+        let processes = nvml.processes(uuid).await.unwrap_or_else(|error| {
+            tracing::debug!(gpu_uuid = uuid, "{error}");
+            Vec::new()
+        });
+        all.push((uuid.clone(), processes));
+    }
+    all
+}
+
+/// The PIDs of the servers and of the clients of a control daemon. To be asked after NVML: a client is the control
+/// daemon's before it is the GPU's.
+pub(crate) async fn ours(control: &Control) -> Result<(Vec<u32>, BTreeSet<u32>), ControlError> {
+    let servers = control.servers().await?;
+    let clients = control.clients().await?;
+    Ok((servers, clients.into_iter().map(|client| client.pid).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_neither_server_nor_client_bypasses() {
+        let own = std::process::id();
+        let process = |pid| GpuProcess { pid, memory_mib: Some(526), via_mps: false };
+        let processes = [process(own), process(u32::MAX)];
+        let found = find("GPU-1", &processes, &[], &BTreeSet::new());
+        assert_eq!(found.len(), 1, "one that has ended is nobody: {found:?}");
+        assert_eq!((found[0].process.pid, found[0].memory_mib), (own, Some(526)));
+        assert_eq!(in_words(&found), format!("PID {own} ({})", found[0].command));
+        assert!(find("GPU-1", &processes, &[own], &BTreeSet::new()).is_empty());
+        assert!(find("GPU-1", &processes, &[], &BTreeSet::from([own])).is_empty());
+    }
+}

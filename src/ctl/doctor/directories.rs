@@ -1,0 +1,308 @@
+//! The directories that clients, control daemons and this service need.
+
+use std::fs::{self, Metadata};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{StatVfs, StatVfsMountFlags};
+
+use super::facts::{CUDA_DEFAULT, Facts, listener};
+use super::{Check, Finding, Outcome, error, info, told_apart, warning};
+use crate::ctl::published::{pid, text};
+use crate::dbus::proxy::Object;
+use crate::mps::directories::look;
+
+pub(super) const CHECKS: &[Check] = &[
+    ("the pipe and log directories", refused),
+    ("the way to the pipe directory", closed),
+    ("the file systems", file_systems),
+    ("the sockets of the control daemons", sockets),
+    ("the size of the logs", log_size),
+    ("the runtime directory", runtime_directory),
+    ("/dev/shm", shared_memory),
+    ("what containers are given of /tmp/nvidia-mps", container_toolkit),
+    ("SELinux", selinux),
+];
+
+/// Below this a file system counts as full: a control daemon's log grows by this in an hour.
+const ROOM: u64 = 1 << 20;
+
+/// What has to be there of NVIDIA's container toolkit for containers to be given [`CUDA_DEFAULT`].
+const TOOLKIT: [&str; 5] = [
+    "/usr/bin/nvidia-container-runtime",
+    "/usr/bin/nvidia-container-runtime-hook",
+    "/usr/bin/nvidia-container-cli",
+    "/usr/bin/nvidia-ctk",
+    "/etc/nvidia-container-runtime/config.toml",
+];
+
+fn both(facts: &Facts) -> Result<Vec<PathBuf>, String> {
+    Ok(facts.directories()?.into_iter().flat_map(|(pipe, log)| [pipe, log]).collect())
+}
+
+/// By the rules of the service itself.
+fn refused(facts: &Facts) -> Outcome {
+    let mut findings = Vec::new();
+    for directory in both(facts)? {
+        match look(&directory) {
+            Ok(true) => {}
+            Ok(false) if in_use(facts, &directory) => {
+                findings.push(error(
+                    "directory-missing",
+                    directory.display(),
+                    "it does not exist, though the service runs: somebody has removed it",
+                    "yunion-mpsctl apply restarts the control daemon once it has no clients",
+                ));
+            }
+            Ok(false) => {}
+            Err(bad) => {
+                let (found, remedy) = told_apart(&bad.what, "configure another directory in host.conf");
+                findings.push(error("directory-refused", bad.path.display(), found, remedy));
+            }
+        }
+    }
+    dedup(&mut findings);
+    Ok(findings)
+}
+
+/// Whether a control daemon of ours that runs has it.
+fn in_use(facts: &Facts, directory: &Path) -> bool {
+    let daemons = facts.published().map(|published| published.control_daemons.as_slice()).unwrap_or_default();
+    let has = |daemon: &Object| {
+        let directories = [text(daemon, "pipe_directory"), text(daemon, "log_directory")];
+        pid(daemon).is_some() && directories.iter().any(|path| Path::new(path) == directory)
+    };
+    daemons.iter().any(has)
+}
+
+/// Several directories have the same parents.
+fn dedup(findings: &mut Vec<Finding>) {
+    let mut seen: Vec<Finding> = Vec::new();
+    for finding in findings.drain(..) {
+        if !seen.contains(&finding) {
+            seen.push(finding);
+        }
+    }
+    *findings = seen;
+}
+
+/// Clients of every user have to get through all parents, and nobody else may write at the end.
+fn closed(facts: &Facts) -> Outcome {
+    let mut findings = Vec::new();
+    for (pipe, _) in facts.directories()? {
+        for directory in pipe.ancestors() {
+            let Ok(metadata) = fs::metadata(directory) else { continue };
+            if metadata.is_dir() && metadata.mode() & 0o001 == 0 {
+                findings.push(error(
+                    "directory-closed",
+                    directory.display(),
+                    format!("{}: clients of other users can't get through it", mode(&metadata)),
+                    format!("chmod o+x {}", directory.display()),
+                ));
+            }
+        }
+        if let Some(metadata) = fs::metadata(&pipe).ok().filter(|metadata| metadata.mode() & 0o022 != 0) {
+            findings.push(error(
+                "directory-open",
+                pipe.display(),
+                format!("{}: others can put their own sockets there", mode(&metadata)),
+                format!("chmod 755 {}, and see who has changed it", pipe.display()),
+            ));
+        }
+    }
+    dedup(&mut findings);
+    Ok(findings)
+}
+
+fn mode(metadata: &Metadata) -> String {
+    format!("its mode is {:04o}", metadata.permissions().mode() & 0o7777)
+}
+
+/// The nearest directory that exists.
+fn existing(path: &Path) -> &Path {
+    path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+}
+
+fn file_systems(facts: &Facts) -> Outcome {
+    let mut findings = Vec::new();
+    let mut directories = both(facts)?;
+    directories.push(facts.runtime_directory.clone());
+    for directory in directories {
+        if let Ok(system) = rustix::fs::statvfs(existing(&directory)) {
+            findings.extend(judge_file_system(&directory, &system));
+        }
+    }
+    dedup(&mut findings);
+    Ok(findings)
+}
+
+fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
+    let room = system.f_bavail.saturating_mul(system.f_frsize);
+    // A file system that does not count its files has 0 of them.
+    let no_files = system.f_files > 0 && system.f_favail == 0;
+    if system.f_flag.contains(StatVfsMountFlags::RDONLY) {
+        Some(error(
+            "file-system-read-only",
+            directory.display(),
+            "its file system is mounted read-only",
+            format!(
+                "see dmesg for the reason, then mount -o remount,rw $(stat -c %m {})",
+                directory.display()
+            ),
+        ))
+    } else if room < ROOM || no_files {
+        Some(error(
+            "file-system-full",
+            directory.display(),
+            if no_files {
+                "its file system can hold no more files".to_owned()
+            } else {
+                format!("its file system has {room} bytes left")
+            },
+            format!("make room: du -xsh $(stat -c %m {})/*", directory.display()),
+        ))
+    } else {
+        None
+    }
+}
+
+/// A control daemon can live on without the socket that clients look for.
+fn sockets(facts: &Facts) -> Outcome {
+    let mut findings = Vec::new();
+    for daemon in &facts.published()?.control_daemons {
+        let directory = Path::new(text(daemon, "pipe_directory"));
+        let (Some(pid), "ready" | "waiting") = (pid(daemon), text(daemon, "state")) else { continue };
+        // Without the directory, that is what is wrong.
+        if !directory.is_dir() {
+            continue;
+        }
+        let subject = directory.join("control").display().to_string();
+        match listener(directory) {
+            Some(other) if other != pid => findings.push(error(
+                "pipe-directory-taken",
+                subject,
+                format!("control daemon {other} listens there, and not ours, {pid}"),
+                format!("end it: kill {other} (its clients end with it), then yunion-mpsctl apply"),
+            )),
+            Some(_) => {}
+            None => findings.push(error(
+                "pipe-socket-missing",
+                subject,
+                format!("nobody listens there, though control daemon {pid} lives: new clients find nobody"),
+                "yunion-mpsctl apply restarts it once it has no clients; `yunion-mpsctl doctor` says whether \
+                 systemd-tmpfiles may have removed the socket",
+            )),
+        }
+    }
+    Ok(findings)
+}
+
+fn log_size(facts: &Facts) -> Outcome {
+    let most = facts.enabled()?.log_max_bytes;
+    let of = |(_, directory): (PathBuf, PathBuf)| {
+        let file = directory.join("control.log");
+        let size = fs::metadata(&file).ok()?.len();
+        (size > most.saturating_mul(2)).then(|| {
+            warning(
+                "log-too-large",
+                file.display(),
+                format!("{} MiB, and cuda_mps_log_max_size is {} MiB", size >> 20, most >> 20),
+                format!("truncate -s 0 {}; while the service runs it keeps the log short", file.display()),
+            )
+        })
+    };
+    Ok(facts.directories()?.into_iter().filter_map(of).collect())
+}
+
+fn runtime_directory(facts: &Facts) -> Outcome {
+    let directory = &facts.runtime_directory;
+    let mut findings = Vec::new();
+    if let Err(what) = &facts.journal {
+        findings.push(warning(
+            "journal-damaged",
+            directory.join("journal.json").display(),
+            format!("it {what}"),
+            "systemctl restart yunion-mps-daemon starts a new one; check the compute modes afterwards",
+        ));
+    }
+    if facts.published().is_ok_and(|published| published.pid.is_some()) && !directory.is_dir() {
+        findings.push(error(
+            "runtime-directory-missing",
+            directory.display(),
+            "it does not exist, though the service runs: a restart would not find its control daemons",
+            format!("mkdir -m 755 {}, then systemctl reload yunion-mps-daemon", directory.display()),
+        ));
+    }
+    Ok(findings)
+}
+
+/// Clients and servers exchange data there.
+fn shared_memory(facts: &Facts) -> Outcome {
+    let directory = facts.file("/dev/shm");
+    let remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm";
+    let bad = |found: String, remedy: &str| Ok(vec![error("shm-unusable", "/dev/shm", found, remedy)]);
+    let Ok(metadata) = fs::metadata(&directory) else { return bad("it does not exist".to_owned(), remedy) };
+    if !metadata.is_dir() {
+        return bad("it is no directory".to_owned(), remedy);
+    }
+    if metadata.mode() & 0o003 != 0o003 {
+        return bad(format!("{}: not every user can write there", mode(&metadata)), "chmod 1777 /dev/shm");
+    }
+    if let Ok(mounts) = fs::read_to_string(facts.file("/proc/mounts"))
+        && !mounts.lines().any(|line| line.split_whitespace().nth(1) == Some("/dev/shm"))
+    {
+        return bad("nothing is mounted there".to_owned(), remedy);
+    }
+    let system = rustix::fs::statvfs(&directory).map_err(|error| error.to_string())?;
+    Ok(judge_file_system(Path::new("/dev/shm"), &system).into_iter().collect())
+}
+
+/// That runtime mounts the directory into every container with a GPU, whenever it exists.
+fn container_toolkit(facts: &Facts) -> Outcome {
+    let settings = facts.enabled()?;
+    let Some(found) = TOOLKIT.iter().find(|file| facts.file(file).exists()) else { return Ok(Vec::new()) };
+    let remedy = "cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: /var/log/yunion-mps in \
+                  host.conf, for this service and the host agent alike";
+    let pipe = &settings.pipe_directory;
+    if pipe == Path::new(CUDA_DEFAULT) {
+        return Ok(vec![warning(
+            "toolkit-captures-containers",
+            pipe.display(),
+            format!(
+                "{found} is installed: it mounts this directory into every container with a GPU, and CUDA looks \
+                 there by itself, so containers that were given no slice become clients too"
+            ),
+            remedy,
+        )]);
+    }
+    let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(CUDA_DEFAULT));
+    let of = |path: &PathBuf| {
+        info(
+            "toolkit-shows-directories",
+            path.display(),
+            format!(
+                "{found} is installed: it mounts {CUDA_DEFAULT} into every container with a GPU, and with it the \
+                 sockets and logs of others"
+            ),
+            remedy,
+        )
+    };
+    Ok(below.map(of).into_iter().collect())
+}
+
+fn selinux(facts: &Facts) -> Outcome {
+    let enforcing = fs::read_to_string(facts.file("/sys/fs/selinux/enforce"));
+    if enforcing.is_ok_and(|text| text.trim() == "1") {
+        let pipe = &facts.enabled()?.pipe_directory;
+        return Ok(vec![info(
+            "selinux-enforcing",
+            pipe.display(),
+            "SELinux may keep containers from the sockets there",
+            format!(
+                "if ausearch -m avc names it: semanage fcontext -a -t container_file_t '{0}(/.*)?' && restorecon -R {0}",
+                pipe.display()
+            ),
+        )]);
+    }
+    Ok(Vec::new())
+}

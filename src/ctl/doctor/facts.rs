@@ -1,0 +1,297 @@
+//! What is known of the host at this moment: gathered once, judged by nobody here.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use tokio::process::Command;
+use tokio::sync::oneshot;
+
+use super::super::published::{Bus, Published, pid};
+use crate::check::{self, Checked};
+use crate::config::{self, Settings, Sources};
+use crate::gpu::nvml::Driver;
+use crate::gpu::{Gpu, Inventory, NvmlFacts};
+use crate::journal::{self, Running};
+use crate::mps::control::Control;
+use crate::mps::process::{self, Identity};
+use crate::plan::Plan;
+use crate::systemd::{self, UnitProperties};
+
+/// The unit.
+pub(super) const UNIT: &str = "yunion-mps-daemon.service";
+
+/// Where a CUDA program looks for a control daemon that is told nothing else, and the directory that the NVIDIA
+/// container runtime mounts into containers.
+pub(super) const CUDA_DEFAULT: &str = "/tmp/nvidia-mps";
+
+/// How long NVML may take. A GPU that is about to fall off the bus can hold a question for ever.
+const NVML_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// How long a program may take to say its version.
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The name of control daemons and servers, as the kernel keeps it.
+const MPS_COMMAND: &str = "nvidia-cuda-mps";
+
+/// Everything that the checks look at.
+pub(super) struct Facts {
+    pub(super) sources: Sources,
+    pub(super) checked: Checked,
+    pub(super) inventory: Inventory,
+    /// What the inventory leaves out, by the GPU's UUID.
+    pub(super) gpus: BTreeMap<String, GpuNow>,
+    /// The driver's CUDA version, 13000 for 13.0.
+    pub(super) cuda: Option<u32>,
+    /// That of the control daemon's program, which says it from 580 on.
+    pub(super) program_cuda: Option<u32>,
+    pub(super) bus: Bus,
+    pub(super) unit: Result<UnitProperties, String>,
+    pub(super) runtime_directory: PathBuf,
+    pub(super) journal: Result<Vec<Running>, String>,
+    pub(super) control_daemons: Vec<FoundDaemon>,
+}
+
+/// A GPU at this moment.
+#[derive(Debug, Clone)]
+pub(super) struct GpuNow {
+    /// Whether the driver keeps its state.
+    pub(super) persistence: Option<bool>,
+    /// The PIDs of the MPS servers on it.
+    servers: Vec<u32>,
+}
+
+/// A control daemon that runs, by whatever trace it was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct FoundDaemon {
+    pub(super) pid: u32,
+    /// What is known of where it is or what it does, for people.
+    pub(super) trace: String,
+    /// Where it listens, if that is known.
+    pub(super) pipe_directory: Option<PathBuf>,
+}
+
+impl Facts {
+    /// Looks at the host.
+    pub(super) async fn gather(sources: Sources) -> Self {
+        let (inventory, gpus, cuda) = ask_driver(&sources.sysroot).await;
+        let checked = match config::load(&sources) {
+            Ok(loaded) => check::judge(loaded, Some(&inventory)),
+            Err(problems) => Checked::Wrong { problems, loaded: None },
+        };
+        let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
+            .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
+        let mut facts = Self {
+            checked,
+            inventory,
+            gpus,
+            cuda,
+            program_cuda: program_cuda().await,
+            bus: Bus::ask().await,
+            unit: systemd::unit(UNIT).await,
+            journal: journal::control_daemons(&runtime_directory),
+            runtime_directory,
+            control_daemons: Vec::new(),
+            sources,
+        };
+        facts.control_daemons = facts.find_control_daemons();
+        facts
+    }
+
+    /// A file of the host, below the sysroot.
+    pub(super) fn file(&self, path: impl AsRef<Path>) -> PathBuf {
+        config::below(&self.sources.sysroot, path.as_ref())
+    }
+
+    /// Whether the processes of this machine are the host's.
+    pub(super) fn own_processes(&self) -> bool {
+        self.sources.sysroot == Path::new("/")
+    }
+
+    /// What the files say, where they can be read.
+    pub(super) fn settings(&self) -> Option<&Settings> {
+        match &self.checked {
+            Checked::Right { loaded, .. } => Some(&loaded.settings),
+            Checked::Wrong { loaded, .. } => loaded.as_ref().map(|loaded| &loaded.settings),
+        }
+    }
+
+    /// The settings, where MPS is switched on; the error says why there is nothing to check.
+    pub(super) fn enabled(&self) -> Result<&Settings, String> {
+        let settings = self.settings().ok_or("the configuration can't be read")?;
+        if settings.enabled { Ok(settings) } else { Err("enable_cuda_mps is false".to_owned()) }
+    }
+
+    /// The plan, if the configuration comes to one.
+    pub(super) fn plan(&self) -> Option<&Plan> {
+        match &self.checked {
+            Checked::Right { plan, .. } => plan.as_ref().ok(),
+            Checked::Wrong { .. } => None,
+        }
+    }
+
+    /// What the daemon publishes; the error says why it does not.
+    pub(super) fn published(&self) -> Result<&Published, String> {
+        self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".to_owned())
+    }
+
+    /// The GPUs that the driver knows.
+    pub(super) fn known_gpus(&self) -> impl Iterator<Item = (&Gpu, &NvmlFacts)> {
+        self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.nvml.as_ref().ok()?)))
+    }
+
+    /// Pipe and log directory of each control daemon that is planned, or those of the settings where there is no plan.
+    pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, String> {
+        let settings = self.enabled()?;
+        let planned = self.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
+        if planned.is_empty() {
+            return Ok(vec![(settings.pipe_directory.clone(), settings.log_directory.clone())]);
+        }
+        Ok(planned.iter().map(|one| (one.pipe_directory.clone(), one.log_directory.clone())).collect())
+    }
+
+    /// Whether a control daemon was started by this service.
+    pub(super) fn is_ours(&self, daemon: u32) -> bool {
+        let published = self.bus.published().map(|published| published.control_daemons.as_slice());
+        let written = self.journal.as_deref().unwrap_or_default();
+        published.unwrap_or_default().iter().any(|published| pid(published) == Some(daemon))
+            || written.iter().any(|running| Identity::of(daemon).is_ok_and(|now| now == running.process))
+    }
+
+    /// By the sockets in the configured directories and in the place where CUDA looks by itself, by the servers on our
+    /// GPUs, and by their name where the processes of this machine are the host's.
+    fn find_control_daemons(&self) -> Vec<FoundDaemon> {
+        let mut found: Vec<FoundDaemon> = Vec::new();
+        let mut add = |daemon: FoundDaemon| {
+            if !found.iter().any(|known| known.pid == daemon.pid) {
+                found.push(daemon);
+            }
+        };
+        let default = self.file(CUDA_DEFAULT);
+        let configured = self.directories().unwrap_or_default().into_iter().map(|(pipe, _)| pipe);
+        for directory in configured.chain([default]) {
+            if let Some(pid) = listener(&directory) {
+                let trace = format!("it listens in {}", directory.display());
+                add(FoundDaemon { pid, trace, pipe_directory: Some(directory) });
+            }
+        }
+        for (uuid, gpu) in &self.gpus {
+            for server in &gpu.servers {
+                let Some(pid) = parent(*server).filter(|pid| is_mps(*pid)) else { continue };
+                let trace = format!("its server {server} uses GPU {uuid}");
+                add(FoundDaemon { pid, trace, pipe_directory: pipe_directory(pid) });
+            }
+        }
+        if self.own_processes() {
+            for pid in processes().into_iter().filter(|pid| is_control_daemon(*pid)) {
+                let trace = "it runs".to_owned();
+                add(FoundDaemon { pid, trace, pipe_directory: pipe_directory(pid) });
+            }
+        }
+        found
+    }
+}
+
+/// Asks NVML from a thread that may be left behind.
+async fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u32>) {
+    let (tell, answer) = oneshot::channel();
+    let root = sysroot.to_owned();
+    std::thread::spawn(move || {
+        let driver = Driver::open();
+        let inventory = Inventory::read(&root, driver.as_ref().map_err(String::as_str));
+        let uuids = inventory.gpus.iter().filter_map(|gpu| Some(gpu.nvml.as_ref().ok()?.uuid.clone()));
+        let gpus =
+            driver.iter().flat_map(|driver| uuids.clone().map(|uuid| (uuid.clone(), now(driver, &uuid))));
+        let cuda = driver.as_ref().ok().and_then(|driver| driver.cuda_version().ok());
+        // Nobody waits any more: too late.
+        let _ = tell.send((inventory.clone(), gpus.collect(), cuda));
+    });
+    match tokio::time::timeout(NVML_TIMEOUT, answer).await {
+        Ok(Ok(answer)) => answer,
+        _ => {
+            let reason = format!(
+                "NVML did not answer within {} s; look for NVRM lines in dmesg, and reboot",
+                NVML_TIMEOUT.as_secs()
+            );
+            let inventory = Inventory::read(sysroot, Err(&reason));
+            (inventory, BTreeMap::new(), None)
+        }
+    }
+}
+
+/// Asks the control daemon's program for its version. One that doesn't know the question takes itself for a front end, and
+/// must not find a control daemon then.
+async fn program_cuda() -> Option<u32> {
+    let mut command = Command::new(program("nvidia-cuda-mps-control", None).ok()?);
+    command.arg("-v").env("CUDA_MPS_PIPE_DIRECTORY", "/dev/null").stdin(Stdio::null()).kill_on_drop(true);
+    let answer = tokio::time::timeout(PROGRAM_TIMEOUT, command.output()).await.ok()?.ok()?;
+    let text = String::from_utf8_lossy(&answer.stdout).into_owned();
+    text.split_once("Binary version: ")?.1.split_whitespace().next()?.parse().ok()
+}
+
+fn now(driver: &Driver, uuid: &str) -> GpuNow {
+    let processes = driver.processes(uuid).unwrap_or_default();
+    let direct = processes.into_iter().filter(|process| !process.via_mps).map(|process| process.pid);
+    GpuNow {
+        persistence: driver.persistence_mode(uuid).ok(),
+        servers: direct.filter(|pid| is_mps(*pid)).collect(),
+    }
+}
+
+/// The control daemon that listens in a pipe directory, told by the kernel.
+pub(super) fn listener(pipe_directory: &Path) -> Option<u32> {
+    Control::new(PathBuf::from("nvidia-cuda-mps-control"), pipe_directory.to_owned()).daemon_pid()
+}
+
+/// All processes of this machine.
+pub(super) fn processes() -> Vec<u32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// The command of a process, as the kernel keeps it.
+pub(super) fn command(pid: u32) -> Option<String> {
+    Some(fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned())
+}
+
+fn is_mps(pid: u32) -> bool {
+    command(pid).is_some_and(|command| command == MPS_COMMAND)
+}
+
+/// Servers have the same short name; the control daemon says by its arguments that it is one.
+fn is_control_daemon(pid: u32) -> bool {
+    let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let arguments: Vec<_> = arguments.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
+    arguments.first().is_some_and(|program| program.ends_with("nvidia-cuda-mps-control"))
+        && arguments.iter().any(|argument| argument == "-d" || argument == "-f")
+}
+
+fn parent(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
+/// A variable in the environment of a process; the error is for people.
+pub(super) fn variable(pid: u32, name: &str) -> Result<Option<String>, String> {
+    let environment = fs::read(format!("/proc/{pid}/environ"))
+        .map_err(|error| format!("the environment of PID {pid} can't be read: {error}"))?;
+    let value = environment.split(|byte| *byte == 0).find_map(|variable| {
+        String::from_utf8_lossy(variable).strip_prefix(name)?.strip_prefix('=').map(str::to_owned)
+    });
+    Ok(value)
+}
+
+fn pipe_directory(pid: u32) -> Option<PathBuf> {
+    let value = variable(pid, "CUDA_MPS_PIPE_DIRECTORY").ok()?;
+    Some(value.map_or_else(|| PathBuf::from(CUDA_DEFAULT), PathBuf::from))
+}
+
+/// A program in a PATH; our own where none is given.
+pub(super) fn program(name: &str, path: Option<&str>) -> Result<PathBuf, String> {
+    match path {
+        None => process::find_program(name),
+        Some(path) => process::find_program_in(name, path.as_ref()),
+    }
+}

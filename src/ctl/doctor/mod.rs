@@ -1,0 +1,215 @@
+//! `yunion-mpsctl doctor`: everything that can be wrong on this host, each with its remedy.
+//!
+//! The facts are gathered once; every check is a function of them, and the modules group the checks by subject. What the
+//! configuration, the plan and the directories must be is asked of the library, which knows it.
+
+mod ageing;
+mod configuration;
+mod directories;
+mod driver;
+mod facts;
+mod gpus;
+mod processes;
+mod service;
+mod serving;
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use self::facts::Facts;
+use super::table::printable;
+use super::{Error, print_json};
+use crate::config::Sources;
+
+/// The exit status when the worst finding is a warning.
+const WARNINGS: u8 = 4;
+/// The exit status when there are errors.
+const ERRORS: u8 = 5;
+
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// The main configuration file [default: /etc/yunion/host.conf]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Read the host's files below this directory, and leave its processes out
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    sysroot: PathBuf,
+    /// The findings, as a JSON array
+    #[arg(long)]
+    json: bool,
+}
+
+/// How bad a finding is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Severity {
+    /// Something is not served, or not as it is published.
+    Error,
+    /// It works, and is about to go wrong or to surprise somebody.
+    Warning,
+    /// Worth knowing.
+    Info,
+}
+
+impl Severity {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Warning => "warning",
+            Self::Info => "info",
+        }
+    }
+}
+
+/// Something that a check has found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct Finding {
+    /// Its name, which never changes.
+    name: &'static str,
+    severity: Severity,
+    /// The file, the GPU, the process that it is about.
+    subject: String,
+    /// What was found.
+    found: String,
+    /// What to type, or to write where.
+    remedy: String,
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "texts and displayed paths alike are made for it")]
+fn finding(
+    severity: Severity,
+    name: &'static str,
+    subject: impl ToString,
+    found: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Finding {
+    Finding { name, severity, subject: subject.to_string(), found: found.into(), remedy: remedy.into() }
+}
+
+fn error(
+    name: &'static str,
+    subject: impl ToString,
+    found: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Finding {
+    finding(Severity::Error, name, subject, found, remedy)
+}
+
+fn warning(
+    name: &'static str,
+    subject: impl ToString,
+    found: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Finding {
+    finding(Severity::Warning, name, subject, found, remedy)
+}
+
+fn info(
+    name: &'static str,
+    subject: impl ToString,
+    found: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Finding {
+    finding(Severity::Info, name, subject, found, remedy)
+}
+
+/// What a check has found, or why it could not look.
+type Outcome = Result<Vec<Finding>, String>;
+
+/// What is looked at, for people, and how.
+type Check = (&'static str, fn(&Facts) -> Outcome);
+
+/// The result of all checks.
+struct Report {
+    /// The worst first.
+    findings: Vec<Finding>,
+    /// How many checks were made.
+    made: usize,
+    /// What was not looked at, and why.
+    not_checked: Vec<(&'static str, String)>,
+}
+
+/// Returns the exit status.
+pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+    let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
+    let report = examine(&Facts::gather(sources).await);
+    if arguments.json {
+        // As a value, whose keys are sorted like those of every other output.
+        print_json(out, &serde_json::to_value(&report.findings)?)?;
+    } else {
+        write(&report, out)?;
+    }
+    Ok(match report.findings.first().map(|worst| worst.severity) {
+        Some(Severity::Error) => ERRORS,
+        Some(Severity::Warning) => WARNINGS,
+        Some(Severity::Info) | None => 0,
+    })
+}
+
+fn examine(facts: &Facts) -> Report {
+    let modules = [
+        configuration::CHECKS,
+        driver::CHECKS,
+        gpus::CHECKS,
+        directories::CHECKS,
+        ageing::CHECKS,
+        service::CHECKS,
+        serving::CHECKS,
+        processes::CHECKS,
+    ];
+    let mut report = Report { findings: Vec::new(), made: 0, not_checked: Vec::new() };
+    for (what, check) in modules.into_iter().flatten() {
+        match check(facts) {
+            Ok(findings) => {
+                report.made += 1;
+                report.findings.extend(findings);
+            }
+            Err(why) => report.not_checked.push((what, why)),
+        }
+    }
+    // Stable: within one severity, causes come before what follows from them.
+    report.findings.sort_by_key(|finding| finding.severity);
+    report
+}
+
+fn write(report: &Report, out: &mut dyn Write) -> Result<(), Error> {
+    for finding in &report.findings {
+        let Finding { name, severity, subject, found, remedy } = finding;
+        writeln!(out, "{}: {name}: {}", severity.word(), printable(subject))?;
+        writeln!(out, "    found:  {}", printable(found))?;
+        writeln!(out, "    remedy: {}\n", printable(remedy))?;
+    }
+    let count = |severity| report.findings.iter().filter(|finding| finding.severity == severity).count();
+    if report.findings.is_empty() {
+        writeln!(out, "Nothing wrong: {} checks made.", report.made)?;
+    } else {
+        writeln!(
+            out,
+            "{} errors, {} warnings, {} to know; {} checks made.",
+            count(Severity::Error),
+            count(Severity::Warning),
+            count(Severity::Info),
+            report.made
+        )?;
+    }
+    let mut whys: Vec<&String> = report.not_checked.iter().map(|(_, why)| why).collect();
+    whys.sort_unstable();
+    whys.dedup();
+    for why in whys {
+        let what = report.not_checked.iter().filter(|(_, other)| other == why).map(|(what, _)| *what);
+        let what: Vec<&str> = what.collect();
+        writeln!(out, "Not checked, since {}: {}", printable(why), what.join("; "))?;
+    }
+    Ok(())
+}
+
+/// A reason in words for an administrator, which ends with what to do, as what was found and the remedy.
+fn told_apart(reason: &str, otherwise: &str) -> (String, String) {
+    match reason.rsplit_once("; ") {
+        Some((found, remedy)) => (found.to_owned(), remedy.to_owned()),
+        None => (reason.to_owned(), otherwise.to_owned()),
+    }
+}

@@ -1,0 +1,101 @@
+//! Processes that are not as the service has them, or not its own.
+
+use std::fs;
+use std::path::Path;
+
+use super::facts::{CUDA_DEFAULT, Facts};
+use super::{Check, Finding, Outcome, error, warning};
+use crate::ctl::published::{Published, number, pid, text};
+
+pub(super) const CHECKS: &[Check] =
+    &[("control daemons of others", foreign), ("the limit of open files", open_files)];
+
+/// What a client costs its server in open files, at most: with the usual 1024, fewer than 60 clients fit.
+const FILES_PER_CLIENT: u64 = 20;
+
+/// What a server has open by itself. Measured: 42 with one GPU.
+const FILES: u64 = 64;
+
+fn foreign(facts: &Facts) -> Outcome {
+    // What is not ours can only be said where it is known what is.
+    if facts.published().is_err() && facts.journal.is_err() {
+        return Err("it is not known which control daemons are ours".to_owned());
+    }
+    let configured = facts.directories().unwrap_or_default();
+    let of = |daemon: &super::facts::FoundDaemon| -> Finding {
+        let pid = daemon.pid;
+        let directory = daemon.pipe_directory.as_deref();
+        let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
+        let place = directory.map_or_else(|| CUDA_DEFAULT.to_owned(), |path| path.display().to_string());
+        let end = format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={place} nvidia-cuda-mps-control");
+        if in_ours {
+            error(
+                "foreign-control-daemon",
+                format!("process {pid}"),
+                format!("{}, and this service has not started it", daemon.trace),
+                format!("it is replaced by the service once it has no clients; {end} waits for them"),
+            )
+        } else {
+            warning(
+                "foreign-control-daemon",
+                format!("process {pid}"),
+                format!("{}: its clients use GPUs past this service, or find them taken", daemon.trace),
+                format!("{end}; then find out who starts it"),
+            )
+        }
+    };
+    Ok(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)).map(of).collect())
+}
+
+/// A server inherits the limit of its control daemon.
+fn open_files(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let mut findings = Vec::new();
+    for daemon in &published.control_daemons {
+        let Some(pid) = pid(daemon) else { continue };
+        let limit = open_file_limit(pid)?;
+        let (slices, needed) = needed(text(daemon, "id"), published);
+        if limit < needed {
+            findings.push(warning(
+                "open-files-too-few",
+                format!("control daemon {} (PID {pid})", text(daemon, "id")),
+                format!("it may open {limit} files, and {slices} clients at once need about {needed}"),
+                "systemctl edit yunion-mps-daemon, add [Service] and LimitNOFILE=500000, then systemctl restart \
+                 yunion-mps-daemon; for this control daemon: prlimit --nofile=500000 --pid of it and its server",
+            ));
+        }
+    }
+    Ok(findings)
+}
+
+fn needed(id: &str, published: &Published) -> (u64, u64) {
+    let served = published.gpus.iter().filter(|gpu| text(gpu, "control_daemon") == id);
+    let slices: u64 = served.filter_map(|gpu| number(gpu, "virtual_num")).sum();
+    (slices, slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES))
+}
+
+fn open_file_limit(pid: u32) -> Result<u64, String> {
+    let file = format!("/proc/{pid}/limits");
+    let limits = fs::read_to_string(Path::new(&file)).map_err(|error| format!("{file}: {error}"))?;
+    limit_in(&limits).ok_or_else(|| format!("{file} does not have it"))
+}
+
+/// The soft limit; `unlimited` is more than anybody needs.
+fn limit_in(limits: &str) -> Option<u64> {
+    let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    let soft = soft.split_ascii_whitespace().next()?;
+    if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_soft_limit_counts() {
+        let limits = "Limit  Soft Limit  Hard Limit  Units\nMax open files            1024                 524288               files\n";
+        assert_eq!(limit_in(limits), Some(1024));
+        assert_eq!(limit_in("Max open files   unlimited   unlimited   files\n"), Some(u64::MAX));
+        assert_eq!(limit_in(""), None);
+    }
+}

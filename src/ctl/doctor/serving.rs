@@ -1,0 +1,251 @@
+//! What the service itself says is not as it should be, and what its clients will notice.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::facts::Facts;
+use super::{Check, Finding, Outcome, error, info, told_apart, warning};
+use crate::ctl::published::{Published, number, pid, text};
+use crate::dbus::proxy::Object;
+use crate::mps::log::{Line, Meaning};
+
+pub(super) const CHECKS: &[Check] = &[
+    ("the control daemons", control_daemons),
+    ("the health of the GPUs", gpus),
+    ("the state of the service", service),
+    ("whether limits are confirmed", limits),
+    ("whose slices the clients use", devices),
+    ("clients that wait for those of other users", pending),
+];
+
+/// As much of a log's end as is searched for clients that wait.
+const LOG_TAIL: u64 = 1 << 20;
+
+fn name(daemon: &Object) -> String {
+    format!("control daemon {}", text(daemon, "id"))
+}
+
+fn control_daemons(facts: &Facts) -> Outcome {
+    let of = |daemon: &Object| -> Option<Finding> {
+        let reason = text(daemon, "reason");
+        match text(daemon, "state") {
+            "faulted" => Some(error(
+                "control-daemon-faulted",
+                name(daemon),
+                format!("its server has met a fatal GPU error: {reason}"),
+                "it is healed when its clients have ended, at the latest after cuda_mps_fault_grace; sooner with \
+                 yunion-mpsctl terminate PID for each that status names",
+            )),
+            "backoff" => Some(error(
+                "control-daemon-backoff",
+                name(daemon),
+                format!("it died or does not start: {reason}"),
+                "it is tried again by itself; journalctl -u yunion-mps-daemon has all that it said",
+            )),
+            "waiting" => {
+                let (found, remedy) = told_apart(
+                    reason,
+                    "yunion-mpsctl clients says for whom; yunion-mpsctl apply --force ends their GPU work",
+                );
+                Some(warning("control-daemon-waiting", name(daemon), found, remedy))
+            }
+            _ => None,
+        }
+    };
+    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+}
+
+/// Those for which nothing else has said why.
+fn gpus(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let planned = |gpu: &&Object| {
+        let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
+        plans.iter().any(|plan| {
+            plan.gpu.pci.address.short() == text(gpu, "addr")
+                && plan.unusable.is_none()
+                && plan.gpu.nvml.is_ok()
+        })
+    };
+    let sick = |gpu: &&Object| gpu.get("healthy") == Some(&Value::Bool(false));
+    let unexplained = |gpu: &&Object| match daemon_of(gpu, published) {
+        Some(daemon) => text(daemon, "state") == "ready",
+        None => published.control_daemons.is_empty(),
+    };
+    let of = |gpu: &Object| {
+        let (found, remedy) =
+            told_apart(text(gpu, "reason"), "yunion-mpsctl status and the journal say more");
+        error("gpu-not-served", text(gpu, "addr"), found, remedy)
+    };
+    Ok(published.gpus.iter().filter(sick).filter(planned).filter(unexplained).map(of).collect())
+}
+
+fn daemon_of<'p>(gpu: &Object, published: &'p Published) -> Option<&'p Object> {
+    let id = text(gpu, "control_daemon");
+    published.control_daemons.iter().find(|daemon| !id.is_empty() && text(daemon, "id") == id)
+}
+
+/// What concerns no GPU and no control daemon, such as a new configuration that was refused.
+fn service(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let state = text(&published.service, "state");
+    let all_well = published.gpus.iter().all(|gpu| gpu.get("healthy") == Some(&Value::Bool(true)))
+        && published.control_daemons.iter().all(|daemon| text(daemon, "state") == "ready");
+    if matches!(state, "ready" | "disabled" | "stopping") || !all_well || facts.inventory.driver.is_err() {
+        return Ok(Vec::new());
+    }
+    let (found, remedy) =
+        told_apart(text(&published.service, "state_reason"), "yunion-mpsctl status and the journal say more");
+    let finding = if state == "failed" { error } else { warning };
+    Ok(vec![finding("service-not-ready", format!("the service is {state}"), found, remedy)])
+}
+
+/// The limits in force are those of the largest slice of a control daemon.
+fn limits(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let mut findings = Vec::new();
+    for daemon in published.control_daemons.iter().filter(|daemon| text(daemon, "state") == "ready") {
+        let id = text(daemon, "id");
+        let served: Vec<&Object> =
+            published.gpus.iter().filter(|gpu| text(gpu, "control_daemon") == id).collect();
+        let largest = |key| served.iter().filter_map(|gpu| number(gpu, key)).max();
+        let has_server = daemon.get("servers").and_then(Value::as_array).is_some_and(|list| !list.is_empty());
+        for gpu in &served {
+            let enforced = gpu.get("limits_enforced") == Some(&Value::Bool(true));
+            let pairs = [
+                ("mps_thread_percentage", "confirmed_thread_percentage", "%"),
+                ("mps_memory_limit", "confirmed_memory_limit", "MiB"),
+            ];
+            for (asked, confirmed, unit) in pairs {
+                let (Some(asked), confirmed) = (largest(asked), number(gpu, confirmed)) else { continue };
+                let found = match confirmed {
+                    Some(confirmed) if confirmed != asked => {
+                        format!("asked for {asked} {unit}, and in force are {confirmed} {unit}")
+                    }
+                    None if enforced && has_server => {
+                        format!("asked for {asked} {unit}, and no server has confirmed it")
+                    }
+                    _ => continue,
+                };
+                findings.push(warning(
+                    "limits-unconfirmed",
+                    text(gpu, "addr"),
+                    found,
+                    "yunion-mpsctl reload sets them again; a server that keeps others is replaced by \
+                     busctl call io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s GPU",
+                ));
+            }
+        }
+    }
+    Ok(findings)
+}
+
+fn devices(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let clients = match &published.clients {
+        Ok(clients) => clients,
+        Err(reason) => {
+            return Ok(vec![warning(
+                "clients-unknown",
+                "the clients",
+                reason.clone(),
+                "a control daemon that hangs is dealt with by itself; journalctl -u yunion-mps-daemon says how",
+            )]);
+        }
+    };
+    let nameless: Vec<String> = clients
+        .iter()
+        // Those that bypass MPS have a finding of their own.
+        .filter(|client| {
+            text(client, "device").is_empty() && client.get("bypass") != Some(&Value::Bool(true))
+        })
+        .filter_map(|client| Some(format!("{} ({})", pid(client)?, text(client, "command"))))
+        .collect();
+    if nameless.is_empty() {
+        return Ok(Vec::new());
+    }
+    Ok(vec![info(
+        "clients-without-device",
+        format!("{} clients", nameless.len()),
+        format!("nobody knows which slice they were given: {}", nameless.join(", ")),
+        "start them with the environment that GetContainerConfig or yunion-mpsctl env answers, or with \
+         yunion-mpsctl run",
+    )])
+}
+
+/// Without multi-user mode the users of a control daemon take turns, and a client that waits says nothing.
+fn pending(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let known: Vec<u32> = published.clients.iter().flatten().filter_map(pid).collect();
+    let mut findings = Vec::new();
+    for daemon in &published.control_daemons {
+        if daemon.get("multiuser") != Some(&Value::Bool(false)) {
+            continue;
+        }
+        let log = Path::new(text(daemon, "log_directory")).join("control.log");
+        let end = tail(&log).map_err(|error| format!("{}: {error}", log.display()))?;
+        for (client, uid) in waiting(&end) {
+            if known.contains(&client) || !Path::new(&format!("/proc/{client}")).exists() {
+                continue;
+            }
+            findings.push(warning(
+                "client-waits-for-other-user",
+                format!("process {client}"),
+                format!(
+                    "it is user {uid}'s, and {} serves another user until that one's clients have all ended",
+                    name(daemon)
+                ),
+                "cuda_mps_multiuser: auto with a driver from 555 on and GPUs from Volta on; otherwise run the clients \
+                 as one user, or use cuda_mps_topology: per_gpu",
+            ));
+        }
+    }
+    Ok(findings)
+}
+
+fn tail(log: &Path) -> std::io::Result<String> {
+    let mut file = File::open(log)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(LOG_TAIL)))?;
+    let mut bytes = Vec::new();
+    file.take(LOG_TAIL).read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The clients whose last word in the log is that they wait, with their users.
+fn waiting(log: &str) -> BTreeMap<u32, u32> {
+    let mut waiting = BTreeMap::new();
+    for line in log.lines().map(Line::parse) {
+        match line.meaning {
+            Meaning::ClientPending { client, uid } => {
+                waiting.insert(client, uid);
+            }
+            // `NEW CLIENT 937 from user 0: Server already exists`
+            _ => {
+                let served = line.text.strip_prefix("NEW CLIENT ").and_then(|rest| rest.split_once(' '));
+                if let Some(client) = served.and_then(|(client, _)| client.parse().ok()) {
+                    waiting.remove(&client);
+                }
+            }
+        }
+    }
+    waiting
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_word_of_a_client_counts() {
+        let log = "\
+            [2026-11-21 02:13:53.859 Control   879] NEW CLIENT 937 from user 0: Server is not ready, push client to pending list\n\
+            [2026-11-21 02:13:54.019 Control   879] NEW CLIENT 937 from user 0: Server already exists\n\
+            [2026-11-21 02:13:55.000 Control   879] NEW CLIENT 938 from user 1000: Server is not ready, push client to pending list\n";
+        assert_eq!(waiting(log), BTreeMap::from([(938, 1000)]));
+        assert_eq!(waiting("garbage\n"), BTreeMap::new());
+    }
+}

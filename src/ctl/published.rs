@@ -1,0 +1,109 @@
+//! What the daemon publishes at this moment, all of it together.
+
+use serde_json::Value;
+
+use crate::dbus::proxy::{Client, ClientError, Object};
+
+/// Whether there is a daemon to ask, and what it says.
+#[derive(Debug)]
+pub(super) enum Bus {
+    /// The bus can't be reached.
+    Unreachable(String),
+    /// Nobody owns the daemon's name.
+    NotRunning,
+    /// The bus or the daemon refuses to answer.
+    Refuses(String),
+    /// What it publishes.
+    Answers(Box<Published>),
+}
+
+/// The answers of `Manager`.
+#[derive(Debug)]
+pub(super) struct Published {
+    /// Its properties.
+    pub(super) service: Object,
+    pub(super) control_daemons: Vec<Object>,
+    /// None before the daemon knows its GPUs.
+    pub(super) devices: Option<Vec<Object>>,
+    pub(super) gpus: Vec<Object>,
+    /// The error is for people.
+    pub(super) clients: Result<Vec<Object>, String>,
+    /// The daemon's process.
+    pub(super) pid: Option<u32>,
+}
+
+impl Bus {
+    /// Asks for everything. That the daemon is not there is an answer too.
+    pub(super) async fn ask() -> Self {
+        let client = match Client::connect().await {
+            Ok(client) => client,
+            Err(error) => return Self::Unreachable(error.to_string()),
+        };
+        match published(&client).await {
+            Ok(published) => Self::Answers(Box::new(published)),
+            Err(ClientError::NotRunning) => Self::NotRunning,
+            Err(error @ ClientError::Refused { .. }) => Self::Refuses(error.to_string()),
+            Err(error @ ClientError::Bus(_)) => Self::Unreachable(error.to_string()),
+        }
+    }
+
+    /// What the daemon publishes, if it does.
+    pub(super) fn published(&self) -> Option<&Published> {
+        match self {
+            Self::Answers(published) => Some(published),
+            Self::Unreachable(_) | Self::NotRunning | Self::Refuses(_) => None,
+        }
+    }
+}
+
+async fn published(client: &Client) -> Result<Published, ClientError> {
+    let service = client.service().await?;
+    let control_daemons = client.control_daemons().await?;
+    let (devices, gpus) = match client.devices().await {
+        Err(ClientError::Refused { name, .. }) if name.ends_with(".NotReady") => (None, Vec::new()),
+        devices => (Some(devices?), client.gpus().await?),
+    };
+    // The control daemons are asked for them, and may hang.
+    let clients = match &devices {
+        Some(_) => client.clients().await.map_err(|error| error.to_string()),
+        None => Ok(Vec::new()),
+    };
+    let pid = client.service_pid().await.ok();
+    Ok(Published { service, control_daemons, devices, gpus, clients, pid })
+}
+
+/// A text of a dictionary; empty where there is none.
+pub(super) fn text<'a>(object: &'a Object, key: &str) -> &'a str {
+    object.get(key).and_then(Value::as_str).unwrap_or_default()
+}
+
+/// A number of a dictionary.
+pub(super) fn number(object: &Object, key: &str) -> Option<u64> {
+    object.get(key).and_then(Value::as_u64)
+}
+
+/// A number that is a PID.
+pub(super) fn pid(object: &Object) -> Option<u32> {
+    number(object, "pid").and_then(|pid| u32::try_from(pid).ok())
+}
+
+/// The texts of a list in a dictionary.
+pub(super) fn texts(object: &Object, key: &str) -> Vec<String> {
+    let items = object.get(key).and_then(Value::as_array);
+    items.into_iter().flatten().filter_map(Value::as_str).map(str::to_owned).collect()
+}
+
+impl Published {
+    /// The PIDs of the clients on these GPUs, each once.
+    pub(super) fn clients_on(&self, gpus: &[String]) -> Result<usize, String> {
+        let clients = self.clients.as_ref().map_err(Clone::clone)?;
+        let mut pids: Vec<u64> = clients
+            .iter()
+            .filter(|client| gpus.iter().any(|gpu| gpu == text(client, "gpu")))
+            .filter_map(|client| number(client, "pid"))
+            .collect();
+        pids.sort_unstable();
+        pids.dedup();
+        Ok(pids.len())
+    }
+}

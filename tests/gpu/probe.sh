@@ -1,0 +1,159 @@
+#!/bin/bash
+# On a host with a real GPU from Volta on and its driver: `yunion-mpsctl probe` finds what is promised, and finds out
+# when somebody changes the limits through the control pipe; `yunion-mpsctl bench` shows what MPS is worth, and can be
+# stopped without harm for a neighbour. Compute modes are not touched. Exit status 1 if anything is not as expected.
+#
+#   tests/gpu/probe.sh BINARIES [DIR]   BINARIES: where yunion-mps-daemon and yunion-mpsctl are
+#
+# Needs a bus: DBUS_SYSTEM_BUS_ADDRESS of one whose policy lets this user own io.yunion.Mps1. With nvcc it also tries
+# what a neighbour feels.
+set -u
+here=$(cd "$(dirname "$0")" && pwd)
+bin=$(cd "$1" && pwd)
+dir=${2:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
+mkdir -p "$dir/etc"
+export PATH=$bin:$PATH RUNTIME_DIRECTORY=$dir/run
+failures=0
+say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
+result() { # WHAT FOUND EXPECTED
+    if [ "$2" = "$3" ]; then echo "  ok: $1 is $2"; else
+        echo "  FAILED: $1 is $2, not $3"
+        failures=$((failures + 1))
+    fi
+}
+expect() { # STATUS SECONDS COMMAND...
+    local status=$1 seconds=$2
+    shift 2
+    echo "\$ $*"
+    timeout "$seconds" "$@"
+    result "exit status" $? "$status"
+}
+control() { # COMMAND...
+    echo "> $*" >&2
+    echo "$*" | CUDA_MPS_PIPE_DIRECTORY=$dir/pipe timeout 10 nvidia-cuda-mps-control
+}
+json() { python3 -c "import json,sys; d=json.load(open('$1')); print($2)"; }
+wait_until() { # SECONDS COMMAND...
+    local end=$((SECONDS + $1))
+    shift
+    until "$@" 2>/dev/null; do
+        [ "$SECONDS" -lt "$end" ] || return 1
+        sleep 0.1
+    done
+}
+ready() { timeout 10 yunion-mpsctl status --json | grep -q '"state": *"ready"'; }
+ill() { ! timeout 10 yunion-mpsctl list --json | grep -q '"healthy": *true'; }
+healthy() { ! ill; }
+no_clients() { [ -z "$(control get_client_list "$server" 2>/dev/null)" ]; }
+
+say "before"
+nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.used,compute_mode,driver_version --format=csv
+modes=$(nvidia-smi --query-gpu=compute_mode --format=csv,noheader)
+cat >"$dir/etc/host.conf" <<END
+enable_cuda_mps: true
+cuda_mps_replicas: 4
+cuda_mps_set_compute_mode: false
+cuda_mps_pipe_directory: $dir/pipe
+cuda_mps_log_directory: $dir/log
+END
+yunion-mps-daemon --config "$dir/etc/host.conf" >"$dir/daemon.log" 2>&1 &
+daemon=$!
+wait_until 30 ready || { cat "$dir/daemon.log"; kill "$daemon"; exit 1; }
+timeout 20 yunion-mpsctl status
+slice=$(timeout 20 yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["addr"])')
+limit=$(timeout 20 yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["mps_memory_limit"])')
+server=$(control get_server_list)
+echo "slice $slice, limit $limit MiB, server $server"
+
+say "what is promised is what is found"
+expect 0 120 yunion-mpsctl probe
+expect 0 120 yunion-mpsctl probe "$slice" --json
+expect 1 20 yunion-mpsctl probe 00:99.0-0
+
+say "somebody gives more threads"
+control set_active_thread_percentage "$server" 50
+expect 1 120 yunion-mpsctl probe "$slice"
+say "somebody gives less"
+control set_active_thread_percentage "$server" 10
+expect 1 120 yunion-mpsctl probe "$slice"
+control set_active_thread_percentage "$server" 25
+expect 0 120 yunion-mpsctl probe "$slice"
+
+say "somebody gives more memory"
+control set_device_pinned_mem_limit "$server" 0 "$((2 * limit))M"
+wait_until 40 ill
+result "noticed by the daemon" $? 0
+expect 1 120 yunion-mpsctl probe
+expect 1 120 yunion-mpsctl probe "$slice"
+say "somebody gives less memory"
+control set_device_pinned_mem_limit "$server" 0 "$((limit / 2))M"
+expect 1 120 yunion-mpsctl probe "$slice"
+say "as it was"
+control set_device_pinned_mem_limit "$server" 0 "${limit}M"
+wait_until 40 healthy
+expect 0 120 yunion-mpsctl probe
+
+say "bench"
+expect 0 300 yunion-mpsctl bench -n 8
+nvidia-smi --query-gpu=clocks.sm,power.draw,temperature.gpu --format=csv
+echo "\$ yunion-mpsctl bench --json"
+timeout 300 yunion-mpsctl bench --json >"$dir/bench.json"
+result "exit status" $? 0
+cat "$dir/bench.json"
+rows='d["kernels"]["narrow"]["rows"]'
+one="max($rows[0]['with_mps']['seconds'])"
+json "$dir/bench.json" "'eight with MPS / one: %.3f' % (max($rows[-1]['with_mps']['seconds']) / $one)"
+result "eight with MPS within 5 % of one" \
+    "$(json "$dir/bench.json" "max($rows[-1]['with_mps']['seconds']) < 1.05 * $one")" True
+if [ "$(json "$dir/bench.json" "d['why_not_without_mps'] is None")" = True ]; then
+    json "$dir/bench.json" "'eight without MPS / one: %.3f' % (max($rows[-1]['without_mps']['seconds']) / $one)"
+    result "eight without MPS at least seven times one" \
+        "$(json "$dir/bench.json" "max($rows[-1]['without_mps']['seconds']) > 7 * $one")" True
+fi
+
+say "bench is interrupted"
+yunion-mpsctl bench -n 8 >"$dir/interrupted" 2>&1 &
+bench=$!
+sleep 6
+kill -TERM "$bench"
+began=$SECONDS
+wait "$bench"
+result "exit status" $? 143
+echo "it took $((SECONDS - began)) s"
+wait_until 10 no_clients
+result "clients gone" $? 0
+
+if command -v nvcc >/dev/null && { [ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu"; }; then
+    say "a neighbour"
+    timeout 120 yunion-mpsctl run "$slice" -- "$dir/client" hold 40 >"$dir/neighbour" &
+    neighbour=$!
+    sleep 3
+    expect 1 20 yunion-mpsctl bench
+    expect 0 120 yunion-mpsctl probe "$slice"
+    expect 0 120 yunion-mpsctl probe "$slice" --beside-clients
+    yunion-mpsctl bench -n 8 --beside-clients >"$dir/interrupted" 2>&1 &
+    bench=$!
+    sleep 10
+    kill -TERM "$bench"
+    wait "$bench"
+    result "exit status of the interrupted bench" $? 143
+    # The hard way: nobody tells the clients to leave.
+    yunion-mpsctl bench -n 8 --beside-clients >"$dir/killed" 2>&1 &
+    bench=$!
+    sleep 8
+    kill -KILL "$bench"
+    wait "$bench" 2>/dev/null
+    wait "$neighbour"
+    result "exit status of the neighbour" $? 0
+    cat "$dir/neighbour"
+fi
+
+say "stop"
+kill -TERM "$daemon"
+wait "$daemon"
+result "exit status of the daemon" $? 0
+result "compute modes" "$(nvidia-smi --query-gpu=compute_mode --format=csv,noheader)" "$modes"
+nvidia-smi --query-gpu=index,compute_mode,memory.used --format=csv
+grep -E 'limit|Percentage|fatal|exited' "$dir/log/control.log" | tail -n 40
+say "failures: $failures"
+[ "$failures" -eq 0 ]

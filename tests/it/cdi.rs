@@ -1,0 +1,235 @@
+//! The CDI spec that the daemon keeps.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::host::{Host, text, wait_for};
+
+/// A host that is told to keep a spec in a directory that doesn't exist yet.
+fn host(board: &str) -> Host {
+    let host = Host::new(board);
+    host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
+    host
+}
+
+fn file(host: &Host) -> PathBuf {
+    host.path("run/cdi/yunion.io-mps.json")
+}
+
+fn spec(host: &Host) -> Option<Value> {
+    Some(serde_json::from_str(&fs::read_to_string(file(host)).ok()?).unwrap())
+}
+
+fn devices(spec: &Value) -> Vec<&str> {
+    spec["devices"].as_array().unwrap().iter().map(|device| device["name"].as_str().unwrap()).collect()
+}
+
+/// Waits until the spec has these devices and no others.
+fn wait_for_devices(host: &Host, names: &[String]) {
+    wait_for("the devices in the spec", || (devices(&spec(host)?) == names).then_some(()));
+}
+
+fn slices(gpu: &str, number: u32) -> Vec<String> {
+    (0..number).map(|ordinal| format!("{gpu}-{ordinal}")).collect()
+}
+
+/// Asks an independent validator.
+fn complaints(spec: &Value) -> String {
+    let schema = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/cdi/schema.json");
+    let program = "import json, jsonschema, sys\n\
+                   schema = json.load(open(sys.argv[1]))\n\
+                   jsonschema.Draft7Validator.check_schema(schema)\n\
+                   jsonschema.Draft7Validator(schema).validate(json.load(sys.stdin))";
+    let mut validator = Command::new("/usr/bin/python3")
+        .args(["-c", program, schema])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    validator.stdin.take().unwrap().write_all(spec.to_string().as_bytes()).unwrap();
+    let output = validator.wait_with_output().unwrap();
+    if output.status.success() { String::new() } else { text(&output) }
+}
+
+/// What the schema can't say.
+fn assert_makes_sense(host: &Host, spec: &Value) {
+    let names = devices(spec);
+    assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len(), "{names:?}");
+    for device in spec["devices"].as_array().unwrap() {
+        let edits = &device["containerEdits"];
+        let environment = edits["env"].as_array().unwrap().iter().map(|one| one.as_str().unwrap());
+        let environment: BTreeMap<&str, &str> = environment.map(|one| one.split_once('=').unwrap()).collect();
+        // What the command says of that device, less what speaks to NVIDIA's runtime.
+        let name = device["name"].as_str().unwrap();
+        let asked = host.mpsctl(&["env", name, "--format", "json"]);
+        let asked: Value = serde_json::from_slice(&asked.stdout).unwrap();
+        let said = asked["environment"].as_object().unwrap().iter();
+        let said = said.map(|(name, value)| (name.as_str(), value.as_str().unwrap()));
+        let said: BTreeMap<&str, &str> = said.filter(|(name, _)| !name.starts_with("NVIDIA_")).collect();
+        assert_eq!(environment, said);
+        let mounts = edits["mounts"].as_array().unwrap();
+        let places = |mounts: &[Value], host: &str, container: &str| -> Vec<(Value, Value)> {
+            mounts.iter().map(|mount| (mount[host].clone(), mount[container].clone())).collect()
+        };
+        assert_eq!(
+            places(mounts, "hostPath", "containerPath"),
+            places(asked["mounts"].as_array().unwrap(), "host", "container")
+        );
+        for mount in mounts {
+            assert_eq!(mount["options"], serde_json::json!(["rw", "nosuid", "nodev", "bind"]));
+        }
+    }
+}
+
+#[test]
+fn every_board_has_a_valid_spec_of_what_it_serves() {
+    for (board, number) in [("tesla-p40", 4), ("h200x8", 32), ("mixed", 12)] {
+        let mut host = host(board);
+        host.start();
+        let spec = wait_for("all devices", || spec(&host).filter(|spec| devices(spec).len() == number));
+        assert_eq!(complaints(&spec), "", "{board}");
+        assert_makes_sense(&host, &spec);
+        let healthy = host.list().into_iter().filter(|device| device["healthy"] == true);
+        let healthy: Vec<String> =
+            healthy.map(|device| device["addr"].as_str().unwrap().to_owned()).collect();
+        assert_eq!(devices(&spec), healthy);
+        let (directory, file) = (host.path("run/cdi").metadata().unwrap(), file(&host).metadata().unwrap());
+        assert_eq!((directory.mode() & 0o777, file.mode() & 0o777), (0o755, 0o644));
+        assert_eq!(host.stop().code(), Some(0));
+        assert_eq!(fs::read_dir(host.path("run/cdi")).unwrap().count(), 0, "a stop leaves no file behind");
+    }
+}
+
+#[test]
+fn the_validator_can_complain() {
+    let mut host = host("tesla-p40");
+    host.start();
+    host.wait_for_state("ready");
+    let good = spec(&host).unwrap();
+    assert_eq!(complaints(&good), "");
+    for (pointer, bad) in [
+        ("/kind", Value::from("yunion.io")),
+        ("/cdiVersion", Value::from("0.4.0")),
+        ("/devices", serde_json::json!([])),
+        ("/devices/0/name", Value::from("00:06.0-")),
+        ("/devices/0/containerEdits/env/0", Value::from("A")),
+        ("/devices/0/containerEdits/mounts/0/hostPath", Value::from("dev/shm")),
+        ("/devices/0/containerEdits/mounts/0/options", Value::from("rw")),
+    ] {
+        let mut spec = good.clone();
+        *spec.pointer_mut(pointer).unwrap() = bad;
+        assert_ne!(complaints(&spec), "", "{pointer}");
+    }
+}
+
+/// A reload changes the file, says the same without touching it, moves it and takes it away.
+#[test]
+fn the_spec_follows_the_configuration() {
+    let mut host = host("tesla-p40");
+    host.start();
+    host.wait_for_state("ready");
+    wait_for_devices(&host, &slices("00:06.0", 4));
+    let before = file(&host).metadata().unwrap().ino();
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_state("ready");
+    assert_eq!(file(&host).metadata().unwrap().ino(), before);
+
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 6"]);
+    assert!(host.call("Control.Reload").status.success());
+    wait_for_devices(&host, &slices("00:06.0", 6));
+
+    let elsewhere = host.path("run/elsewhere");
+    host.configure(&format!("cuda_mps_cdi_directory: {}", elsewhere.display()));
+    assert!(host.call("Control.Reload").status.success());
+    let moved = elsewhere.join("yunion.io-mps.json");
+    wait_for("the file in its new place", || moved.exists().then_some(()));
+    assert!(!file(&host).exists());
+
+    host.configure("cuda_mps_cdi_directory:");
+    assert!(host.call("Control.Reload").status.success());
+    wait_for("no file", || (!moved.exists()).then_some(()));
+
+    host.configure(&format!("cuda_mps_cdi_directory: {}", elsewhere.display()));
+    assert!(host.call("Control.Reload").status.success());
+    wait_for("the file again", || moved.exists().then_some(()));
+    host.configure("enable_cuda_mps: false");
+    assert!(host.call("Control.Reload").status.success());
+    wait_for("no file", || (!moved.exists()).then_some(()));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A container that is started on a slice that isn't served would hang or fail: it is told at once that there is none.
+#[test]
+fn what_is_not_served_is_not_in_the_spec() {
+    let mut host = host("tesla-p40");
+    host.start();
+    host.wait_for_state("ready");
+    wait_for_devices(&host, &slices("00:06.0", 4));
+    host.plant("mps/fault/start-exits", "");
+    let status = host.json(&["status"]).unwrap();
+    crate::host::signal_pid(crate::host::control_pid(&status), Signal::KILL);
+    wait_for("no spec", || (!file(&host).exists()).then_some(()));
+    host.clear("mps/fault/start-exits");
+    wait_for_devices(&host, &slices("00:06.0", 4));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A service that was killed leaves the file, which is still true. The next one finds it even where it is told to
+/// write another.
+#[test]
+fn a_crash_leaves_no_stale_spec_behind() {
+    let mut host = host("tesla-p40");
+    host.start();
+    host.wait_for_state("ready");
+    wait_for_devices(&host, &slices("00:06.0", 4));
+    let before = file(&host).metadata().unwrap().ino();
+    host.signal(Signal::KILL);
+    host.ended();
+    assert_eq!(file(&host).metadata().unwrap().ino(), before);
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(file(&host).metadata().unwrap().ino(), before, "taken over, and not written again");
+
+    host.signal(Signal::KILL);
+    host.ended();
+    host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/elsewhere").display()));
+    host.start();
+    host.wait_for_state("ready");
+    wait_for("the file in its new place", || {
+        host.path("run/elsewhere/yunion.io-mps.json").exists().then_some(())
+    });
+    assert!(!file(&host).exists());
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// No spec is no reason to serve nobody, but one to say so; it is tried again.
+#[test]
+fn a_spec_that_cannot_be_written_degrades() {
+    let mut host = host("h200");
+    fs::create_dir_all(host.path("run")).unwrap();
+    host.plant("run/cdi", "a file where the directory should be");
+    host.start();
+    let status = host.wait_for_state("degraded");
+    let reason = status["service"]["state_reason"].as_str().unwrap();
+    assert!(reason.starts_with("CDI spec: ") && reason.contains("run/cdi: is not a directory"), "{reason}");
+    let said = |status: &Value, text: &str| {
+        let events = status["events"].as_array().unwrap();
+        events.iter().filter(|event| event["text"].as_str().unwrap().contains(text)).count()
+    };
+    assert_eq!(said(&status, "is not a directory"), 1);
+    assert!(host.list().iter().all(|device| device["healthy"] == true));
+    host.clear("run/cdi");
+    assert!(host.call("Control.Reload").status.success());
+    let status = host.wait_for_state("ready");
+    assert_eq!(said(&status, "is as it should be again"), 1);
+    wait_for_devices(&host, &slices("00:06.0", 4));
+    assert_eq!(host.stop().code(), Some(0));
+}

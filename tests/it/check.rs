@@ -1,0 +1,150 @@
+//! yunion-mpsctl check: what the configuration comes to, and what a reload would change.
+
+use std::process::{Child, Stdio};
+
+use serde_json::{Value, json};
+
+use crate::host::{Host, text, wait_for};
+
+const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
+
+fn check(host: &Host, arguments: &[&str]) -> (Option<i32>, String) {
+    let root = host.path("sysroot").display().to_string();
+    let output = host.mpsctl(&[&["check", "--sysroot", &root], arguments].concat());
+    (output.status.code(), text(&output))
+}
+
+fn document(host: &Host) -> Value {
+    let (status, said) = check(host, &["--json"]);
+    assert_eq!(status, Some(0), "{said}");
+    serde_json::from_str(&said).unwrap()
+}
+
+/// Kind, subject, from, to and when of each difference.
+fn differences(host: &Host) -> Vec<[String; 5]> {
+    let document = document(host);
+    assert_eq!(document["not_compared"], Value::Null, "{document:#}");
+    let word = |value: &Value| value.as_str().unwrap().to_owned();
+    let of = |one: &Value| {
+        let effect = match &one["effect"]["clients"] {
+            Value::Null => word(&one["effect"]["when"]),
+            clients => format!("{} {clients}", word(&one["effect"]["when"])),
+        };
+        [word(&one["kind"]), word(&one["subject"]), word(&one["from"]), word(&one["to"]), effect]
+    };
+    document["differences"].as_array().unwrap().iter().map(of).collect()
+}
+
+/// A client, once it is served.
+fn client(host: &Host) -> Child {
+    let pipe = host.path("mps/pipe");
+    let mut command = host.command("cuda-client");
+    let client = command.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", &pipe).stdout(Stdio::null());
+    let client = client.spawn().unwrap();
+    wait_for("the client", || host.front_end(&pipe, "ps").contains(&client.id().to_string()).then_some(()));
+    client
+}
+
+fn end(mut client: Child) {
+    client.kill().unwrap();
+    client.wait().unwrap();
+}
+
+#[test]
+fn without_a_daemon_it_says_what_would_be() {
+    let host = Host::new("h200");
+    let (status, said) = check(&host, &[]);
+    assert_eq!(status, Some(0), "{said}");
+    // In the words of yunion-mps-daemon --check.
+    assert!(said.starts_with(&text(&host.check())), "{said}");
+    assert!(said.ends_with("\nNothing runs to compare with: yunion-mps-daemon is not running\n"), "{said}");
+    let document = document(&host);
+    assert_eq!(document["right"], true);
+    assert_eq!(document["plan"]["gpus"][0]["mps_memory_limit"], 35942);
+    assert_eq!(document["plan"]["control_daemons"][0]["id"], "shared");
+    assert_eq!((&document["differences"], &document["problems"]), (&Value::Null, &json!([])));
+
+    // Another file in its place, which is wrong.
+    std::fs::write(host.file("/etc/other.conf"), "enable_cuda_mps: perhaps\n").unwrap();
+    let (status, said) = check(&host, &["/etc/other.conf"]);
+    assert_eq!(
+        (status, said.contains("error: /etc/other.conf:1: enable_cuda_mps: ")),
+        (Some(1), true),
+        "{said}"
+    );
+    let (status, said) = check(&host, &["/etc/other.conf", "--json"]);
+    let wrong: Value = serde_json::from_str(&said).unwrap();
+    assert_eq!((status, &wrong["right"], &wrong["problems"][0]["line"]), (Some(1), &json!(false), &json!(1)));
+
+    // Without a driver there is no plan, and nothing wrong with the files.
+    host.clear("driver");
+    let (status, said) = check(&host, &[]);
+    assert_eq!(status, Some(0), "{said}");
+    assert!(said.contains("no GPU could be served now: "), "{said}");
+}
+
+#[test]
+fn what_takes_effect_at_once_is_told_from_what_waits() {
+    let mut host = Host::serving("h200");
+    assert!(check(&host, &[]).1.ends_with("\nNothing would change.\n"));
+    host.devices(&[&format!("{ENTRY} 6")]);
+    let live = |kind: &str, from: &str, to: &str| [kind, "00:06.0", from, to, "live"].map(str::to_owned);
+    assert_eq!(
+        differences(&host),
+        [
+            live("devices", "", "00:06.0-4 to 00:06.0-5"),
+            live("memory-limit", "35942", "23961"),
+            live("thread-percentage", "25", "16"),
+        ]
+    );
+    let (status, said) = check(&host, &[]);
+    assert_eq!(status, Some(0));
+    assert!(said.contains("  00:06.0: threads 25 % -> 16 %: at once, for new clients\n"), "{said}");
+    // What was said is what happens.
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_state("ready");
+    assert_eq!(differences(&host), [[""; 5]; 0]);
+
+    let client = client(&host);
+    host.configure("cuda_mps_multiuser: false");
+    let waits = |kind: &str, from: &str, to: &str| [kind, "shared", from, to, "waits 1"].map(str::to_owned);
+    assert_eq!(differences(&host), [waits("control-daemon", "present", "new")]);
+    let pipe = host.path("mps/other").display().to_string();
+    host.configure(&format!("cuda_mps_multiuser: auto\ncuda_mps_pipe_directory: {pipe}"));
+    let now = host.path("mps/pipe").display().to_string();
+    assert_eq!(differences(&host), [waits("pipe-directory", &now, &pipe)]);
+    host.configure(&format!("cuda_mps_pipe_directory: {now}\nenable_cuda_mps: false"));
+    assert_eq!(
+        differences(&host),
+        [["enabled", "enable_cuda_mps", "true", "false", "ends 1"].map(str::to_owned)]
+    );
+    assert!(check(&host, &[]).1.contains("ENDS the GPU work of 1 client (CUDA error 806)"));
+    end(client);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A control daemon for each GPU instead of one for all, and a GPU less.
+#[test]
+fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
+    let mut host = Host::serving("h200x8");
+    let client = client(&host);
+    let entries: Vec<String> = (128..135)
+        .map(|node| format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: 4"))
+        .collect();
+    host.devices(&entries.iter().map(String::as_str).collect::<Vec<_>>());
+    let found = differences(&host);
+    let [daemon, devices] = found.as_slice() else { panic!("{found:#?}") };
+    assert_eq!([&daemon[0], &daemon[1], &daemon[4]], ["control-daemon", "shared", "waits 1"]);
+    assert_eq!([&devices[0], devices[3].as_str(), &devices[4]], ["devices", "", "waits 1"]);
+    assert!(devices[2].contains("-0 to "), "{devices:?}");
+
+    host.configure("cuda_mps_topology: per_gpu");
+    let found = differences(&host);
+    let count = |kind: &str| found.iter().filter(|one| one[0] == kind && one[4] == "waits 1").count();
+    assert_eq!((count("control-daemon"), count("devices"), found.len()), (8, 1, 9), "{found:#?}");
+    // What has been loaded and waits is no difference any more.
+    assert!(host.call("Control.Reload").status.success());
+    assert_eq!(differences(&host), [[""; 5]; 0]);
+    end(client);
+    assert_eq!(host.stop().code(), Some(0));
+}

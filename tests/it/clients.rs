@@ -1,0 +1,478 @@
+//! Who uses the GPUs, through MPS and past it: `yunion-mpsctl clients`, `yunion-mpsctl metrics`, and the state of the
+//! service.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::process::{Child, Command, Output, Stdio};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::host::{Host, control_daemon, control_pid, signal_pid, text, wait_for};
+use crate::release::Container;
+
+/// Ended with the test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn succeeded(output: &Output) -> String {
+    assert!(output.status.success(), "{}", text(output));
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+/// A client of a slice, as a container would be.
+fn client(host: &Host, device: &str) -> Running {
+    let answer = succeeded(&host.mpsctl(&["env", device, "--format", "json"]));
+    let answer: Value = serde_json::from_str(&answer).unwrap();
+    let variables = answer["environment"].as_object().unwrap().iter();
+    let mut command = host.command(host.path("bin/cuda-client"));
+    command.envs(variables.map(|(name, value)| (name, value.as_str().unwrap())));
+    let client = Running(command.args(["hold", "600"]).stdout(Stdio::null()).spawn().unwrap());
+    // A client is known to its control daemon a moment before the driver knows its memory.
+    wait_for("the client", || listed(host, client.0.id()).filter(|client| client["memory_mib"].is_u64()));
+    client
+}
+
+/// A CUDA program that knows nothing of MPS.
+fn bypassing(host: &Host) -> Running {
+    let nowhere = host.path("nowhere");
+    let mut command = host.command(host.path("bin/cuda-client"));
+    command.env("CUDA_MPS_PIPE_DIRECTORY", nowhere).args(["hold", "600"]).stdout(Stdio::null());
+    let program = Running(command.spawn().unwrap());
+    let entry = host.path(&format!("gpus/0/processes/{}", program.0.id()));
+    wait_for("the program on the GPU", || entry.exists().then_some(()));
+    program
+}
+
+fn clients(host: &Host) -> Vec<Value> {
+    host.json(&["clients"]).unwrap().as_array().unwrap().clone()
+}
+
+fn listed(host: &Host, pid: u32) -> Option<Value> {
+    clients(host).into_iter().find(|client| client["pid"] == pid)
+}
+
+/// The cells of the table's row for a process.
+fn row(table: &str, pid: u32) -> Vec<String> {
+    let rows = table.lines().map(|line| line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()));
+    let mut rows = rows.map(Iterator::collect::<Vec<String>>);
+    rows.find(|cells| cells[0] == pid.to_string()).unwrap_or_else(|| panic!("no {pid} in\n{table}"))
+}
+
+fn check_now(host: &Host) {
+    assert!(host.call("Control.Reload").status.success());
+}
+
+/// The samples of `yunion-mpsctl metrics` as an independent parser has them: the value by name and labels.
+fn metrics(host: &Host) -> BTreeMap<String, f64> {
+    parsed(&succeeded(&host.mpsctl(&["metrics"])))
+}
+
+fn parsed(exposition: &str) -> BTreeMap<String, f64> {
+    let program = r#"
+import json, sys
+try:
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+except ImportError:
+    sys.exit("python has no module prometheus_client: install the Debian package python3-prometheus-client")
+samples = {}
+for family in text_string_to_metric_families(sys.stdin.read()):
+    assert family.documentation, family
+    for sample in family.samples:
+        labels = ",".join(f"{name}={value}" for name, value in sorted(sample.labels.items()))
+        samples[f"{sample.name}{{{labels}}}"] = sample.value
+print(json.dumps(samples))
+"#;
+    let mut python = Command::new("/usr/bin/python3");
+    python.args(["-c", program]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut python = python.spawn().unwrap();
+    python.stdin.take().unwrap().write_all(exposition.as_bytes()).unwrap();
+    let output = python.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}\n{exposition}", text(&output));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// The value of a sample of the h200 board's GPU or of one of its slices.
+fn of_gpu(samples: &BTreeMap<String, f64>, name: &str) -> f64 {
+    samples[samples.keys().find(|key| key.starts_with(&format!("{name}{{gpu=00:06.0,"))).unwrap()]
+}
+
+fn of_slice(samples: &BTreeMap<String, f64>, name: &str, slice: &str) -> f64 {
+    samples[samples.keys().find(|key| key.starts_with(&format!("{name}{{device={slice},"))).unwrap()]
+}
+
+#[test]
+fn clients_are_shown_with_their_users_and_slices() {
+    let mut host = Host::serving("h200");
+    let table = succeeded(&host.mpsctl(&["clients"]));
+    assert_eq!(table, "No clients: no process uses a GPU that is served.\n");
+
+    let (one, two) = (client(&host, "00:06.0-1"), client(&host, "00:06.0-2"));
+    let known = listed(&host, one.0.id()).unwrap();
+    let uid = rustix::process::getuid().as_raw();
+    assert_eq!((&known["bypass"], &known["uid"]), (&json!(false), &json!(uid)));
+    let id = Command::new("id").args(["-un", &uid.to_string()]).output().unwrap();
+    assert_eq!(known["user"].as_str().unwrap(), String::from_utf8_lossy(&id.stdout).trim());
+    assert_eq!(known["device"], "00:06.0-1");
+    assert!(known["memory_mib"].as_u64().unwrap() > 0);
+
+    let table = succeeded(&host.mpsctl(&["clients"]));
+    let cells = row(&table, two.0.id());
+    assert_eq!(cells[1], known["user"].as_str().unwrap());
+    assert!(cells[2].ends_with("cuda-client"), "{cells:?}");
+    assert_eq!(cells[3..6], ["yes", "00:06.0-2", "00:06.0"]);
+    assert_eq!(cells[7], known["memory_mib"].to_string());
+    assert!(!table.contains("BYPASS"), "{table}");
+    assert_eq!(row(&table, one.0.id())[4], "00:06.0-1");
+
+    host.configure("enable_cuda_mps: false");
+    drop((one, two));
+    check_now(&host);
+    host.wait_for_state("disabled");
+    let table = succeeded(&host.mpsctl(&["clients"]));
+    assert_eq!(table, "No clients: the service is disabled: enable_cuda_mps is false\n");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A container has a short id in the table and all of it in JSON.
+#[test]
+fn clients_are_shown_with_their_containers() {
+    let mut host = Host::serving("h200");
+    let Some(container) = Container::new() else {
+        println!("skipped: no control group can be made here");
+        return;
+    };
+    let client = client(&host, "00:06.0-1");
+    container.take(client.0.id(), "init");
+    assert_eq!(listed(&host, client.0.id()).unwrap()["container_id"], container.id);
+    let table = succeeded(&host.mpsctl(&["clients"]));
+    assert_eq!(row(&table, client.0.id())[6], container.id[..12]);
+    drop(client);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A program that slips past MPS while somebody has changed the compute mode: it is said where an administrator looks,
+/// nothing is taken from those who are served, and it is over when the program has ended. A reload doesn't take the GPU
+/// away from its clients for it.
+#[test]
+fn a_bypass_is_told_and_nobody_loses_anything() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let client = client(&host, "00:06.0-1");
+    host.plant("gpus/0/compute_mode", "Default");
+    let program = bypassing(&host);
+    let pid = program.0.id();
+    check_now(&host);
+    let sentence = format!("used without our MPS server by PID {pid} (cuda-client)");
+    let status = host.wait_for_state("degraded");
+    assert_eq!(status["service"]["state_reason"], format!("GPU 00:06.0 is {sentence}"));
+    assert_eq!(control_daemon(&status)["state"], "ready");
+    assert_eq!(control_pid(&status), control_pid(&before));
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    for device in host.list() {
+        assert_eq!((&device["healthy"], &device["reason"]), (&json!(true), &json!(sentence)));
+    }
+    let told = status["events"].as_array().unwrap();
+    assert!(told.iter().any(|event| event["text"] == format!("GPU 00:06.0 is {sentence}")), "{told:?}");
+
+    let known = listed(&host, pid).unwrap();
+    assert_eq!((&known["bypass"], &known["command"]), (&json!(true), &json!("cuda-client")));
+    assert_eq!((&known["gpu"], &known["memory_mib"]), (&host.list()[0]["device_path"], &json!(526)));
+    assert_eq!(listed(&host, client.0.id()).unwrap()["bypass"], false);
+    let table = succeeded(&host.mpsctl(&["clients"]));
+    assert_eq!(row(&table, pid)[3..6], ["BYPASS", "-", "00:06.0"]);
+    assert!(table.contains("\nBYPASS: 1 of these use a GPU without our MPS server"), "{table}");
+    let samples = metrics(&host);
+    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_bypass_processes"), 1.0);
+    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 1.0);
+    assert_eq!(samples["yunion_mps_service_state{state=degraded}"], 1.0);
+
+    // The next of us takes the GPU over as it is, and finds the program again.
+    signal_pid(host.pid(), Signal::KILL);
+    host.ended();
+    host.start();
+    let status = host.wait_for_state("degraded");
+    assert_eq!(status["service"]["state_reason"], format!("GPU 00:06.0 is {sentence}"));
+    assert_eq!(control_pid(&status), control_pid(&before));
+
+    drop(program);
+    check_now(&host);
+    let status = host.wait_for_state("ready");
+    let over = format!("GPU 00:06.0 is no longer {sentence}");
+    let told = status["events"].as_array().unwrap();
+    assert!(told.iter().any(|event| event["text"] == over), "{told:?}");
+    assert!(host.list().iter().all(|device| device["reason"] == ""));
+    assert!(listed(&host, pid).is_none() && listed(&host, client.0.id()).is_some());
+    drop(client);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// What only draws is no bypass, nor is a client that comes or goes at the moment of a look.
+#[test]
+fn drawing_coming_and_going_is_no_bypass() {
+    let mut host = Host::serving("h200");
+    let display = Running(Command::new("sleep").arg("600").spawn().unwrap());
+    let pid = display.0.id();
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let start = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
+    host.plant(&format!("gpus/0/processes/{pid}"), &format!("graphics 40 {start}\n"));
+    for _ in 0..8 {
+        let program = host
+            .command(host.path("bin/cuda-client"))
+            .env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"))
+            .args(["hold", "0.05"])
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let program = Running(program);
+        check_now(&host);
+        assert!(clients(&host).iter().all(|client| client["bypass"] == false));
+        drop(program);
+    }
+    let status = host.json(&["status"]).unwrap();
+    assert_eq!(status["service"]["state"], "ready", "{status:#}");
+    assert!(!host.log().contains("without our MPS server"));
+    // It is seen nonetheless that somebody computes, if somebody does.
+    host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 40 {start}\n"));
+    assert_eq!(listed(&host, pid).unwrap()["bypass"], true);
+    check_now(&host);
+    let status = host.wait_for_state("degraded");
+    let reason = format!("GPU 00:06.0 is used without our MPS server by PID {pid} (sleep)");
+    assert_eq!(status["service"]["state_reason"], reason);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A program that bypasses MPS keeps the next server out: then the slices are not served, and it is said who is to blame.
+/// With the program gone they are served again by themselves.
+#[test]
+fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
+    let mut host = Host::serving("h200");
+    host.plant("gpus/0/compute_mode", "Default");
+    let program = bypassing(&host);
+    check_now(&host);
+    let status = host.wait_for_state("degraded");
+    signal_pid(control_pid(&status), Signal::KILL);
+    let blamed = format!(
+        "used without our MPS server by PID {} (cuda-client); no server can start beside them: end them",
+        program.0.id()
+    );
+    host.wait_for_failure(&format!("1 of 1 GPUs not served; 00:06.0: {blamed}"));
+    for device in host.list() {
+        assert_eq!((&device["healthy"], &device["reason"]), (&json!(false), &json!(blamed)));
+    }
+    wait_for("the table", || {
+        let table = succeeded(&host.mpsctl(&["clients"]));
+        (row(&table, program.0.id())[3] == "BYPASS").then_some(())
+    });
+    drop(program);
+    host.wait_for_state("ready");
+    assert!(host.list().iter().all(|device| device["healthy"] == true && device["reason"] == ""));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// One that is there before any server is a reason not to serve that GPU at all.
+#[test]
+fn a_bypass_before_the_first_server_is_the_reason() {
+    let mut host = Host::serving("tesla-p40");
+    let program = bypassing(&host);
+    check_now(&host);
+    let pid = program.0.id();
+    host.wait_for_failure(&format!(
+        "held by processes that do not go through MPS: {pid} (cuda-client); end them"
+    ));
+    drop(program);
+    check_now(&host);
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+#[test]
+fn metrics_are_what_the_bus_says() {
+    let mut host = Host::new("h200");
+    let down = succeeded(&host.mpsctl(&["metrics"]));
+    assert!(down.contains("\nyunion_mps_up 0\n"), "{down}");
+    assert_eq!(parsed(&down), BTreeMap::from([("yunion_mps_up{}".to_owned(), 0.0)]));
+    host.start();
+    host.wait_for_state("ready");
+    let clients = [client(&host, "00:06.0-1"), client(&host, "00:06.0-1"), client(&host, "00:06.0")];
+    let exposition = succeeded(&host.mpsctl(&["metrics"]));
+    assert!(exposition.ends_with("\n# EOF\n"), "{exposition}");
+    let samples = parsed(&exposition);
+    for (sample, value) in [
+        ("yunion_mps_up{}", 1.0),
+        ("yunion_mps_enabled{}", 1.0),
+        ("yunion_mps_clients_known{}", 1.0),
+        ("yunion_mps_service_state{state=ready}", 1.0),
+        ("yunion_mps_service_state{state=failed}", 0.0),
+        ("yunion_mps_control_daemon_state{control_daemon=shared,state=ready}", 1.0),
+        ("yunion_mps_control_daemon_servers{control_daemon=shared}", 1.0),
+        ("yunion_mps_control_daemon_restarts_total{control_daemon=shared}", 0.0),
+        ("yunion_mps_server_restarts_total{control_daemon=shared}", 0.0),
+        ("yunion_mps_faults_total{control_daemon=shared}", 0.0),
+    ] {
+        assert_eq!(samples.get(sample), Some(&value), "{sample} in\n{exposition}");
+    }
+    let status = host.json(&["status"]).unwrap();
+    let last = status["events"].as_array().unwrap().iter().map(|event| event["at"].as_f64().unwrap());
+    let last = last.fold(0.0, f64::max) / 1e6;
+    assert!((samples["yunion_mps_last_event_timestamp_seconds{}"] - last).abs() < 0.001);
+    let device = &host.list()[1];
+    let mib = 1_048_576.0;
+    let limit = device["mps_memory_limit"].as_f64().unwrap() * mib;
+    assert_eq!(of_slice(&samples, "yunion_mps_device_memory_limit_bytes", "00:06.0-1"), limit);
+    assert_eq!(of_slice(&samples, "yunion_mps_device_threads_limit_ratio", "00:06.0-1"), 0.25);
+    assert_eq!(of_slice(&samples, "yunion_mps_device_limits_enforced", "00:06.0-1"), 1.0);
+    let names = samples.keys().filter(|key| key.starts_with("yunion_mps_device_healthy{"));
+    assert_eq!(names.filter(|key| samples[*key] == 1.0).count(), 4);
+    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 3.0);
+    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_bypass_processes"), 0.0);
+    assert_eq!(of_slice(&samples, "yunion_mps_device_clients", "00:06.0-1"), 2.0);
+    assert_eq!(of_slice(&samples, "yunion_mps_device_clients", "00:06.0-0"), 0.0);
+    let held = listed(&host, clients[0].0.id()).unwrap()["memory_mib"].as_f64().unwrap() * mib;
+    assert_eq!(of_slice(&samples, "yunion_mps_device_memory_used_bytes", "00:06.0-1"), 2.0 * held);
+    assert_eq!(of_slice(&samples, "yunion_mps_device_memory_used_bytes", "00:06.0-2"), 0.0);
+    drop(clients);
+
+    // What breaks is counted.
+    let mut fault = host.command(host.path("bin/cuda-client"));
+    fault.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).arg("fault").stdout(Stdio::null());
+    assert_eq!(fault.status().unwrap().code(), Some(4));
+    let counted = |name: &str| {
+        metrics(&host).get(&format!("yunion_mps_{name}_total{{control_daemon=shared}}")).copied()
+    };
+    wait_for("the fault", || (counted("faults") == Some(1.0)).then_some(()));
+    let status = host.wait_for_state("ready");
+    let server = control_daemon(&status)["servers"][0].as_u64().unwrap();
+    signal_pid(server.try_into().unwrap(), Signal::KILL);
+    wait_for("another server", || (counted("server_restarts") == Some(1.0)).then_some(()));
+    let status = host.wait_for_state("ready");
+    assert_eq!(counted("control_daemon_restarts"), Some(0.0));
+    signal_pid(control_pid(&status), Signal::KILL);
+    wait_for("another control daemon", || (counted("control_daemon_restarts") == Some(1.0)).then_some(()));
+    let status = host.wait_for_state("ready");
+    assert_eq!(counted("server_restarts"), Some(2.0));
+    assert_eq!(counted("faults"), Some(1.0));
+    // A control daemon that says nothing leaves the rest to be told.
+    signal_pid(control_pid(&status), Signal::STOP);
+    let samples = metrics(&host);
+    signal_pid(control_pid(&status), Signal::CONT);
+    assert_eq!(samples["yunion_mps_clients_known{}"], 0.0);
+    assert!(!samples.keys().any(|key| key.starts_with("yunion_mps_device_clients")));
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(metrics(&host)["yunion_mps_up{}"], 0.0);
+}
+
+/// docs/metrics.md, as it is shipped.
+fn documentation() -> String {
+    fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap()
+}
+
+/// An example of the documentation: the indented lines behind the one that holds `first`.
+fn example(first: &str) -> String {
+    let text = documentation();
+    let lines = text
+        .lines()
+        .skip_while(|line| !line.contains(first))
+        .map_while(|line| if line.is_empty() { Some("") } else { line.strip_prefix("    ") });
+    let lines: Vec<&str> = lines.collect();
+    assert!(!lines.is_empty(), "no {first}");
+    lines.join("\n") + "\n"
+}
+
+#[test]
+fn every_metric_is_documented_with_its_labels() {
+    let mut host = Host::serving("h200");
+    let mut found = BTreeMap::new();
+    for sample in metrics(&host).into_keys() {
+        let (name, labels) = sample.trim_end_matches('}').split_once('{').unwrap();
+        let labels: Vec<&str> =
+            labels.split(',').filter_map(|label| Some(label.split_once('=')?.0)).collect();
+        let mut labels: Vec<String> = labels.into_iter().map(str::to_owned).collect();
+        labels.sort();
+        found.insert(name.to_owned(), labels);
+    }
+    let text = documentation();
+    let rows = text.lines().filter_map(|line| line.strip_prefix("| `yunion_mps_"));
+    let documented: BTreeMap<String, Vec<String>> = rows
+        .map(|row| {
+            let mut cells = row.split('|').map(str::trim);
+            let name = format!("yunion_mps_{}", cells.next().unwrap().trim_end_matches('`'));
+            let labels = cells.nth(1).unwrap().split(',').map(str::trim).filter(|label| !label.is_empty());
+            let mut labels: Vec<String> = labels.map(str::to_owned).collect();
+            labels.sort();
+            (name, labels)
+        })
+        .collect();
+    assert_eq!(found, documented);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The example for node_exporter does what it promises: a whole file or none, under its name, for everybody to read.
+#[test]
+fn the_textfile_example_works() {
+    let mut host = Host::serving("h200");
+    let directory = tempfile::tempdir().unwrap();
+    let service = example("yunion-mps-metrics.service");
+    let start = service.lines().find_map(|line| line.strip_prefix("ExecStart=/bin/sh -ec ")).unwrap();
+    let script = start.trim_matches('\'');
+    let run = |host: &Host| {
+        let binaries = crate::host::binaries();
+        let mut command = host.command("/bin/sh");
+        let path = format!("{}:{}", binaries.display(), std::env::var("PATH").unwrap());
+        command.args(["-ec", script]).env("PATH", path).current_dir(&directory).output().unwrap()
+    };
+    succeeded(&run(&host));
+    let names = || -> Vec<String> {
+        let entries = fs::read_dir(&directory).unwrap().flatten();
+        entries.map(|entry| entry.file_name().into_string().unwrap()).collect()
+    };
+    let prom = || fs::read_to_string(directory.path().join("yunion-mps.prom")).unwrap();
+    assert_eq!(names(), ["yunion-mps.prom"]);
+    assert_eq!(parsed(&prom())["yunion_mps_up{}"], 1.0);
+    assert_eq!(host.stop().code(), Some(0));
+    succeeded(&run(&host));
+    let down = prom();
+    assert_eq!(parsed(&down)["yunion_mps_up{}"], 0.0);
+    // What was collected last stays where nothing can be collected.
+    host.stop_bus();
+    assert!(!run(&host).status.success());
+    assert_eq!(prom(), down);
+
+    for unit in ["yunion-mps-metrics.service", "yunion-mps-metrics.timer"] {
+        fs::write(directory.path().join(unit), example(unit)).unwrap();
+    }
+    let output = Command::new("systemd-analyze")
+        .arg("verify")
+        .args(["yunion-mps-metrics.service", "yunion-mps-metrics.timer"])
+        .current_dir(&directory)
+        .output()
+        .unwrap();
+    let complaints = text(&output);
+    let complaints: Vec<&str> =
+        complaints.lines().filter(|line| line.contains("yunion-mps-metrics")).collect();
+    assert_eq!(complaints, [""; 0]);
+}
+
+#[test]
+fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
+    let host = Host::serving("h200");
+    let client = client(&host, "00:06.0-1");
+    let before = control_pid(&host.json(&["status"]).unwrap());
+    // One control daemon for each GPU takes another pipe directory, which waits for the last client.
+    host.configure("cuda_mps_topology: per_gpu");
+    check_now(&host);
+    wait_for("its way out", || {
+        let status = host.json(&["status"])?;
+        let daemons = status["control_daemons"].as_array()?.clone();
+        daemons.iter().any(|daemon| daemon["pid"] == before && daemon["state"] == "waiting").then_some(())
+    });
+    assert!(listed(&host, client.0.id()).is_some(), "{:?}", clients(&host));
+}

@@ -1,0 +1,548 @@
+//! yunion-mpsctl doctor: faults of a host, each found by its name and with nothing that doesn't follow from it.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::os::unix::fs::{PermissionsExt, chown, symlink};
+use std::process::{Child, Stdio};
+use std::time::Instant;
+
+use serde_json::Value;
+use yunion_mps::state::ControlDaemonState;
+use zbus::{OwnedObjectPath, interface};
+
+use crate::faults::Mount;
+use crate::host::{DEADLINE, Host, control_pid, root_or_skip, text, wait_for};
+use crate::service::Service;
+use crate::snapshot::p40_board;
+
+const RENDER: &str = "path: /dev/dri/renderD128";
+const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
+
+/// A host with everything installed, and what was planted on it.
+struct Scene {
+    host: Host,
+    children: Vec<Child>,
+    mounts: Vec<Mount>,
+}
+
+/// When a fault is planted.
+#[derive(Clone, Copy)]
+enum When {
+    /// On a host where the service was never started.
+    Idle,
+    /// Before it starts.
+    Before,
+    /// While everything is served.
+    Serving,
+    /// By itself, with a start of the service in it.
+    ByItself,
+}
+
+impl Scene {
+    fn new(board: &str) -> Self {
+        let scene = Self { host: Host::new(board), children: Vec::new(), mounts: Vec::new() };
+        scene.host.install();
+        scene
+    }
+
+    /// A file of the host's.
+    fn write(&self, path: &str, text: &str) {
+        let file = self.host.file(path);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        fs::write(file, text).unwrap();
+    }
+
+    fn remove(&self, path: &str) {
+        fs::remove_file(self.host.file(path)).unwrap();
+    }
+
+    fn chmod(&self, below: &str, mode: u32) {
+        fs::set_permissions(self.host.path(below), PermissionsExt::from_mode(mode)).unwrap();
+    }
+
+    fn reload(&self) {
+        let answer = self.host.call("Control.Reload");
+        assert!(answer.status.success(), "{}", text(&answer));
+    }
+
+    /// A program of the host's, in its pipe directory, until the end of the scene.
+    fn start(&mut self, program: &[&str], pipe: &str) -> u32 {
+        let mut command = self.host.command(program[0]);
+        command.args(&program[1..]).env("CUDA_MPS_PIPE_DIRECTORY", self.host.path(pipe));
+        command.env("CUDA_MPS_LOG_DIRECTORY", self.host.path(pipe));
+        let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let pid = child.id();
+        self.children.push(child);
+        pid
+    }
+
+    /// A client, once it is served.
+    fn client(&mut self, program: &[&str]) {
+        let pid = self.start(program, "mps/pipe").to_string();
+        let pipe = self.host.path("mps/pipe");
+        wait_for("the client", || self.host.front_end(&pipe, "ps").contains(&pid).then_some(()));
+    }
+
+    /// A program that computes without MPS.
+    fn native(&mut self) {
+        let pid = self.start(&["sleep", "600"], "mps/pipe");
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let started = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
+        self.host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {started}"));
+    }
+
+    /// A control daemon that the service has not started.
+    fn foreign(&mut self, pipe: &str) {
+        let directory = self.host.path(pipe);
+        fs::create_dir_all(&directory).unwrap();
+        self.start(&["nvidia-cuda-mps-control", "-f"], pipe);
+        let answer = |command: &str| self.host.front_end(&directory, command);
+        wait_for("the foreign control daemon", || {
+            (!answer("get_server_list").contains("Cannot")).then_some(())
+        });
+        answer("start_server -uid 0");
+        wait_for("its server", || (!answer("get_server_list").is_empty()).then_some(()));
+    }
+
+    /// The findings, in the order in which they are told.
+    fn findings(&self) -> Vec<Value> {
+        let root = self.host.path("sysroot").display().to_string();
+        let output = self.host.mpsctl(&["doctor", "--json", "--sysroot", &root]);
+        let findings: Vec<Value> = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|error| panic!("{error}: {}", text(&output)));
+        let worst = findings.iter().map(|finding| match finding["severity"].as_str().unwrap() {
+            "error" => 5,
+            "warning" => 4,
+            "info" => 0,
+            other => panic!("{other}"),
+        });
+        assert_eq!(output.status.code(), Some(worst.max().unwrap_or(0)), "{findings:#?}");
+        for finding in &findings {
+            for key in ["name", "subject", "found", "remedy"] {
+                assert!(!finding[key].as_str().unwrap().is_empty(), "{key} of {finding:#}");
+            }
+        }
+        findings
+    }
+
+    /// Waits until these are the names of the findings, each once.
+    fn finds(&self, expected: &[&str]) {
+        let mut expected = expected.to_vec();
+        expected.sort_unstable();
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let findings = self.findings();
+            let mut names: Vec<&str> =
+                findings.iter().map(|finding| finding["name"].as_str().unwrap()).collect();
+            names.sort_unstable();
+            names.dedup();
+            if names == expected {
+                return;
+            }
+            assert!(Instant::now() < deadline, "expected {expected:?}, found {findings:#?}");
+            std::thread::sleep(std::time::Duration::from_millis(50));
+        }
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        for mut child in self.children.drain(..) {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        self.mounts.clear();
+    }
+}
+
+fn planted(board: &str, when: When, plant: fn(&mut Scene), expected: &[&str]) {
+    let mut scene = Scene::new(board);
+    match when {
+        When::Idle | When::ByItself => plant(&mut scene),
+        When::Before => {
+            plant(&mut scene);
+            scene.host.start();
+        }
+        When::Serving => {
+            scene.host.start();
+            scene.host.wait_for_state("ready");
+            plant(&mut scene);
+        }
+    }
+    scene.finds(expected);
+}
+
+/// One test a fault: its name, the board, when and how it is planted, what is found.
+macro_rules! faults {
+    ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
+        $(
+            #[test]
+            fn $name() {
+                planted($board, When::$when, $plant, &[$($expected),*]);
+            }
+        )*
+    };
+}
+
+/// The same of those that only root can plant.
+macro_rules! faults_for_root {
+    ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
+        $(
+            #[test]
+            fn $name() {
+                if root_or_skip(stringify!($name)) {
+                    planted($board, When::$when, $plant, &[$($expected),*]);
+                }
+            }
+        )*
+    };
+}
+
+faults! {
+    healthy_h200: "h200", Serving, |_| {} => [];
+    healthy_h200x8: "h200x8", Serving, |_| {} => [];
+    healthy_tesla_p40: "tesla-p40", Serving, |_| {} => ["limits-not-enforced"];
+
+    driver_not_loaded: "h200", Before, |scene| scene.host.clear("driver") => ["driver-unusable"];
+    driver_half_upgraded: "h200", Before, |scene| scene.host.plant("error/nvmlInit_v2", "18") => ["driver-unusable"];
+    no_control_daemon_program: "h200", Before,
+        |scene| fs::remove_file(scene.host.path("bin/nvidia-cuda-mps-control")).unwrap()
+        => ["program-missing", "control-daemon-waiting"];
+    no_server_program: "h200", Serving,
+        |scene| fs::remove_file(scene.host.path("bin/nvidia-cuda-mps-server")).unwrap() => ["program-missing"];
+    server_of_another_version: "h200", Serving, other_server => ["version-skew"];
+    programs_of_another_cuda: "h200", Serving, other_cuda => ["version-skew"];
+    node_missing: "h200x8", Serving, |scene| scene.remove("/dev/nvidia3") => ["device-node-missing"];
+    node_of_unified_memory_missing: "h200", Serving, |scene| scene.remove("/dev/nvidia-uvm") => ["device-node-missing"];
+    render_node_missing: "h200", Serving, |scene| scene.remove("/dev/dri/renderD128") => ["device-node-missing"];
+    node_for_root_alone: "h200", Serving, |scene| scene.chmod("sysroot/dev/nvidia0", 0o600)
+        => ["device-node-permissions"];
+
+    mig: "h200", Before, |scene| scene.host.plant("gpus/0/mig", "Enabled\n") => ["mig-enabled"];
+    prohibited: "h200", Before, |scene| scene.host.plant("gpus/0/compute_mode", "Prohibited\n")
+        => ["compute-mode-prohibited"];
+    drift: "h200x8", Serving, |scene| scene.host.plant("gpus/5/compute_mode", "Default\n") => ["compute-mode-drift"];
+    mode_left_behind: "h200", Idle, |scene| scene.host.plant("gpus/0/compute_mode", "Exclusive_Process\n")
+        => ["service-not-running", "compute-mode-left"];
+    mode_left_alone: "h200", Before, |scene| scene.host.configure("cuda_mps_set_compute_mode: false")
+        => ["compute-mode-left-alone"];
+    bypass: "h200", Serving, |scene| { scene.native(); scene.reload(); } => ["bypassing-program"];
+    held: "h200", Before, Scene::native => ["gpu-held"];
+    lost: "h200x8", Before, |scene| scene.host.plant("gpus/3/lost", "") => ["gpu-unreachable"];
+    memory_unknown: "h200", Before, |scene| scene.host.plant("gpus/0/memory_total_mib", "N/A") => ["memory-unknown"];
+    persistence_off: "h200x8", Serving, |scene| scene.host.plant("gpus/7/persistence_mode", "Disabled\n")
+        => ["persistence-off"];
+    too_many_slices: "h200", Before,
+        |scene| scene.host.devices(&[&format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 49")])
+        => ["more-slices-than-clients"];
+    oversubscribed: "h200", Before, |scene| scene.host.configure("cuda_mps_thread_percentage: balanced")
+        => ["threads-oversubscribed"];
+    given_out_twice: "h200", Before,
+        |scene| scene.host.devices(&[
+            &format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 4"),
+            &format!("{RENDER}, type: NVIDIA_GPU_SHARE, virtual_number: 2"),
+        ]) => ["given-out-twice"];
+    unlike_slices: "h200x8", Before,
+        |scene| scene.host.devices(&[
+            &format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 4"),
+            "path: /dev/dri/renderD129, type: NVIDIA_MPS, virtual_number: 8",
+        ]) => ["default-limits-loose"];
+
+    wrong_configuration: "h200", Serving, |scene| scene.host.configure("cuda_mps_replicas: none")
+        => ["configuration-wrong"];
+    wrong_render_node: "h200", Serving,
+        |scene| scene.host.devices(&["path: /dev/dri/renderD200, type: NVIDIA_MPS, virtual_number: 4"])
+        => ["configuration-wrong"];
+    pipe_directory_too_long: "h200", Serving,
+        |scene| scene.host.configure(&format!("cuda_mps_pipe_directory: /run/{}", "x".repeat(90)))
+        => ["configuration-wrong"];
+    misspelt_key: "h200", Serving, |scene| scene.host.configure("cuda_mps_replicsa: 3") => ["configuration-warning"];
+    switched_off: "h200", Before, |scene| scene.host.configure("enable_cuda_mps: false") => ["mps-disabled"];
+    overridden: "h200", Serving, |scene| scene.write("/etc/yunion/host_local.conf", "log_level: info\n")
+        => ["key-overridden"];
+    not_loaded: "h200", Serving,
+        |scene| scene.host.devices(&[&format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 6")])
+        => ["configuration-not-loaded"];
+    other_pipe_directory: "h200", Serving,
+        |scene| scene.host.configure(&format!("cuda_mps_pipe_directory: {}", scene.host.path("mps/p2").display()))
+        => ["pipe-directory-differs"];
+    refused_configuration: "h200", Serving, |scene| {
+        scene.host.configure("cuda_mps_replicas: none");
+        assert!(!scene.host.call("Control.Reload").status.success());
+    } => ["configuration-wrong", "service-not-ready"];
+    type_that_ends_the_agent: "h200", Serving,
+        |scene| scene.host.devices(&[
+            &format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 4"),
+            "path: /dev/dri/renderD999, type: NVIDIA_MSP, virtual_number: 2",
+        ]) => ["agent-unknown-type"];
+    path_unknown_to_the_agent: "h200", Serving,
+        |scene| scene.host.devices(&[&format!("path: {UUID}, type: NVIDIA_MPS, virtual_number: 4")])
+        => ["agent-needs-render-node"];
+    one_pipe_directory_each: "h200", Before, |scene| scene.host.configure("cuda_mps_topology: per_gpu")
+        => ["agent-needs-shared"];
+
+    closed_parent: "h200", Serving, |scene| scene.chmod("mps", 0o700) => ["directory-closed"];
+    open_directory: "h200", Serving, |scene| scene.chmod("mps/pipe", 0o777) => ["directory-open"];
+    linked_directory: "h200", Before, |scene| {
+        fs::create_dir(scene.host.path("elsewhere")).unwrap();
+        symlink(scene.host.path("elsewhere"), scene.host.path("mps/pipe")).unwrap();
+    } => ["directory-refused", "control-daemon-waiting"];
+    no_directory: "h200", Before, |scene| fs::write(scene.host.path("mps/log"), "").unwrap()
+        => ["directory-refused", "control-daemon-waiting"];
+    socket_removed: "h200", Serving, |scene| fs::remove_file(scene.host.path("mps/pipe/control")).unwrap()
+        => ["pipe-socket-missing", "clients-unknown"];
+    directory_removed: "h200", Serving, |scene| fs::remove_dir_all(scene.host.path("mps/pipe")).unwrap()
+        => ["directory-missing", "clients-unknown"];
+    log_too_large: "h200", Idle, |scene| {
+        fs::create_dir(scene.host.path("mps/log")).unwrap();
+        File::create(scene.host.path("mps/log/control.log")).unwrap().set_len(40 << 20).unwrap();
+    } => ["service-not-running", "log-too-large"];
+    damaged_journal: "h200", Serving, |scene| scene.host.plant("run/journal.json", "{") => ["journal-damaged"];
+    runtime_directory_removed: "h200", Serving, |scene| fs::remove_dir_all(scene.host.path("run")).unwrap()
+        => ["runtime-directory-missing"];
+    no_shared_memory: "h200", Serving, |scene| fs::remove_dir(scene.host.file("/dev/shm")).unwrap() => ["shm-unusable"];
+    shared_memory_for_root: "h200", Serving, |scene| scene.chmod("sysroot/dev/shm", 0o755) => ["shm-unusable"];
+    shared_memory_not_mounted: "h200", Serving, |scene| scene.write("/proc/mounts", "none / ext4 rw 0 0\n")
+        => ["shm-unusable"];
+    aged: "h200", Serving, |scene| scene.write("/usr/lib/tmpfiles.d/tmp.conf", TMP) => ["directory-ageing"];
+    aged_no_more: "h200", Serving, |scene| {
+        scene.write("/usr/lib/tmpfiles.d/tmp.conf", TMP);
+        let mps = scene.host.path("mps").display().to_string();
+        scene.write("/etc/tmpfiles.d/own.conf", &format!("X {mps}\nx {mps}/pipe\nx {mps}/log\n"));
+    } => [];
+    ageing_overridden: "h200", Serving, |scene| {
+        scene.write("/usr/lib/tmpfiles.d/tmp.conf", TMP);
+        scene.write("/etc/tmpfiles.d/tmp.conf", "");
+    } => [];
+    captured_by_the_toolkit: "h200", Idle, |scene| {
+        scene.write("/usr/bin/nvidia-ctk", "");
+        scene.host.configure("cuda_mps_pipe_directory: /tmp/nvidia-mps\ncuda_mps_log_directory: /run/mps/log");
+    } => ["service-not-running", "toolkit-captures-containers"];
+    shown_by_the_toolkit: "h200", Idle, |scene| {
+        scene.write("/etc/nvidia-container-runtime/config.toml", "");
+        scene.host.configure("cuda_mps_pipe_directory: /tmp/nvidia-mps/pipe\ncuda_mps_log_directory: /run/mps/log");
+    } => ["service-not-running", "toolkit-shows-directories"];
+    toolkit_alone: "h200", Serving, |scene| scene.write("/usr/bin/nvidia-ctk", "") => [];
+    selinux: "h200", Serving, |scene| scene.write("/sys/fs/selinux/enforce", "1") => ["selinux-enforcing"];
+
+    not_running: "h200", Idle, |_| {} => ["service-not-running"];
+    no_policy: "h200", Idle, |scene| scene.remove("/usr/share/dbus-1/system.d/io.yunion.Mps1.conf")
+        => ["service-not-running", "bus-policy-missing"];
+    no_bus: "h200", Serving, |scene| scene.host.stop_bus() => ["bus-unreachable"];
+    shadowed_unit: "h200", Serving, |scene| scene.write(
+        "/etc/systemd/system/yunion-mps-daemon.service",
+        "[Service]\nExecStart=/opt/yunion/bin/mps-daemon\n",
+    ) => ["unit-shadowed"];
+    program_of_the_platform: "h200", Serving, |scene| scene.write("/opt/yunion/bin/mps-daemon", "")
+        => ["upstream-installed"];
+
+    server_that_does_not_start: "h200", Before, |scene| scene.host.plant("mps/fault/server-start-fails", "")
+        => ["control-daemon-backoff"];
+    faulted: "h200", Serving, |scene| {
+        scene.client(&["cuda-client", "hold", "600", "--stay"]);
+        scene.start(&["cuda-client", "fault"], "mps/pipe");
+        scene.host.wait_for_status("a fault", |status| status["control_daemons"][0]["state"] == "faulted");
+    } => ["control-daemon-faulted", "clients-without-device"];
+    waiting_for_clients: "h200", Serving, |scene| {
+        scene.client(&["cuda-client", "hold", "600"]);
+        scene.host.configure("cuda_mps_topology: per_gpu");
+        scene.reload();
+    } => ["control-daemon-waiting", "agent-needs-shared", "clients-without-device"];
+    client_without_device: "h200", Serving, |scene| scene.client(&["cuda-client", "hold", "600"])
+        => ["clients-without-device"];
+    client_with_device: "h200", Serving,
+        |scene| scene.client(&["env", "YUNION_MPS_DEVICE=00:06.0-1", "cuda-client", "hold", "600"]) => [];
+    foreign_elsewhere: "h200", Idle, |scene| scene.foreign("mps/other")
+        => ["service-not-running", "foreign-control-daemon"];
+    foreign_in_our_place: "h200", Before, |scene| {
+        scene.foreign("mps/pipe");
+        scene.client(&["cuda-client", "hold", "600"]);
+    } => ["foreign-control-daemon", "control-daemon-waiting"];
+    programs_hidden_from_the_service: "h200", ByItself, |scene| {
+        let bin = format!("{}:", scene.host.path("bin").display());
+        scene.host.change("PATH", |path| path.replacen(&bin, "", 1));
+        scene.host.start();
+        scene.host.change("PATH", |path| format!("{bin}{path}"));
+    } => ["program-not-in-service-path", "control-daemon-waiting"];
+}
+
+faults_for_root! {
+    other_owner: "h200", Before, |scene| {
+        fs::create_dir(scene.host.path("mps/pipe")).unwrap();
+        chown(scene.host.path("mps/pipe"), Some(65534), None).unwrap();
+    } => ["directory-refused", "control-daemon-waiting"];
+    full_file_system: "h200", Before, |scene| scene.mounts.push(Mount::at(scene.host.path("mps/log"), "size=512k"))
+        => ["file-system-full"];
+    read_only_file_system: "h200", Idle, |scene| scene.mounts.push(Mount::at(scene.host.path("mps/pipe"), "ro"))
+        => ["service-not-running", "file-system-read-only"];
+    too_few_open_files: "h200", Serving, |scene| {
+        let pid = control_pid(&scene.host.wait_for_state("ready")).to_string();
+        let set = scene.host.command("prlimit").args(["--nofile=64:64", "--pid", &pid]).output().unwrap();
+        assert!(set.status.success(), "{}", text(&set));
+    } => ["open-files-too-few"];
+    client_that_waits_for_another_user: "h200", ByItself, |scene| {
+        scene.host.configure("cuda_mps_multiuser: false");
+        scene.host.start();
+        scene.host.wait_for_state("ready");
+        scene.client(&["cuda-client", "hold", "600"]);
+        let nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "cuda-client", "hold", "600"];
+        scene.start(&nobody, "mps/pipe");
+    } => ["client-waits-for-other-user", "clients-without-device"];
+}
+
+const TMP: &str = "q /tmp 1777 root root 10d\n";
+
+/// From 580 on the control daemon's program says it.
+fn other_cuda(scene: &mut Scene) {
+    let program = scene.host.path("bin/nvidia-cuda-mps-control");
+    let simulated = fs::read_link(&program).unwrap();
+    fs::remove_file(&program).unwrap();
+    let answer = "CUDA MPS Control for Linux/Unix/QNX. Binary version: 12080";
+    let script =
+        format!("#!/bin/sh\n[ \"$1\" != -v ] || exec echo '{answer}'\nexec {} \"$@\"\n", simulated.display());
+    fs::write(&program, script).unwrap();
+    scene.chmod("bin/nvidia-cuda-mps-control", 0o755);
+}
+
+/// Before that, the server's has it in itself.
+fn other_server(scene: &mut Scene) {
+    let program = scene.host.path("bin/nvidia-cuda-mps-server");
+    fs::remove_file(&program).unwrap();
+    fs::write(&program, "\x7fELF\x00550.163.01\x00").unwrap();
+    scene.chmod("bin/nvidia-cuda-mps-server", 0o755);
+}
+
+/// What a person reads.
+#[test]
+fn a_healthy_host_is_told_so() {
+    let mut scene = Scene::new("h200");
+    scene.host.start();
+    scene.host.wait_for_state("ready");
+    let root = scene.host.path("sysroot").display().to_string();
+    let output = scene.host.mpsctl(&["doctor", "--sysroot", &root]);
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.starts_with("Nothing wrong: ") && said.contains(" checks made.\n"), "{said}");
+    // There is no systemd on this bus, and that is no finding.
+    assert!(said.contains("Not checked, since systemd can't be asked"), "{said}");
+
+    scene.remove("/dev/nvidia-uvm");
+    scene.host.plant("gpus/0/persistence_mode", "Disabled\n");
+    let output = scene.host.mpsctl(&["doctor", "--sysroot", &root]);
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(5), "{said}");
+    assert!(
+        said.starts_with(
+            "error: device-node-missing: /dev/nvidia-uvm\n    found:  it does not exist\n    \
+             remedy: nvidia-modprobe -u -c 0\n\nwarning: persistence-off: 00:06.0 ("
+        ),
+        "{said}"
+    );
+    assert!(said.contains("1 errors, 1 warnings, 0 to know; "), "{said}");
+    assert_eq!(scene.host.stop().code(), Some(0));
+}
+
+/// What the service publishes is compared with what it has confirmed.
+#[tokio::test]
+async fn limits_that_are_not_in_force() {
+    let mut snapshot = p40_board();
+    snapshot.gpus.as_mut().unwrap()[0].confirmed_thread_percentage = Some(100);
+    snapshot.control_daemons[0].state = ControlDaemonState::Ready;
+    let mut service = Service::start(snapshot).await;
+    service.requests.close();
+    let mut scene = Scene::new("tesla-p40");
+    scene.host.set("DBUS_SYSTEM_BUS_ADDRESS", &service.bus.address());
+    let found = tokio::task::spawn_blocking(move || scene.findings()).await.unwrap();
+    let unconfirmed = found.iter().find(|finding| finding["name"] == "limits-unconfirmed").unwrap();
+    assert_eq!(unconfirmed["subject"], "00:06.0");
+    assert_eq!(unconfirmed["found"], "asked for 25 %, and in force are 100 %");
+}
+
+/// What systemd answers of our unit, at the place where it answers.
+struct Systemd;
+
+#[interface(name = "org.freedesktop.systemd1.Manager")]
+impl Systemd {
+    fn load_unit(&self, name: &str) -> OwnedObjectPath {
+        assert_eq!(name, "yunion-mps-daemon.service");
+        OwnedObjectPath::try_from("/org/freedesktop/systemd1/unit/ours").unwrap()
+    }
+}
+
+struct Unit(HashMap<&'static str, &'static str>);
+
+impl Unit {
+    fn word(&self, key: &str) -> String {
+        (*self.0.get(key).unwrap_or(&"")).to_owned()
+    }
+}
+
+#[interface(name = "org.freedesktop.systemd1.Unit")]
+impl Unit {
+    #[zbus(property)]
+    fn load_state(&self) -> String {
+        self.word("LoadState")
+    }
+
+    #[zbus(property)]
+    fn active_state(&self) -> String {
+        self.word("ActiveState")
+    }
+
+    #[zbus(property)]
+    fn unit_file_state(&self) -> String {
+        self.word("UnitFileState")
+    }
+}
+
+struct UnitOfService;
+
+#[interface(name = "org.freedesktop.systemd1.Service")]
+impl UnitOfService {
+    #[zbus(property)]
+    fn result(&self) -> String {
+        "exit-code".to_owned()
+    }
+
+    #[zbus(property)]
+    fn exec_main_status(&self) -> i32 {
+        78
+    }
+
+    #[zbus(property)]
+    fn environment(&self) -> Vec<String> {
+        vec!["PATH=/nowhere".to_owned()]
+    }
+}
+
+/// A unit that has failed, and that does not start at boot.
+#[tokio::test]
+async fn the_unit_is_asked_about() {
+    let scene = Scene::new("h200");
+    let address = scene.host.bus_address();
+    let unit = Unit(HashMap::from([
+        ("LoadState", "loaded"),
+        ("ActiveState", "failed"),
+        ("UnitFileState", "disabled"),
+    ]));
+    let path = "/org/freedesktop/systemd1/unit/ours";
+    let _systemd = zbus::connection::Builder::address(address.as_str())
+        .serve_at("/org/freedesktop/systemd1", Systemd)
+        .serve_at(path, unit)
+        .serve_at(path, UnitOfService)
+        .name("org.freedesktop.systemd1")
+        .build()
+        .await
+        .unwrap();
+    let names = tokio::task::spawn_blocking(move || {
+        scene.finds(&[
+            "service-not-running",
+            "unit-failed",
+            "unit-not-enabled",
+            "program-not-in-service-path",
+        ]);
+        let failed = scene.findings().into_iter().find(|finding| finding["name"] == "unit-failed").unwrap();
+        failed["found"].as_str().unwrap().to_owned()
+    });
+    assert_eq!(names.await.unwrap(), "it ended because the configuration is wrong");
+}

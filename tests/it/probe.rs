@@ -1,0 +1,190 @@
+//! `yunion-mpsctl probe`: real clients of the simulated GPU, whose limits somebody changes.
+
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+
+use crate::host::{Host, control_daemon, text, wait_for};
+
+/// What `probe --json` says, and its exit status.
+fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {
+    let output = host.mpsctl(&[&["probe", "--json"], arguments].concat());
+    let reports = serde_json::from_slice(&output.stdout);
+    (output.status.code(), reports.unwrap_or_else(|error| panic!("{error}: {}", text(&output))))
+}
+
+/// One command to the control daemon, about its server: `COMMAND SERVER REST`.
+fn change(host: &Host, command: &str, rest: &str) {
+    let status = host.json(&["status"]).unwrap();
+    let server = &control_daemon(&status)["servers"][0];
+    host.front_end(&host.path("mps/pipe"), &format!("{command} {server} {rest}"));
+}
+
+#[test]
+fn what_is_promised_is_what_is_found() {
+    let host = Host::serving("h200");
+    let (status, reports) = probe(&host, &[]);
+    assert_eq!(reports.as_array().unwrap().len(), 1, "{reports:#}");
+    let report = &reports[0];
+    assert_eq!((status, &report["matches"]), (Some(0), &json!(true)), "{report:#}");
+    assert_eq!(report["addr"], "00:06.0-0");
+    assert_eq!(report["sms"], 132);
+    let promised = json!({"thread_percentage": 25, "sms": 32, "memory_limit": 35942});
+    let found = json!({"sms": 32, "memory_free": 35797, "memory_total": 143_155, "memory_allocated": 35797});
+    for client in ["slice", "control_daemon"] {
+        assert_eq!(report[client], json!({"promised": promised, "found": found}), "{client}");
+    }
+
+    let output = host.mpsctl(&["probe", "00:06.0-2"]);
+    let table = text(&output);
+    assert_eq!(output.status.code(), Some(0), "{table}");
+    assert!(table.starts_with("00:06.0-2 on H200"), "{table}");
+    assert!(table.contains("What is promised is what a client gets."), "{table}");
+    // Everything was given back, and nobody has stayed.
+    let clients = host.busctl("ListClients");
+    assert_eq!(clients, json!([]));
+}
+
+#[test]
+fn each_gpu_is_probed_once() {
+    let mut host = Host::new("mixed");
+    host.start();
+    // One of its GPUs is in MIG mode.
+    host.wait_for_state("degraded");
+    let (status, reports) = probe(&host, &[]);
+    assert_eq!(status, Some(1), "{reports:#}");
+    let devices = host.list();
+    let first_slices: Vec<&Value> = devices.iter().filter(|device| device["ordinal"] == 0).collect();
+    assert_eq!(first_slices.len(), 3);
+    for (report, device) in reports.as_array().unwrap().iter().zip(first_slices) {
+        assert_eq!(
+            (&report["addr"], &report["matches"]),
+            (&device["addr"], &device["healthy"]),
+            "{report:#}"
+        );
+        let error = report["error"].as_str().unwrap_or_default();
+        assert_eq!(error.contains("MIG is on"), device["healthy"] == false, "{error}");
+    }
+    // A slice of a GPU that is cut smaller: its own limits come with its environment, the control daemon's are larger.
+    let report = &reports[0];
+    assert_eq!(report["slice"]["promised"]["thread_percentage"], 12, "{report:#}");
+    assert_eq!(report["control_daemon"]["promised"]["thread_percentage"], 25, "{report:#}");
+}
+
+#[test]
+fn looser_limits_show_without_the_environment() {
+    let host = Host::serving("h200");
+    change(&host, "set_active_thread_percentage", "50");
+    let (status, reports) = probe(&host, &["00:06.0-1"]);
+    assert_eq!(status, Some(1));
+    assert_eq!(
+        reports[0]["mismatches"],
+        json!(["a client that brings no limits of its own has 66 SMs instead of 32 (25 % of 132)"])
+    );
+    change(&host, "set_active_thread_percentage", "25");
+    assert_eq!(probe(&host, &["00:06.0-1"]).0, Some(0));
+
+    change(&host, "set_device_pinned_mem_limit", "0 71885M");
+    let (status, reports) = probe(&host, &["00:06.0-1"]);
+    assert_eq!(status, Some(1));
+    assert_eq!(
+        reports[0]["mismatches"],
+        json!([
+            "a client that brings no limits of its own has 71740 MiB of memory free: the limit of 35942 MiB is not \
+             in force, or a looser one is"
+        ])
+    );
+    // Not even then is more allocated than was promised.
+    assert_eq!(reports[0]["control_daemon"]["found"]["memory_allocated"], 35942);
+    // By now the daemon has seen it as well. What is not healthy has to be named to be probed.
+    host.wait_for_status("not healthy", |status| status["gpus"][0]["healthy"] == false);
+    let (status, reports) = probe(&host, &[]);
+    assert_eq!(status, Some(1));
+    assert_eq!(reports[0]["slice"]["found"], Value::Null);
+    assert!(reports[0]["error"].as_str().unwrap().contains("71885 MiB is in force"), "{reports:#}");
+}
+
+#[test]
+fn tighter_limits_show_in_any_environment() {
+    let host = Host::serving("h200");
+    change(&host, "set_active_thread_percentage", "10");
+    change(&host, "set_device_pinned_mem_limit", "0 20000M");
+    let output = host.mpsctl(&["probe", "00:06.0-0"]);
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    for who in ["a client of this slice", "a client that brings no limits of its own"] {
+        assert!(said.contains(&format!("MISMATCH: {who} has 12 SMs instead of 32 (25 % of 132)")), "{said}");
+        assert!(
+            said.contains(&format!("MISMATCH: {who} gets 19928 MiB of memory under a limit of 35942")),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn a_gpu_before_volta_promises_nothing() {
+    let host = Host::serving("tesla-p40");
+    let (status, reports) = probe(&host, &[]);
+    let report = &reports[0];
+    assert_eq!((status, &report["limits_enforced"]), (Some(0), &json!(false)), "{report:#}");
+    assert_eq!(report["slice"]["found"]["sms"], report["sms"]);
+    assert_eq!(report["slice"]["found"]["memory_allocated"], Value::Null);
+    let said = text(&host.mpsctl(&["probe"]));
+    assert!(said.contains("This GPU enforces no limits (before Volta)"), "{said}");
+}
+
+#[test]
+fn nothing_is_allocated_beside_a_tenant() {
+    let host = Host::serving("h200");
+    let mut tenant = host.command(host.path("bin/cuda-client"));
+    let pipe = host.path("mps/pipe");
+    let mut tenant = tenant.args(["hold", "60"]).env("CUDA_MPS_PIPE_DIRECTORY", pipe).spawn().unwrap();
+    wait_for("the tenant is a client", || (host.busctl("ListClients") != json!([])).then_some(()));
+    let (status, reports) = probe(&host, &["00:06.0-1"]);
+    assert_eq!((status, &reports[0]["clients"]), (Some(0), &json!(1)), "{reports:#}");
+    assert_eq!(reports[0]["slice"]["found"]["memory_allocated"], Value::Null);
+    assert_eq!(reports[0]["slice"]["found"]["memory_free"], 35797);
+    let (status, reports) = probe(&host, &["00:06.0-1", "--beside-clients"]);
+    assert_eq!(status, Some(0));
+    assert_eq!(reports[0]["slice"]["found"]["memory_allocated"], 35797);
+    tenant.kill().unwrap();
+    tenant.wait().unwrap();
+}
+
+#[test]
+fn without_a_driver_there_is_a_message() {
+    let host = Host::serving("h200");
+    host.clear("lib/libcuda.so.1");
+    let output = host.mpsctl(&["probe"]);
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("NOT PROBED: a CUDA process: libcuda.so.1 can't be loaded"), "{said}");
+    // A library of that name without the functions: too old a driver, or none at all.
+    host.plant("lib/libcuda.so.1", "no library");
+    assert!(text(&host.mpsctl(&["probe"])).contains("libcuda.so.1 can't be loaded"));
+}
+
+#[test]
+fn what_is_not_there_is_an_error() {
+    let host = Host::serving("h200");
+    let output = host.mpsctl(&["probe", "00:07.0-1"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output).contains("there is no device \"00:07.0-1\""), "{}", text(&output));
+}
+
+#[test]
+fn a_client_leaves_when_its_parent_is_gone() {
+    let host = Host::serving("h200");
+    let mut client = host.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    let pipe = host.path("mps/pipe");
+    client.arg("become-cuda-client").env("CUDA_MPS_PIPE_DIRECTORY", pipe);
+    let mut client = client.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    // Kernels for an hour.
+    let request = json!({"Run": {"blocks": 4, "rounds": 500_000, "launches": 180_000}});
+    let mut stdin = client.stdin.take().unwrap();
+    std::io::Write::write_all(&mut stdin, format!("{request}\n").as_bytes()).unwrap();
+    wait_for("it is a client", || (host.busctl("ListClients") != json!([])).then_some(()));
+    drop(stdin);
+    let ended = wait_for("its end", || client.try_wait().unwrap());
+    assert!(ended.success(), "{ended}");
+}

@@ -1,0 +1,101 @@
+//! yunion-mpsctl on a terminal.
+
+use crate::bus::printed;
+use crate::service::Service;
+use crate::snapshot::{P40, p40_board, serving, tesla_p40};
+
+/// What a command shows on a terminal that is so wide, with these variables.
+async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], arguments: &str) -> String {
+    let program = env!("CARGO_BIN_EXE_yunion-mpsctl");
+    // A shell would set COLUMNS itself.
+    let variables: String = variables.iter().map(|(name, value)| format!("{name}={value} ")).collect();
+    let script = format!("stty cols {columns} rows 50 && exec env {variables}'{program}' {arguments}");
+    let mut command = service.bus.command("script");
+    command.args(["-qec", &script, "/dev/null"]);
+    command.env("TERM", "xterm-256color").env("TZ", "CET-1").env_remove("COLUMNS").env_remove("NO_COLOR");
+    printed(&mut command).await
+}
+
+fn longest(screen: &str) -> usize {
+    let mut text = String::new();
+    let mut inside_a_colour = false;
+    for c in screen.chars().filter(|c| *c != '\r') {
+        match c {
+            '\u{1b}' => inside_a_colour = true,
+            'm' if inside_a_colour => inside_a_colour = false,
+            c if !inside_a_colour => text.push(c),
+            _ => {}
+        }
+    }
+    text.lines().map(|line| line.chars().count()).max().unwrap()
+}
+
+async fn service() -> Service {
+    let mut lost = tesla_p40("00:07.0", "GPU-2");
+    lost.healthy = false;
+    lost.reason = "GPU is lost; nothing but a reset of the GPU or of the host heals this".to_owned();
+    Service::start(serving(vec![tesla_p40("00:06.0", P40), lost])).await
+}
+
+#[tokio::test]
+async fn no_line_is_longer_than_the_terminal_is_wide() {
+    let service = service().await;
+    for arguments in ["list", "list --gpus", "status"] {
+        for columns in [60, 80, 120, 200] {
+            let screen = shown(&service, columns, &[], arguments).await;
+            let longest = longest(&screen);
+            assert!(longest <= usize::try_from(columns).unwrap(), "{longest} > {columns}:\n{screen}");
+            assert!(screen.contains("00:06.0") && screen.contains("Health"), "{screen}");
+        }
+        // What is said of the width counts more than what the terminal says.
+        let screen = shown(&service, 200, &[("COLUMNS", "80")], arguments).await;
+        assert!((60..=80).contains(&longest(&screen)), "{screen}");
+    }
+    let all = shown(&service, 300, &[], "list").await;
+    let few = shown(&service, 80, &[], "list").await;
+    assert!(all.contains("PCIE_Info") && !all.contains("no room"), "{all}");
+    assert!(few.contains("(no room for PCIE_Info,"), "{few}");
+}
+
+#[tokio::test]
+async fn colours_are_for_terminals_that_want_them() {
+    let service = service().await;
+    for arguments in ["list", "list --gpus", "status"] {
+        let screen = shown(&service, 200, &[], arguments).await;
+        // 256-colour codes of green and red.
+        for colour in ["\u{1b}[38;5;10m healthy", "\u{1b}[38;5;9m not healthy"] {
+            assert!(screen.contains(colour), "{arguments}: {screen:?}");
+        }
+        assert!(shown(&service, 200, &[("NO_COLOR", "")], arguments).await.contains('\u{1b}'));
+        for plain in [("NO_COLOR", "1"), ("TERM", "dumb")] {
+            let screen = shown(&service, 200, &[plain], arguments).await;
+            assert!(!screen.contains('\u{1b}') && screen.contains("not healthy"), "{plain:?}: {screen:?}");
+        }
+        let json = shown(&service, 80, &[], &format!("{arguments} --json")).await;
+        assert!(!json.contains('\u{1b}'), "{json:?}");
+        let mut piped = service.bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+        piped.args(arguments.split(' ')).env("COLUMNS", "40").env("CLICOLOR_FORCE", "1");
+        let piped = printed(&mut piped).await;
+        assert!(!piped.contains('\u{1b}') && !piped.contains("no room"), "{piped:?}");
+        assert_eq!(
+            piped.matches("nothing but a reset of the GPU").count(),
+            piped.matches("not healthy").count()
+        );
+    }
+}
+
+#[tokio::test]
+async fn times_are_those_of_the_place() {
+    let mut board = p40_board();
+    let at = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_795_264_496);
+    board.control_daemons[0].since = at;
+    for event in &mut board.events {
+        event.at = at;
+    }
+    let service = Service::start(board).await;
+    let screen = shown(&service, 200, &[], "status").await;
+    assert!(screen.contains("| 2026-11-21 13:34:56 | "), "{screen}");
+    assert!(screen.contains("\n  2026-11-21 13:34:56 (") && screen.contains(" ago)"), "{screen}");
+    let screen = shown(&service, 200, &[("TZ", "CST-8")], "status").await;
+    assert!(screen.contains("2026-11-21 20:34:56"), "{screen}");
+}
