@@ -1,19 +1,40 @@
 # Everything a person types. Each target does its own set-up: what is missing is installed (as root) or named.
 BOARD ?= tesla-p40
 
-.PHONY: help build test check demo soak bench
+.PHONY: help build install deb rpm packages test check demo soak bench
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
-build: ## the release binaries, in target/release
+build: ## the release binaries, in target/release, and manual pages and completions, in target/pages
 	scripts/deps.sh
 	cargo build --release --workspace --locked
+	scripts/pages.sh target/release/yunion-mps-pages
+
+install: ## what make build has built, on this host: make install, or with PREFIX= and DESTDIR=
+	packaging/install.sh
+
+packages: deb rpm ## both
+
+deb: target/packaged ## the Debian package, in dist, for every distribution from Debian 10 and Ubuntu 20.04 on
+	packaging/deb/build.sh
+
+rpm: target/packaged ## the rpm, in dist, for RHEL 8 and 9, openEuler 20.03 and newer, Fedora
+	packaging/rpm/build.sh
+
+# cargo knows what is up to date.
+.PHONY: target/packaged
+target/packaged:
+	scripts/deps.sh packages
+	scripts/build-packaged.sh
 
 demo: ## the whole way once, on a simulated host: make demo BOARD=tesla-p40, h200x8 or mixed
 	scripts/demo.sh $(BOARD)
 
-test: ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, in a booted systemd (no GPU needed)
+# Only root can boot a systemd, which is where the packages are tried.
+PACKAGES_TO_TEST = $(if $(filter 0,$(shell id -u)),deb rpm)
+
+test: $(PACKAGES_TO_TEST) ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed)
 	scripts/deps.sh
 	scripts/fetch-mps-control.sh .cache/mps
 	cargo build --workspace --locked

@@ -3,7 +3,7 @@
 use crate::Check;
 use crate::machine::{Machine, text, wait_for};
 use crate::service::{
-    ON_HOST, SERVICE, compute_mode, control_daemons, drop_in, no_left_overs, serving, state,
+    HOST_CONF, ON_HOST, SERVICE, compute_mode, control_daemons, drop_in, no_left_overs, serving, state,
 };
 
 const SCOPE: &str = "yunion-mps-control-shared.scope";
@@ -16,20 +16,21 @@ pub(crate) const CHECKS: &[Check] = &[
     ("sigkill_of_the_main_process_leaves_a_client_running", sigkill),
     ("sigterm_that_is_not_systemds_leaves_a_client_running", sigterm),
     ("the_watchdog_leaves_a_client_running", watchdog),
+    ("the_cdi_spec_stays_at_a_restart_and_goes_at_a_stop", cdi),
     ("systemctl_stop_ends_the_control_daemon_and_its_client", stop),
     ("a_reboot_with_a_client_running_comes_up_again", reboot),
 ];
 
 /// A client that runs, and what it runs under.
 #[derive(Debug, PartialEq)]
-struct Running {
+pub(crate) struct Running {
     control_daemon: String,
     client: String,
 }
 
 impl Running {
     /// Starts from a fresh host. `lines` go into the unit's [Service].
-    fn start(machine: &Machine, lines: &str) -> Self {
+    pub(crate) fn start(machine: &Machine, lines: &str) -> Self {
         machine.run(&["systemctl", "stop", CLIENT]);
         machine.run(&["systemctl", "reset-failed", CLIENT]);
         serving(machine);
@@ -50,7 +51,7 @@ impl Running {
     }
 
     /// It still runs, under the same control daemon, under a service whose main process is another now.
-    fn unharmed(&self, machine: &Machine, old_main: &str, cursor: &str) {
+    pub(crate) fn unharmed(&self, machine: &Machine, old_main: &str, cursor: &str) {
         wait_for("another main process, ready", || {
             let main = machine.property(SERVICE, "MainPID");
             (main != "0" && main != old_main && state(machine) == "ready").then_some(())
@@ -131,6 +132,23 @@ fn watchdog(machine: &mut Machine) {
     running.unharmed(machine, &main, &cursor);
     let messages = machine.messages(&cursor);
     assert!(messages.iter().any(|message| message.contains("Watchdog timeout")), "{messages:#?}");
+}
+
+fn cdi(machine: &mut Machine) {
+    const SPEC: &str = "/var/run/cdi/yunion.io-mps.json";
+    serving(machine);
+    machine.sh(&format!(
+        "echo 'cuda_mps_cdi_directory: /var/run/cdi' >>{HOST_CONF}; systemctl reload {SERVICE}"
+    ));
+    // A file that was removed in between, or written again, is another.
+    let identity = |machine: &Machine| text(&machine.run(&["stat", "--format=%i %Z", SPEC]).stdout);
+    wait_for("the spec", || (!identity(machine).is_empty()).then_some(()));
+    let before = identity(machine);
+    machine.sh(&format!("systemctl restart {SERVICE}"));
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    assert_eq!(identity(machine), before);
+    machine.sh(&format!("systemctl stop {SERVICE}"));
+    assert_eq!(machine.printed(&["find", "/run/cdi"]).trim(), "/run/cdi");
 }
 
 fn stop(machine: &mut Machine) {

@@ -39,6 +39,13 @@ for unit in getty.target timers.target remote-fs.target systemd-firstboot.servic
     systemd-networkd.service systemd-timesyncd.service systemd-udevd.service; do
     ln -s /dev/null "$root/etc/systemd/system/$unit"
 done
+# An image for containers may forbid packages to start services, and leave out their documentation; a host doesn't.
+rm -f "$root/usr/sbin/policy-rc.d"
+for file in $(grep -ls '^path-exclude' "$root"/etc/dpkg/dpkg.cfg.d/* || :); do
+    rm -f "$file"
+done
+# Every package with a manual page would have the index of them all made anew.
+rm -f "$root/var/lib/man-db/auto-update"
 # Scripts in /etc/init.d would become services.
 ln -s /dev/null "$root/etc/systemd/system-generators/systemd-sysv-generator"
 ln -s /usr/lib/systemd/system/multi-user.target "$root/etc/systemd/system/default.target"
@@ -57,8 +64,10 @@ status=133
 # 133 is a machine that wants to be rebooted.
 while [ "$status" -eq 133 ]; do
     status=0
-    # If we are killed, it ends, with it its PID 1, and with that everything else.
+    # If we are killed, it ends, with it its PID 1, and with that everything else. Its systemd may load programs into the
+    # kernel: without that, units could use whatever devices they like.
     setpriv --pdeathsig KILL systemd-nspawn --quiet --register=no --keep-unit --boot --private-network \
+        --system-call-filter=bpf --capability=CAP_BPF \
         --link-journal=no --console=read-only --machine="$name" --directory="$root" || status=$?
 done
 exit "$status"

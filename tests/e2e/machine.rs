@@ -55,12 +55,9 @@ impl Stage {
         fs::write(self.place(path), text).unwrap();
     }
 
-    /// A copy of a data file.
-    pub(crate) fn copy(&self, from: &Path, path: &str) {
-        self.write(
-            path,
-            &fs::read_to_string(from).unwrap_or_else(|error| panic!("{}: {error}", from.display())),
-        );
+    /// A file as it is.
+    pub(crate) fn put(&self, from: &Path, path: &str) {
+        fs::copy(from, self.place(path)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
     }
 
     /// A program or a library that cargo has built, without the symbols, which are most of it.

@@ -15,6 +15,7 @@
 mod adoption;
 mod asker;
 mod machine;
+mod package;
 mod scope;
 mod service;
 
@@ -32,22 +33,54 @@ struct Group {
     name: &'static str,
     hierarchy: Hierarchy,
     stage: fn() -> Stage,
+    /// What is done on the machine before the first check.
+    prepare: fn(&Machine),
     checks: &'static [Check],
 }
 
 const GROUPS: &[Group] = &[
-    Group { name: "scope", hierarchy: Hierarchy::Unified, stage: scope::stage, checks: scope::CHECKS },
+    Group {
+        name: "scope",
+        hierarchy: Hierarchy::Unified,
+        stage: scope::stage,
+        prepare: |_| (),
+        checks: scope::CHECKS,
+    },
     Group {
         name: "scope_legacy",
         hierarchy: Hierarchy::Legacy,
         stage: scope::stage,
+        prepare: |_| (),
         checks: scope::CHECKS_LEGACY,
     },
-    Group { name: "service", hierarchy: Hierarchy::Unified, stage: service::stage, checks: service::CHECKS },
+    // A deb from its installation to its purge, and the same of an rpm.
+    Group {
+        name: "deb",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage_upgrades,
+        prepare: |_| (),
+        checks: package::CHECKS,
+    },
+    Group {
+        name: "rpm",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage_rpm,
+        prepare: |_| (),
+        checks: package::RPM_CHECKS,
+    },
+    // What the service of the installed deb does.
+    Group {
+        name: "service",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage,
+        prepare: package::installed,
+        checks: service::CHECKS,
+    },
     Group {
         name: "adoption",
         hierarchy: Hierarchy::Unified,
-        stage: service::stage,
+        stage: package::stage,
+        prepare: package::installed,
         checks: adoption::CHECKS,
     },
 ];
@@ -108,7 +141,11 @@ fn main() -> ExitCode {
 /// Runs checks on one machine; returns how many held and the names of the others.
 fn run(group: &Group, checks: Vec<(String, Check)>) -> (usize, Vec<String>) {
     let begun = Instant::now();
-    let booted = catch_unwind(|| Machine::boot(&(group.stage)(), group.hierarchy));
+    let booted = catch_unwind(|| {
+        let machine = Machine::boot(&(group.stage)(), group.hierarchy);
+        (group.prepare)(&machine);
+        machine
+    });
     let Ok(mut machine) = booted else {
         println!("test {}: the machine ... FAILED", group.name);
         return (0, vec![format!("{}: the machine", group.name)]);

@@ -11,13 +11,13 @@ pub(crate) const SERVICE: &str = "yunion-mps-daemon.service";
 
 /// The board that the host has.
 const BOARD: &str = "h200";
-const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
-const DEVICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
+pub(crate) const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
+pub(crate) const DEVICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
 
 /// Where the simulated host is, and what an administrator's shell needs to be on it.
-const HOST: &str = "/srv/host";
-const HOST_CONF: &str = "/srv/host/sysroot/etc/yunion/host.conf";
-const DEVICE_FILE: &str = "/srv/host/sysroot/etc/yunion/host_container_device.yml";
+pub(crate) const HOST: &str = "/srv/host";
+pub(crate) const HOST_CONF: &str = "/srv/host/sysroot/etc/yunion/host.conf";
+pub(crate) const DEVICE_FILE: &str = "/srv/host/sysroot/etc/yunion/host_container_device.yml";
 pub(crate) const ON_HOST: &str =
     "export YUNION_MPS_SIM=/srv/host PATH=/srv/host/bin:$PATH LD_LIBRARY_PATH=/srv/host/lib;";
 
@@ -32,6 +32,8 @@ pub(crate) const CHECKS: &[Check] = &[
     ("systemctl_reload_with_a_bad_configuration_changes_nothing", bad_reload),
     ("a_bad_configuration_fails_once_with_the_reason_in_the_journal", bad_configuration),
     ("enable_cuda_mps_false_is_active_and_disabled", disabled),
+    ("a_pipe_directory_outside_the_sandbox_is_named_with_the_remedy", outside_the_sandbox),
+    ("the_sandbox_lets_nvidias_devices_through_and_no_others", sandboxed_devices),
     ("systemctl_stop_ends_the_control_daemon_and_restores_the_compute_mode", stop),
     ("the_watchdog_restarts_a_stuck_process", watchdog),
     ("an_enabled_unit_comes_up_at_boot", boot),
@@ -42,22 +44,9 @@ fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).with_file_name(name)
 }
 
-/// The files as they are installed, and a simulated host's parts.
-pub(crate) fn stage() -> Stage {
+/// The programs of a simulated host, and nothing of the service.
+pub(crate) fn simulated() -> Stage {
     let stage = Stage::new();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR"));
-    stage.install(&built("yunion-mps-daemon"), "/usr/bin/yunion-mps-daemon");
-    stage.install(&built("yunion-mpsctl"), "/usr/bin/yunion-mpsctl");
-    stage.copy(
-        &source.join("systemd/yunion-mps-daemon.service"),
-        "/usr/lib/systemd/system/yunion-mps-daemon.service",
-    );
-    stage.copy(
-        &source.join("systemd/yunion-mps-daemon.tmpfiles.conf"),
-        "/usr/lib/tmpfiles.d/yunion-mps-daemon.conf",
-    );
-    stage.copy(&source.join("config/io.yunion.Mps1.conf"), "/usr/share/dbus-1/system.d/io.yunion.Mps1.conf");
-
     for program in
         ["yunion-mps-sim", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-smi", "cuda-client"]
     {
@@ -67,29 +56,42 @@ pub(crate) fn stage() -> Stage {
     let libraries = [built("deps/libnvidia_ml.so"), built("libnvidia_ml.so")];
     let library = libraries.iter().find(|library| library.exists()).unwrap_or(&libraries[1]);
     stage.install(library, "/usr/lib/simulated/libnvidia_ml.so");
-    // A container's /sys can't be written, so the host's files are elsewhere.
-    stage.write(
-        &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
-        &format!(
-            "[Service]\nExecStart=\nExecStart=/usr/bin/yunion-mps-daemon --sysroot {HOST}/sysroot\n\
-             Environment=YUNION_MPS_SIM={HOST} LD_LIBRARY_PATH={HOST}/lib PATH={HOST}/bin:/usr/bin:/bin\n"
-        ),
-    );
     stage
 }
 
-/// A host as the simulator makes it, the unit as it is shipped, and the service up.
-pub(crate) fn serving(machine: &Machine) {
-    machine.sh(&format!("systemctl kill --signal=CONT {SERVICE} 2>/dev/null || :; systemctl stop {SERVICE}"));
+/// What makes the service run on the simulated host: a container's /sys can't be written, so the host's files are
+/// elsewhere.
+pub(crate) fn on_the_simulated_host(machine: &Machine) {
+    machine.write(
+        &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
+        &format!(
+            "[Service]\nExecStart=\nExecStart=/usr/bin/yunion-mps-daemon --sysroot {HOST}/sysroot\n\
+             Environment=YUNION_MPS_SIM={HOST} LD_LIBRARY_PATH={HOST}/lib PATH={HOST}/bin:/usr/bin:/bin\n\
+             ReadWritePaths={HOST}\n"
+        ),
+    );
+    machine.sh("systemctl daemon-reload");
+}
+
+/// A host as the simulator makes it, with nothing on it that runs.
+pub(crate) fn new_host(machine: &Machine) {
+    machine.sh(&format!(
+        "systemctl kill --signal=CONT {SERVICE} 2>/dev/null || :; systemctl stop {SERVICE} || :"
+    ));
     // Whatever the check before has left behind.
     for pid in control_daemons(machine) {
         machine.sh(&format!("kill -KILL {pid}"));
     }
     machine.sh(&format!(
         "rm -rf {HOST} /etc/systemd/system/{SERVICE}.d/test.conf; \
-         /usr/lib/simulated/yunion-mps-sim create {BOARD} {HOST} >/dev/null; \
-         systemctl daemon-reload; systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"
+         /usr/lib/simulated/yunion-mps-sim create {BOARD} {HOST} >/dev/null; systemctl daemon-reload"
     ));
+}
+
+/// A new host, the unit as it is shipped, and the service up.
+pub(crate) fn serving(machine: &Machine) {
+    new_host(machine);
+    machine.sh(&format!("systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"));
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
 }
 
@@ -117,7 +119,7 @@ pub(crate) fn state(machine: &Machine) -> String {
 /// A call of the Manager's object.
 const CALL: [&str; 5] = ["busctl", "call", "--json=short", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"];
 
-fn devices(machine: &Machine) -> Vec<String> {
+pub(crate) fn devices(machine: &Machine) -> Vec<String> {
     let call: Vec<&str> = CALL.into_iter().chain(["io.yunion.Mps1.Manager", "ListDevices"]).collect();
     names(&machine.printed(&call))
 }
@@ -137,8 +139,14 @@ pub(crate) fn compute_mode(machine: &Machine) -> String {
 /// The PIDs of the control daemons that run; front ends have no argument.
 pub(crate) fn control_daemons(machine: &Machine) -> Vec<String> {
     let processes = machine.printed(&["ps", "-e", "--no-headers", "--format=pid,args"]);
-    let control = processes.lines().filter(|line| line.contains("/nvidia-cuda-mps-control -"));
-    control.filter_map(|line| line.split_ascii_whitespace().next()).map(str::to_owned).collect()
+    let control = processes.lines().filter_map(|line| {
+        let mut words = line.split_ascii_whitespace();
+        let (pid, program, argument) = (words.next()?, words.next()?, words.next()?);
+        let is_it =
+            program.rsplit('/').next() == Some("nvidia-cuda-mps-control") && argument.starts_with('-');
+        is_it.then(|| pid.to_owned())
+    });
+    control.collect()
 }
 
 /// The messages of our unit behind a cursor.
@@ -295,6 +303,40 @@ fn disabled(machine: &mut Machine) {
     assert_eq!(devices(machine), Vec::<String>::new());
     assert_eq!(control_daemons(machine), Vec::<String>::new());
     assert_eq!(compute_mode(machine), "Default");
+}
+
+fn outside_the_sandbox(machine: &mut Machine) {
+    serving(machine);
+    let reason = || machine.sh("yunion-mpsctl status --json | sed -n 's/.*\"state_reason\": //p'");
+    machine.sh(&format!(
+        "sed -i 's|^cuda_mps_pipe_directory:.*|cuda_mps_pipe_directory: /opt/pipe|' {HOST_CONF}"
+    ));
+    machine.sh(&format!("systemctl stop {SERVICE}; systemctl start {SERVICE}"));
+    wait_for("the reason", || reason().contains("/opt/pipe: can't be made: the file system").then_some(()));
+    assert!(reason().contains("ReadWritePaths=/opt/pipe (systemctl edit yunion-mps-daemon)"), "{}", reason());
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+    // One that is there already is not used without a look either.
+    machine.sh(&format!("mkdir /opt/pipe; systemctl restart {SERVICE}"));
+    wait_for("the reason", || reason().contains("/opt/pipe: can't be written").then_some(()));
+    // The remedy is one.
+    drop_in(machine, "ReadWritePaths=/opt/pipe");
+    machine.sh(&format!("systemctl restart {SERVICE}"));
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    machine.sh(&format!("systemctl stop {SERVICE}; rm -r /opt/pipe"));
+}
+
+/// A node without a driver behind it can't be opened for that reason alone, unless the sandbox forbids it first.
+fn sandboxed_devices(machine: &mut Machine) {
+    serving(machine);
+    machine.sh("cd /srv; mknod nvidia0 c 195 0; mknod other c 60 0; chmod 666 nvidia0 other");
+    let open = "for node in nvidia0 other; do cat /srv/$$node; done >/run/opened 2>&1; :";
+    drop_in(machine, &format!("ExecStartPre=/bin/sh -c '{open}'"));
+    machine.sh(&format!("systemctl restart {SERVICE}"));
+    let opened = machine.sh("cat /run/opened; rm /srv/nvidia0 /srv/other");
+    let lines: Vec<&str> = opened.lines().collect();
+    assert_eq!(lines.len(), 2, "{opened}");
+    assert!(lines[0].contains("nvidia0") && lines[0].ends_with("No such device or address"), "{opened}");
+    assert!(lines[1].contains("other") && lines[1].ends_with("Operation not permitted"), "{opened}");
 }
 
 fn stop(machine: &mut Machine) {

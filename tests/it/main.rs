@@ -24,6 +24,7 @@ mod faults;
 mod golden;
 mod host;
 mod matrix;
+mod packaging;
 mod probe;
 mod real_control_daemons;
 mod release;

@@ -63,8 +63,28 @@ fn the_unit_keeps_its_promises() {
     ] {
         assert!(lines.contains(&promise), "{promise} is missing");
     }
-    // Containers get the pipe directory from the host's /tmp.
+    // Containers get the pipe directory from the host's /tmp, and where directories may be without a word.
+    assert!(lines.contains(&"ReadWritePaths=/tmp /run /var/log"), "directories.rs names them");
     assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
+}
+
+/// The sandbox is as tight as we say in the README, and no tighter than was tried on a GPU.
+#[test]
+fn the_exposure_is_the_one_in_the_readme() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("yunion-mps-daemon.service");
+    fs::write(&path, installed_unit()).unwrap();
+    let output = run(Command::new("systemd-analyze").args(["security", "--offline=true"]).arg(&path));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let overall = text.lines().last().unwrap();
+    let exposure = overall.split_ascii_whitespace().find(|word| word.parse::<f32>().is_ok());
+    let exposure: f32 = exposure.unwrap_or_else(|| panic!("no figure in: {text}")).parse().unwrap();
+    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
+    let said = readme.split_once("exposure ").unwrap().1.split(')').next().unwrap();
+    // Releases of systemd weigh a little differently.
+    let said: f32 = said.parse().unwrap();
+    assert!((said - exposure).abs() < 0.25, "README.md says {said}, systemd-analyze {exposure}");
+    assert!(exposure < 4.0, "{exposure}");
 }
 
 /// Every file and directory below, relative, sorted.

@@ -1,0 +1,19 @@
+#!/bin/bash
+# Builds dist/yunion-mps-daemon-<version>-1.<architecture>.rpm from what scripts/build-packaged.sh has built, and checks it.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+version=$(packaging/version.sh)
+work=$PWD/target/rpm
+package=yunion-mps-daemon-$version-1.$(uname -m).rpm
+rm -rf "$work"
+mkdir -p "$work" dist
+export BIN=$PWD/target/packaged PAGES=$PWD/target/pages
+rpmbuild -bb --build-in-place --define "_topdir $work" --define "_builddir $PWD" --define "source_version $version" \
+    --define "_dbpath $work/db" packaging/rpm/yunion-mps-daemon.spec >"$work/log" 2>&1 || {
+    cat "$work/log" >&2
+    exit 1
+}
+rpmlint --config packaging/rpm/rpmlint.toml "$work/RPMS/$(uname -m)/$package"
+mv "$work/RPMS/$(uname -m)/$package" dist/
+echo "dist/$package: $(stat -c %s "dist/$package") bytes"

@@ -1,0 +1,497 @@
+//! The package as it was built: what installing, upgrading, removing and purging it do to a host and to its clients.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::Check;
+use crate::adoption::Running;
+use crate::machine::{Machine, Stage, text, wait_for};
+use crate::service::{
+    DEVICE_FILE, DEVICES, HOST, HOST_CONF, ON_HOST, SERVICE, UUID, compute_mode, control_daemons, devices,
+    new_host, no_left_overs, on_the_simulated_host, serving, simulated, state,
+};
+
+pub(crate) const CHECKS: &[Check] = &[
+    ("apt_get_install_enables_and_starts_nothing", install),
+    ("started_without_any_configuration_it_is_disabled", unconfigured),
+    ("two_files_and_enable_now_as_the_guide_says", enable),
+    ("the_compute_mode_query_of_the_guide_says_exclusive_process", compute_mode_query),
+    ("the_listing_of_the_guide_has_the_devices", listing),
+    ("manual_pages_completions_and_interfaces_are_where_they_are_looked_for", looked_for),
+    ("an_upgrade_from_the_previous_version_leaves_a_client_running", upgrade),
+    ("an_upgrade_of_a_stopped_service_starts_nothing", upgrade_stopped),
+    ("apt_get_remove_ends_the_control_daemon_and_restores_the_compute_mode", remove),
+    ("purge_leaves_nothing", purge),
+    ("an_upgrade_from_the_platforms_package_leaves_its_client_running", take_over),
+];
+
+pub(crate) const RPM_CHECKS: &[Check] = &[
+    ("rpm_root_has_the_files_of_the_deb", rpm_files),
+    ("rpm_install_enables_and_starts_nothing", rpm_install),
+    ("an_rpm_upgrade_leaves_a_client_running", rpm_upgrade),
+    ("rpm_erase_ends_the_control_daemon_and_restores_the_compute_mode", rpm_erase),
+    ("an_rpm_upgrade_from_the_platforms_package_leaves_its_client_running", rpm_take_over),
+];
+
+/// The one file in dist/ with this ending, which `make deb rpm` made of these very sources.
+fn built(ending: &str) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let found: Vec<PathBuf> = fs::read_dir(source.join("dist"))
+        .into_iter()
+        .flatten()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.to_str().is_some_and(|path| path.ends_with(ending)))
+        .collect();
+    let [package] = &found[..] else { panic!("not one *{ending} in dist/: {found:?}; make deb rpm") };
+    let built = fs::metadata(package).unwrap().modified().unwrap();
+    for part in ["src", "config", "docs", "systemd", "packaging", "Cargo.toml", "Cargo.lock", "README.md"] {
+        let newer = newer(&source.join(part), built);
+        assert!(newer.is_none(), "{} is older than {newer:?}; make deb rpm", package.display());
+    }
+    package.clone()
+}
+
+/// A file there that was changed after this time.
+fn newer(path: &Path, than: std::time::SystemTime) -> Option<PathBuf> {
+    if path.is_dir() {
+        return fs::read_dir(path).unwrap().find_map(|entry| newer(&entry.unwrap().path(), than));
+    }
+    (fs::metadata(path).unwrap().modified().unwrap() > than).then(|| path.to_owned())
+}
+
+const DEB: &str = "/var/tmp/yunion-mps-daemon.deb";
+const PREVIOUS_DEB: &str = "/var/tmp/previous.deb";
+const PLATFORM_DEB: &str = "/var/tmp/platform.deb";
+const RPM: &str = "/var/tmp/yunion-mps-daemon.rpm";
+const PREVIOUS_RPM: &str = "/var/tmp/previous.rpm";
+const PLATFORM_RPM: &str = "/var/tmp/platform.rpm";
+/// rpm with a list of packages of its own: that of the machine is dpkg's.
+const RPMS: &str = "rpm --dbpath /var/tmp/rpmdb --nodeps";
+
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(output.status.success(), "{command:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// A machine with the simulated host's programs and the package to be installed.
+pub(crate) fn stage() -> Stage {
+    let stage = simulated();
+    stage.put(&built(".deb"), DEB);
+    stage
+}
+
+/// The same, and what was there before: the version before this one, and the platform's own package.
+pub(crate) fn stage_upgrades() -> Stage {
+    let stage = stage();
+    let work = tempfile::tempdir().unwrap();
+    let previous = work.path().join("previous");
+    run(Command::new("dpkg-deb").arg("-R").arg(built(".deb")).arg(&previous));
+    let control = previous.join("DEBIAN/control");
+    let lines = fs::read_to_string(&control).unwrap();
+    let lines =
+        lines.lines().map(|line| if line.starts_with("Version: ") { "Version: 1:0.0.1" } else { line });
+    fs::write(&control, lines.collect::<Vec<_>>().join("\n") + "\n").unwrap();
+    pack(&previous, &stage, PREVIOUS_DEB);
+
+    let platform = work.path().join("platform");
+    for (path, contents, mode) in PLATFORM {
+        let path = platform.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, contents).unwrap();
+        run(Command::new("chmod").arg(mode).arg(&path));
+    }
+    pack(&platform, &stage, PLATFORM_DEB);
+    stage
+}
+
+fn pack(tree: &Path, stage: &Stage, path: &str) {
+    let package = tree.with_extension("deb");
+    run(Command::new("dpkg-deb").args(["--root-owner-group", "-b"]).arg(tree).arg(&package));
+    stage.put(&package, path);
+}
+
+/// What the platform's own package does, as far as it matters here: its version counts by date; it stops and disables
+/// its service at an upgrade too; its control daemon detaches, and stays when its main process is killed, since a `quit`
+/// does not return while there are clients.
+const PLATFORM: &[(&str, &str, &str)] = &[
+    (
+        "DEBIAN/control",
+        "Package: yunion-mps-daemon\nVersion: 20230911.0-26053021\nArchitecture: all\nSection: base\n\
+         Maintainer: Somebody <somebody@example.org>\nDescription: the platform's own\n",
+        "644",
+    ),
+    (
+        "DEBIAN/prerm",
+        "#!/bin/sh\nsystemctl --no-reload disable yunion-mps-daemon.service\n\
+         systemctl stop yunion-mps-daemon.service\n",
+        "755",
+    ),
+    ("DEBIAN/postrm", "#!/bin/sh\nsystemctl daemon-reload\n", "755"),
+    (
+        "usr/lib/systemd/system/yunion-mps-daemon.service",
+        "[Service]\nUser=root\nGroup=root\nWorkingDirectory=/opt/yunion/bin\nKillMode=process\nRestart=always\n\
+         RestartSec=30\nExecStart=/opt/yunion/bin/mps-daemon\n[Install]\nWantedBy=multi-user.target\n",
+        "644",
+    ),
+    (
+        "opt/yunion/bin/mps-daemon",
+        "#!/bin/sh\nnvidia-smi -c EXCLUSIVE_PROCESS\nnvidia-cuda-mps-control -d\n\
+         trap 'echo quit | nvidia-cuda-mps-control; exit' TERM\nwhile :; do sleep 1; done\n",
+        "755",
+    ),
+];
+
+/// For the checks of other groups: the package, installed.
+pub(crate) fn installed(machine: &Machine) {
+    machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+    on_the_simulated_host(machine);
+}
+
+/// Nothing of the package, whatever the check before has left.
+fn absent(machine: &Machine) {
+    machine.sh(&format!(
+        "rm -rf /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload; \
+         ! dpkg-query --show yunion-mps-daemon >/dev/null 2>&1 || apt-get purge --yes yunion-mps-daemon"
+    ));
+}
+
+fn is(machine: &Machine, what: &str) -> String {
+    text(&machine.run(&["systemctl", what, SERVICE]).stdout).trim_end().to_owned()
+}
+
+fn nothing_runs(machine: &Machine) {
+    assert_eq!(is(machine, "is-active"), "inactive");
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+}
+
+fn install(machine: &mut Machine) {
+    absent(machine);
+    machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+    assert_eq!(
+        machine.printed(&["dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", "yunion-mps-daemon"]),
+        "ii "
+    );
+    assert_eq!(is(machine, "is-enabled"), "disabled");
+    nothing_runs(machine);
+    // Every file is as it was packed.
+    assert_eq!(machine.printed(&["dpkg", "--verify", "yunion-mps-daemon"]), "");
+    // The programs start, whatever C library is here.
+    machine.printed(&["yunion-mps-daemon", "--version"]);
+    machine.printed(&["yunion-mpsctl", "--version"]);
+}
+
+/// On the machine's own root, where /etc/host.conf is the C library's.
+fn unconfigured(machine: &mut Machine) {
+    machine
+        .sh(&format!("test -e /etc/host.conf || echo multi on >/etc/host.conf; systemctl start {SERVICE}"));
+    assert_eq!(state(machine), "disabled");
+    machine.sh(&format!("systemctl stop {SERVICE}"));
+    assert_eq!(machine.property(SERVICE, "Result"), "success");
+    nothing_runs(machine);
+}
+
+fn enable(machine: &mut Machine) {
+    new_host(machine);
+    on_the_simulated_host(machine);
+    // As the guide has them; the directories are those of the simulated host.
+    machine.write(
+        HOST_CONF,
+        &format!(
+            "enable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n\
+             cuda_mps_pipe_directory: {HOST}/mps/pipe\ncuda_mps_log_directory: {HOST}/mps/log\n"
+        ),
+    );
+    machine.write(
+        DEVICE_FILE,
+        "devices:\n- path: \"/dev/dri/renderD128\"\n  type: \"NVIDIA_MPS\"\n  virtual_number: 4\n",
+    );
+    let cursor = machine.cursor();
+    machine.sh(&format!("systemctl enable --now {SERVICE}"));
+    // Ready means that the first pass over all GPUs has ended.
+    assert_eq!(is(machine, "is-active"), "active");
+    assert_eq!(is(machine, "is-enabled"), "enabled");
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    no_left_overs(machine, &cursor);
+}
+
+fn compute_mode_query(machine: &mut Machine) {
+    let query = "nvidia-smi --query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode --format=csv";
+    let answer = machine.sh(&format!("{ON_HOST} {query}"));
+    let lines: Vec<&str> = answer.lines().collect();
+    assert_eq!(lines.len(), 2, "{answer}");
+    assert_eq!(lines[0], "uuid, name, pci.bus_id, memory.total [MiB], compute_mode");
+    assert!(lines[1].starts_with(UUID) && lines[1].ends_with(", Exclusive_Process"), "{answer}");
+}
+
+fn listing(machine: &mut Machine) {
+    let table = machine.printed(&["yunion-mpsctl", "list"]);
+    let cells = |line: &str| -> Vec<String> {
+        line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
+    };
+    let rows: Vec<Vec<String>> = table.lines().filter(|line| line.starts_with('|')).map(cells).collect();
+    assert_eq!(rows[0][..3], ["Addr", "Dev_type", "Model"]);
+    let shown: Vec<&str> = rows[1..].iter().map(|row| row[0].as_str()).collect();
+    assert_eq!(shown, DEVICES);
+    for row in &rows[1..] {
+        assert_eq!(row[1], "NVIDIA_MPS");
+        assert_eq!(row[5], UUID);
+        assert_eq!(row[9], "healthy");
+    }
+}
+
+fn looked_for(machine: &mut Machine) {
+    // The unit's own words lead to a file that is there.
+    let documentation = machine.property(SERVICE, "Documentation");
+    for path in documentation.split_ascii_whitespace().filter_map(|word| word.strip_prefix("file://")) {
+        machine.sh(&format!("test -s {path}"));
+    }
+    for page in ["yunion-mps-daemon.8", "yunion-mpsctl.1", "yunion-mps-host.conf.5"] {
+        let section = page.rsplit('.').next().unwrap();
+        machine.sh(&format!("test -s /usr/share/man/man{section}/{page}.gz"));
+    }
+    machine
+        .sh("bash -c '. /usr/share/bash-completion/completions/yunion-mpsctl && complete -p yunion-mpsctl'");
+    // What a program that has only the description can ask for is what the service has.
+    machine.sh("test -s /usr/share/dbus-1/interfaces/io.yunion.Mps1.Manager.xml");
+}
+
+fn upgrade(machine: &mut Machine) {
+    absent(machine);
+    machine.sh(&format!("apt-get install --yes --no-install-recommends {PREVIOUS_DEB}"));
+    on_the_simulated_host(machine);
+    machine.sh(&format!("systemctl enable {SERVICE}"));
+    let running = Running::start(machine, "");
+    let (main, cursor) = (machine.property(SERVICE, "MainPID"), machine.cursor());
+    machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+    running.unharmed(machine, &main, &cursor);
+    assert_eq!(is(machine, "is-enabled"), "enabled");
+}
+
+fn upgrade_stopped(machine: &mut Machine) {
+    absent(machine);
+    machine.sh(&format!("apt-get install --yes --no-install-recommends {PREVIOUS_DEB}"));
+    nothing_runs(machine);
+    machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+    nothing_runs(machine);
+    assert_eq!(is(machine, "is-enabled"), "disabled");
+}
+
+fn remove(machine: &mut Machine) {
+    installed(machine);
+    serving(machine);
+    machine.sh(&format!("systemctl enable {SERVICE}"));
+    assert_eq!(compute_mode(machine), "Exclusive_Process");
+    let cursor = machine.cursor();
+    machine.sh("apt-get remove --yes yunion-mps-daemon");
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+    assert_eq!(compute_mode(machine), "Default");
+    assert_eq!(machine.sh("ls /usr/bin | grep yunion || :"), "");
+    assert_eq!(state(machine), "");
+    no_left_overs(machine, &cursor);
+}
+
+fn purge(machine: &mut Machine) {
+    absent(machine);
+    // Checkouts of this project, on the host that the machine was made of, are there before and after.
+    let ours = || -> BTreeSet<String> {
+        let found = machine.sh(
+            "find / -xdev \\( -path /proc -o -path /sys -o -path /srv -o -path /var/tmp -o -path '/var/log/*' \
+             -o -path /tmp -o -path /usr/lib/simulated -o -path /var/cache \\) -prune \
+             -o \\( -name '*yunion-mps*' -o -name 'io.yunion.*' \\) -print; find /run -name '*yunion*'",
+        );
+        found.lines().map(str::to_owned).collect()
+    };
+    let before = ours();
+    installed(machine);
+    serving(machine);
+    machine.sh(&format!("systemctl enable {SERVICE}"));
+    assert!(ours().len() > before.len() + 10, "the search finds what is installed");
+    machine.sh("apt-get purge --yes yunion-mps-daemon");
+    // The administrator's own, not the package's.
+    machine.sh(&format!("rm -r /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload"));
+    assert_eq!(ours().difference(&before).collect::<Vec<_>>(), Vec::<&String>::new());
+    machine.sh("dpkg-query --show yunion-mps-daemon && exit 1 || :");
+}
+
+fn take_over(machine: &mut Machine) {
+    absent(machine);
+    let theirs = platforms(machine, &format!("apt-get install --yes {PLATFORM_DEB}"));
+    // apt takes it for an upgrade, since ours has an epoch.
+    let said = machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB} 2>&1"));
+    assert!(said.contains("1 upgraded"), "{said}");
+    // Their package has stopped and disabled the service, which nobody should have to find out.
+    assert!(said.contains("systemctl enable --now yunion-mps-daemon"), "{said}");
+    on_the_simulated_host(machine);
+    machine.sh(&format!("systemctl enable --now {SERVICE}"));
+    taken_over(machine, &theirs);
+}
+
+/// The platform's own package, with its service up and a client at work; its control daemon's PID.
+fn platforms(machine: &Machine, install: &str) -> String {
+    new_host(machine);
+    machine.sh(install);
+    machine.write(
+        &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
+        &format!(
+            "[Service]\nEnvironment=YUNION_MPS_SIM={HOST} LD_LIBRARY_PATH={HOST}/lib PATH={HOST}/bin:/usr/bin:/bin\n\
+             Environment=CUDA_MPS_PIPE_DIRECTORY={HOST}/mps/pipe CUDA_MPS_LOG_DIRECTORY={HOST}/mps/log\n\
+             TimeoutStopSec=5\n"
+        ),
+    );
+    machine.sh(&format!(
+        "systemctl daemon-reload; mkdir -p {HOST}/mps/pipe {HOST}/mps/log; systemctl enable --now {SERVICE}"
+    ));
+    let theirs_is = format!("{ON_HOST} export CUDA_MPS_PIPE_DIRECTORY={HOST}/mps/pipe;");
+    let asked = format!("{theirs_is} echo get_server_list | nvidia-cuda-mps-control 2>&1 || :");
+    wait_for("their control daemon", || (!machine.sh(&asked).contains("Cannot find")).then_some(()));
+    let client = format!("{theirs_is} exec cuda-client hold 600");
+    machine.printed(&["systemd-run", "--quiet", "--unit=their-client", "sh", "-euc", &client]);
+    let listed = format!("{theirs_is} echo ps | nvidia-cuda-mps-control");
+    wait_for("their client at work", || machine.sh(&listed).contains("cuda-client").then_some(()));
+    // By now the one that has started it is gone.
+    let [theirs] = &control_daemons(machine)[..] else { panic!("not one control daemon") };
+    theirs.clone()
+}
+
+/// Our service leaves that control daemon alone while it has a client, says which it is, and replaces it then.
+fn taken_over(machine: &Machine, theirs: &str) {
+    machine.sh("test ! -e /opt/yunion/bin/mps-daemon");
+    wait_for("its PID in the reason", || {
+        machine.printed(&["yunion-mpsctl", "status"]).contains(theirs).then_some(())
+    });
+    assert_eq!(control_daemons(machine), [theirs]);
+    assert_eq!(machine.property("their-client.service", "ActiveState"), "active");
+    machine.sh("systemctl stop their-client.service");
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    let ours = control_daemons(machine);
+    assert!(ours.len() == 1 && ours[0] != theirs, "{ours:?}, theirs was {theirs}");
+    assert_eq!(devices(machine), DEVICES);
+}
+
+fn rpm_take_over(machine: &mut Machine) {
+    let theirs = platforms(machine, &format!("{RPMS} --install {PLATFORM_RPM}"));
+    machine.sh(&format!("{RPMS} --upgrade {RPM}"));
+    assert_eq!(is(machine, "is-enabled"), "enabled");
+    on_the_simulated_host(machine);
+    machine.sh(&format!("systemctl restart {SERVICE}"));
+    taken_over(machine, &theirs);
+}
+
+/// The rpm, the same as a version before it, the platform's own, and the deb to compare with.
+pub(crate) fn stage_rpm() -> Stage {
+    let stage = simulated();
+    stage.put(&built(".rpm"), RPM);
+    stage.put(&built(".deb"), DEB);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let work = tempfile::tempdir().unwrap();
+    let mut previous = Command::new("rpmbuild");
+    previous.current_dir(source).args(["-bb", "--build-in-place", "--define", "source_version 0.0.1"]);
+    previous.env("BIN", source.join("target/packaged")).env("PAGES", source.join("target/pages"));
+    previous.arg("--define").arg(format!("_builddir {}", source.display()));
+    stage.put(&packed(&mut previous, work.path(), "packaging/rpm/yunion-mps-daemon.spec"), PREVIOUS_RPM);
+
+    let spec = work.path().join("platform.spec");
+    fs::write(&spec, PLATFORM_SPEC).unwrap();
+    for (path, contents, mode) in PLATFORM.iter().filter(|(path, ..)| !path.starts_with("DEBIAN/")) {
+        let path = work.path().join("platform").join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, contents).unwrap();
+        run(Command::new("chmod").arg(mode).arg(&path));
+    }
+    let mut platform = Command::new("rpmbuild");
+    platform.args(["-bb", "--define"]).arg(format!("tree {}", work.path().join("platform").display()));
+    stage.put(&packed(&mut platform, &work.path().join("build"), spec.to_str().unwrap()), PLATFORM_RPM);
+    stage
+}
+
+/// The one rpm that this rpmbuild makes.
+fn packed(rpmbuild: &mut Command, work: &Path, spec: &str) -> PathBuf {
+    run(rpmbuild.arg("--define").arg(format!("_topdir {}", work.display())).arg(spec));
+    let made = run(Command::new("find").arg(work.join("RPMS")).args(["-name", "*.rpm"]));
+    PathBuf::from(made.trim_end())
+}
+
+/// As [`PLATFORM`]; its rpm stops and disables in %preun, whatever for.
+const PLATFORM_SPEC: &str = "
+Name: yunion-mps-daemon
+Version: 20230911.0
+Release: 26053021
+Summary: the platform's own
+License: GPL
+BuildArch: noarch
+%description
+The platform's own.
+%install
+cp -a %{tree}/. %{buildroot}/
+%files
+/opt/yunion/bin/mps-daemon
+/usr/lib/systemd/system/yunion-mps-daemon.service
+%preun
+systemctl --no-reload disable yunion-mps-daemon.service
+systemctl stop yunion-mps-daemon.service
+%postun
+systemctl daemon-reload
+";
+
+/// The files in a package's listing, without the directories and without what the two kinds of package put elsewhere.
+fn listed(names: &str) -> Vec<String> {
+    let mut names: Vec<String> = names
+        .lines()
+        .filter(|name| !name.ends_with('/'))
+        .map(|name| name.trim_start_matches('.').to_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+fn rpm_files(machine: &mut Machine) {
+    machine.sh(&format!(
+        "mkdir -p /var/tmp/root; rpm --root /var/tmp/root --initdb; \
+         rpm --root /var/tmp/root --install --nodeps --noscripts {RPM}"
+    ));
+    let files = |list: &str| listed(&machine.sh(list));
+    let rpm =
+        files("cd /var/tmp/root; find ./usr ./etc ! -type d 2>/dev/null | grep -v -e /rpm/ -e /build-id/");
+    let deb = files(&format!("dpkg-deb --fsys-tarfile {DEB} | tar -t"));
+    // Completions for zsh and what is for lintian have places of Debian's own, documentation has what each format wants.
+    let plain = |names: Vec<String>| -> Vec<String> {
+        let mut names: Vec<String> = names
+            .into_iter()
+            .map(|name| name.replace("/zsh/vendor-completions/", "/zsh/site-functions/"))
+            .map(|name| name.trim_end_matches(".gz").to_owned())
+            .filter(|name| !name.contains("/doc/") && !name.contains("/lintian/"))
+            .collect();
+        names.sort();
+        names
+    };
+    assert_eq!(plain(rpm), plain(deb));
+    let verified = machine.sh("rpm --root /var/tmp/root --verify --nodeps yunion-mps-daemon 2>&1 || :");
+    assert_eq!(verified, "");
+}
+
+fn rpm_install(machine: &mut Machine) {
+    machine.sh(&format!("{RPMS} --install {PREVIOUS_RPM}"));
+    assert_eq!(is(machine, "is-enabled"), "disabled");
+    nothing_runs(machine);
+}
+
+fn rpm_upgrade(machine: &mut Machine) {
+    on_the_simulated_host(machine);
+    let running = Running::start(machine, "");
+    machine.sh(&format!("systemctl enable {SERVICE}"));
+    let (main, cursor) = (machine.property(SERVICE, "MainPID"), machine.cursor());
+    machine.sh(&format!("{RPMS} --upgrade {RPM}"));
+    running.unharmed(machine, &main, &cursor);
+    assert_eq!(is(machine, "is-enabled"), "enabled");
+}
+
+fn rpm_erase(machine: &mut Machine) {
+    machine.sh(&format!("{RPMS} --erase yunion-mps-daemon"));
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+    assert_eq!(compute_mode(machine), "Default");
+    assert_eq!(machine.sh("ls /usr/bin | grep yunion || :"), "");
+    assert_eq!(machine.sh(&format!("find /etc/systemd/system -name {SERVICE} -print")), "");
+}

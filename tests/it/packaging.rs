@@ -1,0 +1,204 @@
+//! What is installed: the list of files, the manual pages and the completions.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+/// Where cargo has built the programs.
+fn programs() -> &'static Path {
+    Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).parent().unwrap()
+}
+
+fn source(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn run(command: &mut Command) -> Output {
+    command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
+}
+
+/// What it prints; anything on stderr is a complaint.
+fn printed(command: &mut Command) -> String {
+    let output = run(command);
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && complaints.is_empty(), "{command:?}: {complaints}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Manual pages and completions, with these recordings of what the subcommands print.
+fn pages(golden: &Path) -> TempDir {
+    let directory = tempfile::tempdir().unwrap();
+    let program = programs().join("yunion-mps-pages");
+    assert!(program.exists(), "{} is not built: cargo build --workspace", program.display());
+    printed(Command::new(program).arg(directory.path()).arg(golden));
+    directory
+}
+
+fn pages_as_shipped() -> TempDir {
+    pages(&source("tests/golden/tesla-p40"))
+}
+
+/// Every file below a directory that install.sh has filled, with its mode, sorted.
+fn installed(prefix: Option<&str>, root: &Path) -> Vec<String> {
+    let pages = pages_as_shipped();
+    fs::write(pages.path().join("copyright"), "").unwrap();
+    let mut install = Command::new(source("packaging/install.sh"));
+    install.env("DESTDIR", root).env("BIN", programs()).env("PAGES", pages.path()).env_remove("ZSH");
+    match prefix {
+        Some(prefix) => install.env("PREFIX", prefix),
+        None => install.env_remove("PREFIX"),
+    };
+    printed(&mut install);
+    let found = printed(Command::new("find").arg(root).args(["!", "-type", "d", "-printf", "%M /%P\n"]));
+    let mut files: Vec<String> = found.lines().map(str::to_owned).collect();
+    files.sort();
+    files
+}
+
+#[test]
+fn exactly_these_files_are_installed() {
+    let root = tempfile::tempdir().unwrap();
+    let expected = [
+        "-rw-r--r-- /usr/lib/systemd/system/yunion-mps-daemon.service",
+        "-rw-r--r-- /usr/lib/tmpfiles.d/yunion-mps-daemon.conf",
+        "-rw-r--r-- /usr/share/bash-completion/completions/yunion-mps-daemon",
+        "-rw-r--r-- /usr/share/bash-completion/completions/yunion-mpsctl",
+        "-rw-r--r-- /usr/share/dbus-1/interfaces/io.yunion.Mps1.Control.xml",
+        "-rw-r--r-- /usr/share/dbus-1/interfaces/io.yunion.Mps1.Device.xml",
+        "-rw-r--r-- /usr/share/dbus-1/interfaces/io.yunion.Mps1.Gpu.xml",
+        "-rw-r--r-- /usr/share/dbus-1/interfaces/io.yunion.Mps1.Manager.xml",
+        "-rw-r--r-- /usr/share/dbus-1/system.d/io.yunion.Mps1.conf",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/CHANGELOG.md",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/README.md",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/copyright",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/cdi.md",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/devices.py",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/metrics.md",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/host.conf.example",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/host_container_device.yml.example",
+        "-rw-r--r-- /usr/share/fish/vendor_completions.d/yunion-mps-daemon.fish",
+        "-rw-r--r-- /usr/share/fish/vendor_completions.d/yunion-mpsctl.fish",
+        "-rw-r--r-- /usr/share/man/man1/yunion-mpsctl.1",
+        "-rw-r--r-- /usr/share/man/man5/yunion-mps-host.conf.5",
+        "-rw-r--r-- /usr/share/man/man8/yunion-mps-daemon.8",
+        "-rw-r--r-- /usr/share/zsh/site-functions/_yunion-mps-daemon",
+        "-rw-r--r-- /usr/share/zsh/site-functions/_yunion-mpsctl",
+        "-rwxr-xr-x /usr/bin/yunion-mps-daemon",
+        "-rwxr-xr-x /usr/bin/yunion-mpsctl",
+        "lrwxrwxrwx /usr/share/man/man5/yunion-mps-host_container_device.yml.5",
+    ];
+    assert_eq!(installed(None, root.path()), expected);
+    // What the unit names is there.
+    let unit = fs::read_to_string(source("systemd/yunion-mps-daemon.service")).unwrap();
+    for key in ["ExecStart=", "Documentation=file:"] {
+        let paths: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix(key)).collect();
+        assert!(!paths.is_empty(), "{key}");
+        for path in paths {
+            assert!(root.path().join(path.trim_start_matches('/')).is_file(), "{key}{path}");
+        }
+    }
+}
+
+#[test]
+fn with_another_prefix_the_unit_starts_what_is_there() {
+    let root = tempfile::tempdir().unwrap();
+    let files = installed(Some("/opt/mps"), root.path());
+    assert!(files.iter().all(|file| file.contains(" /opt/mps/")), "{files:?}");
+    let unit = root.path().join("opt/mps/lib/systemd/system/yunion-mps-daemon.service");
+    let unit = fs::read_to_string(unit).unwrap();
+    assert!(unit.contains("\nExecStart=/opt/mps/bin/yunion-mps-daemon\n"), "{unit}");
+    assert!(unit.contains("\nDocumentation=file:/opt/mps/share/doc/yunion-mps-daemon/README.md\n"), "{unit}");
+    assert!(!unit.contains("/usr/"), "{unit}");
+}
+
+fn subcommands() -> Vec<String> {
+    yunion_mps::ctl::command().get_subcommands().map(|command| command.get_name().to_owned()).collect()
+}
+
+#[test]
+fn every_shell_completes_every_subcommand() {
+    let pages = pages_as_shipped();
+    for file in ["_yunion-mpsctl", "yunion-mpsctl.fish"] {
+        let text = fs::read_to_string(pages.path().join(file)).unwrap();
+        for subcommand in subcommands() {
+            assert!(
+                text.contains(&format!("\"{subcommand}\"")) || text.contains(&format!("'{subcommand}:")),
+                "{file}: {subcommand}"
+            );
+        }
+    }
+    // bash is asked itself, as when a user presses the tabulator.
+    let asked = r#"source "$0"; COMP_WORDS=(yunion-mpsctl ""); COMP_CWORD=1
+        $(complete -p yunion-mpsctl | grep -o ' -F [^ ]*' | cut -c 5-) yunion-mpsctl "" yunion-mpsctl; printf '%s\n' "${COMPREPLY[@]}""#;
+    let offered =
+        printed(Command::new("bash").args(["-c", asked]).arg(pages.path().join("yunion-mpsctl.bash")));
+    for subcommand in subcommands() {
+        assert!(offered.lines().any(|word| word == subcommand), "{subcommand}: {offered}");
+    }
+}
+
+/// The page as a very wide terminal shows it. Warnings are complaints.
+fn shown(page: &Path) -> String {
+    printed(Command::new("groff").args(["-ww", "-mandoc", "-Tascii", "-P-cbou", "-rLL=2000n"]).arg(page))
+}
+
+#[test]
+fn the_manual_pages_are_well_formed() {
+    let pages = pages_as_shipped();
+    for page in ["yunion-mpsctl.1", "yunion-mps-daemon.8"] {
+        let page = pages.path().join(page);
+        shown(&page);
+        printed(Command::new("mandoc").args(["-T", "lint", "-W", "error"]).arg(&page));
+    }
+    let written = source("packaging/man/yunion-mps-host.conf.5");
+    shown(&written);
+    printed(Command::new("mandoc").args(["-T", "lint", "-W", "warning"]).arg(&written));
+}
+
+/// Otherwise the test above would prove nothing.
+#[test]
+fn a_wrong_manual_page_is_complained_about() {
+    let directory = tempfile::tempdir().unwrap();
+    let page = directory.path().join("page.1");
+    fs::write(&page, ".TH PAGE 1\n.SH NAME\npage \\- a page\n.NOSUCHMACRO\n").unwrap();
+    let output = run(Command::new("groff").args(["-ww", "-mandoc", "-Tascii"]).arg(&page));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("NOSUCHMACRO"), "{output:?}");
+}
+
+#[test]
+fn the_manual_has_every_subcommand_and_what_it_prints() {
+    let golden = tempfile::tempdir().unwrap();
+    fs::write(golden.path().join("list.txt"), ".first 00:06.0-0\n'second' \\ |\n").unwrap();
+    let text = shown(&pages(golden.path()).path().join("yunion-mpsctl.1"));
+    for subcommand in subcommands() {
+        assert!(
+            text.contains(&format!("\n   {subcommand}\n       yunion-mpsctl {subcommand}")),
+            "{subcommand}: {text}"
+        );
+    }
+    assert!(text.contains("           .first 00:06.0-0\n           'second' \\ |\n"), "{text}");
+    assert_eq!(text.matches("Output, on a host").count(), 1, "{text}");
+    for status in ["EXIT STATUS\n", "126 and 127", "3 (yunion-mps-daemon is not running)"] {
+        assert!(text.contains(status), "{status}: {text}");
+    }
+}
+
+/// Each section shows what its subcommand really prints, and none takes a heading of the whole page.
+#[test]
+fn every_subcommand_has_an_example_of_its_output() {
+    let text = shown(&pages_as_shipped().path().join("yunion-mpsctl.1"));
+    let places: Vec<(usize, String)> = subcommands()
+        .into_iter()
+        .map(|name| (text.find(&format!("\n   {name}\n")).unwrap_or_else(|| panic!("no {name}")), name))
+        .collect();
+    let end = text.find("\nEXIT STATUS\n").unwrap();
+    let ends = places.iter().skip(1).map(|(place, _)| *place).chain([end]);
+    for ((begin, name), end) in places.iter().zip(ends) {
+        let section = text.get(*begin..end).unwrap_or_else(|| panic!("{name} stands behind the exit status"));
+        assert!(section.contains("\n       Examples:\n"), "{section}");
+        assert!(section.contains("\n       Output"), "{section}");
+    }
+    assert_eq!(text.matches("\nEXIT STATUS\n").count(), 1);
+}
