@@ -1,7 +1,7 @@
 # Everything a person types. Each target does its own set-up: what is missing is installed (as root) or named.
 BOARD ?= tesla-p40
 
-.PHONY: help build install deb rpm packages test check demo soak bench
+.PHONY: help build install deb rpm packages fetch test check demo soak bench
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -28,6 +28,11 @@ target/packaged:
 	scripts/deps.sh packages
 	scripts/build-packaged.sh
 
+fetch: ## all that make deb rpm takes from the network, which it needs no more then
+	scripts/deps.sh packages
+	scripts/fetch-zig.sh
+	cargo fetch --locked
+
 demo: ## the whole way once, on a simulated host: make demo BOARD=tesla-p40, h200x8 or mixed
 	scripts/demo.sh $(BOARD)
 
@@ -38,7 +43,7 @@ test: $(PACKAGES_TO_TEST) ## every test, also against the real MPS control daemo
 	scripts/deps.sh
 	scripts/fetch-mps-control.sh .cache/mps
 	cargo build --workspace --locked
-	cargo test --workspace --locked
+	cargo test --workspace --locked --no-fail-fast
 
 check: ## format, lints, licences and sources of the dependencies
 	scripts/deps.sh

@@ -1,14 +1,13 @@
 #!/bin/bash
 # Builds what the packages hold: the two programs, against the C library of an old distribution, in target/packaged; the
 # manual pages, completions and the copyright file in target/pages. What is up to date is not built again.
-# zig is the linker: it brings the symbols of every version of the C library. It comes from PyPI, pinned, once.
+# zig is the linker: it brings the symbols of every version of the C library.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # The oldest C library that the programs run with: RHEL 8, Debian 10, openEuler 20.03. Their systemd is as old.
 GLIBC=$(cat packaging/glibc-version)
 MAX_DAEMON_BYTES=$((5 * 1024 * 1024))
-REQUIREMENTS=scripts/zig-requirements.txt
 
 fail() {
     echo "build-packaged: $*" >&2
@@ -21,25 +20,9 @@ x86_64-unknown-linux-gnu | aarch64-unknown-linux-gnu) ;;
 *) fail "packages are for x86_64 and aarch64 with the GNU C library; here is $host. make build and make install do" ;;
 esac
 
-# Named after what is to be in it, and moved into place when it is complete.
-tools=.cache/tools/zig-$(sha256sum "$REQUIREMENTS" | cut -c 1-12)
-if [ ! -d "$tools" ]; then
-    python=''
-    for candidate in python3 /usr/bin/python3; do
-        if "$candidate" -m pip --version >/dev/null 2>&1; then
-            python=$candidate
-            break
-        fi
-    done
-    [ -n "$python" ] || fail "no python3 with pip; scripts/deps.sh packages installs it"
-    rm -rf "$tools.new"
-    "$python" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target "$tools.new" \
-        --no-deps --only-binary :all: --require-hashes --requirement "$REQUIREMENTS" ||
-        fail "pip can't install what $REQUIREMENTS names"
-    mv -T "$tools.new" "$tools"
-fi
+tools=$(scripts/fetch-zig.sh)
 
-CARGO_ZIGBUILD_ZIG_PATH=$PWD/$tools/ziglang/zig CARGO_ZIGBUILD_CACHE_DIR=$PWD/target/zig \
+CARGO_ZIGBUILD_ZIG_PATH=$tools/ziglang/zig CARGO_ZIGBUILD_CACHE_DIR=$PWD/target/zig \
     ZIG_GLOBAL_CACHE_DIR=$PWD/target/zig/cache ZIG_LOCAL_CACHE_DIR=$PWD/target/zig/cache \
     "$tools/bin/cargo-zigbuild" zigbuild --release --locked --bins --package yunion-mps-daemon \
     --target "$host.$GLIBC"
