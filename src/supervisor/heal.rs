@@ -140,22 +140,37 @@ impl Worker {
         let server = fault.server;
         let hit: BTreeSet<&String> =
             fault.clients.values().filter_map(|ordinal| running.gpus.get(*ordinal)).collect();
-        let on_hit_gpu = |prefix: &str| hit.is_empty() || hit.iter().any(|uuid| uuid.starts_with(prefix));
         let clients = control.clients().await?;
-        let clients = clients.into_iter().filter(|client| client.server == server);
-        let (staying, elsewhere): (Vec<_>, Vec<_>) =
-            clients.partition(|client| on_hit_gpu(&client.gpu_prefix));
-        let staying: Vec<String> =
+        let (staying, elsewhere): (Vec<_>, Vec<_>) = clients
+            .into_iter()
+            .filter(|client| client.server == server)
+            .partition(|client| hit.iter().any(|uuid| uuid.starts_with(&client.gpu_prefix)));
+        // Who takes over after the fault was logged doesn't know which GPU was hit. Where all clients are on one, it is
+        // that one: without a client on the GPU that was hit the server would be well again.
+        let in_use: BTreeSet<&String> = elsewhere.iter().map(|client| &client.gpu_prefix).collect();
+        let (staying, elsewhere) = match (hit.is_empty(), in_use.len()) {
+            (true, 0 | 1) => (elsewhere, Vec::new()),
+            _ => (staying, elsewhere),
+        };
+        let named: Vec<String> =
             staying.iter().map(|client| format!("{} ({})", client.pid, client.command)).collect();
-        let staying = staying.join(", ");
+        let named = named.join(", ");
         if !elsewhere.is_empty() {
-            fault.held_up = Some(format!(
-                "still there: {staying}; end them, since the server is left to its {} clients on GPUs that are well",
-                elsewhere.len()
-            ));
+            fault.held_up = Some(if hit.is_empty() {
+                format!(
+                    "which GPU was hit is not known any more: end what has failed, since the server is left to its {} \
+                     clients on several GPUs",
+                    elsewhere.len()
+                )
+            } else {
+                format!(
+                    "still there: {named}; end them, since the server is left to its {} clients on GPUs that are well",
+                    elsewhere.len()
+                )
+            });
             return Ok(());
         }
-        self.reporter.warning(format!("server {server} ended: still there long after its fault: {staying}"));
+        self.reporter.warning(format!("server {server} ended: still there long after its fault: {named}"));
         control.shut_down_server(server).await?;
         Ok(())
     }

@@ -197,14 +197,16 @@ fn killed_processes_are_replaced() {
 fn a_server_that_keeps_dying_is_not_started_in_a_loop() {
     let mut host = Host::new("h200");
     host.plant("mps/start-ms", "0");
+    host.start();
+    let status = host.wait_for_state("ready");
     host.plant("mps/fault/server-dies-after-ms", "20");
     let begun = Instant::now();
-    host.start();
+    signal_pid(server(&status), Signal::KILL);
     let starts = |host: &Host| {
         let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap_or_default();
         log.matches("Starting new server").count()
     };
-    let count = wait_for("six servers", || Some(starts(&host)).filter(|count| *count >= 6));
+    let count = wait_for("five more servers", || Some(starts(&host)).filter(|count| *count >= 6));
     // The pauses alone: 0.1, 0.2, 0.4, 0.8 and 1.6 s.
     let pauses: f64 = (0..count - 1).map(|n| 0.1 * f64::from(1 << n.min(8))).sum();
     assert!(begun.elapsed().as_secs_f64() > pauses, "{count} starts in {:?}", begun.elapsed());
@@ -269,7 +271,6 @@ fn exit_code(mut client: Child) -> Option<i32> {
     wait_for("the client's end", || client.try_wait().unwrap()).code()
 }
 
-/// A fatal GPU error whose clients all leave: told with everybody who was hit, and over by itself.
 /// Recorded on an H200: a server that was killed says FAULT until its control daemon notes that it has ended.
 #[test]
 fn a_server_that_dies_is_not_taken_for_faulted() {
@@ -307,6 +308,7 @@ fn a_server_that_dies_is_not_taken_for_faulted() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// A fatal GPU error whose clients all leave: told with everybody who was hit, and over by itself.
 #[test]
 fn a_fault_is_told_and_heals_when_clients_leave() {
     let host = Host::serving("h200");
@@ -329,6 +331,15 @@ fn a_fault_is_told_and_heals_when_clients_leave() {
     }
 }
 
+/// The daemon writes down how far it has read, and then dies.
+fn dies_having_read_of_the_fault(host: &mut Host) {
+    host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
+    let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
+    reload(host);
+    read_up_to(host, log.find("Server is handling a fatal GPU error.").unwrap());
+    restart(host);
+}
+
 /// A client that stays after a fatal GPU error keeps everybody out: after the grace its server is ended and the next one
 /// started. That holds too when the daemon dies in between, having read of the fault already.
 #[test]
@@ -344,11 +355,7 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
         host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
         assert!(host.list().iter().all(|device| device["healthy"] == false));
         if killed {
-            // It writes down how far it has read, and then dies.
-            let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
-            reload(&host);
-            read_up_to(&host, log.find("Server is handling a fatal GPU error.").unwrap());
-            restart(&mut host);
+            dies_having_read_of_the_fault(&mut host);
         }
         let after = recovered(&host, 4);
         assert_ne!(server(&after), server(&before), "ready was said of a server with a fault");
@@ -361,34 +368,43 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
     }
 }
 
-/// The clients on the other GPUs of a server with a fault compute on to their end: the server is not ended before.
+/// The clients on the other GPUs of a server with a fault compute on to their end: the server is not ended before. That
+/// holds too for a daemon that takes over after the log has told who was hit.
 #[test]
 fn a_fault_spares_clients_on_other_gpus() {
-    let mut host = Host::new("h200x8");
-    host.configure("cuda_mps_fault_grace: 1");
-    host.start();
-    let before = host.wait_for_state("ready");
-    let uuid =
-        |gpu: usize| fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap().trim().to_owned();
-    let (two, five) = (uuid(2), uuid(5));
-    let elsewhere = client(&host, &["hold", "600"], &[("CUDA_VISIBLE_DEVICES", &five)]);
-    let stays = client(&host, &["hold", "600", "--stay"], &[("CUDA_VISIBLE_DEVICES", &two)]);
-    let mut culprit = host.command("cuda-client");
-    culprit.arg("fault").envs([("CUDA_VISIBLE_DEVICES", two.as_str())]);
-    culprit.env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
-    let status = host.wait_for_status("left to its clients", |status| {
-        control_daemon(status)["reason"]
-            .as_str()
-            .unwrap()
-            .contains("left to its 1 clients on GPUs that are well")
-    });
-    assert_eq!(server(&status), server(&before));
-    assert!(alive(elsewhere.id()));
-    assert_eq!(host.list().len(), 32);
-    end(elsewhere);
-    let after = recovered(&host, 32);
-    assert_ne!(server(&after), server(&before));
-    end(stays);
+    for killed in [false, true] {
+        let mut host = Host::new("h200x8");
+        host.configure("cuda_mps_fault_grace: 1");
+        host.start();
+        let before = host.wait_for_state("ready");
+        let uuid = |gpu: usize| {
+            fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap().trim().to_owned()
+        };
+        let (two, five) = (uuid(2), uuid(5));
+        let elsewhere = client(&host, &["hold", "600"], &[("CUDA_VISIBLE_DEVICES", &five)]);
+        let stays = client(&host, &["hold", "600", "--stay"], &[("CUDA_VISIBLE_DEVICES", &two)]);
+        let mut culprit = host.command("cuda-client");
+        culprit.arg("fault").envs([("CUDA_VISIBLE_DEVICES", two.as_str())]);
+        culprit.env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+        if killed {
+            dies_having_read_of_the_fault(&mut host);
+        }
+        let reason = if killed {
+            "which GPU was hit is not known any more: end what has failed, since the server is left to its 2 clients"
+        } else {
+            "left to its 1 clients on GPUs that are well"
+        };
+        let status = host.wait_for_status(reason, |status| {
+            control_daemon(status)["reason"].as_str().unwrap().contains(reason)
+        });
+        assert_eq!(server(&status), server(&before));
+        assert!(alive(elsewhere.id()));
+        assert_eq!(host.list().len(), 32);
+        end(elsewhere);
+        let after = recovered(&host, 32);
+        assert_ne!(server(&after), server(&before));
+        end(stays);
+    }
 }
 
 /// A small file system of its own at a path.
