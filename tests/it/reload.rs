@@ -66,6 +66,8 @@ fn new_slices_are_listed_while_the_control_daemon_restarts() {
     let host = Host::serving("tesla-p40");
     host.plant("mps/fault/start-exits", "");
     host.devices(&[&format!("{ENTRY} 2")]);
+    // Which needs another control daemon.
+    host.configure(&format!("cuda_mps_pipe_directory: {}", host.path("mps/other").display()));
     host.signal(Signal::HUP);
     wait_for("two slices that are not healthy", || {
         let devices = host.list();

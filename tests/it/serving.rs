@@ -142,8 +142,9 @@ fn clients_are_listed_with_their_slices() {
     assert_eq!(client["memory_mib"], memory);
 
     signal_pid(run.id(), Signal::TERM);
-    // Its GPU work was ended first, which the program took for a reason to exit (810).
-    assert_eq!(run.wait().unwrap().code(), Some(4));
+    // Its GPU work was ended first, which the program takes for a reason to exit (810), if the signal isn't faster.
+    let status = run.wait().unwrap().code();
+    assert!([Some(4), Some(128 + Signal::TERM.as_raw())].contains(&status), "{status:?}");
     assert!(!alive(pid));
     wait_for("no client", || (host.busctl("ListClients") == json!([])).then_some(()));
     assert_eq!(host.stop().code(), Some(0));
