@@ -181,7 +181,7 @@ pub(crate) struct Bystander {
 impl Bystander {
     /// Starts one that computes for so long, and waits until it is served.
     pub(crate) fn start(host: &Host, pipe: &Path, time: Duration) -> Self {
-        let child = host
+        let mut child = host
             .command("cuda-client")
             .args(["hold", &time.as_secs_f64().to_string()])
             .env("CUDA_MPS_PIPE_DIRECTORY", pipe)
@@ -191,7 +191,9 @@ impl Bystander {
         let pid = child.id().to_string();
         wait_for("the client", || {
             let served = host.front_end(pipe, "ps").lines().any(|line| line.split(' ').next() == Some(&pid));
-            served.then_some(())
+            // On a busy machine its time may be over between two looks.
+            let done = child.try_wait().unwrap().inspect(|status| assert!(status.success(), "{status}"));
+            (served || done.is_some()).then_some(())
         });
         Self { child, ends: Instant::now() + time }
     }
