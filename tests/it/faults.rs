@@ -391,6 +391,40 @@ fn a_fault_spares_clients_on_other_gpus() {
     end(stays);
 }
 
+/// The same when the daemon dies in between, having read already on which GPU the fault was: as long as nobody knows
+/// whose work is lost, nobody's is ended.
+#[test]
+fn a_fault_on_a_forgotten_gpu_spares_clients_on_every_gpu() {
+    let mut host = Host::new("h200x8");
+    host.configure("cuda_mps_fault_grace: 1");
+    host.start();
+    let before = host.wait_for_state("ready");
+    let uuid =
+        |gpu: usize| fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap().trim().to_owned();
+    let (two, five) = (uuid(2), uuid(5));
+    let elsewhere = client(&host, &["hold", "600"], &[("CUDA_VISIBLE_DEVICES", &five)]);
+    let stays = client(&host, &["hold", "600", "--stay"], &[("CUDA_VISIBLE_DEVICES", &two)]);
+    let mut culprit = host.command("cuda-client");
+    culprit.arg("fault").envs([("CUDA_VISIBLE_DEVICES", two.as_str())]);
+    culprit.env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
+    let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
+    reload(&host);
+    read_up_to(&host, log.rfind("to be torn down").unwrap());
+    restart(&mut host);
+    let status = host.wait_for_status("left to its clients", |status| {
+        let reason = control_daemon(status)["reason"].as_str().unwrap();
+        reason.contains("left to its clients on several of them")
+            && [&elsewhere, &stays].iter().all(|client| reason.contains(&client.id().to_string()))
+    });
+    assert_eq!(server(&status), server(&before));
+    assert!(alive(elsewhere.id()));
+    end(elsewhere);
+    let after = recovered(&host, 32);
+    assert_ne!(server(&after), server(&before));
+    end(stays);
+}
+
 /// A small file system of its own at a path.
 pub(crate) struct Mount(PathBuf);
 
