@@ -429,6 +429,35 @@ fn a_client_that_is_stopped_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
+/// The same by a debugger, which the client's owner may be: no signal lets it go on.
+#[test]
+fn a_client_that_a_debugger_holds_holds_up_nobody() {
+    const HOLD: &str = "import ctypes, sys, time\n\
+        libc = ctypes.CDLL(None, use_errno=True)\n\
+        assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
+        print('held', flush=True)\n\
+        time.sleep(600)\n";
+    let mut scene = Scene::new();
+    let victim = scene.victim();
+    let pid = victim.id().to_string();
+    let mut debugger = scene.host.command("/usr/bin/python3");
+    let mut debugger = debugger.args(["-c", HOLD, &pid]).spawn().unwrap();
+    wait_for("a held process", || (process_state(victim.id()) == Some('t')).then_some(()));
+    let terminate =
+        scene.ctl(&["terminate", &pid]).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    wait_for("the refusal", || {
+        scene.host.log().contains("can't be continued: it stays stopped").then_some(())
+    });
+    // The control daemon answers everybody.
+    assert!(scene.listed().contains(&victim.id()));
+    assert!(scene.host.json(&["clients"]).is_some());
+    debugger.kill().unwrap();
+    debugger.wait().unwrap();
+    assert_eq!(ended(terminate).0, Some(0));
+    assert_terminated(victim);
+    assert!(scene.bystander_survives());
+}
+
 #[test]
 fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     let mut scene = Scene::new();
