@@ -458,6 +458,36 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
+/// What the next service of ours has no use for is still a control daemon with clients: they are listed, and an answer
+/// that none is left is not given before it is so. The same of one that was forgotten.
+#[test]
+fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
+    for forgotten in [false, true] {
+        let mut scene = Scene::new();
+        let victim = scene.victim();
+        scene.host.signal(Signal::KILL);
+        scene.host.ended();
+        if forgotten {
+            fs::remove_file(scene.host.path("run/journal.json")).unwrap();
+        } else {
+            scene.host.configure("cuda_mps_topology: per_gpu");
+        }
+        scene.host.start();
+        let reason = if forgotten { "that is not ours" } else { "it is not needed any more" };
+        scene.host.wait_for_status(reason, |status| {
+            let daemons = status["control_daemons"].as_array().unwrap();
+            daemons.iter().any(|one| one["reason"].as_str().unwrap().contains(reason))
+        });
+        if !forgotten {
+            let clients = scene.host.json(&["clients"]).unwrap().to_string();
+            assert!(clients.contains(&victim.id().to_string()), "{clients}");
+        }
+        succeeded(&scene.host.mpsctl(&["terminate", &victim.id().to_string()]));
+        assert_terminated(victim);
+        assert!(scene.bystander.try_wait().unwrap().is_none());
+    }
+}
+
 #[test]
 fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     let mut scene = Scene::new();

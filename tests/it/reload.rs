@@ -238,3 +238,18 @@ fn another_topology_waits_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Default");
 }
+
+/// Without a plan, for want of a driver for one, what an earlier service of ours has left is ended by a stop all the same.
+#[test]
+fn a_stop_without_a_plan_ends_what_runs() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    host.signal(Signal::KILL);
+    host.ended();
+    host.plant("error/nvmlInit_v2", "18");
+    host.start();
+    host.wait_for_state("failed");
+    assert!(host.processes().contains(&control_pid(&before)));
+    assert_eq!(host.stop().code(), Some(0));
+    assert!(host.processes().is_empty(), "{}", host.log());
+}
