@@ -388,7 +388,7 @@ impl Daemon {
         self.pending.clear();
         let mut gone = std::mem::take(&mut self.supervisors);
         for order in self.orders(&plan) {
-            match gone.remove(&order.plan.id) {
+            match gone.remove(&order.plan.id).or_else(|| self.call_back(&order, &gone)) {
                 Some(supervisor) => {
                     supervisor.pursue(Goal::Serve, order.clone());
                     self.supervisors.insert(order.plan.id, supervisor);
@@ -405,6 +405,22 @@ impl Daemon {
         self.end_leftovers(&plan, &end);
         self.plan = Ok(plan);
         self.problem.clear();
+    }
+
+    /// The one that is on its way out and has what an order wants: a change that is taken back must not have to wait for
+    /// clients, who can as well stay. Not while somebody else who leaves has one of its GPUs.
+    fn call_back(&mut self, order: &Order, gone: &BTreeMap<String, Supervisor>) -> Option<Supervisor> {
+        let has_one = |supervisor: &Supervisor| {
+            let status = supervisor.status();
+            order.plan.gpus.iter().any(|gpu| status.gpus.contains_key(&gpu.uuid))
+        };
+        let is_it = |leaving: &Supervisor| !leaving.ended() && leaving.status().view.id == order.plan.id;
+        let place = self.leaving.iter().position(is_it)?;
+        let mut others = self.leaving.iter().filter(|leaving| !is_it(leaving)).chain(gone.values());
+        if others.any(has_one) {
+            return None;
+        }
+        Some(self.leaving.swap_remove(place))
     }
 
     /// What a later look finds again has been said.

@@ -274,22 +274,32 @@ async fn run(
     mut worker: Worker,
 ) {
     let mut pause = FIRST_PAUSE;
+    let mut retired = false;
     loop {
         let (goal, order) = goals.borrow_and_update().clone();
         worker.take_order(order);
         match goal {
+            // Nothing is left of it, and it was not called back meanwhile.
+            Goal::Retire | Goal::Stop if retired => break,
             Goal::Serve | Goal::Retire => {}
-            Goal::Stop => break,
+            Goal::Stop => {
+                worker.end().await;
+                retired = true;
+                continue;
+            }
             Goal::Leave => {
                 worker.keep_journal();
-                worker.reporter.wake();
-                return;
+                break;
             }
         }
+        retired = false;
         let begun = Instant::now();
         tokio::select! {
             ended = worker.serve(&goal, &mut commands) => match ended {
-                Ended::Retired => break,
+                Ended::Retired => {
+                    worker.end().await;
+                    retired = true;
+                }
                 Ended::Anew => {}
                 Ended::Failure(failure) => {
                     if begun.elapsed() >= HEALTHY_AGAIN {
@@ -311,7 +321,6 @@ async fn run(
             }
         }
     }
-    worker.end().await;
     worker.reporter.wake();
 }
 
