@@ -1,12 +1,14 @@
 //! Who uses the GPUs through MPS at this moment.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use crate::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::compute_mode::ComputeModes;
+use crate::gpu::PciAddress;
 use crate::gpu::nvml::GpuProcess;
 use crate::mps::control::{Client, Control, ControlError};
 use crate::mps::process::Identity;
@@ -18,6 +20,9 @@ const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 /// The host's users. Those that only a directory service knows are left without a name: its servers can keep whoever
 /// asks waiting.
 const USERS: &str = "/etc/passwd";
+
+/// What the kernel gets to say of all processes what they are. It takes microseconds each.
+const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A control daemon.
 #[derive(Debug, Clone)]
@@ -41,11 +46,31 @@ struct Look {
 /// an error: a list with holes would pass for the truth.
 ///
 /// # Errors
-/// A control daemon does not answer, or not as it should.
-pub async fn list(serving: Vec<Serving>, nvml: ComputeModes) -> Result<Vec<ClientView>, ControlError> {
+/// A control daemon does not answer, or not as it should, or a process can't be looked at, in words.
+pub async fn list(serving: Vec<Serving>, nvml: ComputeModes) -> Result<Vec<ClientView>, String> {
+    let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
+    // Off the loop's thread: a process that is stuck in the driver can hold up who reads its memory.
+    let viewed = tokio::task::spawn_blocking(move || {
+        let users = String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned();
+        serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &users)).collect()
+    });
+    match tokio::time::timeout(VIEW_TIMEOUT, viewed).await {
+        Ok(Ok(views)) => Ok(views),
+        Ok(Err(_)) => Err("the clients' processes were not looked at".to_owned()),
+        Err(_) => Err(format!(
+            "a client's process could not be looked at within {} s; it may be stuck in the driver",
+            VIEW_TIMEOUT.as_secs()
+        )),
+    }
+}
+
+async fn looks(
+    serving: Vec<Serving>,
+    nvml: &ComputeModes,
+) -> Result<(Vec<Serving>, Vec<Look>), ControlError> {
     let mut looks = Vec::new();
     for one in &serving {
-        looks.push(look(one, &nvml).await?);
+        looks.push(look(one, nvml).await?);
     }
     let is_new = |one: &Serving, look: &Look| {
         look.bypasses.iter().any(|bypass| !one.bypasses.iter().any(|known| known.is(bypass)))
@@ -54,14 +79,13 @@ pub async fn list(serving: Vec<Serving>, nvml: ComputeModes) -> Result<Vec<Clien
         tokio::time::sleep(CONFIRM_AFTER).await;
         for (one, first) in serving.iter().zip(&mut looks) {
             if is_new(one, first) {
-                let mut second = look(one, &nvml).await?;
+                let mut second = look(one, nvml).await?;
                 second.bypasses.retain(|bypass| first.bypasses.iter().any(|before| before.is(bypass)));
                 *first = second;
             }
         }
     }
-    let users = fs::read_to_string(USERS).unwrap_or_default();
-    Ok(serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &users)).collect())
+    Ok((serving, looks))
 }
 
 async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> {
@@ -141,8 +165,32 @@ fn user_in(users: &str, uid: u32) -> String {
     named.unwrap_or(number)
 }
 
+/// More than the kernel gives a new process, its arguments included. A process can say that its environment is somewhere
+/// else, though, and how long.
+const ENVIRONMENT_MAX_BYTES: u64 = 8 << 20;
+
+/// The environment that a process has been given, or says that it has.
+///
+/// # Errors
+/// The process has gone, or it can't be read.
+pub(crate) fn environment(pid: u32) -> io::Result<Vec<u8>> {
+    beginning(&format!("/proc/{pid}/environ"), ENVIRONMENT_MAX_BYTES)
+}
+
+fn beginning(file: &str, max_bytes: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(file)?.take(max_bytes).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// What a process says that it was given, if that is names of slices or GPUs: everybody reads it.
 fn device(pid: u32) -> Option<String> {
-    device_in(&fs::read(format!("/proc/{pid}/environ")).ok()?)
+    device_in(&environment(pid).ok()?).filter(|names| names.split(',').all(is_name))
+}
+
+fn is_name(name: &str) -> bool {
+    let (address, ordinal) = name.split_once('-').unwrap_or((name, "0"));
+    address.parse::<PciAddress>().is_ok() && ordinal.len() <= 3 && ordinal.parse::<u32>().is_ok()
 }
 
 /// The value of [`DEVICE_VARIABLE`] in a process's environment: the names of slices, with commas.
@@ -155,7 +203,7 @@ pub(crate) fn device_in(environment: &[u8]) -> Option<String> {
 }
 
 fn container(pid: u32) -> Option<String> {
-    container_in(&fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?)
+    container_in(&String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/cgroup")).ok()?))
 }
 
 /// The container's id in the cgroup paths of a process: every runtime puts the 64 hexadecimal digits of it there, in
@@ -221,6 +269,23 @@ mod tests {
             Some("00:06.0-1,00:07.0-0")
         );
         assert_eq!(device_in(b"XYUNION_MPS_DEVICE=00:06.0-1\0YUNION_MPS_DEVICE=\0\xff"), None);
+    }
+
+    #[test]
+    fn only_names_are_taken_for_names() {
+        for name in ["00:06.0-1", "0001:1a:00.0-12", "00:06.0"] {
+            assert!(is_name(name), "{name}");
+        }
+        for other in
+            ["", "mine", "00:06.0-", "00:06.0--1", "00:06.0-1234", "00:06.0-1\u{1b}[2J", "00:06.0-1 "]
+        {
+            assert!(!is_name(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn of_an_endless_environment_only_the_beginning_is_read() {
+        assert_eq!(beginning("/dev/zero", 7).unwrap(), [0; 7]);
     }
 
     #[test]

@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
 use crate::cdi::{self, CdiError};
@@ -23,10 +25,12 @@ use crate::gpu::nvml::Driver;
 use crate::gpu::{Inventory, PciAddress};
 use crate::journal::{Journal, Running};
 use crate::logging::Level;
+use crate::mps::control::Control;
+use crate::mps::process::Identity;
 use crate::plan::{self, Plan, PlanError};
 use crate::release::{self, ContainerId, ReleaseError, Wanted};
 use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
-use crate::supervisor::{Goal, Order, Status, Supervisor, Tools};
+use crate::supervisor::{self, Goal, Order, Status, Supervisor, Tools};
 use crate::systemd::{self, Stopping};
 
 /// How often the host is looked at while there is no plan, for want of a driver most often.
@@ -43,6 +47,9 @@ const FAULTS: usize = 64;
 
 /// How many requests may wait. A caller that finds it full waits too.
 const REQUESTS: usize = 16;
+
+/// How many callers may wait for the next list of clients; more are told to ask later.
+const LISTINGS: usize = 256;
 
 /// What the command line says.
 #[derive(Debug, Clone)]
@@ -98,6 +105,8 @@ pub async fn run(options: Options, level: Level) -> Exit {
         changed: Arc::clone(&changed),
         faults,
     };
+    let (listings, asked) = mpsc::channel(LISTINGS);
+    tokio::spawn(list_clients(asked, tools.compute_modes.clone()));
     let mut daemon = Daemon {
         options,
         level,
@@ -109,6 +118,8 @@ pub async fn run(options: Options, level: Level) -> Exit {
         xids,
         supervisors: BTreeMap::new(),
         leaving: Vec::new(),
+        restoring: Vec::new(),
+        listings,
         pending: Vec::new(),
         changed,
         snapshot,
@@ -204,6 +215,10 @@ struct Daemon {
     supervisors: BTreeMap<String, Supervisor>,
     /// Asked to end; a GPU of theirs is free for another when they have.
     leaving: Vec<Supervisor>,
+    /// Puts compute modes back that no supervisor sees to.
+    restoring: Vec<JoinHandle<()>>,
+    /// Takes who wants to know the clients.
+    listings: mpsc::Sender<Listing>,
     /// To be started when nobody who is leaving has their GPUs any more.
     pending: Vec<Order>,
     changed: Arc<Notify>,
@@ -243,7 +258,7 @@ impl Daemon {
                 next_watchdog = Instant::now() + period;
             }
             self.settle();
-            if self.stopping && self.leaving.is_empty() {
+            if self.stopping && self.leaving.is_empty() && self.restoring.is_empty() {
                 return if self.wanted_back { Exit::Interrupted } else { Exit::Stopped };
             }
             let changed = Arc::clone(&self.changed);
@@ -373,7 +388,7 @@ impl Daemon {
         self.pending.clear();
         let mut gone = std::mem::take(&mut self.supervisors);
         for order in self.orders(&plan) {
-            match gone.remove(&order.plan.id) {
+            match gone.remove(&order.plan.id).or_else(|| self.call_back(&order, &gone)) {
                 Some(supervisor) => {
                     supervisor.pursue(Goal::Serve, order.clone());
                     self.supervisors.insert(order.plan.id, supervisor);
@@ -390,6 +405,22 @@ impl Daemon {
         self.end_leftovers(&plan, &end);
         self.plan = Ok(plan);
         self.problem.clear();
+    }
+
+    /// The one that is on its way out and has what an order wants: a change that is taken back must not have to wait for
+    /// clients, who can as well stay. Not while somebody else who leaves has one of its GPUs.
+    fn call_back(&mut self, order: &Order, gone: &BTreeMap<String, Supervisor>) -> Option<Supervisor> {
+        let has_one = |supervisor: &Supervisor| {
+            let status = supervisor.status();
+            order.plan.gpus.iter().any(|gpu| status.gpus.contains_key(&gpu.uuid))
+        };
+        let is_it = |leaving: &Supervisor| !leaving.ended() && leaving.status().view.id == order.plan.id;
+        let place = self.leaving.iter().position(is_it)?;
+        let mut others = self.leaving.iter().filter(|leaving| !is_it(leaving)).chain(gone.values());
+        if others.any(has_one) {
+            return None;
+        }
+        Some(self.leaving.swap_remove(place))
     }
 
     /// What a later look finds again has been said.
@@ -442,11 +473,13 @@ impl Daemon {
         }
         for uuid in gpus.into_iter().filter(|uuid| !held.contains(uuid)) {
             let compute_modes = self.tools.compute_modes.clone();
-            tokio::spawn(async move {
+            let changed = Arc::clone(&self.changed);
+            self.restoring.push(tokio::spawn(async move {
                 if let Err(error) = compute_modes.restore(&uuid).await {
                     tracing::warn!(gpu_uuid = uuid, "compute mode of {uuid} is not put back: {error}");
                 }
-            });
+                changed.notify_one();
+            }));
         }
     }
 
@@ -535,7 +568,7 @@ impl Daemon {
         }
     }
 
-    /// Asks the control daemons beside the loop: they may take their time.
+    /// Has the control daemons asked beside the loop: they may take their time.
     fn list_clients(&self, reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>) {
         // Those on their way out wait for theirs.
         let serving = self.supervisors.values().chain(&self.leaving).map(|supervisor| {
@@ -543,11 +576,11 @@ impl Daemon {
             let bypasses = gpus.values().flat_map(|gpu| gpu.bypasses.clone()).collect();
             Serving { control: supervisor.control(), gpus: gpus.into_keys().collect(), bypasses }
         });
-        let asked = clients::list(serving.collect(), self.tools.compute_modes.clone());
-        tokio::spawn(async move {
-            let listed = asked.await.map_err(|error| RequestError::Failed(error.to_string()));
-            let _ = reply.send(listed);
-        });
+        if let Err(TrySendError::Full((_, reply)) | TrySendError::Closed((_, reply))) =
+            self.listings.try_send((serving.collect(), reply))
+        {
+            let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
+        }
     }
 
     /// The slices that a caller names.
@@ -578,11 +611,22 @@ impl Daemon {
             Err(error) => return drop(reply.send(Err(error))),
         };
         let all = self.supervisors.values().chain(&self.leaving);
-        let controls = all.filter_map(Supervisor::control).collect();
+        // One that was never taken over, for want of a plan, has clients all the same.
+        let unsupervised = if self.plan.is_err() { self.unsupervised() } else { Vec::new() };
+        let controls = all.filter_map(Supervisor::control_in_place).chain(unsupervised).collect();
         tokio::spawn(async move {
             let released = release::release(controls, wanted).await;
             let _ = reply.send(released.map_err(RequestError::from));
         });
+    }
+
+    /// The control daemons of ours that the journal has and that live.
+    fn unsupervised(&self) -> Vec<Arc<Control>> {
+        let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
+        let ids = journal.control_daemons();
+        let running = ids.iter().filter_map(|id| journal.control_daemon(id));
+        let alive = running.filter(|running| Identity::of(running.process.pid).ok() == Some(running.process));
+        alive.map(|running| Arc::new(supervisor::front_end(&running.pipe_directory))).collect()
     }
 
     /// Carries out the changes that wait for clients to end. Beside the loop: the control daemons take their time.
@@ -661,11 +705,16 @@ impl Daemon {
         for supervisor in &self.leaving {
             supervisor.end(goal.clone());
         }
+        if goal == Goal::Stop {
+            // Without a plan nobody has taken them over.
+            self.end_leftovers(&Plan { gpus: Vec::new(), control_daemons: Vec::new() }, &goal);
+        }
     }
 
     /// What follows from what has happened: the next ones start, and the new state is published.
     fn settle(&mut self) {
         self.leaving.retain(|supervisor| !supervisor.ended());
+        self.restoring.retain(|restoring| !restoring.is_finished());
         for order in std::mem::take(&mut self.pending) {
             let taken = self.leaving.iter().any(|leaving| {
                 let status = leaving.status();
@@ -846,6 +895,22 @@ impl From<ReleaseError> for RequestError {
             | ReleaseError::Control(_)
             | ReleaseError::StillThere(_)
             | ReleaseError::NotKnown => Self::Failed(text),
+        }
+    }
+}
+
+/// Who wants to know the clients, and whom to ask for them.
+type Listing = (Vec<Serving>, oneshot::Sender<Result<Vec<ClientView>, RequestError>>);
+
+/// Lists the clients for all who have asked since the last list was begun. Everybody may ask, as often as he likes, and
+/// the supervisors must not have to stand in line behind that at the control daemons.
+async fn list_clients(mut asked: mpsc::Receiver<Listing>, nvml: ComputeModes) {
+    let mut waiting: Vec<Listing> = Vec::new();
+    while asked.recv_many(&mut waiting, LISTINGS).await > 0 {
+        let Some((serving, _)) = waiting.last() else { continue };
+        let listed = clients::list(serving.clone(), nvml.clone()).await.map_err(RequestError::Failed);
+        for (_, reply) in waiting.drain(..) {
+            let _ = reply.send(listed.clone());
         }
     }
 }

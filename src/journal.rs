@@ -76,8 +76,8 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal in `directory`, which is made if need be. A damaged file is set aside with a warning: what it
-    /// knew is lost, but nothing else is.
+    /// Opens the journal in `directory`, which is made if need be. A damaged file is passed over with a warning, and
+    /// overwritten by the next change: what it knew is lost, but nothing else is.
     pub fn open(directory: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
         let file = directory.join(FILE);

@@ -12,7 +12,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-use crate::clients::{containers_in, device_in, real_uid};
+use crate::clients::{containers_in, device_in, environment, real_uid};
 use crate::mps::control::{Client, Control, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 
@@ -183,7 +183,7 @@ impl Release {
                 continue;
             }
             match end_work(&control, server, pid, &held).await {
-                Ok(Terminated::Done) => {
+                Ok(Some(Terminated::Done)) => {
                     tracing::info!(
                         mps_server_pid = server,
                         mps_client_pid = pid,
@@ -191,8 +191,8 @@ impl Release {
                     );
                     self.ended.insert((server, pid), (held, connections));
                 }
-                // It has just gone, or is just coming: the next look tells.
-                Ok(Terminated::NoSuchClient | Terminated::NoSuchServer) => {
+                // It has just gone, is just coming, or a debugger holds it: the next look tells.
+                Ok(Some(Terminated::NoSuchClient | Terminated::NoSuchServer) | None) => {
                     self.left.get_or_insert_default().insert(pid);
                 }
                 Err(error) => {
@@ -207,17 +207,25 @@ impl Release {
 
 /// Ends the GPU work of one client. The control daemon waits for the client meanwhile, with everybody else waiting for
 /// it, so a client that can't take part must not be waited for: one that is stopped by a signal is continued first, and
-/// one whose server met a fatal GPU error has no work left to end.
-async fn end_work(control: &Control, server: u32, pid: u32, held: &Held) -> Result<Terminated, ControlError> {
+/// one whose server met a fatal GPU error has no work left to end. None: it can't be continued, and nothing was done.
+async fn end_work(
+    control: &Control,
+    server: u32,
+    pid: u32,
+    held: &Held,
+) -> Result<Option<Terminated>, ControlError> {
     if control.server_status(server).await? == ServerStatus::Fault {
-        return Ok(Terminated::Done);
+        return Ok(Some(Terminated::Done));
     }
-    match held.go_on(pid) {
+    match held.go_on(pid).await {
         Ok(false) => {}
         Ok(true) => tracing::info!(mps_client_pid = pid, "client {pid} was stopped by a signal; continued"),
-        Err(error) => tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}"),
+        Err(error) => {
+            tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
+            return Ok(None);
+        }
     }
-    control.terminate_client(server, pid).await
+    control.terminate_client(server, pid).await.map(Some)
 }
 
 /// A client that is wanted, at one of its servers.
@@ -316,7 +324,7 @@ fn look_at(pid: u32, wanted: &Wanted) -> io::Result<Look> {
             Some(owner) => Look::NotYours { owner },
             None => return Err(io::Error::other("its status names no user")),
         },
-        Wanted::Slices(names) if has_slice(&read("environ")?, names) => Look::Wanted,
+        Wanted::Slices(names) if has_slice(&environment(pid)?, names) => Look::Wanted,
         Wanted::Slices(_) => Look::Other,
         Wanted::Container(ContainerId(id)) => {
             let cgroups = String::from_utf8_lossy(&read("cgroup")?).to_ascii_lowercase();

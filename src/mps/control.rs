@@ -198,7 +198,12 @@ impl Control {
     /// The clients of every server.
     pub async fn clients(&self) -> Result<Vec<Client>, ControlError> {
         const COMMAND: &str = "ps";
-        let answer = self.ask(COMMAND).await?;
+        let mut answer = self.ask(COMMAND).await?;
+        if answer.is_empty() {
+            // It has none, or it hung and dropped those who waited. Nobody may be ended, or be told that it is over, for
+            // the latter: one that answers again drops nobody.
+            answer = self.ask(COMMAND).await?;
+        }
         parse_clients(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))
     }
 
@@ -412,6 +417,24 @@ mod tests {
         for (mib, expected) in [(512, "512M"), (1023, "1023M"), (1024, "1G"), (5760, "5G"), (35942, "35G")] {
             assert_eq!(memory_limit_as_read_back(mib), expected);
         }
+    }
+
+    #[tokio::test]
+    async fn one_that_dropped_a_conversation_is_not_without_clients() {
+        use std::os::unix::fs::PermissionsExt;
+
+        let directory = tempfile::tempdir().unwrap();
+        let (program, dropped) = (directory.path().join("front-end"), directory.path().join("dropped"));
+        let script = format!(
+            "#!/bin/sh\ncat >/dev/null\nif mkdir {0} 2>/dev/null; then exit 0; fi\n\
+             echo PID ID SERVER DEVICE NAMESPACE COMMAND\necho 1153 33 939 GPU-168acfc9 4026531836 /tmp/work\n",
+            dropped.display()
+        );
+        std::fs::write(&program, script).unwrap();
+        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        let control = Control::new(program, directory.path().to_owned());
+        assert_eq!(control.clients().await.unwrap().len(), 1);
+        assert!(dropped.exists());
     }
 
     proptest! {

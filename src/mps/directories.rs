@@ -23,7 +23,8 @@ pub struct BadDirectory {
 const MODE: u32 = 0o755;
 
 /// Makes `path` and its parents where they don't exist, all 0755, and opens it. Refused: a symbolic link in a place
-/// where others can write, another owner, something that is no directory.
+/// where others can write, another owner, something that is no directory, a parent that another user owns or that all
+/// can rename things in.
 pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     let directory = walk(path, true)?.ok_or_else(|| bad(path, "has just been removed".to_owned()))?;
     claim(&directory).map_err(|what| bad(path, what))?;
@@ -76,7 +77,12 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
         let kind = file_type(&entry).map_err(|error| bad(&at, format!("can't be looked at: {error}")))?;
         let last = at == path;
         directory = match kind {
-            FileType::Directory => entry,
+            // The last one is the caller's to judge.
+            FileType::Directory if last => entry,
+            FileType::Directory => {
+                others_rule(&entry).map_err(|what| bad(&at, what))?;
+                entry
+            }
             // A link like /var/run that root made where only root can is as good as a directory.
             FileType::Symlink if !last && only_root_writes(&directory).unwrap_or(false) => {
                 let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -132,6 +138,27 @@ fn owner(stat: &Stat) -> Result<(), String> {
         "belongs to user {}, not to user {us} as whom this service runs; remove it or configure another directory",
         stat.st_uid
     ))
+}
+
+/// Whoever can rename what is in a directory can put another directory in the place of ours, later than any look at it.
+/// /tmp is not meant: there only the owner of a thing can. Nor is a group, which root has made: /var/log has one.
+fn others_rule(directory: &OwnedFd) -> Result<(), String> {
+    let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
+    let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
+    if owner != 0 && owner != us {
+        return Err(format!(
+            "belongs to user {owner}, who could replace what is in it; have it belong to root (chown root), remove it \
+             or configure another directory"
+        ));
+    }
+    if stat.st_mode & 0o1002 == 0o002 {
+        return Err(
+            "everybody can replace what is in it; take that right away (chmod o-w, or chmod +t) or configure \
+             another directory"
+                .to_owned(),
+        );
+    }
+    Ok(())
 }
 
 fn file_type(entry: &OwnedFd) -> io::Result<FileType> {
@@ -191,9 +218,20 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         assert!(message(&file).contains("not a directory"), "{}", message(&file));
 
+        // Whoever has a parent can put another directory in the place of the one below it.
+        let for_all = base.path().join("for all");
+        std::fs::create_dir(&for_all).unwrap();
+        std::fs::set_permissions(&for_all, PermissionsExt::from_mode(0o777)).unwrap();
+        assert!(message(&for_all.join("pipe")).contains("everybody can replace"));
+        assert!(!for_all.join("pipe").exists());
+        assert!(look(&for_all.join("pipe")).is_err());
+
         if rustix::process::geteuid().is_root() {
             std::os::unix::fs::chown(&target, Some(65534), None).unwrap();
             assert!(message(&target).contains("belongs to user 65534"), "{}", message(&target));
+            let below = message(&target.join("pipe"));
+            assert!(below.contains("target: belongs to user 65534, who could replace"), "{below}");
+            assert!(!target.join("pipe").exists());
         }
     }
 

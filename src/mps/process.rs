@@ -31,12 +31,16 @@ pub struct Identity {
 impl Identity {
     /// The identity of the process that has this PID now; an error when there is none.
     pub fn of(pid: u32) -> io::Result<Self> {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
-        let start_time = start_time(&stat).ok_or_else(|| {
+        let start_time = start_time(&stat(pid)?).ok_or_else(|| {
             io::Error::new(io::ErrorKind::InvalidData, format!("/proc/{pid}/stat is cut short"))
         })?;
         Ok(Self { pid, start_time })
     }
+}
+
+/// /proc/PID/stat. A process gives itself any name it likes, which need not be text.
+fn stat(pid: u32) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/stat"))?).into_owned())
 }
 
 /// Field 22 of a stat line. The command in field 2 may hold spaces and brackets, so counting starts behind its last.
@@ -112,8 +116,25 @@ impl Process {
     }
 }
 
+/// How often, and how far apart, it is looked at whether a process goes on. A debugger stops one again and again that it
+/// lets go on at once.
+const GO_ON_LOOKS: u32 = 20;
+const GO_ON_PAUSE: Duration = Duration::from_millis(5);
+
 fn is_stopped(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    says_stopped(&stat(pid).unwrap_or_default())
+}
+
+/// SIGSTOP stops all threads of a process, a debugger can stop one alone.
+fn is_any_thread_stopped(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    threads.into_iter().any(|thread| {
+        let stat = std::fs::read(thread.path().join("stat")).unwrap_or_default();
+        says_stopped(&String::from_utf8_lossy(&stat))
+    })
+}
+
+fn says_stopped(stat: &str) -> bool {
     let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().next());
     matches!(state, Some("T" | "t"))
 }
@@ -282,16 +303,22 @@ impl Held {
         }
     }
 
-    /// Lets it go on if SIGSTOP or a debugger holds it, and says whether it did.
+    /// Lets it go on if SIGSTOP holds it, and says whether it did.
     ///
     /// # Errors
-    /// What the kernel says against the signal.
-    pub fn go_on(&self, pid: u32) -> io::Result<bool> {
-        if !is_stopped(pid) {
+    /// What the kernel says against the signal, or that it stays stopped: a debugger holds it.
+    pub async fn go_on(&self, pid: u32) -> io::Result<bool> {
+        if !is_any_thread_stopped(pid) {
             return Ok(false);
         }
         pidfd_send_signal(&self.0, Signal::CONT)?;
-        Ok(true)
+        for _ in 0..GO_ON_LOOKS {
+            if !is_any_thread_stopped(pid) {
+                return Ok(true);
+            }
+            tokio::time::sleep(GO_ON_PAUSE).await;
+        }
+        Err(io::Error::other("it stays stopped; a debugger may hold it"))
     }
 
     /// Whether it lives; a zombie doesn't.
@@ -323,6 +350,29 @@ mod tests {
         let pid = std::process::id();
         assert_eq!(Identity::of(pid).unwrap(), Identity::of(pid).unwrap());
         assert!(Identity::of(pid).unwrap().start_time > 0);
+    }
+
+    #[tokio::test]
+    async fn a_name_that_is_no_text_hides_nobody() {
+        use std::os::unix::ffi::OsStrExt;
+
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join(OsStr::from_bytes(b"\xff) \xfe"));
+        std::os::unix::fs::symlink("/bin/sleep", &program).unwrap();
+        let mut child = std::process::Command::new(&program).arg("60").spawn().unwrap();
+        let named = || std::fs::read(format!("/proc/{}/comm", child.id())).unwrap().starts_with(b"\xff");
+        while !named() {
+            std::thread::yield_now();
+        }
+        assert!(Identity::of(child.id()).unwrap().start_time > 0);
+        let held = Held::open(child.id()).unwrap().unwrap();
+        rustix::process::kill_process(Pid::from_child(&child), Signal::STOP).unwrap();
+        while !is_stopped(child.id()) {
+            std::thread::yield_now();
+        }
+        assert!(held.go_on(child.id()).await.unwrap());
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! What is done about a server that met a fatal GPU error or has ended: the smallest step that helps.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::mps::control::{Control, ControlError, ServerStatus};
+use crate::mps::control::{Client, Control, ControlError, ServerStatus};
 use crate::mps::process::{Identity, Process};
 
 use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker, limits};
@@ -18,8 +18,8 @@ const FAULT_PAUSE: Duration = Duration::from_millis(250);
 pub(super) struct Fault {
     pub(super) server: u32,
     since: Instant,
-    /// The clients that were hit, with their GPU's ordinal.
-    clients: BTreeMap<u32, usize>,
+    /// The clients that were hit, each behind its GPU's ordinal. One that uses two GPUs can be hit on both.
+    clients: BTreeSet<(usize, u32)>,
     told: bool,
     pub(super) look_at: Instant,
     /// Why it is not ended though it could be.
@@ -30,7 +30,7 @@ impl Fault {
     fn new(server: u32) -> Self {
         let since = Instant::now();
         let look_at = since + FAULT_PAUSE;
-        Self { server, since, clients: BTreeMap::new(), told: false, look_at, held_up: None }
+        Self { server, since, clients: BTreeSet::new(), told: false, look_at, held_up: None }
     }
 
     /// What it is, for people.
@@ -81,7 +81,7 @@ impl Worker {
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
         if let Some(fault) = &mut self.fault {
-            fault.clients.insert(client, ordinal);
+            fault.clients.insert((ordinal, client));
         }
     }
 
@@ -110,10 +110,10 @@ impl Worker {
         let Some(running) = &self.running else { return };
         let Some(fault) = self.fault.as_mut().filter(|fault| !fault.told) else { return };
         fault.told = true;
-        let ordinals: BTreeSet<usize> = fault.clients.values().copied().collect();
+        let ordinals: BTreeSet<usize> = fault.clients.iter().map(|(ordinal, _)| *ordinal).collect();
         for ordinal in ordinals {
             let pids: Vec<u32> =
-                fault.clients.iter().filter(|(_, of)| **of == ordinal).map(|(client, _)| *client).collect();
+                fault.clients.iter().filter(|(of, _)| *of == ordinal).map(|(_, client)| *client).collect();
             let gpu_uuid = running.gpus.get(ordinal).cloned().unwrap_or_default();
             let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
             tracing::error!(
@@ -139,38 +139,31 @@ impl Worker {
         }
         let server = fault.server;
         let hit: BTreeSet<&String> =
-            fault.clients.values().filter_map(|ordinal| running.gpus.get(*ordinal)).collect();
+            fault.clients.iter().filter_map(|(ordinal, _)| running.gpus.get(*ordinal)).collect();
+        let on_hit_gpu = |prefix: &str| hit.is_empty() || hit.iter().any(|uuid| uuid.starts_with(prefix));
         let clients = control.clients().await?;
-        let (staying, elsewhere): (Vec<_>, Vec<_>) = clients
-            .into_iter()
-            .filter(|client| client.server == server)
-            .partition(|client| hit.iter().any(|uuid| uuid.starts_with(&client.gpu_prefix)));
-        // Who takes over after the fault was logged doesn't know which GPU was hit. Where all clients are on one, it is
-        // that one: without a client on the GPU that was hit the server would be well again.
-        let in_use: BTreeSet<&String> = elsewhere.iter().map(|client| &client.gpu_prefix).collect();
-        let (staying, elsewhere) = match (hit.is_empty(), in_use.len()) {
-            (true, 0 | 1) => (elsewhere, Vec::new()),
-            _ => (staying, elsewhere),
-        };
-        let named: Vec<String> =
-            staying.iter().map(|client| format!("{} ({})", client.pid, client.command)).collect();
-        let named = named.join(", ");
-        if !elsewhere.is_empty() {
-            fault.held_up = Some(if hit.is_empty() {
-                format!(
-                    "which GPU was hit is not known any more: end what has failed, since the server is left to its {} \
-                     clients on several GPUs",
-                    elsewhere.len()
-                )
-            } else {
-                format!(
-                    "still there: {named}; end them, since the server is left to its {} clients on GPUs that are well",
-                    elsewhere.len()
-                )
-            });
+        let clients: Vec<_> = clients.into_iter().filter(|client| client.server == server).collect();
+        if hit.is_empty() && several_gpus(&clients) {
+            // Whoever was here before may have read the lines that name the GPU, or they could not be written. Some of
+            // these clients are well, and nobody can say which.
+            fault.held_up = Some(format!(
+                "which GPU it was is not known any more, so the server is left to its clients on several of them: {}; \
+                 end those that get CUDA error 700",
+                in_words(&clients)
+            ));
             return Ok(());
         }
-        self.reporter.warning(format!("server {server} ended: still there long after its fault: {named}"));
+        let (staying, elsewhere): (Vec<_>, Vec<_>) =
+            clients.into_iter().partition(|client| on_hit_gpu(&client.gpu_prefix));
+        let staying = in_words(&staying);
+        if !elsewhere.is_empty() {
+            fault.held_up = Some(format!(
+                "still there: {staying}; end them, since the server is left to its {} clients on GPUs that are well",
+                elsewhere.len()
+            ));
+            return Ok(());
+        }
+        self.reporter.warning(format!("server {server} ended: still there long after its fault: {staying}"));
         control.shut_down_server(server).await?;
         Ok(())
     }
@@ -247,6 +240,17 @@ impl Worker {
         self.show_state();
         Ok(())
     }
+}
+
+fn several_gpus(clients: &[Client]) -> bool {
+    clients.iter().any(|client| clients.iter().any(|other| other.gpu_prefix != client.gpu_prefix))
+}
+
+/// These clients in words: `1153 (/tmp/work), 1154 (/tmp/work)`.
+fn in_words(clients: &[Client]) -> String {
+    let words: Vec<String> =
+        clients.iter().map(|client| format!("{} ({})", client.pid, client.command)).collect();
+    words.join(", ")
 }
 
 /// Whether a server that says FAULT really met a fatal GPU error, where no line of the log tells of one: a server that

@@ -14,7 +14,7 @@ mod status;
 mod watch;
 
 use std::collections::{BTreeSet, VecDeque};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -132,6 +132,7 @@ impl Supervisor {
             tools,
             reporter,
             control: control_sender,
+            configured: false,
             process: None,
             running: None,
             log: None,
@@ -186,9 +187,18 @@ impl Supervisor {
         self.status.borrow().clone()
     }
 
-    /// The front end of the control daemon, while one serves.
+    /// The front end of its control daemon, while one runs, whether or not it serves as it should.
     pub fn control(&self) -> Option<Arc<Control>> {
         self.control.borrow().clone()
+    }
+
+    /// The same, or that of another's control daemon which has its pipe directory: clients in its containers are that
+    /// one's.
+    pub fn control_in_place(&self) -> Option<Arc<Control>> {
+        self.control().or_else(|| {
+            let control = front_end(&self.status.borrow().view.pipe_directory);
+            control.daemon_pid().map(|_| Arc::new(control))
+        })
     }
 
     /// Makes a change that waits for clients to end: now if `force` or if there are none. The error says who is in the
@@ -264,22 +274,32 @@ async fn run(
     mut worker: Worker,
 ) {
     let mut pause = FIRST_PAUSE;
+    let mut retired = false;
     loop {
         let (goal, order) = goals.borrow_and_update().clone();
         worker.take_order(order);
         match goal {
+            // Nothing is left of it, and it was not called back meanwhile.
+            Goal::Retire | Goal::Stop if retired => break,
             Goal::Serve | Goal::Retire => {}
-            Goal::Stop => break,
+            Goal::Stop => {
+                worker.end().await;
+                retired = true;
+                continue;
+            }
             Goal::Leave => {
                 worker.keep_journal();
-                worker.reporter.wake();
-                return;
+                break;
             }
         }
+        retired = false;
         let begun = Instant::now();
         tokio::select! {
             ended = worker.serve(&goal, &mut commands) => match ended {
-                Ended::Retired => break,
+                Ended::Retired => {
+                    worker.end().await;
+                    retired = true;
+                }
                 Ended::Anew => {}
                 Ended::Failure(failure) => {
                     if begun.elapsed() >= HEALTHY_AGAIN {
@@ -301,7 +321,6 @@ async fn run(
             }
         }
     }
-    worker.end().await;
     worker.reporter.wake();
 }
 
@@ -323,8 +342,10 @@ struct Worker {
     order: Order,
     tools: Tools,
     reporter: Reporter,
-    /// There while the control daemon serves.
+    /// There while a control daemon of ours runs and is known to answer, or did.
     control: channel::Sender<Option<Arc<Control>>>,
+    /// It has been made to serve.
+    configured: bool,
     process: Option<Process>,
     /// What runs, as the journal has it; it may not be what the order wants.
     running: Option<Running>,
@@ -489,6 +510,7 @@ impl Worker {
         self.process = None;
         self.running = None;
         self.control.send_replace(None);
+        self.configured = false;
         self.log = None;
         self.servers = Servers::default();
         self.watched_servers.clear();
@@ -591,6 +613,8 @@ impl Worker {
         }
         let mut gpus: BTreeSet<String> = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         gpus.extend(self.running.iter().flat_map(|running| running.gpus.clone()));
+        // Those that the order has given up, and that no control daemon came up without.
+        gpus.append(&mut self.former_gpus);
         self.stop_control_daemon().await;
         if self.process.is_none() {
             for uuid in gpus {
@@ -609,6 +633,11 @@ impl Worker {
         // A journal is whole after every call, whatever happened to the thread that made it.
         use_it(&mut self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+/// The front end of the control daemon that has this pipe directory, whoever's it is.
+pub(crate) fn front_end(pipe_directory: &Path) -> Control {
+    Control::new(program(), pipe_directory.to_owned())
 }
 
 /// The program to start or to ask. One that can't be found is named all the same, for the error that follows.

@@ -3,6 +3,7 @@
 
 use std::fs::File;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -47,7 +48,8 @@ impl Worker {
             self.forget_process();
             return Ok(());
         };
-        let control = Control::new(program(), running.pipe_directory.clone());
+        // It has clients, perhaps: whoever lists or releases them must not miss them, whatever comes of the rest.
+        let control = self.hold_front_end(&running.pipe_directory);
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
         // Its standard output, since the file may have been removed; from the beginning, for what it says of servers.
@@ -127,6 +129,7 @@ impl Worker {
             }
         }
         tracing::debug!(step = "answers", "the control daemon answers");
+        self.hold_front_end(&plan.pipe_directory);
         if std::mem::replace(&mut self.has_run, true) {
             self.reporter.update(|status| status.view.restarts += 1);
         }
@@ -254,6 +257,13 @@ impl Worker {
         Ok(())
     }
 
+    /// From now on there is one front end of the control daemon that runs, for all who ask it something.
+    fn hold_front_end(&self, pipe_directory: &Path) -> Arc<Control> {
+        let control = Arc::new(Control::new(program(), pipe_directory.to_owned()));
+        self.control.send_replace(Some(Arc::clone(&control)));
+        control
+    }
+
     /// Waits until the control daemon answers its front end.
     async fn answers(&mut self, control: &Control) -> Result<(), Failure> {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
@@ -301,7 +311,9 @@ impl Worker {
         }
         self.give_back_gpus(&running).await;
         self.find_misfit();
-        let control = Control::new(program(), running.pipe_directory.clone());
+        let Some(control) = self.control() else {
+            return Err(Failure::Failed("the control daemon does not run".to_owned()));
+        };
         if self.place_is_taken(&control) {
             self.show_state();
             return Ok(());
@@ -331,7 +343,7 @@ impl Worker {
                 gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
             }
         });
-        self.control.send_replace(Some(std::sync::Arc::new(control)));
+        self.configured = true;
         // Whoever slipped in before is found by the first look.
         self.bypasses.look_at = Some(Instant::now());
         self.compare_servers();

@@ -206,11 +206,8 @@ impl Worker {
     }
 
     /// The front end of the control daemon that runs, whether or not it serves.
-    fn control(&self) -> Option<Arc<Control>> {
-        let serving = self.control.borrow().clone();
-        serving.or_else(|| {
-            Some(Arc::new(Control::new(program(), self.running.as_ref()?.pipe_directory.clone())))
-        })
+    pub(super) fn control(&self) -> Option<Arc<Control>> {
+        self.control.borrow().clone()
     }
 
     /// A process that somebody stopped serves nobody. Its servers hold clients' work just as much.
@@ -376,7 +373,7 @@ impl Worker {
                  `yunion-mpsctl apply --force` ends them"
             );
             self.reporter.enter(ControlDaemonState::Waiting, in_place, &reason);
-        } else if self.control.borrow().is_some() {
+        } else if self.configured {
             self.reporter.enter(ControlDaemonState::Ready, in_place, "");
         }
     }

@@ -336,7 +336,7 @@ fn dies_having_read_of_the_fault(host: &mut Host) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
     reload(host);
-    read_up_to(host, log.find("Server is handling a fatal GPU error.").unwrap());
+    read_up_to(host, log.rfind("to be torn down").unwrap());
     restart(host);
 }
 
@@ -368,43 +368,61 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
     }
 }
 
-/// The clients on the other GPUs of a server with a fault compute on to their end: the server is not ended before. That
-/// holds too for a daemon that takes over after the log has told who was hit.
+/// The clients on the other GPUs of a server with a fault compute on to their end: the server is not ended before.
 #[test]
 fn a_fault_spares_clients_on_other_gpus() {
-    for killed in [false, true] {
-        let mut host = Host::new("h200x8");
-        host.configure("cuda_mps_fault_grace: 1");
-        host.start();
-        let before = host.wait_for_state("ready");
-        let uuid = |gpu: usize| {
-            fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap().trim().to_owned()
-        };
-        let (two, five) = (uuid(2), uuid(5));
-        let elsewhere = client(&host, &["hold", "600"], &[("CUDA_VISIBLE_DEVICES", &five)]);
-        let stays = client(&host, &["hold", "600", "--stay"], &[("CUDA_VISIBLE_DEVICES", &two)]);
-        let mut culprit = host.command("cuda-client");
-        culprit.arg("fault").envs([("CUDA_VISIBLE_DEVICES", two.as_str())]);
-        culprit.env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
-        if killed {
-            dies_having_read_of_the_fault(&mut host);
-        }
-        let reason = if killed {
-            "which GPU was hit is not known any more: end what has failed, since the server is left to its 2 clients"
-        } else {
-            "left to its 1 clients on GPUs that are well"
-        };
-        let status = host.wait_for_status(reason, |status| {
-            control_daemon(status)["reason"].as_str().unwrap().contains(reason)
-        });
-        assert_eq!(server(&status), server(&before));
-        assert!(alive(elsewhere.id()));
-        assert_eq!(host.list().len(), 32);
-        end(elsewhere);
-        let after = recovered(&host, 32);
-        assert_ne!(server(&after), server(&before));
-        end(stays);
-    }
+    let (host, elsewhere, stays) = faulted_beside_a_client_that_is_well();
+    let before = server(&host.json(&["status"]).unwrap());
+    let status = host.wait_for_status("left to its clients", |status| {
+        control_daemon(status)["reason"]
+            .as_str()
+            .unwrap()
+            .contains("left to its 1 clients on GPUs that are well")
+    });
+    assert_eq!(server(&status), before);
+    only_ended_once_it_is_alone(&host, before, elsewhere, stays);
+}
+
+/// A server with a fault, a client on another of its GPUs, and one on the same GPU that stays.
+fn faulted_beside_a_client_that_is_well() -> (Host, Child, Child) {
+    let mut host = Host::new("h200x8");
+    host.configure("cuda_mps_fault_grace: 1");
+    host.start();
+    host.wait_for_state("ready");
+    let uuid =
+        |gpu: usize| fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap().trim().to_owned();
+    let (two, five) = (uuid(2), uuid(5));
+    let elsewhere = client(&host, &["hold", "600"], &[("CUDA_VISIBLE_DEVICES", &five)]);
+    let stays = client(&host, &["hold", "600", "--stay"], &[("CUDA_VISIBLE_DEVICES", &two)]);
+    let mut culprit = host.command("cuda-client");
+    culprit.arg("fault").envs([("CUDA_VISIBLE_DEVICES", two.as_str())]);
+    culprit.env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    (host, elsewhere, stays)
+}
+
+fn only_ended_once_it_is_alone(host: &Host, before: u32, elsewhere: Child, stays: Child) {
+    assert!(alive(elsewhere.id()));
+    assert_eq!(host.list().len(), 32);
+    end(elsewhere);
+    assert_ne!(server(&recovered(host, 32)), before);
+    end(stays);
+}
+
+/// The same when the daemon dies in between, having read already on which GPU the fault was: as long as nobody knows
+/// whose work is lost, nobody's is ended.
+#[test]
+fn a_fault_on_a_forgotten_gpu_spares_clients_on_every_gpu() {
+    let (mut host, elsewhere, stays) = faulted_beside_a_client_that_is_well();
+    let before = server(&host.json(&["status"]).unwrap());
+    dies_having_read_of_the_fault(&mut host);
+    let status = host.wait_for_status("left to its clients", |status| {
+        // There is none before the first look at the host has ended.
+        let reason = status["control_daemons"][0]["reason"].as_str().unwrap_or_default();
+        reason.contains("left to its clients on several of them")
+            && [&elsewhere, &stays].iter().all(|client| reason.contains(&client.id().to_string()))
+    });
+    assert_eq!(server(&status), before);
+    only_ended_once_it_is_alone(&host, before, elsewhere, stays);
 }
 
 /// A small file system of its own at a path.

@@ -436,6 +436,65 @@ fn a_client_that_is_stopped_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
+/// The same by a debugger, which the client's owner may be: no signal lets it go on.
+#[test]
+fn a_client_that_a_debugger_holds_holds_up_nobody() {
+    const HOLD: &str = "import ctypes, sys, time\n\
+        libc = ctypes.CDLL(None, use_errno=True)\n\
+        assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
+        print('held', flush=True)\n\
+        time.sleep(600)\n";
+    let mut scene = Scene::new();
+    let victim = scene.victim();
+    let pid = victim.id().to_string();
+    let mut debugger = scene.host.command("/usr/bin/python3");
+    let mut debugger = debugger.args(["-c", HOLD, &pid]).spawn().unwrap();
+    wait_for("a held process", || (process_state(victim.id()) == Some('t')).then_some(()));
+    let terminate =
+        scene.ctl(&["terminate", &pid]).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    wait_for("the refusal", || {
+        scene.host.log().contains("can't be continued: it stays stopped").then_some(())
+    });
+    // The control daemon answers everybody.
+    assert!(scene.listed().contains(&victim.id()));
+    assert!(scene.host.json(&["clients"]).is_some());
+    debugger.kill().unwrap();
+    debugger.wait().unwrap();
+    assert_eq!(ended(terminate).0, Some(0));
+    assert_terminated(victim);
+    assert!(scene.bystander_survives());
+}
+
+/// What the next service of ours has no use for is still a control daemon with clients: they are listed, and an answer
+/// that none is left is not given before it is so. The same of one that was forgotten.
+#[test]
+fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
+    for forgotten in [false, true] {
+        let mut scene = Scene::new();
+        let victim = scene.victim();
+        scene.host.signal(Signal::KILL);
+        scene.host.ended();
+        if forgotten {
+            fs::remove_file(scene.host.path("run/journal.json")).unwrap();
+        } else {
+            scene.host.configure("cuda_mps_topology: per_gpu");
+        }
+        scene.host.start();
+        let reason = if forgotten { "that is not ours" } else { "it is not needed any more" };
+        scene.host.wait_for_status(reason, |status| {
+            let daemons = status["control_daemons"].as_array().unwrap();
+            daemons.iter().any(|one| one["reason"].as_str().unwrap().contains(reason))
+        });
+        if !forgotten {
+            let clients = scene.host.json(&["clients"]).unwrap().to_string();
+            assert!(clients.contains(&victim.id().to_string()), "{clients}");
+        }
+        succeeded(&scene.host.mpsctl(&["terminate", &victim.id().to_string()]));
+        assert_terminated(victim);
+        assert!(scene.bystander.try_wait().unwrap().is_none());
+    }
+}
+
 #[test]
 fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     let mut scene = Scene::new();

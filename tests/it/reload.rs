@@ -240,3 +240,68 @@ fn another_topology_waits_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Default");
 }
+
+/// A change that waits for clients and is taken back waits for nobody any more: the same control daemon serves on.
+#[test]
+fn a_change_taken_back_costs_no_client() {
+    let mut host = Host::new("h200");
+    host.start();
+    let before = host.wait_for_state("ready");
+    let mut client = host.command("cuda-client");
+    client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
+    let mut client = client.stdout(Stdio::null()).spawn().unwrap();
+    wait_for("a client", || {
+        host.front_end(&host.path("mps/pipe"), "ps").contains("cuda-client").then_some(())
+    });
+    for _ in 0..2 {
+        host.configure("cuda_mps_topology: per_gpu");
+        host.signal(Signal::HUP);
+        host.wait_for_status("a control daemon that waits for its client", |status| {
+            let reason = control_daemon(status)["reason"].as_str().unwrap();
+            reason.contains("it is not needed any more")
+        });
+        assert!(host.list().iter().all(|device| device["healthy"] == false));
+        host.configure("cuda_mps_topology: shared");
+        host.signal(Signal::HUP);
+        let after = host.wait_for_state("ready");
+        assert_eq!(control_pid(&after), control_pid(&before));
+        assert!(host.list().iter().all(|device| device["healthy"] == true));
+        assert!(client.try_wait().unwrap().is_none());
+    }
+    client.kill().unwrap();
+    client.wait().unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+    assert!(host.processes().is_empty());
+}
+
+/// Called back while it ends, it comes again.
+#[test]
+fn disabled_and_enabled_again_at_once() {
+    let mut host = Host::serving("h200");
+    for _ in 0..3 {
+        host.configure("enable_cuda_mps: false");
+        assert!(host.call("Control.Reload").status.success());
+        host.configure("enable_cuda_mps: true");
+        assert!(host.call("Control.Reload").status.success());
+        host.wait_for_state("ready");
+        assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    }
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+    assert!(host.processes().is_empty());
+}
+
+/// Without a plan, for want of a driver for one, what an earlier service of ours has left is ended by a stop all the same.
+#[test]
+fn a_stop_without_a_plan_ends_what_runs() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    host.signal(Signal::KILL);
+    host.ended();
+    host.plant("error/nvmlInit_v2", "18");
+    host.start();
+    host.wait_for_state("failed");
+    assert!(host.processes().contains(&control_pid(&before)));
+    assert_eq!(host.stop().code(), Some(0));
+    assert!(host.processes().is_empty(), "{}", host.log());
+}

@@ -303,5 +303,5 @@ fn alive(pid: u32) -> bool {
 }
 
 fn stopped(pid: u32) -> bool {
-    process_state(pid) == Some('T')
+    matches!(process_state(pid), Some('T' | 't'))
 }
