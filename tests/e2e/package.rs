@@ -493,5 +493,6 @@ fn rpm_erase(machine: &mut Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
     assert_eq!(compute_mode(machine), "Default");
     assert_eq!(machine.sh("ls /usr/bin | grep yunion || :"), "");
+    machine.sh("test ! -e /usr/share/doc/yunion-mps-daemon");
     assert_eq!(machine.sh(&format!("find /etc/systemd/system -name {SERVICE} -print")), "");
 }
