@@ -3,7 +3,7 @@
 #   DESTDIR   put before every path; nothing by default
 #   PREFIX    /usr by default
 #   BIN       where the two programs are; target/release by default
-#   PAGES     where `make pages` has written manual pages and completions; target/pages by default
+#   PAGES     where `make build` has written manual pages and completions; target/pages by default
 #   ZSH_COMPLETIONS  where zsh looks for them; $PREFIX/share/zsh/site-functions by default, Debian has another place
 # (ZSH alone belongs to zsh's users: Oh My Zsh exports it.)
 set -eu
