@@ -59,7 +59,7 @@ impl Process {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let number = number.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no such PID"))?;
         // In this order: the identity read last is that of the process the pidfd holds, unless that has gone.
-        let pidfd = Readable::new(pidfd_open(number, PidfdFlags::empty())?)?;
+        let pidfd = Readable::new(pidfd_open(number, PidfdFlags::empty()).map_err(explained)?)?;
         Ok(Self { identity: Identity::of(pid)?, pidfd, child })
     }
 
@@ -109,6 +109,16 @@ impl Process {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+}
+
+/// Why a process can't be held. Distributions that have everything else that we need may have an older kernel.
+fn explained(error: Errno) -> io::Error {
+    if error == Errno::NOSYS {
+        let what = "this kernel has no pidfd_open, which Linux has from 5.3 on; boot a newer one";
+        io::Error::new(io::ErrorKind::Unsupported, what)
+    } else {
+        error.into()
     }
 }
 
@@ -278,7 +288,7 @@ impl Held {
         match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(pidfd) => Ok(Some(Self(pidfd))),
             Err(Errno::SRCH) => Ok(None),
-            Err(error) => Err(error.into()),
+            Err(error) => Err(explained(error)),
         }
     }
 
@@ -323,6 +333,13 @@ mod tests {
         let pid = std::process::id();
         assert_eq!(Identity::of(pid).unwrap(), Identity::of(pid).unwrap());
         assert!(Identity::of(pid).unwrap().start_time > 0);
+    }
+
+    #[test]
+    fn an_old_kernel_is_named() {
+        let said = explained(Errno::NOSYS).to_string();
+        assert!(said.contains("pidfd_open") && said.contains("5.3"), "{said}");
+        assert_eq!(explained(Errno::MFILE).raw_os_error(), Some(Errno::MFILE.raw_os_error()));
     }
 
     #[test]
