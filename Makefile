@@ -7,7 +7,7 @@ help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
 
 build: ## the release binaries, in target/release, and manual pages and completions, in target/pages
-	scripts/deps.sh
+	scripts/deps.sh build
 	cargo build --release --workspace --locked
 	scripts/pages.sh target/release/yunion-mps-pages
 
@@ -57,4 +57,5 @@ soak: ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: wh
 	cargo test --locked --test it -- --ignored --nocapture soak::
 
 bench: build ## how often an idle daemon wakes up, how long it takes to be ready (BENCH_SECONDS: of idling)
+	scripts/deps.sh
 	benches/idle.sh $(BENCH_SECONDS)

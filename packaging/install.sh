@@ -3,15 +3,16 @@
 #   DESTDIR   put before every path; nothing by default
 #   PREFIX    /usr by default
 #   BIN       where the two programs are; target/release by default
-#   PAGES     where `make pages` has written manual pages and completions; target/pages by default
-#   ZSH       where zsh looks for completions; $PREFIX/share/zsh/site-functions by default, Debian has another place
+#   PAGES     where `make build` has written manual pages and completions; target/pages by default
+#   ZSH_COMPLETIONS  where zsh looks for them; $PREFIX/share/zsh/site-functions by default, Debian has another place
+# (ZSH alone belongs to zsh's users: Oh My Zsh exports it.)
 set -eu
 cd "$(dirname "$0")/.."
 
 PREFIX=${PREFIX:-/usr}
 BIN=${BIN:-target/release}
 PAGES=${PAGES:-target/pages}
-ZSH=${ZSH:-$PREFIX/share/zsh/site-functions}
+zsh=${ZSH_COMPLETIONS:-$PREFIX/share/zsh/site-functions}
 root=${DESTDIR:-}
 share=$root$PREFIX/share
 doc=$share/doc/yunion-mps-daemon
@@ -23,7 +24,7 @@ put() { # MODE FILE PATH
 for program in yunion-mps-daemon yunion-mpsctl; do
     put 755 "$BIN/$program" "$root$PREFIX/bin/$program"
     put 644 "$PAGES/$program.bash" "$share/bash-completion/completions/$program"
-    put 644 "$PAGES/_$program" "$root$ZSH/_$program"
+    put 644 "$PAGES/_$program" "$root$zsh/_$program"
     put 644 "$PAGES/$program.fish" "$share/fish/vendor_completions.d/$program.fish"
 done
 

@@ -2,7 +2,8 @@
 # Makes sure that the programs exist which building, testing and the demo need besides the Rust toolchain.
 # As root on a machine with apt-get the missing ones are installed; otherwise one line names them all and the exit
 # status is 1. Programs are looked for, not packages: any other way to have them is as good.
-# With the argument `packages`: those that building and checking the packages needs, and no others.
+# With the argument `packages`: those that building and checking the packages needs, and no others. With `build`: those
+# that `make build` needs, which is for every distribution.
 set -eu
 
 missing=''  # what to tell the user
@@ -23,25 +24,28 @@ look() {
     "look_$what"
 }
 
-look_packages() {
+look_build() {
+    # Rust links with cc, and that needs the C library's start-up files, which Debian's gcc only recommends.
     echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - >/dev/null 2>&1 || lacks 'cc that links' 'gcc libc6-dev'
     needs make make
+    [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3
+}
+
+look_packages() {
+    look_build
     needs objdump binutils
     needs dh debhelper
     needs dpkg-buildpackage dpkg-dev
     needs lintian lintian
     needs rpmbuild rpm
     needs rpmlint rpmlint
-    [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3
     # Any will do.
     python3 -m pip --version >/dev/null 2>&1 || /usr/bin/python3 -m pip --version >/dev/null 2>&1 ||
         lacks 'python module pip' python3-pip
 }
 
 look_tests() {
-    # Rust links with cc, and that needs the C library's start-up files, which Debian's gcc only recommends.
-    echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - >/dev/null 2>&1 || lacks 'cc that links' 'gcc libc6-dev'
-    needs make make
+    look_build
     needs dbus-daemon dbus
     needs busctl systemd
     needs systemd-analyze systemd
@@ -66,7 +70,6 @@ look_tests() {
     # A clock that jumps, for one process and what it starts.
     needs faketime faketime
     # The system's python: a python earlier in PATH can't see the distribution's modules.
-    [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3
     /usr/bin/python3 -c 'import dbus' >/dev/null 2>&1 || lacks 'python module dbus' python3-dbus
     /usr/bin/python3 -c 'import prometheus_client.openmetrics.parser' >/dev/null 2>&1 ||
         lacks 'python module prometheus_client' python3-prometheus-client

@@ -9,7 +9,7 @@ use clap::{CommandFactory, Parser};
 #[command(name = "yunion-mps-daemon", version)]
 #[command(after_help = "Exit status: 0 stopped, 1 failed, 2 usage, 78 configuration wrong.")]
 pub struct Arguments {
-    /// The main configuration file [default: /etc/yunion/host.conf]
+    /// The main configuration file [default: /opt/yunion/bin/etc/host.conf if there, else /etc/yunion/host.conf]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Read the host's files (configuration, /sys, pci.ids) below this directory

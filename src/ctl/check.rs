@@ -16,7 +16,7 @@ use crate::plan::{GpuPlan, Plan};
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
-    /// The main configuration file [default: /etc/yunion/host.conf]
+    /// The main configuration file [default: /opt/yunion/bin/etc/host.conf if there, else /etc/yunion/host.conf]
     #[arg(value_name = "HOST_CONF")]
     config: Option<PathBuf>,
     /// Read the host's files (configuration, /sys, pci.ids) below this directory

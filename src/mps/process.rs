@@ -63,7 +63,7 @@ impl Process {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let number = number.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no such PID"))?;
         // In this order: the identity read last is that of the process the pidfd holds, unless that has gone.
-        let pidfd = Readable::new(pidfd_open(number, PidfdFlags::empty())?)?;
+        let pidfd = Readable::new(pidfd_open(number, PidfdFlags::empty()).map_err(explained)?)?;
         Ok(Self { identity: Identity::of(pid)?, pidfd, child })
     }
 
@@ -120,6 +120,16 @@ impl Process {
 /// lets go on at once.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
+
+/// Why a process can't be held. Distributions that have everything else that we need may have an older kernel.
+fn explained(error: Errno) -> io::Error {
+    if error == Errno::NOSYS {
+        let what = "this kernel has no pidfd_open, which Linux has from 5.3 on; boot a newer one";
+        io::Error::new(io::ErrorKind::Unsupported, what)
+    } else {
+        error.into()
+    }
+}
 
 fn is_stopped(pid: u32) -> bool {
     says_stopped(&stat(pid).unwrap_or_default())
@@ -299,7 +309,7 @@ impl Held {
         match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(pidfd) => Ok(Some(Self(pidfd))),
             Err(Errno::SRCH) => Ok(None),
-            Err(error) => Err(error.into()),
+            Err(error) => Err(explained(error)),
         }
     }
 
@@ -373,6 +383,13 @@ mod tests {
         assert!(held.go_on(child.id()).await.unwrap());
         child.kill().unwrap();
         child.wait().unwrap();
+    }
+
+    #[test]
+    fn an_old_kernel_is_named() {
+        let said = explained(Errno::NOSYS).to_string();
+        assert!(said.contains("pidfd_open") && said.contains("5.3"), "{said}");
+        assert_eq!(explained(Errno::MFILE).raw_os_error(), Some(Errno::MFILE.raw_os_error()));
     }
 
     #[test]

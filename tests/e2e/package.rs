@@ -23,6 +23,8 @@ pub(crate) const CHECKS: &[Check] = &[
     ("an_upgrade_from_the_previous_version_leaves_a_client_running", upgrade),
     ("an_upgrade_of_a_stopped_service_starts_nothing", upgrade_stopped),
     ("apt_get_remove_ends_the_control_daemon_and_restores_the_compute_mode", remove),
+    ("apt_get_remove_names_the_clients_whose_work_ends", remove_with_a_client),
+    ("apt_get_remove_of_a_failed_service_names_the_control_daemon_that_is_left", remove_failed),
     ("purge_leaves_nothing", purge),
     ("an_upgrade_from_the_platforms_package_leaves_its_client_running", take_over),
 ];
@@ -293,6 +295,31 @@ fn remove(machine: &mut Machine) {
     no_left_overs(machine, &cursor);
 }
 
+const REMOVE: &str = "apt-get remove --yes yunion-mps-daemon 2>&1";
+
+fn remove_with_a_client(machine: &mut Machine) {
+    installed(machine);
+    Running::start(machine, "");
+    let said = machine.sh(REMOVE);
+    assert!(said.contains("the GPU work of these clients ends:") && said.contains("cuda-client"), "{said}");
+    assert!(!said.contains("still running"), "{said}");
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+}
+
+/// Nobody stops what nobody runs any more, and so a job carries on; but the program that could end it goes.
+fn remove_failed(machine: &mut Machine) {
+    installed(machine);
+    Running::start(machine, "");
+    machine.write(HOST_CONF, "enable_cuda_mps: perhaps\n");
+    machine.run(&["systemctl", "restart", SERVICE]);
+    wait_for("a service that failed", || (is(machine, "is-active") == "failed").then_some(()));
+    let said = machine.sh(REMOVE);
+    assert!(said.contains("still running, with their clients: yunion-mps-control-shared.scope"), "{said}");
+    assert_eq!(machine.property("client.service", "ActiveState"), "active");
+    machine.sh("systemctl stop yunion-mps-control-shared.scope client.service");
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+}
+
 fn purge(machine: &mut Machine) {
     absent(machine);
     // Checkouts of this project, on the host that the machine was made of, are there before and after.
@@ -489,9 +516,15 @@ fn rpm_upgrade(machine: &mut Machine) {
 }
 
 fn rpm_erase(machine: &mut Machine) {
-    machine.sh(&format!("{RPMS} --erase yunion-mps-daemon"));
+    // One that is masked has to be stopped all the same.
+    machine.sh(&format!("systemctl disable {SERVICE}; systemctl mask {SERVICE}"));
+    assert_eq!(is(machine, "is-active"), "active");
+    let said = machine.sh(&format!("{RPMS} --erase yunion-mps-daemon 2>&1; systemctl unmask {SERVICE}"));
+    assert!(said.contains("the GPU work of these clients ends:") && said.contains("cuda-client"), "{said}");
+    assert!(!said.contains("still running"), "{said}");
     assert_eq!(control_daemons(machine), Vec::<String>::new());
     assert_eq!(compute_mode(machine), "Default");
     assert_eq!(machine.sh("ls /usr/bin | grep yunion || :"), "");
+    machine.sh("test ! -e /usr/share/doc/yunion-mps-daemon");
     assert_eq!(machine.sh(&format!("find /etc/systemd/system -name {SERVICE} -print")), "");
 }

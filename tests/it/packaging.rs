@@ -45,7 +45,9 @@ fn installed(prefix: Option<&str>, root: &Path) -> Vec<String> {
     let pages = pages_as_shipped();
     fs::write(pages.path().join("copyright"), "").unwrap();
     let mut install = Command::new(source("packaging/install.sh"));
-    install.env("DESTDIR", root).env("BIN", programs()).env("PAGES", pages.path()).env_remove("ZSH");
+    install.env("DESTDIR", root).env("BIN", programs()).env("PAGES", pages.path());
+    // As Oh My Zsh exports it: no place of ours.
+    install.env("ZSH", root.join("home/.oh-my-zsh")).env_remove("ZSH_COMPLETIONS");
     match prefix {
         Some(prefix) => install.env("PREFIX", prefix),
         None => install.env_remove("PREFIX"),

@@ -68,6 +68,18 @@ fn the_unit_keeps_its_promises() {
     assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
 }
 
+/// With the longest `cuda_mps_quit_timeout`, and a minute for what comes after it.
+#[test]
+fn a_stop_may_take_as_long_as_the_configuration_allows() {
+    let unit = shipped("yunion-mps-daemon.service");
+    let time = unit.lines().find_map(|line| line.strip_prefix("TimeoutStopSec=")).unwrap();
+    let minutes: u64 = time.strip_suffix("min").unwrap().parse().unwrap();
+    let longest = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/config/host.conf")).unwrap();
+    let longest = longest.lines().find(|line| line.contains("is sent SIGTERM.")).unwrap();
+    let longest: u64 = longest.split("1 to ").nth(1).unwrap().trim_end_matches('.').parse().unwrap();
+    assert!(minutes * 60 >= longest + 60, "TimeoutStopSec={time}, cuda_mps_quit_timeout up to {longest} s");
+}
+
 /// The sandbox is as tight as we say in the README, and no tighter than was tried on a GPU.
 #[test]
 fn the_exposure_is_the_one_in_the_readme() {
