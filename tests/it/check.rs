@@ -50,6 +50,24 @@ fn end(mut client: Child) {
     client.wait().unwrap();
 }
 
+/// The control daemon that is on its way out has the name of the one that is to come.
+#[test]
+fn a_change_that_was_taken_back_is_in_force() {
+    let host = Host::serving("h200");
+    let client = client(&host);
+    for topology in ["per_gpu", "shared"] {
+        host.configure(&format!("cuda_mps_topology: {topology}"));
+        assert!(host.call("Control.Reload").status.success());
+    }
+    assert_eq!(differences(&host), [[""; 5]; 0]);
+    // What follows from a client that is still there.
+    host.devices(&[&format!("{ENTRY} 2")]);
+    for difference in differences(&host) {
+        assert_eq!(difference[4], "waits 1", "{difference:?}");
+    }
+    end(client);
+}
+
 /// A GPU that falls off its bus can hold a question for ever.
 #[test]
 fn a_driver_that_hangs_is_told() {
