@@ -340,7 +340,16 @@ fn parse_clients(answer: &str) -> Option<Vec<Client>> {
             if header.split_whitespace().eq(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]) => {}
         Some(_) => return None,
     }
-    lines.map(parse_client).collect()
+    let mut clients: Vec<Client> = Vec::new();
+    for line in lines {
+        match (parse_client(line), clients.last_mut()) {
+            (Some(client), _) => clients.push(client),
+            // A tenant may have a line break in the name of a program, and must not hide all clients by it.
+            (None, Some(before)) => before.command = format!("{} {}", before.command, line.trim()),
+            (None, None) => return None,
+        }
+    }
+    Some(clients)
 }
 
 fn parse_client(line: &str) -> Option<Client> {
@@ -401,6 +410,8 @@ mod tests {
         let commands =
             |table| parse_clients(table).map(|all| all.into_iter().map(|one| one.command).collect());
         assert_eq!(commands(blank), Some(vec!["cuda-client".to_owned()]));
+        let broken = format!("{blank}\nb/c\n3524 2 3526 GPU-76aef7ff-372d-2432 4026531836 other");
+        assert_eq!(commands(&broken), Some(vec!["cuda-client b/c".to_owned(), "other".to_owned()]));
         assert_eq!(parse_clients("PID ID SERVER DEVICE NAMESPACE COMMAND\nx 1 2 G 3 c"), None);
         assert_eq!(parse_clients("garbage"), None);
     }
