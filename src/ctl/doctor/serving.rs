@@ -134,7 +134,7 @@ fn limits(facts: &Facts) -> Outcome {
                     "limits-unconfirmed",
                     text(gpu, "addr"),
                     found,
-                    "yunion-mpsctl reload sets them again; a server that keeps others is replaced by \
+                    "yunion-mpsctl reload sets them again; a server that keeps others is replaced, once it has no clients, by \
                      busctl call io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s GPU",
                 ));
             }
