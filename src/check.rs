@@ -1,11 +1,17 @@
 //! `--check`: the plan or the errors, and nothing changed.
 
 use std::io::{self, Write};
+use std::path::Path;
+use std::sync::mpsc;
+use std::time::Duration;
 
 use crate::config::{self, Loaded, Problem, Sources};
 use crate::gpu::Inventory;
 use crate::gpu::nvml::Driver;
 use crate::plan::{self, GpuPlan, Plan, PlanError};
+
+/// How long NVML may take. A GPU that is about to fall off the bus can hold a question for ever.
+const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// What a start would do.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,11 +49,46 @@ pub fn look(sources: &Sources) -> Checked {
         Err(problems) => Checked::Wrong { problems, loaded: None },
         Ok(loaded) if !loaded.settings.enabled => judge(loaded, None),
         Ok(loaded) => {
-            let driver = Driver::open();
-            let inventory = Inventory::read(&sources.sysroot, driver.as_ref().map_err(String::as_str));
-            judge(loaded, Some(&inventory))
+            let root = sources.sysroot.clone();
+            let inventory = ask_driver(move |driver| Inventory::read(&root, driver));
+            judge(loaded, Some(&inventory.unwrap_or_else(|reason| without_driver(&sources.sysroot, &reason))))
         }
     }
+}
+
+/// Asks NVML. The error says that it hangs, and behind the last semicolon what to do.
+pub(crate) fn ask_driver<T: Send + 'static>(
+    ask: impl FnOnce(Result<&Driver, &str>) -> T + Send + 'static,
+) -> Result<T, String> {
+    let answer = within(NVML_TIMEOUT, move || {
+        let driver = Driver::open();
+        ask(driver.as_ref().map_err(String::as_str))
+    });
+    answer.ok_or_else(|| {
+        format!(
+            "NVML did not answer within {} s; look for NVRM lines in dmesg: where a GPU hangs nothing but a reboot helps, \
+             which ends every job on this host",
+            NVML_TIMEOUT.as_secs()
+        )
+    })
+}
+
+/// What there is to see without NVML.
+pub(crate) fn without_driver(sysroot: &Path, reason: &str) -> Inventory {
+    Inventory::read(sysroot, Err(reason))
+}
+
+/// Has something done that may hang, by a thread that is then left behind. None: no end of it in time.
+pub(crate) fn within<T: Send + 'static>(
+    deadline: Duration,
+    what: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (tell, answer) = mpsc::channel();
+    std::thread::spawn(move || {
+        // Nobody waits any more: too late.
+        let _ = tell.send(what());
+    });
+    answer.recv_timeout(deadline).ok()
 }
 
 /// What the configuration comes to with these GPUs.

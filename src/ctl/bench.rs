@@ -9,6 +9,7 @@ use tokio::task::JoinSet;
 
 use super::bench_report::{Measured, Results, Row, document, print, slowest};
 use super::cuda_client::{Answer, CudaClient, Environment, Request, Work, unexpected};
+use super::probe::refuse_to_queue;
 use super::run::{catch, received};
 use super::table::cell;
 use super::{Error, print_json};
@@ -62,6 +63,7 @@ pub(super) async fn bench(client: &Client, arguments: &Arguments, out: &mut dyn 
     if !arguments.beside_clients {
         refuse_beside(&client.clients().await?, first)?;
     }
+    refuse_to_queue(client, first).await?;
     let mut environments = Vec::new();
     for slice in &slices {
         environments.push(Environment::of_slice(&client.container_config(&[cell(slice, "addr")]).await?));

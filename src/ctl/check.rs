@@ -38,7 +38,8 @@ pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<
             }
             Bus::Answers(published) => (Some(differences(&loaded.settings, plan, &published)), String::new()),
             Bus::NotRunning => (None, "yunion-mps-daemon is not running".to_owned()),
-            Bus::Unreachable(reason) | Bus::Refuses(reason) => (None, reason),
+            Bus::Silent => (None, "yunion-mps-daemon does not answer".to_owned()),
+            Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => (None, reason),
         },
         Checked::Right { plan: Err(reason), .. } => (None, reason.clone()),
         Checked::Wrong { .. } => (None, "the configuration is wrong".to_owned()),
@@ -59,7 +60,7 @@ pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<
         return Ok(FAILED);
     }
     match changes.as_deref() {
-        None => writeln!(out, "\nNothing runs to compare with: {}", printable(&why_not))?,
+        None => writeln!(out, "\nNothing to compare with: {}", printable(&why_not))?,
         Some([]) => writeln!(out, "\nNothing would change.")?,
         Some(changes) => {
             writeln!(out, "\nWith `systemctl reload yunion-mps-daemon`:")?;

@@ -184,7 +184,8 @@ impl CudaClient {
             client.terminate_client(pid.unwrap_or_default()).await
         };
         let _ = timeout(LEAVE_DEADLINE, terminate).await;
-        let _ = child.kill().await;
+        // One that hangs in the driver does not end by that either.
+        let _ = timeout(LEAVE_DEADLINE, child.kill()).await;
     }
 }
 

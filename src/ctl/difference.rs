@@ -168,6 +168,10 @@ fn control_daemons(plan: &Plan, published: &Published, differences: &mut Vec<Dif
             push(Kind::ControlDaemon, id, "present", "", Effect::Waits { clients, reason });
             continue;
         };
+        // On its way out it has no GPUs as its own any more, and another one of its name takes its place without a reload.
+        if texts(daemon, "gpus").is_empty() && ordered(planned, published) {
+            continue;
+        }
         let Some(reason) = misfit(planned, daemon) else { continue };
         let effect = Effect::Waits { clients, reason };
         let (from, to) = (text(daemon, "pipe_directory"), planned.pipe_directory.display().to_string());
@@ -210,6 +214,11 @@ fn effect_for(uuid: &str, plan: &Plan, published: &Published) -> Effect {
         let daemon = published.control_daemons.iter().find(|daemon| text(daemon, "id") == planned.id)?;
         Some((planned, daemon))
     });
+    // One on its way out is not said to have GPUs, but its clients are on this one.
+    let gpus_of = |daemon| match texts(daemon, "gpus") {
+        none if none.is_empty() => vec![uuid.to_owned()],
+        gpus => gpus,
+    };
     let (daemon, reason) = match (same, holder) {
         (Some((planned, daemon)), _) => match misfit(planned, daemon) {
             Some(reason) => (daemon, reason),
@@ -218,7 +227,7 @@ fn effect_for(uuid: &str, plan: &Plan, published: &Published) -> Effect {
         (None, Some(holder)) => (holder, format!("control daemon {} holds the GPU", text(holder, "id"))),
         (None, None) => return Effect::Live,
     };
-    Effect::Waits { clients: published.clients_on(&texts(daemon, "gpus")).ok(), reason }
+    Effect::Waits { clients: published.clients_on(&gpus_of(daemon)).ok(), reason }
 }
 
 fn gpu_differences(gpu: &GpuPlan, plan: &Plan, published: &Published, differences: &mut Vec<Difference>) {

@@ -73,7 +73,7 @@ pub(super) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)
 }
 
 /// A word that a POSIX shell reads as this text.
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=@%+".contains(c);
     if !text.is_empty() && text.chars().all(plain) {
         text.to_owned()

@@ -107,7 +107,8 @@ enum Command {
     /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
     #[command(
         after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of all that it \
-        has started (CUDA error 810), then they are passed on to it; a second one is passed on at once. A signal \
+        has started (CUDA error 810), then they are passed on to it; a second one is passed on at once. SIGUSR1 and \
+        SIGUSR2 go to a command that has a use for them, and otherwise count as one that ends it. A signal \
         alone, in the middle of a kernel, would be a fault for every client on that GPU. So stop it in this way \
         and not by a signal to the command itself. The command runs in a session of its own: it can use the \
         terminal, but not /dev/tty.\n\n\
@@ -279,7 +280,34 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
 
 /// Prints a JSON document, one value a line.
 fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<(), Error> {
-    serde_json::to_writer_pretty(&mut *out, value)?;
-    writeln!(out)?;
+    writeln!(out, "{}", escaped(&serde_json::to_string_pretty(value)?))?;
     Ok(())
+}
+
+/// The same JSON document without anything that could command a terminal: what of that is left unescaped stands in strings.
+fn escaped(json: &str) -> String {
+    let mut text = String::with_capacity(json.len());
+    for c in json.chars() {
+        if c == '\n' || !table::is_unprintable(c) {
+            text.push(c);
+        } else {
+            text.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_cannot_command_the_terminal() {
+        let value = serde_json::json!({"command": "a\u{9b}2J\u{7f}\u{202e}b\u{e0041}\n", "n": [1, 2]});
+        let mut out = Vec::new();
+        print_json(&mut out, &value).unwrap();
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.contains(r#""a\u009b2J\u007f\u202eb\udb40\udc41\n""#), "{text}");
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
+    }
 }

@@ -6,6 +6,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use super::cuda_client::{Answer, CudaClient, Environment, Request, unexpected};
+use super::published::{number, text, texts};
 use super::table::{cell, health, printable, table};
 use super::{Error, FAILED, print_json};
 use crate::dbus::proxy::{Client, Object};
@@ -72,6 +73,32 @@ async fn named<'a>(client: &Client, name: &str, devices: &'a [Object]) -> Result
     let slice = slice.map(|(_, slice)| slice.as_str()).unwrap_or_default();
     let device = devices.iter().find(|device| device.get("addr").and_then(Value::as_str) == Some(slice));
     device.ok_or_else(|| Error::Failed(format!("device {slice} has gone")))
+}
+
+/// A control daemon that knows no multi-user mode serves one user, until the last client of that one has ended. To be
+/// another user's client is to wait for that, which can be weeks.
+pub(super) async fn refuse_to_queue(client: &Client, device: &Object) -> Result<(), Error> {
+    let gpu = text(device, "device_path");
+    let daemons = client.control_daemons().await?;
+    let serves = |daemon: &&Object| texts(daemon, "gpus").iter().any(|other| other == gpu);
+    let Some(daemon) = daemons.iter().find(serves) else { return Ok(()) };
+    if daemon.get("multiuser") != Some(&json!(false)) {
+        return Ok(());
+    }
+    let gpus = texts(daemon, "gpus");
+    let us = u64::from(rustix::process::geteuid().as_raw());
+    let clients = client.clients().await?;
+    let other = clients.iter().find(|one| {
+        one.get("bypass") != Some(&json!(true))
+            && gpus.iter().any(|gpu| gpu == text(one, "gpu"))
+            && number(one, "uid").is_some_and(|uid| uid != us)
+    });
+    let Some(other) = other else { return Ok(()) };
+    let (user, pid) = (cell(other, "user"), cell(other, "pid"));
+    Err(Error::Failed(format!(
+        "its control daemon serves user {user} (PID {pid}), and nobody else until the clients of that user have ended: \
+         try again then, or as that user"
+    )))
 }
 
 fn same(one: &Object, one_key: &str, other: &Object, other_key: &str) -> bool {
@@ -153,6 +180,7 @@ impl<'a> Report<'a> {
     }
 
     async fn fill(&mut self, client: &Client, beside_clients: bool) -> Result<(), Error> {
+        refuse_to_queue(client, self.device).await?;
         let name = cell(self.device, "addr");
         let environment = Environment::of_slice(&client.container_config(&[name]).await?);
         let all = count(&environment.without_mps()).await?;

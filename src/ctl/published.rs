@@ -1,8 +1,15 @@
 //! What the daemon publishes at this moment, all of it together.
 
-use serde_json::Value;
+use std::time::Duration;
 
-use crate::dbus::proxy::{Client, ClientError, Object};
+use serde_json::Value;
+use tokio::time::timeout;
+
+use crate::dbus::proxy::{ACCESS_DENIED, Client, ClientError, Object};
+
+/// How long the daemon may take to say how it is, which it always knows. One that is stopped or hangs is not waited for
+/// as long as one that has something to do.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
 /// Whether there is a daemon to ask, and what it says.
 #[derive(Debug)]
@@ -11,7 +18,11 @@ pub(super) enum Bus {
     Unreachable(String),
     /// Nobody owns the daemon's name.
     NotRunning,
-    /// The bus or the daemon refuses to answer.
+    /// Somebody owns it, and does not answer.
+    Silent,
+    /// The bus does not let us ask.
+    Denied(String),
+    /// The daemon answers with an error.
     Refuses(String),
     /// What it publishes.
     Answers(Box<Published>),
@@ -42,6 +53,8 @@ impl Bus {
         match published(&client).await {
             Ok(published) => Self::Answers(Box::new(published)),
             Err(ClientError::NotRunning) => Self::NotRunning,
+            Err(ClientError::Silent) => Self::Silent,
+            Err(ClientError::Refused { name, text }) if name == ACCESS_DENIED => Self::Denied(text),
             Err(error @ ClientError::Refused { .. }) => Self::Refuses(error.to_string()),
             Err(error @ ClientError::Bus(_)) => Self::Unreachable(error.to_string()),
         }
@@ -51,13 +64,15 @@ impl Bus {
     pub(super) fn published(&self) -> Option<&Published> {
         match self {
             Self::Answers(published) => Some(published),
-            Self::Unreachable(_) | Self::NotRunning | Self::Refuses(_) => None,
+            Self::Unreachable(_) | Self::NotRunning | Self::Silent | Self::Denied(_) | Self::Refuses(_) => {
+                None
+            }
         }
     }
 }
 
 async fn published(client: &Client) -> Result<Published, ClientError> {
-    let service = client.service().await?;
+    let service = timeout(SIGN_OF_LIFE, client.service()).await.map_err(|_| ClientError::Silent)??;
     let control_daemons = client.control_daemons().await?;
     let (devices, gpus) = match client.devices().await {
         Err(ClientError::Refused { name, .. }) if name.ends_with(".NotReady") => (None, Vec::new()),

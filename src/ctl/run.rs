@@ -64,10 +64,11 @@ pub(super) async fn run(client: Client, arguments: &Arguments) -> Result<u8, Err
         tokio::select! {
             ended = child.wait() => return Ok(exit_status(ended.map_err(Error::Wait)?)),
             signal = signals.next() => match signal {
-                Caught::End(signal) if std::mem::take(&mut first) => {
+                Caught::User(signal) if command.handles(signal) => command.tell(signal),
+                Caught::End(signal) | Caught::User(signal) if std::mem::take(&mut first) => {
                     waiting = Some((signal, Box::pin(release(command))));
                 }
-                Caught::End(signal) => {
+                Caught::End(signal) | Caught::User(signal) => {
                     if let Some((first, _)) = waiting.take() {
                         command.send(first);
                     }
@@ -101,6 +102,8 @@ pub(super) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Opt
 enum Caught {
     /// A signal that ends a command.
     End(Signal),
+    /// A signal that programs give a meaning, and that ends those which don't.
+    User(Signal),
     /// Ctrl-Z.
     Suspend,
     /// The terminal has another size.
@@ -113,6 +116,7 @@ struct Signals {
     quit: Option<unix::Signal>,
     terminate: Option<unix::Signal>,
     hangup: Option<unix::Signal>,
+    user: [Option<unix::Signal>; 2],
     suspend: Option<unix::Signal>,
     resize: Option<unix::Signal>,
 }
@@ -124,13 +128,17 @@ impl Signals {
             quit: catch(SignalKind::quit())?,
             terminate: catch(SignalKind::terminate())?,
             hangup: catch(SignalKind::hangup())?,
+            user: [catch(SignalKind::user_defined1())?, catch(SignalKind::user_defined2())?],
             suspend: catch(SignalKind::from_raw(Signal::TSTP.as_raw()))?,
             resize: catch(SignalKind::window_change())?,
         })
     }
 
     async fn next(&mut self) -> Caught {
+        let [user1, user2] = &mut self.user;
         tokio::select! {
+            () = received(user1) => Caught::User(Signal::USR1),
+            () = received(user2) => Caught::User(Signal::USR2),
             () = received(&mut self.interrupt) => Caught::End(Signal::INT),
             () = received(&mut self.quit) => Caught::End(Signal::QUIT),
             () = received(&mut self.terminate) => Caught::End(Signal::TERM),
@@ -144,8 +152,11 @@ impl Signals {
 /// Catches a signal, unless we were started to ignore it: nohup and a shell's `&` have some ignored, for us and for those
 /// that we start.
 pub(super) fn catch(kind: SignalKind) -> Result<Option<unix::Signal>, Error> {
-    let is_ignored = ignored_signals() >> (kind.as_raw_value() - 1) & 1 == 1;
-    if is_ignored { Ok(None) } else { unix::signal(kind).map(Some).map_err(Error::Signals) }
+    if has_signal("self", "SigIgn:", kind.as_raw_value()) {
+        Ok(None)
+    } else {
+        unix::signal(kind).map(Some).map_err(Error::Signals)
+    }
 }
 
 pub(super) async fn received(signal: &mut Option<unix::Signal>) {
@@ -155,11 +166,12 @@ pub(super) async fn received(signal: &mut Option<unix::Signal>) {
     }
 }
 
-/// The signals that we were started to ignore, one bit each.
-fn ignored_signals() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+/// Whether a signal is in one of the sets that the kernel shows of a process: what it ignores, what it catches.
+fn has_signal(process: &str, set: &str, signal: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix(set));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
+    mask >> (signal - 1) & 1 == 1
 }
 
 /// The process group of the command.
@@ -172,6 +184,17 @@ impl Group {
         if kill_process_group(self.0, signal) == Err(Errno::SRCH) {
             let _ = kill_process(self.0, signal);
         }
+    }
+
+    /// Whether a signal would not end the command.
+    fn handles(self, signal: Signal) -> bool {
+        let pid = self.0.as_raw_nonzero().to_string();
+        ["SigCgt:", "SigIgn:"].iter().any(|set| has_signal(&pid, set, signal.as_raw()))
+    }
+
+    /// Sends the command itself a signal, and not what it has started, which may know none of it.
+    fn tell(self, signal: Signal) {
+        let _ = kill_process(self.0, signal);
     }
 
     /// Stops with the command, as job control has it, until somebody continues us. SIGTSTP would do nothing: job control

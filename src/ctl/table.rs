@@ -196,7 +196,14 @@ fn plain(value: &Value) -> String {
 
 /// Text without control characters: some of it comes from other processes, and none of it may command the terminal.
 pub(super) fn printable(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
+}
+
+/// Characters that command a terminal, and those that show nothing themselves but turn, break or hide what is beside them.
+pub(super) fn is_unprintable(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+        || matches!(c, '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
 #[cfg(test)]
@@ -301,5 +308,8 @@ mod tests {
     #[test]
     fn text_cannot_command_the_terminal() {
         assert_eq!(printable("a\u{1b}[2Jb\n"), "a\u{fffd}[2Jb\u{fffd}");
+        // C1's CSI, and a text that is shown from right to left.
+        assert_eq!(printable("\u{9b}2J\u{202e}4 yes"), "\u{fffd}2J\u{fffd}4 yes");
+        assert_eq!(printable("größe 模型"), "größe 模型");
     }
 }

@@ -2,6 +2,8 @@
 //! bus has, so that nothing outside `dbus` knows D-Bus types.
 
 use std::collections::HashMap;
+use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::{Map, Value};
@@ -11,6 +13,9 @@ use zbus::{DBusError, OwnedVariant, Variant};
 
 /// A little more than what the daemon itself takes before it gives up on a request.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
+
+/// How long the bus may take to let us in. It answers in milliseconds, and a method's deadline does not count before.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
@@ -26,6 +31,9 @@ pub enum ClientError {
         /// What it says.
         text: String,
     },
+    /// The bus has taken the question, and no answer came in time.
+    #[error("yunion-mps-daemon does not answer; journalctl -u yunion-mps-daemon may say why")]
+    Silent,
     /// The bus can't be reached, or the answer can't be read.
     #[error("the system bus: {0}")]
     Bus(zbus::Error),
@@ -43,6 +51,8 @@ impl From<zbus::Error> for ClientError {
                 fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_) => Self::NotRunning,
                 error => refused(error.name().as_str(), error.description()),
             },
+            // Of a method, whose deadline it is: joining the bus has one of its own.
+            zbus::Error::InputOutput(failed) if failed.kind() == io::ErrorKind::TimedOut => Self::Silent,
             _ => Self::Bus(error),
         }
     }
@@ -111,7 +121,8 @@ fn for_root<T>(answer: zbus::Result<T>) -> Result<T, ClientError> {
     })
 }
 
-const ACCESS_DENIED: &str = "org.freedesktop.DBus.Error.AccessDenied";
+/// The name of the bus's own error for a call that its policy does not allow.
+pub const ACCESS_DENIED: &str = "org.freedesktop.DBus.Error.AccessDenied";
 
 /// A connection to the daemon.
 #[derive(Debug, Clone)]
@@ -127,7 +138,12 @@ impl Client {
     /// # Errors
     /// [`ClientError::Bus`]: the bus can't be reached.
     pub async fn connect() -> Result<Self, ClientError> {
-        let connection = Builder::system().method_timeout(ANSWER_DEADLINE).build().await?;
+        let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
+        let connection = tokio::time::timeout(CONNECT_DEADLINE, joined).await.map_err(|_| {
+            let seconds = CONNECT_DEADLINE.as_secs();
+            let silent = io::Error::other(format!("it did not let us in within {seconds} s"));
+            ClientError::Bus(zbus::Error::InputOutput(Arc::new(silent)))
+        })??;
         let manager = ManagerProxy::builder(&connection);
         let manager = manager.cache_properties(zbus::proxy::CacheProperties::No).build().await?;
         let control = ControlProxy::builder(&connection);

@@ -345,7 +345,16 @@ fn parse_clients(answer: &str) -> Option<Vec<Client>> {
             if header.split_whitespace().eq(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]) => {}
         Some(_) => return None,
     }
-    lines.map(parse_client).collect()
+    let mut clients: Vec<Client> = Vec::new();
+    for line in lines {
+        match (parse_client(line), clients.last_mut()) {
+            (Some(client), _) => clients.push(client),
+            // A tenant may have a line break in the name of a program, and must not hide all clients by it.
+            (None, Some(before)) => before.command = format!("{} {}", before.command, line.trim()),
+            (None, None) => return None,
+        }
+    }
+    Some(clients)
 }
 
 fn parse_client(line: &str) -> Option<Client> {
@@ -354,8 +363,12 @@ fn parse_client(line: &str) -> Option<Client> {
     let id = fields.next()?.parse().ok()?;
     let server = fields.next()?.parse().ok()?;
     let gpu_prefix = fields.next()?.to_owned();
-    let _namespace: u64 = fields.next()?.parse().ok()?;
-    Some(Client { pid, id, server, gpu_prefix, command: fields.collect::<Vec<_>>().join(" ") })
+    let mut rest: Vec<&str> = fields.collect();
+    // The namespace, which is left blank where the server may not see it. One such client must not hide all others.
+    if rest.first().is_some_and(|namespace| namespace.parse::<u64>().is_ok()) {
+        rest.remove(0);
+    }
+    Some(Client { pid, id, server, gpu_prefix, command: rest.join(" ") })
 }
 
 #[cfg(test)]
@@ -397,6 +410,13 @@ mod tests {
             command: "/tmp/work".to_owned(),
         };
         assert_eq!(parse_clients(table), Some(vec![client]));
+        let blank = "PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        \n\
+            3523      1         3526           GPU-76aef7ff-372d-2432                   cuda-client    ";
+        let commands =
+            |table| parse_clients(table).map(|all| all.into_iter().map(|one| one.command).collect());
+        assert_eq!(commands(blank), Some(vec!["cuda-client".to_owned()]));
+        let broken = format!("{blank}\nb/c\n3524 2 3526 GPU-76aef7ff-372d-2432 4026531836 other");
+        assert_eq!(commands(&broken), Some(vec!["cuda-client b/c".to_owned(), "other".to_owned()]));
         assert_eq!(parse_clients("PID ID SERVER DEVICE NAMESPACE COMMAND\nx 1 2 G 3 c"), None);
         assert_eq!(parse_clients("garbage"), None);
     }

@@ -50,6 +50,35 @@ fn end(mut client: Child) {
     client.wait().unwrap();
 }
 
+/// The control daemon that is on its way out has the name of the one that is to come.
+#[test]
+fn a_change_that_was_taken_back_is_in_force() {
+    let host = Host::serving("h200");
+    let client = client(&host);
+    for topology in ["per_gpu", "shared"] {
+        host.configure(&format!("cuda_mps_topology: {topology}"));
+        assert!(host.call("Control.Reload").status.success());
+    }
+    assert_eq!(differences(&host), [[""; 5]; 0]);
+    // What follows from a client that is still there.
+    host.devices(&[&format!("{ENTRY} 2")]);
+    for difference in differences(&host) {
+        assert_eq!(difference[4], "waits 1", "{difference:?}");
+    }
+    end(client);
+}
+
+/// A GPU that falls off its bus can hold a question for ever.
+#[test]
+fn a_driver_that_hangs_is_told() {
+    let host = Host::new("h200");
+    host.clear("driver");
+    assert!(host.command("mkfifo").arg(host.path("driver")).status().unwrap().success());
+    let (status, said) = check(&host, &[]);
+    assert_eq!(status, Some(0), "{said}");
+    assert!(said.contains("driver: none: NVML did not answer within 15 s; "), "{said}");
+}
+
 #[test]
 fn without_a_daemon_it_says_what_would_be() {
     let host = Host::new("h200");
@@ -57,7 +86,7 @@ fn without_a_daemon_it_says_what_would_be() {
     assert_eq!(status, Some(0), "{said}");
     // In the words of yunion-mps-daemon --check.
     assert!(said.starts_with(&text(&host.check())), "{said}");
-    assert!(said.ends_with("\nNothing runs to compare with: yunion-mps-daemon is not running\n"), "{said}");
+    assert!(said.ends_with("\nNothing to compare with: yunion-mps-daemon is not running\n"), "{said}");
     let document = document(&host);
     assert_eq!(document["right"], true);
     assert_eq!(document["plan"]["gpus"][0]["mps_memory_limit"], 35942);

@@ -330,3 +330,40 @@ async fn run_passes_signals_on() {
         assert_eq!(status.code(), Some(7), "{name}");
     }
 }
+
+/// Signals that programs give a meaning: for the command, and not for those that it has started.
+#[tokio::test]
+async fn run_passes_signals_on_that_mean_something() {
+    let mut service = Service::start(p40_board()).await;
+    service.requests.close();
+    let end = |pid| kill_process(pid, Signal::USR2).unwrap();
+    let script = "trap 'echo got it' USR1; sleep 60 & echo ready; wait; kill -0 $! && echo lives; kill $!; \
+                  while :; do sleep 0.01; done";
+    let mut run = ctl(&service.bus, &["run", "00:06.0-1", "--", "sh", "-c", script]);
+    let mut run = run.stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
+    let mut line = async || timeout(DEADLINE, lines.next_line()).await.unwrap().unwrap();
+    assert_eq!(line().await.as_deref(), Some("ready"));
+    let pid = Pid::from_raw(i32::try_from(run.id().unwrap()).unwrap()).unwrap();
+    kill_process(pid, Signal::USR1).unwrap();
+    assert_eq!(line().await.as_deref(), Some("got it"));
+    assert_eq!(line().await.as_deref(), Some("lives"));
+    // It knows nothing of the other one, which ends it as it would end any program.
+    end(pid);
+    let status = timeout(DEADLINE, run.wait()).await.unwrap().unwrap();
+    assert_eq!(status.code(), Some(128 + Signal::USR2.as_raw()));
+    assert_eq!(line().await, None);
+}
+
+/// A bus that takes connections and says nothing.
+#[tokio::test]
+async fn a_bus_that_hangs_is_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("bus");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    command.arg("list").env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", socket.display()));
+    let (status, _, err) = ended(&mut command).await;
+    assert_eq!(status, Some(1), "{err}");
+    assert!(err.contains("it did not let us in within 10 s"), "{err}");
+}

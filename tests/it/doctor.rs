@@ -6,12 +6,13 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::process::{Child, Stdio};
 use std::time::Instant;
 
+use rustix::process::Signal;
 use serde_json::Value;
 use yunion_mps::state::ControlDaemonState;
 use zbus::{OwnedObjectPath, interface};
 
 use crate::faults::Mount;
-use crate::host::{DEADLINE, Host, control_pid, root_or_skip, text, wait_for};
+use crate::host::{DEADLINE, Host, binaries, control_pid, root_or_skip, text, wait_for};
 use crate::service::Service;
 use crate::snapshot::p40_board;
 
@@ -81,6 +82,13 @@ impl Scene {
         let pid = self.start(program, "mps/pipe").to_string();
         let pipe = self.host.path("mps/pipe");
         wait_for("the client", || self.host.front_end(&pipe, "ps").contains(&pid).then_some(()));
+    }
+
+    /// A file that nobody who opens it ever gets to read, as on a file system whose server is gone.
+    fn hang(&self, path: &str) {
+        let file = self.host.file(path);
+        fs::create_dir_all(file.parent().unwrap()).unwrap();
+        assert!(self.host.command("mkfifo").arg(file).status().unwrap().success());
     }
 
     /// A program that computes without MPS.
@@ -328,6 +336,8 @@ faults! {
     not_running: "h200", Idle, |_| {} => ["service-not-running"];
     no_policy: "h200", Idle, |scene| scene.remove("/usr/share/dbus-1/system.d/io.yunion.Mps1.conf")
         => ["service-not-running", "bus-policy-missing"];
+    stopped_service: "h200", Serving, |scene| scene.host.signal(Signal::STOP) => ["service-silent"];
+    file_system_that_hangs: "h200", Serving, |scene| scene.hang("/etc/tmpfiles.d/a.conf") => ["check-hangs"];
     no_bus: "h200", Serving, |scene| scene.host.stop_bus() => ["bus-unreachable"];
     shadowed_unit: "h200", Serving, |scene| scene.write(
         "/etc/systemd/system/yunion-mps-daemon.service",
@@ -440,6 +450,50 @@ fn a_healthy_host_is_told_so() {
     );
     assert!(said.contains("1 errors, 1 warnings, 0 to know; "), "{said}");
     assert_eq!(scene.host.stop().code(), Some(0));
+}
+
+/// A remedy is typed by root, and a process may say anything of itself.
+#[test]
+fn a_remedy_does_not_let_others_type() {
+    let mut scene = Scene::new("h200");
+    scene.foreign("mps/a b; touch c");
+    let foreign = wait_for("the finding", || {
+        scene.findings().into_iter().find(|finding| finding["name"] == "foreign-control-daemon")
+    });
+    let pipe = scene.host.path("mps/a b; touch c").display().to_string();
+    let remedy = foreign["remedy"].as_str().unwrap();
+    assert!(remedy.contains(&format!("CUDA_MPS_PIPE_DIRECTORY='{pipe}' ")), "{remedy}");
+}
+
+/// What only root can read is no finding for others.
+#[test]
+fn what_is_for_root_is_not_judged() {
+    if !root_or_skip("what_is_for_root_is_not_judged") {
+        return;
+    }
+    let mut scene = Scene::new("h200");
+    scene.host.start();
+    scene.host.wait_for_state("ready");
+    scene.foreign("mps/other");
+    scene.chmod("run", 0o700);
+    let root = scene.host.path("sysroot").display().to_string();
+    let doctor = || {
+        let mut command = scene.host.command("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+        let output =
+            command.arg(binaries().join("yunion-mpsctl")).args(["doctor", "--sysroot", &root]).output();
+        text(&output.unwrap())
+    };
+    let said = doctor();
+    assert!(!said.contains("journal-damaged"), "{said}");
+    assert!(said.contains("Not checked, since only root can read"), "{said}");
+    // Where it listens is not known either, and must not be guessed: there might be another one.
+    if said.contains("foreign-control-daemon") {
+        assert!(said.contains("doctor as root") && !said.contains("echo quit"), "{said}");
+    }
+    scene.chmod("sysroot/etc/yunion/host.conf", 0o600);
+    let said = doctor();
+    assert!(!said.contains("configuration-wrong"), "{said}");
 }
 
 /// What the service publishes is compared with what it has confirmed.

@@ -4,7 +4,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::host::{Host, control_daemon, text, wait_for};
+use crate::host::{Host, control_daemon, root_or_skip, text, wait_for};
 
 /// What `probe --json` says, and its exit status.
 fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {
@@ -131,6 +131,27 @@ fn a_gpu_before_volta_promises_nothing() {
     assert_eq!(report["slice"]["found"]["memory_allocated"], Value::Null);
     let said = text(&host.mpsctl(&["probe"]));
     assert!(said.contains("This GPU enforces no limits (before Volta)"), "{said}");
+}
+
+/// It would wait for the end of the other user's clients.
+#[test]
+fn another_users_turn_is_not_waited_for() {
+    if !root_or_skip("another_users_turn_is_not_waited_for") {
+        return;
+    }
+    let host = Host::serving("tesla-p40");
+    let pipe = host.path("mps/pipe");
+    let mut client = host.command("setpriv");
+    client.args(["--reuid=65534", "--regid=65534", "--clear-groups", "cuda-client", "hold", "600"]);
+    let client = client.env("CUDA_MPS_PIPE_DIRECTORY", &pipe).stdout(Stdio::null()).spawn();
+    let mut client = client.unwrap();
+    wait_for("the client", || (!host.busctl("ListClients").as_array()?.is_empty()).then_some(()));
+    let (status, reports) = probe(&host, &[]);
+    let error = reports[0]["error"].as_str().unwrap_or_default();
+    assert!(error.contains("serves user ") && error.contains(&client.id().to_string()), "{reports:#}");
+    assert_eq!(status, Some(1));
+    client.kill().unwrap();
+    client.wait().unwrap();
 }
 
 #[test]

@@ -1,5 +1,9 @@
 //! What the files say, to us and to the host agent, and whether it is in force.
 
+use std::fs::File;
+use std::io::ErrorKind;
+use std::path::Path;
+
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, info, warning};
 use crate::check::Checked;
@@ -38,6 +42,11 @@ fn configuration(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     let loaded = match &facts.checked {
         Checked::Wrong { problems, loaded } => {
+            if let Some(file) =
+                problems.iter().map(|problem| &problem.origin.file).find(|file| for_root(facts, file))
+            {
+                return Err(format!("only root can read {}", file.display()));
+            }
             for problem in problems {
                 let (origin, found, remedy) = of(problem);
                 findings.push(error("configuration-wrong", origin, found, remedy));
@@ -62,11 +71,18 @@ fn configuration(facts: &Facts) -> Outcome {
         findings.push(info(
             "mps-disabled",
             file.unwrap_or_else(|| "/etc/yunion/host.conf".to_owned()),
-            "enable_cuda_mps is false: no GPU is served",
+            "enable_cuda_mps is false: no GPU is to be served",
             "write enable_cuda_mps: true, then systemctl reload yunion-mps-daemon",
         ));
     }
     Ok(findings)
+}
+
+/// Whether somebody who is not root can't look into a file, which says nothing against it.
+fn for_root(facts: &Facts, file: &Path) -> bool {
+    let opened = File::open(facts.file(file));
+    !rustix::process::geteuid().is_root()
+        && opened.is_err_and(|error| error.kind() == ErrorKind::PermissionDenied)
 }
 
 fn overridden(facts: &Facts) -> Outcome {

@@ -1,6 +1,7 @@
 //! The directories that clients, control daemons and this service need.
 
 use std::fs::{self, Metadata};
+use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -217,13 +218,20 @@ fn log_size(facts: &Facts) -> Outcome {
 fn runtime_directory(facts: &Facts) -> Outcome {
     let directory = &facts.runtime_directory;
     let mut findings = Vec::new();
+    let journal = directory.join("journal.json");
     if let Err(what) = &facts.journal {
-        findings.push(warning(
-            "journal-damaged",
-            directory.join("journal.json").display(),
-            format!("it {what}"),
-            "systemctl restart yunion-mps-daemon starts a new one; check the compute modes afterwards",
-        ));
+        if fs::File::open(&journal).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
+            return Err(format!("only root can read {}", journal.display()));
+        }
+        // The service that runs knows what stood there; the next one would not.
+        let remedy = if facts.published().is_ok() {
+            "the service writes it again within a minute: do not restart it before, or it takes its control daemons for \
+             another's"
+        } else {
+            "the next start sets it aside; it takes control daemons that still run for another's, and replaces each once \
+             it has no clients; check the compute modes afterwards"
+        };
+        findings.push(warning("journal-damaged", journal.display(), format!("it {what}"), remedy));
     }
     if facts.published().is_ok_and(|published| published.pid.is_some()) && !directory.is_dir() {
         findings.push(error(

@@ -7,11 +7,10 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use tokio::process::Command;
-use tokio::sync::oneshot;
 
 use super::super::published::{Bus, Published, pid};
 use crate::check::{self, Checked};
-use crate::config::{self, Settings, Sources};
+use crate::config::{self, Loaded, Origin, Problem, Settings, Sources};
 use crate::gpu::nvml::Driver;
 use crate::gpu::{Gpu, Inventory, NvmlFacts};
 use crate::journal::{self, Running};
@@ -27,8 +26,8 @@ pub(super) const UNIT: &str = "yunion-mps-daemon.service";
 /// container runtime mounts into containers.
 pub(super) const CUDA_DEFAULT: &str = "/tmp/nvidia-mps";
 
-/// How long NVML may take. A GPU that is about to fall off the bus can hold a question for ever.
-const NVML_TIMEOUT: Duration = Duration::from_secs(15);
+/// How long the configuration may take to be read, and the processes to be looked at.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a program may take to say its version.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(5);
@@ -71,13 +70,24 @@ pub(super) struct FoundDaemon {
     pub(super) trace: String,
     /// Where it listens, if that is known.
     pub(super) pipe_directory: Option<PathBuf>,
+    /// Whether it sees other file systems than we do, as in a container.
+    pub(super) elsewhere: bool,
+}
+
+impl FoundDaemon {
+    /// What a process says of itself.
+    fn of(pid: u32, trace: String) -> Self {
+        let namespace = |of: &str| fs::read_link(format!("/proc/{of}/ns/mnt")).ok();
+        let elsewhere = namespace(&pid.to_string()).is_some_and(|its| namespace("self") != Some(its));
+        Self { pid, trace, pipe_directory: pipe_directory(pid), elsewhere }
+    }
 }
 
 impl Facts {
     /// Looks at the host.
     pub(super) async fn gather(sources: Sources) -> Self {
-        let (inventory, gpus, cuda) = ask_driver(&sources.sysroot).await;
-        let checked = match config::load(&sources) {
+        let (inventory, gpus, cuda) = ask_driver(&sources.sysroot);
+        let checked = match load(&sources) {
             Ok(loaded) => check::judge(loaded, Some(&inventory)),
             Err(problems) => Checked::Wrong { problems, loaded: None },
         };
@@ -174,51 +184,53 @@ impl Facts {
         for directory in configured.chain([default]) {
             if let Some(pid) = listener(&directory) {
                 let trace = format!("it listens in {}", directory.display());
-                add(FoundDaemon { pid, trace, pipe_directory: Some(directory) });
+                add(FoundDaemon { pid, trace, pipe_directory: Some(directory), elsewhere: false });
             }
         }
         for (uuid, gpu) in &self.gpus {
             for server in &gpu.servers {
                 let Some(pid) = parent(*server).filter(|pid| is_mps(*pid)) else { continue };
                 let trace = format!("its server {server} uses GPU {uuid}");
-                add(FoundDaemon { pid, trace, pipe_directory: pipe_directory(pid) });
+                add(FoundDaemon::of(pid, trace));
             }
         }
         if self.own_processes() {
             for pid in processes().into_iter().filter(|pid| is_control_daemon(*pid)) {
                 let trace = "it runs".to_owned();
-                add(FoundDaemon { pid, trace, pipe_directory: pipe_directory(pid) });
+                add(FoundDaemon::of(pid, trace));
             }
         }
         found
     }
 }
 
-/// Asks NVML from a thread that may be left behind.
-async fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u32>) {
-    let (tell, answer) = oneshot::channel();
+/// Reads the configuration, which may be on a file system whose server is gone.
+fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
+    let all = sources.clone();
+    check::within(LOOK_TIMEOUT, move || config::load(&all)).unwrap_or_else(|| {
+        let file = sources.config.clone().unwrap_or_else(|| PathBuf::from("/etc/yunion/host.conf"));
+        Err(vec![Problem {
+            origin: Origin { file, line: None },
+            key: String::new(),
+            found: format!("it, or a file that it names, can't be read within {} s", LOOK_TIMEOUT.as_secs()),
+            remedy: "see whether its file system hangs: findmnt -T FILE, dmesg".to_owned(),
+        }])
+    })
+}
+
+/// Asks the driver for all that it knows.
+fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u32>) {
     let root = sysroot.to_owned();
-    std::thread::spawn(move || {
-        let driver = Driver::open();
-        let inventory = Inventory::read(&root, driver.as_ref().map_err(String::as_str));
+    let answer = check::ask_driver(move |driver| {
+        let inventory = Inventory::read(&root, driver);
         let uuids = inventory.gpus.iter().filter_map(|gpu| Some(gpu.nvml.as_ref().ok()?.uuid.clone()));
         let gpus =
             driver.iter().flat_map(|driver| uuids.clone().map(|uuid| (uuid.clone(), now(driver, &uuid))));
-        let cuda = driver.as_ref().ok().and_then(|driver| driver.cuda_version().ok());
-        // Nobody waits any more: too late.
-        let _ = tell.send((inventory.clone(), gpus.collect(), cuda));
+        let gpus = gpus.collect();
+        let cuda = driver.ok().and_then(|driver| driver.cuda_version().ok());
+        (inventory, gpus, cuda)
     });
-    match tokio::time::timeout(NVML_TIMEOUT, answer).await {
-        Ok(Ok(answer)) => answer,
-        _ => {
-            let reason = format!(
-                "NVML did not answer within {} s; look for NVRM lines in dmesg, and reboot",
-                NVML_TIMEOUT.as_secs()
-            );
-            let inventory = Inventory::read(sysroot, Err(&reason));
-            (inventory, BTreeMap::new(), None)
-        }
-    }
+    answer.unwrap_or_else(|reason| (check::without_driver(sysroot, &reason), BTreeMap::new(), None))
 }
 
 /// Asks the control daemon's program for its version. One that doesn't know the question takes itself for a front end, and
@@ -260,8 +272,12 @@ fn is_mps(pid: u32) -> bool {
     command(pid).is_some_and(|command| command == MPS_COMMAND)
 }
 
-/// Servers have the same short name; the control daemon says by its arguments that it is one.
+/// Servers have the same short name; the control daemon says by its arguments that it is one. The name first: arguments are
+/// in the memory of a process, and whoever asks one that hangs for them hangs too.
 fn is_control_daemon(pid: u32) -> bool {
+    if !is_mps(pid) {
+        return false;
+    }
     let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let arguments: Vec<_> = arguments.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
     arguments.first().is_some_and(|program| program.ends_with("nvidia-cuda-mps-control"))

@@ -56,7 +56,10 @@ fn unusable(facts: &Facts) -> Outcome {
             add(
                 "mig-enabled",
                 found,
-                format!("nvidia-smi -i {address} -mig 0, then reset the GPU or reboot"),
+                format!(
+                    "once nothing runs on it any more, since it would end: nvidia-smi -i {address} -mig 0, and before \
+                     Hopper nvidia-smi -i {address} --gpu-reset"
+                ),
             );
         }
         if known.compute_mode == Some(ComputeMode::Prohibited) {

@@ -15,6 +15,8 @@ mod serving;
 
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use clap::Args;
 use serde::Serialize;
@@ -22,7 +24,11 @@ use serde::Serialize;
 use self::facts::Facts;
 use super::table::printable;
 use super::{Error, print_json};
+use crate::check::within;
 use crate::config::Sources;
+
+/// How long a check may take. What it looks at may be on a file system whose server is gone.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The exit status when the worst finding is a warning.
 const WARNINGS: u8 = 4;
@@ -135,7 +141,7 @@ struct Report {
 /// Returns the exit status.
 pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
-    let report = examine(&Facts::gather(sources).await);
+    let report = examine(&Arc::new(Facts::gather(sources).await));
     if arguments.json {
         // As a value, whose keys are sorted like those of every other output.
         print_json(out, &serde_json::to_value(&report.findings)?)?;
@@ -149,7 +155,7 @@ pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result
     })
 }
 
-fn examine(facts: &Facts) -> Report {
+fn examine(facts: &Arc<Facts>) -> Report {
     let modules = [
         configuration::CHECKS,
         driver::CHECKS,
@@ -162,12 +168,20 @@ fn examine(facts: &Facts) -> Report {
     ];
     let mut report = Report { findings: Vec::new(), made: 0, not_checked: Vec::new() };
     for (what, check) in modules.into_iter().flatten() {
-        match check(facts) {
-            Ok(findings) => {
+        let all = Arc::clone(facts);
+        match within(CHECK_TIMEOUT, move || check(&all)) {
+            Some(Ok(findings)) => {
                 report.made += 1;
                 report.findings.extend(findings);
             }
-            Err(why) => report.not_checked.push((what, why)),
+            Some(Err(why)) => report.not_checked.push((what, why)),
+            None => report.findings.push(error(
+                "check-hangs",
+                what,
+                format!("no end of this check within {} s: a file system or a process hangs", CHECK_TIMEOUT.as_secs()),
+                "look for mounts whose server is gone (findmnt -t nfs,nfs4,cifs,fuse) and for lines with `blocked for \
+                 more than` in dmesg",
+            )),
         }
     }
     // Stable: within one severity, causes come before what follows from them.

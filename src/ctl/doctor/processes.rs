@@ -3,8 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use super::facts::{CUDA_DEFAULT, Facts};
+use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, warning};
+use crate::ctl::env::quoted;
 use crate::ctl::published::{Published, number, pid, text};
 
 pub(super) const CHECKS: &[Check] =
@@ -26,14 +27,22 @@ fn foreign(facts: &Facts) -> Outcome {
         let pid = daemon.pid;
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
-        let place = directory.map_or_else(|| CUDA_DEFAULT.to_owned(), |path| path.display().to_string());
-        let end = format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={place} nvidia-cuda-mps-control");
+        let end = match directory {
+            // Its directory is none of the host's, and its programs are not to be trusted.
+            Some(_) if daemon.elsewhere => "end it in the container that it runs in".to_owned(),
+            // What a process says of itself may be anything, and this line will be typed by root.
+            Some(path) => format!(
+                "echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control, which waits for its clients",
+                quoted(&path.display().to_string())
+            ),
+            None => "yunion-mpsctl doctor as root says where it listens and how to end it".to_owned(),
+        };
         if in_ours {
             error(
                 "foreign-control-daemon",
                 format!("process {pid}"),
                 format!("{}, and this service has not started it", daemon.trace),
-                format!("it is replaced by the service once it has no clients; {end} waits for them"),
+                format!("it is replaced by the service once it has no clients; by hand: {end}"),
             )
         } else {
             warning(

@@ -35,11 +35,25 @@ fn bus(facts: &Facts) -> Outcome {
             reason.clone(),
             "systemctl start dbus; journalctl -u dbus says more",
         )),
-        Bus::Refuses(reason) => findings.push(error(
+        Bus::Denied(reason) => findings.push(error(
             "bus-refuses",
             "io.yunion.Mps1",
             reason.clone(),
             format!("install {} and systemctl reload dbus", POLICIES[0]),
+        )),
+        // The bus is well; to start it again would hurt everything else on the host.
+        Bus::Silent => findings.push(error(
+            "service-silent",
+            UNIT,
+            "it runs and does not answer",
+            "journalctl -u yunion-mps-daemon, then systemctl restart yunion-mps-daemon: running jobs carry on",
+        )),
+        Bus::Refuses(reason) => findings.push(error(
+            "service-refuses",
+            UNIT,
+            format!("it does not say how it is: {reason}"),
+            "run yunion-mpsctl doctor again, in case it was just starting or ending; journalctl -u \
+             yunion-mps-daemon says more",
         )),
         Bus::NotRunning => {
             findings.push(error(

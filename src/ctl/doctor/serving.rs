@@ -134,7 +134,7 @@ fn limits(facts: &Facts) -> Outcome {
                     "limits-unconfirmed",
                     text(gpu, "addr"),
                     found,
-                    "yunion-mpsctl reload sets them again; a server that keeps others is replaced by \
+                    "yunion-mpsctl reload sets them again; a server that keeps others is replaced, once it has no clients, by \
                      busctl call io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s GPU",
                 ));
             }
@@ -188,7 +188,7 @@ fn pending(facts: &Facts) -> Outcome {
         let log = Path::new(text(daemon, "log_directory")).join("control.log");
         let end = tail(&log).map_err(|error| format!("{}: {error}", log.display()))?;
         for (client, uid) in waiting(&end) {
-            if known.contains(&client) || !Path::new(&format!("/proc/{client}")).exists() {
+            if known.contains(&client) || !runs_as(client, uid) {
                 continue;
             }
             findings.push(warning(
@@ -204,6 +204,13 @@ fn pending(facts: &Facts) -> Outcome {
         }
     }
     Ok(findings)
+}
+
+/// Whether there is still such a process. The log is old, and a PID may have gone to somebody else since.
+fn runs_as(pid: u32, uid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let uids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
+    uids.split_ascii_whitespace().any(|one| one.parse() == Ok(uid))
 }
 
 fn tail(log: &Path) -> std::io::Result<String> {
