@@ -217,7 +217,7 @@ async fn end_work(
     if control.server_status(server).await? == ServerStatus::Fault {
         return Ok(Some(Terminated::Done));
     }
-    match held.go_on(pid).await {
+    match held.go_on().await {
         Ok(false) => {}
         Ok(true) => tracing::info!(mps_client_pid = pid, "client {pid} was stopped by a signal; continued"),
         Err(error) => {

@@ -441,8 +441,6 @@ mod tests {
 
     #[tokio::test]
     async fn one_that_dropped_a_conversation_is_not_without_clients() {
-        use std::os::unix::fs::PermissionsExt;
-
         let directory = tempfile::tempdir().unwrap();
         let (program, dropped) = (directory.path().join("front-end"), directory.path().join("dropped"));
         let script = format!(
@@ -450,8 +448,11 @@ mod tests {
              echo PID ID SERVER DEVICE NAMESPACE COMMAND\necho 1153 33 939 GPU-168acfc9 4026531836 /tmp/work\n",
             dropped.display()
         );
-        std::fs::write(&program, script).unwrap();
-        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        // Not written by us: what another thread forks meanwhile would hold the file open, and no such file can be executed.
+        let write = "printf %s \"$2\" >\"$1\" && chmod 755 \"$1\"";
+        let written =
+            std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
+        assert!(written.unwrap().success());
         let control = Control::new(program, directory.path().to_owned());
         assert_eq!(control.clients().await.unwrap().len(), 1);
         assert!(dropped.exists());

@@ -5,6 +5,7 @@
 
 pub mod control;
 pub mod directories;
+mod hold;
 pub mod launch;
 pub mod log;
 pub mod process;

@@ -8,14 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, ChildStdin, Command};
 
 use super::control::Control;
+use super::hold::{Hold, is_gone};
 use super::launch;
 use super::readable::Readable;
 
@@ -39,7 +38,7 @@ impl Identity {
 }
 
 /// /proc/PID/stat. A process gives itself any name it likes, which need not be text.
-fn stat(pid: u32) -> io::Result<String> {
+pub(super) fn stat(pid: u32) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/stat"))?).into_owned())
 }
 
@@ -49,69 +48,88 @@ fn start_time(stat: &str) -> Option<u64> {
     behind_command.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
-/// A live process, held by a pidfd: a signal can't hit another process that got its PID.
+/// A live process that is held: a signal can't hit another process that got its PID.
 #[derive(Debug)]
 pub struct Process {
-    identity: Identity,
-    pidfd: Readable,
+    hold: Hold<Readable>,
     /// There while it is our child, for its exit status.
     child: Option<Child>,
 }
 
 impl Process {
     fn hold(pid: u32, child: Option<Child>) -> io::Result<Self> {
-        let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        let number = number.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no such PID"))?;
-        // In this order: the identity read last is that of the process the pidfd holds, unless that has gone.
-        let pidfd = Readable::new(pidfd_open(number, PidfdFlags::empty()).map_err(explained)?)?;
-        Ok(Self { identity: Identity::of(pid)?, pidfd, child })
+        Ok(Self { hold: Hold::of(pid)?.watched()?, child })
     }
 
-    /// Holds a process that is not our child, if it still lives.
-    pub fn adopt(identity: Identity) -> io::Result<Self> {
-        let process = Self::hold(identity.pid, None)?;
-        if process.identity == identity {
-            Ok(process)
-        } else {
-            Err(io::Error::new(
-                io::ErrorKind::NotFound,
-                format!("PID {} is another process now", identity.pid),
-            ))
+    /// Holds a process that is not our child; None if it has ended.
+    ///
+    /// # Errors
+    /// What the kernel says, when it is out of file descriptors for one. The process may live.
+    pub fn adopt(identity: Identity) -> io::Result<Option<Self>> {
+        Ok(Self::of(identity.pid)?.filter(|process| process.identity() == identity))
+    }
+
+    /// Holds the process that has this PID now; None if there is none.
+    ///
+    /// # Errors
+    /// See [`Process::adopt`].
+    pub fn of(pid: u32) -> io::Result<Option<Self>> {
+        match Self::hold(pid, None) {
+            Ok(process) => Ok(Some(process)),
+            Err(error) if is_gone(&error) => Ok(None),
+            Err(error) => Err(error),
         }
     }
 
     /// Whether it is held by SIGSTOP or a debugger.
     pub fn is_stopped(&self) -> bool {
-        is_stopped(self.identity.pid)
+        is_stopped(self.identity().pid)
     }
 
     /// The file that is its standard output, even if it was removed since.
     pub fn output_file(&self) -> io::Result<File> {
-        File::open(format!("/proc/{}/fd/1", self.identity.pid))
+        File::open(format!("/proc/{}/fd/1", self.identity().pid))
     }
 
     /// Which process this is.
     pub fn identity(&self) -> Identity {
-        self.identity
+        self.hold.identity()
     }
 
     /// Waits until it has ended, and returns how: None for a process that is not our child.
     pub async fn exited(&mut self) -> Option<ExitStatus> {
-        // A pidfd turns readable when its process ends, and stays so. Only a runtime on its way down says otherwise.
-        if self.pidfd.until(|_| Ok(())).await.is_err() {
-            std::future::pending::<()>().await;
-        }
         match &mut self.child {
+            // Where there is no pidfd, it is a zombie until this.
             Some(child) => child.wait().await.ok(),
-            None => None,
+            None => {
+                self.hold.ended().await;
+                None
+            }
         }
     }
 
     /// Sends it a signal. A process that has ended already is no error.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
-        match pidfd_send_signal(&self.pidfd, signal) {
-            Ok(()) | Err(Errno::SRCH) => Ok(()),
-            Err(error) => Err(error.into()),
+        self.hold.signal(signal)
+    }
+}
+
+/// How often it is tried to hold a process, where there is no file descriptor for it.
+const HOLD_AGAIN: Duration = Duration::from_secs(1);
+
+/// Waits until a process that is not our child has ended.
+pub async fn ended(pid: u32) {
+    loop {
+        match Process::of(pid) {
+            Ok(Some(mut process)) => {
+                process.exited().await;
+                return;
+            }
+            Ok(None) => return,
+            Err(error) => {
+                tracing::debug!("PID {pid} can't be watched: {error}");
+                tokio::time::sleep(HOLD_AGAIN).await;
+            }
         }
     }
 }
@@ -120,16 +138,6 @@ impl Process {
 /// lets go on at once.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
-
-/// Why a process can't be held. Distributions that have everything else that we need may have an older kernel.
-fn explained(error: Errno) -> io::Error {
-    if error == Errno::NOSYS {
-        let what = "this kernel has no pidfd_open, which Linux has from 5.3 on; boot a newer one";
-        io::Error::new(io::ErrorKind::Unsupported, what)
-    } else {
-        error.into()
-    }
-}
 
 fn is_stopped(pid: u32) -> bool {
     says_stopped(&stat(pid).unwrap_or_default())
@@ -145,8 +153,12 @@ fn is_any_thread_stopped(pid: u32) -> bool {
 }
 
 fn says_stopped(stat: &str) -> bool {
-    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().next());
-    matches!(state, Some("T" | "t"))
+    matches!(state_in(stat), Some("T" | "t"))
+}
+
+/// The state in a stat line.
+pub(super) fn state_in(stat: &str) -> Option<&str> {
+    stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().next())
 }
 
 /// What to start, and around what.
@@ -260,7 +272,7 @@ pub async fn stop(process: &mut Process, control: &Control, quit_timeout: Durati
     if listens(process, control)
         && let Err(error) = control.quit(quit_timeout).await
     {
-        tracing::debug!(mps_control_pid = process.identity.pid, "quit: {error}");
+        tracing::debug!(mps_control_pid = process.identity().pid, "quit: {error}");
     }
     if tokio::time::timeout(Duration::from_secs(1), process.exited()).await.is_ok() {
         return Ok(Stopped::Quit);
@@ -276,7 +288,7 @@ pub async fn stop(process: &mut Process, control: &Control, quit_timeout: Durati
 
 /// Whether it is this process that a front end would talk to: another may have taken the pipe directory.
 fn listens(process: &Process, control: &Control) -> bool {
-    control.daemon_pid() == Some(process.identity.pid)
+    control.daemon_pid() == Some(process.identity().pid)
 }
 
 /// What a control daemon without clients gets to follow `quit`. Measured: 81 ms.
@@ -289,15 +301,15 @@ pub async fn stop_idle(process: &mut Process, control: &Control) -> bool {
         return false;
     }
     if let Err(error) = control.quit_when_idle(IDLE_QUIT_TIMEOUT).await {
-        tracing::debug!(mps_control_pid = process.identity.pid, "quit: {error}");
+        tracing::debug!(mps_control_pid = process.identity().pid, "quit: {error}");
     }
     tokio::time::timeout(Duration::from_secs(1), process.exited()).await.is_ok()
 }
 
-/// A process of someone else's, held by a pidfd. As long as it lives its PID is its own, so what /proc says under that
-/// PID is about this process, if it was [`Held::alive`] afterwards.
+/// A process of someone else's that is held. As long as it lives its PID is its own, so what /proc says under that PID is
+/// about this process, if it was [`Held::alive`] afterwards.
 #[derive(Debug)]
-pub struct Held(OwnedFd);
+pub struct Held(Hold<OwnedFd>);
 
 impl Held {
     /// Holds the process that has this PID now; None when there is none.
@@ -305,11 +317,10 @@ impl Held {
     /// # Errors
     /// What the kernel says, when it is out of file descriptors for one.
     pub fn open(pid: u32) -> io::Result<Option<Self>> {
-        let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(None) };
-        match pidfd_open(pid, PidfdFlags::empty()) {
-            Ok(pidfd) => Ok(Some(Self(pidfd))),
-            Err(Errno::SRCH) => Ok(None),
-            Err(error) => Err(explained(error)),
+        match Hold::of(pid) {
+            Ok(hold) => Ok(Some(Self(hold))),
+            Err(error) if is_gone(&error) => Ok(None),
+            Err(error) => Err(error),
         }
     }
 
@@ -317,11 +328,12 @@ impl Held {
     ///
     /// # Errors
     /// What the kernel says against the signal, or that it stays stopped: a debugger holds it.
-    pub async fn go_on(&self, pid: u32) -> io::Result<bool> {
+    pub async fn go_on(&self) -> io::Result<bool> {
+        let pid = self.0.identity().pid;
         if !is_any_thread_stopped(pid) {
             return Ok(false);
         }
-        pidfd_send_signal(&self.0, Signal::CONT)?;
+        self.0.signal(Signal::CONT)?;
         for _ in 0..GO_ON_LOOKS {
             if !is_any_thread_stopped(pid) {
                 return Ok(true);
@@ -333,14 +345,7 @@ impl Held {
 
     /// Whether it lives; a zombie doesn't.
     pub fn alive(&self) -> bool {
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        loop {
-            match rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&now)) {
-                Ok(readable) => return readable == 0,
-                Err(Errno::INTR) => {}
-                Err(_) => return false,
-            }
-        }
+        self.0.is_alive()
     }
 }
 
@@ -376,34 +381,12 @@ mod tests {
         }
         assert!(Identity::of(child.id()).unwrap().start_time > 0);
         let held = Held::open(child.id()).unwrap().unwrap();
-        rustix::process::kill_process(Pid::from_child(&child), Signal::STOP).unwrap();
+        held.0.signal(Signal::STOP).unwrap();
         while !is_stopped(child.id()) {
             std::thread::yield_now();
         }
-        assert!(held.go_on(child.id()).await.unwrap());
+        assert!(held.go_on().await.unwrap());
         child.kill().unwrap();
         child.wait().unwrap();
-    }
-
-    #[test]
-    fn an_old_kernel_is_named() {
-        let said = explained(Errno::NOSYS).to_string();
-        assert!(said.contains("pidfd_open") && said.contains("5.3"), "{said}");
-        assert_eq!(explained(Errno::MFILE).raw_os_error(), Some(Errno::MFILE.raw_os_error()));
-    }
-
-    #[test]
-    fn a_held_process_is_alive_until_it_ends() {
-        let mut child = std::process::Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let held = Held::open(child.id()).unwrap().unwrap();
-        assert!(held.alive());
-        drop(child.stdin.take());
-        // It is readable from the moment it can be waited for.
-        let ended = rustix::event::poll(&mut [PollFd::new(&held.0, PollFlags::IN)], None);
-        assert_eq!((ended, held.alive()), (Ok(1), false));
-        child.wait().unwrap();
-        assert!(!held.alive());
-        assert!(Held::open(child.id()).unwrap().is_none());
-        assert!(Held::open(0).unwrap().is_none() && Held::open(u32::MAX).unwrap().is_none());
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
-use crate::mps::process::{Identity, Process};
+use crate::mps::process;
 
 use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker, limits};
 
@@ -177,11 +177,8 @@ impl Worker {
             self.reporter.update(|status| status.view.server_restarts += 1);
         }
         let ended = self.server_ended.clone();
-        let process = Identity::of(server).and_then(Process::adopt);
         tokio::spawn(async move {
-            if let Ok(mut process) = process {
-                process.exited().await;
-            }
+            process::ended(server).await;
             // Nobody there to be told: the control daemon is not watched any more.
             let _ = ended.send(server).await;
         });

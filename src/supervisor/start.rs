@@ -12,7 +12,7 @@ use crate::journal::Running;
 use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::directories;
 use crate::mps::log::Follower;
-use crate::mps::process::{self, Identity, Launch, Process, Waiting};
+use crate::mps::process::{self, Launch, Process, Waiting};
 use crate::plan::Present;
 use crate::state::ControlDaemonState;
 use crate::systemd;
@@ -43,10 +43,19 @@ impl Worker {
         let Some(running) = self.with_journal(|journal| journal.control_daemon(&id).cloned()) else {
             return Ok(());
         };
-        let Ok(process) = Process::adopt(running.process) else {
-            // It ended while nobody looked. What it held is free, and the entry stands for nothing.
-            self.forget_process();
-            return Ok(());
+        let process = match Process::adopt(running.process) {
+            Ok(Some(process)) => process,
+            Ok(None) => {
+                // It ended while nobody looked. What it held is free, and the entry stands for nothing.
+                self.forget_process();
+                return Ok(());
+            }
+            Err(error) => {
+                let pid = running.process.pid;
+                return Err(Failure::Failed(format!(
+                    "control daemon (PID {pid}) can't be taken over: {error}"
+                )));
+            }
         };
         // It has clients, perhaps: whoever lists or releases them must not miss them, whatever comes of the rest.
         let control = self.hold_front_end(&running.pipe_directory);
@@ -157,9 +166,9 @@ impl Worker {
         let end_it = format!("end it with `echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}`");
         match (clients, pid) {
             (Ok(0), Some(pid)) => {
-                let taken = Identity::of(pid).and_then(Process::adopt);
-                let mut other =
-                    taken.map_err(|error| Failure::Failed(format!("control daemon {named}: {error}")))?;
+                let taken = Process::of(pid)
+                    .map_err(|error| Failure::Failed(format!("control daemon {named}: {error}")))?;
+                let Some(mut other) = taken else { return Ok(()) };
                 self.reporter.event(format!(
                     "control daemon {named} in {directory} is not ours and has no client: replaced"
                 ));

@@ -218,8 +218,8 @@ impl Worker {
             stopped.push((process.identity().pid, process.signal(Signal::CONT)));
         }
         for server in self.servers.alive() {
-            let server = process::Identity::of(server).and_then(process::Process::adopt);
-            if let Some(server) = server.ok().filter(process::Process::is_stopped) {
+            let server = process::Process::of(server);
+            if let Some(server) = server.ok().flatten().filter(process::Process::is_stopped) {
                 stopped.push((server.identity().pid, server.signal(Signal::CONT)));
             }
         }

@@ -16,6 +16,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("sigkill_of_the_main_process_leaves_a_client_running", sigkill),
     ("sigterm_that_is_not_systemds_leaves_a_client_running", sigterm),
     ("the_watchdog_leaves_a_client_running", watchdog),
+    ("a_kernel_without_pidfds_is_as_good", old_kernel),
     ("the_cdi_spec_stays_at_a_restart_and_goes_at_a_stop", cdi),
     ("systemctl_stop_ends_the_control_daemon_and_its_client", stop),
     ("a_reboot_with_a_client_running_comes_up_again", reboot),
@@ -132,6 +133,34 @@ fn watchdog(machine: &mut Machine) {
     running.unharmed(machine, &main, &cursor);
     let messages = machine.messages(&cursor);
     assert!(messages.iter().any(|message| message.contains("Watchdog timeout")), "{messages:#?}");
+}
+
+/// As Linux before 5.3, which distributions with a systemd and a C library that will do still have.
+fn old_kernel(machine: &mut Machine) {
+    let pidfds = |machine: &Machine| {
+        let main = machine.property(SERVICE, "MainPID");
+        machine.sh(&format!("ls -l /proc/{main}/fd")).matches("pidfd").count()
+    };
+    serving(machine);
+    assert_ne!(pidfds(machine), 0);
+    let filter = "SystemCallFilter=~pidfd_open:ENOSYS pidfd_send_signal:ENOSYS";
+    let running = Running::start(machine, &format!("RestartSec=100ms\n{filter}"));
+    assert_eq!(pidfds(machine), 0);
+    let (cursor, main) = (machine.cursor(), machine.property(SERVICE, "MainPID"));
+    machine.sh(&format!("kill -KILL {main}"));
+    running.unharmed(machine, &main, &cursor);
+
+    machine.sh("yunion-mpsctl terminate --device 00:06.0-1");
+    wait_for("the client's end", || (machine.property(CLIENT, "ActiveState") != "active").then_some(()));
+    // The death of one that was taken over is noticed too.
+    machine.sh(&format!("kill -KILL {}", running.control_daemon));
+    wait_for("another control daemon", || {
+        let others = control_daemons(machine);
+        (state(machine) == "ready" && others.len() == 1 && others[0] != running.control_daemon).then_some(())
+    });
+    machine.sh(&format!("systemctl stop {SERVICE}"));
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+    assert_eq!(compute_mode(machine), "Default");
 }
 
 fn cdi(machine: &mut Machine) {

@@ -33,7 +33,6 @@ pub(crate) const CHECKS: &[Check] = &[
     ("a_bad_configuration_fails_once_with_the_reason_in_the_journal", bad_configuration),
     ("enable_cuda_mps_false_is_active_and_disabled", disabled),
     ("a_pipe_directory_outside_the_sandbox_is_named_with_the_remedy", outside_the_sandbox),
-    ("a_kernel_without_pidfd_open_is_named", old_kernel),
     ("the_sandbox_lets_nvidias_devices_through_and_no_others", sandboxed_devices),
     ("systemctl_stop_ends_the_control_daemon_and_restores_the_compute_mode", stop),
     ("the_watchdog_restarts_a_stuck_process", watchdog),
@@ -324,17 +323,6 @@ fn outside_the_sandbox(machine: &mut Machine) {
     machine.sh(&format!("systemctl restart {SERVICE}"));
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
     machine.sh(&format!("systemctl stop {SERVICE}; rm -r /opt/pipe"));
-}
-
-/// As Linux before 5.3, which distributions with a systemd and a C library that will do still have.
-fn old_kernel(machine: &mut Machine) {
-    serving(machine);
-    machine.sh(&format!("systemctl stop {SERVICE}"));
-    drop_in(machine, "SystemCallFilter=~pidfd_open:ENOSYS");
-    machine.sh(&format!("systemctl start {SERVICE}"));
-    let reason = || machine.sh("yunion-mpsctl status --json | sed -n 's/.*\"state_reason\": //p'");
-    wait_for("the reason", || reason().contains("no pidfd_open, which Linux has from 5.3 on").then_some(()));
-    assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
 /// A node without a driver behind it can't be opened for that reason alone, unless the sandbox forbids it first.
