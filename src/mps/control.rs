@@ -271,6 +271,11 @@ impl Control {
         self.check_memory_limit(&format!("get_device_pinned_mem_limit {server} {ordinal}"), mib).await
     }
 
+    /// Ends a server that has no client. One that has stays, without a word.
+    pub async fn shut_down_idle_server(&self, server: u32) -> Result<(), ControlError> {
+        self.ask(&format!("shutdown_server {server}")).await.map(|_| ())
+    }
+
     /// Ends a server, with its clients. Answers before the server is gone.
     pub async fn shut_down_server(&self, server: u32) -> Result<(), ControlError> {
         self.ask(&format!("shutdown_server {server} -f")).await.map(|_| ())

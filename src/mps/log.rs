@@ -11,6 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::inotify;
+use rustix::io::Errno;
 
 use super::readable::Readable;
 
@@ -285,7 +286,17 @@ pub struct Follower {
 impl Follower {
     /// Follows `file`, which is or was at `path`, from `offset` in bytes.
     pub fn new(file: File, path: &Path, offset: u64) -> io::Result<Self> {
-        let changes = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
+        let changes = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC).map_err(
+            |error| {
+                let remedy =
+                    "raise the sysctl fs.inotify.max_user_instances, or the open files of this service";
+                if error == Errno::MFILE {
+                    io::Error::other(format!("{error}; {remedy}"))
+                } else {
+                    error.into()
+                }
+            },
+        )?;
         // By the descriptor, so that it is this very file that is watched, whatever is at the path now.
         let this_file = format!("/proc/self/fd/{}", file.as_raw_fd());
         inotify::add_watch(&changes, this_file.as_str(), inotify::WatchFlags::MODIFY)?;

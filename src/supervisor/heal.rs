@@ -93,16 +93,42 @@ impl Worker {
             Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
         let server = fault.server;
         match control.server_status(server).await? {
-            ServerStatus::Active | ServerStatus::Unsupported => {
-                self.fault = None;
-                self.reporter.event(format!("server {server} is well again"));
+            ServerStatus::Active => self.well_again(server),
+            // A control daemon of driver 535 doesn't say. The server is well again when nobody who was hit is left.
+            ServerStatus::Unsupported if self.clients_of(control, server).await?.0.is_empty() => {
+                self.well_again(server);
             }
             ServerStatus::Gone => self.server_gone(server),
             ServerStatus::Initializing => {}
-            ServerStatus::Fault => self.move_clients_out(control).await?,
+            ServerStatus::Fault | ServerStatus::Unsupported => self.move_clients_out(control).await?,
         }
         self.show_state();
         Ok(())
+    }
+
+    fn well_again(&mut self, server: u32) {
+        self.fault = None;
+        self.reporter.event(format!("server {server} is well again"));
+    }
+
+    /// The clients of a server with a fault: those on the GPUs in question, and the others. Without a word on which GPUs
+    /// those are, all are the former.
+    async fn clients_of(
+        &self,
+        control: &Control,
+        server: u32,
+    ) -> Result<(Vec<Client>, Vec<Client>), ControlError> {
+        let hit = self.gpus_hit();
+        let clients = control.clients().await?.into_iter().filter(|client| client.server == server);
+        Ok(clients.partition(|client| {
+            hit.is_empty() || hit.iter().any(|uuid| uuid.starts_with(&client.gpu_prefix))
+        }))
+    }
+
+    /// The GPUs that the log has named; none where others have read that, or where it could not be written.
+    fn gpus_hit(&self) -> BTreeSet<String> {
+        let (Some(fault), Some(running)) = (&self.fault, &self.running) else { return BTreeSet::new() };
+        fault.clients.iter().filter_map(|(ordinal, _)| running.gpus.get(*ordinal)).cloned().collect()
     }
 
     /// Says once who was hit.
@@ -133,36 +159,36 @@ impl Worker {
     /// already. `terminate_client` would be the smaller step, but it waits for the client, which is why we are here,
     /// and the control daemon does nothing else for anybody meanwhile (measured: 32 s, until the client ended).
     async fn move_clients_out(&mut self, control: &Control) -> Result<(), Failure> {
-        let (Some(fault), Some(running)) = (&mut self.fault, &self.running) else { return Ok(()) };
-        if fault.since.elapsed() < self.order.fault_grace {
+        let grace = self.order.fault_grace;
+        let Some(server) =
+            self.fault.as_ref().filter(|fault| fault.since.elapsed() >= grace).map(|fault| fault.server)
+        else {
             return Ok(());
-        }
-        let server = fault.server;
-        let hit: BTreeSet<&String> =
-            fault.clients.iter().filter_map(|(ordinal, _)| running.gpus.get(*ordinal)).collect();
-        let on_hit_gpu = |prefix: &str| hit.is_empty() || hit.iter().any(|uuid| uuid.starts_with(prefix));
-        let clients = control.clients().await?;
-        let clients: Vec<_> = clients.into_iter().filter(|client| client.server == server).collect();
-        if hit.is_empty() && several_gpus(&clients) {
-            // Whoever was here before may have read the lines that name the GPU, or they could not be written. Some of
-            // these clients are well, and nobody can say which.
-            fault.held_up = Some(format!(
+        };
+        let (staying, elsewhere) = self.clients_of(control, server).await?;
+        let held_up = if self.gpus_hit().is_empty() && several_gpus(&staying) {
+            // Some of these clients are well, and nobody can say which.
+            Some(format!(
                 "which GPU it was is not known any more, so the server is left to its clients on several of them: {}; \
                  end those that get CUDA error 700",
-                in_words(&clients)
-            ));
-            return Ok(());
-        }
-        let (staying, elsewhere): (Vec<_>, Vec<_>) =
-            clients.into_iter().partition(|client| on_hit_gpu(&client.gpu_prefix));
-        let staying = in_words(&staying);
-        if !elsewhere.is_empty() {
-            fault.held_up = Some(format!(
-                "still there: {staying}; end them, since the server is left to its {} clients on GPUs that are well",
+                in_words(&staying)
+            ))
+        } else if elsewhere.is_empty() {
+            None
+        } else {
+            Some(format!(
+                "still there: {}; end them, since the server is left to its {} clients on GPUs that are well",
+                in_words(&staying),
                 elsewhere.len()
-            ));
+            ))
+        };
+        if held_up.is_some() {
+            if let Some(fault) = &mut self.fault {
+                fault.held_up = held_up;
+            }
             return Ok(());
         }
+        let staying = in_words(&staying);
         self.reporter.warning(format!("server {server} ended: still there long after its fault: {staying}"));
         control.shut_down_server(server).await?;
         Ok(())

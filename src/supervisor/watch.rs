@@ -30,6 +30,10 @@ const MISSES: u32 = 3;
 /// How often clients are counted while a change waits for their end; the log tells of most ends at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
+/// What a server without clients gets to end, and how often it is looked at whether it has. Measured: 70 ms to 2 s.
+const IDLE_SERVER_TIMEOUT: Duration = Duration::from_secs(4);
+const IDLE_SERVER_PAUSE: Duration = Duration::from_millis(50);
+
 /// How long after a client's end the others are counted: the control daemon lists it a little longer.
 const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
@@ -416,9 +420,18 @@ impl Worker {
             0 => {}
             clients => return Err(format!("in the way: {clients} clients")),
         }
-        for server in control.servers().await.map_err(|error| error.to_string())? {
+        let in_words = |error: ControlError| error.to_string();
+        let servers = control.servers().await.map_err(in_words)?;
+        for server in servers.iter().copied() {
             self.watch_server(server);
-            control.shut_down_server(server).await.map_err(|error| error.to_string())?;
+            control.shut_down_idle_server(server).await.map_err(in_words)?;
+        }
+        let deadline = Instant::now() + IDLE_SERVER_TIMEOUT;
+        while control.servers().await.map_err(in_words)?.iter().any(|server| servers.contains(server)) {
+            if Instant::now() >= deadline {
+                return Err("in the way: a client that has come in between".to_owned());
+            }
+            tokio::time::sleep(IDLE_SERVER_PAUSE).await;
         }
         Ok(())
     }

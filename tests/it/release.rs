@@ -404,6 +404,25 @@ fn servers_are_named_by_their_gpus() {
     );
 }
 
+/// A server is replaced for the asking where it has no clients, and only there.
+#[test]
+fn a_server_is_restarted_between_clients() {
+    let mut scene = Scene::new();
+    let restart = || call(&mut scene.host.command("gdbus"), "Control.RestartServer", &["00:06.0-1"]);
+    let server = |status: &Value| status["control_daemons"][0]["servers"][0].as_u64();
+    let before = server(&scene.host.wait_for_state("ready")).unwrap();
+    let refusal = restart();
+    assert!(refusal.contains("io.yunion.Mps1.Error.Busy: in the way: 1 clients"), "{refusal}");
+    scene.bystander.kill().unwrap();
+    scene.bystander.wait().unwrap();
+    wait_for("no client", || scene.listed().is_empty().then_some(()));
+    assert_eq!(restart(), "()\n");
+    let after = scene.host.wait_for_status("another server", |status| {
+        status["service"]["state"] == "ready" && server(status).is_some_and(|server| server != before)
+    });
+    assert_eq!(after["control_daemons"][0]["starts"], 1);
+}
+
 /// A program that waits for something else than its GPU stays a client until it calls CUDA again. Its GPU work is over
 /// all the same: the answer comes at once, and the kill that follows hurts nobody.
 #[test]

@@ -228,7 +228,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
             "the service writes it again within a minute: do not restart it before, or it takes its control daemons for \
              another's"
         } else {
-            "the next start sets it aside; it takes control daemons that still run for another's, and replaces each once \
+            "the next start passes it over; it takes control daemons that still run for another's, and replaces each once \
              it has no clients; check the compute modes afterwards"
         };
         findings.push(warning("journal-damaged", journal.display(), format!("it {what}"), remedy));
