@@ -26,6 +26,10 @@ pub struct Mount {
     pub read_only: bool,
 }
 
+/// The first driver series whose clients were seen to need no right to write to the pipe directory. Older ones were not
+/// tried, nor were GPUs before Volta, whose clients have all their work done by the server.
+const READ_ONLY_FROM: u32 = 580;
+
 /// Why there is no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ContainerError {
@@ -114,9 +118,18 @@ pub fn container_config(
     environment.push(("YUNION_MPS_DEVICE", devices.join(",")));
 
     let mount =
-        |directory: PathBuf| Mount { host: directory.clone(), container: directory, read_only: false };
-    let mounts = vec![mount(PathBuf::from("/dev/shm")), mount(pipe_directory.clone())];
+        |directory: PathBuf, read_only| Mount { host: directory.clone(), container: directory, read_only };
+    // A container's root that may write to it can take the control daemon's sockets away from everybody, or put others
+    // in their place: `rm -rf /tmp/*` as a container starts is enough.
+    let read_only = gpus.iter().all(|gpu| gpu.plan.limits_enforced)
+        && driver_series(&snapshot.driver_version).is_some_and(|series| series >= READ_ONLY_FROM);
+    let mounts = vec![mount(PathBuf::from("/dev/shm"), false), mount(pipe_directory.clone(), read_only)];
     Ok(ContainerConfig { environment, mounts, gpus: uuids })
+}
+
+/// The 580 of 580.159.04.
+fn driver_series(version: &str) -> Option<u32> {
+    version.split('.').next()?.parse().ok()
 }
 
 /// `0=5760M` for one GPU, which is a client's device 0 whatever ours is; UUIDs for several, since their order in the
@@ -162,9 +175,23 @@ mod tests {
                 ("YUNION_MPS_DEVICE", "00:06.0-1"),
             ]
         );
-        let mount =
-            |directory: &str| Mount { host: directory.into(), container: directory.into(), read_only: false };
-        assert_eq!(config.mounts, [mount("/dev/shm"), mount("/tmp/nvidia-mps/pipe")]);
+        let mount = |directory: &str, read_only| Mount {
+            host: directory.into(),
+            container: directory.into(),
+            read_only,
+        };
+        for (driver, read_only) in
+            [("580.159.04", true), ("590.44", true), ("575.57.08", false), ("", false), ("unknown", false)]
+        {
+            for volta in [true, false] {
+                let mut snapshot = two_gpus();
+                driver.clone_into(&mut snapshot.driver_version);
+                snapshot.gpus.as_mut().unwrap()[0].plan.limits_enforced = volta;
+                let config = container_config(&snapshot, ["00:06.0-1"]).unwrap();
+                let pipe = mount("/tmp/nvidia-mps/pipe", volta && read_only);
+                assert_eq!(config.mounts, [mount("/dev/shm", false), pipe]);
+            }
+        }
         assert_eq!(config.gpus, ["GPU-1"]);
     }
 

@@ -83,8 +83,9 @@ fn assert_makes_sense(host: &Host, spec: &Value) {
             places(mounts, "hostPath", "containerPath"),
             places(asked["mounts"].as_array().unwrap(), "host", "container")
         );
-        for mount in mounts {
-            assert_eq!(mount["options"], serde_json::json!(["rw", "nosuid", "nodev", "bind"]));
+        for (mount, asked) in mounts.iter().zip(asked["mounts"].as_array().unwrap()) {
+            let mode = if asked["read_only"] == true { "ro" } else { "rw" };
+            assert_eq!(mount["options"], serde_json::json!([mode, "nosuid", "nodev", "bind"]));
         }
     }
 }
