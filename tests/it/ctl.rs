@@ -337,8 +337,8 @@ async fn run_passes_signals_on_that_mean_something() {
     let mut service = Service::start(p40_board()).await;
     service.requests.close();
     let end = |pid| kill_process(pid, Signal::USR2).unwrap();
-    let script = "trap 'echo got it' USR1; sleep 60 & echo ready; wait; kill -0 $! && echo lives; kill $!; \
-                  while :; do sleep 0.01; done";
+    let script = "trap 'got=it; echo got it' USR1; sleep 60 & echo ready; until [ $got ]; do sleep 0.01; done; \
+                  kill -0 $! && echo lives; kill $!; while :; do sleep 0.01; done";
     let mut run = ctl(&service.bus, &["run", "00:06.0-1", "--", "sh", "-c", script]);
     let mut run = run.stdout(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(run.stdout.take().unwrap()).lines();
