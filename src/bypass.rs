@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::compute_mode::ComputeModes;
 use crate::gpu::nvml::{self, GpuProcess};
 use crate::mps::control::{Control, ControlError};
-use crate::mps::process::Identity;
+use crate::mps::identity::Identity;
 
 /// How far apart the two looks are that it takes. NVML and the control daemon don't learn of a client's coming and
 /// going in the same moment, and one that ends is with NVML until the driver has taken its memory back.

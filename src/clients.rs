@@ -11,7 +11,7 @@ use crate::compute_mode::ComputeModes;
 use crate::gpu::PciAddress;
 use crate::gpu::nvml::GpuProcess;
 use crate::mps::control::{Client, Control, ControlError};
-use crate::mps::process::Identity;
+use crate::mps::identity::Identity;
 use crate::state::ClientView;
 
 /// The variable by which a container says which slices it was given.

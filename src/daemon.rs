@@ -26,7 +26,7 @@ use crate::gpu::{Inventory, PciAddress};
 use crate::journal::{Journal, Running};
 use crate::logging::Level;
 use crate::mps::control::Control;
-use crate::mps::process::Identity;
+use crate::mps::identity::Identity;
 use crate::plan::{self, Plan, PlanError};
 use crate::release::{self, ContainerId, ReleaseError, Wanted};
 use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::ComputeMode;
-use crate::mps::process::Identity;
+use crate::mps::identity::Identity;
 
 const FILE: &str = "journal.json";
 const VERSION: u32 = 1;

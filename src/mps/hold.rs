@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-use super::process::{Identity, stat, state_in};
+use super::identity::{Identity, stat, state_in};
 use super::readable::Readable;
 
 /// How often a process without a pidfd is looked at.

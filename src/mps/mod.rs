@@ -6,6 +6,7 @@
 pub mod control;
 pub mod directories;
 mod hold;
+pub mod identity;
 pub mod launch;
 pub mod log;
 pub mod process;

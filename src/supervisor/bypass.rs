@@ -109,7 +109,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::mps::process::Identity;
+    use crate::mps::identity::Identity;
 
     fn bypass(pid: u32) -> Bypass {
         Bypass {

@@ -15,7 +15,8 @@ use crate::gpu::nvml::Driver;
 use crate::gpu::{Gpu, Inventory, NvmlFacts};
 use crate::journal::{self, Running};
 use crate::mps::control::Control;
-use crate::mps::process::{self, Identity};
+use crate::mps::identity::Identity;
+use crate::mps::process;
 use crate::plan::Plan;
 use crate::systemd::{self, UnitProperties};
 
