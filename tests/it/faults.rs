@@ -154,6 +154,9 @@ fn killed_processes_are_replaced() {
     let mut host = Host::new("h200");
     host.plant("mps/start-ms", "40");
     host.start();
+    // Each pause before the next control daemon, or server, is twice as long as the one before, and in the end as long as
+    // anybody waits here.
+    let (mut daemons_left, mut servers_left) = (7, 7);
     for _ in 0..12 {
         let status = recovered(&host, 4);
         let mut client = client(&host, &["hold", "600"], &[]);
@@ -163,8 +166,14 @@ fn killed_processes_are_replaced() {
             let now = host.json(&["status"]).unwrap_or_else(|| status.clone());
             let daemon = control_daemon(&now);
             let pid = match target {
-                0 => daemon["pid"].as_u64(),
-                1 => daemon["servers"][0].as_u64(),
+                0 if daemons_left > 0 => {
+                    daemons_left -= 1;
+                    daemon["pid"].as_u64()
+                }
+                1 if servers_left > 0 => {
+                    servers_left -= 1;
+                    daemon["servers"][0].as_u64()
+                }
                 _ => Some(u64::from(client.id())),
             };
             if let Some(pid) = pid {
