@@ -94,15 +94,31 @@ impl Worker {
         let server = fault.server;
         match control.server_status(server).await? {
             ServerStatus::Active => self.well_again(server),
-            // A control daemon of driver 535 doesn't say. The server is well again when nobody who was hit is left.
-            ServerStatus::Unsupported if self.clients_of(control, server).await?.0.is_empty() => {
-                self.well_again(server);
-            }
+            ServerStatus::Unsupported => self.wait_for_those_hit(control, server).await?,
             ServerStatus::Gone => self.server_gone(server),
             ServerStatus::Initializing => {}
-            ServerStatus::Fault | ServerStatus::Unsupported => self.move_clients_out(control).await?,
+            ServerStatus::Fault => self.move_clients_out(control).await?,
         }
         self.show_state();
+        Ok(())
+    }
+
+    /// A control daemon of driver 535 can't say how its server is. It is well again when nobody who was hit is left. Until
+    /// then it is not ended: it may be well already, and others at work on it.
+    async fn wait_for_those_hit(&mut self, control: &Control, server: u32) -> Result<(), ControlError> {
+        let mut clients = control.clients().await?;
+        let Some(fault) = &mut self.fault else { return Ok(()) };
+        clients.retain(|client| {
+            client.server == server && fault.clients.iter().any(|(_, pid)| *pid == client.pid)
+        });
+        if clients.is_empty() {
+            self.well_again(server);
+        } else {
+            fault.held_up = Some(format!(
+                "still there: {}; end them, since this driver does not say when the server is well",
+                in_words(&clients)
+            ));
+        }
         Ok(())
     }
 
