@@ -277,12 +277,18 @@ const MAIN_FILE: &str = "/etc/yunion/host.conf";
 /// taken from our own working directory: that is / under systemd, and /etc/host.conf belongs to the C library.
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
+impl Sources {
+    /// Where the main file is looked for; the first that exists is it.
+    pub fn main_files(&self) -> Vec<&Path> {
+        match &self.config {
+            Some(file) => vec![file],
+            None => vec![Path::new(PLATFORM_FILE), Path::new(MAIN_FILE)],
+        }
+    }
+}
+
 fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
-    let candidates: &[&Path] = match &sources.config {
-        Some(file) => &[file],
-        None => &[Path::new(PLATFORM_FILE), Path::new(MAIN_FILE)],
-    };
-    for file in candidates {
+    for file in sources.main_files() {
         match read_text(&sources.sysroot, file) {
             Ok(text) => return overlay(draft, file.to_path_buf(), &text, findings),
             Err(Unreadable::Missing) => {}

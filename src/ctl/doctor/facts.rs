@@ -209,11 +209,14 @@ impl Facts {
 fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
     let all = sources.clone();
     check::within(LOOK_TIMEOUT, move || config::load(&all)).unwrap_or_else(|| {
-        let file = sources.config.clone().unwrap_or_else(|| PathBuf::from("/etc/yunion/host.conf"));
+        let file = sources.main_files().first().map(|file| file.to_path_buf()).unwrap_or_default();
         Err(vec![Problem {
             origin: Origin { file, line: None },
             key: String::new(),
-            found: format!("it, or a file that it names, can't be read within {} s", LOOK_TIMEOUT.as_secs()),
+            found: format!(
+                "it, or a file that is read after it, can't be read within {} s",
+                LOOK_TIMEOUT.as_secs()
+            ),
             remedy: "see whether its file system hangs: findmnt -T FILE, dmesg".to_owned(),
         }])
     })
