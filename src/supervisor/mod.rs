@@ -182,9 +182,11 @@ impl Supervisor {
         self.task.is_finished()
     }
 
-    /// What is known now.
+    /// What is known now of what it was last told to serve, even if it has not heard of that yet.
     pub fn status(&self) -> Status {
-        self.status.borrow().clone()
+        let mut status = self.status.borrow().clone();
+        status.take(&self.goal.borrow().1.plan);
+        status
     }
 
     /// The front end of its control daemon, while one runs, whether or not it serves as it should.
@@ -410,10 +412,9 @@ impl Worker {
     }
 
     fn take_order(&mut self, order: Order) {
-        if self.order != order {
-            self.reporter.plan(&order.plan);
-            self.order = order;
-        }
+        // Nothing happens where it is the same plan, with another patience perhaps: who is served stays served.
+        self.reporter.plan(&order.plan);
+        self.order = order;
     }
 
     /// Waits for what happens next, until `deadline`.

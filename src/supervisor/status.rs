@@ -14,6 +14,8 @@ use crate::state::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
 /// What is known of a control daemon and its GPUs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Status {
+    /// What it is about: what is planned by now may be something else.
+    pub plan: ControlDaemonPlan,
     /// The control daemon.
     pub view: ControlDaemonView,
     /// Whether a client that comes now is served with the planned limits. It can be while the state is `waiting`: for
@@ -25,6 +27,22 @@ pub struct Status {
     pub first_pass_ended: bool,
     /// The last things that happened to it, oldest first.
     pub events: VecDeque<Event>,
+}
+
+impl Status {
+    /// Becomes a status about `plan`. If it was about another, nobody serves this one yet; what is known of GPUs that
+    /// stay is kept.
+    pub(super) fn take(&mut self, plan: &ControlDaemonPlan) {
+        if self.plan == *plan {
+            return;
+        }
+        self.plan = plan.clone();
+        self.gpus = gpus(plan, &self.gpus);
+        self.view.state = ControlDaemonState::Starting;
+        self.view.since = SystemTime::now();
+        self.serving = false;
+        self.first_pass_ended = false;
+    }
 }
 
 /// What is known of one of its GPUs.
@@ -71,6 +89,7 @@ impl Reporter {
             since: SystemTime::now(),
         };
         let (status, seen) = watch::channel(Status {
+            plan: plan.clone(),
             view,
             serving: false,
             gpus: gpus(plan, &BTreeMap::new()),
@@ -80,15 +99,9 @@ impl Reporter {
         (Self { status, changed }, seen)
     }
 
-    /// Takes over another plan, which nobody serves yet; what is known of GPUs that stay is kept.
+    /// From now on it is about this plan.
     pub(super) fn plan(&self, plan: &ControlDaemonPlan) {
-        self.update(|status| {
-            status.gpus = gpus(plan, &status.gpus);
-            status.view.state = ControlDaemonState::Starting;
-            status.view.since = SystemTime::now();
-            status.serving = false;
-            status.first_pass_ended = false;
-        });
+        self.update(|status| status.take(plan));
     }
 
     pub(super) fn enter(&self, state: ControlDaemonState, serving: bool, reason: &str) {
@@ -169,4 +182,36 @@ impl Reporter {
 fn gpus(plan: &ControlDaemonPlan, known: &BTreeMap<String, GpuStatus>) -> BTreeMap<String, GpuStatus> {
     let of = |uuid: &String| known.get(uuid).cloned().unwrap_or_default();
     plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), of(&gpu.uuid))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(thread_percentage: u8) -> ControlDaemonPlan {
+        ControlDaemonPlan {
+            id: "shared".to_owned(),
+            pipe_directory: "/tmp/pipe".into(),
+            log_directory: "/tmp/log".into(),
+            gpus: Vec::new(),
+            thread_percentage,
+            multiuser: true,
+            multiuser_optional: true,
+            prewarm: true,
+        }
+    }
+
+    /// What the next plan says must not be published as served in the moment before the supervisor has taken it up.
+    #[test]
+    fn a_plan_is_served_only_once_somebody_has_said_so_of_it() {
+        let (reporter, seen) = Reporter::new(&plan(50), Arc::default());
+        reporter.enter(ControlDaemonState::Ready, true, "");
+        let mut status = seen.borrow().clone();
+        status.take(&plan(50));
+        assert!(status.serving && status.first_pass_ended);
+        assert_eq!(status.view.state, ControlDaemonState::Ready);
+        status.take(&plan(25));
+        assert!(!status.serving && !status.first_pass_ended);
+        assert_eq!(status.view.state, ControlDaemonState::Starting);
+    }
 }
