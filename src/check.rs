@@ -178,16 +178,20 @@ fn write_gpu(plan: &GpuPlan, out: &mut dyn Write) -> io::Result<()> {
     let name = plan.gpu.pci.address.short();
     let uuid = plan.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or("UUID unknown");
     write!(out, "GPU {name} {} ({uuid}): ", plan.gpu.model())?;
+    let share = format!(
+        "{} MiB and {} % of the threads{}",
+        plan.memory_limit_mib,
+        plan.thread_percentage,
+        if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
+    );
     match &plan.unusable {
         Some(reason) => writeln!(out, "not served: {reason}")?,
+        None if plan.slices == 1 => writeln!(out, "1 slice, {name}-0, {share}")?,
         None => writeln!(
             out,
-            "{} slices, {name}-0 to {name}-{}, each {} MiB and {} % of the threads{}",
+            "{} slices, {name}-0 to {name}-{}, each {share}",
             plan.slices,
             plan.slices.saturating_sub(1),
-            plan.memory_limit_mib,
-            plan.thread_percentage,
-            if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
         )?,
     }
     for warning in &plan.warnings {

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use crate::bypass;
 use crate::config::Settings;
+use crate::counted::counted;
 use crate::plan::{GpuPlan, Plan};
 use crate::state::{ControlDaemonState, EVENTS_KEPT, Event, GpuView, Snapshot, State};
 use crate::supervisor::{GpuStatus, Status};
@@ -213,11 +214,11 @@ fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
 /// The unit's status line.
 pub fn status_line(snapshot: &Snapshot) -> String {
     let gpus = snapshot.gpus.as_deref().unwrap_or_default();
-    let slices: u32 = gpus.iter().filter(|gpu| gpu.healthy).map(|gpu| gpu.plan.slices).sum();
+    let slices: usize = gpus.iter().filter(|gpu| gpu.healthy).map(|gpu| gpu.plan.slices as usize).sum();
     let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
     let mut line = snapshot.state.as_str().to_owned();
     if !gpus.is_empty() {
-        line.push_str(&format!(": {slices} devices on {healthy} of {} GPUs", gpus.len()));
+        line.push_str(&format!(": {} on {healthy} of {} GPUs", counted(slices, "device"), gpus.len()));
     }
     if !snapshot.reason.is_empty() {
         line.push_str("; ");

@@ -32,6 +32,7 @@ pub mod compose;
 pub mod compute_mode;
 pub mod config;
 pub mod container;
+pub mod counted;
 pub mod ctl;
 pub mod cuda;
 pub mod daemon;

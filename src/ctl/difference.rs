@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::published::{Published, number, text, texts};
 use crate::config::Settings;
+use crate::counted::counted;
 use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 
 /// One thing that a reload would change.
@@ -64,8 +65,7 @@ pub(super) enum Effect {
 impl fmt::Display for Effect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let in_words = |clients: &Option<usize>| match clients {
-            Some(1) => "1 client".to_owned(),
-            Some(count) => format!("{count} clients"),
+            Some(count) => counted(*count, "client"),
             None => "clients that can't be counted now".to_owned(),
         };
         match self {

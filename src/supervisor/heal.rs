@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::counted::counted;
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
 use crate::mps::process;
 
@@ -193,9 +194,9 @@ impl Worker {
             None
         } else {
             Some(format!(
-                "still there: {}; end them, since the server is left to its {} clients on GPUs that are well",
+                "still there: {}; end them, since the server is left to its {} on GPUs that are well",
                 in_words(&staying),
-                elsewhere.len()
+                counted(elsewhere.len(), "client")
             ))
         };
         if held_up.is_some() {

@@ -24,6 +24,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
 use crate::compute_mode::ComputeModes;
+use crate::counted::counted;
 use crate::journal::{Journal, Running};
 use crate::mps::control::{Control, ControlError};
 use crate::mps::log::{Follower, Line, Meaning, Writer};
@@ -547,7 +548,7 @@ impl Worker {
                 Ok(0) => _ = self.end_idle().await,
                 Ok(clients) => {
                     state = ControlDaemonState::Waiting;
-                    reason = format!("{reason}; left to its {clients} clients");
+                    reason = format!("{reason}; left to its {}", counted(clients, "client"));
                 }
                 Err(error) => {
                     state = ControlDaemonState::Waiting;

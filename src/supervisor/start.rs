@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::counted::counted;
 use crate::journal::Running;
 use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::directories;
@@ -180,8 +181,9 @@ impl Worker {
                 )))
             }
             (Ok(clients), _) => Err(Failure::Waiting(format!(
-                "a control daemon that is not ours ({named}) serves {clients} clients in {directory}; it is replaced when they \
-                 are done, or {end_it}"
+                "a control daemon that is not ours ({named}) serves {} in {directory}; it is replaced when they \
+                 are done, or {end_it}",
+                counted(clients, "client")
             ))),
             (Err(error), _) => Err(Failure::Waiting(format!(
                 "a control daemon that is not ours ({named}) holds {directory}: {error}; {end_it}"

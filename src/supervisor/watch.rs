@@ -9,6 +9,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::compute_mode::SERVED;
+use crate::counted::counted;
 use crate::gpu::nvml::GpuProcess;
 use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::log::Meaning;
@@ -402,7 +403,7 @@ impl Worker {
                         reply.send(if done { Ok(()) } else { Err("a client came in between".to_owned()) });
                     return done.then(|| ended(goal));
                 }
-                let who = clients.map_or_else(|error| error, |clients| format!("{clients} clients"));
+                let who = clients.map_or_else(|error| error, |clients| counted(clients, "client"));
                 let _ = reply.send(Err(format!("{change}: in the way: {who}")));
             }
             Command::Check => *check_at = Instant::now(),
@@ -418,7 +419,7 @@ impl Worker {
         let control = self.control().ok_or("no control daemon runs")?;
         match self.in_use().await? {
             0 => {}
-            clients => return Err(format!("in the way: {clients} clients")),
+            clients => return Err(format!("in the way: {}", counted(clients, "client"))),
         }
         let in_words = |error: ControlError| error.to_string();
         let servers = control.servers().await.map_err(in_words)?;

@@ -448,7 +448,7 @@ fn a_healthy_host_is_told_so() {
         ),
         "{said}"
     );
-    assert!(said.contains("1 errors, 1 warnings, 0 to know; "), "{said}");
+    assert!(said.contains("1 error, 1 warning, 0 to know; "), "{said}");
     assert_eq!(scene.host.stop().code(), Some(0));
 }
 

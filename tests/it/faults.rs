@@ -415,7 +415,7 @@ fn a_fault_spares_clients_on_other_gpus() {
         control_daemon(status)["reason"]
             .as_str()
             .unwrap()
-            .contains("left to its 1 clients on GPUs that are well")
+            .contains("left to its 1 client on GPUs that are well")
     });
     assert_eq!(server(&status), before);
     only_ended_once_it_is_alone(&host, before, elsewhere, stays);

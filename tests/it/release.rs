@@ -412,7 +412,7 @@ fn a_server_is_restarted_between_clients() {
     let server = |status: &Value| status["control_daemons"][0]["servers"][0].as_u64();
     let before = server(&scene.host.wait_for_state("ready")).unwrap();
     let refusal = restart();
-    assert!(refusal.contains("io.yunion.Mps1.Error.Busy: in the way: 1 clients"), "{refusal}");
+    assert!(refusal.contains("io.yunion.Mps1.Error.Busy: in the way: 1 client"), "{refusal}");
     scene.bystander.kill().unwrap();
     scene.bystander.wait().unwrap();
     wait_for("no client", || scene.listed().is_empty().then_some(()));

@@ -93,7 +93,7 @@ fn a_foreign_control_daemon_with_a_client_is_left_alone() {
     assert_has(control_daemon(&status), &json!({"starts": 0}));
     let reason = status["service"]["state_reason"].as_str().unwrap();
     let command = format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control", pipe.display());
-    assert!(reason.contains(&command) && reason.contains("1 clients"), "{reason}");
+    assert!(reason.contains(&command) && reason.contains("1 client"), "{reason}");
     host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
 
     assert!(foreign.try_wait().unwrap().is_none());

@@ -26,6 +26,7 @@ use super::table::printable;
 use super::{Error, print_json};
 use crate::check::within;
 use crate::config::Sources;
+use crate::counted::counted;
 
 /// How long a check may take. What it looks at may be on a file system whose server is gone.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
@@ -202,9 +203,9 @@ fn write(report: &Report, out: &mut dyn Write) -> Result<(), Error> {
     } else {
         writeln!(
             out,
-            "{} errors, {} warnings, {} to know; {} checks made.",
-            count(Severity::Error),
-            count(Severity::Warning),
+            "{}, {}, {} to know; {} checks made.",
+            counted(count(Severity::Error), "error"),
+            counted(count(Severity::Warning), "warning"),
             count(Severity::Info),
             report.made
         )?;

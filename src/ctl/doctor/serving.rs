@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, info, told_apart, warning};
+use crate::counted::counted;
 use crate::ctl::published::{Published, number, pid, text};
 use crate::dbus::proxy::Object;
 use crate::mps::log::{Line, Meaning};
@@ -169,7 +170,7 @@ fn devices(facts: &Facts) -> Outcome {
     }
     Ok(vec![info(
         "clients-without-device",
-        format!("{} clients", nameless.len()),
+        counted(nameless.len(), "client"),
         format!("nobody knows which slice they were given: {}", nameless.join(", ")),
         "start them with the environment that GetContainerConfig or yunion-mpsctl env answers, or with \
          yunion-mpsctl run",
