@@ -95,7 +95,7 @@ enum Command {
         Exit status: 0 nothing is wrong (there may be things to know), 4 warnings, 5 errors.\n\n\
         Examples:\n  \
         yunion-mpsctl doctor\n  \
-        yunion-mpsctl doctor --json | jq -r '.[] | select(.severity == \"error\") | .remedy'"
+        yunion-mpsctl doctor --json | jq -r '.findings[] | select(.severity == \"error\") | .remedy'"
     )]
     Doctor(doctor::Arguments),
     /// Prints what a container, or a process on this host, needs to use devices

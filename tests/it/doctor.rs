@@ -116,8 +116,9 @@ impl Scene {
     fn findings(&self) -> Vec<Value> {
         let root = self.host.path("sysroot").display().to_string();
         let output = self.host.mpsctl(&["doctor", "--json", "--sysroot", &root]);
-        let findings: Vec<Value> = serde_json::from_slice(&output.stdout)
+        let report: Value = serde_json::from_slice(&output.stdout)
             .unwrap_or_else(|error| panic!("{error}: {}", text(&output)));
+        let findings = report["findings"].as_array().unwrap().clone();
         let worst = findings.iter().map(|finding| match finding["severity"].as_str().unwrap() {
             "error" => 5,
             "warning" => 4,

@@ -44,7 +44,7 @@ pub(super) struct Arguments {
     /// Read the host's files below this directory, and leave its processes out
     #[arg(long, value_name = "DIR", default_value = "/")]
     sysroot: PathBuf,
-    /// The findings, as a JSON array
+    /// The findings, and what could not be checked, as JSON
     #[arg(long)]
     json: bool,
 }
@@ -129,14 +129,25 @@ type Outcome = Result<Vec<Finding>, String>;
 /// What is looked at, for people, and how.
 type Check = (&'static str, fn(&Facts) -> Outcome);
 
+/// A check that was not made.
+#[derive(Debug, Serialize)]
+struct NotChecked {
+    /// What it would have looked at, for people.
+    check: &'static str,
+    /// Why it could not.
+    reason: String,
+}
+
 /// The result of all checks.
+#[derive(Debug, Serialize)]
 struct Report {
     /// The worst first.
     findings: Vec<Finding>,
     /// How many checks were made.
+    #[serde(rename = "checks_made")]
     made: usize,
-    /// What was not looked at, and why.
-    not_checked: Vec<(&'static str, String)>,
+    /// No findings prove little without it.
+    not_checked: Vec<NotChecked>,
 }
 
 /// Returns the exit status.
@@ -145,7 +156,7 @@ pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result
     let report = examine(&Arc::new(Facts::gather(sources).await));
     if arguments.json {
         // As a value, whose keys are sorted like those of every other output.
-        print_json(out, &serde_json::to_value(&report.findings)?)?;
+        print_json(out, &serde_json::to_value(&report)?)?;
     } else {
         write(&report, out)?;
     }
@@ -175,7 +186,7 @@ fn examine(facts: &Arc<Facts>) -> Report {
                 report.made += 1;
                 report.findings.extend(findings);
             }
-            Some(Err(why)) => report.not_checked.push((what, why)),
+            Some(Err(why)) => report.not_checked.push(NotChecked { check: what, reason: why }),
             None => report.findings.push(error(
                 "check-hangs",
                 what,
@@ -210,12 +221,12 @@ fn write(report: &Report, out: &mut dyn Write) -> Result<(), Error> {
             report.made
         )?;
     }
-    let mut whys: Vec<&String> = report.not_checked.iter().map(|(_, why)| why).collect();
+    let mut whys: Vec<&String> = report.not_checked.iter().map(|check| &check.reason).collect();
     whys.sort_unstable();
     whys.dedup();
     for why in whys {
-        let what = report.not_checked.iter().filter(|(_, other)| other == why).map(|(what, _)| *what);
-        let what: Vec<&str> = what.collect();
+        let theirs = report.not_checked.iter().filter(|check| check.reason == *why);
+        let what: Vec<&str> = theirs.map(|check| check.check).collect();
         writeln!(out, "Not checked, since {}: {}", printable(why), what.join("; "))?;
     }
     Ok(())
