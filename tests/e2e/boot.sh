@@ -7,6 +7,8 @@ set -eu
 directory=$1 # ours: stage/ is laid over the host's files, mnt/ is where they are mounted
 name=$2      # the machine's, and its control group's
 unified=$3   # 1: the unified control group hierarchy, 0: the legacy one
+# Another distribution's files instead, below a directory; its C library must be at least as new as this host's.
+base=${E2E_ROOT:-/}
 
 fail() {
     echo "boot.sh: $*" >&2
@@ -25,11 +27,11 @@ mnt=$directory/mnt
 root=$mnt/root
 mount -t tmpfs -o mode=755,size=2g tmpfs "$mnt"
 mkdir "$mnt/upper" "$mnt/work" "$root"
-mount -t overlay -o "lowerdir=/,upperdir=$mnt/upper,workdir=$mnt/work" overlay "$root"
+mount -t overlay -o "lowerdir=$base,upperdir=$mnt/upper,workdir=$mnt/work" overlay "$root"
 # The traces that systemd-nspawn leaves in /run are ours too.
 mount -t tmpfs -o mode=755 tmpfs /run
 
-[ -x "$root/usr/lib/systemd/systemd" ] || [ -x "$root/lib/systemd/systemd" ] || fail "this host has no systemd"
+[ -x "$root/usr/lib/systemd/systemd" ] || [ -x "$root/lib/systemd/systemd" ] || fail "$base has no systemd"
 
 # No service of the host's, no timer, no login: what is left is systemd, its journal and the bus.
 rm -rf "$root/etc/systemd/system" "$root/etc/systemd/system.conf.d" "$root/etc/systemd/journald.conf.d" \

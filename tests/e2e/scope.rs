@@ -32,7 +32,8 @@ pub(crate) fn stage() -> Stage {
     stage.write(
         &format!("/etc/systemd/system/{SERVICE}"),
         &format!(
-            "[Unit]\nDescription=Asks systemd\nWants=dbus.service\nAfter=dbus.service\n[Service]\nType=notify\n\
+            "[Unit]\nDescription=Asks systemd\nWants=dbus.service\nAfter=dbus.service\n\
+             StartLimitIntervalSec=0\n[Service]\nType=notify\n\
              ExecStart=/usr/lib/yunion-mps-e2e {}\nKillMode=process\n[Install]\nWantedBy=multi-user.target\n",
             asker::ARGUMENT
         ),
