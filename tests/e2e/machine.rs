@@ -28,13 +28,27 @@ pub(crate) enum Hierarchy {
 }
 
 impl Hierarchy {
-    /// Whether this host can give it to a container.
+    /// Whether this host can give it to a container, and the systemd in there knows it.
     pub(crate) fn available(self) -> bool {
         match self {
             Self::Unified => true,
-            Self::Legacy => Path::new("/sys/fs/cgroup/systemd/cgroup.procs").exists(),
+            Self::Legacy => {
+                let base = std::env::var_os("E2E_ROOT").unwrap_or_else(|| "/".into());
+                let systemctl = Command::new("chroot").arg(base).args(["systemctl", "--version"]).output();
+                Path::new("/sys/fs/cgroup/systemd/cgroup.procs").exists()
+                    && release(&text(&systemctl.unwrap().stdout)) < WITHOUT_LEGACY
+            }
         }
     }
+}
+
+/// The first release of systemd that knows no legacy hierarchy.
+const WITHOUT_LEGACY: u32 = 258;
+
+/// The number in what `systemctl --version` prints.
+fn release(version: &str) -> u32 {
+    let number = version.split_ascii_whitespace().nth(1).and_then(|word| word.parse().ok());
+    number.unwrap_or_else(|| panic!("no version in: {version}"))
 }
 
 /// Files to be laid over the host's in the machines that are booted from it.
@@ -192,9 +206,7 @@ impl Machine {
 
     /// The release of systemd that runs it.
     pub(crate) fn systemd_version(&self) -> u32 {
-        let version = self.printed(&["systemctl", "--version"]);
-        let number = version.split_ascii_whitespace().nth(1).and_then(|word| word.parse().ok());
-        number.unwrap_or_else(|| panic!("no version in: {version}"))
+        release(&self.printed(&["systemctl", "--version"]))
     }
 
     /// A place in the journal: what is logged from now on is behind it.

@@ -123,7 +123,10 @@ fn main() -> ExitCode {
             continue;
         }
         if !group.hierarchy.available() {
-            eprintln!("SKIP {}: this host has no legacy control group hierarchy of systemd's", group.name);
+            eprintln!(
+                "SKIP {}: no legacy control group hierarchy on this host, or a systemd that knows none",
+                group.name
+            );
             continue;
         }
         let (good, bad) = run(group, checks);

@@ -99,7 +99,7 @@ fn outlives(machine: &mut Machine) {
         assert_eq!(machine.property(SCOPE, "OOMPolicy"), "continue");
     }
     machine
-        .sh(&format!("systemctl restart {SERVICE}; systemctl kill --signal=KILL --kill-whom=main {SERVICE}"));
+        .sh(&format!("systemctl restart {SERVICE}; systemctl kill --signal=KILL --kill-who=main {SERVICE}"));
     wait_for("the service's end", || (machine.property(SERVICE, "ActiveState") == "failed").then_some(()));
     machine.sh(&format!("systemctl start {SERVICE}; systemctl stop {SERVICE}; systemctl daemon-reload"));
     assert_eq!(held(machine), pid);
