@@ -18,6 +18,8 @@ pub(super) struct Limits {
 /// One server, as far as the log tells.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Server {
+    /// Those that came before have lower ones.
+    number: u64,
     pub(super) ready: bool,
     pub(super) exit_status: Option<i32>,
     thread_tenths: Option<u32>,
@@ -26,65 +28,86 @@ pub(super) struct Server {
 
 /// The servers by PID. Those that are gone are kept for a while: their last words explain the next one's start.
 #[derive(Debug, Default)]
-pub(super) struct Servers(BTreeMap<u32, Server>);
+pub(super) struct Servers {
+    known: BTreeMap<u32, Server>,
+    /// How many have come.
+    came: u64,
+}
 
 /// How many servers, gone ones included, are of interest.
 const KEPT: usize = 8;
 
 impl Servers {
     pub(super) fn get(&self, pid: u32) -> Option<&Server> {
-        self.0.get(&pid)
+        self.known.get(&pid)
     }
 
-    /// The PIDs of those that have not ended.
+    /// The one with this PID, which is the newest if it was not known.
+    fn entry(&mut self, pid: u32) -> &mut Server {
+        self.known.entry(pid).or_insert_with(|| {
+            self.came += 1;
+            Server { number: self.came, ..Server::default() }
+        })
+    }
+
+    /// In the order in which they came. That of their PIDs is another: those start anew some day.
+    fn in_order(&self) -> Vec<(u32, &Server)> {
+        let mut servers: Vec<_> = self.known.iter().map(|(pid, server)| (*pid, server)).collect();
+        servers.sort_by_key(|(_, server)| server.number);
+        servers
+    }
+
+    /// The PIDs of those that have not ended, the newest last.
     pub(super) fn alive(&self) -> Vec<u32> {
-        self.0.iter().filter(|(_, server)| server.exit_status.is_none()).map(|(pid, _)| *pid).collect()
+        let servers = self.in_order().into_iter();
+        servers.filter(|(_, server)| server.exit_status.is_none()).map(|(pid, _)| pid).collect()
     }
 
     /// The last one that has ended, with its exit status.
     pub(super) fn last_exit(&self) -> Option<(u32, i32)> {
-        self.0.iter().rev().find_map(|(pid, server)| Some((*pid, server.exit_status?)))
+        self.in_order().into_iter().rev().find_map(|(pid, server)| Some((pid, server.exit_status?)))
     }
 
     /// Drops what was written by servers that are none any more.
     pub(super) fn keep(&mut self, alive: &[u32]) {
-        self.0.retain(|pid, _| alive.contains(pid));
+        self.known.retain(|pid, _| alive.contains(pid));
         for pid in alive {
-            self.0.entry(*pid).or_default();
+            self.entry(*pid);
         }
     }
 
     pub(super) fn forget(&mut self, pid: u32) {
-        self.0.remove(&pid);
+        self.known.remove(&pid);
     }
 
     /// Forgets the limits that a server wrote, before it is given others.
     pub(super) fn expect_limits(&mut self, pid: u32) {
-        let server = self.0.entry(pid).or_default();
+        let server = self.entry(pid);
         server.memory_bytes.clear();
         // The answer to the setting of a live percentage is its proof; the log stays silent.
         server.thread_tenths = None;
     }
 
     pub(super) fn thread_percentage_answered(&mut self, pid: u32, percentage: u8) {
-        self.0.entry(pid).or_default().thread_tenths = Some(u32::from(percentage) * 10);
+        self.entry(pid).thread_tenths = Some(u32::from(percentage) * 10);
     }
 
     /// Takes in what a line says of a server.
     pub(super) fn take_in(&mut self, meaning: &Meaning) {
         match meaning {
             Meaning::ServerStarting { server, .. } => {
-                self.0.insert(*server, Server::default());
+                self.forget(*server);
+                self.entry(*server);
             }
-            Meaning::ServerReady(server) => self.0.entry(*server).or_default().ready = true,
+            Meaning::ServerReady(server) => self.entry(*server).ready = true,
             Meaning::ServerExited { server, status } => {
-                self.0.entry(*server).or_default().exit_status = Some(*status);
+                self.entry(*server).exit_status = Some(*status);
             }
             Meaning::ThreadPercentage { server, tenths } => {
-                self.0.entry(*server).or_default().thread_tenths = Some(*tenths);
+                self.entry(*server).thread_tenths = Some(*tenths);
             }
             Meaning::MemoryLimit { server, ordinal, bytes } => {
-                self.0.entry(*server).or_default().memory_bytes.insert(*ordinal, *bytes);
+                self.entry(*server).memory_bytes.insert(*ordinal, *bytes);
             }
             Meaning::Ordinary
             | Meaning::Noise
@@ -95,8 +118,10 @@ impl Servers {
             | Meaning::ClientPending { .. }
             | Meaning::ClientRefused { .. } => {}
         }
-        while self.0.len() > KEPT {
-            self.0.pop_first();
+        while self.known.len() > KEPT
+            && let Some((oldest, _)) = self.in_order().first().copied()
+        {
+            self.forget(oldest);
         }
     }
 }
@@ -161,6 +186,29 @@ mod tests {
         servers.take_in(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35 << 30 });
         let difference = servers.get(9).unwrap().differs_from(&limits()).unwrap();
         assert!(difference.contains("35840 MiB is in force"), "{difference}");
+    }
+
+    #[test]
+    fn the_newest_need_not_have_the_highest_pid() {
+        let servers = servers(&[
+            "[d t Control 4] NEW SERVER 4194300: Ready",
+            "[d t Control 4] NEW SERVER 310: Ready",
+            "[d t Control 4] NEW SERVER 300: Ready",
+            "[d t Control 4] Server 4194300 exited with status 1",
+            "[d t Control 4] Server 310 exited with status 0",
+        ]);
+        assert_eq!(servers.alive(), [300]);
+        assert_eq!(servers.last_exit(), Some((310, 0)));
+    }
+
+    #[test]
+    fn the_oldest_are_forgotten_first() {
+        let mut servers = servers(&[]);
+        for pid in (100..).take(KEPT).chain([7]) {
+            servers.take_in(&Meaning::ServerReady(pid));
+        }
+        assert_eq!(servers.alive().len(), KEPT);
+        assert_eq!((servers.alive().first(), servers.alive().last()), (Some(&101), Some(&7)));
     }
 
     #[test]
