@@ -6,6 +6,7 @@ use std::io::{self, Read};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use crate::blocking::Blocking;
 use crate::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::compute_mode::ComputeModes;
 use crate::gpu::PciAddress;
@@ -47,21 +48,23 @@ struct Look {
 ///
 /// # Errors
 /// A control daemon does not answer, or not as it should, or a process can't be looked at, in words.
-pub async fn list(serving: Vec<Serving>, nvml: ComputeModes) -> Result<Vec<ClientView>, String> {
+pub async fn list(
+    serving: Vec<Serving>,
+    nvml: ComputeModes,
+    kernel: &Blocking,
+) -> Result<Vec<ClientView>, String> {
     let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
     // Off the loop's thread: a process that is stuck in the driver can hold up who reads its memory.
-    let viewed = tokio::task::spawn_blocking(move || {
+    let viewed = kernel.ask(VIEW_TIMEOUT, move || {
         let users = String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned();
         serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &users)).collect()
     });
-    match tokio::time::timeout(VIEW_TIMEOUT, viewed).await {
-        Ok(Ok(views)) => Ok(views),
-        Ok(Err(_)) => Err("the clients' processes were not looked at".to_owned()),
-        Err(_) => Err(format!(
+    viewed.await.ok_or_else(|| {
+        format!(
             "a client's process could not be looked at within {} s; it may be stuck in the driver",
             VIEW_TIMEOUT.as_secs()
-        )),
-    }
+        )
+    })
 }
 
 async fn looks(

@@ -1,16 +1,21 @@
 //! The compute mode of GPUs that are served: taken to `EXCLUSIVE_PROCESS`, kept there, put back.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
 
+use crate::blocking::Blocking;
 use crate::gpu::ComputeMode;
 use crate::gpu::nvml::{Driver, GpuProcess};
 use crate::journal::Journal;
 
 /// The mode in which only an MPS server can open a GPU, so that no program slips past it.
 pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
+
+/// How many questions about one GPU there may be at a time. A check and a list of the clients may meet.
+const QUESTIONS: usize = 4;
 
 /// How long NVML may take. Measured: 0.1 ms; a GPU that fell off its bus can take for ever.
 const NVML_TIMEOUT: Duration = Duration::from_secs(10);
@@ -21,18 +26,19 @@ pub struct ComputeModes {
     /// The driver as it is found at the moment; it may come late, or go.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     journal: Arc<Mutex<Journal>>,
+    /// By UUID: a GPU that does not answer must not keep others from being asked about.
+    questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 
 impl ComputeModes {
     /// Through this driver, with the previous modes in this journal.
     pub fn new(driver: watch::Receiver<Option<Arc<Driver>>>, journal: Arc<Mutex<Journal>>) -> Self {
-        Self { driver, journal }
+        Self { driver, journal, questions: Arc::default() }
     }
 
     /// The mode a GPU has now. The error is NVML's reason.
     pub async fn current(&self, uuid: &str) -> Result<ComputeMode, String> {
-        let uuid = uuid.to_owned();
-        self.ask(move |driver| driver.compute_mode(&uuid)).await
+        self.ask(uuid, Driver::compute_mode).await
     }
 
     /// Takes a GPU to [`SERVED`] if it isn't there, and says whether that was needed.
@@ -74,10 +80,9 @@ impl ComputeModes {
 
     /// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
     pub async fn look(&self, uuid: &str) -> Result<(ComputeMode, Vec<GpuProcess>), String> {
-        let uuid = uuid.to_owned();
-        self.ask(move |driver| {
-            let mode = driver.compute_mode(&uuid)?;
-            let processes = driver.processes(&uuid).unwrap_or_else(|error| {
+        self.ask(uuid, move |driver, uuid| {
+            let mode = driver.compute_mode(uuid)?;
+            let processes = driver.processes(uuid).unwrap_or_else(|error| {
                 tracing::debug!(gpu_uuid = uuid, "{error}");
                 Vec::new()
             });
@@ -88,8 +93,7 @@ impl ComputeModes {
 
     /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.
     pub async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
-        let uuid = uuid.to_owned();
-        self.ask(move |driver| driver.processes(&uuid)).await
+        self.ask(uuid, Driver::processes).await
     }
 
     /// The PIDs of the MPS clients on a GPU, as the driver knows them.
@@ -99,23 +103,24 @@ impl ComputeModes {
     }
 
     async fn set(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
-        let uuid = uuid.to_owned();
-        self.ask(move |driver| driver.set_compute_mode(&uuid, mode)).await
+        self.ask(uuid, move |driver, uuid| driver.set_compute_mode(uuid, mode)).await
     }
 
     async fn ask<T: Send + 'static>(
         &self,
-        question: impl FnOnce(&Driver) -> Result<T, String> + Send + 'static,
+        uuid: &str,
+        question: impl FnOnce(&Driver, &str) -> Result<T, String> + Send + 'static,
     ) -> Result<T, String> {
         let Some(driver) = self.driver.borrow().clone() else {
             return Err("the driver can't be reached".to_owned());
         };
-        let answer = tokio::task::spawn_blocking(move || question(&driver));
-        match tokio::time::timeout(NVML_TIMEOUT, answer).await {
-            Ok(Ok(answer)) => answer,
-            Ok(Err(_)) => Err("the question to NVML was given up".to_owned()),
-            Err(_) => Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs())),
-        }
+        let questions = {
+            let mut all = self.questions.lock().unwrap_or_else(PoisonError::into_inner);
+            all.entry(uuid.to_owned()).or_insert_with(|| Blocking::new(QUESTIONS)).clone()
+        };
+        let uuid = uuid.to_owned();
+        let answer = questions.ask(NVML_TIMEOUT, move || question(&driver, &uuid)).await;
+        answer.unwrap_or_else(|| Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs())))
     }
 
     fn with_journal<T>(&self, use_it: impl FnOnce(&mut Journal) -> T) -> T {

@@ -14,6 +14,7 @@ use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
+use crate::blocking::Blocking;
 use crate::cdi::{self, CdiError};
 use crate::clients::{self, Serving};
 use crate::compose::{self, Parts};
@@ -47,6 +48,9 @@ const FAULTS: usize = 64;
 
 /// How many requests may wait. A caller that finds it full waits too.
 const REQUESTS: usize = 16;
+
+/// How many releases may ask the kernel about processes at a time. It takes microseconds.
+const RELEASES: usize = 4;
 
 /// How many callers may wait for the next list of clients; more are told to ask later.
 const LISTINGS: usize = 256;
@@ -120,6 +124,8 @@ pub async fn run(options: Options, level: Level) -> Exit {
         leaving: Vec::new(),
         restoring: Vec::new(),
         listings,
+        looks: Blocking::new(1),
+        kernel: Blocking::new(RELEASES),
         pending: Vec::new(),
         changed,
         snapshot,
@@ -219,6 +225,10 @@ struct Daemon {
     restoring: Vec<JoinHandle<()>>,
     /// Takes who wants to know the clients.
     listings: mpsc::Sender<Listing>,
+    /// Looks at the host.
+    looks: Blocking,
+    /// Asks the kernel whose GPU work is to end.
+    kernel: Blocking,
     /// To be started when nobody who is leaving has their GPUs any more.
     pending: Vec<Order>,
     changed: Arc<Notify>,
@@ -307,7 +317,7 @@ impl Daemon {
     async fn scan(&mut self) -> Inventory {
         let driver = self.driver.borrow().clone();
         let sysroot = self.options.sources.sysroot.clone();
-        let look = tokio::task::spawn_blocking(move || {
+        let look = self.looks.ask(SCAN_TIMEOUT, move || {
             let driver = match driver {
                 Some(driver) => Ok(driver),
                 None => Driver::open().map(Arc::new),
@@ -315,13 +325,10 @@ impl Daemon {
             let inventory = Inventory::read(&sysroot, driver.as_deref().map_err(String::as_str));
             (driver.ok(), inventory)
         });
-        let (driver, inventory) = match tokio::time::timeout(SCAN_TIMEOUT, look).await {
-            Ok(Ok(found)) => found,
-            _ => {
-                let reason = format!("NVML did not answer within {} s", SCAN_TIMEOUT.as_secs());
-                (None, Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new() })
-            }
-        };
+        let (driver, inventory) = look.await.unwrap_or_else(|| {
+            let reason = format!("NVML did not answer within {} s", SCAN_TIMEOUT.as_secs());
+            (None, Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new() })
+        });
         let driver = driver.filter(|_| inventory.driver.is_ok());
         if let Some(driver) = driver.as_ref().filter(|_| self.driver.borrow().is_none()) {
             self.watch_xids(Arc::clone(driver));
@@ -614,8 +621,9 @@ impl Daemon {
         // One that was never taken over, for want of a plan, has clients all the same.
         let unsupervised = if self.plan.is_err() { self.unsupervised() } else { Vec::new() };
         let controls = all.filter_map(Supervisor::control_in_place).chain(unsupervised).collect();
+        let kernel = self.kernel.clone();
         tokio::spawn(async move {
-            let released = release::release(controls, wanted).await;
+            let released = release::release(controls, wanted, kernel).await;
             let _ = reply.send(released.map_err(RequestError::from));
         });
     }
@@ -906,9 +914,11 @@ type Listing = (Vec<Serving>, oneshot::Sender<Result<Vec<ClientView>, RequestErr
 /// the supervisors must not have to stand in line behind that at the control daemons.
 async fn list_clients(mut asked: mpsc::Receiver<Listing>, nvml: ComputeModes) {
     let mut waiting: Vec<Listing> = Vec::new();
+    let kernel = Blocking::new(1);
     while asked.recv_many(&mut waiting, LISTINGS).await > 0 {
         let Some((serving, _)) = waiting.last() else { continue };
-        let listed = clients::list(serving.clone(), nvml.clone()).await.map_err(RequestError::Failed);
+        let listed =
+            clients::list(serving.clone(), nvml.clone(), &kernel).await.map_err(RequestError::Failed);
         for (_, reply) in waiting.drain(..) {
             let _ = reply.send(listed.clone());
         }

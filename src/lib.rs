@@ -24,6 +24,7 @@
 //! them together and `arguments` its command line; `ctl` is yunion-mpsctl, on the other side of the bus.
 
 pub mod arguments;
+pub mod blocking;
 pub mod bypass;
 pub mod cdi;
 pub mod check;

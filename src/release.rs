@@ -12,6 +12,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
+use crate::blocking::Blocking;
 use crate::clients::{containers_in, device_in, environment, real_uid};
 use crate::mps::control::{Client, Control, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
@@ -114,8 +115,12 @@ fn in_words(left: &BTreeSet<u32>) -> String {
 ///
 /// # Errors
 /// See [`ReleaseError`].
-pub async fn release(controls: Vec<Arc<Control>>, wanted: Wanted) -> Result<(), ReleaseError> {
-    let mut release = Release { controls, wanted, ended: BTreeMap::new(), left: None };
+pub async fn release(
+    controls: Vec<Arc<Control>>,
+    wanted: Wanted,
+    kernel: Blocking,
+) -> Result<(), ReleaseError> {
+    let mut release = Release { controls, wanted, kernel, ended: BTreeMap::new(), left: None };
     match tokio::time::timeout(TIMEOUT, release.run()).await {
         Ok(result) => result,
         Err(_) => Err(release.left.map_or(ReleaseError::NotKnown, ReleaseError::StillThere)),
@@ -125,6 +130,8 @@ pub async fn release(controls: Vec<Arc<Control>>, wanted: Wanted) -> Result<(), 
 struct Release {
     controls: Vec<Arc<Control>>,
     wanted: Wanted,
+    /// Asks the kernel about processes.
+    kernel: Blocking,
     /// By server and client: the processes whose work has been ended, held so that another one with the same PID isn't
     /// taken for them, and the connections that they had.
     ended: BTreeMap<(u32, u32), (Held, BTreeSet<u64>)>,
@@ -162,8 +169,8 @@ impl Release {
         let (listed, silent) = list_clients(&self.controls).await;
         let wanted = self.wanted.clone();
         // Off the loop's thread: a process that is stuck in the driver can hold up who reads its memory.
-        let picked = tokio::task::spawn_blocking(move || pick(listed, &wanted)).await;
-        let (found, unreadable) = picked.map_err(|_| ReleaseError::NotKnown)??;
+        let picked = self.kernel.ask(TIMEOUT, move || pick(listed, &wanted)).await;
+        let (found, unreadable) = picked.ok_or(ReleaseError::NotKnown)??;
         Ok((found, silent.or(unreadable)))
     }
 
