@@ -22,6 +22,8 @@ pub struct Parts<'a> {
     pub statuses: &'a [Status],
     /// Of those on the way out.
     pub leaving: &'a [Status],
+    /// Whether a control daemon is still to be started, as soon as another has left its GPUs, which is not put off.
+    pub starting: bool,
     /// What happened that concerns no control daemon.
     pub events: &'a VecDeque<Event>,
     /// A standing problem that serves nobody worse, such as a new configuration that was refused.
@@ -194,7 +196,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     let first =
         first.map(|gpu| format!("{}: {}", gpu.plan.gpu.pci.address.short(), gpu.reason)).unwrap_or_default();
     let reason = format!("{bad} of {} GPUs not served; {first}", gpus.len());
-    if parts.statuses.iter().any(|status| !status.first_pass_ended) {
+    if parts.starting || parts.statuses.iter().any(|status| !status.first_pass_ended) {
         (State::Starting, reason)
     } else if bad < gpus.len() {
         (State::Degraded, reason)

@@ -724,11 +724,7 @@ impl Daemon {
         self.leaving.retain(|supervisor| !supervisor.ended());
         self.restoring.retain(|restoring| !restoring.is_finished());
         for order in std::mem::take(&mut self.pending) {
-            let taken = self.leaving.iter().any(|leaving| {
-                let status = leaving.status();
-                order.plan.gpus.iter().any(|gpu| status.gpus.contains_key(&gpu.uuid))
-            });
-            if taken {
+            if self.in_the_way(&order).next().is_some() {
                 self.pending.push(order);
             } else {
                 let supervisor = Supervisor::start(order.clone(), Goal::Serve, self.tools.clone());
@@ -760,6 +756,12 @@ impl Daemon {
         self.tell_service_manager();
     }
 
+    /// Those on the way out that have GPUs of an order.
+    fn in_the_way(&self, order: &Order) -> impl Iterator<Item = Status> {
+        let has_one = |status: &Status| order.plan.gpus.iter().any(|gpu| status.gpus.contains_key(&gpu.uuid));
+        self.leaving.iter().map(Supervisor::status).filter(has_one)
+    }
+
     fn compose(&self) -> Snapshot {
         let statuses: Vec<Status> = self.supervisors.values().map(Supervisor::status).collect();
         let leaving: Vec<Status> = self.leaving.iter().map(Supervisor::status).collect();
@@ -771,6 +773,7 @@ impl Daemon {
             plan: self.plan.as_ref().map_err(String::as_str),
             statuses: &statuses,
             leaving: &leaving,
+            starting: self.pending.iter().any(|order| !self.in_the_way(order).any(|one| one.put_off)),
             events: &self.events,
             problem: problem.map_or("", String::as_str),
             stopping: self.stopping,
@@ -847,7 +850,7 @@ impl Daemon {
             self.told.status = status;
             self.told.state = Some(state);
         }
-        let ready = state != State::Starting && self.pending.is_empty() && *self.on_the_bus.borrow();
+        let ready = state != State::Starting && *self.on_the_bus.borrow();
         if ready && !self.told.ready && !self.stopping {
             notify(&[NotifyState::Ready]);
             self.told.ready = true;

@@ -556,6 +556,7 @@ impl Worker {
                 }
             }
         }
+        self.reporter.update(|status| status.put_off = true);
         if self.reporter.reason() != reason {
             self.reporter.warning(format!("{reason}; tried again in {:.1} s", pause.as_secs_f64()));
         }

@@ -25,6 +25,8 @@ pub struct Status {
     pub gpus: BTreeMap<String, GpuStatus>,
     /// Whether its first start has ended, well or not.
     pub first_pass_ended: bool,
+    /// Whether what is to happen next is put off until clients have ended, or after a failure: it may take days.
+    pub put_off: bool,
     /// The last things that happened to it, oldest first.
     pub events: VecDeque<Event>,
 }
@@ -42,6 +44,7 @@ impl Status {
         self.view.since = SystemTime::now();
         self.serving = false;
         self.first_pass_ended = false;
+        self.put_off = false;
     }
 }
 
@@ -94,6 +97,7 @@ impl Reporter {
             serving: false,
             gpus: gpus(plan, &BTreeMap::new()),
             first_pass_ended: false,
+            put_off: false,
             events: VecDeque::new(),
         });
         (Self { status, changed }, seen)
@@ -111,6 +115,7 @@ impl Reporter {
             }
             status.view.state = state;
             status.serving = serving;
+            status.put_off &= !matches!(state, ControlDaemonState::Starting | ControlDaemonState::Ready);
             // The reason of the last failure stays to be read while the next start is under way.
             if state != ControlDaemonState::Starting {
                 reason.clone_into(&mut status.view.reason);

@@ -105,6 +105,7 @@ impl Worker {
                 if self.in_use().await == Ok(0) && self.end_idle().await {
                     return ended(goal);
                 }
+                self.reporter.update(|status| status.put_off = true);
                 self.show_state();
             }
         }

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixDatagram;
+use std::process::Stdio;
 use std::time::Instant;
 
 use rustix::process::Signal;
@@ -124,6 +125,51 @@ fn ready_is_said_even_without_a_driver() {
     host.start();
     let heard = manager.until(|message| message == "READY=1");
     assert!(heard.iter().any(|message| message.starts_with("STATUS=failed; ")), "{heard:?}");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Clients may keep a GPU from its next control daemon for days: who starts or reloads the service doesn't wait for them,
+/// and a start that took too long would be ended and tried again for ever.
+#[test]
+fn ready_does_not_wait_for_clients() {
+    let mut host = Host::serving("h200");
+    let mut client = host.command("cuda-client");
+    client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
+    let mut client = client.stdout(Stdio::null()).spawn().unwrap();
+    host.wait_for_only_client();
+    host.signal(Signal::KILL);
+    host.ended();
+    host.configure("cuda_mps_topology: per_gpu");
+    let mut manager = ServiceManager::of(&mut host);
+    host.start();
+    let heard = manager.until(|message| message == "READY=1");
+    let last = heard.iter().rev().find(|message| message.starts_with("STATUS=")).unwrap();
+    assert!(last.starts_with("STATUS=failed: 0 devices on 0 of 1 GPUs; 1 of 1 GPUs not served"), "{heard:?}");
+    assert!(last.contains("waiting: it is not needed any more"), "{heard:?}");
+
+    host.signal(Signal::HUP);
+    manager.until(|message| message == "RELOADING=1");
+    manager.until(|message| message == "READY=1");
+    assert!(client.try_wait().unwrap().is_none());
+    client.kill().unwrap();
+    client.wait().unwrap();
+    manager.until(|message| message == "STATUS=ready: 4 devices on 1 of 1 GPUs");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Nobody is waited for where there are no clients, and then ready is said when it is true.
+#[test]
+fn ready_waits_for_the_next_control_daemon() {
+    let mut host = Host::serving("h200");
+    host.wait_for_state("ready");
+    host.signal(Signal::KILL);
+    host.ended();
+    host.configure("cuda_mps_topology: per_gpu");
+    let mut manager = ServiceManager::of(&mut host);
+    host.start();
+    let heard = manager.until(|message| message == "READY=1");
+    assert!(heard.contains(&"STATUS=ready: 4 devices on 1 of 1 GPUs".to_owned()), "{heard:?}");
+    assert!(!heard.iter().any(|message| message.starts_with("STATUS=failed")), "{heard:?}");
     assert_eq!(host.stop().code(), Some(0));
 }
 
