@@ -455,10 +455,13 @@ impl Worker {
         limits: &Limits,
     ) -> Result<(), Failure> {
         let deadline = Instant::now() + LIMITS_TIMEOUT;
-        let written =
-            |worker: &Self| worker.servers.get(server).is_some_and(|known| known.has_written(limits));
-        while !written(self) && self.step(deadline).await? {}
-        if !written(self) {
+        // What it writes first may be the answer to an order that was replaced by this one a moment ago.
+        let in_force = |worker: &Self| {
+            let server = worker.servers.get(server);
+            server.is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none())
+        };
+        while !in_force(self) && self.step(deadline).await? {}
+        if !self.servers.get(server).is_some_and(|known| known.has_written(limits)) {
             // On a full disk, for one. What was set is read back, to the GiB.
             control.set_thread_percentage(server, limits.thread_percentage).await?;
             for (ordinal, mib) in &limits.memory_mib {
