@@ -13,8 +13,12 @@ use zbus::{Connection, OwnedObjectPath, Variant, fdo};
 
 use crate::dbus::proxy::json;
 
-/// What systemd gets to say why we stop: somebody waits for us.
+/// What systemd gets to say what it knows of a unit: somebody waits for that.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What it gets to say why we stop. While it reads its units anew it answers nobody for a while, and a stop that we don't
+/// know for one leaves the control daemons running. A bus that is gone is known at once.
+const WHY_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What it gets to answer a request for a scope, and then to move the process there. It needs milliseconds, but while it
 /// reads its units anew, which can take seconds on a large host, it answers nobody.
@@ -88,15 +92,15 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     }
 }
 
-/// Asks systemd what it is doing with our unit. Takes 2 s at most.
+/// Asks systemd what it is doing with our unit. Takes 10 s at most.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
-    match timeout(ANSWER_TIMEOUT, own_job()).await {
+    match timeout(WHY_TIMEOUT, own_job()).await {
         Ok(Ok(job)) => classify(job.as_deref(), &own),
         Ok(Err(error)) => {
             Stopping::Unknown(format!("systemd can't be asked what it does with {own}: {error}"))
         }
-        Err(_) => Stopping::Unknown(format!("systemd did not answer within {} s", ANSWER_TIMEOUT.as_secs())),
+        Err(_) => Stopping::Unknown(format!("systemd did not answer within {} s", WHY_TIMEOUT.as_secs())),
     }
 }
 
