@@ -6,6 +6,8 @@ use std::io::{self, Read};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use tokio::sync::watch;
+
 use crate::blocking::Blocking;
 use crate::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::compute_mode::ComputeModes;
@@ -25,11 +27,14 @@ const USERS: &str = "/etc/passwd";
 /// What the kernel gets to say of all processes what they are. It takes microseconds each.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long the end of a control daemon that does not listen any more may take to be noticed. It takes milliseconds.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
+
 /// A control daemon.
 #[derive(Debug, Clone)]
 pub struct Serving {
     /// Its front end; None while it does not serve.
-    pub control: Option<Arc<Control>>,
+    pub control: watch::Receiver<Option<Arc<Control>>>,
     /// The UUIDs of its GPUs.
     pub gpus: Vec<String>,
     /// Who is known to use them without its servers.
@@ -93,16 +98,32 @@ async fn looks(
 
 async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> {
     let processes = bypass::processes(nvml, &one.gpus).await;
-    let Some(control) = &one.control else {
+    let Some((servers, clients)) = servers_and_clients(one).await? else {
         return Ok(Look { clients: Vec::new(), processes, bypasses: one.bypasses.clone() });
     };
-    let servers = control.servers().await?;
-    let clients = control.clients().await?;
     let pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
     let bypasses =
         processes.iter().flat_map(|(uuid, processes)| bypass::find(uuid, processes, &servers, &pids));
     let bypasses = bypasses.collect();
     Ok(Look { clients, processes, bypasses })
+}
+
+/// None while it does not serve.
+async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Client>)>, ControlError> {
+    let Some(control) = one.control.borrow().clone() else { return Ok(None) };
+    let asked = async { Ok((control.servers().await?, control.clients().await?)) };
+    match asked.await {
+        // It may be ending this moment, its clients with it, and who has to take note of that has not yet.
+        Err(ControlError::NoDaemon { .. }) if has_gone(one, &control).await => Ok(None),
+        answer => answer.map(Some),
+    }
+}
+
+async fn has_gone(one: &Serving, control: &Arc<Control>) -> bool {
+    let mut known = one.control.clone();
+    let gone = known.wait_for(|now| !now.as_ref().is_some_and(|now| Arc::ptr_eq(now, control)));
+    // An error is the end of whoever supervised it.
+    tokio::time::timeout(END_TIMEOUT, gone).await.is_ok()
 }
 
 fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {

@@ -25,7 +25,7 @@ use crate::dbus::{Request, RequestError, presence};
 use crate::gpu::nvml::Driver;
 use crate::gpu::{Inventory, PciAddress};
 use crate::journal::{Journal, Running};
-use crate::logging::Level;
+use crate::logging::{Level, last_words};
 use crate::mps::control::Control;
 use crate::mps::identity::Identity;
 use crate::plan::{self, Plan, PlanError};
@@ -147,7 +147,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
 
 fn bad_configuration(problems: &[Problem]) -> Exit {
     for problem in problems {
-        tracing::error!("{problem}");
+        last_words(&problem.to_string());
     }
     Exit::BadConfiguration
 }
@@ -535,6 +535,9 @@ impl Daemon {
     async fn replace_configuration(&mut self) -> Result<(), RequestError> {
         let invalid = |problems: &[Problem]| RequestError::InvalidConfig(join(problems));
         let loaded = config::load(&self.options.sources).map_err(|problems| invalid(&problems))?;
+        if let Some(problem) = loaded.silent_end().filter(|_| self.settings.enabled) {
+            return Err(invalid(&[problem]));
+        }
         let plan = if loaded.settings.enabled {
             let inventory = self.scan().await;
             match plan::plan(&loaded.settings, &inventory) {

@@ -1,6 +1,6 @@
 //! Where messages go: to the journal with their fields where standard error is the journal, as plain lines otherwise.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
 
 use tracing::level_filters::LevelFilter;
@@ -46,6 +46,18 @@ pub fn init() -> Level {
         }
     }
     Level(handle)
+}
+
+/// Says why the program ends, right before it does. To the journal this goes by way of standard error, which knows its
+/// unit: of a message with fields the journal looks that up by the process, which is gone by then.
+pub fn last_words(reason: &str) {
+    if stderr_is_journal() {
+        for line in reason.lines() {
+            let _ = writeln!(std::io::stderr(), "<3>{line}");
+        }
+    } else {
+        tracing::error!("{reason}");
+    }
 }
 
 /// systemd says in `JOURNAL_STREAM` which device and inode its socket has; a redirected standard error has others.

@@ -47,7 +47,7 @@ fn main() -> ExitCode {
         Exit::Interrupted => ExitCode::FAILURE,
         Exit::BadConfiguration => ExitCode::from(BAD_CONFIGURATION),
         Exit::Failed(reason) => {
-            tracing::error!("{reason}");
+            logging::last_words(&reason);
             ExitCode::FAILURE
         }
     }

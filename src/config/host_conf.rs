@@ -26,6 +26,7 @@ pub(super) struct Draft {
 /// Takes a value over into the draft, or says what is allowed.
 type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), String>;
 
+pub(super) const ENABLE_KEY: &str = "enable_cuda_mps";
 pub(super) const DEVICE_FILE_KEY: &str = "container_device_config_file";
 const PIPE_KEY: &str = "cuda_mps_pipe_directory";
 const LOG_KEY: &str = "cuda_mps_log_directory";
@@ -33,7 +34,7 @@ const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key of ours, as the documentation spells it.
 const KEYS: [(&str, Setter); 16] = [
-    ("enable_cuda_mps", |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
+    (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
     ("local_config_file", |draft, value| optional(value, file).map(|path| draft.local_file = path)),
     (PIPE_KEY, |draft, value| directory(value).map(|path| draft.settings.pipe_directory = path)),

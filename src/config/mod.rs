@@ -15,7 +15,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use host_conf::{DEVICE_FILE_KEY, Draft};
+use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY};
 use yaml::Value;
 
 /// Everything the two configuration files say, checked and with defaults filled in.
@@ -222,6 +222,8 @@ pub struct Sources {
 pub struct Loaded {
     /// What it says.
     pub settings: Settings,
+    /// Whether `enable_cuda_mps` stands anywhere; it may be false for want of a word.
+    pub says_enabled: bool,
     /// What an administrator should look at, though it doesn't stop anything.
     pub warnings: Vec<Problem>,
     /// The keys that aren't ours, with their places: of interest to nobody but a searcher of typing errors.
@@ -259,7 +261,8 @@ pub fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
     read_device_file(sources, &mut draft, &mut findings);
     let Findings { problems, warnings, unknown_keys, overridden } = findings;
     if problems.is_empty() {
-        Ok(Loaded { settings: draft.settings, warnings, unknown_keys, overridden })
+        let says_enabled = draft.origin(ENABLE_KEY).is_some();
+        Ok(Loaded { settings: draft.settings, says_enabled, warnings, unknown_keys, overridden })
     } else {
         Err(problems)
     }
@@ -276,6 +279,22 @@ const MAIN_FILE: &str = "/etc/yunion/host.conf";
 /// Where the platform's programs look before that: ./etc/host.conf, in the directory that all of them run in. It is not
 /// taken from our own working directory: that is / under systemd, and /etc/host.conf belongs to the C library.
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
+
+impl Loaded {
+    /// Why it can't replace a configuration under which GPUs are served, though it is right: it would end everybody's
+    /// work, and nobody has said that it should. Such a host.conf is most often one that is being written, or is gone.
+    pub fn silent_end(&self) -> Option<Problem> {
+        (!self.settings.enabled && !self.says_enabled).then(|| {
+            let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
+            Problem {
+                origin: Origin { file: file.to_owned(), line: None },
+                key: ENABLE_KEY.to_owned(),
+                found: "not there any more, while GPUs are served".to_owned(),
+                remedy: format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work"),
+            }
+        })
+    }
+}
 
 impl Sources {
     /// Where the main file is looked for; the first that exists is it.

@@ -36,7 +36,7 @@ pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<
             Bus::Answers(published) if published.devices.is_none() => {
                 (None, "the service does not know its GPUs yet".to_owned())
             }
-            Bus::Answers(published) => (Some(differences(&loaded.settings, plan, &published)), String::new()),
+            Bus::Answers(published) => (Some(differences(loaded, plan, &published)), String::new()),
             Bus::NotRunning => (None, "yunion-mps-daemon is not running".to_owned()),
             Bus::Silent => (None, "yunion-mps-daemon does not answer".to_owned()),
             Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => (None, reason),

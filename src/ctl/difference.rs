@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::published::{Published, number, text, texts};
-use crate::config::Settings;
+use crate::config::Loaded;
 use crate::counted::counted;
 use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 
@@ -60,6 +60,11 @@ pub(super) enum Effect {
         /// How many there are now; null where they can't be asked.
         clients: Option<usize>,
     },
+    /// Not at all: a reload refuses it.
+    Refused {
+        /// Why.
+        reason: String,
+    },
 }
 
 impl fmt::Display for Effect {
@@ -77,6 +82,7 @@ impl fmt::Display for Effect {
                 write!(f, "after {} have ended, by another control daemon: {reason}", in_words(clients))
             }
             Self::Ends { clients: Some(0) } => f.write_str("at once; there are no clients"),
+            Self::Refused { reason } => write!(f, "refused: {reason}"),
             Self::Ends { clients } => {
                 write!(f, "at once, and ENDS the GPU work of {} (CUDA error 806)", in_words(clients))
             }
@@ -109,7 +115,8 @@ impl fmt::Display for Difference {
 }
 
 /// Everything that a reload with this plan would change.
-pub(super) fn differences(settings: &Settings, plan: &Plan, published: &Published) -> Vec<Difference> {
+pub(super) fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Vec<Difference> {
+    let settings = &loaded.settings;
     let enabled = published.service.get("enabled").and_then(serde_json::Value::as_bool).unwrap_or(true);
     let all: Vec<String> =
         published.control_daemons.iter().flat_map(|daemon| texts(daemon, "gpus")).collect();
@@ -120,7 +127,11 @@ pub(super) fn differences(settings: &Settings, plan: &Plan, published: &Publishe
             subject: "enable_cuda_mps".to_owned(),
             from: enabled.to_string(),
             to: settings.enabled.to_string(),
-            effect: if settings.enabled { Effect::Live } else { Effect::Ends { clients } },
+            effect: match loaded.silent_end() {
+                _ if settings.enabled => Effect::Live,
+                Some(problem) => Effect::Refused { reason: problem.to_string() },
+                None => Effect::Ends { clients },
+            },
         }];
     }
     let mut differences = Vec::new();

@@ -14,6 +14,10 @@ use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker
 /// How often a faulted server is asked whether it is well again. Measured: 0.2 s after its last client has gone.
 const FAULT_PAUSE: Duration = Duration::from_millis(250);
 
+/// How long after the first line that tells of a fault the log may name those who were hit: the server writes them one
+/// after the other.
+const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// A fatal GPU error that a server has not got over yet.
 #[derive(Debug)]
 pub(super) struct Fault {
@@ -21,7 +25,8 @@ pub(super) struct Fault {
     since: Instant,
     /// The clients that were hit, each behind its GPU's ordinal. One that uses two GPUs can be hit on both.
     clients: BTreeSet<(usize, u32)>,
-    told: bool,
+    /// Those of them that were told. The log may name the others a while later.
+    told: BTreeSet<(usize, u32)>,
     pub(super) look_at: Instant,
     /// Why it is not ended though it could be.
     pub(super) held_up: Option<String>,
@@ -31,7 +36,7 @@ impl Fault {
     fn new(server: u32) -> Self {
         let since = Instant::now();
         let look_at = since + FAULT_PAUSE;
-        Self { server, since, clients: BTreeSet::new(), told: false, look_at, held_up: None }
+        Self { server, since, clients: BTreeSet::new(), told: BTreeSet::new(), look_at, held_up: None }
     }
 
     /// What it is, for people.
@@ -108,7 +113,11 @@ impl Worker {
     /// then it is not ended: it may be well already, and others at work on it.
     async fn wait_for_those_hit(&mut self, control: &Control, server: u32) -> Result<(), ControlError> {
         let mut clients = control.clients().await?;
+        self.read_on();
         let Some(fault) = &mut self.fault else { return Ok(()) };
+        if fault.clients.is_empty() && fault.since.elapsed() < NAMES_TIMEOUT {
+            return Ok(());
+        }
         clients.retain(|client| {
             client.server == server && fault.clients.iter().any(|(_, pid)| *pid == client.pid)
         });
@@ -124,6 +133,12 @@ impl Worker {
     }
 
     fn well_again(&mut self, server: u32) {
+        let known = self.clients_hit();
+        self.read_on();
+        // More were hit than those that were told, or once more: it is asked again.
+        if self.clients_hit() > known {
+            return;
+        }
         self.fault = None;
         self.reporter.event(format!("server {server} is well again"));
     }
@@ -142,21 +157,26 @@ impl Worker {
         }))
     }
 
+    fn clients_hit(&self) -> usize {
+        self.fault.as_ref().map_or(0, |fault| fault.clients.len())
+    }
+
     /// The GPUs that the log has named; none where others have read that, or where it could not be written.
     fn gpus_hit(&self) -> BTreeSet<String> {
         let (Some(fault), Some(running)) = (&self.fault, &self.running) else { return BTreeSet::new() };
         fault.clients.iter().filter_map(|(ordinal, _)| running.gpus.get(*ordinal)).cloned().collect()
     }
 
-    /// Says once who was hit.
+    /// Says who was hit, each once.
     fn tell_fault(&mut self) {
         let Some(running) = &self.running else { return };
-        let Some(fault) = self.fault.as_mut().filter(|fault| !fault.told) else { return };
-        fault.told = true;
-        let ordinals: BTreeSet<usize> = fault.clients.iter().map(|(ordinal, _)| *ordinal).collect();
+        let Some(fault) = &mut self.fault else { return };
+        let new = &fault.clients - &fault.told;
+        fault.told.clone_from(&fault.clients);
+        let ordinals: BTreeSet<usize> = new.iter().map(|(ordinal, _)| *ordinal).collect();
         for ordinal in ordinals {
             let pids: Vec<u32> =
-                fault.clients.iter().filter(|(of, _)| *of == ordinal).map(|(_, client)| *client).collect();
+                new.iter().filter(|(of, _)| *of == ordinal).map(|(_, client)| *client).collect();
             let gpu_uuid = running.gpus.get(ordinal).cloned().unwrap_or_default();
             let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
             tracing::error!(
@@ -231,7 +251,9 @@ impl Worker {
         self.servers.forget(server);
         self.watched_servers.remove(&server);
         if self.fault.as_ref().is_some_and(|fault| fault.server == server) {
-            self.fault = None;
+            self.read_on();
+            self.tell_fault();
+            self.fault = self.fault.take().filter(|fault| fault.server != server);
         }
     }
 

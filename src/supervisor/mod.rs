@@ -191,14 +191,15 @@ impl Supervisor {
     }
 
     /// The front end of its control daemon, while one runs, whether or not it serves as it should.
-    pub fn control(&self) -> Option<Arc<Control>> {
-        self.control.borrow().clone()
+    pub fn control(&self) -> channel::Receiver<Option<Arc<Control>>> {
+        self.control.clone()
     }
 
     /// The same, or that of another's control daemon which has its pipe directory: clients in its containers are that
     /// one's.
     pub fn control_in_place(&self) -> Option<Arc<Control>> {
-        self.control().or_else(|| {
+        let own = self.control.borrow().clone();
+        own.or_else(|| {
             let control = front_end(&self.status.borrow().view.pipe_directory);
             control.daemon_pid().map(|_| Arc::new(control))
         })
@@ -460,13 +461,18 @@ impl Worker {
     /// Takes note of the control daemon's end, and says how it was.
     fn control_daemon_ended(&mut self, status: Option<ExitStatus>) -> Failure {
         // What it wrote last explains its end.
-        while let Some(Ok(Some(line))) = self.log.as_mut().map(Follower::try_next) {
-            self.take_in(&line);
-        }
+        self.read_on();
         let how = status.map(|status| format!(" ({status})")).unwrap_or_default();
         let failure = Failure::Failed(format!("the control daemon ended{how}{}", self.words()));
         self.forget_process();
         failure
+    }
+
+    /// Takes in what the log has at this moment.
+    fn read_on(&mut self) {
+        while let Some(Ok(Some(line))) = self.log.as_mut().map(Follower::try_next) {
+            self.take_in(&line);
+        }
     }
 
     fn take_in(&mut self, line: &Line) {

@@ -139,15 +139,14 @@ fn agent(facts: &Facts) -> Outcome {
 /// What is published beside what would be planned now. A GPU that can be used since, or no more, is no business of the
 /// files.
 fn loaded(facts: &Facts) -> Outcome {
-    let (settings, published) =
-        (facts.settings().ok_or("the configuration can't be read")?, facts.published()?);
+    let (loaded, published) = (facts.loaded().ok_or("the configuration can't be read")?, facts.published()?);
     let plan = facts.plan().ok_or("there is no plan now")?;
     if published.devices.is_none() {
         return Err("the service does not know its GPUs yet".to_owned());
     }
     let mut findings: Vec<Finding> = Vec::new();
     let mut changes = Vec::new();
-    for difference in differences(settings, plan, published) {
+    for difference in differences(loaded, plan, published) {
         match difference.kind {
             Kind::PipeDirectory => findings.push(error(
                 "pipe-directory-differs",
@@ -168,7 +167,13 @@ fn loaded(facts: &Facts) -> Outcome {
     if !changes.is_empty() {
         findings.push(warning(
             "configuration-not-loaded",
-            settings.sources.iter().map(|file| file.display().to_string()).collect::<Vec<_>>().join(", "),
+            loaded
+                .settings
+                .sources
+                .iter()
+                .map(|file| file.display().to_string())
+                .collect::<Vec<_>>()
+                .join(", "),
             format!("not what the service has in force: {}", changes.join(" | ")),
             "look with yunion-mpsctl check, then systemctl reload yunion-mps-daemon",
         ));

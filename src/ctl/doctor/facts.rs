@@ -122,11 +122,15 @@ impl Facts {
     }
 
     /// What the files say, where they can be read.
-    pub(super) fn settings(&self) -> Option<&Settings> {
+    pub(super) fn loaded(&self) -> Option<&Loaded> {
         match &self.checked {
-            Checked::Right { loaded, .. } => Some(&loaded.settings),
-            Checked::Wrong { loaded, .. } => loaded.as_ref().map(|loaded| &loaded.settings),
+            Checked::Right { loaded, .. } => Some(loaded),
+            Checked::Wrong { loaded, .. } => loaded.as_ref(),
         }
+    }
+
+    pub(super) fn settings(&self) -> Option<&Settings> {
+        self.loaded().map(|loaded| &loaded.settings)
     }
 
     /// The settings, where MPS is switched on; the error says why there is nothing to check.
