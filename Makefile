@@ -1,6 +1,9 @@
 # Everything a person types. Each target does its own set-up: what is missing is installed (as root) or named.
 BOARD ?= tesla-p40
 
+# Each of them has all cores to itself, and installs and fetches what the next one needs as well.
+.NOTPARALLEL:
+
 .PHONY: help build install deb rpm packages fetch test check demo soak bench
 
 help: ## this list

@@ -90,9 +90,14 @@ look
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "installing:$packages" >&2
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq >&2
-    # shellcheck disable=SC2086 # a list of words
-    apt-get install -y -qq --no-install-recommends $packages >&2 </dev/null
+    # A mirror may hiccup, and another program hold the lock. An update that fails for one source is no reason to stop.
+    for pause in 5 20 0; do
+        apt-get update -qq >&2 || :
+        # shellcheck disable=SC2086 # a list of words
+        apt-get -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 install -y -qq --no-install-recommends $packages \
+            >&2 </dev/null && break
+        sleep "$pause"
+    done
     look
     [ -n "$missing" ] || exit 0
 fi

@@ -114,12 +114,16 @@ chmod 755 "$scratch" # for apt's own user
 
 for entry in $wanted; do
     series=${entry%%:*} suite=${entry#*:} done=no
-    for mirror in "${found_mirrors[@]}"; do
-        if fetch "$mirror" "$suite" "$series" "$dir/$series"; then
-            done=yes
-            break
-        fi
-        rm -rf "${scratch:?}/$series"
+    # A mirror may hiccup.
+    for pause in 5 20 0; do
+        for mirror in "${found_mirrors[@]}"; do
+            if fetch "$mirror" "$suite" "$series" "$dir/$series"; then
+                done=yes
+                break 2
+            fi
+            rm -rf "${scratch:?}/$series"
+        done
+        sleep "$pause"
     done
     [ $done = yes ] || fail "can't get $PACKAGE $series (Debian $suite, non-free) from ${found_mirrors[*]}; try again $by_hand"
 done
