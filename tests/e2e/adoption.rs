@@ -127,7 +127,7 @@ fn sigterm(machine: &mut Machine) {
 
 fn watchdog(machine: &mut Machine) {
     // A core of a debug build would fill the machine's memory.
-    let running = Running::start(machine, "WatchdogSec=2\nRestartSec=100ms\nLimitCORE=0");
+    let running = Running::start(machine, "WatchdogSec=8\nRestartSec=100ms\nLimitCORE=0");
     let (cursor, main) = (machine.cursor(), machine.property(SERVICE, "MainPID"));
     machine.sh(&format!("kill -STOP {main}"));
     running.unharmed(machine, &main, &cursor);
@@ -139,7 +139,7 @@ fn watchdog(machine: &mut Machine) {
 fn old_kernel(machine: &mut Machine) {
     let pidfds = |machine: &Machine| {
         let main = machine.property(SERVICE, "MainPID");
-        machine.sh(&format!("ls -l /proc/{main}/fd")).matches("pidfd").count()
+        machine.sh(&format!("ls -l /proc/{main}/fd 2>/dev/null || :")).matches("pidfd").count()
     };
     serving(machine);
     assert_ne!(pidfds(machine), 0);

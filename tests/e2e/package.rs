@@ -326,8 +326,8 @@ fn purge(machine: &mut Machine) {
     let ours = || -> BTreeSet<String> {
         let found = machine.sh(
             "find / -xdev \\( -path /proc -o -path /sys -o -path /srv -o -path /var/tmp -o -path '/var/log/*' \
-             -o -path /tmp -o -path /usr/lib/simulated -o -path /var/cache \\) -prune \
-             -o \\( -name '*yunion-mps*' -o -name 'io.yunion.*' \\) -print; find /run -name '*yunion*'",
+             -o -path /tmp -o -path /usr/lib/simulated -o -path /var/cache -o -path '*/target' -o -path '*/.cache' \\) -prune \
+             -o \\( -name '*yunion-mps*' -o -name 'io.yunion.*' \\) -print || :; find /run -name '*yunion*' || :",
         );
         found.lines().map(str::to_owned).collect()
     };
@@ -378,9 +378,10 @@ fn platforms(machine: &Machine, install: &str) -> String {
     machine.printed(&["systemd-run", "--quiet", "--unit=their-client", "sh", "-euc", &client]);
     let listed = format!("{theirs_is} echo ps | nvidia-cuda-mps-control");
     wait_for("their client at work", || machine.sh(&listed).contains("cuda-client").then_some(()));
-    // By now the one that has started it is gone.
-    let [theirs] = &control_daemons(machine)[..] else { panic!("not one control daemon") };
-    theirs.clone()
+    // The one that has started it is gone in a moment.
+    wait_for("one control daemon", || {
+        <[String; 1]>::try_from(control_daemons(machine)).ok().map(|[theirs]| theirs)
+    })
 }
 
 /// Our service leaves that control daemon alone while it has a client, says which it is, and replaces it then.

@@ -66,11 +66,13 @@ fn processes(machine: &Machine, unit: &str) -> Vec<String> {
 }
 
 fn held(machine: &Machine) -> String {
-    let group = processes(machine, SCOPE);
-    let shells = group.into_iter().filter(|pid| machine.sh(&format!("cat /proc/{pid}/comm || :")) == "sh\n");
-    let shells: Vec<String> = shells.collect();
-    assert_eq!(shells.len(), 1, "{shells:?}");
-    shells[0].clone()
+    // What it starts is called like it for a moment.
+    wait_for("one shell", || {
+        let group = processes(machine, SCOPE);
+        let is_shell = |pid: &String| machine.sh(&format!("cat /proc/{pid}/comm || :")) == "sh\n";
+        let shells: Vec<String> = group.into_iter().filter(is_shell).collect();
+        <[String; 1]>::try_from(shells).ok().map(|[shell]| shell)
+    })
 }
 
 fn outlives(machine: &mut Machine) {

@@ -80,7 +80,7 @@ pub(crate) fn new_host(machine: &Machine) {
     ));
     // Whatever the check before has left behind.
     for pid in control_daemons(machine) {
-        machine.sh(&format!("kill -KILL {pid}"));
+        machine.sh(&format!("kill -KILL {pid} 2>/dev/null || :"));
     }
     machine.sh(&format!(
         "rm -rf {HOST} /etc/systemd/system/{SERVICE}.d/test.conf; \
@@ -355,15 +355,16 @@ fn stop(machine: &mut Machine) {
 fn watchdog(machine: &mut Machine) {
     serving(machine);
     // A core of a debug build would fill the machine's memory.
-    drop_in(machine, "WatchdogSec=2\nRestartSec=100ms\nLimitCORE=0");
+    drop_in(machine, "WatchdogSec=8\nRestartSec=100ms\nLimitCORE=0");
     machine.sh(&format!("systemctl restart {SERVICE}"));
-    assert_eq!(machine.property(SERVICE, "WatchdogUSec"), "2s");
+    assert_eq!(machine.property(SERVICE, "WatchdogUSec"), "8s");
     let cursor = machine.cursor();
     let main = machine.property(SERVICE, "MainPID");
     machine.sh(&format!("kill -STOP {main}"));
     wait_for("a restart", || {
-        let shown = machine.sh(&format!("systemctl show --property=NRestarts,ActiveState {SERVICE}"));
-        (shown.contains("NRestarts=1") && shown.contains("ActiveState=active")).then_some(())
+        let (restarts, state) =
+            (machine.property(SERVICE, "NRestarts"), machine.property(SERVICE, "ActiveState"));
+        (restarts != "0" && state == "active").then_some(())
     });
     assert_ne!(machine.property(SERVICE, "MainPID"), main);
     let messages = machine.messages(&cursor);

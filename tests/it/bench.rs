@@ -19,8 +19,8 @@ fn client_pids(host: &Host) -> Vec<u32> {
     pids.map(|pid| u32::try_from(pid).unwrap()).collect()
 }
 
-fn wait_for_clients(host: &Host, count: usize) -> Vec<u32> {
-    wait_for("clients", || Some(client_pids(host)).filter(|pids| pids.len() == count))
+fn wait_for_clients(host: &Host, enough: impl Fn(usize) -> bool) -> Vec<u32> {
+    wait_for("clients", || Some(client_pids(host)).filter(|pids| enough(pids.len())))
 }
 
 #[test]
@@ -46,7 +46,7 @@ fn with_mps_side_by_side_and_without_by_turns() {
                 let last = seconds.into_iter().fold(0.0, f64::max);
                 let in_turn = kernel == "wide" || side == "without_mps";
                 // A busy machine can only make it longer; but the processes don't start in the very same moment.
-                let least = if in_turn { alone * processes * 0.8 } else { alone };
+                let least = if in_turn { alone * (processes - 0.9) } else { alone };
                 assert!(last > least, "{kernel} {side} {row:#}");
                 assert!(row[side]["speedup"].as_f64().unwrap() > 0.0);
             }
@@ -74,9 +74,9 @@ fn an_exclusive_gpu_is_measured_with_mps_alone() {
 fn tenants_come_first() {
     let host = Host::serving("h200");
     let mut tenant = host.command(host.path("bin/cuda-client"));
-    tenant.args(["hold", "60"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
+    tenant.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
     let mut tenant = tenant.env("YUNION_MPS_DEVICE", "00:06.0-3").spawn().unwrap();
-    wait_for_clients(&host, 1);
+    wait_for_clients(&host, |count| count == 1);
     let output = host.mpsctl(&["bench"]);
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
@@ -84,7 +84,7 @@ fn tenants_come_first() {
     assert!(said.contains("00:06.0-3)") && said.contains("--beside-clients"), "{said}");
     // It runs on request, and what ends it doesn't hurt the tenant.
     let mut bench = bench(&host, &["-n", "4", "--beside-clients"]);
-    wait_for_clients(&host, 5);
+    wait_for_clients(&host, |count| count > 1);
     signal_pid(bench.id(), Signal::TERM);
     assert_eq!(bench.wait().unwrap().code(), Some(143));
     assert_eq!(client_pids(&host), [tenant.id()]);
@@ -97,23 +97,25 @@ fn tenants_come_first() {
 fn its_processes_leave_when_it_is_killed() {
     let host = Host::serving("h200");
     let mut bench = bench(&host, &["-n", "2"]);
-    let clients = wait_for_clients(&host, 2);
+    let clients = wait_for_clients(&host, |count| count > 0);
     signal_pid(bench.id(), Signal::KILL);
     bench.wait().unwrap();
     wait_for("their end", || (!clients.iter().any(|pid| alive(*pid))).then_some(()));
-    wait_for_clients(&host, 0);
+    wait_for_clients(&host, |count| count == 0);
 }
 
 #[test]
 fn a_process_that_can_not_go_on_is_the_end_of_all() {
     let host = Host::serving("h200");
-    let bench = bench(&host, &["-n", "2"]);
-    let clients = wait_for_clients(&host, 2);
-    let output = host.mpsctl(&["terminate", &clients[1].to_string()]);
-    assert!(output.status.success(), "{}", text(&output));
-    let output = bench.wait_with_output().unwrap();
-    let said = text(&output);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    // It may be done with its last kernel already: then it is tried once more.
+    let once = || {
+        let bench = bench(&host, &["-n", "2"]);
+        let clients = wait_for_clients(&host, |count| count > 0);
+        let terminated = host.mpsctl(&["terminate", &clients[0].to_string()]).status.success();
+        let output = bench.wait_with_output().unwrap();
+        (terminated && output.status.code() == Some(1)).then(|| text(&output))
+    };
+    let said = (0..10).find_map(|_| once()).expect("a process at work that is terminated");
     assert!(
         said.contains("running a kernel: the MPS client has been terminated by the server (810)"),
         "{said}"

@@ -9,6 +9,8 @@ use std::time::Duration;
 use tempfile::TempDir;
 use tokio::process::Command;
 
+use crate::host::without_foreign_variables;
+
 /// What any step of a test may take on a busy machine before it counts as hanging.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
@@ -52,7 +54,8 @@ pub(crate) struct PrivateBus {
 
 impl PrivateBus {
     pub(crate) fn start() -> Self {
-        let directory = tempfile::tempdir().unwrap();
+        // Not where TMPDIR says: others may have to reach it, and the path of a socket is short.
+        let directory = tempfile::Builder::new().prefix("bus").tempdir_in("/tmp").unwrap();
         // Other users have to reach the socket.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/config/io.yunion.Mps1.conf");
@@ -88,6 +91,7 @@ impl PrivateBus {
     /// A program for which this is the system bus.
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
+        without_foreign_variables(command.as_std_mut());
         command.env("DBUS_SYSTEM_BUS_ADDRESS", self.address()).stdin(Stdio::null()).kill_on_drop(true);
         command
     }

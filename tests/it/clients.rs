@@ -61,9 +61,13 @@ fn listed(host: &Host, pid: u32) -> Option<Value> {
 
 /// The cells of the table's row for a process.
 fn row(table: &str, pid: u32) -> Vec<String> {
+    find_row(table, pid).unwrap_or_else(|| panic!("no {pid} in\n{table}"))
+}
+
+fn find_row(table: &str, pid: u32) -> Option<Vec<String>> {
     let rows = table.lines().map(|line| line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()));
     let mut rows = rows.map(Iterator::collect::<Vec<String>>);
-    rows.find(|cells| cells[0] == pid.to_string()).unwrap_or_else(|| panic!("no {pid} in\n{table}"))
+    rows.find(|cells| cells[0] == pid.to_string())
 }
 
 fn check_now(host: &Host) {
@@ -135,7 +139,9 @@ fn clients_are_shown_with_their_users_and_slices() {
     host.configure("enable_cuda_mps: false");
     drop((one, two));
     check_now(&host);
-    host.wait_for_state("disabled");
+    host.wait_for_status("disabled, and nobody on the way out", |status| {
+        status["service"]["state"] == "disabled" && status["control_daemons"].as_array().unwrap().is_empty()
+    });
     let table = succeeded(&host.mpsctl(&["clients"]));
     assert_eq!(table, "No clients: the service is disabled: enable_cuda_mps is false\n");
     assert_eq!(host.stop().code(), Some(0));
@@ -268,8 +274,10 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
         assert_eq!((&device["healthy"], &device["reason"]), (&json!(false), &json!(blamed)));
     }
     wait_for("the table", || {
-        let table = succeeded(&host.mpsctl(&["clients"]));
-        (row(&table, program.0.id())[3] == "BYPASS").then_some(())
+        // Not while the next control daemon is being tried.
+        let output = host.mpsctl(&["clients"]);
+        let row = find_row(&text(&output), program.0.id()).filter(|_| output.status.success())?;
+        (row[3] == "BYPASS").then_some(())
     });
     drop(program);
     host.wait_for_state("ready");
@@ -355,9 +363,9 @@ fn metrics_are_what_the_bus_says() {
     let status = host.wait_for_state("ready");
     assert_eq!(counted("control_daemon_restarts"), Some(0.0));
     signal_pid(control_pid(&status), Signal::KILL);
-    wait_for("another control daemon", || (counted("control_daemon_restarts") == Some(1.0)).then_some(()));
+    wait_for("another control daemon", || (counted("control_daemon_restarts") >= Some(1.0)).then_some(()));
     let status = host.wait_for_state("ready");
-    assert_eq!(counted("server_restarts"), Some(2.0));
+    assert!(counted("server_restarts") >= Some(2.0));
     assert_eq!(counted("faults"), Some(1.0));
     // A control daemon that says nothing leaves the rest to be told.
     signal_pid(control_pid(&status), Signal::STOP);

@@ -162,6 +162,12 @@ fn printed(host: &Host, command: &[&str], client: &mut Option<Child>) -> String 
     let allowed: &[i32] = if words.contains(&"doctor") { &[0, 4, 5] } else { &[0] };
     let status = output.status.code().filter(|status| allowed.contains(status));
     assert!(status.is_some() && complained.is_empty(), "{command:?}: {}: {said}{complained}", output.status);
+    // Its GPU work is over, and so is it in a moment.
+    if words.contains(&"terminate")
+        && let Some(mut gone) = client.take()
+    {
+        gone.wait().unwrap();
+    }
     said
 }
 

@@ -139,14 +139,14 @@ impl Host {
         let old = fs::read_to_string(&file).unwrap();
         let kept = old.lines().filter(|line| !keys.iter().any(|key| line.starts_with(&format!("{key}:"))));
         let new: Vec<&str> = kept.chain(lines.lines()).collect();
-        fs::write(&file, new.join("\n") + "\n").unwrap();
+        replace(&file, &(new.join("\n") + "\n"));
     }
 
     /// Replaces the device file's entries, each given as the text of a YAML flow mapping.
     pub(crate) fn devices(&self, entries: &[&str]) {
         let lines: Vec<String> = entries.iter().map(|entry| format!("- {{{entry}}}\n")).collect();
         let text = format!("devices:\n{}", lines.concat());
-        fs::write(self.file("/etc/yunion/host_container_device.yml"), text).unwrap();
+        replace(&self.file("/etc/yunion/host_container_device.yml"), &text);
     }
 
     /// Plants a fault, or any state file of the simulator's.
@@ -183,6 +183,7 @@ impl Host {
     /// A command in this host's environment.
     pub(crate) fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
+        without_foreign_variables(&mut command);
         command.envs(self.environment.iter().map(|(name, value)| (name, value))).stdin(Stdio::null());
         command
     }
@@ -354,6 +355,11 @@ impl Host {
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     }
 
+    /// Nothing of ours is left. A front end that was cut off in the middle of a question may be the last to go.
+    pub(crate) fn nothing_runs(&self) {
+        wait_for("no process", || self.processes().is_empty().then_some(()));
+    }
+
     /// The PIDs of all processes of this host, by the variable that they inherit; the daemon included.
     pub(crate) fn processes(&self) -> Vec<u32> {
         let mark = format!("YUNION_MPS_SIM={}", self.path("").display().to_string().trim_end_matches('/'));
@@ -384,6 +390,26 @@ impl Drop for Host {
 }
 
 /// Sends a signal; a process that has gone is no error.
+/// Lets nothing of a caller in that is a container for CUDA, or a service.
+pub(crate) fn without_foreign_variables(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if ["CUDA_", "NVIDIA_", "YUNION_", "NOTIFY_", "WATCHDOG_"]
+            .iter()
+            .any(|prefix| text.starts_with(prefix))
+        {
+            command.env_remove(&name);
+        }
+    }
+}
+
+/// Writes a configuration file as an editor does: who reads it meanwhile finds the old one or the new one.
+fn replace(file: &Path, text: &str) {
+    let new = file.with_extension("new");
+    fs::write(&new, text).unwrap();
+    fs::rename(&new, file).unwrap();
+}
+
 pub(crate) fn signal_pid(pid: u32, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     let _ = kill_process(pid, signal);

@@ -159,7 +159,7 @@ fn nothing_is_allocated_beside_a_tenant() {
     let host = Host::serving("h200");
     let mut tenant = host.command(host.path("bin/cuda-client"));
     let pipe = host.path("mps/pipe");
-    let mut tenant = tenant.args(["hold", "60"]).env("CUDA_MPS_PIPE_DIRECTORY", pipe).spawn().unwrap();
+    let mut tenant = tenant.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", pipe).spawn().unwrap();
     wait_for("the tenant is a client", || (host.busctl("ListClients") != json!([])).then_some(()));
     let (status, reports) = probe(&host, &["00:06.0-1"]);
     assert_eq!((status, &reports[0]["clients"]), (Some(0), &json!(1)), "{reports:#}");

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, binaries, signal_pid, text, wait_for};
+use crate::host::{Host, binaries, root_or_skip, signal_pid, text, wait_for};
 
 /// How often each way of ending a client is tried.
 const ROUNDS: usize = 4;
@@ -140,8 +140,12 @@ fn assert_terminated(victim: Child) {
 /// A command of `yunion-mpsctl run` that has said why its GPU work ended, and then was as fast with its own exit status as
 /// the signal that follows, or slower.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
-    assert!(said.contains(TERMINATED), "{signal:?}: {said}");
-    assert!([Some(3), Some(128 + signal.as_raw())].contains(&status), "{signal:?}: {status:?}: {said}");
+    assert!(!said.contains("neighbours may suffer"), "{signal:?}: {said}");
+    match status {
+        Some(3) => assert!(said.contains(TERMINATED), "{signal:?}: {said}"),
+        // The signal was ahead of its last words.
+        _ => assert_eq!(status, Some(128 + signal.as_raw()), "{signal:?}: {said}"),
+    }
 }
 
 fn succeeded(output: &Output) -> String {
@@ -152,18 +156,6 @@ fn succeeded(output: &Output) -> String {
 fn failed(output: &Output) -> String {
     assert_eq!(output.status.code(), Some(1), "{}", text(output));
     String::from_utf8(output.stderr.clone()).unwrap()
-}
-
-/// Whether other users can be played here; says so where they can't.
-fn can_be_nobody(host: &Host) -> bool {
-    let works = rustix::process::getuid().is_root()
-        && nobody(host, &host.path("bin/cuda-client"))
-            .output()
-            .is_ok_and(|output| output.status.code() == Some(2));
-    if !works {
-        println!("skipped: only root, with binaries that all may execute, can play another user");
-    }
-    works
 }
 
 fn nobody(host: &Host, program: &Path) -> Command {
@@ -355,10 +347,10 @@ fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
 
 #[test]
 fn users_may_terminate_what_is_theirs() {
-    let mut scene = Scene::new();
-    if !can_be_nobody(&scene.host) {
+    if !root_or_skip("users_may_terminate_what_is_theirs") {
         return;
     }
+    let mut scene = Scene::new();
     let gdbus = |scene: &Scene| nobody(&scene.host, Path::new("gdbus"));
     let terminate = "Manager.TerminateClient";
     let bystander = scene.bystander.id();
@@ -433,7 +425,7 @@ fn a_client_that_stays_is_done_with() {
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     // No signal was sent to it.
-    assert_eq!(process_state(staying.id()), Some('S'));
+    wait_for("it sleeps on", || (process_state(staying.id()) == Some('S')).then_some(()));
     signal_pid(staying.id(), Signal::KILL);
     assert!(ended(staying).1.contains(TERMINATED));
     assert!(scene.bystander_survives());
@@ -572,8 +564,13 @@ fn run_finds_all_that_the_command_has_started() {
             scene.another_computes();
             signal_pid(run.id(), Signal::TERM);
             let (status, said) = ended(run);
-            assert!(said.contains(TERMINATED) && said.contains("signalled"), "{script}: {said}");
+            assert!(
+                said.contains("signalled") && !said.contains("neighbours may suffer"),
+                "{script}: {said}"
+            );
             assert_eq!(status, Some(9), "{script}: {said}");
+            // The signal that follows may be ahead of a client's last words; this one is in another group.
+            assert!(said.contains(TERMINATED) || !script.contains("setsid"), "{script}: {said}");
             assert!(scene.bystander_survives(), "{script}");
         }
     }

@@ -2,6 +2,8 @@
 
 use std::fs::File;
 use std::process::Stdio;
+use std::thread::sleep;
+use std::time::Duration;
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -206,7 +208,7 @@ fn another_topology() {
         status["service"]["state"] == "ready" && status["control_daemons"].as_array().unwrap().len() == 1
     });
     assert_eq!(host.stop().code(), Some(0));
-    assert_eq!(host.processes(), [0; 0]);
+    host.nothing_runs();
 }
 
 /// Another topology while a client runs: the control daemon that is not needed any more is the client's until it is
@@ -275,7 +277,65 @@ fn a_change_taken_back_costs_no_client() {
     client.kill().unwrap();
     client.wait().unwrap();
     assert_eq!(host.stop().code(), Some(0));
-    assert!(host.processes().is_empty());
+    host.nothing_runs();
+}
+
+/// A host.conf that is being written, or is gone, says nothing of MPS. That is no reason to end everybody's work.
+#[test]
+fn nobody_s_work_ends_for_want_of_a_word() {
+    let mut host = Host::serving("h200");
+    let mut client = host.command("cuda-client");
+    client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
+    let mut client = client.stdout(Stdio::null()).spawn().unwrap();
+    host.wait_for_only_client();
+    let conf = host.file("/etc/yunion/host.conf");
+    let whole = std::fs::read_to_string(&conf).unwrap();
+    for text in [Some(""), Some("cuda_mps_replicas: 4\n"), Some("enable_cuda_mps:\n"), None] {
+        match text {
+            Some(text) => std::fs::write(&conf, text).unwrap(),
+            None => std::fs::remove_file(&conf).unwrap(),
+        }
+        let refusal = crate::host::text(&host.call("Control.Reload"));
+        assert!(refusal.contains("Error.InvalidConfig"), "{text:?}: {refusal}");
+        assert!(
+            refusal.contains("enable_cuda_mps: not there any more, while GPUs are served; write"),
+            "{text:?}: {refusal}"
+        );
+        let said =
+            crate::host::text(&host.mpsctl(&["check", "--sysroot", host.path("sysroot").to_str().unwrap()]));
+        assert!(said.contains("MPS is switched off: refused: "), "{text:?}: {said}");
+        host.wait_for_state("degraded");
+        assert!(host.list().iter().all(|device| device["healthy"] == true));
+    }
+    assert!(client.try_wait().unwrap().is_none());
+    std::fs::write(&conf, whole).unwrap();
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_state("ready");
+    host.configure("enable_cuda_mps: false");
+    assert!(host.call("Control.Reload").status.success());
+    assert!(!client.wait().unwrap().success());
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A second change while the first one is being made: what the log says of the first is not taken for the second's.
+#[test]
+fn changes_that_follow_each_other_start_nothing_anew() {
+    let mut host = Host::new("h200x8");
+    host.devices(&[]);
+    host.start();
+    let before = control_pid(&host.wait_for_state("ready"));
+    for round in 0..20 {
+        for (slices, pause) in [(6, 7 * round), (3, 0)] {
+            host.configure(&format!("cuda_mps_replicas: {slices}"));
+            host.signal(Signal::HUP);
+            sleep(Duration::from_millis(pause));
+        }
+        let status = host.wait_for_status("3 slices each", |status| {
+            status["service"]["state"] == "ready" && host.list().len() == 8 * 3
+        });
+        assert_eq!(control_pid(&status), before, "round {round}: {}", host.log());
+    }
+    assert_eq!(host.stop().code(), Some(0));
 }
 
 /// Called back while it ends, it comes again.
@@ -292,7 +352,7 @@ fn disabled_and_enabled_again_at_once() {
     }
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Default");
-    assert!(host.processes().is_empty());
+    host.nothing_runs();
 }
 
 /// Without a plan, for want of a driver for one, what an earlier service of ours has left is ended by a stop all the same.
@@ -307,5 +367,5 @@ fn a_stop_without_a_plan_ends_what_runs() {
     host.wait_for_state("failed");
     assert!(host.processes().contains(&control_pid(&before)));
     assert_eq!(host.stop().code(), Some(0));
-    assert!(host.processes().is_empty(), "{}", host.log());
+    host.nothing_runs();
 }

@@ -39,7 +39,7 @@ fn a_killed_control_daemon_comes_back() {
     assert!(control_daemon(&after)["starts"].as_u64() > control_daemon(&before)["starts"].as_u64());
     assert!(host.list().iter().all(|device| device["healthy"] == true));
     assert_eq!(host.stop().code(), Some(0));
-    assert_eq!(host.processes(), [0; 0]);
+    host.nothing_runs();
     assert_eq!(host.compute_mode(0), "Default");
 }
 
@@ -126,7 +126,7 @@ fn an_idle_foreign_control_daemon_is_replaced() {
         assert!(host.log().contains("is not ours and has no client: replaced"));
         assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "25.0\n");
         assert_eq!(host.stop().code(), Some(0));
-        assert_eq!(host.processes(), [0; 0]);
+        host.nothing_runs();
     }
 }
 
@@ -200,7 +200,7 @@ fn a_control_daemon_that_does_not_quit_is_terminated() {
     let pid = control_pid(&host.wait_for_state("ready"));
     assert_eq!(host.stop().code(), Some(0));
     assert!(host.log().contains(&format!("(PID {pid}) stopped: Terminated")));
-    assert_eq!(host.processes(), [0; 0]);
+    host.nothing_runs();
     assert_eq!(host.compute_mode(0), "Default");
 }
 
@@ -237,5 +237,5 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
     foreign.wait().unwrap();
     assert!(!alive(control_pid(&before)));
     assert_eq!(host.stop().code(), Some(0));
-    assert_eq!(host.processes(), [0; 0]);
+    host.nothing_runs();
 }

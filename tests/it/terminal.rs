@@ -12,7 +12,12 @@ async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], argu
     let script = format!("stty cols {columns} rows 50 && exec env {variables}'{program}' {arguments}");
     let mut command = service.bus.command("script");
     command.args(["-qec", &script, "/dev/null"]);
-    command.env("TERM", "xterm-256color").env("TZ", "CET-1").env_remove("COLUMNS").env_remove("NO_COLOR");
+    command
+        .env("TERM", "xterm-256color")
+        .env("TZ", "CET-1")
+        .env_remove("COLUMNS")
+        .env_remove("NO_COLOR")
+        .env("SHELL", "/bin/sh");
     printed(&mut command).await
 }
 

@@ -367,7 +367,7 @@ mod tests {
         fs::create_dir_all(host.path().join("gpus/0/processes")).unwrap();
         let gpu = Host::at(host.path()).gpu(0);
         gpu.enter(std::process::id(), Kind::Compute, 519);
-        write(&host.path().join("gpus/0/processes/1"), "client 580 17").unwrap();
+        write(&host.path().join("gpus/0/processes/1"), "client 580 18446744073709551615").unwrap();
         assert_eq!(gpu.processes(), BTreeMap::from([(std::process::id(), (Kind::Compute, 519))]));
         gpu.leave(std::process::id());
         assert!(gpu.processes().is_empty());

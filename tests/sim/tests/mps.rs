@@ -5,7 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -538,8 +538,12 @@ fn a_client_killed_in_a_long_kernel_takes_its_neighbours_with_it() {
     assert_eq!(control.ask("terminate_client 1 2"), missing);
     assert_eq!(control.ask(&format!("get_server_status {server}")), "ACTIVE\n");
 
-    let victim = control.client(&server, &["long", "600"]);
-    victim.kill(Signal::KILL);
+    let mut victim = host.command("cuda-client");
+    let mut victim = victim.args(["long", "600"]).stderr(Stdio::piped()).spawn().unwrap();
+    let mut runs = [0];
+    victim.stderr.take().unwrap().read_exact(&mut runs).unwrap();
+    victim.kill().unwrap();
+    victim.wait().unwrap();
     let (text, status) = bystander.end();
     assert!(text.ends_with(HELD), "{text}");
     assert_eq!(status, 4);
@@ -774,9 +778,9 @@ fn one_user_at_a_time_or_all_at_once() {
     // Another user must be able to read the programs, wherever the target directory is.
     let programs = tempfile::tempdir().unwrap();
     fs::set_permissions(&programs, fs::Permissions::from_mode(0o755)).unwrap();
-    for program in PROGRAMS {
-        fs::copy(program, programs.path().join(Path::new(program).file_name().unwrap())).unwrap();
-    }
+    // By another process: one that we fork meanwhile would hold the files open for writing, and they could not be run.
+    let copied = Command::new("cp").args(PROGRAMS).arg(programs.path()).status().unwrap();
+    assert!(copied.success());
     let host = Host::made_by(&programs.path().join("yunion-mps-sim"), "h200");
     let as_other = || {
         let mut command = host.command("cuda-client");

@@ -278,6 +278,8 @@ fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
 fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let init = start.elapsed().as_secs_f64();
     context.request(&Request::LongKernel(true));
+    // The server has it before anything that happens from now on.
+    let _ = writeln!(io::stderr(), "long pid {} runs", std::process::id());
     if let Err(error) = context.work(Instant::now() + time) {
         say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));
         return 3;

@@ -423,11 +423,12 @@ impl Daemon {
             }
         }
         let status = exit_code(child);
-        self.log(&format!("Server {} exited with status {status}", server.pid));
-        if self.version < 580 {
-            self.log("Removed Shm file at ");
-        }
         self.note(|state| {
+            // Nobody who reads of its end finds it there still.
+            self.log(&format!("Server {} exited with status {status}", server.pid));
+            if self.version < 580 {
+                self.log("Removed Shm file at ");
+            }
             state.server = None;
             state.exit_status = status;
         });
