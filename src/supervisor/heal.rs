@@ -248,13 +248,13 @@ impl Worker {
     }
 
     pub(super) fn forget_server(&mut self, server: u32) {
-        self.servers.forget(server);
-        self.watched_servers.remove(&server);
         if self.fault.as_ref().is_some_and(|fault| fault.server == server) {
             self.read_on();
             self.tell_fault();
             self.fault = self.fault.take().filter(|fault| fault.server != server);
         }
+        self.servers.forget(server);
+        self.watched_servers.remove(&server);
     }
 
     /// A server has ended. In multi-user mode the next one is started ahead of its first client.
