@@ -28,6 +28,10 @@ marked() {
     done
 }
 
+only_the_bus_marked() {
+    [ -z "$(marked | grep -vx "$bus")" ]
+}
+
 none_marked() {
     [ -z "$(marked)" ]
 }
@@ -177,8 +181,8 @@ status=0
 wait "$daemon" || status=$?
 daemon=''
 [ "$status" -eq 0 ] || fail "the daemon ended with exit status $status"
-mapfile -t left < <(marked | grep -vx "$bus")
-[ ${#left[@]} -eq 0 ] || fail "left running by the daemon: $(names "${left[@]}")"
+# shellcheck disable=SC2046 # PIDs
+wait_for 10 only_the_bus_marked || fail "left running by the daemon: $(names $(marked | grep -vx "$bus"))"
 
 show "${query[@]}" | tee "$dir/stopped.csv.shown"
 sed 1,2d "$dir/stopped.csv.shown" >"$dir/stopped.csv"
@@ -186,8 +190,8 @@ check stopped "$board" "$dir"
 
 kill -TERM "$bus"
 wait_for 10 is_gone "$bus" || fail "dbus-daemon runs on"
-mapfile -t left < <(marked)
-[ ${#left[@]} -eq 0 ] || fail "left running: $(names "${left[@]}")"
+# shellcheck disable=SC2046 # PIDs
+wait_for 10 none_marked || fail "left running: $(names $(marked))"
 
 echo
 echo "demo: $board: every check held"

@@ -131,13 +131,13 @@ fn namesake(machine: &mut Machine) {
     let old = held(machine);
     let cursor = machine.cursor();
     let main = machine.property(SERVICE, "MainPID");
-    machine.sh(&format!("echo shared >/run/asker; systemctl restart --no-block {SERVICE}"));
-    wait_for("the next process", || {
-        let next = machine.property(SERVICE, "MainPID");
-        (next != main && next != "0").then_some(())
-    });
-    assert_eq!(machine.property(SERVICE, "ActiveState"), "activating");
-    machine.sh(&format!("kill -KILL {old}"));
+    // In one go: it doesn't wait for ever.
+    let meanwhile = machine.sh(&format!(
+        "echo shared >/run/asker; systemctl restart --no-block {SERVICE}; \
+         until next=$(systemctl show --value --property=MainPID {SERVICE}); [ $next != 0 ] && [ $next != {main} ]; \
+         do sleep 0.02; done; systemctl show --value --property=ActiveState {SERVICE}; kill -KILL {old}"
+    ));
+    assert_eq!(meanwhile, "activating\n");
     wait_for("the next start", || (machine.property(SERVICE, "ActiveState") == "active").then_some(()));
     let new = held(machine);
     assert_ne!(new, old);
