@@ -291,7 +291,13 @@ impl Daemon {
     async fn first_pass(&mut self) -> Result<(), Vec<Problem>> {
         if !self.settings.enabled {
             tracing::info!("enable_cuda_mps is false: no GPU is served");
-            self.plan = Ok(Plan { gpus: Vec::new(), control_daemons: Vec::new() });
+            let nothing = Plan { gpus: Vec::new(), control_daemons: Vec::new() };
+            if self.has_leftovers() {
+                // For the driver, which restores compute modes.
+                self.scan().await;
+                self.end_leftovers(&nothing, &Goal::Retire);
+            }
+            self.plan = Ok(nothing);
             return Ok(());
         }
         let inventory = self.scan().await;
@@ -454,6 +460,11 @@ impl Daemon {
                 tracing::warn!("{name}: {warning}");
             }
         }
+    }
+
+    fn has_leftovers(&self) -> bool {
+        let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
+        !journal.control_daemons().is_empty() || !journal.changed_gpus().is_empty()
     }
 
     /// Sees to what an earlier service of ours has left: control daemons that the plan has no use for, and compute

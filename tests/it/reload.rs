@@ -317,6 +317,42 @@ fn nobody_s_work_ends_for_want_of_a_word() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// Switched off while it was down: what it left behind serves its clients to their end, and then goes as well.
+#[test]
+fn switched_off_between_two_services() {
+    for forgotten in [false, true] {
+        let mut host = Host::serving("h200");
+        host.wait_for_state("ready");
+        let mut client = host.command("cuda-client");
+        client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
+        let mut client = client.stdout(Stdio::null()).spawn().unwrap();
+        host.wait_for_only_client();
+        host.signal(Signal::KILL);
+        host.ended();
+        if forgotten {
+            std::fs::write(host.file("/etc/yunion/host.conf"), "").unwrap();
+        } else {
+            host.configure("enable_cuda_mps: false");
+        }
+        // Where nothing is configured, these are not known but for its journal.
+        host.start();
+        host.wait_for_status("a control daemon that waits for its client", |status| {
+            let reason = status["control_daemons"][0]["reason"].as_str().unwrap_or_default();
+            status["service"]["state"] == "disabled" && reason.contains("it is not needed any more")
+        });
+        assert!(client.try_wait().unwrap().is_none());
+        assert_eq!(host.compute_mode(0), "Exclusive_Process");
+        client.kill().unwrap();
+        client.wait().unwrap();
+        wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));
+        host.wait_for_status("nobody on the way out", |status| {
+            status["service"]["state"] == "disabled" && status["control_daemons"] == Value::Array(Vec::new())
+        });
+        assert_eq!(host.stop().code(), Some(0));
+        host.nothing_runs();
+    }
+}
+
 /// A second change while the first one is being made: what the log says of the first is not taken for the second's.
 #[test]
 fn changes_that_follow_each_other_start_nothing_anew() {
