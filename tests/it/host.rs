@@ -329,6 +329,15 @@ impl Host {
         })
     }
 
+    /// The only client, which computes until it is ended.
+    pub(crate) fn holding_client(&self) -> Child {
+        let mut client = self.command("cuda-client");
+        client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", self.path("mps/pipe"));
+        let client = client.stdout(Stdio::null()).spawn().unwrap();
+        self.wait_for_only_client();
+        client
+    }
+
     /// The compute mode of a GPU by its number, in nvidia-smi's words.
     pub(crate) fn compute_mode(&self, gpu: usize) -> String {
         let output = self

@@ -217,15 +217,7 @@ fn another_topology() {
 fn another_topology_waits_for_clients() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
-    let mut client = host
-        .command("cuda-client")
-        .args(["hold", "600"])
-        .env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"))
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    let ps = |host: &Host| host.front_end(&host.path("mps/pipe"), "ps");
-    wait_for("the client", || ps(&host).contains(&client.id().to_string()).then_some(()));
+    let mut client = host.holding_client();
     host.configure("cuda_mps_topology: per_gpu");
     assert!(host.call("Control.Reload").status.success());
     for _ in 0..3 {
@@ -253,12 +245,7 @@ fn a_change_taken_back_costs_no_client() {
     let mut host = Host::new("h200");
     host.start();
     let before = host.wait_for_state("ready");
-    let mut client = host.command("cuda-client");
-    client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
-    let mut client = client.stdout(Stdio::null()).spawn().unwrap();
-    wait_for("a client", || {
-        host.front_end(&host.path("mps/pipe"), "ps").contains("cuda-client").then_some(())
-    });
+    let mut client = host.holding_client();
     for _ in 0..2 {
         host.configure("cuda_mps_topology: per_gpu");
         host.signal(Signal::HUP);
@@ -284,10 +271,7 @@ fn a_change_taken_back_costs_no_client() {
 #[test]
 fn nobody_s_work_ends_for_want_of_a_word() {
     let mut host = Host::serving("h200");
-    let mut client = host.command("cuda-client");
-    client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
-    let mut client = client.stdout(Stdio::null()).spawn().unwrap();
-    host.wait_for_only_client();
+    let mut client = host.holding_client();
     let conf = host.file("/etc/yunion/host.conf");
     let whole = std::fs::read_to_string(&conf).unwrap();
     for text in [Some(""), Some("cuda_mps_replicas: 4\n"), Some("enable_cuda_mps:\n"), None] {
@@ -323,10 +307,7 @@ fn switched_off_between_two_services() {
     for forgotten in [false, true] {
         let mut host = Host::serving("h200");
         host.wait_for_state("ready");
-        let mut client = host.command("cuda-client");
-        client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
-        let mut client = client.stdout(Stdio::null()).spawn().unwrap();
-        host.wait_for_only_client();
+        let mut client = host.holding_client();
         host.signal(Signal::KILL);
         host.ended();
         if forgotten {

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixDatagram;
-use std::process::Stdio;
 use std::time::Instant;
 
 use rustix::process::Signal;
@@ -130,20 +129,23 @@ fn ready_is_said_even_without_a_driver() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// The next service over what the one before has left, none of which has a place in its plan.
+fn started_with_another_topology(host: &mut Host) -> ServiceManager {
+    host.signal(Signal::KILL);
+    host.ended();
+    host.configure("cuda_mps_topology: per_gpu");
+    let manager = ServiceManager::of(host);
+    host.start();
+    manager
+}
+
 /// Clients may keep a GPU from its next control daemon for days: who starts or reloads the service doesn't wait for them,
 /// and a start that took too long would be ended and tried again for ever.
 #[test]
 fn ready_does_not_wait_for_clients() {
     let mut host = Host::serving("h200");
-    let mut client = host.command("cuda-client");
-    client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
-    let mut client = client.stdout(Stdio::null()).spawn().unwrap();
-    host.wait_for_only_client();
-    host.signal(Signal::KILL);
-    host.ended();
-    host.configure("cuda_mps_topology: per_gpu");
-    let mut manager = ServiceManager::of(&mut host);
-    host.start();
+    let mut client = host.holding_client();
+    let mut manager = started_with_another_topology(&mut host);
     let heard = manager.until(|message| message == "READY=1");
     let last = heard.iter().rev().find(|message| message.starts_with("STATUS=")).unwrap();
     assert!(last.starts_with("STATUS=failed: 0 devices on 0 of 1 GPUs; 1 of 1 GPUs not served"), "{heard:?}");
@@ -164,11 +166,7 @@ fn ready_does_not_wait_for_clients() {
 fn ready_waits_for_the_next_control_daemon() {
     let mut host = Host::serving("h200");
     host.wait_for_state("ready");
-    host.signal(Signal::KILL);
-    host.ended();
-    host.configure("cuda_mps_topology: per_gpu");
-    let mut manager = ServiceManager::of(&mut host);
-    host.start();
+    let mut manager = started_with_another_topology(&mut host);
     let heard = manager.until(|message| message == "READY=1");
     assert!(heard.contains(&"STATUS=ready: 4 devices on 1 of 1 GPUs".to_owned()), "{heard:?}");
     assert!(!heard.iter().any(|message| message.starts_with("STATUS=failed")), "{heard:?}");
