@@ -762,9 +762,12 @@ impl Daemon {
             let latest = Instant::now() + period;
             self.next_scan.map_or(latest, |due| due.min(latest))
         });
+        // The same one stays: answers are made once for each.
         self.snapshot.send_if_modified(|current| {
             let modified = **current != snapshot;
-            *current = Arc::new(snapshot);
+            if modified {
+                *current = Arc::new(snapshot);
+            }
             modified
         });
         self.tell_service_manager();

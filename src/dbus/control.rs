@@ -1,41 +1,77 @@
-//! `io.yunion.Mps1.Control`, documented in `config/io.yunion.Mps1.Control.xml`. The bus policy lets root alone call it.
+//! `io.yunion.Mps1.Control`, documented in `config/io.yunion.Mps1.Control.xml`. The bus policy lets root alone call it, and
+//! so does this, should the policy be another.
 
-use tokio::sync::mpsc;
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, oneshot};
 use zbus::interface;
+use zbus::message::Header;
 
-use super::manager::ask;
+use super::callers::is_privileged;
+use super::gate::Gate;
+use super::manager::{ask, bounded_name, bounded_names};
 use super::{Request, RequestError};
 
 /// What changes something.
 pub(super) struct Control {
     requests: mpsc::Sender<Request>,
+    gate: Arc<Gate>,
 }
 
 impl Control {
-    pub(super) fn new(requests: mpsc::Sender<Request>) -> Self {
-        Self { requests }
+    pub(super) fn new(requests: mpsc::Sender<Request>, gate: Arc<Gate>) -> Self {
+        Self { requests, gate }
+    }
+
+    /// Hands a request of root's to the daemon's loop and waits for the answer.
+    async fn ask<T>(
+        &self,
+        header: &Header<'_>,
+        request: impl FnOnce(oneshot::Sender<Result<T, RequestError>>) -> Request,
+    ) -> Result<T, RequestError> {
+        let uid = self.gate.request(header)?.uid;
+        if !is_privileged(uid) {
+            return Err(RequestError::AccessDenied(format!("only root may do this, not user {uid}")));
+        }
+        ask(&self.requests, request).await
     }
 }
 
 #[interface(name = "io.yunion.Mps1.Control", introspection_docs = false)]
 impl Control {
     #[zbus(out_args("generation"))]
-    async fn reload(&self) -> Result<u64, RequestError> {
-        ask(&self.requests, |reply| Request::Reload { reply }).await
-    }
-    async fn apply(&self, force: bool) -> Result<(), RequestError> {
-        ask(&self.requests, |reply| Request::Apply { force, reply }).await
+    async fn reload(&self, #[zbus(header)] header: Header<'_>) -> Result<u64, RequestError> {
+        self.ask(&header, |reply| Request::Reload { reply }).await
     }
 
-    async fn restart_server(&self, gpu: String) -> Result<(), RequestError> {
-        ask(&self.requests, |reply| Request::RestartServer { gpu, reply }).await
+    async fn apply(&self, force: bool, #[zbus(header)] header: Header<'_>) -> Result<(), RequestError> {
+        self.ask(&header, |reply| Request::Apply { force, reply }).await
     }
 
-    async fn release_devices(&self, devices: Vec<String>) -> Result<(), RequestError> {
-        ask(&self.requests, |reply| Request::ReleaseDevices { devices, reply }).await
+    async fn restart_server(
+        &self,
+        gpu: String,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<(), RequestError> {
+        bounded_name(&gpu)?;
+        self.ask(&header, |reply| Request::RestartServer { gpu, reply }).await
     }
 
-    async fn release_container(&self, id: String) -> Result<(), RequestError> {
-        ask(&self.requests, |reply| Request::ReleaseContainer { id, reply }).await
+    async fn release_devices(
+        &self,
+        devices: Vec<String>,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<(), RequestError> {
+        bounded_names(&devices)?;
+        self.ask(&header, |reply| Request::ReleaseDevices { devices, reply }).await
+    }
+
+    async fn release_container(
+        &self,
+        id: String,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<(), RequestError> {
+        bounded_name(&id)?;
+        self.ask(&header, |reply| Request::ReleaseContainer { id, reply }).await
     }
 }

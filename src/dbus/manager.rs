@@ -3,33 +3,39 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot, watch};
-use zbus::fdo::DBusProxy;
+use tokio::sync::{mpsc, oneshot};
+use zbus::interface;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
-use zbus::{Connection, interface};
 
+use super::answers::{Answers, Present};
 use super::dict::{self, Dict, value};
+use super::gate::Gate;
 use super::{Request, RequestError};
 use crate::container::{ContainerError, container_config};
-use crate::state::{GpuView, Named, Snapshot};
+use crate::state::{Named, Snapshot};
 
 /// What a request may take. Longer than any caller's own patience, so that it only ends what nobody waits for.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The entry point of everything that may be read.
 pub(super) struct Manager {
-    snapshot: watch::Receiver<Arc<Snapshot>>,
+    present: Present,
     requests: mpsc::Sender<Request>,
+    gate: Arc<Gate>,
 }
 
 impl Manager {
-    pub(super) fn new(snapshot: watch::Receiver<Arc<Snapshot>>, requests: mpsc::Sender<Request>) -> Self {
-        Self { snapshot, requests }
+    pub(super) fn new(present: Present, requests: mpsc::Sender<Request>, gate: Arc<Gate>) -> Self {
+        Self { present, requests, gate }
     }
 
     fn snapshot(&self) -> Arc<Snapshot> {
-        Arc::clone(&self.snapshot.borrow())
+        self.present.snapshot()
+    }
+
+    fn answers(&self) -> Result<Arc<Answers>, RequestError> {
+        self.present.answers().map_err(|error| RequestError::Failed(error.to_string()))
     }
 
     fn property<T>(&self, key: &str) -> Result<T, RequestError>
@@ -40,10 +46,13 @@ impl Manager {
     }
 }
 
-/// The GPUs, once they are known. Before that an empty list would be a lie that makes the platform delete devices.
-fn known(snapshot: &Snapshot) -> Result<&[GpuView], RequestError> {
-    let not_yet = || RequestError::NotReady(ContainerError::NotReady.to_string());
-    snapshot.gpus.as_deref().ok_or_else(not_yet)
+/// The GPUs are not known yet. An empty list would be a lie that makes the platform delete devices.
+fn not_ready() -> RequestError {
+    RequestError::NotReady(ContainerError::NotReady.to_string())
+}
+
+fn known(snapshot: &Snapshot) -> Result<(), RequestError> {
+    if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready()) }
 }
 
 /// Hands a request to the daemon's loop and waits for the answer.
@@ -66,21 +75,28 @@ pub(super) async fn ask<T>(
     }
 }
 
-/// The user who sent a message. The bus knows it from the kernel; nothing that the caller says counts.
-async fn caller(header: &Header<'_>, connection: &Connection) -> Result<u32, RequestError> {
-    let credentials = async {
-        let sender = header.sender().ok_or(zbus::Error::MissingField)?.to_owned();
-        let bus = DBusProxy::new(connection).await?;
-        bus.get_connection_credentials(sender.into()).await.map_err(zbus::Error::from)
-    };
-    let uid = match credentials.await {
-        Ok(credentials) => credentials.unix_user_id(),
-        Err(error) => {
-            tracing::debug!("the bus doesn't say who a caller is: {error}");
-            None
-        }
-    };
-    uid.ok_or_else(|| RequestError::AccessDenied("the bus doesn't say who you are".to_owned()))
+/// As long as the name of a device or the id of a container is, in bytes.
+const NAME_MAX: usize = 64;
+
+/// As many devices as a caller may name at once; a host has some hundred.
+const NAMES_MAX: usize = 1024;
+
+/// Refuses what can't be a name. The error does not repeat it.
+pub(super) fn bounded_name(name: &str) -> Result<(), RequestError> {
+    if name.len() <= NAME_MAX {
+        return Ok(());
+    }
+    let length = name.len();
+    Err(RequestError::NoSuchDevice(format!("a name has at most {NAME_MAX} bytes, and this one has {length}")))
+}
+
+/// Refuses what can't be a list of names.
+pub(super) fn bounded_names(names: &[String]) -> Result<(), RequestError> {
+    if names.len() > NAMES_MAX {
+        let count = names.len();
+        return Err(RequestError::Failed(format!("{count} devices are named, and {NAMES_MAX} are allowed")));
+    }
+    names.iter().try_for_each(|name| bounded_name(name))
 }
 
 impl From<ContainerError> for RequestError {
@@ -99,19 +115,18 @@ impl From<ContainerError> for RequestError {
 #[interface(name = "io.yunion.Mps1.Manager", introspection_docs = false)]
 impl Manager {
     #[zbus(out_args("devices"))]
-    fn list_devices(&self) -> Result<Vec<Dict>, RequestError> {
-        let snapshot = self.snapshot();
-        known(&snapshot)?;
-        Ok(snapshot.slices().map(|(gpu, ordinal)| dict::device(gpu, ordinal)).collect())
+    fn list_devices(&self) -> Result<Arc<Vec<Dict>>, RequestError> {
+        self.answers()?.devices.clone().ok_or_else(not_ready)
     }
 
     #[zbus(out_args("gpus"))]
-    fn list_gpus(&self) -> Result<Vec<Dict>, RequestError> {
-        Ok(known(&self.snapshot())?.iter().map(dict::gpu).collect())
+    fn list_gpus(&self) -> Result<Arc<Vec<Dict>>, RequestError> {
+        self.answers()?.gpus.clone().ok_or_else(not_ready)
     }
 
     #[zbus(out_args("device"))]
     fn get_device(&self, name: &str) -> Result<Dict, RequestError> {
+        bounded_name(name)?;
         let snapshot = self.snapshot();
         known(&snapshot)?;
         match snapshot.find(name) {
@@ -130,6 +145,7 @@ impl Manager {
         &self,
         devices: Vec<String>,
     ) -> Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>), RequestError> {
+        bounded_names(&devices)?;
         let config = container_config(&self.snapshot(), devices)?;
         let environment =
             config.environment.into_iter().map(|(name, value)| (name.to_owned(), dict::clean(&value)));
@@ -141,8 +157,9 @@ impl Manager {
     }
 
     #[zbus(out_args("clients"))]
-    async fn list_clients(&self) -> Result<Vec<Dict>, RequestError> {
+    async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<Dict>, RequestError> {
         known(&self.snapshot())?;
+        self.gate.request(&header)?;
         let clients = ask(&self.requests, |reply| Request::Clients { reply }).await?;
         Ok(clients.iter().map(dict::client).collect())
     }
@@ -151,9 +168,8 @@ impl Manager {
         &self,
         pid: u32,
         #[zbus(header)] header: Header<'_>,
-        #[zbus(connection)] connection: &Connection,
     ) -> Result<(), RequestError> {
-        let uid = caller(&header, connection).await?;
+        let uid = self.gate.request(&header)?.uid;
         ask(&self.requests, |reply| Request::Terminate { pid, uid, reply }).await
     }
 

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, oneshot, watch};
 use zbus::connection::Builder;
-use zbus::fdo::{DBusProxy, ObjectManager, Properties, RequestNameFlags};
+use zbus::fdo::{DBusProxy, Properties, RequestNameFlags};
 use zbus::message::{Header, Message};
 use zbus::names::ErrorName;
 use zbus::object_server::{Interface, SignalEmitter};
@@ -25,17 +25,23 @@ use zbus::{Address, Connection, DBusError};
 
 use crate::state::{ClientView, Snapshot};
 
+mod answers;
+mod callers;
 mod control;
 mod device;
 mod dict;
+mod gate;
 mod gpu;
 mod manager;
 pub mod presence;
 pub mod proxy;
+mod wire;
 
+use answers::{Objects, Present};
 use control::Control;
 use device::Device;
 use dict::Dict;
+use gate::Gate;
 use gpu::Gpu;
 use manager::Manager;
 
@@ -212,10 +218,12 @@ impl Bus {
         requests: mpsc::Sender<Request>,
     ) -> Result<Self, zbus::Error> {
         let first = Arc::clone(&snapshot.borrow());
-        let connection = Builder::address(address)
-            .serve_at(ROOT, ObjectManager)
-            .serve_at(MANAGER, Manager::new(snapshot, requests.clone()))
-            .serve_at(MANAGER, Control::new(requests))
+        let present = Present::new(snapshot);
+        let (gate, socket) = Gate::open(&address).await?;
+        let connection = Builder::socket(socket)
+            .serve_at(ROOT, Objects::new(present.clone()))
+            .serve_at(MANAGER, Manager::new(present, requests.clone(), Arc::clone(&gate)))
+            .serve_at(MANAGER, Control::new(requests, gate))
             .build()
             .await?;
         let published = Published {

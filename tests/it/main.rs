@@ -10,6 +10,7 @@
     clippy::print_stdout
 )]
 
+mod attacks;
 mod bad_input;
 mod bench;
 mod bus;

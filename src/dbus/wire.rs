@@ -1,0 +1,194 @@
+//! Messages as they come over the bus's socket. Every local user may send us what he likes, so a message has a bounded
+//! size before anything of it is kept.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream as StdStream};
+
+use tokio::io::{AsyncReadExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use zbus::address::Transport;
+use zbus::address::transport::UnixSocket;
+use zbus::connection::socket::ReadHalf;
+use zbus::export::async_trait::async_trait;
+use zbus::{Address, Message};
+
+/// The fixed beginning of a message.
+const BEGINNING: usize = 16;
+
+/// As large as the rest of a header is taken. Object paths make it long; ours are short.
+const FIELDS_MAX: usize = 8 << 10;
+
+/// As large as the body of a call is taken. Some hundred names of slices are a few KiB.
+pub(super) const BODY_MAX: usize = 64 << 10;
+
+/// As large as the body of an answer to us is taken, or of a signal of the bus: `ListNames` on a host with some thousand
+/// connections.
+const ANSWER_MAX: usize = 1 << 20;
+
+/// Joins the socket of a bus.
+///
+/// # Errors
+/// It is not there, or the address is not that of a Unix socket.
+pub(super) async fn connect(address: &Address) -> io::Result<(Incoming, OwnedWriteHalf)> {
+    let stream = match address.transport() {
+        Transport::Unix(unix) => match unix.path() {
+            UnixSocket::File(path) => UnixStream::connect(path).await?,
+            UnixSocket::Abstract(name) => {
+                let name = std::os::unix::ffi::OsStrExt::as_bytes(name.as_os_str());
+                let stream = StdStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+                stream.set_nonblocking(true)?;
+                UnixStream::from_std(stream)?
+            }
+            _ => return Err(not_a_socket(address)),
+        },
+        _ => return Err(not_a_socket(address)),
+    };
+    let (read, write) = stream.into_split();
+    Ok((Incoming { early: Vec::new(), stream: BufReader::new(read) }, write))
+}
+
+fn not_a_socket(address: &Address) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::Unsupported,
+        format!("the address {address} is not that of a Unix socket; correct DBUS_SYSTEM_BUS_ADDRESS"),
+    )
+}
+
+/// A message that has come.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    /// The message; without its body where that was too large.
+    pub(super) message: Message,
+    /// The size of the body in bytes where it was too large.
+    pub(super) too_large: Option<usize>,
+    /// Whether the sender wants an answer. The message itself says so in any case.
+    pub(super) wants_answer: bool,
+}
+
+/// The reading end of the socket.
+#[derive(Debug)]
+pub(super) struct Incoming {
+    /// Bytes of the first messages that were read with the end of the handshake.
+    early: Vec<u8>,
+    stream: BufReader<OwnedReadHalf>,
+}
+
+impl Incoming {
+    /// Some bytes of the handshake that comes before the messages.
+    pub(super) async fn handshake(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.stream.read(buffer).await
+    }
+
+    /// Takes back what was read of the messages with the end of the handshake.
+    pub(super) fn give_back(&mut self, early: &mut Vec<u8>) {
+        self.early.append(early);
+    }
+
+    /// The next message, as the one with this number. A message that has too large a header is passed over.
+    pub(super) async fn next(&mut self, number: u64) -> zbus::Result<Arrival> {
+        loop {
+            let mut bytes = vec![0; BEGINNING];
+            self.fill(&mut bytes).await?;
+            let lengths = Lengths::of(&bytes).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))?;
+            if lengths.fields > FIELDS_MAX {
+                self.skip(lengths.fields_padded() + lengths.body).await?;
+                continue;
+            }
+            let body_max = if lengths.is_call { BODY_MAX } else { ANSWER_MAX };
+            let kept = if lengths.body > body_max { 0 } else { lengths.body };
+            let fields = BEGINNING..BEGINNING + lengths.fields_padded();
+            bytes.resize(fields.end + kept, 0);
+            self.fill(bytes.get_mut(BEGINNING..).unwrap_or_default()).await?;
+            let mut too_large = None;
+            if kept < lengths.body {
+                self.skip(lengths.body).await?;
+                too_large = Some(lengths.body);
+                if let Some(length) = bytes.get_mut(BODY_LENGTH) {
+                    length.fill(0);
+                }
+            }
+            let mut wants_answer = false;
+            if let Some(flags) = bytes.get_mut(FLAGS) {
+                wants_answer = *flags & NO_ANSWER == 0;
+                // Every call is answered, so that it is seen when it is done.
+                *flags &= !NO_ANSWER;
+            }
+            let message = Here.receive_message(number, &mut bytes, &mut Vec::new()).await?;
+            return Ok(Arrival { message, too_large, wants_answer });
+        }
+    }
+
+    async fn fill(&mut self, buffer: &mut [u8]) -> io::Result<()> {
+        let early = self.early.len().min(buffer.len());
+        let (first, rest) = buffer.split_at_mut(early);
+        for (to, from) in first.iter_mut().zip(self.early.drain(..early)) {
+            *to = from;
+        }
+        self.stream.read_exact(rest).await.map(|_| ())
+    }
+
+    async fn skip(&mut self, count: usize) -> io::Result<()> {
+        let mut left = count;
+        let mut waste = [0; 4096];
+        while left > 0 {
+            let step = left.min(waste.len());
+            self.fill(waste.get_mut(..step).unwrap_or_default()).await?;
+            left -= step;
+        }
+        Ok(())
+    }
+}
+
+/// Where in the beginning of a message the flags stand, and the length of the body.
+const FLAGS: usize = 2;
+const BODY_LENGTH: std::ops::Range<usize> = 4..8;
+const FIELDS_LENGTH: std::ops::Range<usize> = 12..16;
+
+/// NO_REPLY_EXPECTED, among the flags.
+const NO_ANSWER: u8 = 1;
+
+/// METHOD_CALL, as the kind of a message.
+const CALL: u8 = 1;
+
+/// What the beginning of a message says of the rest, in bytes.
+#[derive(Debug)]
+struct Lengths {
+    is_call: bool,
+    fields: usize,
+    body: usize,
+}
+
+impl Lengths {
+    fn of(beginning: &[u8]) -> Option<Self> {
+        let number = |range: std::ops::Range<usize>| {
+            let bytes: [u8; 4] = beginning.get(range)?.try_into().ok()?;
+            let number = match beginning.first()? {
+                b'l' => u32::from_le_bytes(bytes),
+                b'B' => u32::from_be_bytes(bytes),
+                _ => return None,
+            };
+            usize::try_from(number).ok()
+        };
+        let is_call = *beginning.get(1)? == CALL;
+        Some(Self { is_call, fields: number(FIELDS_LENGTH)?, body: number(BODY_LENGTH)? })
+    }
+
+    /// With what fills them up to the body, which begins at a multiple of eight.
+    fn fields_padded(&self) -> usize {
+        self.fields.next_multiple_of(8)
+    }
+}
+
+/// Takes a message apart of which every byte is here.
+#[derive(Debug)]
+struct Here;
+
+#[async_trait]
+impl ReadHalf for Here {
+    async fn recvmsg(&mut self, _: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+        Err(io::ErrorKind::UnexpectedEof.into())
+    }
+}
