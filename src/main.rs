@@ -11,6 +11,7 @@ use yunion_mps::config::Sources;
 use yunion_mps::daemon::{self, Exit, Options};
 use yunion_mps::logging;
 use yunion_mps::mps::launch;
+use yunion_mps::oom;
 
 /// The exit status of a configuration error (`EX_CONFIG`), after which the unit is not restarted.
 const BAD_CONFIGURATION: u8 = 78;
@@ -35,6 +36,9 @@ fn main() -> ExitCode {
     let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
         .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
     let level = logging::init();
+    if let Err(error) = oom::adjust(oom::OWN) {
+        tracing::debug!("the OOM killer treats this service as it does its control daemons: {error}");
+    }
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime can't be started: {error}")),

@@ -92,6 +92,29 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     }
 }
 
+/// Lifts the limits of our unit until the host is booted again, since a control daemon stays in its control group: for
+/// memory, the kernel would end servers, and tenants' jobs with them.
+///
+/// # Errors
+/// systemd does not do it, with the reason.
+pub async fn lift_limits() -> Result<(), String> {
+    let own = own_service().ok_or("this process is not a service of systemd's")?;
+    let lifted = async {
+        let connection = connect().await?;
+        let systemd =
+            SystemdProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
+        let limits = ["MemoryHigh", "MemoryMax", "TasksMax"];
+        systemd.set_unit_properties(&own, true, &limits.map(|limit| (limit, Variant::from(u64::MAX)))).await
+    };
+    match timeout(SCOPE_TIMEOUT, lifted).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) => Err(format!("systemd does not lift the limits of {own}: {error}")),
+        Err(_) => {
+            Err(format!("systemd has not lifted the limits of {own} within {} s", SCOPE_TIMEOUT.as_secs()))
+        }
+    }
+}
+
 /// Asks systemd what it is doing with our unit. Takes 10 s at most.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
@@ -167,6 +190,8 @@ trait Systemd {
         properties: &[Property],
         aux: &[(&str, &[Property])],
     ) -> zbus::Result<OwnedObjectPath>;
+
+    fn set_unit_properties(&self, name: &str, runtime: bool, properties: &[Property]) -> zbus::Result<()>;
 
     #[zbus(name = "GetUnitByPID")]
     fn get_unit_by_pid(&self, pid: u32) -> zbus::Result<OwnedObjectPath>;

@@ -111,7 +111,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
 fn read_only(path: &Path) -> String {
     format!(
         "the file system is read-only; if it is so for this service alone, allow the directory with \
-         ReadWritePaths={} (systemctl edit yunion-mps-daemon), or configure one below /tmp, /run or /var/log",
+         ReadWritePaths={} (systemctl edit yunion-mps-daemon), or configure one below /tmp or /var/log",
         path.display()
     )
 }

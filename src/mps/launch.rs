@@ -10,6 +10,8 @@ use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
+use crate::oom;
+
 /// The first argument that asks for this step.
 pub const ARGUMENT: &str = "launch-control";
 
@@ -22,6 +24,8 @@ pub fn become_program(mut arguments: impl Iterator<Item = OsString>) -> io::Resu
     if io::stdin().read(&mut word)? == 0 {
         return Ok(());
     }
+    // By hand and without root's rights it can't be done, and is no reason to serve nobody.
+    let _ = oom::adjust(oom::OF_CONTROL_DAEMONS);
     let error = Command::new(&program).args(arguments).stdin(Stdio::null()).exec();
     Err(io::Error::new(error.kind(), format!("{}: {error}", program.display())))
 }

@@ -246,9 +246,16 @@ impl Worker {
         if systemd::runs_us() {
             match systemd::move_to_scope(&id, pid).await {
                 Ok(scope) => tracing::debug!(step = "scope", "PID {pid} is in {scope}"),
-                Err(error) => self
-                    .reporter
-                    .warning(format!("control daemon {id} stays in this service's control group: {error}")),
+                Err(error) => {
+                    self.reporter.warning(format!(
+                        "control daemon {id} stays in this service's control group: {error}"
+                    ));
+                    systemd::lift_limits().await.map_err(|error| {
+                        Failure::Failed(format!(
+                            "no control daemon is started where MemoryMax= of this service could end it: {error}"
+                        ))
+                    })?;
+                }
             }
         }
         let process = waiting.go().await.map_err(not_started)?;

@@ -34,6 +34,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("enable_cuda_mps_false_is_active_and_disabled", disabled),
     ("a_pipe_directory_outside_the_sandbox_is_named_with_the_remedy", outside_the_sandbox),
     ("the_sandbox_lets_nvidias_devices_through_and_no_others", sandboxed_devices),
+    ("the_services_limits_spare_control_daemons_and_the_oom_killer_takes_them_last", limits_spare),
     ("systemctl_stop_ends_the_control_daemon_and_restores_the_compute_mode", stop),
     ("the_watchdog_restarts_a_stuck_process", watchdog),
     ("an_enabled_unit_comes_up_at_boot", boot),
@@ -162,6 +163,33 @@ fn message(entry: &Value) -> &str {
 fn nobody<'a>(command: &[&'a str]) -> Vec<&'a str> {
     let switch = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"];
     switch.into_iter().chain(command.iter().copied()).collect()
+}
+
+fn limits_spare(machine: &mut Machine) {
+    let oom = |pid: &str| machine.sh(&format!("cat /proc/{pid}/oom_score_adj")).trim().to_owned();
+    let memory = |unit: &str| {
+        machine.printed(&["systemctl", "show", "--value", "--property=MemoryMax", unit]).trim().to_owned()
+    };
+    let only = || match control_daemons(machine).as_slice() {
+        [pid] => pid.clone(),
+        others => panic!("not one control daemon: {others:?}"),
+    };
+    serving(machine);
+    let main = machine.printed(&["systemctl", "show", "--value", "--property=MainPID", SERVICE]);
+    assert_eq!((oom(main.trim()).as_str(), oom(&only()).as_str()), ("0", "-900"));
+    assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
+    assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");
+
+    // Somebody's unit file stands in the way of the scope: the control daemon stays where we are, and no limit with it.
+    new_host(machine);
+    let masked = "/run/systemd/system/yunion-mps-control-shared.scope";
+    machine.sh(&format!("ln -s /dev/null {masked}; systemctl daemon-reload; systemctl start {SERVICE}"));
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    assert!(machine.sh(&format!("cat /proc/{}/cgroup", only())).contains(SERVICE));
+    assert_eq!(memory(SERVICE), "infinity");
+    new_host(machine);
+    machine.sh(&format!("rm {masked}; systemctl revert {SERVICE}; systemctl daemon-reload"));
+    on_the_simulated_host(machine);
 }
 
 fn verified(machine: &mut Machine) {
