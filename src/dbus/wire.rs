@@ -192,3 +192,104 @@ impl ReadHalf for Here {
         Err(io::ErrorKind::UnexpectedEof.into())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use tokio::io::AsyncWriteExt;
+    use zbus::message::{Flags, Type};
+
+    use super::*;
+
+    /// What the reading end makes of these bytes, with some of them read before.
+    async fn read(bytes: &[u8], early: usize) -> Vec<zbus::Result<Arrival>> {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let (read, _write) = ours.into_split();
+        let (first, rest) = bytes.split_at(early.min(bytes.len()));
+        let mut incoming = Incoming { early: Vec::new(), stream: BufReader::new(read) };
+        incoming.give_back(&mut first.to_vec());
+        let rest = rest.to_vec();
+        let writing = tokio::spawn(async move {
+            let mut theirs = theirs;
+            // Whoever reads may have had enough.
+            let _ = theirs.write_all(&rest).await;
+        });
+        let mut arrivals = Vec::new();
+        loop {
+            let arrival = incoming.next(1).await;
+            let ended = arrival.is_err();
+            arrivals.push(arrival);
+            if ended {
+                break;
+            }
+        }
+        drop(incoming);
+        writing.await.unwrap();
+        arrivals
+    }
+
+    fn call(name: &str) -> Message {
+        Message::method_call("/io/yunion/Mps1/Manager", "GetDevice")
+            .interface("io.yunion.Mps1.Manager")
+            .build(&name)
+            .unwrap()
+    }
+
+    fn bytes(messages: &[&Message]) -> Vec<u8> {
+        messages.iter().flat_map(|message| message.data().to_vec()).collect()
+    }
+
+    #[tokio::test]
+    async fn messages_come_whole_however_they_are_cut() {
+        let (first, second) = (call("00:06.0-1"), call("\u{1}\u{fc}"));
+        let all = bytes(&[&first, &second]);
+        for early in 0..all.len() {
+            let arrivals = read(&all, early).await;
+            let names =
+                arrivals.iter().flatten().map(|one| one.message.body().deserialize::<String>().unwrap());
+            assert_eq!(names.collect::<Vec<_>>(), ["00:06.0-1", "\u{1}\u{fc}"], "{early}");
+            assert_eq!(arrivals.len(), 3);
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_that_is_too_large_is_passed_over_and_told() {
+        let (large, next) = (call(&"x".repeat(BODY_MAX)), call("00:06.0"));
+        let arrivals = read(&bytes(&[&large, &next]), 0).await;
+        let sizes: Vec<_> = arrivals.iter().flatten().map(|arrival| arrival.too_large).collect();
+        assert_eq!(sizes, [Some(BODY_MAX + 5), None]);
+        let [Ok(first), ..] = arrivals.as_slice() else { panic!("{arrivals:?}") };
+        assert_eq!(first.message.header().member().unwrap().as_str(), "GetDevice");
+        assert!(first.message.body().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_header_that_is_too_large_is_passed_over() {
+        let path = format!("/{}", "x".repeat(FIELDS_MAX));
+        let large = Message::method_call(path.as_str(), "Get").build(&"argument").unwrap();
+        let arrivals = read(&bytes(&[&large, &call("00:06.0")]), 0).await;
+        assert_eq!(arrivals.iter().flatten().count(), 1);
+    }
+
+    #[tokio::test]
+    async fn whether_an_answer_is_wanted_is_kept() {
+        let quiet = Message::method_call("/", "Get").with_flags(Flags::NO_REPLY_EXPECTED);
+        let arrivals = read(&bytes(&[&quiet.build(&()).unwrap(), &call("")]), 0).await;
+        let wanted: Vec<_> = arrivals.iter().flatten().map(|arrival| arrival.wants_answer).collect();
+        assert_eq!(wanted, [false, true]);
+        for arrival in arrivals.into_iter().flatten() {
+            assert_eq!(arrival.message.message_type(), Type::MethodCall);
+            assert!(!arrival.message.primary_header().flags().contains(Flags::NO_REPLY_EXPECTED));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_survived(bytes in prop::collection::vec(any::<u8>(), 0..200), endian in "[lB]") {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            let mut begun = endian.into_bytes();
+            begun.extend(&bytes);
+            assert!(runtime.block_on(read(&begun, 3)).last().unwrap().is_err());
+        }
+    }
+}

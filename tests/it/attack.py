@@ -34,6 +34,17 @@ def field(code, kind, value):
     return bytes([code, 1]) + kind + b"\0" + size + value + b"\0"
 
 
+def unknown_method(serial, message):
+    """The answer of a program that reads, and knows no method."""
+    at = message.index(b"\7\1s\0") + 4
+    length = struct.unpack("<I", message[at:at + 4])[0]
+    sender = message[at + 4:at + 4 + length]
+    fields = bytes([5, 1]) + b"u\0" + message[8:12]
+    for code, value in [(4, b"org.freedesktop.DBus.Error.UnknownMethod"), (6, sender)]:
+        fields = pad(fields) + field(code, b"s", value)
+    return pad(struct.pack("<BBBBIII", ord("l"), 3, 1, 1, 0, serial, len(fields)) + fields)
+
+
 def call(serial, path, interface, member, signature=b"", body=b"", flags=0, destination=NAME):
     fields = b""
     for code, kind, value in [(1, b"o", path), (2, b"s", interface), (3, b"s", member), (6, b"s", destination)]:
@@ -45,7 +56,8 @@ def call(serial, path, interface, member, signature=b"", body=b"", flags=0, dest
 
 
 class Connection:
-    def __init__(self, path):
+    def __init__(self, path, polite):
+        self.polite = polite
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(path)
         uid = str(os.getuid()).encode().hex().encode()
@@ -58,7 +70,7 @@ class Connection:
         self.serial = 1
         self.out = b""
         self.inside = b""
-        self.sent = self.answers = self.refused = 0
+        self.sent = self.answers = self.refused = self.bytes = 0
 
     def next(self):
         self.serial += 1
@@ -86,7 +98,10 @@ class Connection:
             size = 16 + fields + -fields % 8 + body
             if len(self.inside) < size:
                 return
-            self.inside = self.inside[size:]
+            message, self.inside = self.inside[:size], self.inside[size:]
+            if kind == 1 and self.polite:
+                self.out += unknown_method(self.next(), message)
+            self.bytes += size
             self.answers += kind in (2, 3)
             self.refused += kind == 3
 
@@ -120,9 +135,9 @@ def main():
     long_name = lambda serial, flags: call(
         serial, MANAGER, b"io.yunion.Mps1.Manager", b"GetDevice", b"s",
         struct.pack("<I", len(name)) + name + b"\0", flags)
-    connections = [Connection(path) for _ in range(count)]
+    connections = [Connection(path, kind == "polite") for _ in range(count)]
     started = time.monotonic()
-    if kind == "read":
+    if kind in ("read", "polite"):
         flood(connections, seconds, True, lists)
     elif kind == "introspect":
         flood(connections, seconds, True, introspect)
@@ -137,6 +152,7 @@ def main():
     total = lambda what: sum(getattr(one, what) for one in connections)
     print(json.dumps({
         "calls": total("sent"), "answers": total("answers"), "refused": total("refused"),
+        "MiB": total("bytes") >> 20,
         "seconds": round(time.monotonic() - started, 1),
     }))
 
