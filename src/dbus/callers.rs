@@ -10,8 +10,8 @@ use std::time::Instant;
 
 /// How many bytes of answers there are at once, and how many a second after that: for one user, and for all
 /// unprivileged users.
-const OF_USER: Rate = Rate { burst: 8 << 20, per_second: 4 << 20 };
-const IN_ALL: Rate = Rate { burst: 16 << 20, per_second: 8 << 20 };
+const OF_USER: Rate = Rate { burst: 4 << 20, per_second: 2 << 20 };
+const IN_ALL: Rate = Rate { burst: 8 << 20, per_second: 4 << 20 };
 
 /// The least that a call counts, in bytes of answers: a short answer takes our time, too.
 const CALL: i64 = 1 << 10;
@@ -26,6 +26,11 @@ const REFUSALS: u64 = 1 << 20;
 /// How many requests that take their time a user may have under way, and all unprivileged users.
 const REQUESTS_OF_USER: usize = 8;
 const REQUESTS_IN_ALL: usize = 64;
+
+/// How many connections may be asked at a time whether they read, of one user and of all. The bus keeps a place for each
+/// answer to come (dbus-daemon: 128), and some never answer.
+const ASKED_OF_USER: usize = 8;
+const ASKED_IN_ALL: usize = 64;
 
 /// How many connections are known before it is time to look which of them have gone.
 const CONNECTIONS: usize = 512;
@@ -88,6 +93,8 @@ struct User {
 struct Caller {
     uid: u32,
     unread: u64,
+    /// It was asked whether it reads, and has not answered yet.
+    asked: bool,
 }
 
 /// The users that call, and their connections.
@@ -116,7 +123,7 @@ impl Callers {
     /// Takes note of a connection that has not called before. There is always a place for root.
     pub(super) fn meet(&mut self, name: &str, uid: u32) {
         if is_privileged(uid) || self.callers.len() < CONNECTIONS_MAX {
-            self.callers.insert(name.to_owned(), Caller { uid, unread: 0 });
+            self.callers.insert(name.to_owned(), Caller { uid, unread: 0, asked: false });
         }
     }
 
@@ -207,7 +214,8 @@ impl Callers {
             || self.users.values().any(|user| user.unread >= UNREAD_OF_USER / 2)
     }
 
-    /// Forgets the connections that are not among `there`. Gives those left with unread answers, the most unread first.
+    /// Forgets the connections that are not among `there`. Gives those left that are to be asked whether they read, the
+    /// most unread first.
     pub(super) fn keep(&mut self, there: &HashSet<String>, now: Instant) -> Vec<String> {
         let gone: Vec<String> = self.callers.keys().filter(|name| !there.contains(*name)).cloned().collect();
         for name in gone {
@@ -219,13 +227,38 @@ impl Callers {
         }
         self.users
             .retain(|_, user| user.credit.bytes < OF_USER.burst || user.unread > 0 || user.requests > 0);
-        let mut unread: Vec<_> = self.callers.iter().filter(|(_, caller)| caller.unread > 0).collect();
+        let mut asked: HashMap<u32, usize> = HashMap::new();
+        for caller in self.callers.values().filter(|caller| caller.asked) {
+            *asked.entry(caller.uid).or_default() += 1;
+        }
+        let mut in_all: usize = asked.values().sum();
+        let unread = self.callers.iter_mut().filter(|(_, caller)| caller.unread > 0 && !caller.asked);
+        let mut unread: Vec<_> = unread.collect();
         unread.sort_by_key(|(_, caller)| Reverse(caller.unread));
-        unread.into_iter().map(|(name, _)| name.clone()).collect()
+        let mut to_ask = Vec::new();
+        for (name, caller) in unread {
+            let of_user = asked.entry(caller.uid).or_default();
+            if *of_user < ASKED_OF_USER && in_all < ASKED_IN_ALL {
+                (*of_user, in_all) = (*of_user + 1, in_all + 1);
+                caller.asked = true;
+                to_ask.push(name.clone());
+            }
+        }
+        to_ask
+    }
+
+    /// Takes note of the end of a question whether a connection reads: it has answered, or the bus has for it.
+    pub(super) fn has_answered(&mut self, name: &str, reads: bool) {
+        if reads {
+            self.has_read(name);
+        }
+        if let Some(caller) = self.callers.get_mut(name) {
+            caller.asked = false;
+        }
     }
 
     /// Takes note that a connection has read its answers, or has gone with them.
-    pub(super) fn has_read(&mut self, name: &str) {
+    fn has_read(&mut self, name: &str) {
         let Some(caller) = self.callers.get_mut(name) else { return };
         let unread = std::mem::take(&mut caller.unread);
         if let Some(user) = self.users.get_mut(&caller.uid) {
@@ -271,13 +304,13 @@ mod tests {
     #[test]
     fn a_user_has_a_rate_and_root_has_none() {
         let (mut callers, now) = callers(&[(":1.1", NOBODY), (":1.2", NOBODY), (":1.3", 0)]);
-        callers.answered(":1.1", 8 * MIB, now);
+        callers.answered(":1.1", 4 * MIB, now);
         // It is the user who is counted, by whichever connection.
         assert!(refused(&callers.judge(":1.2", now)));
         assert_eq!(callers.judge(":1.3", now), Verdict::Admit);
         assert_eq!(callers.judge(":1.2", now + Duration::from_millis(1)), Verdict::Admit);
         // Refusals count as well, and in the end there are none.
-        for _ in 0..9 * 1024 {
+        for _ in 0..5 * 1024 {
             callers.answered(":1.1", 200, now);
         }
         assert_eq!(callers.judge(":1.1", now + Duration::from_millis(1)), Verdict::Ignore);
@@ -291,10 +324,10 @@ mod tests {
     #[test]
     fn credit_comes_back_however_often_is_asked() {
         let (mut callers, start) = callers(&[(":1.1", NOBODY)]);
-        callers.answered(":1.1", 8 * MIB, start);
+        callers.answered(":1.1", 4 * MIB, start);
         let mut now = start;
-        for _ in 0..2_000_000 {
-            now += Duration::from_nanos(100);
+        for _ in 0..100_000 {
+            now += Duration::from_micros(1);
             callers.judge(":1.1", now);
         }
         assert_eq!(callers.judge(":1.1", now), Verdict::Admit);
@@ -317,7 +350,11 @@ mod tests {
         let there = HashSet::from([":1.1".to_owned(), ":1.2".to_owned()]);
         assert_eq!(callers.keep(&there, now), [":1.1", ":1.2"]);
         assert_eq!(callers.uid_of(":1.3"), None);
-        callers.has_read(":1.2");
+        // Each is asked once at a time.
+        assert!(callers.keep(&there, now).is_empty());
+        callers.has_answered(":1.2", true);
+        callers.has_answered(":1.1", false);
+        assert_eq!(callers.keep(&there, now), [":1.1"]);
         assert!(refused(&callers.judge(":1.2", now)));
         assert!(callers.keep(&HashSet::from([":1.2".to_owned()]), now).is_empty());
         assert_eq!(callers.judge(":1.2", now), Verdict::Admit);
@@ -340,6 +377,17 @@ mod tests {
         assert_eq!(callers.callers.len(), CONNECTIONS_MAX);
         callers.meet(":3.1", 0);
         assert_eq!(callers.judge(":3.1", now), Verdict::Admit);
+    }
+
+    #[test]
+    fn few_are_asked_at_a_time_whether_they_read() {
+        let (mut callers, now) = callers(&[]);
+        let names: HashSet<String> = (0..200).map(|n| format!(":1.{n}")).collect();
+        for (number, name) in names.iter().enumerate() {
+            callers.meet(name, if number == 0 { 1000 } else { NOBODY });
+            callers.answered(name, if number == 0 { 1 } else { 100 }, now);
+        }
+        assert_eq!(callers.keep(&names, now).len(), ASKED_OF_USER + 1);
     }
 
     #[test]

@@ -13,7 +13,6 @@ use std::time::{Duration, Instant};
 use tokio::io::AsyncWriteExt;
 use tokio::net::unix::OwnedWriteHalf;
 use tokio::sync::Notify;
-use tokio::task::JoinSet;
 use tokio::time::timeout;
 use zbus::connection::Builder;
 use zbus::connection::socket::{ReadHalf, Socket, Split, WriteHalf};
@@ -35,16 +34,10 @@ const AT_A_TIME: usize = 4;
 
 /// How long the bus may take to take a message, before it is left for a new start. It answers in microseconds; one that
 /// stops reading from us does so for as long as somebody else pleases.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long the bus may take to say who somebody is.
 const BUS_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// How long a connection may take to show that it reads.
-const READS_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// How many connections are asked at a time whether they read.
-const ASKED_AT_A_TIME: usize = 32;
 
 /// How often it is looked which connections have gone or read, at the most.
 const LOOK_PERIOD: Duration = Duration::from_secs(1);
@@ -225,17 +218,14 @@ impl Gate {
         let names = async { DBusProxy::new(&self.asker).await?.list_names().await };
         let Ok(Ok(names)) = timeout(BUS_TIMEOUT, names).await else { return };
         let there: HashSet<String> = names.into_iter().map(|name| name.to_string()).collect();
-        let unread = self.inside().callers.keep(&there, Instant::now());
-        let mut asked = JoinSet::new();
-        for name in unread.into_iter().take(ASKED_AT_A_TIME) {
+        for name in self.inside().callers.keep(&there, Instant::now()) {
             let gate = Arc::clone(&self);
-            asked.spawn(async move {
-                if matches!(timeout(READS_TIMEOUT, gate.reads(&name)).await, Ok(true)) {
-                    gate.inside().callers.has_read(&name);
-                }
+            // However long it takes: the bus answers for a connection that goes.
+            tokio::spawn(async move {
+                let reads = gate.reads(&name).await;
+                gate.inside().callers.has_answered(&name, reads);
             });
         }
-        asked.join_all().await;
     }
 
     /// Whether a connection reads what it is sent: it then answers, if only that it knows no such method. The bus hands
@@ -243,10 +233,16 @@ impl Gate {
     async fn reads(&self, name: &str) -> bool {
         let asked = self.asker.call_method(Some(name), "/", Some("org.freedesktop.DBus.Peer"), "Ping", &());
         match asked.await {
-            Ok(_) => true,
-            Err(zbus::Error::MethodError(_, _, answer)) => {
-                answer.header().sender().is_some_and(|sender| sender.as_str() == name)
-            }
+            Ok(_) | Err(zbus::Error::MethodError(..)) => true,
+            // The bus says that it has gone, or may not be asked, in other words.
+            Err(zbus::Error::FDO(error)) => matches!(
+                *error,
+                fdo::Error::UnknownMethod(_)
+                    | fdo::Error::UnknownInterface(_)
+                    | fdo::Error::UnknownObject(_)
+                    | fdo::Error::NotSupported(_)
+                    | fdo::Error::Failed(_)
+            ),
             Err(_) => false,
         }
     }

@@ -23,6 +23,8 @@ LISTS = [
 WINDOW = 100
 # Who does not wait for answers could keep the bus itself busy for everybody, whatever the service does.
 CALLS_A_SECOND = 4000
+# More than a user's share, and not so much more that refusals use the share up.
+POLITE_CALLS_A_SECOND = 15
 
 
 def pad(data, to=8):
@@ -108,14 +110,17 @@ class Connection:
 
 def flood(connections, seconds, reads, calls, flags=0):
     begin = time.monotonic()
+    rate = POLITE_CALLS_A_SECOND if connections[0].polite else CALLS_A_SECOND
     while time.monotonic() < begin + seconds:
         busy = False
         for one in connections:
             if reads:
                 one.read()
-            elif one.sent >= (time.monotonic() - begin) * CALLS_A_SECOND / len(connections):
+            if (one.polite or not reads) and one.sent >= (time.monotonic() - begin) * rate / len(connections):
                 continue
-            if one.flush() and (not reads or one.sent - one.answers < WINDOW):
+            # Without an answer it can't be known which calls still wait for one.
+            waiting = one.sent - one.answers if flags == 0 else 0
+            if one.flush() and waiting < WINDOW:
                 serial = one.next()
                 one.out = calls(serial, flags)
                 one.sent += 1

@@ -18,9 +18,9 @@ const ATTACK: &str = "15";
 /// How much memory an attack may cost the daemon, in KiB.
 const MEMORY_KIB: u64 = 32 << 10;
 
-/// How long root's `list` may take meanwhile. Half a second is the aim on a machine that does nothing else; here, other
-/// tests run beside it.
-const LIST: Duration = Duration::from_secs(5);
+/// How long root's `list` may take meanwhile. Half a second is the aim of a release build on a machine that does nothing
+/// else; here other tests run beside it, and without the gate it takes until it fails.
+const LIST: Duration = Duration::from_secs(30);
 
 /// How many slices the attacked host has.
 const SLICES: usize = 384;
