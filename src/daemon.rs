@@ -30,6 +30,7 @@ use crate::mps::control::Control;
 use crate::mps::identity::Identity;
 use crate::plan::{self, Plan, PlanError};
 use crate::release::{self, ContainerId, ReleaseError, Wanted};
+use crate::runtime_directory::RuntimeDirectory;
 use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
 use crate::supervisor::{self, Goal, Order, Status, Supervisor, Tools};
 use crate::systemd::{self, Stopping};
@@ -79,13 +80,18 @@ pub enum Exit {
 
 /// Runs until it is asked to stop.
 pub async fn run(options: Options, level: Level) -> Exit {
+    // Before anything else: whoever has it may be serving, and nothing of that is to be touched.
+    let directory = match RuntimeDirectory::take(&options.runtime_directory) {
+        Ok(directory) => directory,
+        Err(error) => return Exit::Failed(error.to_string()),
+    };
     let loaded = match config::load(&options.sources) {
         Ok(loaded) => loaded,
         Err(problems) => return bad_configuration(&problems),
     };
     level.set(loaded.settings.log_level);
     say_findings(&loaded);
-    let journal = match Journal::open(&options.runtime_directory) {
+    let journal = match Journal::open(directory) {
         Ok(journal) => journal,
         Err(error) => return Exit::Failed(format!("{}: {error}", options.runtime_directory.display())),
     };

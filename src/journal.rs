@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::gpu::ComputeMode;
 use crate::mps::identity::Identity;
+use crate::runtime_directory::RuntimeDirectory;
 
 const FILE: &str = "journal.json";
 const VERSION: u32 = 1;
@@ -71,16 +72,15 @@ pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
 /// The journal, as it is in the file.
 #[derive(Debug)]
 pub struct Journal {
-    directory: PathBuf,
+    directory: RuntimeDirectory,
     contents: Contents,
 }
 
 impl Journal {
-    /// Opens the journal in `directory`, which is made if need be. A damaged file is passed over with a warning, and
-    /// overwritten by the next change: what it knew is lost, but nothing else is.
-    pub fn open(directory: &Path) -> io::Result<Self> {
-        std::fs::create_dir_all(directory)?;
-        let file = directory.join(FILE);
+    /// Opens the journal in `directory`. A damaged file is passed over with a warning, and overwritten by the next
+    /// change: what it knew is lost, but nothing else is.
+    pub fn open(directory: RuntimeDirectory) -> io::Result<Self> {
+        let file = directory.path().join(FILE);
         let contents = match std::fs::read(&file) {
             Ok(bytes) => read(&bytes).unwrap_or_else(|what| {
                 tracing::warn!(
@@ -92,7 +92,7 @@ impl Journal {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Contents::default(),
             Err(error) => return Err(error),
         };
-        Ok(Self { directory: directory.to_owned(), contents })
+        Ok(Self { directory, contents })
     }
 
     /// Writes down the mode that a GPU has, before it is changed. The first one stands until it is forgotten.
@@ -162,11 +162,11 @@ impl Journal {
 
     /// Writes the file again if it is not as it should be, and says whether that was needed.
     pub fn repair(&mut self) -> io::Result<bool> {
-        let whole = std::fs::read(self.directory.join(FILE)).ok().and_then(|bytes| read(&bytes).ok());
+        let whole = std::fs::read(self.directory.path().join(FILE)).ok().and_then(|bytes| read(&bytes).ok());
         if whole.as_ref() == Some(&self.contents) || (whole.is_none() && self.is_empty()) {
             return Ok(false);
         }
-        std::fs::create_dir_all(&self.directory)?;
+        self.directory.keep().map_err(io::Error::other)?;
         self.write()?;
         Ok(true)
     }
@@ -187,9 +187,9 @@ impl Journal {
 
     /// Whole or not at all: a reader never sees half a journal, and a full disk leaves the old one.
     fn write(&self) -> io::Result<()> {
-        let new = self.directory.join(format!("{FILE}.new"));
+        let new = self.directory.path().join(format!("{FILE}.new"));
         std::fs::write(&new, serde_json::to_vec_pretty(&self.contents)?)?;
-        std::fs::rename(&new, self.directory.join(FILE))
+        std::fs::rename(&new, self.directory.path().join(FILE))
     }
 }
 
@@ -208,41 +208,41 @@ mod tests {
 
     const UUID: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
+    fn open(directory: &tempfile::TempDir) -> Journal {
+        Journal::open(RuntimeDirectory::take(directory.path()).unwrap()).unwrap()
+    }
+
     #[test]
     fn the_first_mode_survives_until_forgotten() {
         let directory = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(directory.path()).unwrap();
+        let mut journal = open(&directory);
         journal.remember_compute_mode(UUID, ComputeMode::ExclusiveThread).unwrap();
         journal.remember_compute_mode(UUID, ComputeMode::ExclusiveProcess).unwrap();
-        let mut again = Journal::open(directory.path()).unwrap();
+        let mut again = open(&directory);
         assert_eq!(again.previous_compute_mode(UUID), Some(ComputeMode::ExclusiveThread));
         again.forget_compute_mode(UUID).unwrap();
-        assert_eq!(Journal::open(directory.path()).unwrap().previous_compute_mode(UUID), None);
+        assert_eq!(open(&directory).previous_compute_mode(UUID), None);
     }
 
     #[test]
     fn damage_is_survived() {
         let directory = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(directory.path()).unwrap();
+        let mut journal = open(&directory);
         journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap();
         let file = directory.path().join(FILE);
         let whole = std::fs::read(&file).unwrap();
         for length in 0..whole.len() {
             std::fs::write(&file, &whole[..length]).unwrap();
-            assert_eq!(
-                Journal::open(directory.path()).unwrap().previous_compute_mode(UUID),
-                None,
-                "{length}"
-            );
+            assert_eq!(open(&directory).previous_compute_mode(UUID), None, "{length}");
         }
         std::fs::write(&file, r#"{"version": 2, "previous_compute_modes": {}}"#).unwrap();
-        Journal::open(directory.path()).unwrap();
+        open(&directory);
     }
 
     #[test]
     fn a_mode_that_cannot_be_written_down_is_not_remembered() {
         let directory = tempfile::tempdir().unwrap();
-        let mut journal = Journal::open(directory.path()).unwrap();
+        let mut journal = open(&directory);
         // A directory of that name stands in the way of the new file.
         std::fs::create_dir(directory.path().join(format!("{FILE}.new"))).unwrap();
         journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap_err();

@@ -45,6 +45,7 @@ pub mod mps;
 pub mod oom;
 pub mod plan;
 pub mod release;
+pub mod runtime_directory;
 pub mod state;
 pub mod supervisor;
 pub mod systemd;

@@ -3,11 +3,15 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::process::{Child, Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::json;
 
-use crate::host::{Host, alive, assert_has, control_daemon, control_pid, signal_pid, text, wait_for};
+use crate::host::{
+    DEADLINE, Host, alive, assert_has, control_daemon, control_pid, signal_pid, text, wait_for,
+};
 
 /// A control daemon that dies is started anew, and meanwhile its devices are listed as not healthy: an empty list would
 /// make the platform delete them.
@@ -236,6 +240,57 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
     assert_ne!(control_pid(&status), control_pid(&before));
     foreign.wait().unwrap();
     assert!(!alive(control_pid(&before)));
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// The daemon once more on the same host, as somebody starts it by hand who has forgotten `--check`, with nobody to
+/// interrupt it. What it has said, and its exit status.
+fn second_daemon(host: &Host) -> (Option<i32>, String) {
+    let mut daemon = host
+        .command(env!("CARGO_BIN_EXE_yunion-mps-daemon"))
+        .arg("--sysroot")
+        .arg(host.path("sysroot"))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + DEADLINE;
+    while daemon.try_wait().unwrap().is_none() && Instant::now() < deadline {
+        sleep(Duration::from_millis(20));
+    }
+    // As Ctrl-C does; for one that has ended this is nothing.
+    signal_pid(daemon.id(), Signal::INT);
+    let output = daemon.wait_with_output().unwrap();
+    (output.status.code(), text(&output))
+}
+
+/// A second daemon on the same runtime directory says who has it and ends, and its end is nobody else's.
+#[test]
+fn a_second_daemon_by_hand_ends_nobody_s_work() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let mut client = client(&host, "600");
+    let (status, said) = second_daemon(&host);
+    assert_eq!(status, Some(1), "{said}");
+    assert!(said.contains(&format!("another yunion-mps-daemon (PID {})", host.pid())), "{said}");
+    assert!(said.contains(host.path("run").to_str().unwrap()) && said.contains("--check"), "{said}");
+    assert_eq!(client.try_wait().unwrap(), None);
+    assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&before));
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    // To look needs no turn.
+    let checked = host.check();
+    assert_eq!(checked.status.code(), Some(0), "{}", text(&checked));
+
+    // However the first one ends, the next has the directory at once, and the control daemon keeps nothing of it.
+    host.signal(Signal::KILL);
+    host.ended();
+    assert!(alive(control_pid(&before)));
+    host.start();
+    assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&before));
+    assert_eq!(client.try_wait().unwrap(), None);
+    client.kill().unwrap();
+    client.wait().unwrap();
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
 }

@@ -1,0 +1,124 @@
+//! The runtime directory, which one service has at a time.
+//!
+//! A second service, started by hand beside the unit most often, would take the control daemons over and end them, with
+//! their clients, when it is interrupted.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
+use rustix::io::Errno;
+use rustix::process::{Flock, FlockType, fcntl_getlk};
+
+/// The file that is locked. It is empty: the kernel says which process has the lock.
+const FILE: &str = "lock";
+
+/// The directory, ours as long as this value is there. The kernel takes the lock back when the process ends, however it
+/// ends, and no process that we start inherits it.
+#[derive(Debug)]
+pub struct RuntimeDirectory {
+    path: PathBuf,
+    /// Closing any descriptor of the file would give the lock back, so it is opened in one place only.
+    lock: File,
+}
+
+/// Why the directory can't be had.
+#[derive(Debug, thiserror::Error)]
+pub enum Unavailable {
+    /// Another process has it.
+    #[error(
+        "another yunion-mps-daemon{} works with {}, and there can be one at a time; end that one first \
+         (systemctl stop yunion-mps-daemon), or look with --check, which needs no turn",
+        .pid.map(|pid| format!(" (PID {pid})")).unwrap_or_default(), .directory.display()
+    )]
+    InUse {
+        /// The directory.
+        directory: PathBuf,
+        /// Who has it; None where it ended a moment ago, or is hidden from us in another PID namespace.
+        pid: Option<i32>,
+    },
+    /// The directory can't be made, or the file in it not locked.
+    #[error("{}: {error}", .file.display())]
+    Failed {
+        /// The file, or the directory.
+        file: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+}
+
+impl RuntimeDirectory {
+    /// Takes the directory, which is made if need be.
+    pub fn take(path: &Path) -> Result<Self, Unavailable> {
+        let failed = |file: &Path| {
+            let file = file.to_owned();
+            move |error: io::Error| Unavailable::Failed { file, error }
+        };
+        fs::create_dir_all(path).map_err(failed(path))?;
+        let file = path.join(FILE);
+        // For root alone: whoever can open it can lock it.
+        let lock = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
+            .open(&file)
+            .map_err(failed(&file))?;
+        match fcntl_lock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Self { path: path.to_owned(), lock }),
+            Err(Errno::AGAIN | Errno::ACCESS) => {
+                Err(Unavailable::InUse { directory: path.to_owned(), pid: holder(&lock) })
+            }
+            Err(error) => Err(failed(&file)(error.into())),
+        }
+    }
+
+    /// Takes it again if somebody has removed it meanwhile.
+    pub fn keep(&mut self) -> Result<(), Unavailable> {
+        let there = fs::symlink_metadata(self.path.join(FILE)).ok();
+        let ours = self.lock.metadata().ok();
+        let inode = |metadata: &fs::Metadata| (metadata.dev(), metadata.ino());
+        if there.as_ref().map(inode) != ours.as_ref().map(inode) {
+            *self = Self::take(&self.path)?;
+        }
+        Ok(())
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// The PID of whoever has the lock.
+fn holder(lock: &File) -> Option<i32> {
+    let asked = fcntl_getlk(lock, &Flock::from(FlockType::WriteLock)).ok()??;
+    asked.pid.map(|pid| pid.as_raw_nonzero().get())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_removed_directory_is_taken_again() {
+        let above = tempfile::tempdir().unwrap();
+        let mut directory = RuntimeDirectory::take(&above.path().join("run")).unwrap();
+        let inode = |directory: &RuntimeDirectory| directory.lock.metadata().unwrap().ino();
+        let before = inode(&directory);
+        directory.keep().unwrap();
+        assert_eq!(inode(&directory), before);
+        fs::remove_dir_all(directory.path()).unwrap();
+        directory.keep().unwrap();
+        let file = fs::metadata(directory.path().join(FILE)).unwrap();
+        assert_eq!(file.ino(), inode(&directory));
+        // Whoever could open it could lock it.
+        assert_eq!(file.permissions().mode() & 0o777, 0o600);
+    }
+}
