@@ -91,10 +91,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
     };
     level.set(loaded.settings.log_level);
     say_findings(&loaded);
-    let journal = match Journal::open(directory) {
-        Ok(journal) => journal,
-        Err(error) => return Exit::Failed(format!("{}: {error}", options.runtime_directory.display())),
-    };
+    let journal = Journal::open(directory);
     let signals = match Signals::new() {
         Ok(signals) => signals,
         Err(error) => return Exit::Failed(format!("signals can't be received: {error}")),
@@ -965,6 +962,13 @@ fn notify(state: &[NotifyState<'_>]) {
     }
 }
 
+/// How many problems a message names. Who has more looks at them with `--check`.
+const NAMED_PROBLEMS: usize = 16;
+
 fn join(problems: &[Problem]) -> String {
-    problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
+    let mut lines: Vec<String> = problems.iter().take(NAMED_PROBLEMS).map(ToString::to_string).collect();
+    if let Some(more) = problems.len().checked_sub(NAMED_PROBLEMS).filter(|more| *more > 0) {
+        lines.push(format!("and {more} more; yunion-mps-daemon --check names them all"));
+    }
+    lines.join("\n")
 }

@@ -5,17 +5,22 @@
 //! not a reboot.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::fs::{self, File};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::ComputeMode;
 use crate::mps::identity::Identity;
+use crate::regular_file::{self, Unreadable};
 use crate::runtime_directory::RuntimeDirectory;
 
 const FILE: &str = "journal.json";
 const VERSION: u32 = 1;
+
+/// The largest journal that is read. One of 64 control daemons with a GPU each has 30 KiB.
+const MAX_BYTES: u64 = 1024 * 1024;
 
 /// A control daemon that was started by us.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,11 +67,8 @@ impl Default for Contents {
 /// # Errors
 /// It can't be read or is damaged.
 pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
-    match std::fs::read(directory.join(FILE)) {
-        Ok(bytes) => read(&bytes).map(|contents| contents.control_daemons.into_values().collect()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(format!("can't be read: {error}")),
-    }
+    let contents = read(&directory.join(FILE))?;
+    Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
 /// The journal, as it is in the file.
@@ -77,22 +79,18 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the journal in `directory`. A damaged file is passed over with a warning, and overwritten by the next
-    /// change: what it knew is lost, but nothing else is.
-    pub fn open(directory: RuntimeDirectory) -> io::Result<Self> {
+    /// Opens the journal in `directory`. A damaged one is passed over with a warning, and overwritten by the next change:
+    /// what it knew is lost, but nothing else is.
+    pub fn open(directory: RuntimeDirectory) -> Self {
         let file = directory.path().join(FILE);
-        let contents = match std::fs::read(&file) {
-            Ok(bytes) => read(&bytes).unwrap_or_else(|what| {
-                tracing::warn!(
-                    "{}: {what}; a control daemon that runs is taken for another's, and compute modes stay as they are",
-                    file.display()
-                );
-                Contents::default()
-            }),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Contents::default(),
-            Err(error) => return Err(error),
-        };
-        Ok(Self { directory, contents })
+        let contents = read(&file).unwrap_or_else(|what| {
+            tracing::warn!(
+                "{}: {what}; a control daemon that runs is taken for another's, and compute modes stay as they are",
+                file.display()
+            );
+            None
+        });
+        Self { directory, contents: contents.unwrap_or_default() }
     }
 
     /// Writes down the mode that a GPU has, before it is changed. The first one stands until it is forgotten.
@@ -162,7 +160,7 @@ impl Journal {
 
     /// Writes the file again if it is not as it should be, and says whether that was needed.
     pub fn repair(&mut self) -> io::Result<bool> {
-        let whole = std::fs::read(self.directory.path().join(FILE)).ok().and_then(|bytes| read(&bytes).ok());
+        let whole = read(&self.directory.path().join(FILE)).ok().flatten();
         if whole.as_ref() == Some(&self.contents) || (whole.is_none() && self.is_empty()) {
             return Ok(false);
         }
@@ -187,17 +185,36 @@ impl Journal {
 
     /// Whole or not at all: a reader never sees half a journal, and a full disk leaves the old one.
     fn write(&self) -> io::Result<()> {
+        let file = self.directory.path().join(FILE);
         let new = self.directory.path().join(format!("{FILE}.new"));
-        std::fs::write(&new, serde_json::to_vec_pretty(&self.contents)?)?;
-        std::fs::rename(&new, self.directory.path().join(FILE))
+        // Whatever stands there: a FIFO would be waited for.
+        if let Err(error) = fs::remove_file(&new)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            return Err(error);
+        }
+        File::create_new(&new)?.write_all(&serde_json::to_vec_pretty(&self.contents)?)?;
+        // The one thing that a file can't take the place of.
+        if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
+            let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
+            fs::rename(&file, self.directory.path().join(&aside))?;
+            tracing::warn!("{} was a directory; it is {aside} now", file.display());
+        }
+        fs::rename(&new, &file)
     }
 }
 
-fn read(bytes: &[u8]) -> Result<Contents, String> {
+/// What is written down; None where nothing is. The error says what is wrong with the file.
+fn read(file: &Path) -> Result<Option<Contents>, String> {
+    let bytes = match regular_file::read(file, MAX_BYTES) {
+        Ok(bytes) => bytes,
+        Err(Unreadable::Failed(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.to_string()),
+    };
     let contents: Contents =
-        serde_json::from_slice(bytes).map_err(|error| format!("is damaged ({error})"))?;
+        serde_json::from_slice(&bytes).map_err(|error| format!("is damaged ({error})"))?;
     match contents.version {
-        VERSION => Ok(contents),
+        VERSION => Ok(Some(contents)),
         other => Err(format!("is of version {other}, this program knows {VERSION}")),
     }
 }
@@ -209,7 +226,7 @@ mod tests {
     const UUID: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
     fn open(directory: &tempfile::TempDir) -> Journal {
-        Journal::open(RuntimeDirectory::take(directory.path()).unwrap()).unwrap()
+        Journal::open(RuntimeDirectory::take(directory.path()).unwrap())
     }
 
     #[test]

@@ -44,6 +44,7 @@ pub mod logging;
 pub mod mps;
 pub mod oom;
 pub mod plan;
+pub mod regular_file;
 pub mod release;
 pub mod runtime_directory;
 pub mod state;

@@ -8,13 +8,13 @@ mod host_conf;
 mod yaml;
 
 use std::fmt;
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::io;
 use std::num::NonZeroU32;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::regular_file;
 use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY};
 use yaml::Value;
 
@@ -102,7 +102,7 @@ pub struct MpsEntry {
 }
 
 /// How an entry's `path` names its GPU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DevicePath {
     /// `/dev/dri/renderDN`.
     RenderNode(PathBuf),
@@ -367,22 +367,18 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
         let origin = Origin { file: file.to_owned(), line: None };
         Unreadable::Bad(Problem { origin, key: String::new(), found, remedy: remedy.to_owned() })
     };
-    let failed = |error: io::Error| match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => Unreadable::Missing,
-        _ => bad(format!("can't be read: {error}"), "make it a readable file"),
-    };
-    let path = below(sysroot, file);
-    // Before it is opened: opening a FIFO would wait for somebody to write into it.
-    let metadata = fs::metadata(&path).map_err(failed)?;
-    if metadata.is_dir() {
-        return Err(bad("is a directory".to_owned(), "put a file there"));
-    }
-    if !metadata.is_file() {
-        return Err(bad("is not a regular file".to_owned(), "put a file there"));
-    }
-    let mut bytes = Vec::new();
-    let opened = File::open(&path).map_err(failed)?;
-    opened.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
+    let bytes = regular_file::read(&below(sysroot, file), MAX_FILE_BYTES).map_err(|error| match error {
+        regular_file::Unreadable::Failed(error)
+            if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+        {
+            Unreadable::Missing
+        }
+        regular_file::Unreadable::TooLarge(_) => {
+            bad("larger than 1 MiB".to_owned(), "it can't be what it should be: check the path")
+        }
+        error @ regular_file::Unreadable::Failed(_) => bad(error.to_string(), "make it a readable file"),
+        error @ regular_file::Unreadable::NotRegular(_) => bad(error.to_string(), "put a regular file there"),
+    })?;
     text_of(file, bytes).map_err(Unreadable::Bad)
 }
 
@@ -405,9 +401,6 @@ fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, Problem> {
     };
     let line_of =
         |bytes: &[u8], at: usize| Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
-    if u64::try_from(bytes.len()).is_ok_and(|length| length > MAX_FILE_BYTES) {
-        return Err(bad(None, "larger than 1 MiB", "it can't be what it should be: check the path"));
-    }
     if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
         let remedy = "the file is binary or damaged: check the path, or write it anew";
         return Err(bad(line_of(&bytes, at), "a NUL byte", remedy));
@@ -443,6 +436,7 @@ fn percentage(value: &Value<'_>) -> Result<u8, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::symlink;
 
     use super::*;
@@ -648,7 +642,10 @@ mod tests {
         let main = below(root.path(), Path::new(MAIN_FILE));
         fs::create_dir(&main).unwrap();
         let [problem] = <[Problem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
-        assert_eq!(problem.to_string(), "/etc/yunion/host.conf: is a directory; put a file there");
+        assert_eq!(
+            problem.to_string(),
+            "/etc/yunion/host.conf: is a directory and no regular file; put a regular file there"
+        );
         // A loop of links can't be read by root either, unlike a file without permissions.
         fs::remove_dir(&main).unwrap();
         symlink("host.conf", &main).unwrap();
@@ -659,7 +656,7 @@ mod tests {
         fs::remove_file(&main).unwrap();
         symlink("/dev/zero", &main).unwrap();
         let [problem] = <[Problem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
-        assert_eq!(problem.found, "is not a regular file");
+        assert_eq!(problem.found, "is a device and no regular file");
     }
 
     /// The example with the # taken off every line that holds a key and not prose.

@@ -112,6 +112,64 @@ fn a_pipe_directory_too_long_for_a_socket() {
     refused(host, &message);
 }
 
+/// `--check`, which ends, or is ended when it does not.
+fn check_in_time(host: &Host) -> (Option<i32>, String) {
+    let mut command = host.command("timeout");
+    command.args(["--signal=KILL", "30"]).arg(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
+    let checked = command.args(["--check", "--sysroot"]).arg(host.path("sysroot")).output().unwrap();
+    (checked.status.code(), text(&checked))
+}
+
+/// A file of /proc looks like any other, and some of them are waited for: the kernel's log is one.
+#[test]
+fn a_file_of_proc_as_configuration() {
+    for (file, key) in [("host.conf", "enable_cuda_mps"), ("host_container_device.yml", "devices")] {
+        for target in ["/proc/kmsg", "/proc/self/mounts"] {
+            let host = Host::new("tesla-p40");
+            let file = host.file(&format!("/etc/yunion/{file}"));
+            assert!(fs::read_to_string(&file).unwrap().contains(key));
+            fs::remove_file(&file).unwrap();
+            symlink(target, &file).unwrap();
+            let (status, said) = check_in_time(&host);
+            assert_eq!(status, Some(78), "{target}: {said}");
+            // Without root the kernel's log is nobody's to read.
+            let hidden = fs::File::open(target).is_err() && said.contains("can't be read: ");
+            let named = said.contains("is a file of /proc and no regular file; put a regular file there");
+            assert!(hidden || named, "{target}: {said}");
+        }
+    }
+}
+
+/// The journal is gone for good, and what stands in its place is in nobody's way.
+#[test]
+fn a_journal_that_is_no_file() {
+    let fifo = |path: &Path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+    let full = |path: &Path| {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("something"), "").unwrap();
+    };
+    let kinds: [(&str, &dyn Fn(&Path)); 3] =
+        [("journal.json", &full), ("journal.json", &fifo), ("journal.json.new", &fifo)];
+    for (name, make) in kinds {
+        let mut host = Host::new("h200");
+        fs::create_dir(host.path("run")).unwrap();
+        make(&host.path("run").join(name));
+        host.start();
+        let status = host.wait_for_state("ready");
+        let journal = host.path("run/journal.json");
+        assert!(fs::read_to_string(&journal).unwrap().contains(&control_pid(&status).to_string()));
+        // The same while it serves: the next look writes it again.
+        fs::remove_file(&journal).unwrap();
+        make(&host.path("run").join(name));
+        assert!(host.call("Control.Reload").status.success());
+        wait_for("a journal", || {
+            let there = journal.is_file() && fs::read_to_string(&journal).unwrap().contains("Default");
+            there.then_some(())
+        });
+        stops(host);
+    }
+}
+
 #[test]
 fn a_check_of_what_is_right_changes_nothing() {
     let host = Host::new("mixed");
