@@ -1,7 +1,7 @@
 //! The plan: which control daemons run, with which GPUs, slices and limits. A pure function of what the administrator
 //! wrote and what the host has.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -230,7 +230,7 @@ fn wanted<'a>(settings: &Settings, inventory: &'a Inventory) -> Result<Vec<Wante
     let mut problems = Vec::new();
     let mut not_yet = inventory.driver.as_ref().err().cloned();
     let mut wanted = Vec::new();
-    let mut earlier: Vec<Earlier<'_>> = Vec::new();
+    let mut earlier = Earlier::default();
     for (index, entry) in settings.devices.iter().enumerate() {
         let Some(mps) = &entry.mps else { continue };
         let Some(path) = &entry.path else {
@@ -250,14 +250,13 @@ fn wanted<'a>(settings: &Settings, inventory: &'a Inventory) -> Result<Vec<Wante
             }
         };
         let address = gpu.map(|gpu| gpu.pci.address);
-        if let Some(first) = earlier.iter().find(|first| first.names_the_same(path, address)) {
+        if let Some((origin, first)) = earlier.insert(&entry.origin, path, address) {
             let which = address.map(|address| format!(" ({address})")).unwrap_or_default();
             let found = format!("{}{which} is named a second time", spelled(path));
-            let remedy = format!("{} names it as {}; keep one", first.origin, spelled(first.path));
+            let remedy = format!("{origin} names it as {}; keep one", spelled(first));
             problems.push(problem(entry, index, "path", found, remedy));
             continue;
         }
-        earlier.push(Earlier { origin: &entry.origin, path, address });
         if let Some(gpu) = gpu {
             if let Some((found, remedy)) = too_many(gpu, mps.slices) {
                 problems.push(problem(entry, index, "virtual_number", found, remedy));
@@ -275,17 +274,30 @@ fn wanted<'a>(settings: &Settings, inventory: &'a Inventory) -> Result<Vec<Wante
     }
 }
 
-/// An entry that came before, to find the second of two.
+/// The entries that came before, to find the second of two.
+#[derive(Default)]
 struct Earlier<'a> {
-    origin: &'a Origin,
-    path: &'a DevicePath,
-    address: Option<PciAddress>,
+    /// Without a driver the text alone can tell.
+    by_path: HashMap<&'a DevicePath, &'a Origin>,
+    by_address: HashMap<PciAddress, (&'a Origin, &'a DevicePath)>,
 }
 
-impl Earlier<'_> {
-    /// Without a driver the text alone can tell.
-    fn names_the_same(&self, path: &DevicePath, address: Option<PciAddress>) -> bool {
-        self.path == path || (address.is_some() && self.address == address)
+impl<'a> Earlier<'a> {
+    /// Takes an entry in, unless one that came before names the same GPU: gives that one then.
+    fn insert(
+        &mut self,
+        origin: &'a Origin,
+        path: &'a DevicePath,
+        address: Option<PciAddress>,
+    ) -> Option<(&'a Origin, &'a DevicePath)> {
+        let same_path = self.by_path.get(path).map(|first| (*first, path));
+        let same_gpu = address.and_then(|address| self.by_address.get(&address).copied());
+        let first = same_path.or(same_gpu);
+        if first.is_none() {
+            self.by_path.insert(path, origin);
+            self.by_address.extend(address.map(|address| (address, (origin, path))));
+        }
+        first
     }
 }
 
@@ -1087,6 +1099,25 @@ mod tests {
             );
             assert_eq!(problems, [expected]);
         }
+    }
+
+    /// Sixteen times as many take about sixteen times as long, and not 256 times.
+    #[test]
+    fn the_time_grows_with_the_number_of_entries_and_not_with_its_square() {
+        let inventory = without_driver(h200s());
+        let settings = |entries: u32| with((0..entries).map(|number| (node(128 + number), 1)).collect());
+        let fastest = |entries| {
+            let settings = settings(entries);
+            let once = |_| {
+                let begun = std::time::Instant::now();
+                plan(&settings, &inventory).unwrap_err();
+                begun.elapsed()
+            };
+            (0..5).map(once).min().unwrap()
+        };
+        let (few, many) = (fastest(1_000), fastest(16_000));
+        println!("1,000 entries: {few:?}; 16,000 entries: {many:?}");
+        assert!(many < few * 100, "{few:?}, {many:?}");
     }
 
     #[test]

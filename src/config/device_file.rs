@@ -12,6 +12,10 @@ use super::{percentage, slices};
 /// The type of our entries; the host agent compares it exactly.
 const MPS_TYPE: &str = "NVIDIA_MPS";
 
+/// How many entries there may be, of all types. A host has some dozens of devices, and each entry can be a problem of its
+/// own to tell.
+const MAX_ENTRIES: usize = 1024;
+
 /// The entries of the file, in its order.
 pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<DeviceEntry> {
     let place = |line| Origin { file: file.to_owned(), line };
@@ -62,6 +66,15 @@ pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<Dev
         return Vec::new();
     };
     match list.value {
+        Value::List(items) if items.len() > MAX_ENTRIES => {
+            findings.problems.push(Problem {
+                origin,
+                key: "devices".to_owned(),
+                found: format!("{} entries, the limit is {MAX_ENTRIES}", items.len()),
+                remedy: "write one entry for each device of this host".to_owned(),
+            });
+            Vec::new()
+        }
         Value::List(items) => items
             .into_iter()
             .enumerate()

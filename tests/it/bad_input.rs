@@ -140,6 +140,19 @@ fn a_file_of_proc_as_configuration() {
     }
 }
 
+/// Far more entries than a host can have GPUs are one mistake and not thousands.
+#[test]
+fn a_device_file_of_fifteen_thousand_entries() {
+    let host = Host::new("tesla-p40");
+    let entries: Vec<String> = (128..15_128)
+        .map(|number| format!("path: /dev/dri/renderD{number}, type: NVIDIA_MPS, virtual_number: 1"))
+        .collect();
+    let entries: Vec<String> = entries.iter().map(|entry| entry.replace(", ", "\n  ")).collect();
+    let file = host.file("/etc/yunion/host_container_device.yml");
+    fs::write(file, format!("devices:\n- {}\n", entries.join("\n- "))).unwrap();
+    refused(host, "host_container_device.yml:1: devices: 15000 entries, the limit is 1024");
+}
+
 /// The journal is gone for good, and what stands in its place is in nobody's way.
 #[test]
 fn a_journal_that_is_no_file() {
