@@ -247,12 +247,12 @@ mod tests {
         let mut journal = open(&directory);
         journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap();
         let file = directory.path().join(FILE);
-        let whole = std::fs::read(&file).unwrap();
+        let whole = fs::read(&file).unwrap();
         for length in 0..whole.len() {
-            std::fs::write(&file, &whole[..length]).unwrap();
+            fs::write(&file, &whole[..length]).unwrap();
             assert_eq!(open(&directory).previous_compute_mode(UUID), None, "{length}");
         }
-        std::fs::write(&file, r#"{"version": 2, "previous_compute_modes": {}}"#).unwrap();
+        fs::write(&file, r#"{"version": 2, "previous_compute_modes": {}}"#).unwrap();
         open(&directory);
     }
 
@@ -261,7 +261,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let mut journal = open(&directory);
         // A directory of that name stands in the way of the new file.
-        std::fs::create_dir(directory.path().join(format!("{FILE}.new"))).unwrap();
+        fs::create_dir(directory.path().join(format!("{FILE}.new"))).unwrap();
         journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap_err();
         assert_eq!(journal.previous_compute_mode(UUID), None);
     }

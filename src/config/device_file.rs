@@ -1,7 +1,9 @@
 //! `host_container_device.yml`: which GPUs are cut into how many slices.
 //!
 //! The file is the host agent's and lists devices of many types. Ours is `NVIDIA_MPS`; an entry of another type only
-//! tells us that somebody else claims its device, and whatever is wrong with it is not our business.
+//! tells us that somebody else claims its device, and whatever is wrong with it is not our business. An entry that may
+//! have been meant for us is an error, though: without any of ours every GPU of the host is served, and that must never
+//! follow from a slip.
 
 use std::path::{Path, PathBuf};
 
@@ -39,11 +41,12 @@ pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<Dev
             return Vec::new();
         }
     };
+    let empty = pairs.is_empty();
     let mut devices = None;
     for (key, value) in pairs {
         let origin = place(key.line);
         let name = key.value.as_text().unwrap_or_default().into_owned();
-        if !matches!(name.as_str(), "devices" | "Devices") {
+        if words(&name) != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
             findings.warnings.push(Problem {
@@ -55,14 +58,19 @@ pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<Dev
         }
     }
     let Some((origin, list)) = devices else {
-        findings.warnings.push(Problem {
+        let problem = |remedy: &str| Problem {
             origin: place(None),
             key: "devices".to_owned(),
             found: "no such list".to_owned(),
-            remedy:
-                "write one; without NVIDIA_MPS entries every NVIDIA GPU is cut into cuda_mps_replicas slices"
-                    .to_owned(),
-        });
+            remedy: remedy.to_owned(),
+        };
+        if empty {
+            findings.warnings.push(problem(
+                "write one; without NVIDIA_MPS entries every NVIDIA GPU is cut into cuda_mps_replicas slices",
+            ));
+        } else {
+            findings.problems.push(problem("write `devices:` and below it one entry per device"));
+        }
         return Vec::new();
     };
     match list.value {
@@ -130,18 +138,13 @@ impl<'t> Item<'t> {
         Problem { origin: origin.clone(), key, found, remedy: remedy.to_owned() }
     }
 
-    /// The entry; None where it is skipped or, with a problem noted, unusable.
+    /// The entry; None where it is unusable, with a problem noted.
     fn read(mut self, findings: &mut Findings) -> Option<DeviceEntry> {
         let pairs = match std::mem::replace(&mut self.value, Value::Null) {
             Value::Map(pairs) => pairs,
             Value::Null => {
-                let remedy = "remove it: the host agent fails on it";
-                findings.warnings.push(self.problem(
-                    &self.origin,
-                    "",
-                    "an empty entry; it is skipped".into(),
-                    remedy,
-                ));
+                let remedy = "remove it, or write the keys path, type and virtual_number";
+                findings.problems.push(self.problem(&self.origin, "", "an empty entry".into(), remedy));
                 return None;
             }
             other => {
@@ -154,7 +157,11 @@ impl<'t> Item<'t> {
         let device_type =
             fields.device_type.as_ref().and_then(|field| field.value.as_text()).unwrap_or_default();
         if device_type != MPS_TYPE {
-            self.note_near_miss(fields.device_type.as_ref(), &device_type, findings);
+            if let Some((found, remedy)) = slip(fields.device_type.as_ref(), &device_type) {
+                let origin = fields.device_type.as_ref().map_or(&self.origin, |field| &field.origin);
+                findings.problems.push(self.problem(origin, "type", found, remedy));
+                return None;
+            }
             let path = fields.path.as_ref().and_then(|field| field.value.as_text());
             return Some(DeviceEntry {
                 device_type: device_type.into_owned(),
@@ -190,15 +197,11 @@ impl<'t> Item<'t> {
         for (key, value) in pairs {
             let name = key.value.as_text().unwrap_or_default();
             let origin = Origin { line: key.line.or(self.origin.line), ..self.origin.clone() };
-            let slot = match name.as_ref() {
-                "path" | "Path" => &mut fields.path,
-                "type" | "Type" => &mut fields.device_type,
-                "virtual_number" | "virtual-number" | "virtualNumber" | "VirtualNumber" => {
-                    &mut fields.virtual_number
-                }
-                "thread_percentage" | "thread-percentage" | "threadPercentage" | "ThreadPercentage" => {
-                    &mut fields.thread_percentage
-                }
+            let slot = match words(&name).as_str() {
+                "path" => &mut fields.path,
+                "type" => &mut fields.device_type,
+                "virtual_number" => &mut fields.virtual_number,
+                "thread_percentage" => &mut fields.thread_percentage,
                 _ => {
                     let found = "no such key; it is ignored".to_owned();
                     let remedy = "correct the spelling or remove it";
@@ -208,24 +211,15 @@ impl<'t> Item<'t> {
             };
             if slot.replace(Field { origin: origin.clone(), value: value.value }).is_some() {
                 let found = "written twice; the last one counts".to_owned();
-                fields.warnings.push(self.problem(&origin, &name, found, "remove one of them"));
+                fields.warnings.push(self.problem(
+                    &origin,
+                    &yaml::printable(&name),
+                    found,
+                    "remove one of them",
+                ));
             }
         }
         fields
-    }
-
-    /// A type that was probably meant to be ours would silently be somebody else's.
-    fn note_near_miss(&self, field: Option<&Field<'t>>, device_type: &str, findings: &mut Findings) {
-        let letters: String =
-            device_type.chars().filter(char::is_ascii_alphanumeric).map(|c| c.to_ascii_lowercase()).collect();
-        let origin = field.map_or(&self.origin, |field| &field.origin);
-        if device_type.is_empty() {
-            let found = "missing; the entry is not served".to_owned();
-            findings.warnings.push(self.problem(origin, "type", found, "write a type such as NVIDIA_MPS"));
-        } else if letters == "nvidiamps" {
-            let found = format!("found {}; the entry is not served", yaml::quoted(device_type));
-            findings.warnings.push(self.problem(origin, "type", found, "write NVIDIA_MPS"));
-        }
     }
 
     fn path(&self, field: Option<&Field<'t>>, findings: &mut Findings) -> Option<DevicePath> {
@@ -253,6 +247,59 @@ impl<'t> Item<'t> {
             })
             .ok()
     }
+}
+
+/// The words of a key as the host agent tells them apart, in lower case with `_` between them: `virtual-number`,
+/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital and behind whatever is neither letter nor
+/// digit; capitals in a row are one word, of which the last begins the next where small letters follow (`VIRTUALNumber`).
+fn words(key: &str) -> String {
+    let bytes = key.as_bytes();
+    let mut words = String::new();
+    let mut capitals = 0_usize;
+    let mut apart = false;
+    for (at, byte) in bytes.iter().enumerate() {
+        if !byte.is_ascii_alphanumeric() {
+            apart = true;
+            continue;
+        }
+        if byte.is_ascii_uppercase() {
+            capitals += 1;
+            let next = bytes.get(at + 1);
+            let ends_a_row = next.is_some_and(|next| next.is_ascii_lowercase() || next.is_ascii_digit());
+            apart |= capitals == 1 || (capitals > 2 && ends_a_row);
+        } else {
+            capitals = 0;
+        }
+        if std::mem::take(&mut apart) && !words.is_empty() {
+            words.push('_');
+        }
+        words.push(byte.to_ascii_lowercase().into());
+    }
+    words
+}
+
+/// Why a type that is not ours can't stand: there is none, or it was probably meant to be ours. What was found, and what
+/// to do.
+fn slip(field: Option<&Field<'_>>, device_type: &str) -> Option<(String, &'static str)> {
+    let Some(field) = field else {
+        return Some(("missing".to_owned(), "write a type such as NVIDIA_MPS"));
+    };
+    if device_type.is_empty() {
+        return Some((field.value.found(), "write a type such as NVIDIA_MPS"));
+    }
+    (device_type.len() <= LONGEST_SLIP && is_near_miss(device_type))
+        .then(|| (field.value.found(), "write NVIDIA_MPS, or the other type that is meant"))
+}
+
+/// No text of more bytes is nearly ours.
+const LONGEST_SLIP: usize = 64;
+
+/// Whether it is ours but for capitals, for what stands between the words, and for one letter too many, too few, wrong or
+/// in its neighbour's place. Two wrong ones would make NVIDIA_GPU ours.
+fn is_near_miss(device_type: &str) -> bool {
+    let letters = |text: &str| text.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "");
+    let (found, ours) = (letters(device_type), letters(MPS_TYPE));
+    found == "mps" || strsim::osa_distance(&found, &ours) <= 1
 }
 
 /// What kind of name a path is.
@@ -441,32 +488,74 @@ mod tests {
     }
 
     #[test]
-    fn empty_entries_are_skipped_with_a_warning() {
+    fn an_empty_entry_is_a_slip() {
         let text = "devices:\n- null\n-\n- {path: /dev/nvidia0, type: NVIDIA_MPS, virtual_number: 2}\n";
         let (entries, findings) = read(text);
         assert_eq!(entries.len(), 1);
+        let found: Vec<_> = findings.problems.iter().map(|w| w.key.as_str()).collect();
+        assert_eq!(found, ["devices[0]", "devices[1]"]);
+    }
+
+    #[test]
+    fn keys_are_told_apart_by_their_words_as_the_host_agent_does() {
+        for key in [
+            "virtual_number",
+            "virtual-number",
+            "virtual number",
+            "virtualNumber",
+            "VirtualNumber",
+            "VIRTUAL_NUMBER",
+            "VIRTUALNumber",
+            "Virtual_Number",
+            "_virtual__number_",
+        ] {
+            assert_eq!(words(key), "virtual_number", "{key}");
+        }
+        for (key, expected) in [
+            ("TYPE", "type"),
+            ("TYpe", "type"),
+            ("TYPe", "ty_pe"),
+            ("tYPE", "t_ype"),
+            ("Path", "path"),
+            ("VIRTUALNUMBER", "virtualnumber"),
+            ("", ""),
+            ("-", ""),
+            ("a1B2", "a1_b2"),
+        ] {
+            assert_eq!(words(key), expected, "{key}");
+        }
+    }
+
+    #[test]
+    fn merged_keys_belong_to_the_entry() {
+        let text = concat!(
+            "common: &common\n  type: NVIDIA_MPS\n  virtual_number: 4\n",
+            "devices:\n- <<: *common\n  path: /dev/nvidia0\n",
+            "- path: /dev/nvidia1\n  <<: *common\n",
+            "- <<: *common\n  path: /dev/nvidia2\n  virtual_number: 2\n",
+            "- virtual_number: 2\n  path: /dev/nvidia3\n  <<: *common\n",
+        );
+        let (entries, findings) = read(text);
         assert_eq!(findings.problems, []);
-        let warned: Vec<_> = findings.warnings.iter().map(|w| w.key.as_str()).collect();
-        assert_eq!(warned, ["devices[0]", "devices[1]"]);
+        let slices: Vec<_> = entries
+            .iter()
+            .map(|entry| (entry.origin.line.unwrap(), entry.mps.as_ref().unwrap().slices.get()))
+            .collect();
+        assert_eq!(slices, [(5, 4), (7, 4), (9, 2), (12, 4)]);
+        assert_eq!(
+            told(&findings.warnings),
+            [(3, "devices[3].virtual_number", "written twice; the last one counts")]
+        );
     }
 
     #[test]
     fn a_file_without_devices_has_no_entries() {
-        for text in [
-            "",
-            "# nothing\n",
-            "---\n",
-            "devices:\n",
-            "devices: []\n",
-            "devices: ~\n",
-            "{}",
-            "device:\n- path: x\n",
-        ] {
+        for text in ["", "# nothing\n", "---\n", "devices:\n", "devices: []\n", "devices: ~\n", "{}"] {
             assert_eq!(entries(text), [], "{text:?}");
         }
-        // Without entries every GPU is ours, so a misspelt `devices` must not pass in silence.
+        // Without entries every GPU is ours, so a misspelt `devices` must not pass.
         let (_, findings) = read("device:\n- path: x\n");
-        assert_eq!(told(&findings.warnings), [(0, "devices", "no such list")]);
+        assert_eq!(told(&findings.problems), [(0, "devices", "no such list")]);
         assert_eq!(findings.unknown_keys.len(), 1);
         let (_, findings) = read("devices: []\n");
         assert_eq!(findings.warnings, []);
@@ -498,21 +587,49 @@ mod tests {
     }
 
     #[test]
-    fn a_type_that_is_nearly_ours_is_a_warning() {
-        for near in ["nvidia_mps", "NVIDIA-MPS", "'NVIDIA_MPS '", "NvidiaMps"] {
-            let text =
-                format!("devices:\n- path: /dev/dri/renderD128\n  type: {near}\n  virtual_number: 0\n");
-            let (entries, findings) = read(&text);
-            assert_eq!(entries[0].mps, None);
-            assert_eq!(findings.problems, []);
-            let [(3, "devices[0].type", _)] = told(&findings.warnings)[..] else {
-                panic!("{:?}", findings.warnings)
+    fn a_type_that_is_nearly_ours_is_an_error() {
+        let typed = |device_type: &str| {
+            read(&format!(
+                "devices:\n- path: /dev/dri/renderD128\n  type: {device_type}\n  virtual_number: 0\n"
+            ))
+        };
+        for near in [
+            "nvidia_mps",
+            "NVIDIA-MPS",
+            "'NVIDIA_MPS '",
+            "NvidiaMps",
+            "NVIDIA MPS",
+            "NVIDIA_MSP",
+            "NVIDA_MPS",
+            "NVIDIA_MPSS",
+            "NVIDIA_MP",
+            "mps",
+        ] {
+            let (entries, findings) = typed(near);
+            assert_eq!(entries, [], "{near}");
+            let [(3, "devices[0].type", found)] = told(&findings.problems)[..] else {
+                panic!("{near}: {:?}", findings.problems)
             };
-            assert!(findings.warnings[0].remedy.contains("NVIDIA_MPS"));
+            assert!(found.contains(near.trim_matches('\'')), "{found}");
+            assert!(findings.problems[0].remedy.contains("NVIDIA_MPS"));
         }
-        let (entries, findings) = read("devices:\n- path: /dev/dri/renderD128\n");
-        assert_eq!(entries[0].device_type, "");
-        assert_eq!(told(&findings.warnings), [(2, "devices[0].type", "missing; the entry is not served")]);
+        let long = "NVIDIA_MPS_".repeat(20_000);
+        for other in
+            ["NVIDIA_GPU", "NVIDIA_GPU_SHARE", "NVIDIA_HAMI", "NVIDIA_MIG", "CPH_AMD_GPU", "7", long.as_str()]
+        {
+            let (entries, findings) = typed(other);
+            assert_eq!((entries.len(), findings.problems), (1, Vec::new()), "{other:.40}");
+        }
+        for (without, line, found) in [
+            ("", 2, "missing"),
+            ("  type:\n", 3, "found nothing"),
+            ("  type: ''\n", 3, "found \"\""),
+            ("  type: [NVIDIA_MPS]\n", 3, "found a list"),
+        ] {
+            let (entries, findings) = read(&format!("devices:\n- path: /dev/dri/renderD128\n{without}"));
+            assert_eq!(entries, []);
+            assert_eq!(told(&findings.problems), [(line, "devices[0].type", found)]);
+        }
     }
 
     #[test]

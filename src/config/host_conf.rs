@@ -236,7 +236,12 @@ fn ours<'l, 't>(
         let origin = Origin { file: file.to_owned(), line: line.number };
         let name = line.key.trim().replace('-', "_");
         let Some((key, setter)) = KEYS.into_iter().find(|(key, _)| *key == name) else {
-            if let Some(remedy) = meant_for_us(&name) {
+            if is_nearly_device_file(&name) {
+                let remedy = format!("write {DEVICE_FILE_KEY}: without it every NVIDIA GPU would be served");
+                let found = "no such key".to_owned();
+                let problem = Problem { origin, key: yaml::printable(&line.key), found, remedy };
+                findings.nearly_device_file.get_or_insert(problem);
+            } else if let Some(remedy) = meant_for_us(&name) {
                 let found = "no such key; it is ignored".to_owned();
                 findings.warnings.push(Problem { origin, key: yaml::printable(&line.key), found, remedy });
             } else {
@@ -267,14 +272,20 @@ fn ours<'l, 't>(
     chosen
 }
 
+/// How many letters of the key that names the device file may be wrong for it to be meant still.
+const SLIPS: usize = 3;
+
+/// Whether an unknown key was meant to name the device file.
+fn is_nearly_device_file(name: &str) -> bool {
+    name.len() <= 2 * DEVICE_FILE_KEY.len()
+        && strsim::osa_distance(&name.to_lowercase(), DEVICE_FILE_KEY) <= SLIPS
+}
+
 /// What to do about a key that is unknown but looks as if it was meant for us.
 fn meant_for_us(name: &str) -> Option<String> {
     let lower = name.to_lowercase();
     if let Some((key, _)) = KEYS.iter().find(|(key, _)| *key == lower) {
         return Some(format!("keys are written in lower case: {key}"));
-    }
-    if name == "<<" {
-        return Some("merging is not supported here: write the keys out".to_owned());
     }
     // The platform's own keys with this prefix are in KEYS.
     lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove it".to_owned())
@@ -700,10 +711,10 @@ mod tests {
 
     #[test]
     fn a_misspelt_key_of_ours_is_a_warning() {
-        let (_, findings) = overlaid("cuda_mps_replica: 4\nEnable_CUDA_mps: true\nreplicas: 4\n<<: {a: b}\n");
+        let (_, findings) = overlaid("cuda_mps_replica: 4\nEnable_CUDA_mps: true\nreplicas: 4\n");
         let warned: Vec<_> =
             findings.warnings.iter().map(|w| (w.origin.line.unwrap(), w.key.as_str())).collect();
-        assert_eq!(warned, [(1, "cuda_mps_replica"), (2, "Enable_CUDA_mps"), (4, "<<")]);
+        assert_eq!(warned, [(1, "cuda_mps_replica"), (2, "Enable_CUDA_mps")]);
         assert!(findings.warnings[1].remedy.contains("enable_cuda_mps"));
         assert_eq!(findings.unknown_keys.len(), 1);
     }

@@ -239,6 +239,8 @@ struct Findings {
     warnings: Vec<Problem>,
     unknown_keys: Vec<(Origin, String)>,
     overridden: Vec<(&'static str, Origin, Origin)>,
+    /// An unknown key that was probably meant to name the device file.
+    nearly_device_file: Option<Problem>,
 }
 
 /// Reads the main file, lays the local one over it, and reads the device file that they name.
@@ -259,7 +261,7 @@ pub fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
     }
     draft.check_together(&mut findings);
     read_device_file(sources, &mut draft, &mut findings);
-    let Findings { problems, warnings, unknown_keys, overridden } = findings;
+    let Findings { problems, warnings, unknown_keys, overridden, .. } = findings;
     if problems.is_empty() {
         let says_enabled = draft.origin(ENABLE_KEY).is_some();
         Ok(Loaded { settings: draft.settings, says_enabled, warnings, unknown_keys, overridden })
@@ -329,8 +331,23 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
 }
 
 fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
-    let Some(file) = draft.device_file.clone() else { return };
     let before = findings.problems.len();
+    match (&draft.device_file, findings.nearly_device_file.take()) {
+        // Without a device file every GPU is served, which must not follow from a slip.
+        (None, problem) => findings.problems.extend(problem),
+        (Some(_), problem) => findings.warnings.extend(problem),
+    }
+    if let Some(file) = draft.device_file.clone() {
+        read_named_device_file(sources, file, draft, findings);
+    }
+    // A host that doesn't use MPS keeps this file for devices of other types, or has forgotten it: no reason to fail.
+    // Where something else is wrong, `enabled` may not be what was meant.
+    if !draft.settings.enabled && before == 0 {
+        findings.warnings.extend(findings.problems.drain(before..));
+    }
+}
+
+fn read_named_device_file(sources: &Sources, file: PathBuf, draft: &mut Draft, findings: &mut Findings) {
     match read_text(&sources.sysroot, &file) {
         Ok(text) => {
             draft.settings.devices = device_file::parse(&file, &text, findings);
@@ -346,11 +363,6 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
                 remedy: "create it or correct the path".to_owned(),
             });
         }
-    }
-    // A host that doesn't use MPS keeps this file for devices of other types, or has forgotten it: no reason to fail.
-    // Where something else is wrong, `enabled` may not be what was meant.
-    if !draft.settings.enabled && before == 0 {
-        findings.warnings.extend(findings.problems.drain(before..));
     }
 }
 
@@ -593,6 +605,25 @@ mod tests {
         // Unless that isn't certain.
         let main = b"enable_cuda_mps: maybe\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
         assert_eq!(load_files(&[(MAIN_FILE, main)]).unwrap_err().len(), 2);
+    }
+
+    #[test]
+    fn a_device_file_that_a_slip_hides_is_told() {
+        for slip in
+            ["container_device_config_fil", "Container-Device-Config-File", "containers_device_conf_file"]
+        {
+            let main = format!("enable_cuda_mps: true\n{slip}: {DEVICE_FILE}\n");
+            let problems = load_files(&[(MAIN_FILE, main.as_bytes())]).unwrap_err();
+            let [problem] = problems.as_slice() else { panic!("{problems:?}") };
+            assert_eq!((problem.origin.line, problem.key.as_str()), (Some(2), slip));
+            assert!(problem.remedy.contains(DEVICE_FILE_KEY), "{problem}");
+            // Where it is named as well, or nothing is served, it hides nothing.
+            let named = format!("{main}{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
+            let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, b"devices:\n")]).unwrap();
+            assert_eq!(loaded.warnings, [problem.clone()]);
+            let off = main.replace("true", "false");
+            assert_eq!(load_files(&[(MAIN_FILE, off.as_bytes())]).unwrap().warnings, [problem.clone()]);
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::Path;
 
@@ -295,12 +296,13 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_map<A: MapAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {
-        let mut pairs = Vec::new();
-        while let Some(pair) = access.next_entry_seed(self.inner(), self.inner())? {
-            pairs.push(pair);
+        let mut pairs = Pairs::default();
+        let mut line = None;
+        while let Some((key, value)) = access.next_entry_seed(self.inner(), self.inner())? {
+            line = line.or(key.line);
+            pairs.add(key, value).map_err(de::Error::custom)?;
         }
-        let line = pairs.iter().find_map(|(key, _): &(Node<'_>, Node<'_>)| key.line);
-        Ok(Node { line, value: Value::Map(pairs) })
+        Ok(Node { line, value: Value::Map(pairs.finish()) })
     }
 
     /// A value with a tag of somebody's own: the value counts.
@@ -309,6 +311,67 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
         content.newtype_variant_seed(self)
     }
 }
+
+/// A key and its value.
+type Pair<'t> = (Node<'t>, Node<'t>);
+
+/// The pairs of a mapping in the order in which they count, the last most. A merge key, `<<`, stands for the pairs of
+/// the mappings that are its value. As the platform's parser has it, they count at their place: less than a key behind
+/// them, and more than one before.
+#[derive(Default)]
+struct Pairs<'t> {
+    all: Vec<Pair<'t>>,
+    /// The places in `all` of those that a merge key brought.
+    merged: BTreeSet<usize>,
+}
+
+impl<'t> Pairs<'t> {
+    fn add(&mut self, key: Node<'t>, value: Node<'t>) -> Result<(), &'static str> {
+        let is_merge = matches!(&key.value, Value::Text { text, quoted: false } if text == "<<");
+        if !is_merge {
+            self.all.push((key, value));
+            return Ok(());
+        }
+        match value.value {
+            Value::Map(pairs) => self.merge(pairs),
+            // The first of several counts most.
+            Value::List(items) => {
+                for item in items.into_iter().rev() {
+                    let Value::Map(pairs) = item.value else { return Err(BAD_MERGE) };
+                    self.merge(pairs);
+                }
+            }
+            _ => return Err(BAD_MERGE),
+        }
+        Ok(())
+    }
+
+    fn merge(&mut self, pairs: Vec<Pair<'t>>) {
+        let first = self.all.len();
+        self.all.extend(pairs);
+        self.merged.extend(first..self.all.len());
+    }
+
+    /// Without what was merged and then written otherwise: that is what merging is for, and no key that stands twice.
+    fn finish(self) -> Vec<Pair<'t>> {
+        let Self { all, merged } = self;
+        if merged.is_empty() {
+            return all;
+        }
+        let mut behind: BTreeSet<String> = BTreeSet::new();
+        let mut kept: Vec<Pair<'t>> = Vec::new();
+        for (place, pair) in all.into_iter().enumerate().rev() {
+            let name = pair.0.value.as_text().unwrap_or_default().into_owned();
+            if behind.insert(name) || !merged.contains(&place) {
+                kept.push(pair);
+            }
+        }
+        kept.reverse();
+        kept
+    }
+}
+
+const BAD_MERGE: &str = "a merge key (<<) takes a mapping or a list of mappings";
 
 #[cfg(test)]
 mod tests {
@@ -470,6 +533,32 @@ mod tests {
         assert!(read(&wide).unwrap_err().found.contains("aliases repeat too much"));
         let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(20_000), "- *a\n".repeat(2_000));
         assert!(read(&long).unwrap_err().found.contains("aliases repeat too much"));
+    }
+
+    #[test]
+    fn merge_keys_count_where_they_stand() {
+        let all = |text: &str| -> Vec<(String, String)> {
+            let pairs = pairs(text).into_iter().filter(|(key, ..)| !key.starts_with('_'));
+            pairs.map(|(key, _, value)| (key, value.as_text().unwrap_or_default().into_owned())).collect()
+        };
+        let pair = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+        let anchors = "_a: &a {x: 1, y: 2}\n_b: &b {y: 3, z: 4}\n_c: &c {<<: *a, w: 5}\n";
+        let read_all = |text: &str| all(&format!("{anchors}{text}"));
+        assert_eq!(read_all("<<: *a\n"), [pair("x", "1"), pair("y", "2")]);
+        assert_eq!(read_all("<<: *a\ny: 9\n"), [pair("x", "1"), pair("y", "9")]);
+        assert_eq!(read_all("y: 9\n<<: *a\n"), [pair("y", "9"), pair("x", "1"), pair("y", "2")]);
+        assert_eq!(read_all("<<: [*a, *b]\n"), [pair("z", "4"), pair("x", "1"), pair("y", "2")]);
+        assert_eq!(read_all("<<: *c\n"), [pair("x", "1"), pair("y", "2"), pair("w", "5")]);
+        assert_eq!(read_all("<<: {q: 7}\n"), [pair("q", "7")]);
+        assert_eq!(read_all("\"<<\": 7\n"), [pair("<<", "7")]);
+        let text = format!("{anchors}<<: *b\n");
+        let at = pairs(&text);
+        assert_eq!(at.last().map(|(key, line, _)| (key.as_str(), *line)), Some(("z", Some(2))));
+        for wrong in ["<<: 7\n", "<<:\n", "_a: &a {x: 1}\n<<: [*a, 7]\n", "<<: [[]]\n"] {
+            let problem = read(wrong).unwrap_err();
+            assert!(problem.found.contains("a merge key (<<) takes a mapping"), "{problem}");
+            assert!(problem.origin.line.is_some(), "{problem}");
+        }
     }
 
     #[test]

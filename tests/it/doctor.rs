@@ -281,7 +281,7 @@ faults! {
     type_that_ends_the_agent: "h200", Serving,
         |scene| scene.host.devices(&[
             &format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 4"),
-            "path: /dev/dri/renderD999, type: NVIDIA_MSP, virtual_number: 2",
+            "path: /dev/dri/renderD999, type: NVIDIA_MIG, virtual_number: 2",
         ]) => ["agent-unknown-type"];
     path_unknown_to_the_agent: "h200", Serving,
         |scene| scene.host.devices(&[&format!("path: {UUID}, type: NVIDIA_MPS, virtual_number: 4")])

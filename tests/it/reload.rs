@@ -141,6 +141,65 @@ fn a_bad_configuration_changes_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// Whoever meant one GPU and mistyped its type gets none of the others instead.
+#[test]
+fn a_typing_error_in_a_type_takes_no_gpu() {
+    let mut host = Host::new("h200x8");
+    let file = host.file("/etc/yunion/host_container_device.yml");
+    let entry = "devices:\n- path: /dev/dri/renderD131\n  type: NVIDIA_MPS\n  virtual_number: 4\n";
+    std::fs::write(&file, entry).unwrap();
+    host.start();
+    let before = host.wait_for_state("ready");
+    let mut client = host.holding_client();
+    let only_the_one = || {
+        assert_eq!(host.list().len(), 4);
+        for gpu in 0..8 {
+            let mode = if gpu == 3 { "Exclusive_Process" } else { "Default" };
+            assert_eq!(host.compute_mode(gpu), mode, "GPU {gpu}");
+        }
+    };
+    only_the_one();
+    for (right, wrong, place) in [
+        ("NVIDIA_MPS", "NVIDIA-MPS", ":3: devices[0].type: found \"NVIDIA-MPS\"; write NVIDIA_MPS"),
+        ("NVIDIA_MPS", "nvidia_mps", ":3: devices[0].type: "),
+        ("NVIDIA_MPS", "NVIDIA_MSP", ":3: devices[0].type: "),
+        ("NVIDIA_MPS", "NVIDA_MPS", ":3: devices[0].type: "),
+        ("NVIDIA_MPS", "MPS", ":3: devices[0].type: "),
+        ("NVIDIA_MPS", "", ":3: devices[0].type: found nothing"),
+        ("type:", "tpye:", ":2: devices[0].type: missing"),
+        ("  type: NVIDIA_MPS\n", "", ":2: devices[0].type: missing"),
+        ("devices:", "device:", ": devices: no such list"),
+        (&entry["devices:\n".len()..], "-\n", ":1: devices[0]: an empty entry"),
+    ] {
+        std::fs::write(&file, entry.replace(right, wrong)).unwrap();
+        let refusal = text(&host.call("Control.Reload"));
+        assert!(refusal.contains("Error.InvalidConfig"), "{wrong}: {refusal}");
+        assert!(refusal.replace("\\\"", "\"").contains(place), "{wrong}: {refusal}");
+        let status = host.wait_for_state("degraded");
+        assert_eq!(control_pid(&status), control_pid(&before));
+        only_the_one();
+        let checked = host.check();
+        assert_eq!(checked.status.code(), Some(78), "{wrong}: {}", text(&checked));
+    }
+    // What the host agent reads is read: capitals, and a merge key.
+    for same in [
+        entry.replace("type", "TYPE").replace("path", "PATH").replace("devices", "DEVICES"),
+        "ours: &ours\n  type: NVIDIA_MPS\n  virtual_number: 4\ndevices:\n- path: /dev/dri/renderD131\n  <<: *ours\n"
+            .to_owned(),
+    ] {
+        std::fs::write(&file, &same).unwrap();
+        let answer = host.call("Control.Reload");
+        assert!(answer.status.success(), "{same}: {}", text(&answer));
+        let status = host.wait_for_state("ready");
+        assert_eq!(control_pid(&status), control_pid(&before));
+        only_the_one();
+    }
+    assert_eq!(client.try_wait().unwrap(), None);
+    client.kill().unwrap();
+    client.wait().unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// Switched off and on again: nothing runs and nothing is changed in between.
 #[test]
 fn switched_off_and_on_again() {
