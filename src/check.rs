@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::config::{self, Loaded, Problem, Sources};
 use crate::gpu::Inventory;
 use crate::gpu::nvml::Driver;
-use crate::plan::{self, GpuPlan, Plan, PlanError};
+use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 
 /// How long NVML may take. A GPU that is about to fall off the bus can hold a question for ever.
 const NVML_TIMEOUT: Duration = Duration::from_secs(15);
@@ -23,7 +23,7 @@ pub enum Checked {
         /// What was read, where the files in themselves are right.
         loaded: Option<Loaded>,
     },
-    /// It is right, whether or not this host can serve it now.
+    /// It is right in itself, whether or not this host can serve it now.
     Right {
         /// What was read.
         loaded: Loaded,
@@ -31,15 +31,33 @@ pub enum Checked {
         driver: Option<Result<String, String>>,
         /// The plan, or why there can be none now. Without `enable_cuda_mps` it is empty.
         plan: Result<Plan, String>,
+        /// The entries for which this host has no GPU now. The service waits for one; who asks may have mistyped.
+        missing: Vec<Missing>,
     },
+}
+
+impl Checked {
+    /// The mistakes: those in the files, and the entries that certainly name no GPU of this host.
+    pub fn problems(&self) -> Vec<Problem> {
+        match self {
+            Self::Wrong { problems, .. } => problems.clone(),
+            Self::Right { missing, .. } => {
+                missing.iter().filter(|one| one.certain).map(|one| one.problem.clone()).collect()
+            }
+        }
+    }
+
+    fn verdict(&self) -> Verdict {
+        if self.problems().is_empty() { Verdict::Right } else { Verdict::Wrong }
+    }
 }
 
 /// What the check has found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// The configuration is right, whether or not this host can serve it now.
+    /// The configuration is right, as far as this host can tell now.
     Right,
-    /// It is not; the problems have been written.
+    /// It is not, or an entry names no GPU of this host; the problems have been written.
     Wrong,
 }
 
@@ -94,15 +112,18 @@ pub(crate) fn within<T: Send + 'static>(
 /// What the configuration comes to with these GPUs.
 pub fn judge(loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     let Some(inventory) = inventory.filter(|_| loaded.settings.enabled) else {
-        let nothing = Plan { gpus: Vec::new(), control_daemons: Vec::new() };
-        return Checked::Right { loaded, driver: None, plan: Ok(nothing) };
+        return Checked::Right { loaded, driver: None, plan: Ok(Plan::default()), missing: Vec::new() };
     };
     let driver = Some(inventory.driver.clone());
-    match plan::plan(&loaded.settings, inventory) {
-        Ok(plan) => Checked::Right { loaded, driver, plan: Ok(plan) },
-        Err(PlanError::NotYet(reason)) => Checked::Right { loaded, driver, plan: Err(reason) },
-        Err(PlanError::Problems(problems)) => Checked::Wrong { problems, loaded: Some(loaded) },
-    }
+    let (plan, missing) = match plan::plan(&loaded.settings, inventory, &[]) {
+        Ok(plan) => (Ok(plan.clone()), plan.missing),
+        Err(PlanError::NotYet(reason)) => (Err(reason), Vec::new()),
+        Err(PlanError::Missing(missing)) => {
+            (Err("no entry of the device file has its GPU".to_owned()), missing)
+        }
+        Err(PlanError::Problems(problems)) => return Checked::Wrong { problems, loaded: Some(loaded) },
+    };
+    Checked::Right { loaded, driver, plan, missing }
 }
 
 /// Writes what a start would do. The error is that of writing.
@@ -120,13 +141,12 @@ pub fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
             for problem in problems {
                 writeln!(out, "error: {problem}")?;
             }
-            Ok(Verdict::Wrong)
         }
-        Checked::Right { loaded, driver, plan } => {
+        Checked::Right { loaded, driver, plan, missing } => {
             write_files(loaded, out)?;
             if !loaded.settings.enabled {
                 writeln!(out, "enable_cuda_mps is false: no GPU would be served")?;
-                return Ok(Verdict::Right);
+                return Ok(checked.verdict());
             }
             match driver {
                 Some(Ok(version)) => writeln!(out, "driver: {version}")?,
@@ -137,9 +157,13 @@ pub fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
                 Ok(plan) => write_plan(plan, out)?,
                 Err(reason) => writeln!(out, "no GPU could be served now: {reason}")?,
             }
-            Ok(Verdict::Right)
+            for Missing { problem, certain, .. } in missing {
+                let word = if *certain { "error" } else { "not served" };
+                writeln!(out, "{word}: {problem}")?;
+            }
         }
     }
+    Ok(checked.verdict())
 }
 
 fn write_files(loaded: &Loaded, out: &mut dyn Write) -> io::Result<()> {

@@ -164,6 +164,17 @@ fn in_the_way(uuid: &str, leaving: &[Status]) -> String {
     }
 }
 
+/// The first entry without a GPU, and how many more there are.
+fn missing(parts: &Parts<'_>) -> Option<String> {
+    let missing = parts.plan.ok()?.missing.as_slice();
+    let first = missing.first()?;
+    let more = match missing.len() {
+        1 => String::new(),
+        all => format!("; and {} more", all.saturating_sub(1)),
+    };
+    Some(format!("{}{more}", first.problem))
+}
+
 fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     if parts.stopping {
         return (State::Stopping, String::new());
@@ -181,9 +192,9 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     if bad == 0 {
         let unready = parts.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
         return match (parts.problem, unready) {
-            ("", None) => match bypassed(parts, gpus) {
+            ("", None) => match missing(parts).or_else(|| bypassed(parts, gpus)) {
                 None => (State::Ready, String::new()),
-                Some(bypassed) => (State::Degraded, bypassed),
+                Some(reason) => (State::Degraded, reason),
             },
             ("", Some(status)) => (State::Degraded, said_by(status)),
             (problem, _) => (State::Degraded, problem.to_owned()),
@@ -195,7 +206,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
     let first =
         first.map(|gpu| format!("{}: {}", gpu.plan.gpu.pci.address.short(), gpu.reason)).unwrap_or_default();
-    let reason = format!("{bad} of {} GPUs not served; {first}", gpus.len());
+    let missing = missing(parts).map(|missing| format!("; {missing}")).unwrap_or_default();
+    let reason = format!("{bad} of {} GPUs not served; {first}{missing}", gpus.len());
     if parts.starting || parts.statuses.iter().any(|status| !status.first_pass_ended) {
         (State::Starting, reason)
     } else if bad < gpus.len() {

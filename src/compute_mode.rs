@@ -10,6 +10,7 @@ use crate::blocking::Blocking;
 use crate::gpu::ComputeMode;
 use crate::gpu::nvml::{Driver, GpuProcess};
 use crate::journal::Journal;
+use crate::plan::Configured;
 
 /// The mode in which only an MPS server can open a GPU, so that no program slips past it.
 pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
@@ -26,14 +27,20 @@ pub struct ComputeModes {
     /// The driver as it is found at the moment; it may come late, or go.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     journal: Arc<Mutex<Journal>>,
+    /// The GPUs whose mode is ours to keep, served at the moment or not.
+    kept: watch::Receiver<Configured>,
     /// By UUID: a GPU that does not answer must not keep others from being asked about.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 
 impl ComputeModes {
-    /// Through this driver, with the previous modes in this journal.
-    pub fn new(driver: watch::Receiver<Option<Arc<Driver>>>, journal: Arc<Mutex<Journal>>) -> Self {
-        Self { driver, journal, questions: Arc::default() }
+    /// Through this driver, with the previous modes in this journal. Nobody puts back the mode of a GPU that is `kept`.
+    pub fn new(
+        driver: watch::Receiver<Option<Arc<Driver>>>,
+        journal: Arc<Mutex<Journal>>,
+        kept: watch::Receiver<Configured>,
+    ) -> Self {
+        Self { driver, journal, kept, questions: Arc::default() }
     }
 
     /// The mode a GPU has now. The error is NVML's reason.
@@ -56,8 +63,12 @@ impl ComputeModes {
         Ok(true)
     }
 
-    /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since.
+    /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since. Not while it
+    /// is to be served, even if it can't be now: everybody would get in, with no limit.
     pub async fn restore(&self, uuid: &str) -> Result<(), String> {
+        if self.kept.borrow().may_have(uuid) {
+            return Ok(());
+        }
         let Some(previous) = self.with_journal(|journal| journal.previous_compute_mode(uuid)) else {
             return Ok(());
         };

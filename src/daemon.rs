@@ -11,7 +11,7 @@ use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until};
 
 use crate::blocking::Blocking;
@@ -23,12 +23,13 @@ use crate::config::{self, Loaded, Problem, Settings, Sources};
 use crate::container::ContainerError;
 use crate::dbus::{Request, RequestError, presence};
 use crate::gpu::nvml::Driver;
-use crate::gpu::{Inventory, PciAddress};
+use crate::gpu::{Gpu, Inventory, PciAddress};
 use crate::journal::{Journal, Running};
 use crate::logging::{Level, last_words};
 use crate::mps::control::Control;
 use crate::mps::identity::Identity;
-use crate::plan::{self, Plan, PlanError};
+use crate::mps::process;
+use crate::plan::{self, Configured, Plan, PlanError};
 use crate::release::{self, ContainerId, ReleaseError, Wanted};
 use crate::runtime_directory::RuntimeDirectory;
 use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
@@ -38,8 +39,18 @@ use crate::systemd::{self, Stopping};
 /// How often the host is looked at while there is no plan, for want of a driver most often.
 const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 
-/// How often it is looked at while some GPU can't be served.
+/// The first pause between two looks at the host while some GPU can't be served, and the last: it doubles from one to the
+/// other, since most of what passes passes soon.
+const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
+
+/// The time that NVML gets to tell of a GPU that is served, and the pause between two looks: one error is no reason to end
+/// a control daemon that has it.
+const SCAN_PATIENCE: Duration = Duration::from_secs(5);
+const SCAN_PAUSE: Duration = Duration::from_millis(500);
+
+/// The most processes without MPS that are waited for; the regular look finds the end of the others.
+const HOLDERS: usize = 64;
 
 /// How long a look at the host may take before it counts as failed. It must stay well below the watchdog's time.
 const SCAN_TIMEOUT: Duration = Duration::from_secs(15);
@@ -105,9 +116,10 @@ pub async fn run(options: Options, level: Level) -> Exit {
         tokio::spawn(presence::stay_on_the_bus(seen, requests, faults_seen, joined, Arc::clone(&changed)));
     let (xids, xids_seen) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
+    let (kept, kept_seen) = watch::channel(Configured::default());
     let journal = Arc::new(Mutex::new(journal));
     let tools = Tools {
-        compute_modes: ComputeModes::new(driver_seen, Arc::clone(&journal)),
+        compute_modes: ComputeModes::new(driver_seen, Arc::clone(&journal), kept_seen),
         journal,
         changed: Arc::clone(&changed),
         faults,
@@ -125,7 +137,9 @@ pub async fn run(options: Options, level: Level) -> Exit {
         xids,
         supervisors: BTreeMap::new(),
         leaving: Vec::new(),
-        restoring: Vec::new(),
+        kept,
+        modes: Vec::new(),
+        holders: JoinSet::new(),
         listings,
         looks: Blocking::new(1),
         kernel: Blocking::new(RELEASES),
@@ -138,6 +152,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
         problem: String::new(),
         cdi_problem: String::new(),
         next_scan: None,
+        scan_pause: FIRST_SCAN_FOR_MORE,
         stopping: false,
         carry_on: false,
         wanted_back: false,
@@ -224,8 +239,12 @@ struct Daemon {
     supervisors: BTreeMap<String, Supervisor>,
     /// Asked to end; a GPU of theirs is free for another when they have.
     leaving: Vec<Supervisor>,
-    /// Puts compute modes back that no supervisor sees to.
-    restoring: Vec<JoinHandle<()>>,
+    /// The GPUs whose compute mode is not to be put back.
+    kept: watch::Sender<Configured>,
+    /// Sets compute modes that no supervisor sees to, or puts them back.
+    modes: Vec<JoinHandle<()>>,
+    /// Wait for the end of processes that keep a server out.
+    holders: JoinSet<()>,
     /// Takes who wants to know the clients.
     listings: mpsc::Sender<Listing>,
     /// Looks at the host.
@@ -245,6 +264,8 @@ struct Daemon {
     /// Why the CDI spec is not as it should be.
     cdi_problem: String,
     next_scan: Option<Instant>,
+    /// After which time the host is looked at again for a GPU that can't be served.
+    scan_pause: Duration,
     stopping: bool,
     /// Whether the control daemons carry on after this end.
     carry_on: bool,
@@ -271,7 +292,7 @@ impl Daemon {
                 next_watchdog = Instant::now() + period;
             }
             self.settle();
-            if self.stopping && self.leaving.is_empty() && self.restoring.is_empty() {
+            if self.stopping && self.leaving.is_empty() && self.modes.is_empty() {
                 return if self.wanted_back { Exit::Interrupted } else { Exit::Stopped };
             }
             let changed = Arc::clone(&self.changed);
@@ -284,7 +305,14 @@ impl Daemon {
                 Some(request) = requests.recv() => self.answer(request).await,
                 Some((uuid, xid)) = xids.recv() => self.xid(&uuid, xid),
                 () = changed.notified() => {}
-                () = sleep_or_never(self.next_scan) => self.look_again().await,
+                () = sleep_or_never(self.next_scan) => {
+                    self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);
+                    self.look_again().await;
+                }
+                Some(_) = self.holders.join_next(), if !self.stopping => {
+                    self.scan_pause = FIRST_SCAN_FOR_MORE;
+                    self.look_again().await;
+                }
                 () = sleep_or_never(watchdog.map(|_| next_watchdog)) => {}
             }
         }
@@ -294,19 +322,19 @@ impl Daemon {
     async fn first_pass(&mut self) -> Result<(), Vec<Problem>> {
         if !self.settings.enabled {
             tracing::info!("enable_cuda_mps is false: no GPU is served");
-            let nothing = Plan { gpus: Vec::new(), control_daemons: Vec::new() };
             if self.has_leftovers() {
                 // For the driver, which restores compute modes.
                 self.scan().await;
-                self.end_leftovers(&nothing, &Goal::Retire);
+                self.end_leftovers(&Plan::default(), &Goal::Retire);
             }
-            self.plan = Ok(nothing);
+            self.plan = Ok(Plan::default());
             return Ok(());
         }
-        let inventory = self.scan().await;
-        match plan::plan(&self.settings, &inventory) {
+        let inventory = self.scan_in_earnest().await;
+        match plan::plan(&self.settings, &inventory, &[]) {
             Ok(plan) => self.put_in_force(plan),
             Err(PlanError::Problems(problems)) => return Err(problems),
+            Err(PlanError::Missing(missing)) => self.not_yet(join(&plan::problems(&missing))),
             Err(PlanError::NotYet(reason)) => self.not_yet(reason),
         }
         Ok(())
@@ -320,6 +348,48 @@ impl Daemon {
             );
         }
         self.plan = Err(reason);
+    }
+
+    /// Looks at the host, as often as it takes to believe that NVML can't tell of a GPU that is served.
+    async fn scan_in_earnest(&mut self) -> Inventory {
+        let deadline = Instant::now() + SCAN_PATIENCE;
+        let mut inventory = self.scan().await;
+        while let Some(uuid) = self.untold(&inventory).filter(|_| Instant::now() < deadline) {
+            tracing::info!(
+                gpu_uuid = uuid,
+                step = "looked-again",
+                "NVML does not tell of {uuid}, which is served; looked at again"
+            );
+            tokio::time::sleep(SCAN_PAUSE).await;
+            inventory = self.scan().await;
+        }
+        inventory
+    }
+
+    /// A GPU that is in the hands of a control daemon of ours and that NVML does not tell of, while it fails to tell of
+    /// some GPU.
+    fn untold(&self, inventory: &Inventory) -> Option<String> {
+        let silent = |gpu: &Gpu| gpu.nvml.is_err() && gpu.pci.foreign_driver().is_none();
+        if inventory.driver.is_err() || !inventory.gpus.iter().any(silent) {
+            return None;
+        }
+        let served: Vec<String> = match &self.plan {
+            Ok(plan) => {
+                plan.control_daemons.iter().flat_map(|one| &one.gpus).map(|gpu| gpu.uuid.clone()).collect()
+            }
+            Err(_) => {
+                let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
+                let ids = journal.control_daemons();
+                ids.iter()
+                    .filter_map(|id| journal.control_daemon(id))
+                    .flat_map(|one| one.gpus.clone())
+                    .collect()
+            }
+        };
+        let told = |uuid: &String| {
+            inventory.gpus.iter().any(|gpu| gpu.nvml.as_ref().is_ok_and(|facts| facts.uuid == *uuid))
+        };
+        served.into_iter().find(|uuid| !told(uuid))
     }
 
     /// Looks at the host. Off the loop's thread, since a GPU that is about to fall off the bus can hold a question.
@@ -372,35 +442,37 @@ impl Daemon {
     /// The look at the host while something is missing: more of it may be there now.
     async fn look_again(&mut self) {
         self.next_scan = None;
-        let inventory = self.scan().await;
-        match plan::plan(&self.settings, &inventory) {
+        let inventory = self.scan_in_earnest().await;
+        let reason = match plan::plan(&self.settings, &inventory, self.planned_gpus()) {
             Ok(plan) => {
                 if self.plan.as_ref() != Ok(&plan) {
                     self.put_in_force(plan);
                 }
                 self.problem.clear();
+                return;
             }
-            Err(PlanError::NotYet(reason)) => {
-                if self.plan.is_err() {
-                    self.not_yet(reason);
-                } else {
-                    self.problem = reason;
-                }
-            }
-            Err(PlanError::Problems(problems)) => {
-                let text = join(&problems);
-                if self.plan.is_err() {
-                    self.not_yet(text);
-                } else {
-                    self.problem = text;
-                }
-            }
+            Err(PlanError::NotYet(reason)) => reason,
+            Err(PlanError::Missing(missing)) => join(&plan::problems(&missing)),
+            Err(PlanError::Problems(problems)) => join(&problems),
+        };
+        if self.plan.is_err() {
+            self.not_yet(reason);
+        } else {
+            self.problem = reason;
         }
+    }
+
+    /// The GPUs of the plan in force.
+    fn planned_gpus(&self) -> &[plan::GpuPlan] {
+        self.plan.as_ref().map(|plan| plan.gpus.as_slice()).unwrap_or_default()
     }
 
     /// Makes a plan the one in force, with everything that follows from it.
     fn put_in_force(&mut self, plan: Plan) {
         self.say_what_is_new(&plan);
+        let ours = self.settings.enabled && self.settings.set_compute_mode;
+        self.kept.send_replace(if ours { plan.configured.clone() } else { Configured::default() });
+        self.scan_pause = FIRST_SCAN_FOR_MORE;
         self.pending.clear();
         let mut gone = std::mem::take(&mut self.supervisors);
         for order in self.orders(&plan) {
@@ -419,8 +491,38 @@ impl Daemon {
             self.leaving.push(supervisor);
         }
         self.end_leftovers(&plan, &end);
+        self.close_to_others(&plan);
         self.plan = Ok(plan);
         self.problem.clear();
+    }
+
+    /// A GPU that processes without MPS hold is closed to more of them, and served as soon as the last one ends.
+    fn close_to_others(&mut self, plan: &Plan) {
+        let held = || plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
+        self.holders = JoinSet::new();
+        for (pid, _) in held().flat_map(plan::GpuPlan::holders).take(HOLDERS) {
+            self.holders.spawn(process::ended(*pid));
+        }
+        if !self.settings.set_compute_mode {
+            return;
+        }
+        for uuid in held().filter_map(|gpu| Some(gpu.gpu.nvml.as_ref().ok()?.uuid.clone())) {
+            let compute_modes = self.tools.compute_modes.clone();
+            self.see_to_mode(async move {
+                if let Err(error) = compute_modes.take(&uuid).await {
+                    tracing::warn!(gpu_uuid = uuid, "compute mode of {uuid}: {error}");
+                }
+            });
+        }
+    }
+
+    /// Has something done about a compute mode beside the loop, which is woken up at its end.
+    fn see_to_mode(&mut self, what: impl Future<Output = ()> + Send + 'static) {
+        let changed = Arc::clone(&self.changed);
+        self.modes.push(tokio::spawn(async move {
+            what.await;
+            changed.notify_one();
+        }));
     }
 
     /// The one that is on its way out and has what an order wants: a change that is taken back must not have to wait for
@@ -463,6 +565,10 @@ impl Daemon {
                 tracing::warn!("{name}: {warning}");
             }
         }
+        let known = self.plan.as_ref().map(|plan| plan.missing.as_slice()).unwrap_or_default();
+        for missing in plan.missing.iter().filter(|missing| !known.contains(missing)) {
+            tracing::warn!("{}", missing.problem);
+        }
     }
 
     fn has_leftovers(&self) -> bool {
@@ -494,13 +600,11 @@ impl Daemon {
         }
         for uuid in gpus.into_iter().filter(|uuid| !held.contains(uuid)) {
             let compute_modes = self.tools.compute_modes.clone();
-            let changed = Arc::clone(&self.changed);
-            self.restoring.push(tokio::spawn(async move {
+            self.see_to_mode(async move {
                 if let Err(error) = compute_modes.restore(&uuid).await {
                     tracing::warn!(gpu_uuid = uuid, "compute mode of {uuid} is not put back: {error}");
                 }
-                changed.notify_one();
-            }));
+            });
         }
     }
 
@@ -553,17 +657,28 @@ impl Daemon {
             return Err(invalid(&[problem]));
         }
         let plan = if loaded.settings.enabled {
-            let inventory = self.scan().await;
-            match plan::plan(&loaded.settings, &inventory) {
+            let inventory = self.scan_in_earnest().await;
+            let planned = plan::plan(&loaded.settings, &inventory, self.planned_gpus());
+            if let Ok(Plan { missing, .. }) | Err(PlanError::Missing(missing)) = &planned {
+                let slips = self.new_and_missing(missing);
+                if !slips.is_empty() {
+                    return Err(invalid(&slips));
+                }
+            }
+            let reason = match planned {
                 Ok(plan) => Ok(plan),
                 Err(PlanError::Problems(problems)) => return Err(invalid(&problems)),
-                Err(PlanError::NotYet(reason)) if self.plan.is_ok() && self.settings.enabled => {
+                Err(PlanError::Missing(missing)) => Err(join(&plan::problems(&missing))),
+                Err(PlanError::NotYet(reason)) => Err(reason),
+            };
+            match reason {
+                Err(reason) if self.plan.is_ok() && self.settings.enabled => {
                     return Err(RequestError::NotReady(reason));
                 }
-                Err(PlanError::NotYet(reason)) => Err(reason),
+                planned => planned,
             }
         } else {
-            Ok(Plan { gpus: Vec::new(), control_daemons: Vec::new() })
+            Ok(Plan::default())
         };
         tracing::debug!(step = "granted", "the new configuration is right");
         say_findings(&loaded);
@@ -574,6 +689,15 @@ impl Daemon {
             Err(reason) => self.not_yet(reason),
         }
         Ok(())
+    }
+
+    /// The entries without a GPU that the configuration in force does not have: slips, of which whoever reloads is told.
+    /// A GPU that has failed since is none, and keeps nobody from changing something else.
+    fn new_and_missing(&self, missing: &[plan::Missing]) -> Vec<Problem> {
+        let ours = || self.settings.devices.iter().filter(|entry| entry.mps.is_some());
+        let known = |path| ours().any(|entry| entry.path.as_ref() == Some(path));
+        let new = missing.iter().filter(|missing| missing.certain && !known(&missing.path));
+        new.map(|missing| missing.problem.clone()).collect()
     }
 
     async fn answer(&mut self, request: Request) {
@@ -725,21 +849,27 @@ impl Daemon {
         self.stopping = true;
         self.carry_on = goal == Goal::Leave;
         self.pending.clear();
+        self.holders = JoinSet::new();
         notify(&[NotifyState::Stopping]);
         self.leaving.extend(std::mem::take(&mut self.supervisors).into_values());
+        self.kept.send_replace(Configured::default());
+        // One that is just being set would not be found to put back.
+        for mode in std::mem::take(&mut self.modes) {
+            let _ = mode.await;
+        }
         for supervisor in &self.leaving {
             supervisor.end(goal.clone());
         }
         if goal == Goal::Stop {
             // Without a plan nobody has taken them over.
-            self.end_leftovers(&Plan { gpus: Vec::new(), control_daemons: Vec::new() }, &goal);
+            self.end_leftovers(&Plan::default(), &goal);
         }
     }
 
     /// What follows from what has happened: the next ones start, and the new state is published.
     fn settle(&mut self) {
         self.leaving.retain(|supervisor| !supervisor.ended());
-        self.restoring.retain(|restoring| !restoring.is_finished());
+        self.modes.retain(|mode| !mode.is_finished());
         for order in std::mem::take(&mut self.pending) {
             if self.in_the_way(&order).next().is_some() {
                 self.pending.push(order);
@@ -754,11 +884,12 @@ impl Daemon {
         }
         let unserved =
             snapshot.gpus.as_ref().is_some_and(|gpus| gpus.iter().any(|gpu| gpu.plan.unusable.is_some()));
-        let trouble = unserved || !self.problem.is_empty() || !self.cdi_problem.is_empty();
+        let missing = self.plan.as_ref().is_ok_and(|plan| !plan.missing.is_empty());
+        let trouble = unserved || missing || !self.problem.is_empty() || !self.cdi_problem.is_empty();
         let period = match &self.plan {
             _ if self.stopping || !self.settings.enabled => None,
             Err(_) => Some(SCAN_WITHOUT_PLAN),
-            Ok(_) => trouble.then_some(SCAN_FOR_MORE),
+            Ok(_) => trouble.then_some(self.scan_pause),
         };
         // A look that is due stays due: news that come in faster than the period must not put it off for ever.
         self.next_scan = period.map(|period| {
@@ -962,7 +1093,7 @@ fn notify(state: &[NotifyState<'_>]) {
     }
 }
 
-/// How many problems a message names. Who has more looks at them with `--check`.
+/// The most problems that a message names. `--check` names them all.
 const NAMED_PROBLEMS: usize = 16;
 
 fn join(problems: &[Problem]) -> String {

@@ -204,7 +204,7 @@ impl Journal {
     }
 }
 
-/// What is written down; None where nothing is. The error says what is wrong with the file.
+/// The content of the file; None where there is no file. The error says what is wrong with it.
 fn read(file: &Path) -> Result<Option<Contents>, String> {
     let bytes = match regular_file::read(file, MAX_BYTES) {
         Ok(bytes) => bytes,

@@ -1,7 +1,7 @@
 //! The plan: which control daemons run, with which GPUs, slices and limits. A pure function of what the administrator
 //! wrote and what the host has.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -12,13 +12,61 @@ use crate::gpu::{ComputeMode, Gpu, Inventory, NvmlFacts, PciAddress, PciDevice};
 /// From this compute capability on (Volta) a GPU enforces limits and one server can serve several users.
 const VOLTA: (u32, u32) = (7, 0);
 
-/// What shall be, and why some of it can't.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// The control daemons, GPUs and slices that there shall be, and why some of them can't. The default is that of a configuration which names no GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Plan {
     /// Every GPU that the configuration names, in its order, served or not.
     pub gpus: Vec<GpuPlan>,
-    /// The control daemons that serve them.
+    /// The entries of the device file for which this host has no GPU now.
+    pub missing: Vec<Missing>,
+    /// The control daemons that serve the GPUs.
     pub control_daemons: Vec<ControlDaemonPlan>,
+    /// The GPUs that the configuration names, by UUID.
+    pub configured: Configured,
+}
+
+/// An entry of the device file for which this host has no GPU now. One may come, or come back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Missing {
+    /// The entry, what was found, and what to do.
+    pub problem: Problem,
+    /// Its path.
+    pub path: DevicePath,
+    /// Whether it is certain. It is not while a GPU can't be asked that may be the one.
+    pub certain: bool,
+}
+
+/// The GPUs that a configuration names, as far as that can be told by UUID.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Configured {
+    certainly: BTreeSet<String>,
+    /// While an entry's GPU can't be told: the GPUs that it can't be. None: every entry's can.
+    others: Option<BTreeSet<String>>,
+}
+
+impl Configured {
+    /// Whether the GPU with this UUID is named, or may be.
+    pub fn may_have(&self, uuid: &str) -> bool {
+        self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
+    }
+
+    fn new(gpus: &[GpuPlan], missing: &[Missing], inventory: &Inventory) -> Self {
+        let uuid = |gpu: &Gpu| gpu.nvml.as_ref().ok().map(|facts| facts.uuid.clone());
+        let certainly: BTreeSet<String> = gpus.iter().filter_map(|plan| uuid(&plan.gpu)).collect();
+        let told = missing.is_empty() && gpus.iter().all(|plan| plan.gpu.nvml.is_ok());
+        let can_be = |gpu: &Gpu| missing.iter().any(|missing| can_be(&missing.path, gpu));
+        let others = inventory.gpus.iter().filter(|gpu| !can_be(gpu)).filter_map(uuid);
+        Self { others: (!told).then(|| others.collect()), certainly }
+    }
+}
+
+/// Whether a path that leads nowhere may be a GPU's that is there: what it goes by is not known of that GPU.
+fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
+    match path {
+        DevicePath::RenderNode(_) => gpu.pci.render_node.is_none(),
+        DevicePath::NvidiaMinor(_) => gpu.nvml.as_ref().is_ok_and(|facts| facts.minor.is_none()),
+        DevicePath::Pci(_) | DevicePath::Uuid(_) | DevicePath::Other(_) => false,
+    }
 }
 
 /// One configured GPU.
@@ -174,10 +222,17 @@ pub enum PlanError {
     /// The configuration is wrong, and stays so until someone corrects it. Every problem that can be seen, at least one.
     #[error("{}", Lines(.0))]
     Problems(Vec<Problem>),
-    /// The host can't say yet whether the configuration is right: no driver, or no render nodes. In words for an
-    /// administrator.
+    /// This host has none of the GPUs that the configuration names, at least one.
+    #[error("{}", Lines(&problems(.0)))]
+    Missing(Vec<Missing>),
+    /// The host can't say yet whether the configuration is right: there is no driver. In words for an administrator.
     #[error("{0}")]
     NotYet(String),
+}
+
+/// The problems of those entries.
+pub fn problems(missing: &[Missing]) -> Vec<Problem> {
+    missing.iter().map(|missing| missing.problem.clone()).collect()
 }
 
 struct Lines<'a>(&'a [Problem]);
@@ -194,19 +249,37 @@ impl fmt::Display for Lines<'_> {
     }
 }
 
-/// Makes the plan. What is wrong with one GPU is that GPU's state and no error.
+impl GpuPlan {
+    /// The processes without MPS that alone keep it from being served.
+    pub fn holders(&self) -> &[(u32, String)] {
+        match &self.gpu.nvml {
+            Ok(facts) if self.unusable.is_some() && ailments(&self.gpu).is_empty() => {
+                &facts.foreign_processes
+            }
+            _ => &[],
+        }
+    }
+}
+
+/// Makes the plan. A GPU that is out of order or not there is a state of that GPU or of its entry, and no error. One that
+/// was in the plan `before` and has gone keeps its place: its devices are not healthy, and not gone.
 ///
 /// # Errors
 /// The configuration is wrong, or can't be judged yet.
-pub fn plan(settings: &Settings, inventory: &Inventory) -> Result<Plan, PlanError> {
-    let mut gpus: Vec<GpuPlan> = wanted(settings, inventory)?
-        .into_iter()
-        .map(|wanted| gpu_plan(&wanted, settings, inventory))
-        .collect();
+pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
+    let before = Inventory {
+        driver: Ok(String::new()),
+        gpus: before.iter().map(|plan| plan.gpu.clone()).collect(),
+        others: Vec::new(),
+    };
+    let (wanted, missing) = wanted(settings, inventory, &before)?;
+    let mut gpus: Vec<GpuPlan> =
+        wanted.into_iter().map(|wanted| gpu_plan(&wanted, settings, inventory)).collect();
     warn_of_other_claims(&mut gpus, settings, inventory);
     let control_daemons = control_daemons(&gpus, settings);
     warn_of_loose_defaults(&mut gpus, &control_daemons);
-    Ok(Plan { gpus, control_daemons })
+    let configured = Configured::new(&gpus, &missing, inventory);
+    Ok(Plan { gpus, missing, control_daemons, configured })
 }
 
 /// A GPU to be served, as far as the configuration goes.
@@ -215,21 +288,30 @@ struct Wanted<'a> {
     slices: NonZeroU32,
     /// The entry's own.
     thread_percentage: Option<u8>,
+    /// Why it is not there any more; None: it is.
+    gone: Option<String>,
 }
 
 /// Why a path leads to no GPU of ours.
 enum Miss {
     /// It never will: what was found, and what to do.
     Wrong { found: String, remedy: String },
-    /// It may, later: why not now.
+    /// It does not now: what was found, what to do, and whether that is certain.
+    Absent { found: String, remedy: String, certain: bool },
+    /// Nothing can be said without a driver: why there is none.
     NotYet(String),
 }
 
-/// The configured GPUs in the order of the configuration.
-fn wanted<'a>(settings: &Settings, inventory: &'a Inventory) -> Result<Vec<Wanted<'a>>, PlanError> {
+/// The configured GPUs in the order of the configuration, and the entries without one.
+fn wanted<'a>(
+    settings: &Settings,
+    inventory: &'a Inventory,
+    before: &'a Inventory,
+) -> Result<(Vec<Wanted<'a>>, Vec<Missing>), PlanError> {
     let mut problems = Vec::new();
     let mut not_yet = inventory.driver.as_ref().err().cloned();
     let mut wanted = Vec::new();
+    let mut missing = Vec::new();
     let mut earlier = Earlier::default();
     for (index, entry) in settings.devices.iter().enumerate() {
         let Some(mps) = &entry.mps else { continue };
@@ -238,11 +320,23 @@ fn wanted<'a>(settings: &Settings, inventory: &'a Inventory) -> Result<Vec<Wante
             problems.push(problem(entry, index, "path", found, choices(inventory)));
             continue;
         };
+        let mut gone = None;
         let gpu = match find(path, inventory) {
             Ok(gpu) => Some(gpu),
             Err(Miss::Wrong { found, remedy }) => {
                 problems.push(problem(entry, index, "path", found, remedy));
                 continue;
+            }
+            Err(Miss::Absent { found, remedy, certain }) => {
+                let problem = problem(entry, index, "path", found, remedy);
+                let known = known_before(path, inventory, before);
+                if known.is_none_or(|known| known.gone) {
+                    gone = Some(problem.to_string());
+                }
+                if known.is_none() {
+                    missing.push(Missing { problem, path: path.clone(), certain });
+                }
+                known.map(|known| known.gpu)
             }
             Err(Miss::NotYet(reason)) => {
                 not_yet.get_or_insert(reason);
@@ -261,16 +355,42 @@ fn wanted<'a>(settings: &Settings, inventory: &'a Inventory) -> Result<Vec<Wante
             if let Some((found, remedy)) = too_many(gpu, mps.slices) {
                 problems.push(problem(entry, index, "virtual_number", found, remedy));
             }
-            wanted.push(Wanted { gpu, slices: mps.slices, thread_percentage: mps.thread_percentage });
+            wanted.push(Wanted { gpu, slices: mps.slices, thread_percentage: mps.thread_percentage, gone });
         }
     }
     if settings.devices.iter().all(|entry| entry.mps.is_none()) {
         wanted = unclaimed(settings, inventory, &mut problems, &mut not_yet);
     }
     match not_yet {
-        _ if !problems.is_empty() => Err(PlanError::Problems(problems)),
+        _ if !problems.is_empty() => {
+            // Whoever corrects the others wants to know of these too.
+            let certain = missing.into_iter().filter(|missing| missing.certain);
+            problems.extend(certain.map(|missing| missing.problem));
+            Err(PlanError::Problems(problems))
+        }
         Some(reason) => Err(PlanError::NotYet(reason)),
-        None => Ok(wanted),
+        None if wanted.is_empty() && !missing.is_empty() => Err(PlanError::Missing(missing)),
+        None => Ok((wanted, missing)),
+    }
+}
+
+/// A GPU of the plan before that an entry still means.
+#[derive(Clone, Copy)]
+struct Known<'a> {
+    gpu: &'a Gpu,
+    /// Whether it is as it was then, since it is not there any more.
+    gone: bool,
+}
+
+/// The GPU that a path led to in the plan before. Where there is another in its place now, nobody knows.
+fn known_before<'a>(path: &DevicePath, inventory: &'a Inventory, before: &'a Inventory) -> Option<Known<'a>> {
+    let known = find(path, before).ok()?;
+    let in_place = inventory.gpus.iter().find(|gpu| gpu.pci.address == known.pci.address);
+    let uuid = |gpu: &Gpu| gpu.nvml.as_ref().ok().map(|facts| facts.uuid.clone());
+    match in_place {
+        None => Some(Known { gpu: known, gone: true }),
+        Some(gpu) if gpu.nvml.is_err() || uuid(gpu) == uuid(known) => Some(Known { gpu, gone: false }),
+        Some(_) => None,
     }
 }
 
@@ -322,7 +442,7 @@ fn unclaimed<'a>(
         .gpus
         .iter()
         .filter(|gpu| !claimed.contains(&gpu.pci.address) && gpu.pci.foreign_driver().is_none())
-        .map(|gpu| Wanted { gpu, slices: settings.replicas, thread_percentage: None })
+        .map(|gpu| Wanted { gpu, slices: settings.replicas, thread_percentage: None, gone: None })
         .collect();
     wanted.sort_by_key(|wanted| wanted.gpu.pci.address);
     for one in &wanted {
@@ -408,18 +528,19 @@ fn with_facts<'a>(
         if gpu.pci.foreign_driver().is_some() { None } else { Some((gpu.pci.address, reason)) }
     });
     match silent {
-        Some((address, reason)) if inventory.driver.is_ok() => Err(Miss::NotYet(format!(
-            "{} may be the GPU at {address}, which can't be asked: {reason}",
-            spelled(path)
-        ))),
+        Some((address, reason)) if inventory.driver.is_ok() => Err(Miss::Absent {
+            found: format!("{} may be the GPU at {address}, which can't be asked: {reason}", spelled(path)),
+            remedy: "it is served once that GPU answers".to_owned(),
+            certain: false,
+        }),
         _ => Err(known_missing(inventory, format!("this host has no GPU {}", spelled(path)))),
     }
 }
 
-/// Not there: wrong, provided that the driver had its say.
+/// Not there, provided that the driver had its say.
 fn known_missing(inventory: &Inventory, found: String) -> Miss {
     match &inventory.driver {
-        Ok(_) => Miss::Wrong { found, remedy: choices(inventory) },
+        Ok(_) => Miss::Absent { found, remedy: choices(inventory), certain: true },
         Err(reason) => Miss::NotYet(reason.clone()),
     }
 }
@@ -428,11 +549,15 @@ fn no_such_node(node: &Path, inventory: &Inventory) -> Miss {
     let nodeless =
         inventory.gpus.iter().find(|gpu| gpu.pci.render_node.is_none() && gpu.pci.foreign_driver().is_none());
     match nodeless {
-        Some(gpu) if inventory.driver.is_ok() => Miss::NotYet(format!(
-            "{} does not exist, and {} has no render node yet; load nvidia-drm (modprobe nvidia-drm)",
-            node.display(),
-            gpu.pci.address
-        )),
+        Some(gpu) if inventory.driver.is_ok() => Miss::Absent {
+            found: format!(
+                "{} does not exist, and {} has no render node yet",
+                node.display(),
+                gpu.pci.address
+            ),
+            remedy: "load nvidia-drm (modprobe nvidia-drm)".to_owned(),
+            certain: false,
+        },
         _ => known_missing(inventory, format!("{} does not exist", node.display())),
     }
 }
@@ -503,7 +628,8 @@ fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>,
     }
     match find(path, inventory) {
         Ok(gpu) => Ok(Some(gpu.pci.address)),
-        Err(Miss::Wrong { .. }) => Ok(None),
+        Err(Miss::Wrong { .. } | Miss::Absent { certain: true, .. }) => Ok(None),
+        Err(Miss::Absent { found, remedy, certain: false }) => Err(format!("{found}; {remedy}")),
         Err(Miss::NotYet(reason)) => Err(reason),
     }
 }
@@ -537,24 +663,34 @@ fn choices(inventory: &Inventory) -> String {
 }
 
 fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
-    let Wanted { gpu, slices, thread_percentage } = wanted;
+    let Wanted { gpu, slices, thread_percentage, gone } = wanted;
     let facts = gpu.nvml.as_ref().ok();
     let total = facts.and_then(|facts| facts.memory_total_mib);
+    let warnings = facts.map(|facts| warnings(facts, slices.get(), inventory)).unwrap_or_default();
     let limits_enforced =
         facts.and_then(|facts| facts.compute_capability).is_some_and(|capability| capability >= VOLTA);
     let pipe_directory = match (settings.topology, facts) {
         (Topology::PerGpu, Some(facts)) => settings.pipe_directory.join(&facts.uuid),
         _ => settings.pipe_directory.clone(),
     };
+    let mut gpu = (*gpu).clone();
+    let unusable = match gone {
+        Some(reason) => {
+            // Whoever was on it then is no more to be ended.
+            gpu.nvml.as_mut().into_iter().for_each(|facts| facts.foreign_processes.clear());
+            Some(reason.clone())
+        }
+        None => why_unusable(&gpu, settings),
+    };
     GpuPlan {
-        gpu: (*gpu).clone(),
         slices: slices.get(),
         memory_limit_mib: total.map_or(0, |total| slice_of(total, *slices)),
         thread_percentage: thread_percentage.unwrap_or_else(|| share(settings.thread_policy, *slices)),
         limits_enforced,
-        unusable: why_unusable(gpu, settings),
-        warnings: facts.map(|facts| warnings(facts, slices.get(), inventory)).unwrap_or_default(),
+        unusable,
+        warnings,
         pipe_directory,
+        gpu,
     }
 }
 
@@ -569,11 +705,12 @@ fn share(policy: ThreadPolicy, slices: NonZeroU32) -> u8 {
     u8::try_from(percent.clamp(1, 100)).unwrap_or(100)
 }
 
-/// Every reason at once, so that nobody mends one to meet the next.
-fn why_unusable(gpu: &Gpu, settings: &Settings) -> Option<String> {
+/// The reasons besides the processes on it that keep it from being served: all at once, so that nobody mends one to meet
+/// the next.
+fn ailments(gpu: &Gpu) -> Vec<String> {
     let facts = match &gpu.nvml {
         Ok(facts) => facts,
-        Err(reason) => return Some(reason.clone()),
+        Err(reason) => return vec![reason.clone()],
     };
     let mut reasons = Vec::new();
     if facts.mig_enabled {
@@ -585,18 +722,29 @@ fn why_unusable(gpu: &Gpu, settings: &Settings) -> Option<String> {
             gpu.pci.address
         ));
     }
-    let exclusive =
-        matches!(facts.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread));
-    if !facts.foreign_processes.is_empty() && (settings.set_compute_mode || exclusive) {
-        let holders: Vec<_> =
-            facts.foreign_processes.iter().map(|(pid, command)| format!("{pid} ({command})")).collect();
-        reasons
-            .push(format!("held by processes that do not go through MPS: {}; end them", holders.join(", ")));
-    }
     if facts.memory_total_mib.is_none() {
         reasons.push("NVML does not say how much memory it has, so it can't be divided".to_owned());
     }
+    reasons
+}
+
+/// Every reason at once.
+fn why_unusable(gpu: &Gpu, settings: &Settings) -> Option<String> {
+    let mut reasons = ailments(gpu);
+    reasons.extend(gpu.nvml.as_ref().ok().and_then(|facts| held(facts, settings)));
     if reasons.is_empty() { None } else { Some(reasons.join("; ")) }
+}
+
+/// Who would keep an MPS server out.
+fn held(facts: &NvmlFacts, settings: &Settings) -> Option<String> {
+    let exclusive =
+        matches!(facts.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread));
+    if facts.foreign_processes.is_empty() || !(settings.set_compute_mode || exclusive) {
+        return None;
+    }
+    let holders: Vec<_> =
+        facts.foreign_processes.iter().map(|(pid, command)| format!("{pid} ({command})")).collect();
+    Some(format!("held by processes that do not go through MPS: {}; end them", holders.join(", ")))
 }
 
 fn warnings(facts: &NvmlFacts, slices: u32, inventory: &Inventory) -> Vec<Warning> {
@@ -727,6 +875,11 @@ mod tests {
 
     const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
+    /// The first plan.
+    fn plan(settings: &Settings, inventory: &Inventory) -> Result<Plan, PlanError> {
+        super::plan(settings, inventory, &[])
+    }
+
     fn text(warning: &Warning) -> String {
         warning.to_string()
     }
@@ -849,6 +1002,16 @@ mod tests {
         inventory
     }
 
+    /// Whether it is certain, and the text of what is missing, where that is all.
+    fn missing(settings: &Settings, inventory: &Inventory) -> Vec<(bool, String)> {
+        match plan(settings, inventory) {
+            Err(PlanError::Missing(missing)) => {
+                missing.iter().map(|one| (one.certain, one.problem.to_string())).collect()
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
     fn problems(settings: &Settings, inventory: &Inventory) -> Vec<String> {
         match plan(settings, inventory) {
             Err(PlanError::Problems(problems)) => problems.iter().map(ToString::to_string).collect(),
@@ -873,6 +1036,8 @@ mod tests {
         let inventory = p40();
         let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
         let expected = Plan {
+            missing: Vec::new(),
+            configured: Configured { certainly: BTreeSet::from([P40.to_owned()]), others: None },
             gpus: vec![GpuPlan {
                 gpu: inventory.gpus[0].clone(),
                 slices: 4,
@@ -1030,7 +1195,7 @@ mod tests {
             assert_eq!(served(&and_other(settings(), claim)).len(), 3);
         }
         let none = plan(&settings(), &self::inventory(Vec::new())).unwrap();
-        assert_eq!(none, Plan { gpus: Vec::new(), control_daemons: Vec::new() });
+        assert_eq!(none, Plan::default());
     }
 
     #[test]
@@ -1051,10 +1216,6 @@ mod tests {
                    /dev/dri/renderD129 (0000:1b:00.0)";
         let amd = "is made by PCI vendor 1002 (AMD), not by NVIDIA";
         let golden = [
-            (node(140), "/dev/dri/renderD140 does not exist".to_owned(), all),
-            (pci("00:06.1"), "the PCI bus has no display device at 0000:00:06.1".to_owned(), all),
-            (DevicePath::Uuid("GPU-x".to_owned()), "this host has no GPU GPU-x".to_owned(), all),
-            (DevicePath::NvidiaMinor(9), "this host has no GPU /dev/nvidia9".to_owned(), all),
             (node(132), format!("/dev/dri/renderD132 (0000:03:00.0) {amd}"), all),
             (pci("03:00.0"), format!("0000:03:00.0 {amd}"), all),
             (pci("04:00.0"), "0000:04:00.0 is made by PCI vendor abcd, not by NVIDIA".to_owned(), all),
@@ -1078,11 +1239,97 @@ mod tests {
             let expected = format!("devices.yml:2: devices[0].path: {found}; {remedy}");
             assert_eq!(problems(&with(vec![(path, 4)]), &inventory), [expected]);
         }
+    }
+
+    #[test]
+    fn a_gpu_that_is_not_there_is_its_entry_s_state() {
+        let all = "the NVIDIA GPUs of this host are /dev/dri/renderD128 (0000:1a:00.0), \
+                   /dev/dri/renderD129 (0000:1b:00.0)";
+        let mut inventory = h200s();
+        inventory.gpus.truncate(2);
+        let golden = [
+            (node(140), "/dev/dri/renderD140 does not exist"),
+            (pci("00:06.1"), "the PCI bus has no display device at 0000:00:06.1"),
+            (DevicePath::Uuid("GPU-x".to_owned()), "this host has no GPU GPU-x"),
+            (DevicePath::NvidiaMinor(9), "this host has no GPU /dev/nvidia9"),
+        ];
+        for (path, found) in golden {
+            let expected = format!("devices.yml:2: devices[0].path: {found}; {all}");
+            assert_eq!(missing(&with(vec![(path.clone(), 4)]), &inventory), [(true, expected)]);
+            // The others are served.
+            let plan = plan(&with(vec![(node(128), 4), (path.clone(), 4)]), &inventory).unwrap();
+            assert_eq!((plan.gpus.len(), plan.gpus[0].unusable.clone()), (1, None));
+            let [missing] = plan.missing.as_slice() else { panic!("{:?}", plan.missing) };
+            assert_eq!(missing.path, path);
+            assert_eq!(
+                missing.problem.to_string(),
+                format!("devices.yml:3: devices[1].path: {found}; {all}")
+            );
+            assert_eq!(plan.control_daemons[0].gpus.len(), 1);
+            // An entry of ours is one even if its GPU is not there: nobody takes the other.
+            assert!(plan.configured.may_have("GPU-0") && plan.configured.may_have("GPU-x"));
+            assert!(!plan.configured.may_have("GPU-1"));
+        }
         let bare = self::inventory(Vec::new());
-        let none = problems(&with(vec![(node(128), 4)]), &bare);
         let expected =
             "devices.yml:2: devices[0].path: /dev/dri/renderD128 does not exist; this host has no NVIDIA GPU";
-        assert_eq!(none, [expected]);
+        assert_eq!(missing(&with(vec![(node(128), 4)]), &bare), [(true, expected.to_owned())]);
+    }
+
+    #[test]
+    fn a_gpu_that_has_gone_keeps_its_devices() {
+        let settings = with(vec![(node(128), 4), (node(129), 2)]);
+        let whole = h200s();
+        let before = plan(&settings, &whole).unwrap();
+        let mut without = h200s();
+        without.gpus.remove(1);
+        let after = super::plan(&settings, &without, &before.gpus).unwrap();
+        assert_eq!((after.gpus.len(), after.missing.len()), (2, 0));
+        let reason = after.gpus[1].unusable.as_deref().unwrap();
+        assert!(
+            reason.starts_with("devices.yml:3: devices[1].path: /dev/dri/renderD129 does not exist"),
+            "{reason}"
+        );
+        assert_eq!((after.gpus[1].slices, after.gpus[1].memory_limit_mib), (2, 71885));
+        assert_eq!(after.control_daemons[0].gpus.len(), 1);
+        assert!(after.configured.may_have("GPU-1") && !after.configured.may_have("GPU-2"));
+        // Asked again and again it stays so, and back it is as before.
+        assert_eq!(super::plan(&settings, &without, &after.gpus).unwrap(), after);
+        assert_eq!(super::plan(&settings, &whole, &after.gpus).unwrap(), before);
+        // Another one in its place is another one.
+        let mut other = without;
+        other.gpus.push(gpu("1b:00.0", 140, "GPU-9", 143_771, (9, 0)));
+        let after = super::plan(&settings, &other, &before.gpus).unwrap();
+        assert_eq!((after.gpus.len(), after.missing.len()), (1, 1));
+        // The same one by another name of its own is the same one.
+        let mut renamed = h200s();
+        renamed.gpus[1].pci.render_node = None;
+        let after = super::plan(&settings, &renamed, &before.gpus).unwrap();
+        assert_eq!((after.gpus.len(), after.missing.len(), after.gpus[1].unusable.clone()), (2, 0, None));
+    }
+
+    #[test]
+    fn a_gpu_that_nobody_can_tell_may_be_named() {
+        let settings = with(vec![(node(128), 4), (node(129), 4)]);
+        let mut inventory = h200s();
+        let named = plan(&settings, &inventory).unwrap().configured;
+        let told = |named: &Configured| ["GPU-0", "GPU-1", "GPU-2", "GPU-x"].map(|uuid| named.may_have(uuid));
+        assert_eq!(told(&named), [true, true, false, false]);
+        // Without its UUID it may be any but those that are known to be others.
+        inventory.gpus[1].nvml = Err("an error".to_owned());
+        assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
+        // Held by others it is named as well as any.
+        let mut inventory = h200s();
+        facts(&mut inventory, 1).foreign_processes = vec![(7, "x".to_owned())];
+        let held = plan(&settings, &inventory).unwrap();
+        assert_eq!(told(&held.configured), [true, true, false, false]);
+        assert_eq!((held.gpus[0].holders().len(), held.gpus[1].holders().len()), (0, 1));
+        assert_eq!(told(&Configured::default()), [false; 4]);
+        // A minor number that NVML does not say is not another one.
+        let settings = with(vec![(node(128), 4), (DevicePath::NvidiaMinor(1), 4)]);
+        let mut inventory = h200s();
+        facts(&mut inventory, 1).minor = None;
+        assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
     }
 
     #[test]
@@ -1122,11 +1369,12 @@ mod tests {
 
     #[test]
     fn all_problems_come_at_once() {
-        let mut settings = with(vec![(node(140), 4), (node(128), 4), (node(128), 4), (node(129), 143_772)]);
+        let mut settings =
+            with(vec![(node(140), 4), (node(128), 4), (node(128), 4), (node(129), 143_772), (node(141), 4)]);
         settings.devices[0].path = None;
         let error = plan(&settings, &h200s()).unwrap_err();
         let lines: Vec<_> = error.to_string().lines().map(str::to_owned).collect();
-        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert_eq!(lines.len(), 4, "{lines:?}");
         assert!(lines[0].starts_with("devices.yml:2: devices[0].path: an NVIDIA_MPS entry without a path"));
         assert!(lines[1].starts_with("devices.yml:4: devices[2].path: "));
         assert_eq!(
@@ -1134,6 +1382,7 @@ mod tests {
             "devices.yml:5: devices[3].virtual_number: 143772 slices of 0000:1b:00.0, which has 143771 MiB; \
              give each slice 1 MiB or more"
         );
+        assert!(lines[3].starts_with("devices.yml:6: devices[4].path: /dev/dri/renderD141 does not exist"));
     }
 
     #[test]
@@ -1166,16 +1415,27 @@ mod tests {
     fn what_only_a_silent_gpu_can_tell_waits() {
         let mut inventory = h200s();
         inventory.gpus[2].nvml = Err("GPU is lost".to_owned());
+        let alone = |path: DevicePath, inventory: &Inventory| {
+            let [(certain, reason)] =
+                <[(bool, String); 1]>::try_from(missing(&with(vec![(path, 4)]), inventory)).unwrap();
+            (certain, reason)
+        };
         for path in [DevicePath::Uuid("GPU-2".to_owned()), DevicePath::NvidiaMinor(2)] {
-            let reason = not_yet(&with(vec![(path, 4)]), &inventory);
-            assert!(reason.contains("0000:1c:00.0") && reason.contains("GPU is lost"), "{reason}");
+            let (certain, reason) = alone(path.clone(), &inventory);
+            assert!(
+                !certain && reason.contains("0000:1c:00.0") && reason.contains("GPU is lost"),
+                "{reason}"
+            );
+            // It stops no other.
+            let both = plan(&with(vec![(node(128), 4), (path, 4)]), &inventory).unwrap();
+            assert_eq!((both.gpus.len(), both.missing.len(), both.control_daemons.len()), (1, 1, 1));
         }
         inventory.gpus[2].pci.render_node = None;
-        let reason = not_yet(&with(vec![(node(130), 4)]), &inventory);
-        assert!(reason.contains("modprobe nvidia-drm"), "{reason}");
+        let (certain, reason) = alone(node(130), &inventory);
+        assert!(!certain && reason.contains("modprobe nvidia-drm"), "{reason}");
         // A GPU in a virtual machine gets no render node, however long one waits.
         inventory.gpus[2].pci.driver = Some("vfio-pci".to_owned());
-        assert_eq!(problems(&with(vec![(node(130), 4)]), &inventory).len(), 1);
+        assert!(alone(node(130), &inventory).0);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::{percentage, slices};
 /// The type of our entries; the host agent compares it exactly.
 const MPS_TYPE: &str = "NVIDIA_MPS";
 
-/// How many entries there may be, of all types. A host has some dozens of devices, and each entry can be a problem of its
+/// The most entries there may be, of all types. A host has some dozens of devices, and each entry can be a problem of its
 /// own to tell.
 const MAX_ENTRIES: usize = 1024;
 
@@ -278,8 +278,7 @@ fn words(key: &str) -> String {
     words
 }
 
-/// Why a type that is not ours can't stand: there is none, or it was probably meant to be ours. What was found, and what
-/// to do.
+/// The reason why a type that is not ours can't stand, and the remedy: there is none, or it was probably meant to be ours.
 fn slip(field: Option<&Field<'_>>, device_type: &str) -> Option<(String, &'static str)> {
     let Some(field) = field else {
         return Some(("missing".to_owned(), "write a type such as NVIDIA_MPS"));

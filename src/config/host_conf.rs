@@ -272,7 +272,7 @@ fn ours<'l, 't>(
     chosen
 }
 
-/// How many letters of the key that names the device file may be wrong for it to be meant still.
+/// The most letters that may be wrong in a key that is still meant to name the device file.
 const SLIPS: usize = 3;
 
 /// Whether an unknown key was meant to name the device file.

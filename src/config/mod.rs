@@ -620,9 +620,9 @@ mod tests {
             // Where it is named as well, or nothing is served, it hides nothing.
             let named = format!("{main}{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, b"devices:\n")]).unwrap();
-            assert_eq!(loaded.warnings, [problem.clone()]);
+            assert_eq!(loaded.warnings, problems);
             let off = main.replace("true", "false");
-            assert_eq!(load_files(&[(MAIN_FILE, off.as_bytes())]).unwrap().warnings, [problem.clone()]);
+            assert_eq!(load_files(&[(MAIN_FILE, off.as_bytes())]).unwrap().warnings, problems);
         }
     }
 

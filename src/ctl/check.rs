@@ -46,18 +46,16 @@ pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<
     };
     if arguments.json {
         print_json(out, &document(&checked, changes.as_deref(), &why_not))?;
-        return Ok(match checked {
-            Checked::Right { .. } => 0,
-            Checked::Wrong { .. } => FAILED,
-        });
+        return Ok(if checked.problems().is_empty() { 0 } else { FAILED });
     }
     let mut words = Vec::new();
     let verdict = check::write(&checked, &mut words)?;
     for line in String::from_utf8_lossy(&words).lines() {
         writeln!(out, "{}", printable(line))?;
     }
-    if verdict == Verdict::Wrong {
-        return Ok(FAILED);
+    let status = if verdict == Verdict::Wrong { FAILED } else { 0 };
+    if matches!(checked, Checked::Wrong { .. }) {
+        return Ok(status);
     }
     match changes.as_deref() {
         None => writeln!(out, "\nNothing to compare with: {}", printable(&why_not))?,
@@ -69,17 +67,18 @@ pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<
             }
         }
     }
-    Ok(0)
+    Ok(status)
 }
 
 fn document(checked: &Checked, changes: Option<&[Difference]>, why_not: &str) -> Value {
-    let (right, loaded, problems, plan) = match checked {
-        Checked::Right { loaded, plan, .. } => (true, Some(loaded), [].as_slice(), Some(plan)),
-        Checked::Wrong { problems, loaded } => (false, loaded.as_ref(), problems.as_slice(), None),
+    let (loaded, plan) = match checked {
+        Checked::Right { loaded, plan, .. } => (Some(loaded), Some(plan)),
+        Checked::Wrong { loaded, .. } => (loaded.as_ref(), None),
     };
+    let problems = checked.problems();
     let warnings = loaded.map(|loaded| loaded.warnings.as_slice()).unwrap_or_default();
     json!({
-        "right": right,
+        "right": problems.is_empty(),
         "problems": problems.iter().map(problem).collect::<Vec<_>>(),
         "warnings": warnings.iter().map(problem).collect::<Vec<_>>(),
         "files": loaded.map(|loaded| &loaded.settings.sources),

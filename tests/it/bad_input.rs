@@ -66,10 +66,159 @@ fn a_by_path_link() {
     refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
 }
 
+/// Whoever asks is told of a path that no GPU has; the service waits for one.
 #[test]
 fn a_node_that_does_not_exist() {
-    let remedy = "/dev/dri/renderD200 does not exist; the NVIDIA GPUs of this host are /dev/dri/renderD128 (0000:00:06.0)";
-    refused_path("tesla-p40", "/dev/dri/renderD200", remedy);
+    let mut host = Host::new("tesla-p40");
+    host.devices(&["path: /dev/dri/renderD200, type: NVIDIA_MPS, virtual_number: 4"]);
+    let message = "/etc/yunion/host_container_device.yml:2: devices[0].path: /dev/dri/renderD200 does not exist; \
+                   the NVIDIA GPUs of this host are /dev/dri/renderD128 (0000:00:06.0)";
+    let checked = host.check();
+    assert_eq!(checked.status.code(), Some(78), "{}", text(&checked));
+    assert!(text(&checked).contains(&format!("error: {message}")), "{}", text(&checked));
+    host.start();
+    host.wait_for_failure(message);
+    // To publish none would make the platform delete its devices.
+    let refused = host.call("Manager.ListDevices");
+    assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
+    // It is no entry less for that: nobody else's GPU is taken.
+    assert_eq!(host.compute_mode(0), "Default");
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4"]);
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_state("ready");
+    stops(host);
+}
+
+/// Takes GPU 3 of an h200x8 off the bus, as a board does that has failed, or puts it back.
+struct Pulled {
+    moved: Vec<(PathBuf, PathBuf)>,
+}
+
+impl Pulled {
+    fn out_of(host: &Host) -> Self {
+        let device = fs::canonicalize(host.file("/sys/class/drm/renderD131/device")).unwrap();
+        let address = device.file_name().unwrap().to_str().unwrap().to_owned();
+        let places = [
+            host.file(&format!("/sys/bus/pci/devices/{address}")),
+            host.file("/sys/class/drm/renderD131"),
+            host.file("/sys/class/drm/card3"),
+            host.file("/dev/dri/renderD131"),
+            host.path("gpus/3"),
+        ];
+        let aside = host.path("pulled");
+        fs::create_dir(&aside).unwrap();
+        let moved = places.into_iter().enumerate().map(|(at, place)| (place, aside.join(at.to_string())));
+        let moved: Vec<_> = moved.collect();
+        for (from, to) in &moved {
+            fs::rename(from, to).unwrap();
+        }
+        Self { moved }
+    }
+
+    fn put_back(self) {
+        for (to, from) in self.moved.into_iter().rev() {
+            fs::rename(from, to).unwrap();
+        }
+    }
+}
+
+/// An entry for each GPU of an h200x8, GPU 3 by this path.
+fn eight_entries(host: &Host, third: &str, slices: u32) {
+    let entries: Vec<String> = (0..8)
+        .map(|gpu| match gpu {
+            3 => format!("path: \"{third}\", type: NVIDIA_MPS, virtual_number: 4"),
+            gpu => format!("path: /dev/dri/renderD{}, type: NVIDIA_MPS, virtual_number: {slices}", 128 + gpu),
+        })
+        .collect();
+    host.devices(&entries.iter().map(String::as_str).collect::<Vec<_>>());
+}
+
+/// Every way to name GPU 3 of an h200x8.
+fn names_of_the_third(host: &Host) -> Vec<String> {
+    let value =
+        |name: &str| fs::read_to_string(host.path(&format!("gpus/3/{name}"))).unwrap().trim().to_owned();
+    vec!["/dev/dri/renderD131".to_owned(), value("pci"), value("uuid"), "/dev/nvidia3".to_owned()]
+}
+
+/// One of eight has gone, and the service starts: the seven are served, the state names the entry, other changes can be
+/// made, a slip is told, and the GPU is served when it is back.
+#[test]
+fn a_gpu_that_has_gone_before_the_start() {
+    for which in 0..4 {
+        let mut host = Host::new("h200x8");
+        let name = names_of_the_third(&host)[which].clone();
+        eight_entries(&host, &name, 4);
+        let pulled = Pulled::out_of(&host);
+        let place = "/etc/yunion/host_container_device.yml:5: devices[3].path: ";
+        let checked = host.check();
+        assert_eq!(checked.status.code(), Some(78), "{}", text(&checked));
+        assert!(text(&checked).contains(&format!("error: {place}")), "{}", text(&checked));
+        assert!(
+            text(&checked).contains("control daemon shared"),
+            "the plan is there too: {}",
+            text(&checked)
+        );
+        host.start();
+        let told = |status: &serde_json::Value| {
+            let service = &status["service"];
+            service["state"] == "degraded" && service["state_reason"].as_str().unwrap().contains(place)
+        };
+        let status = host.wait_for_status(&format!("{name} told"), told);
+        assert_eq!(host.list().len(), 28);
+        assert!(host.list().iter().all(|device| device["healthy"] == true));
+        assert_eq!(host.compute_mode(7), "Exclusive_Process");
+
+        eight_entries(&host, &name, 2);
+        assert!(host.call("Control.Reload").status.success());
+        let again = host.wait_for_status("two slices each", |status| told(status) && host.list().len() == 14);
+        assert_eq!(control_pid(&again), control_pid(&status));
+        eight_entries(&host, "/dev/dri/renderD200", 2);
+        let refused = text(&host.call("Control.Reload"));
+        assert!(refused.contains("InvalidConfig") && refused.contains("renderD200"), "{refused}");
+        eight_entries(&host, &name, 2);
+        assert!(host.call("Control.Reload").status.success());
+
+        pulled.put_back();
+        host.wait_for_state("ready");
+        assert_eq!(host.list().len(), 18);
+        stops(host);
+    }
+}
+
+/// One of eight goes while it is served: its devices stay, not healthy, through a reload too, and nobody else's job is
+/// hurt. After a restart the seven are served.
+#[test]
+fn a_gpu_that_goes_while_it_is_served() {
+    let mut host = Host::new("h200x8");
+    let name = names_of_the_third(&host)[2].clone();
+    eight_entries(&host, &name, 4);
+    host.start();
+    host.wait_for_state("ready");
+    let pulled = Pulled::out_of(&host);
+    assert!(host.call("Control.Reload").status.success());
+    let seven = |host: &Host| {
+        let devices = host.list();
+        devices.iter().filter(|device| device["healthy"] == true).count() == 28 && devices.len() >= 28
+    };
+    let status = host.wait_for_status("seven of eight", |status| {
+        status["service"]["state"] == "degraded" && seven(&host) && host.list().len() == 32
+    });
+    let reason = status["gpus"][3]["reason"].as_str().unwrap();
+    assert!(reason.contains("host_container_device.yml:5: devices[3].path: "), "{reason}");
+    for _ in 0..2 {
+        host.signal(Signal::TERM);
+        host.ended();
+        host.start();
+        host.wait_for_status("seven of eight", |status| {
+            status["service"]["state"] == "degraded" && seven(&host)
+        });
+    }
+    pulled.put_back();
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_status("all of them", |status| {
+        status["service"]["state"] == "ready" && host.list().len() == 32
+    });
+    stops(host);
 }
 
 #[test]
@@ -161,8 +310,8 @@ fn a_journal_that_is_no_file() {
         fs::create_dir(path).unwrap();
         fs::write(path.join("something"), "").unwrap();
     };
-    let kinds: [(&str, &dyn Fn(&Path)); 3] =
-        [("journal.json", &full), ("journal.json", &fifo), ("journal.json.new", &fifo)];
+    type Make = fn(&Path);
+    let kinds = [("journal.json", full as Make), ("journal.json", fifo), ("journal.json.new", fifo)];
     for (name, make) in kinds {
         let mut host = Host::new("h200");
         fs::create_dir(host.path("run")).unwrap();

@@ -181,7 +181,7 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
         let checked = host.check();
         assert_eq!(checked.status.code(), Some(78), "{wrong}: {}", text(&checked));
     }
-    // What the host agent reads is read: capitals, and a merge key.
+    // The service reads it as the host agent does: capitals, and a merge key.
     for same in [
         entry.replace("type", "TYPE").replace("path", "PATH").replace("devices", "DEVICES"),
         "ours: &ours\n  type: NVIDIA_MPS\n  virtual_number: 4\ndevices:\n- path: /dev/dri/renderD131\n  <<: *ours\n"

@@ -1,9 +1,12 @@
 //! What befalls a control daemon, and the daemon itself, while it serves.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::process::{Child, Command, Stdio};
-use std::thread::sleep;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{JoinHandle, sleep, spawn};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -245,7 +248,7 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
 }
 
 /// The daemon once more on the same host, as somebody starts it by hand who has forgotten `--check`, with nobody to
-/// interrupt it. What it has said, and its exit status.
+/// interrupt it. Gives its exit status and all that it has said.
 fn second_daemon(host: &Host) -> (Option<i32>, String) {
     let mut daemon = host
         .command(env!("CARGO_BIN_EXE_yunion-mps-daemon"))
@@ -293,4 +296,151 @@ fn a_second_daemon_by_hand_ends_nobody_s_work() {
     client.wait().unwrap();
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
+}
+
+/// A CUDA program that does not go through MPS, once it has the GPU.
+fn program_without_mps(host: &Host) -> Child {
+    let program = start_without_mps(host).spawn().unwrap();
+    let entry = host.path(&format!("gpus/0/processes/{}", program.id()));
+    wait_for("the program on the GPU", || entry.exists().then_some(()));
+    program
+}
+
+fn start_without_mps(host: &Host) -> Command {
+    let mut command = host.command("cuda-client");
+    command.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere"));
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    command
+}
+
+/// Looks at a GPU's compute mode again and again, and says which ones it has seen.
+fn watch_mode(host: &Host, go_on: &Arc<AtomicBool>) -> JoinHandle<BTreeSet<String>> {
+    let (file, go_on) = (host.path("gpus/0/compute_mode"), Arc::clone(go_on));
+    spawn(move || {
+        let mut seen = BTreeSet::new();
+        while go_on.load(Ordering::Relaxed) {
+            seen.insert(fs::read_to_string(&file).unwrap_or_default().trim().to_owned());
+            sleep(Duration::from_millis(1));
+        }
+        seen
+    })
+}
+
+/// Daemon and control daemon die together, and a program gets in before they are back: it stays the only one, however
+/// the service is restarted and reloaded meanwhile, and the GPU is served as soon as it has gone.
+#[test]
+fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
+    for board in ["h200", "tesla-p40"] {
+        let mut host = Host::serving(board);
+        let before = host.wait_for_state("ready");
+        let go_on = Arc::new(AtomicBool::new(true));
+        let modes = watch_mode(&host, &go_on);
+        host.signal(Signal::KILL);
+        signal_pid(control_pid(&before), Signal::KILL);
+        host.ended();
+        wait_for("the end of the processes", || host.processes().is_empty().then_some(()));
+        let mut slipped_in = program_without_mps(&host);
+
+        let held = format!("held by processes that do not go through MPS: {} (", slipped_in.id());
+        host.start();
+        host.wait_for_failure(&held);
+        assert!(host.call("Control.Reload").status.success());
+        host.wait_for_failure(&held);
+        host.signal(Signal::KILL);
+        host.ended();
+        host.start();
+        host.wait_for_failure(&held);
+        // It lets the one go on and nobody else in.
+        assert!(!start_without_mps(&host).status().unwrap().success());
+        assert_eq!(slipped_in.try_wait().unwrap(), None);
+
+        let begun = Instant::now();
+        slipped_in.kill().unwrap();
+        slipped_in.wait().unwrap();
+        host.wait_for_state("ready");
+        println!("{board}: served {:?} after the program that had slipped in ended", begun.elapsed());
+        assert!(host.list().iter().all(|device| device["healthy"] == true));
+        go_on.store(false, Ordering::Relaxed);
+        assert_eq!(modes.join().unwrap(), BTreeSet::from(["Exclusive_Process".to_owned()]));
+        // A stop puts back what was before all this.
+        assert_eq!(host.stop().code(), Some(0));
+        assert_eq!(host.compute_mode(0), "Default");
+        host.nothing_runs();
+    }
+}
+
+/// A GPU that is held at the very first start is closed to others too, unless that is not ours to do.
+#[test]
+fn a_gpu_that_is_held_is_closed_to_others() {
+    for ours in [true, false] {
+        let mut host = Host::new("h200");
+        host.configure(&format!("cuda_mps_set_compute_mode: {ours}"));
+        let mut program = program_without_mps(&host);
+        host.start();
+        if ours {
+            host.wait_for_failure("held by processes that do not go through MPS");
+            wait_for("the exclusive mode", || (host.compute_mode(0) == "Exclusive_Process").then_some(()));
+        } else {
+            host.wait_for_status("served beside it", |status| status["control_daemons"][0]["pid"].is_u64());
+        }
+        assert_eq!(program.try_wait().unwrap(), None);
+        // A GPU that the configuration names no more gets its mode back at once.
+        host.configure("enable_cuda_mps: false");
+        assert!(host.call("Control.Reload").status.success());
+        wait_for("the mode of before", || (host.compute_mode(0) == "Default").then_some(()));
+        host.configure("enable_cuda_mps: true");
+        assert!(host.call("Control.Reload").status.success());
+        program.kill().unwrap();
+        program.wait().unwrap();
+        host.wait_for_state("ready");
+        assert_eq!(host.compute_mode(0), if ours { "Exclusive_Process" } else { "Default" });
+        assert_eq!(host.stop().code(), Some(0));
+        assert_eq!(host.compute_mode(0), "Default");
+    }
+}
+
+/// NVML fails once while the service starts beside its control daemon: that one is taken over as ever.
+#[test]
+fn one_nvml_error_at_a_restart_ends_nothing() {
+    for board in ["h200", "h200x8"] {
+        let mut host = Host::serving(board);
+        let before = host.wait_for_state("ready");
+        host.signal(Signal::KILL);
+        host.ended();
+        host.plant("gpus/0/error/nvmlDeviceGetUUID", "999");
+        host.start();
+        wait_for("a second look", || host.log().contains("is served; looked at again").then_some(()));
+        host.clear("gpus/0/error/nvmlDeviceGetUUID");
+        let after = host.wait_for_state("ready");
+        assert_eq!(control_pid(&after), control_pid(&before));
+        assert_eq!(control_daemon(&after)["starts"], 0);
+        assert_eq!(host.stop().code(), Some(0));
+        host.nothing_runs();
+    }
+}
+
+/// One that lasts is told, takes nobody's job and opens no GPU.
+#[test]
+fn an_nvml_error_that_lasts_opens_no_gpu() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let mut client = client(&host, "600");
+    let go_on = Arc::new(AtomicBool::new(true));
+    let modes = watch_mode(&host, &go_on);
+    host.signal(Signal::KILL);
+    host.ended();
+    host.plant("gpus/0/error/nvmlDeviceGetUUID", "999");
+    host.start();
+    host.wait_for_failure("its UUID can't be read");
+    assert_eq!(client.try_wait().unwrap(), None);
+    host.clear("gpus/0/error/nvmlDeviceGetUUID");
+    let after = host.wait_for_state("ready");
+    assert_eq!(control_pid(&after), control_pid(&before));
+    assert_eq!(client.try_wait().unwrap(), None);
+    go_on.store(false, Ordering::Relaxed);
+    assert_eq!(modes.join().unwrap(), BTreeSet::from(["Exclusive_Process".to_owned()]));
+    client.kill().unwrap();
+    client.wait().unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
 }

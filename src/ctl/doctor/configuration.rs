@@ -53,9 +53,14 @@ fn configuration(facts: &Facts) -> Outcome {
             }
             loaded.as_ref()
         }
-        Checked::Right { loaded, plan, .. } => {
+        Checked::Right { loaded, plan, missing, .. } => {
+            for one in missing {
+                let (origin, found, remedy) = of(&one.problem);
+                let id = if one.certain { "configuration-wrong" } else { "no-plan" };
+                findings.push(error(id, origin, found, remedy));
+            }
             // Without a driver that is what is wrong, and has a check of its own.
-            if let (Err(reason), Ok(_)) = (plan, &facts.inventory.driver) {
+            if let (Err(reason), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
                 let (found, remedy) = super::told_apart(reason, "yunion-mpsctl check says more");
                 findings.push(error("no-plan", "the GPUs", found, remedy));
             }
