@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat};
@@ -121,10 +121,7 @@ fn claim(directory: &OwnedFd) -> Result<(), String> {
     let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
     owner(&stat)?;
     if stat.st_mode & 0o777 != MODE {
-        // chmod(2) of an O_PATH descriptor goes through /proc; the descriptor is still that very directory.
-        let link = format!("/proc/self/fd/{}", rustix::fd::AsRawFd::as_raw_fd(directory));
-        rustix::fs::chmod(link, Mode::from_raw_mode(MODE))
-            .map_err(|error| format!("can't be made 0755: {error}"))?;
+        chmod(directory, MODE).map_err(|error| format!("can't be made 0755: {error}"))?;
     }
     Ok(())
 }
@@ -170,14 +167,131 @@ fn only_root_writes(directory: &OwnedFd) -> io::Result<bool> {
     Ok(stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
 }
 
-/// Opens a file in such a directory for appending, made if need be. A link there is not followed.
-pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<File> {
-    let flags = OFlags::APPEND | OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+/// A control daemon's log.
+#[derive(Debug)]
+pub struct LogFile {
+    /// For whoever appends to it.
+    pub output: File,
+    /// The same file, to be read and to be started anew.
+    pub file: File,
+    /// What stood in its place and where that is now, for people.
+    pub moved_away: Option<String>,
+}
+
+/// Opens the log of this name in such a directory, made if need be. In its place only a regular file of ours is accepted
+/// that has no other name: all else could be read or written by others, or is theirs, and is renamed.
+///
+/// # Errors
+/// It can be neither opened nor renamed.
+pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
+    let mut moved_away = None;
+    loop {
+        let output = match find_log(&directory, name)? {
+            Found::Ours(entry) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
+            Found::Nothing => match create(&directory, Path::new(name)) {
+                Ok(output) => output,
+                // Somebody was faster.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                Err(error) => return Err(error),
+            },
+            Found::Refused(why) => {
+                let new = move_away(&directory, name)?;
+                moved_away = Some(format!("{why}, and is {new} now"));
+                continue;
+            }
+        };
+        let file = reopen(&output, OFlags::RDWR)?;
+        return Ok(LogFile { output, file, moved_away });
+    }
+}
+
+/// What stands in the place of a log.
+enum Found {
+    Ours(OwnedFd),
+    Nothing,
+    Refused(String),
+}
+
+fn find_log(directory: impl AsFd, name: &str) -> io::Result<Found> {
+    // Nothing is opened before it is known what it is: who opens a FIFO waits, and a device may do anything.
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let entry = match rustix::fs::openat(directory, name, flags, Mode::empty()) {
+        Ok(entry) => entry,
+        Err(Errno::NOENT) => return Ok(Found::Nothing),
+        Err(error) => return Err(error.into()),
+    };
+    let stat = rustix::fs::fstat(&entry)?;
+    let us = rustix::process::geteuid().as_raw();
+    let why = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile if stat.st_uid != us => format!("belonged to user {}", stat.st_uid),
+        FileType::RegularFile if stat.st_nlink != 1 => "had another name too".to_owned(),
+        FileType::RegularFile => {
+            if stat.st_mode & 0o022 != 0 {
+                chmod(&entry, 0o644)?;
+            }
+            return Ok(Found::Ours(entry));
+        }
+        FileType::Symlink => "was a symbolic link".to_owned(),
+        FileType::Fifo => "was a FIFO".to_owned(),
+        _ => "was no regular file".to_owned(),
+    };
+    Ok(Found::Refused(why))
+}
+
+/// How many things in the place of a log are kept.
+const MOVED_AWAY: u32 = 9;
+
+fn move_away(directory: impl AsFd, name: &str) -> io::Result<String> {
+    for number in 1..=MOVED_AWAY {
+        let new = format!("{name}.refused-{number}");
+        let flags = rustix::fs::RenameFlags::NOREPLACE;
+        match rustix::fs::renameat_with(&directory, name, &directory, new.as_str(), flags) {
+            Ok(()) => return Ok(new),
+            Err(Errno::EXIST) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Err(io::Error::other(format!(
+        "is no log of ours and can't be renamed, since {name}.refused-1 to -{MOVED_AWAY} are there; remove those"
+    )))
+}
+
+/// A new and empty file in a directory that was made by [`open`], in place of the one before, for writing.
+///
+/// # Errors
+/// In words for an administrator.
+pub fn replace(directory: &Path, name: &Path) -> Result<File, String> {
+    let directory = walk(directory, false).map_err(|bad| bad.to_string())?.ok_or("its directory has gone")?;
+    match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(error) => return Err(format!("{} can't be removed: {error}", name.display())),
+    }
+    create(&directory, name).map_err(|error| format!("{} can't be made: {error}", name.display()))
+}
+
+fn create(directory: impl AsFd, name: &Path) -> io::Result<File> {
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::APPEND | OFlags::WRONLY | OFlags::CLOEXEC;
     Ok(File::from(rustix::fs::openat(directory, name, flags, Mode::from_raw_mode(0o644))?))
+}
+
+/// Opens what a descriptor stands for once more, whatever its path leads to now.
+fn reopen(file: impl AsFd, flags: OFlags) -> io::Result<File> {
+    let link = own_link(file.as_fd());
+    Ok(File::from(rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())?))
+}
+
+fn own_link(file: BorrowedFd<'_>) -> String {
+    format!("/proc/self/fd/{}", file.as_raw_fd())
+}
+
+/// chmod(2) of an O_PATH descriptor goes through /proc; it is still that very file.
+fn chmod(file: impl AsFd, mode: u32) -> io::Result<()> {
+    Ok(rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))?)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
     use super::*;
@@ -235,12 +349,72 @@ mod tests {
         }
     }
 
+    /// Whatever stands in the place of a log and is none of ours is out of the way, and unharmed.
     #[test]
-    fn a_log_file_is_appended_to_and_no_link_followed() {
+    fn only_a_file_of_ours_is_taken_for_a_log() {
         let base = tempfile::tempdir().unwrap();
-        let directory = open(&base.path().join("log")).unwrap();
-        open_log(&directory, "control.log").unwrap();
-        symlink(base.path().join("elsewhere"), base.path().join("log/other.log")).unwrap();
-        assert!(open_log(&directory, "other.log").is_err());
+        let (log, elsewhere) = (base.path().join("log"), base.path().join("elsewhere"));
+        let directory = open(&log).unwrap();
+        let opened = |name: &str| open_log(&directory, name).unwrap();
+        assert_eq!(opened("control.log").moved_away, None);
+        std::fs::write(log.join("control.log"), "kept\n").unwrap();
+        let mut again = opened("control.log");
+        assert_eq!(again.moved_away, None);
+        again.output.write_all(b"appended\n").unwrap();
+        assert_eq!(std::fs::read_to_string(log.join("control.log")).unwrap(), "kept\nappended\n");
+        again.file.set_len(0).unwrap();
+
+        std::fs::write(&elsewhere, "not ours\n").unwrap();
+        symlink(&elsewhere, log.join("link")).unwrap();
+        std::fs::hard_link(&elsewhere, log.join("hard link")).unwrap();
+        rustix::fs::mknodat(
+            &directory,
+            "fifo",
+            FileType::Fifo,
+            Mode::from_raw_mode(0o666),
+            0,
+        )
+        .unwrap();
+        std::fs::create_dir(log.join("directory")).unwrap();
+        let mut refused = vec![
+            ("link", "was a symbolic link"),
+            ("hard link", "had another name too"),
+            ("fifo", "was a FIFO"),
+            ("directory", "was no regular file"),
+        ];
+        if rustix::process::geteuid().is_root() {
+            std::fs::write(log.join("theirs"), "").unwrap();
+            std::os::unix::fs::chown(log.join("theirs"), Some(65534), None).unwrap();
+            refused.push(("theirs", "belonged to user 65534"));
+        }
+        for (name, why) in refused {
+            let mut opened = opened(name);
+            assert_eq!(opened.moved_away, Some(format!("{why}, and is {name}.refused-1 now")));
+            opened.output.write_all(b"ours\n").unwrap();
+            assert_eq!(std::fs::read_to_string(log.join(name)).unwrap(), "ours\n");
+            assert!(std::fs::symlink_metadata(log.join(format!("{name}.refused-1"))).is_ok());
+        }
+        assert_eq!(std::fs::read_to_string(&elsewhere).unwrap(), "not ours\n");
+        for number in 1..=MOVED_AWAY {
+            symlink(&elsewhere, log.join(format!("full.refused-{number}"))).unwrap();
+        }
+        symlink(&elsewhere, log.join("full")).unwrap();
+        assert!(open_log(&directory, "full").is_err());
+        // One that everybody may write to could have been written by anybody.
+        std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
+        opened("control.log");
+        assert_eq!(log.join("control.log").metadata().unwrap().mode() & 0o777, 0o644);
+    }
+
+    #[test]
+    fn the_kept_log_replaces_a_link_and_does_not_follow_it() {
+        let base = tempfile::tempdir().unwrap();
+        let elsewhere = base.path().join("elsewhere");
+        std::fs::write(&elsewhere, "not ours\n").unwrap();
+        symlink(&elsewhere, base.path().join("control.log.1")).unwrap();
+        replace(base.path(), Path::new("control.log.1")).unwrap().write_all(b"kept\n").unwrap();
+        assert_eq!(std::fs::read_to_string(base.path().join("control.log.1")).unwrap(), "kept\n");
+        assert_eq!(std::fs::read_to_string(&elsewhere).unwrap(), "not ours\n");
+        assert!(replace(&base.path().join("gone"), Path::new("control.log.1")).is_err());
     }
 }

@@ -56,9 +56,10 @@ impl Process {
         is_stopped(self.identity().pid)
     }
 
-    /// The file that is its standard output, even if it was removed since.
+    /// The file that is its standard output, even if it was removed since; to be read alone where its mode forbids more.
     pub fn output_file(&self) -> io::Result<File> {
-        File::open(format!("/proc/{}/fd/1", self.identity().pid))
+        let output = format!("/proc/{}/fd/1", self.identity().pid);
+        File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
     }
 
     /// Which process this is.

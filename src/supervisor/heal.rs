@@ -99,9 +99,9 @@ impl Worker {
             Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
         let server = fault.server;
         match control.server_status(server).await? {
-            ServerStatus::Active => self.well_again(server),
+            ServerStatus::Active => self.well_again(server).await,
             ServerStatus::Unsupported => self.wait_for_those_hit(control, server).await?,
-            ServerStatus::Gone => self.server_gone(server),
+            ServerStatus::Gone => self.server_gone(server).await,
             ServerStatus::Initializing => {}
             ServerStatus::Fault => self.move_clients_out(control).await?,
         }
@@ -113,7 +113,7 @@ impl Worker {
     /// then it is not ended: it may be well already, and others at work on it.
     async fn wait_for_those_hit(&mut self, control: &Control, server: u32) -> Result<(), ControlError> {
         let mut clients = control.clients().await?;
-        self.read_on();
+        self.read_on().await;
         let Some(fault) = &mut self.fault else { return Ok(()) };
         if fault.clients.is_empty() && fault.since.elapsed() < NAMES_TIMEOUT {
             return Ok(());
@@ -122,7 +122,7 @@ impl Worker {
             client.server == server && fault.clients.iter().any(|(_, pid)| *pid == client.pid)
         });
         if clients.is_empty() {
-            self.well_again(server);
+            self.well_again(server).await;
         } else {
             fault.held_up = Some(format!(
                 "still there: {}; end them, since this driver does not say when the server is well",
@@ -132,9 +132,9 @@ impl Worker {
         Ok(())
     }
 
-    fn well_again(&mut self, server: u32) {
+    async fn well_again(&mut self, server: u32) {
         let known = self.clients_hit();
-        self.read_on();
+        self.read_on().await;
         // More were hit than those that were told, or once more: it is asked again.
         if self.clients_hit() > known {
             return;
@@ -247,9 +247,9 @@ impl Worker {
         });
     }
 
-    pub(super) fn forget_server(&mut self, server: u32) {
+    pub(super) async fn forget_server(&mut self, server: u32) {
         if self.fault.as_ref().is_some_and(|fault| fault.server == server) {
-            self.read_on();
+            self.read_on().await;
             self.tell_fault();
             self.fault = self.fault.take().filter(|fault| fault.server != server);
         }
@@ -258,9 +258,9 @@ impl Worker {
     }
 
     /// A server has ended. In multi-user mode the next one is started ahead of its first client.
-    pub(super) fn server_gone(&mut self, server: u32) {
+    pub(super) async fn server_gone(&mut self, server: u32) {
         let known = self.watched_servers.contains(&server);
-        self.forget_server(server);
+        self.forget_server(server).await;
         if !known {
             return;
         }

@@ -8,6 +8,7 @@
 
 mod bypass;
 mod heal;
+mod pass_on;
 mod servers;
 mod start;
 mod status;
@@ -22,6 +23,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
+use tracing::level_filters::LevelFilter;
 
 use crate::compute_mode::ComputeModes;
 use crate::counted::counted;
@@ -34,6 +36,7 @@ use crate::state::ControlDaemonState;
 
 use bypass::Bypasses;
 use heal::{Fault, Revival};
+use pass_on::Allowance;
 use servers::Servers;
 use status::Reporter;
 pub use status::{GpuStatus, Status};
@@ -47,6 +50,9 @@ const LAST_PAUSE: Duration = Duration::from_secs(30);
 
 /// How long it must have been healthy for the pauses to start anew.
 const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
+
+/// As much as is kept of a line that may explain an end, in characters.
+const WORDS_MAX: usize = 200;
 
 /// What a control daemon shall be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -147,6 +153,7 @@ impl Supervisor {
             server_ended,
             server_ends,
             last_words: VecDeque::new(),
+            allowance: Allowance::default(),
             multiuser_refused: false,
             unreachable: BTreeSet::new(),
             former_gpus: BTreeSet::new(),
@@ -370,6 +377,8 @@ struct Worker {
     server_ends: mpsc::Receiver<u32>,
     /// The last lines that may explain an end: without a prefix, or a server's.
     last_words: VecDeque<String>,
+    /// How much more of the log is passed on at present.
+    allowance: Allowance,
     /// This driver has refused the multi-user option once; it isn't asked again.
     multiuser_refused: bool,
     /// The GPUs of the order that NVML can't reach.
@@ -444,10 +453,10 @@ impl Worker {
         match self.next(deadline).await? {
             Occurrence::Line(_) => Ok(true),
             Occurrence::ServerEnded(server) => {
-                self.forget_server(server);
+                self.forget_server(server).await;
                 Ok(true)
             }
-            Occurrence::Ended(status) => Err(self.control_daemon_ended(status)),
+            Occurrence::Ended(status) => Err(self.control_daemon_ended(status).await),
             Occurrence::Nothing => Ok(false),
         }
     }
@@ -459,9 +468,9 @@ impl Worker {
     }
 
     /// Takes note of the control daemon's end, and says how it was.
-    fn control_daemon_ended(&mut self, status: Option<ExitStatus>) -> Failure {
+    async fn control_daemon_ended(&mut self, status: Option<ExitStatus>) -> Failure {
         // What it wrote last explains its end.
-        self.read_on();
+        self.read_on().await;
         let how = status.map(|status| format!(" ({status})")).unwrap_or_default();
         let failure = Failure::Failed(format!("the control daemon ended{how}{}", self.words()));
         self.forget_process();
@@ -469,8 +478,11 @@ impl Worker {
     }
 
     /// Takes in what the log has at this moment.
-    fn read_on(&mut self) {
-        while let Some(Ok(Some(line))) = self.log.as_mut().map(Follower::try_next) {
+    async fn read_on(&mut self) {
+        let Some(end) = self.log.as_ref().and_then(|log| log.length().ok()) else { return };
+        while let Some(log) = self.log.as_mut().filter(|log| log.offset() < end)
+            && let Ok(Some(line)) = log.next_there().await
+        {
             self.take_in(&line);
         }
     }
@@ -482,9 +494,9 @@ impl Worker {
             return;
         }
         self.quiet_until = 0;
-        line.trace(&self.reporter.id());
+        self.pass_on(line);
         if !matches!(line.writer, Some(Writer::Control(_))) && !line.text.trim().is_empty() {
-            self.last_words.push_back(line.text.clone());
+            self.last_words.push_back(line.text.chars().take(WORDS_MAX).collect());
             if self.last_words.len() > 3 {
                 self.last_words.pop_front();
             }
@@ -502,6 +514,22 @@ impl Worker {
                     .warning(format!("server {server} turned a client away: it holds {capacity}, no more"));
             }
             _ => {}
+        }
+    }
+
+    /// Passes a line on to our own log, as long as there are not too many.
+    fn pass_on(&mut self, line: &Line) {
+        self.tell_left_out();
+        if line.level() <= LevelFilter::current() && self.allowance.one_more() {
+            line.trace(&self.reporter.id());
+        }
+    }
+
+    fn tell_left_out(&mut self) {
+        if let Some(count) = self.allowance.left_out(Instant::now()) {
+            let path = self.log.as_ref().map(|log| log.path().display().to_string()).unwrap_or_default();
+            let lines = counted(usize::try_from(count).unwrap_or(usize::MAX), "line");
+            self.reporter.warning(format!("too much is written to {path}: {lines} not passed on; they are there"));
         }
     }
 

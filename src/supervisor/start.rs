@@ -1,7 +1,6 @@
 //! How a control daemon comes about: one of ours taken over, another's replaced, or a new one started; then its limits
 //! and its server.
 
-use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +10,7 @@ use tokio::time::Instant;
 use crate::counted::counted;
 use crate::journal::Running;
 use crate::mps::control::{Control, ControlError, ServerStatus};
-use crate::mps::directories;
+use crate::mps::directories::{self, LogFile};
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Launch, Process, Waiting};
 use crate::plan::Present;
@@ -87,9 +86,7 @@ impl Worker {
             Err(_) if self.process.is_some() => self.misses = 1,
             Err(_) => return Ok(()),
         }
-        while let Some(Ok(Some(line))) = self.log.as_mut().map(Follower::try_next) {
-            self.take_in(&line);
-        }
+        self.read_on().await;
         self.reporter.event(format!("control daemon {id} (PID {pid}) taken over"));
         tracing::debug!(step = "taken-over", "control daemon {pid} is ours again");
         Ok(())
@@ -213,9 +210,13 @@ impl Worker {
             directories::open(&plan.log_directory).map_err(|error| Failure::Waiting(error.to_string()))?;
         let path = plan.log_directory.join("control.log");
         let log_error = |error: std::io::Error| Failure::Failed(format!("{}: {error}", path.display()));
-        let output = directories::open_log(&logs, "control.log").map_err(log_error)?;
-        let begin = output.metadata().map_err(log_error)?.len();
-        let log = File::open(&path).and_then(|file| Follower::new(file, &path, begin)).map_err(log_error)?;
+        let LogFile { output, file, moved_away } =
+            directories::open_log(&logs, "control.log").map_err(log_error)?;
+        if let Some(what) = moved_away {
+            self.reporter.warning(format!("{} {what}; the log is a new file", path.display()));
+        }
+        let begin = file.metadata().map_err(log_error)?.len();
+        let log = Follower::new(file, &path, begin).map_err(log_error)?;
 
         let environment = [
             ("CUDA_MPS_PIPE_DIRECTORY", plan.pipe_directory.display().to_string()),

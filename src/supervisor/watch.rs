@@ -66,16 +66,18 @@ impl Worker {
             let now = Instant::now();
             let done = match occurrence {
                 Err(failure) => Err(failure),
-                Ok(Occurrence::Ended(status)) => Err(self.control_daemon_ended(status)),
+                Ok(Occurrence::Ended(status)) => Err(self.control_daemon_ended(status).await),
                 Ok(Occurrence::ServerEnded(server)) => {
-                    self.server_gone(server);
+                    self.server_gone(server).await;
                     Ok(())
                 }
                 Ok(Occurrence::Line(line)) => {
                     if let Meaning::ServerReady(server) = line.meaning {
                         self.watch_server(server);
                     }
-                    self.compare_servers();
+                    if line.meaning.is_of_servers() {
+                        self.compare_servers();
+                    }
                     self.rotate_log();
                     Ok(())
                 }
@@ -197,6 +199,7 @@ impl Worker {
         self.compare_servers();
         self.keep_journal();
         self.rotate_log();
+        self.tell_left_out();
         self.show_state();
         Ok(Check::Done)
     }
@@ -321,17 +324,15 @@ impl Worker {
 
     fn rotate_log(&mut self) {
         let Some(log) = &mut self.log else { return };
-        if log.offset() <= self.order.log_max_bytes {
-            return;
-        }
-        match log.rotate(self.order.log_max_bytes) {
-            Ok(true) => tracing::debug!("{} is started anew", log.path().display()),
-            Ok(false) => {}
-            Err(error) => {
+        match log.rotated() {
+            Some(Ok(())) => tracing::debug!("{} is started anew", log.path().display()),
+            Some(Err(error)) => {
                 let text =
                     format!("{} is started anew, the old one is not kept: {error}", log.path().display());
                 self.reporter.warning(text);
             }
+            None if log.offset() > self.order.log_max_bytes => log.rotate(self.order.log_max_bytes),
+            None => {}
         }
     }
 
