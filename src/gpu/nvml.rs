@@ -11,6 +11,8 @@ use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
 use nvml_wrapper::{Device, EventSet, Nvml};
+use rustix::io::Errno;
+use rustix::process::Resource;
 
 use super::{ComputeMode, NvmlFacts, PciAddress};
 
@@ -401,6 +403,10 @@ fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
 
 /// Why NVML can't be used at all, and what to do.
 fn why_not_open(error: &NvmlError) -> String {
+    // NVML has no word for it, and its errors then name anything but this.
+    if let Some(reason) = no_descriptors() {
+        return reason;
+    }
     match error {
         NvmlError::LibloadingError(error) => why_not_loaded(error),
         NvmlError::LibraryNotFound => format!("{LIBRARY} lacks a library that it needs; reinstall the NVIDIA driver"),
@@ -423,10 +429,31 @@ fn why_not_open(error: &NvmlError) -> String {
     }
 }
 
+/// Why no file can be opened, if none can.
+fn no_descriptors() -> Option<String> {
+    let error = fs::File::open("/dev/null").err()?;
+    match Errno::from_io_error(&error)? {
+        Errno::MFILE => {
+            let most = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+            Some(format!(
+                "this process can open no more files ({most}), so NVML can't be used; raise its limit (LimitNOFILE= in \
+                 systemctl edit yunion-mps-daemon, or ulimit -n)"
+            ))
+        }
+        Errno::NFILE => Some(
+            "this host can open no more files, so NVML can't be used; raise the sysctl fs.file-max"
+                .to_owned(),
+        ),
+        _ => None,
+    }
+}
+
 /// The dynamic linker's error, told apart by its text: it has no number.
 fn why_not_loaded(error: &impl fmt::Display) -> String {
     let text = error.to_string();
-    if text.contains("No such file") {
+    if text.contains("Too many open files") {
+        format!("{LIBRARY} can't be loaded ({text}); raise the limit of open files (LimitNOFILE=, ulimit -n)")
+    } else if text.contains("No such file") {
         format!("no NVIDIA driver: {LIBRARY} is not installed ({text}); install the driver")
     } else {
         format!("{LIBRARY} can't be loaded ({text}); reinstall the NVIDIA driver")
