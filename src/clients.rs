@@ -12,7 +12,7 @@ use crate::blocking::Blocking;
 use crate::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::compute_mode::ComputeModes;
 use crate::gpu::PciAddress;
-use crate::gpu::nvml::GpuProcess;
+use crate::gpu::nvml::{self, GpuProcess};
 use crate::mps::control::{Client, Control, ControlError};
 use crate::mps::identity::Identity;
 use crate::state::ClientView;
@@ -39,6 +39,8 @@ pub struct Serving {
     pub gpus: Vec<String>,
     /// Who is known to use them without its servers.
     pub bypasses: Vec<Bypass>,
+    /// Who waits for a server of its.
+    pub waiting: Vec<Identity>,
 }
 
 /// What a look at the GPUs of one control daemon has found.
@@ -138,28 +140,32 @@ fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
         let on_gpu = look.processes.iter().find(|(gpu, _)| *gpu == uuid).map(|(_, processes)| processes);
         let process = on_gpu.into_iter().flatten().find(|process| process.pid == client.pid);
         let memory_mib = process.and_then(|process| process.memory_mib);
-        views.push(view(client.pid, client.command.clone(), uuid, memory_mib, false, users));
+        views.push(view(client.pid, client.command.clone(), uuid, memory_mib, users));
     }
     let bypasses = look.bypasses.iter().map(|bypass| {
         let Bypass { gpu_uuid, process, command, memory_mib } = bypass.clone();
-        view(process.pid, command, gpu_uuid, memory_mib, true, users)
+        ClientView { bypass: true, ..view(process.pid, command, gpu_uuid, memory_mib, users) }
     });
     views.extend(bypasses);
+    let waiting = one.waiting.iter().filter_map(|process| {
+        let command = nvml::command(process.pid)?;
+        let view = view(process.pid, command, String::new(), None, users);
+        // It may have been taken in or have ended since.
+        let waits = !views.iter().any(|served| served.pid == process.pid)
+            && Identity::of(process.pid).ok() == Some(*process);
+        waits.then_some(ClientView { waiting: true, ..view })
+    });
+    let waiting: Vec<ClientView> = waiting.collect();
+    views.extend(waiting);
     views
 }
 
-fn view(
-    pid: u32,
-    command: String,
-    gpu_uuid: String,
-    memory_mib: Option<u64>,
-    bypass: bool,
-    users: &str,
-) -> ClientView {
+fn view(pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>, users: &str) -> ClientView {
     let uid = fs::read(format!("/proc/{pid}/status")).ok().and_then(|status| real_uid(&status));
     ClientView {
         pid,
-        bypass,
+        bypass: false,
+        waiting: false,
         uid,
         user: uid.map(|uid| user_in(users, uid)),
         command,

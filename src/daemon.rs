@@ -720,9 +720,9 @@ impl Daemon {
     fn list_clients(&self, reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>) {
         // Those on their way out wait for theirs.
         let serving = self.supervisors.values().chain(&self.leaving).map(|supervisor| {
-            let gpus = supervisor.status().gpus;
+            let Status { gpus, waiting, .. } = supervisor.status();
             let bypasses = gpus.values().flat_map(|gpu| gpu.bypasses.clone()).collect();
-            Serving { control: supervisor.control(), gpus: gpus.into_keys().collect(), bypasses }
+            Serving { control: supervisor.control(), gpus: gpus.into_keys().collect(), bypasses, waiting }
         });
         if let Err(TrySendError::Full((_, reply)) | TrySendError::Closed((_, reply))) =
             self.listings.try_send((serving.collect(), reply))
@@ -1032,6 +1032,8 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         pci: address(uuid),
         memory_limit_mib: 0,
         limits_enforced: false,
+        // It takes no client of ours.
+        places: u32::MAX,
     });
     plan::ControlDaemonPlan {
         id: id.to_owned(),

@@ -214,6 +214,8 @@ pub struct ServedGpu {
     pub memory_limit_mib: u64,
     /// Whether the GPU enforces limits.
     pub limits_enforced: bool,
+    /// How many clients it can hold at once.
+    pub places: u32,
 }
 
 /// Why there is no plan.
@@ -276,7 +278,7 @@ pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> R
     let mut gpus: Vec<GpuPlan> =
         wanted.into_iter().map(|wanted| gpu_plan(&wanted, settings, inventory)).collect();
     warn_of_other_claims(&mut gpus, settings, inventory);
-    let control_daemons = control_daemons(&gpus, settings);
+    let control_daemons = control_daemons(&gpus, settings, inventory);
     warn_of_loose_defaults(&mut gpus, &control_daemons);
     let configured = Configured::new(&gpus, &missing, inventory);
     Ok(Plan { gpus, missing, control_daemons, configured })
@@ -786,7 +788,7 @@ fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &I
     }
 }
 
-fn control_daemons(gpus: &[GpuPlan], settings: &Settings) -> Vec<ControlDaemonPlan> {
+fn control_daemons(gpus: &[GpuPlan], settings: &Settings, inventory: &Inventory) -> Vec<ControlDaemonPlan> {
     // By address, so that ordinals don't depend on the order of entries.
     let usable: BTreeMap<PciAddress, (&GpuPlan, &NvmlFacts)> = gpus
         .iter()
@@ -798,14 +800,14 @@ fn control_daemons(gpus: &[GpuPlan], settings: &Settings) -> Vec<ControlDaemonPl
         Topology::Shared if usable.is_empty() => Vec::new(),
         Topology::Shared => {
             let directories = (settings.pipe_directory.clone(), settings.log_directory.clone());
-            vec![control_daemon("shared", directories, &usable, settings)]
+            vec![control_daemon("shared", directories, &usable, settings, inventory)]
         }
         Topology::PerGpu => usable
             .iter()
             .map(|one| {
                 let (plan, facts) = one;
                 let directories = (plan.pipe_directory.clone(), settings.log_directory.join(&facts.uuid));
-                control_daemon(&facts.uuid, directories, std::slice::from_ref(one), settings)
+                control_daemon(&facts.uuid, directories, std::slice::from_ref(one), settings, inventory)
             })
             .collect(),
     }
@@ -816,6 +818,7 @@ fn control_daemon(
     (pipe_directory, log_directory): (PathBuf, PathBuf),
     gpus: &[(&GpuPlan, &NvmlFacts)],
     settings: &Settings,
+    inventory: &Inventory,
 ) -> ControlDaemonPlan {
     let (multiuser, multiuser_optional) = match settings.multiuser {
         MultiUser::On => (true, false),
@@ -840,6 +843,7 @@ fn control_daemon(
                 pci: gpu.gpu.pci.address,
                 memory_limit_mib,
                 limits_enforced: gpu.limits_enforced,
+                places: most_clients(gpu.limits_enforced, inventory),
             })
             .collect(),
         thread_percentage: gpus.iter().map(|(gpu, _)| gpu.thread_percentage).max().unwrap_or(100),
@@ -1057,6 +1061,7 @@ mod tests {
                     pci: "00:06.0".parse().unwrap(),
                     memory_limit_mib: 5760,
                     limits_enforced: false,
+                    places: 16,
                 }],
                 thread_percentage: 25,
                 multiuser: false,

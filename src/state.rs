@@ -169,13 +169,15 @@ pub struct ClientView {
     pub pid: u32,
     /// Whether it uses the GPU without a server of ours.
     pub bypass: bool,
+    /// Whether it waits for a server, and uses no GPU yet.
+    pub waiting: bool,
     /// Its real user id.
     pub uid: Option<u32>,
     /// The name of that user, or the id where it has none.
     pub user: Option<String>,
     /// The command that it runs.
     pub command: String,
-    /// The UUID of the GPU.
+    /// The UUID of the GPU; empty where it uses none yet.
     pub gpu_uuid: String,
     /// The name of the slice that it uses, where that is known.
     pub device: Option<String>,

@@ -63,7 +63,18 @@ pub(super) async fn clients(
             "BYPASS: {bypassing} of these use a GPU without our MPS server; nothing holds them to a share."
         )?;
     }
+    let waiting = listed.iter().filter(|one| waits(one)).count();
+    if waiting > 0 {
+        writeln!(
+            out,
+            "WAITS: {waiting} of these wait for a server; yunion-mpsctl status says in its events for whom."
+        )?;
+    }
     Ok(())
+}
+
+fn waits(client: &Object) -> bool {
+    client.get("waiting") == Some(&Value::Bool(true))
 }
 
 fn bypasses(client: &Object) -> bool {
@@ -71,7 +82,13 @@ fn bypasses(client: &Object) -> bool {
 }
 
 fn mps(client: &Object) -> &'static str {
-    if bypasses(client) { "BYPASS" } else { "yes" }
+    if bypasses(client) {
+        "BYPASS"
+    } else if waits(client) {
+        "WAITS"
+    } else {
+        "yes"
+    }
 }
 
 /// The address of the GPU, by which its slices are named; its UUID where it is none of those that are configured now.

@@ -212,6 +212,7 @@ pub(super) fn client(client: &ClientView) -> Dict {
         ("command", text(&client.command)),
         ("gpu", text(&client.gpu_uuid)),
         ("bypass", Variant::from(client.bypass)),
+        ("waiting", Variant::from(client.waiting)),
     ]);
     if let Some(uid) = client.uid {
         dict.insert("uid", Variant::from(uid));

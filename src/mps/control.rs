@@ -4,6 +4,7 @@
 //! everything, answers a bad value with the old one and most settings with nothing, so each setting here is read back.
 //! Asked in parallel the control daemon fails now and then; the calls of one [`Control`] are serialised.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
@@ -215,8 +216,7 @@ impl Control {
     /// The answer to either command is the value now in force.
     async fn set_percentage(&self, command: &str, percentage: u8) -> Result<(), ControlError> {
         let answer = self.ask_for_something(command).await?;
-        let in_force: Option<f64> = answer.trim().parse().ok();
-        if in_force.is_some_and(|value| (value - f64::from(percentage)).abs() < 0.05) {
+        if is_percentage(&answer, percentage) {
             return Ok(());
         }
         Err(unexpected(command, &answer, &format!("{percentage}.0, the value now in force")))
@@ -287,6 +287,64 @@ impl Control {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())
     }
+
+    /// Reads the limits back that hold for the clients to come of a server, or without one for the servers to come, and
+    /// says in words what of them is not as given. A server that has ended has none. Memory is compared to the GiB, as
+    /// everywhere it is read back.
+    pub async fn differing_limits(
+        &self,
+        server: Option<u32>,
+        percentage: u8,
+        memory_mib: &BTreeMap<usize, u64>,
+    ) -> Result<Vec<String>, ControlError> {
+        let (of, server) = match server {
+            Some(server) => ("", format!(" {server}")),
+            None => ("default_", String::new()),
+        };
+        // One front end for all of it.
+        let mut commands = format!("get_{of}active_thread_percentage{server}");
+        for ordinal in memory_mib.keys() {
+            commands.push_str(&format!("\nget_{of}device_pinned_mem_limit{server} {ordinal}"));
+        }
+        let answer = self.ask_for_something(&commands).await?;
+        Ok(differences(&answer, percentage, memory_mib))
+    }
+}
+
+/// What of a line for the percentage and one for the limit of each GPU is not as it should be.
+fn differences(answer: &str, percentage: u8, memory_mib: &BTreeMap<usize, u64>) -> Vec<String> {
+    let mut lines = answer.lines().map(|line| shorten(line.trim()));
+    let said = lines.next().unwrap_or_default();
+    if said.starts_with("Server") || said.starts_with("Unknown command") {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    if !is_percentage(&said, percentage) {
+        found.push(format!("active thread percentage {said} instead of {percentage}"));
+    }
+    let limits: Vec<String> = lines.collect();
+    if limits.len() == memory_mib.len() {
+        let differing = memory_mib
+            .iter()
+            .zip(limits)
+            .filter(|((_, mib), said)| *said != memory_limit_as_read_back(**mib));
+        found.extend(differing.map(|((ordinal, mib), said)| {
+            format!("device pinned memory limit {said} instead of {mib} MiB on device {ordinal}")
+        }));
+    } else {
+        // One that is not set is answered with nothing.
+        found.push("no device pinned memory limit on some device".to_owned());
+    }
+    found
+}
+
+fn is_percentage(said: &str, percentage: u8) -> bool {
+    said.trim().parse().is_ok_and(|value: f64| (value - f64::from(percentage)).abs() < 0.05)
+}
+
+/// The beginning of an answer's line, for people.
+fn shorten(line: &str) -> String {
+    line.chars().take(40).collect()
 }
 
 /// Everything a front end prints, up to one byte more than it may.
@@ -442,6 +500,24 @@ mod tests {
         for (mib, expected) in [(512, "512M"), (1023, "1023M"), (1024, "1G"), (5760, "5G"), (35942, "35G")] {
             assert_eq!(memory_limit_as_read_back(mib), expected);
         }
+    }
+
+    #[test]
+    fn limits_in_force_are_put_beside_those_ordered() {
+        let memory = BTreeMap::from([(0, 35942), (1, 512)]);
+        let found = |answer: &str| differences(answer, 25, &memory);
+        assert_eq!(found("25.0\n35G\n512M"), Vec::<String>::new());
+        assert_eq!(
+            found("7.0\n1G\n512M"),
+            [
+                "active thread percentage 7.0 instead of 25",
+                "device pinned memory limit 1G instead of 35942 MiB on device 0"
+            ]
+        );
+        assert_eq!(found("25.0\n35G"), ["no device pinned memory limit on some device"]);
+        assert_eq!(found("Server 1 not found\nServer 1 not found\nServer 1 not found"), Vec::<String>::new());
+        assert_eq!(found("Unknown command \"get_active_thread_percentage\""), Vec::<String>::new());
+        assert_eq!(found(&"x".repeat(9999))[0].len(), "active thread percentage  instead of 25".len() + 40);
     }
 
     #[tokio::test]

@@ -22,6 +22,10 @@ pub struct BadDirectory {
 /// What everybody may do in a pipe directory: look, not write.
 const MODE: u32 = 0o755;
 
+/// Where clients connect, and the mode that the control daemon gives it: to connect is to write.
+const SOCKET: &str = "control";
+const SOCKET_MODE: u32 = 0o666;
+
 /// Makes `path` and its parents where they don't exist, all 0755, and opens it. Refused: a symbolic link in a place
 /// where others can write, another owner, something that is no directory, a parent that another user owns or that all
 /// can rename things in.
@@ -116,14 +120,17 @@ fn read_only(path: &Path) -> String {
     )
 }
 
-/// Checks that the directory is ours, and that everybody may look into it and nobody else write.
-fn claim(directory: &OwnedFd) -> Result<(), String> {
+/// Checks that the directory is ours, and sees to it that everybody may look into it and nobody else write. The mode that
+/// it had if that was another.
+fn claim(directory: &OwnedFd) -> Result<Option<u32>, String> {
     let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
     owner(&stat)?;
-    if stat.st_mode & 0o777 != MODE {
-        chmod(directory, MODE).map_err(|error| format!("can't be made 0755: {error}"))?;
+    let mode = stat.st_mode & 0o777;
+    if mode == MODE {
+        return Ok(None);
     }
-    Ok(())
+    chmod(directory, MODE).map_err(|error| format!("can't be made 0755: {error}"))?;
+    Ok(Some(mode))
 }
 
 fn owner(stat: &Stat) -> Result<(), String> {
@@ -132,7 +139,8 @@ fn owner(stat: &Stat) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "belongs to user {}, not to user {us} as whom this service runs; remove it or configure another directory",
+        "belongs to user {}, not to user {us} as whom this service runs; remove it with all that is in it (rm -r), or \
+         configure another directory (docs/isolation.md)",
         stat.st_uid
     ))
 }
@@ -144,8 +152,8 @@ fn others_rule(directory: &OwnedFd) -> Result<(), String> {
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
         return Err(format!(
-            "belongs to user {owner}, who could replace what is in it; have it belong to root (chown root), remove it \
-             or configure another directory"
+            "belongs to user {owner}, who could replace what is in it; remove it with all that is in it (rm -r), or \
+             configure a directory where only root can write (docs/isolation.md)"
         ));
     }
     if stat.st_mode & 0o1002 == 0o002 {
@@ -165,6 +173,42 @@ fn file_type(entry: &OwnedFd) -> io::Result<FileType> {
 fn only_root_writes(directory: &OwnedFd) -> io::Result<bool> {
     let stat = rustix::fs::fstat(directory)?;
     Ok(stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
+}
+
+/// Whether clients of every user can get to the socket in a pipe directory that a control daemon of ours has; what
+/// somebody has done to the modes is put right, and said. A directory or a socket that is missing is no error here.
+///
+/// # Errors
+/// They are not ours, or can't be put right.
+pub fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDirectory> {
+    let Some(directory) = walk(pipe_directory, false)? else { return Ok(Vec::new()) };
+    let mut repaired = Vec::new();
+    repaired.extend(
+        claim(&directory).map_err(|what| bad(pipe_directory, what))?.map(|was| {
+            format!("mode of {} was {was:04o}, and is {MODE:04o} again", pipe_directory.display())
+        }),
+    );
+    let path = pipe_directory.join(SOCKET);
+    let bad_socket = |what: String| bad(&path, what);
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let socket = match rustix::fs::openat(&directory, SOCKET, flags, Mode::empty()) {
+        Ok(socket) => socket,
+        Err(Errno::NOENT) => return Ok(repaired),
+        Err(error) => return Err(bad_socket(format!("can't be opened: {error}"))),
+    };
+    let stat =
+        rustix::fs::fstat(&socket).map_err(|error| bad_socket(format!("can't be looked at: {error}")))?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
+        return Err(bad_socket("is not the socket of the control daemon".to_owned()));
+    }
+    owner(&stat).map_err(bad_socket)?;
+    if stat.st_mode & SOCKET_MODE != SOCKET_MODE {
+        chmod(&socket, SOCKET_MODE)
+            .map_err(|error| bad_socket(format!("can't be made {SOCKET_MODE:04o}: {error}")))?;
+        let was = stat.st_mode & 0o777;
+        repaired.push(format!("mode of {} was {was:04o}, and is {SOCKET_MODE:04o} again", path.display()));
+    }
+    Ok(repaired)
 }
 
 /// A control daemon's log.
@@ -367,14 +411,7 @@ mod tests {
         std::fs::write(&elsewhere, "not ours\n").unwrap();
         symlink(&elsewhere, log.join("link")).unwrap();
         std::fs::hard_link(&elsewhere, log.join("hard link")).unwrap();
-        rustix::fs::mknodat(
-            &directory,
-            "fifo",
-            FileType::Fifo,
-            Mode::from_raw_mode(0o666),
-            0,
-        )
-        .unwrap();
+        rustix::fs::mknodat(&directory, "fifo", FileType::Fifo, Mode::from_raw_mode(0o666), 0).unwrap();
         std::fs::create_dir(log.join("directory")).unwrap();
         let mut refused = vec![
             ("link", "was a symbolic link"),

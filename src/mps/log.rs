@@ -106,6 +106,8 @@ pub enum Meaning {
         /// Its user.
         uid: u32,
     },
+    /// A client goes to a server.
+    ClientAdmitted(u32),
     /// A client was turned away: the server holds as many as it can.
     ClientRefused {
         /// The server.
@@ -165,7 +167,9 @@ impl Line {
     /// How much it says to an administrator.
     pub fn level(&self) -> Level {
         match &self.meaning {
-            Meaning::Ordinary | Meaning::Noise | Meaning::ClientLeft(_) => Level::DEBUG,
+            Meaning::Ordinary | Meaning::Noise | Meaning::ClientAdmitted(_) | Meaning::ClientLeft(_) => {
+                Level::DEBUG
+            }
             Meaning::ServerStarting { .. }
             | Meaning::ServerReady(_)
             | Meaning::ThreadPercentage { .. }
@@ -194,7 +198,9 @@ impl Line {
             Meaning::Fault { server, client } => (Some(*server), Some(*client), None),
             Meaning::TornDown { server, client, ordinal } => (Some(*server), Some(*client), Some(*ordinal)),
             Meaning::ClientLeft(client) => (writing_server, Some(*client), None),
-            Meaning::ClientPending { client, .. } => (None, Some(*client), None),
+            Meaning::ClientPending { client, .. } | Meaning::ClientAdmitted(client) => {
+                (None, Some(*client), None)
+            }
         }
     }
 }
@@ -240,9 +246,14 @@ fn said_by_control(text: &str) -> Option<Meaning> {
     if let Some(rest) = text.strip_prefix("NEW CLIENT ") {
         let (client, rest) = rest.split_once(" from user ")?;
         let (uid, rest) = rest.split_once(':')?;
-        let pending = rest.contains("push client to pending list");
-        return pending
-            .then_some(Meaning::ClientPending { client: client.parse().ok()?, uid: uid.parse().ok()? });
+        let client = client.parse().ok()?;
+        return match rest.trim() {
+            "Server already exists" => Some(Meaning::ClientAdmitted(client)),
+            rest if rest.contains("push client to pending list") => {
+                Some(Meaning::ClientPending { client, uid: uid.parse().ok()? })
+            }
+            _ => None,
+        };
     }
     let (server, status) = text.strip_prefix("Server ")?.split_once(" exited with status ")?;
     Some(Meaning::ServerExited { server: server.parse().ok()?, status: status.trim().parse().ok()? })
@@ -298,6 +309,9 @@ const LINE_MAX_BYTES: usize = 16 << 10;
 
 /// As much as is read at a time. Beside the beginning of a line it is all that is held of the file.
 const CHUNK_BYTES: usize = 16 << 10;
+
+/// As much of a log as explains an end.
+const END_BYTES: u64 = 256 << 10;
 
 /// How many lines are handed out before everybody else has a turn: a tenant can have a control daemon write thousands of
 /// lines a second.
@@ -376,6 +390,17 @@ impl Follower {
     /// How long the file is, in bytes.
     pub fn length(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())
+    }
+
+    /// Passes over all but the end of what was not handed out yet.
+    pub fn skip_to_end(&mut self) -> io::Result<()> {
+        let end = self.length()?.saturating_sub(END_BYTES);
+        if self.offset() < end {
+            self.read = end;
+            self.unread.clear();
+            self.handed_out = 0;
+        }
+        Ok(())
     }
 
     /// Whether the file is still the one at its path.
@@ -607,7 +632,7 @@ mod tests {
             ),
             (
                 "[2026-11-21 02:13:54.019 Control   879] NEW CLIENT 937 from user 0: Server already exists",
-                Meaning::Ordinary,
+                Meaning::ClientAdmitted(937),
             ),
             ("Device Ordinal  PCI IDs        UUID", Meaning::Ordinary),
         ] {
@@ -655,10 +680,14 @@ mod tests {
             follower.rotate(10);
             // It is read before it goes.
             assert_eq!(follower.next().await.unwrap().text, line);
-            while !follower.rotated().is_some_and(|kept| kept.is_ok()) {
+            let kept = loop {
                 assert_eq!(follower.next_there().await.unwrap(), None);
                 follower.pause().await.unwrap();
-            }
+                if let Some(kept) = follower.rotated() {
+                    break kept;
+                }
+            };
+            kept.unwrap();
             writer.write_all(b"after\n").unwrap();
             assert_eq!(follower.next().await.unwrap().text, "after");
             let old = std::fs::read_to_string(directory.path().join("control.log.1")).unwrap();

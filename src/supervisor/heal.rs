@@ -281,6 +281,8 @@ impl Worker {
     pub(super) async fn revive(&mut self, control: &Control) -> Result<(), Failure> {
         let Some(running) = self.running.clone() else { return Ok(()) };
         let limits = limits(&self.order, &running);
+        // Or the server would come with what others have made of them.
+        self.keep_defaults(control, &limits).await?;
         match self.prewarm(control, &limits).await {
             Ok(()) => {
                 self.revival.at = None;

@@ -8,7 +8,10 @@
 
 mod bypass;
 mod heal;
+mod limits;
 mod pass_on;
+mod pending;
+mod places;
 mod servers;
 mod start;
 mod status;
@@ -37,6 +40,8 @@ use crate::state::ControlDaemonState;
 use bypass::Bypasses;
 use heal::{Fault, Revival};
 use pass_on::Allowance;
+use pending::Pending;
+use places::Places;
 use servers::Servers;
 use status::Reporter;
 pub use status::{GpuStatus, Status};
@@ -160,7 +165,10 @@ impl Supervisor {
             retiring: false,
             misfit: None,
             stuck: None,
-            misses: 0,
+            silence: None,
+            in_use: false,
+            places: Places::default(),
+            pending: Pending::default(),
             fault: None,
             revival: Revival::default(),
             look_at_clients: false,
@@ -335,6 +343,22 @@ async fn run(
     worker.reporter.wake();
 }
 
+/// A control daemon that lives and does not answer.
+#[derive(Debug)]
+struct Silence {
+    /// How many looks in a row have ended without an answer.
+    looks: u32,
+    /// How the last one ended.
+    error: String,
+}
+
+impl Silence {
+    /// It has just been noticed.
+    fn first(error: String) -> Self {
+        Self { looks: 1, error }
+    }
+}
+
 /// What happens to a control daemon next.
 #[derive(Debug)]
 enum Occurrence {
@@ -391,8 +415,12 @@ struct Worker {
     misfit: Option<String>,
     /// Why the control daemon can't take clients though it lives.
     stuck: Option<String>,
-    /// How many times in a row it did not answer.
-    misses: u32,
+    /// There while it does not answer.
+    silence: Option<Silence>,
+    /// It has clients, or had some a moment ago.
+    in_use: bool,
+    places: Places,
+    pending: Pending,
     fault: Option<Fault>,
     revival: Revival,
     /// A client has gone: it may have been the last.
@@ -469,7 +497,10 @@ impl Worker {
 
     /// Takes note of the control daemon's end, and says how it was.
     async fn control_daemon_ended(&mut self, status: Option<ExitStatus>) -> Failure {
-        // What it wrote last explains its end.
+        // What it wrote last explains its end. Whoever waits for the next one does not wait for the rest.
+        if let Some(Err(error)) = self.log.as_mut().map(Follower::skip_to_end) {
+            tracing::debug!("the end of the log can't be found: {error}");
+        }
         self.read_on().await;
         let how = status.map(|status| format!(" ({status})")).unwrap_or_default();
         let failure = Failure::Failed(format!("the control daemon ended{how}{}", self.words()));
@@ -490,6 +521,7 @@ impl Worker {
     fn take_in(&mut self, line: &Line) {
         let old = self.log.as_ref().is_some_and(|log| log.offset() <= self.quiet_until);
         self.servers.take_in(&line.meaning);
+        self.pending.take_in(&line.meaning);
         if old {
             return;
         }
@@ -508,12 +540,16 @@ impl Worker {
             }
             Meaning::FaultHandling { server } => self.fault_seen(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
+            Meaning::ClientAdmitted(_) => self.in_use = true,
             Meaning::ClientLeft(_) => self.look_at_clients = true,
-            Meaning::ClientRefused { server, capacity } => {
-                self.reporter
-                    .warning(format!("server {server} turned a client away: it holds {capacity}, no more"));
-            }
             _ => {}
+        }
+        let news = self.places.take_in(&line.meaning);
+        if let Meaning::ClientRefused { server, capacity } = line.meaning
+            && news
+        {
+            self.reporter
+                .warning(format!("server {server} turned a client away: it holds {capacity}, no more"));
         }
     }
 
@@ -529,7 +565,8 @@ impl Worker {
         if let Some(count) = self.allowance.left_out(Instant::now()) {
             let path = self.log.as_ref().map(|log| log.path().display().to_string()).unwrap_or_default();
             let lines = counted(usize::try_from(count).unwrap_or(usize::MAX), "line");
-            self.reporter.warning(format!("too much is written to {path}: {lines} not passed on; they are there"));
+            self.reporter
+                .warning(format!("too much is written to {path}: {lines} not passed on; they are there"));
         }
     }
 
@@ -552,7 +589,10 @@ impl Worker {
         self.watched_servers.clear();
         self.misfit = None;
         self.stuck = None;
-        self.misses = 0;
+        self.silence = None;
+        self.in_use = false;
+        self.places = Places::default();
+        self.pending = Pending::default();
         self.fault = None;
         self.revival = Revival::default();
         let id = self.reporter.id();
@@ -563,6 +603,7 @@ impl Worker {
         self.reporter.update(|status| {
             status.view.pid = None;
             status.view.servers.clear();
+            status.waiting.clear();
             status.serving = false;
             for gpu in status.gpus.values_mut() {
                 gpu.thread_percentage = None;

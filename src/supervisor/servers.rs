@@ -22,6 +22,8 @@ pub(super) struct Server {
     number: u64,
     pub(super) ready: bool,
     pub(super) exit_status: Option<i32>,
+    /// The user that it was started for.
+    uid: Option<u32>,
     thread_tenths: Option<u32>,
     pub(super) memory_bytes: BTreeMap<usize, u64>,
 }
@@ -63,6 +65,12 @@ impl Servers {
         servers.filter(|(_, server)| server.exit_status.is_none()).map(|(pid, _)| pid).collect()
     }
 
+    /// The user that the newest one was started for.
+    pub(super) fn user_served(&self) -> Option<u32> {
+        let alive = self.in_order().into_iter().rev().find(|(_, server)| server.exit_status.is_none());
+        alive.and_then(|(_, server)| server.uid)
+    }
+
     /// The last one that has ended, with its exit status.
     pub(super) fn last_exit(&self) -> Option<(u32, i32)> {
         self.in_order().into_iter().rev().find_map(|(pid, server)| Some((pid, server.exit_status?)))
@@ -95,9 +103,9 @@ impl Servers {
     /// Takes in what a line says of a server.
     pub(super) fn take_in(&mut self, meaning: &Meaning) {
         match meaning {
-            Meaning::ServerStarting { server, .. } => {
+            Meaning::ServerStarting { server, uid } => {
                 self.forget(*server);
-                self.entry(*server);
+                self.entry(*server).uid = Some(*uid);
             }
             Meaning::ServerReady(server) => self.entry(*server).ready = true,
             Meaning::ServerExited { server, status } => {
@@ -116,6 +124,7 @@ impl Servers {
             | Meaning::TornDown { .. }
             | Meaning::ClientLeft(_)
             | Meaning::ClientPending { .. }
+            | Meaning::ClientAdmitted(_)
             | Meaning::ClientRefused { .. } => {}
         }
         while self.known.len() > KEPT
@@ -219,6 +228,7 @@ mod tests {
             "[d t Control 4] NEW SERVER 12: Ready",
         ]);
         assert_eq!(servers.alive(), [12]);
+        assert_eq!(servers.user_served(), None, "it was not seen to start");
         assert_eq!(servers.last_exit(), Some((9, 1)));
     }
 }

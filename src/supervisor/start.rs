@@ -17,9 +17,9 @@ use crate::plan::Present;
 use crate::state::ControlDaemonState;
 use crate::systemd;
 
-use super::heal::still_faulted;
+use super::limits::{LIMITS_TIMEOUT, set_defaults};
 use super::servers::Limits;
-use super::{Failure, PROGRAM, Worker, limits, program};
+use super::{Failure, PROGRAM, Silence, Worker, limits, program};
 
 /// How long a new control daemon may take to answer. Measured: 20 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -32,9 +32,6 @@ const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often it is asked whether it is.
 const SERVER_PAUSE: Duration = Duration::from_millis(50);
-
-/// How long a server may take to write its limits down. Measured: within the same millisecond.
-const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Worker {
     /// Takes over the control daemon that the journal has as ours, if it still lives.
@@ -83,7 +80,9 @@ impl Worker {
                 )));
             }
             // It hangs, or can't be reached. Its clients need it all the same, and `watch` knows what to do.
-            Err(_) if self.process.is_some() => self.misses = 1,
+            Err(failure) if self.process.is_some() => {
+                self.silence = Some(Silence::first(failure.into_text()));
+            }
             Err(_) => return Ok(()),
         }
         self.read_on().await;
@@ -317,7 +316,8 @@ impl Worker {
             status.view.pipe_directory.clone_from(&running.pipe_directory);
             status.view.log_directory.clone_from(&running.log_directory);
         });
-        if self.misses > 0 {
+        if self.silence.is_some() {
+            self.show_state();
             return Ok(());
         }
         // One that somebody has stopped would answer nothing, and what is told it here would only fail.
@@ -337,6 +337,7 @@ impl Worker {
             self.show_state();
             return Ok(());
         }
+        self.let_users_in();
         let limits = limits(&self.order, &running);
         if self.retiring {
             // Whoever comes until it ends gets what those before have got.
@@ -367,7 +368,9 @@ impl Worker {
         self.bypasses.look_at = Some(Instant::now());
         self.compare_servers();
         self.keep_journal();
-        self.reporter.event(format!("control daemon {} is ready", self.reporter.id()));
+        if self.stuck.is_none() {
+            self.reporter.event(format!("control daemon {} is ready", self.reporter.id()));
+        }
         self.show_state();
         tracing::debug!(step = "ready", "the control daemon serves");
         Ok(())
@@ -382,33 +385,6 @@ impl Worker {
             self.former_gpus.remove(&uuid);
         }
         self.former_gpus.extend(running.gpus.iter().cloned());
-    }
-
-    /// Gives a running server the limits, for its clients to come; those that run keep theirs.
-    async fn set_live(&mut self, control: &Control, server: u32, limits: &Limits) -> Result<(), Failure> {
-        match control.server_status(server).await? {
-            ServerStatus::Active | ServerStatus::Unsupported => {}
-            // Whoever was here before may have read the lines that tell of it.
-            ServerStatus::Fault => {
-                if still_faulted(control, server).await? {
-                    self.fault_seen(server);
-                }
-                return Ok(());
-            }
-            ServerStatus::Initializing | ServerStatus::Gone => return Ok(()),
-        }
-        let known = self.servers.get(server);
-        if known.is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none()) {
-            return Ok(());
-        }
-        tracing::debug!(step = "live", "server {server} gets other limits");
-        self.servers.expect_limits(server);
-        control.set_thread_percentage(server, limits.thread_percentage).await?;
-        self.servers.thread_percentage_answered(server, limits.thread_percentage);
-        for (ordinal, mib) in &limits.memory_mib {
-            control.set_memory_limit(server, *ordinal, *mib).await?;
-        }
-        self.confirm_limits(control, server, limits).await
     }
 
     /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
@@ -452,38 +428,7 @@ impl Worker {
         // The list is ahead of the log by a moment.
         let deadline = Instant::now() + LIMITS_TIMEOUT;
         while !self.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
-        self.confirm_limits(control, server, limits).await
-    }
-
-    /// Waits for a server's own words on its limits; they alone are exact.
-    async fn confirm_limits(
-        &mut self,
-        control: &Control,
-        server: u32,
-        limits: &Limits,
-    ) -> Result<(), Failure> {
-        let deadline = Instant::now() + LIMITS_TIMEOUT;
-        // What it writes first may be the answer to an order that was replaced by this one a moment ago.
-        let in_force = |worker: &Self| {
-            let server = worker.servers.get(server);
-            server.is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none())
-        };
-        while !in_force(self) && self.step(deadline).await? {}
-        if !self.servers.get(server).is_some_and(|known| known.has_written(limits)) {
-            // On a full disk, for one. What was set is read back, to the GiB.
-            control.set_thread_percentage(server, limits.thread_percentage).await?;
-            for (ordinal, mib) in &limits.memory_mib {
-                control.set_memory_limit(server, *ordinal, *mib).await?;
-            }
-            self.reporter.warning(format!(
-                "server {server} wrote no limits to the log; they are confirmed to the GiB only"
-            ));
-            return Ok(());
-        }
-        match self.servers.get(server).and_then(|known| known.differs_from(limits)) {
-            Some(difference) => Err(Failure::Failed(format!("server {server}: {difference}"))),
-            None => Ok(()),
-        }
+        self.confirm_or_correct(control, server, limits).await
     }
 
     /// What of the order the control daemon that runs can't be made to do.
@@ -501,13 +446,4 @@ impl Worker {
             self.order.plan.misfit(&present, |uuid| !self.unreachable.contains(uuid))
         };
     }
-}
-
-/// Sets the limits of the servers to come; each is read back.
-async fn set_defaults(control: &Control, limits: &Limits) -> Result<(), ControlError> {
-    control.set_default_thread_percentage(limits.thread_percentage).await?;
-    for (ordinal, mib) in &limits.memory_mib {
-        control.set_default_memory_limit(*ordinal, *mib).await?;
-    }
-    Ok(())
 }

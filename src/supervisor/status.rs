@@ -8,6 +8,7 @@ use tokio::sync::{Notify, watch};
 
 use crate::bypass::Bypass;
 use crate::gpu::ComputeMode;
+use crate::mps::identity::Identity;
 use crate::plan::ControlDaemonPlan;
 use crate::state::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
 
@@ -23,6 +24,8 @@ pub struct Status {
     pub serving: bool,
     /// Its GPUs, by UUID.
     pub gpus: BTreeMap<String, GpuStatus>,
+    /// The clients that have waited for a server for a while.
+    pub waiting: Vec<Identity>,
     /// Whether its first start has ended, well or not.
     pub first_pass_ended: bool,
     /// Whether what is to happen next is put off until clients have ended, or after a failure: it may take days.
@@ -96,6 +99,7 @@ impl Reporter {
             view,
             serving: false,
             gpus: gpus(plan, &BTreeMap::new()),
+            waiting: Vec::new(),
             first_pass_ended: false,
             put_off: false,
             events: VecDeque::new(),

@@ -12,21 +12,28 @@ use crate::compute_mode::SERVED;
 use crate::counted::counted;
 use crate::gpu::nvml::GpuProcess;
 use crate::mps::control::{Control, ControlError, ServerStatus};
+use crate::mps::directories;
 use crate::mps::log::Meaning;
 use crate::mps::process;
 use crate::state::ControlDaemonState;
 
 use super::heal::still_faulted;
-use super::{Command, Ended, Failure, Goal, Occurrence, Worker, limits, program};
+use super::{Command, Ended, Failure, Goal, Occurrence, Silence, Worker, limits, program};
 
-/// How often a control daemon is checked that gives no reason to.
+/// How often a control daemon is checked that gives no reason to, and how often one that has clients: it may have come to
+/// hang, and then the next client does too.
 const CHECK_PERIOD: Duration = Duration::from_secs(30);
+const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
 
-/// How often one is that did not answer.
-const MISSED_PERIOD: Duration = Duration::from_secs(5);
+/// How soon one is asked again that did not answer; it then has as long to answer as ever.
+const MISSED_PERIOD: Duration = Duration::from_secs(1);
 
-/// How many times in a row it may not answer before it counts as hanging. Once is nothing.
-const MISSES: u32 = 3;
+/// How many looks in a row must end without an answer before one that nobody uses is started anew. It is not healthy from
+/// the first one on.
+const MISSES: u32 = 5;
+
+/// How soon one is checked after its log has said something that is not as it shall be.
+const CHECK_SOON: Duration = Duration::from_millis(100);
 
 /// How often clients are counted while a change waits for their end; the log tells of most ends at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
@@ -41,7 +48,8 @@ const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 impl Worker {
     /// Watches until the control daemon ends or gives way to another.
     pub(super) async fn watch(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
-        let mut check_at = Instant::now() + if self.misses > 0 { Duration::ZERO } else { CHECK_PERIOD };
+        let mut check_at =
+            Instant::now() + if self.silence.is_some() { Duration::ZERO } else { CHECK_PERIOD };
         let mut clients_at = Instant::now();
         loop {
             let mut due = check_at;
@@ -53,7 +61,8 @@ impl Worker {
             }
             due = self.revival.at.map_or(due, |at| due.min(at));
             due = self.fault.as_ref().map_or(due, |fault| due.min(fault.look_at));
-            due = self.bypasses.look_at.map_or(due, |at| due.min(at));
+            let looks = [self.bypasses.look_at, self.places.look_at, self.pending.look_at];
+            due = looks.into_iter().flatten().fold(due, Instant::min);
             let occurrence = tokio::select! {
                 occurrence = self.next(due) => occurrence,
                 Some(command) = commands.recv() => {
@@ -75,16 +84,18 @@ impl Worker {
                     if let Meaning::ServerReady(server) = line.meaning {
                         self.watch_server(server);
                     }
-                    if line.meaning.is_of_servers() {
-                        self.compare_servers();
+                    if line.meaning.is_of_servers() && self.compare_servers() {
+                        check_at = check_at.min(now + CHECK_SOON);
+                    }
+                    if self.in_use {
+                        check_at = check_at.min(now + CHECK_PERIOD_IN_USE);
                     }
                     self.rotate_log();
                     Ok(())
                 }
                 Ok(Occurrence::Nothing) if now >= check_at => {
                     let checked = self.check().await;
-                    let period = if self.misses > 0 { MISSED_PERIOD } else { CHECK_PERIOD };
-                    check_at = Instant::now() + period;
+                    check_at = Instant::now() + self.check_period();
                     match checked {
                         Ok(Check::ConfigureAgain) => return Ended::Anew,
                         Ok(Check::Done) => Ok(()),
@@ -96,9 +107,10 @@ impl Worker {
             match done {
                 Ok(()) => {}
                 // In the middle of something, silence is one miss: the regular check goes on counting.
-                Err(Failure::Silent(_)) => {
-                    self.misses += 1;
-                    check_at = Instant::now() + MISSED_PERIOD;
+                Err(Failure::Silent(error)) => {
+                    self.missed(error);
+                    self.show_state();
+                    check_at = Instant::now() + self.check_period();
                 }
                 Err(failure) => return Ended::Failure(failure),
             }
@@ -125,12 +137,38 @@ impl Worker {
         }
         if self.bypasses.look_at.is_some_and(|at| now >= at) {
             self.bypasses.look_at = None;
-            if self.misses == 0 && self.stuck.is_none() && self.fault.is_none() {
+            if self.silence.is_none() && self.stuck.is_none() && self.fault.is_none() {
                 let processes = self.look_at_gpus().await;
                 self.look_for_bypasses(Some(&control), &processes).await;
             }
         }
+        if self.places.look_at.is_some_and(|at| now >= at) {
+            self.look_at_places(&control).await?;
+        }
+        if self.pending.look_at.is_some_and(|at| now >= at) {
+            self.look_at_pending();
+        }
         Ok(())
+    }
+
+    fn check_period(&self) -> Duration {
+        match (&self.silence, self.in_use) {
+            (Some(_), _) => MISSED_PERIOD,
+            (None, true) => CHECK_PERIOD_IN_USE,
+            (None, false) => CHECK_PERIOD,
+        }
+    }
+
+    /// Takes note of a look that ended without an answer.
+    fn missed(&mut self, error: String) {
+        let looks = self.silence.as_ref().map_or(0, |silence| silence.looks) + 1;
+        if looks == 1 {
+            self.reporter.warning(error.clone());
+        }
+        if looks >= MISSES {
+            self.stuck = Some(format!("{error}, {looks} times in a row"));
+        }
+        self.silence = Some(Silence { looks, error });
     }
 
     /// Ends a control daemon that nobody uses, without harm to a client that comes this moment: it then stays until
@@ -161,7 +199,7 @@ impl Worker {
         match servers_and_faults(&control, known).await {
             Ok(_) if self.place_is_taken(&control) => {}
             Ok((servers, faulted)) => {
-                let missed = std::mem::take(&mut self.misses) > 0;
+                let missed = self.silence.take().is_some();
                 self.stuck = None;
                 answers = true;
                 self.servers.keep(&servers);
@@ -171,6 +209,7 @@ impl Worker {
                 for server in faulted {
                     self.fault_seen(server);
                 }
+                self.let_users_in();
                 if missed {
                     self.reporter.event("the control daemon answers again".to_owned());
                     // What was asked of it meanwhile may not be in force.
@@ -178,10 +217,7 @@ impl Worker {
                 }
             }
             Err(error @ (ControlError::Silent { .. } | ControlError::Unanswered { .. })) => {
-                self.misses += 1;
-                if self.misses >= MISSES {
-                    self.stuck = Some(format!("{error}, {} times in a row", self.misses));
-                }
+                self.missed(error.to_string());
             }
             Err(error @ ControlError::NoDaemon { .. }) => {
                 // It lives, so its sockets have gone: it can't make them again.
@@ -189,7 +225,12 @@ impl Worker {
             }
             Err(error) => return Err(error.into()),
         }
+        if answers && self.stuck.is_none() {
+            self.keep_limits(&control).await?;
+        }
         let processes = self.look_at_gpus().await;
+        self.in_use = processes.values().flatten().any(|process| process.via_mps);
+        self.places.suspect(&self.order.plan.gpus, &processes);
         self.keep_compute_modes().await;
         // Clients of a server that met a fatal error are between being its clients and not.
         if answers && self.fault.is_none() {
@@ -212,6 +253,19 @@ impl Worker {
             self.stuck = Some(format!("another control daemon (PID {other}) has taken its pipe directory"));
         }
         other.is_some()
+    }
+
+    /// Sees to it that clients of every user can get to the socket.
+    pub(super) fn let_users_in(&mut self) {
+        let Some(running) = &self.running else { return };
+        match directories::let_users_in(&running.pipe_directory) {
+            Ok(repaired) => {
+                for what in repaired {
+                    self.reporter.warning(format!("{what}; clients of other users were kept out"));
+                }
+            }
+            Err(bad) => self.stuck = Some(bad.to_string()),
+        }
     }
 
     /// The front end of the control daemon that runs, whether or not it serves.
@@ -336,9 +390,9 @@ impl Worker {
         }
     }
 
-    /// Puts what the servers have written of their limits beside the order.
-    pub(super) fn compare_servers(&mut self) {
-        let Some(running) = &self.running else { return };
+    /// Puts what the servers have written of their limits beside the order. Whether it differs.
+    pub(super) fn compare_servers(&mut self) -> bool {
+        let Some(running) = &self.running else { return false };
         let limits = limits(&self.order, running);
         let alive = self.servers.alive();
         let newest = alive.iter().rev().find_map(|pid| Some((*pid, self.servers.get(*pid)?)));
@@ -355,10 +409,11 @@ impl Worker {
                 gpu.reason = match (ordinal, &difference) {
                     (None, _) => "not in the control daemon's hands until it starts anew".to_owned(),
                     (Some(_), Some(difference)) => difference.clone(),
-                    (Some(_), None) => String::new(),
+                    (Some(_), None) => self.places.reason(uuid).unwrap_or_default(),
                 };
             }
         });
+        difference.is_some()
     }
 
     /// Says in what state all this leaves the control daemon.
@@ -371,6 +426,12 @@ impl Worker {
             self.reporter.enter(ControlDaemonState::Faulted, false, &fault.reason());
         } else if let Some(stuck) = &self.stuck {
             let reason = format!("{stuck}; it is started anew when its clients have ended");
+            self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
+        } else if let Some(silence) = &self.silence {
+            let reason = format!(
+                "{}; it is asked again and again, and started anew if it stays so and has no clients",
+                silence.error
+            );
             self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
         } else if self.revival.at.is_some() {
             self.reporter.enter(ControlDaemonState::Backoff, false, &self.revival.reason);

@@ -440,6 +440,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
     let clients = vec![ClientView {
         pid: 1153,
         bypass: false,
+        waiting: false,
         uid: Some(1000),
         user: Some("worker".to_owned()),
         command: "python3".to_owned(),
@@ -459,6 +460,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
     let expected = json!({
         "pid": ["u", 1153],
         "bypass": ["b", false],
+        "waiting": ["b", false],
         "uid": ["u", 1000],
         "user": ["s", "worker"],
         "command": ["s", "python3"],

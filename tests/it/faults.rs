@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -10,7 +10,9 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, alive, control_daemon, control_pid, root_or_skip, signal_pid, text, wait_for};
+use crate::host::{
+    DEADLINE, Host, alive, control_daemon, control_pid, root_or_skip, signal_pid, text, wait_for,
+};
 use crate::matrix::{Bystander, Random, control_daemons, launchers};
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
@@ -859,4 +861,508 @@ fn a_clock_that_jumps_disturbs_nobody() {
     end(running);
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// The median and the longest of what `yunion-mpsctl status` takes, asked again and again until `done`.
+fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, Duration) {
+    let mut taken = Vec::new();
+    let deadline = Instant::now() + DEADLINE * 4;
+    while !done() {
+        assert!(Instant::now() < deadline, "not done after {:?}", DEADLINE * 4);
+        let asked = Instant::now();
+        assert!(host.json(&["status"]).is_some(), "no answer");
+        taken.push(asked.elapsed());
+    }
+    taken.sort_unstable();
+    (taken.get(taken.len() / 2).copied().unwrap_or_default(), taken.last().copied().unwrap_or_default())
+}
+
+/// 64 MiB at once in the log, as a tenant can have it written: nobody waits for the service meanwhile, the log is kept and
+/// started anew, a fault is understood after it, and a control daemon that dies in the middle is replaced.
+#[test]
+fn a_burst_in_the_log_keeps_nobody_waiting() {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_log_max_size: 1");
+    host.start();
+    let before = control_pid(&host.wait_for_state("ready"));
+    let line = format!(
+        "[2026-11-21 02:13:53.814 Server   879] Received new client request for {{PID: 1, Context ID: 0}}{}\n",
+        " ".repeat(400)
+    );
+    let burst = line.repeat((64 << 20) / line.len());
+    let write = || {
+        let mut log = File::options().append(true).open(host.path("mps/log/control.log")).unwrap();
+        log.write_all(burst.as_bytes()).unwrap();
+    };
+    let length = |name: &str| fs::metadata(host.path(name)).map_or(0, |file| file.len());
+
+    write();
+    let begun = Instant::now();
+    let (median, longest) = latency_of_status(&host, || {
+        length("mps/log/control.log.1") >= burst.len() as u64 && length("mps/log/control.log") < 1 << 20
+    });
+    let _ = writeln!(
+        std::io::stderr(),
+        "64 MiB in the log: status took {median:?} (median), {longest:?} (longest); kept and started anew after {:?}",
+        begun.elapsed()
+    );
+    assert!(longest < Duration::from_secs(5), "{longest:?}");
+    let hit = client(&host, &["hold", "600"], &[]);
+    let mut culprit = host.command("cuda-client");
+    culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    assert_eq!(exit_code(hit), Some(4));
+    waits_for_log(&host, "met a fatal GPU error on device 0; clients that were hit");
+    recovered(&host, 4);
+
+    write();
+    signal_pid(before, Signal::KILL);
+    let killed = Instant::now();
+    let (median, longest) = latency_of_status(&host, || {
+        let status = host.json(&["status"]).unwrap();
+        status["service"]["state"] == "ready" && control_daemon(&status)["pid"] != before
+    });
+    let _ = writeln!(
+        std::io::stderr(),
+        "the same and a kill: status took {median:?} (median), {longest:?} (longest); served again after {:?}",
+        killed.elapsed()
+    );
+    assert!(longest < Duration::from_secs(5), "{longest:?}");
+    a_client_is_served(&host);
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// A tenant's lines do not fill the journal of the host: what is too much is left out, and counted.
+#[test]
+fn a_burst_of_warnings_does_not_flood_the_journal() {
+    let mut host = Host::serving("h200");
+    let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client. Maximum number of clients (48) reached.\n";
+    let mut log = File::options().append(true).open(host.path("mps/log/control.log")).unwrap();
+    log.write_all(line.repeat(20_000).as_bytes()).unwrap();
+    waits_for_log_with_reloads(&host, "lines not passed on; they are there");
+    let passed_on = host.log().matches("Failed to accept new client").count();
+    assert!((1..2000).contains(&passed_on), "{passed_on}");
+    assert_eq!(host.log().matches("turned a client away").count(), 1);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The same of what is said at a regular look.
+fn waits_for_log_with_reloads(host: &Host, words: &str) {
+    wait_for(words, || {
+        reload(host);
+        host.log().contains(words).then_some(())
+    });
+}
+
+/// Whatever stands in the place of the log and is none of ours is neither written to nor waited for.
+#[test]
+fn only_a_file_of_ours_is_the_log() {
+    let root = rustix::process::geteuid().is_root();
+    for kind in ["link", "fifo", "hard link", "theirs"] {
+        if kind == "theirs" && !root_or_skip("only_a_file_of_ours_is_the_log (theirs)") {
+            continue;
+        }
+        let mut host = Host::new("h200");
+        let (log, elsewhere) = (host.path("mps/log/control.log"), host.path("elsewhere"));
+        fs::create_dir_all(log.parent().unwrap()).unwrap();
+        fs::write(&elsewhere, "not a log\n").unwrap();
+        match kind {
+            "link" => std::os::unix::fs::symlink(&elsewhere, &log).unwrap(),
+            "hard link" => fs::hard_link(&elsewhere, &log).unwrap(),
+            "fifo" => assert!(Command::new("mkfifo").arg(&log).status().unwrap().success()),
+            _ => {
+                fs::write(&log, "theirs\n").unwrap();
+                std::os::unix::fs::chown(&log, Some(65534), None).unwrap();
+            }
+        }
+        host.start();
+        host.wait_for_state("ready");
+        let refused = host.path("mps/log/control.log.refused-1");
+        assert!(fs::symlink_metadata(&refused).is_ok(), "{kind}: {}", host.log());
+        assert!(host.log().contains("and is control.log.refused-1 now"), "{kind}: {}", host.log());
+        assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "not a log\n", "{kind}");
+        let own = fs::symlink_metadata(&log).unwrap();
+        assert!(own.is_file() && own.len() > 0, "{kind}");
+        assert_eq!(host.stop().code(), Some(0));
+        host.nothing_runs();
+    }
+    assert!(root || std::env::var_os("CI").is_none());
+}
+
+/// A link to another file takes the place of the log while it is copied to be started anew: the other file is nobody's log.
+#[test]
+fn a_log_started_anew_empties_no_other_file() {
+    for _ in 0..2 {
+        let mut host = Host::new("h200");
+        host.configure("cuda_mps_log_max_size: 1");
+        host.start();
+        host.wait_for_state("ready");
+        let (log, elsewhere) = (host.path("mps/log/control.log"), host.path("elsewhere"));
+        fs::write(&elsewhere, "not a log\n").unwrap();
+        let line = format!("{}\n", "x".repeat(4000));
+        let burst = line.repeat((16 << 20) / line.len());
+        File::options().append(true).open(&log).unwrap().write_all(burst.as_bytes()).unwrap();
+        let kept = host.path("mps/log/control.log.1");
+        let deadline = Instant::now() + DEADLINE;
+        // A short pause: the copy takes milliseconds.
+        while !kept.exists() {
+            assert!(Instant::now() < deadline, "the log is never started anew");
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        fs::remove_file(&log).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, &log).unwrap();
+        wait_for("the whole copy", || (kept.metadata().unwrap().len() >= burst.len() as u64).then_some(()));
+        waits_for_log_with_reloads(&host, "was removed; the control daemon writes to the removed file on");
+        assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "not a log\n");
+        assert_eq!(host.stop().code(), Some(0));
+    }
+}
+
+fn event_texts(status: &Value) -> Vec<&str> {
+    status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
+}
+
+/// Root in a container with the whole pipe directory can change every limit. They are set again, it is told, and what is
+/// published is what is in force.
+#[test]
+fn limits_changed_by_others_are_set_again() {
+    let mut host = Host::serving("h200");
+    let status = host.wait_for_state("ready");
+    let server = server(&status);
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let asked = [
+        ("get_default_active_thread_percentage".to_owned(), "25.0\n"),
+        ("get_default_device_pinned_mem_limit 0".to_owned(), "35G\n"),
+        (format!("get_active_thread_percentage {server}"), "25.0\n"),
+        (format!("get_device_pinned_mem_limit {server} 0"), "35G\n"),
+    ];
+    let as_ordered =
+        || asked.iter().all(|(command, answer)| host.front_end(&pipe(&host), command) == *answer);
+    for command in [
+        "set_default_active_thread_percentage 7".to_owned(),
+        "set_default_device_pinned_mem_limit 0 1G".to_owned(),
+        // One that the control daemon takes for none at all.
+        "set_default_device_pinned_mem_limit 0 nothing".to_owned(),
+        format!("set_active_thread_percentage {server} 100"),
+        format!("set_device_pinned_mem_limit {server} 0 100G"),
+    ] {
+        assert!(as_ordered(), "before {command}");
+        let told = host.log().matches("were changed by others").count();
+        host.front_end(&pipe(&host), &command);
+        reload(&host);
+        wait_for("limits as ordered", || as_ordered().then_some(()));
+        wait_for("words about it", || {
+            (host.log().matches("were changed by others").count() > told).then_some(())
+        });
+        host.wait_for_status("limits that are confirmed", |status| {
+            let gpu = &status["gpus"][0];
+            gpu["healthy"] == true
+                && gpu["confirmed_thread_percentage"] == 25
+                && gpu["confirmed_memory_limit"] == 35942
+        });
+    }
+    let status = host.wait_for_state("ready");
+    let changed = format!(
+        "limits of server {server} were changed by others: active thread percentage 100.0 instead of 25"
+    );
+    let events = event_texts(&status);
+    assert!(events.iter().any(|event| event.starts_with(&changed)), "{events:#?}");
+    assert_eq!(self::server(&status), server, "nobody had to go for it");
+    bystander.check();
+    drop(bystander);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A server that comes up with what others have made of the defaults gets the limits of the order: nobody has to restart
+/// anything.
+#[test]
+fn a_server_with_the_limits_of_others_is_corrected() {
+    let mut host = Host::serving("h200");
+    for round in 0..4 {
+        let before = host.wait_for_state("ready");
+        host.front_end(&pipe(&host), "set_default_active_thread_percentage 7");
+        host.front_end(&pipe(&host), "set_default_device_pinned_mem_limit 0 1G");
+        if round % 2 == 1 {
+            // By a client that is faster than the service: the service is not there, and is again afterwards.
+            host.signal(Signal::KILL);
+            host.ended();
+        }
+        signal_pid(server(&before), Signal::KILL);
+        wait_for("its end", || (!alive(server(&before))).then_some(()));
+        if round % 2 == 1 {
+            a_client_is_served(&host);
+            host.start();
+        }
+        let after = wait_for("the next server", || {
+            let status = host.json(&["status"])?;
+            let next = some_server(&status)?;
+            let gpu = &status["gpus"][0];
+            let confirmed =
+                gpu["confirmed_thread_percentage"] == 25 && gpu["confirmed_memory_limit"] == 35942;
+            (next != server(&before) && status["service"]["state"] == "ready" && confirmed).then_some(next)
+        });
+        for (command, answer) in [
+            (format!("get_active_thread_percentage {after}"), "25.0\n"),
+            (format!("get_device_pinned_mem_limit {after} 0"), "35G\n"),
+            ("get_default_active_thread_percentage".to_owned(), "25.0\n"),
+        ] {
+            assert_eq!(host.front_end(&pipe(&host), &command), answer, "{command}");
+        }
+    }
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Modes that let no user in: put right at a look and when a control daemon is taken over, and said.
+#[test]
+fn users_that_were_kept_out_are_let_in_again() {
+    let mut host = Host::serving("h200");
+    let before = control_pid(&host.wait_for_state("ready"));
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    let socket = pipe(&host).join("control");
+    for taken_over in [false, true] {
+        for (path, bad, good) in [(pipe(&host), 0o700, 0o755), (socket.clone(), 0o600, 0o666)] {
+            fs::set_permissions(&path, PermissionsExt::from_mode(bad)).unwrap();
+            if taken_over {
+                restart(&mut host);
+            } else {
+                reload(&host);
+            }
+            wait_for("a mode that lets users in", || (mode(&path) == good).then_some(()));
+            waits_for_log(
+                &host,
+                &format!("mode of {} was {bad:04o}, and is {good:04o} again", path.display()),
+            );
+        }
+        assert_eq!(control_pid(&host.wait_for_state("ready")), before);
+    }
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A socket that is not root's any more lets in whom its owner likes: not healthy, and made anew once nobody is there.
+#[test]
+fn a_socket_of_another_user_is_not_healthy() {
+    if !root_or_skip("a_socket_of_another_user_is_not_healthy") {
+        return;
+    }
+    let mut host = Host::serving("h200");
+    let before = control_pid(&host.wait_for_state("ready"));
+    let client = client(&host, &["hold", "600"], &[]);
+    std::os::unix::fs::chown(pipe(&host).join("control"), Some(65534), None).unwrap();
+    reload(&host);
+    host.wait_for_failure("control: belongs to user 65534");
+    assert!(host.list().iter().all(|device| device["healthy"] == false));
+    end(client);
+    let after = recovered_after(&host, before);
+    assert_eq!(fs::metadata(pipe(&host).join("control")).unwrap().uid(), 0);
+    assert_ne!(after, before);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The PID of the control daemon that has taken the place of this one, once it serves.
+fn recovered_after(host: &Host, before: u32) -> u32 {
+    let status = host.wait_for_status("another control daemon", |status| {
+        let pid = control_daemon(status)["pid"].as_u64();
+        status["service"]["state"] == "ready" && pid.is_some() && pid != Some(before.into())
+    });
+    control_pid(&status)
+}
+
+/// A user can take every place of a GPU. It is not healthy as long as that is so, and is again when a client has left.
+#[test]
+fn a_full_gpu_is_not_healthy() {
+    let mut host = Host::serving("h200");
+    let start = || {
+        let mut client = host.command("cuda-client");
+        client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).stdout(Stdio::null());
+        client.spawn().unwrap()
+    };
+    let mut clients: Vec<Child> = (0..48).map(|_| start()).collect();
+    wait_for("48 clients", || (host.front_end(&pipe(&host), "ps").lines().count() == 49).then_some(()));
+    // Nobody was turned away yet: it is seen at the regular look.
+    reload(&host);
+    let all_taken = |status: &Value| {
+        let gpu = &status["gpus"][0];
+        gpu["healthy"] == false && gpu["reason"].as_str().unwrap().starts_with("all 48 places are taken")
+    };
+    host.wait_for_status("a full GPU", all_taken);
+    for round in 0..3 {
+        end(clients.pop().unwrap());
+        let left = Instant::now();
+        host.wait_for_state("ready");
+        let again = left.elapsed();
+        clients.push(start());
+        let one_too_many = loop {
+            // The first of them may be the one that gets the place.
+            let mut client = start();
+            let came = Instant::now();
+            let refused =
+                wait_for("a client that is served or turned away", || match client.try_wait().unwrap() {
+                    Some(status) => Some(status.code()),
+                    None => {
+                        host.front_end(&pipe(&host), "ps").contains(&client.id().to_string()).then_some(None)
+                    }
+                });
+            match refused {
+                Some(code) => break (code, came),
+                None => clients.push(client),
+            }
+        };
+        assert_eq!(one_too_many.0, 3, "it is busy");
+        host.wait_for_status("a full GPU", all_taken);
+        let _ = writeln!(
+            std::io::stderr(),
+            "round {round}: healthy {again:?} after a client has left, not healthy {:?} after one was turned away",
+            one_too_many.1.elapsed()
+        );
+    }
+    clients.into_iter().for_each(end);
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A control daemon that hangs, for a client that is stopped while its work is to end: one look without an answer, and
+/// nothing is called healthy any more. Nobody is harmed, and all is well once it answers.
+#[test]
+fn a_control_daemon_that_hangs_is_not_healthy_for_long() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let victim = client(&host, &["hold", "600"], &[]);
+    signal_pid(victim.id(), Signal::STOP);
+    wait_for("a stopped client", || stopped(victim.id()).then_some(()));
+    let mut terminate = host
+        .command("nvidia-cuda-mps-control")
+        .env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let hung = Instant::now();
+    writeln!(terminate.stdin.take().unwrap(), "terminate_client {} {}", server(&before), victim.id())
+        .unwrap();
+    host.wait_for_status("not healthy", |status| {
+        let reason = control_daemon(status)["reason"].as_str().unwrap();
+        status["gpus"][0]["healthy"] == false && reason.contains("did not answer")
+    });
+    let noticed = hung.elapsed();
+    let _ = writeln!(std::io::stderr(), "a control daemon that hangs is not healthy after {noticed:?}");
+    signal_pid(victim.id(), Signal::CONT);
+    let went_on = Instant::now();
+    let after = recovered(&host, 4);
+    let _ = writeln!(std::io::stderr(), "and healthy again {:?} after it answers", went_on.elapsed());
+    assert_eq!((control_pid(&after), server(&after)), (control_pid(&before), server(&before)));
+    terminate.wait().unwrap();
+    bystander.check();
+    drop(bystander);
+    end(victim);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Without multi-user mode a client of another user waits until the first one's have ended. That is an event, and the
+/// client is listed.
+#[test]
+fn a_client_that_waits_for_another_user_is_told() {
+    if !root_or_skip("a_client_that_waits_for_another_user_is_told") {
+        return;
+    }
+    let mut host = Host::serving("tesla-p40");
+    let first = client(&host, &["hold", "600"], &[]);
+    let mut second = host
+        .command("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "cuda-client", "hold", "600"])
+        .env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let came = Instant::now();
+    let waiting = || {
+        let clients = host.json(&["clients"])?;
+        clients.as_array().unwrap().iter().find(|client| client["waiting"] == true).cloned()
+    };
+    let listed = wait_for("a client that waits", waiting);
+    let _ = writeln!(std::io::stderr(), "a client that waits is listed after {:?}", came.elapsed());
+    assert_eq!(
+        (&listed["pid"], &listed["uid"], &listed["gpu"]),
+        (&second.id().into(), &65534.into(), &"".into())
+    );
+    let told = format!(
+        "client {} (cuda-client) of user 65534 waits until the clients of user 0 have ended: this control daemon serves one \
+         user at a time",
+        second.id()
+    );
+    let status = host.wait_for_status("the event", |status| event_texts(status).contains(&told.as_str()));
+    assert_eq!(event_texts(&status).iter().filter(|text| text.contains(" waits ")).count(), 1);
+    let table = text(&host.mpsctl(&["clients"]));
+    assert!(table.contains("WAITS: 1 of these"), "{table}");
+    end(first);
+    wait_for("a client that waits no more", || {
+        let listed = host.json(&["clients"])?;
+        let clients = listed.as_array().unwrap();
+        (clients.len() == 1 && clients[0]["waiting"] == false && clients[0]["pid"] == second.id())
+            .then_some(())
+    });
+    second.kill().unwrap();
+    second.wait().unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The service can open no more files when the driver comes back: that is what it says, and nobody is told to reinstall a
+/// driver that is well.
+#[test]
+fn too_few_descriptors_are_called_so() {
+    let mut host = Host::new("h200");
+    host.clear("driver");
+    host.start();
+    host.wait_for_failure("the NVIDIA driver is not loaded");
+    let pid = host.pid();
+    let limit = |soft: &str| {
+        let set =
+            Command::new("prlimit").args(["--pid", &pid.to_string(), &format!("--nofile={soft}:")]).output();
+        assert!(set.as_ref().unwrap().status.success(), "{}", text(&set.unwrap()));
+    };
+    let before = text(
+        &Command::new("prlimit")
+            .args(["--pid", &pid.to_string(), "-n", "-o", "SOFT", "--noheadings"])
+            .output()
+            .unwrap(),
+    );
+    // As many as it has, whatever their numbers: the next one has a number that is not free.
+    let numbers = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    let numbers: Vec<u32> =
+        numbers.map(|entry| entry.file_name().to_str().unwrap().parse().unwrap()).collect();
+    let first_free = (0..).find(|number| !numbers.contains(number)).unwrap();
+    limit(&first_free.to_string());
+    let status = host.wait_for_status("a reason that names files", |status| {
+        let reason = status["service"]["state_reason"].as_str().unwrap();
+        assert!(!reason.contains("reinstall"), "{reason}");
+        reason.contains("LimitNOFILE=")
+    });
+    assert_eq!(status["service"]["state"], "failed");
+    limit(before.trim());
+    host.plant("driver", "580.159.04\n");
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A process has any name it likes, and no line of the service's log is its.
+#[test]
+fn the_name_of_a_process_makes_no_line_of_the_log() {
+    let host = Host::serving("h200");
+    let program = host.path("a\nFORGED line");
+    fs::copy("/bin/sleep", &program).unwrap();
+    let mut child = Command::new(&program).arg("600").spawn().unwrap();
+    let pid = child.id();
+    let stat = wait_for("its name", || {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        stat.contains("FORGED").then_some(stat)
+    });
+    let started = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
+    host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {started}"));
+    reload(&host);
+    waits_for_log(&host, "is used without our MPS server by");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let log = host.log();
+    assert!(log.contains("a\\nFORGED line"), "{log}");
+    assert!(!log.lines().any(|line| line.starts_with("FORGED")), "{log}");
 }

@@ -1,10 +1,5 @@
 //! What the service itself says is not as it should be, and what its clients will notice.
 
-use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
-use std::path::Path;
-
 use serde_json::Value;
 
 use super::facts::Facts;
@@ -12,7 +7,6 @@ use super::{Check, Finding, Outcome, error, info, told_apart, warning};
 use crate::counted::counted;
 use crate::ctl::published::{Published, number, pid, text};
 use crate::dbus::proxy::Object;
-use crate::mps::log::{Line, Meaning};
 
 pub(super) const CHECKS: &[Check] = &[
     ("the control daemons", control_daemons),
@@ -20,11 +14,8 @@ pub(super) const CHECKS: &[Check] = &[
     ("the state of the service", service),
     ("whether limits are confirmed", limits),
     ("whose slices the clients use", devices),
-    ("clients that wait for those of other users", pending),
+    ("clients that wait for those of other users", waiting),
 ];
-
-/// As much of a log's end as is searched for clients that wait.
-const LOG_TAIL: u64 = 1 << 20;
 
 fn name(daemon: &Object) -> String {
     format!("control daemon {}", text(daemon, "id"))
@@ -159,9 +150,9 @@ fn devices(facts: &Facts) -> Outcome {
     };
     let nameless: Vec<String> = clients
         .iter()
-        // Those that bypass MPS have a finding of their own.
+        // Those that bypass MPS or wait have a finding of their own.
         .filter(|client| {
-            text(client, "device").is_empty() && client.get("bypass") != Some(&Value::Bool(true))
+            text(client, "device").is_empty() && !is_true(client, "bypass") && !is_true(client, "waiting")
         })
         .filter_map(|client| Some(format!("{} ({})", pid(client)?, text(client, "command"))))
         .collect();
@@ -178,82 +169,25 @@ fn devices(facts: &Facts) -> Outcome {
 }
 
 /// Without multi-user mode the users of a control daemon take turns, and a client that waits says nothing.
-fn pending(facts: &Facts) -> Outcome {
-    let published = facts.published()?;
-    let known: Vec<u32> = published.clients.iter().flatten().filter_map(pid).collect();
-    let mut findings = Vec::new();
-    for daemon in &published.control_daemons {
-        if daemon.get("multiuser") != Some(&Value::Bool(false)) {
-            continue;
-        }
-        let log = Path::new(text(daemon, "log_directory")).join("control.log");
-        let end = tail(&log).map_err(|error| format!("{}: {error}", log.display()))?;
-        for (client, uid) in waiting(&end) {
-            if known.contains(&client) || !runs_as(client, uid) {
-                continue;
-            }
-            findings.push(warning(
-                "client-waits-for-other-user",
-                format!("process {client}"),
-                format!(
-                    "it is user {uid}'s, and {} serves another user until that one's clients have all ended",
-                    name(daemon)
-                ),
-                "cuda_mps_multiuser: auto with a driver from 555 on and GPUs from Volta on; otherwise run the clients \
-                 as one user, or use cuda_mps_topology: per_gpu",
-            ));
-        }
-    }
-    Ok(findings)
+fn waiting(facts: &Facts) -> Outcome {
+    let clients = facts.published()?.clients.iter().flatten();
+    let of = |client: &Object| {
+        warning(
+            "client-waits-for-other-user",
+            format!("process {}", pid(client).unwrap_or_default()),
+            format!(
+                "{} of user {} waits for a server; a control daemon without multi-user mode serves one user until the \
+                 clients of that user have all ended",
+                text(client, "command"),
+                text(client, "user")
+            ),
+            "cuda_mps_multiuser: auto with a driver from 555 on and GPUs from Volta on; otherwise run the clients as one \
+             user, or use cuda_mps_topology: per_gpu",
+        )
+    };
+    Ok(clients.filter(|client| is_true(client, "waiting")).map(of).collect())
 }
 
-/// Whether there is still such a process. The log is old, and a PID may have gone to somebody else since.
-fn runs_as(pid: u32, uid: u32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let uids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
-    uids.split_ascii_whitespace().any(|one| one.parse() == Ok(uid))
-}
-
-fn tail(log: &Path) -> std::io::Result<String> {
-    let mut file = File::open(log)?;
-    let length = file.metadata()?.len();
-    file.seek(SeekFrom::Start(length.saturating_sub(LOG_TAIL)))?;
-    let mut bytes = Vec::new();
-    file.take(LOG_TAIL).read_to_end(&mut bytes)?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
-}
-
-/// The clients whose last word in the log is that they wait, with their users.
-fn waiting(log: &str) -> BTreeMap<u32, u32> {
-    let mut waiting = BTreeMap::new();
-    for line in log.lines().map(Line::parse) {
-        match line.meaning {
-            Meaning::ClientPending { client, uid } => {
-                waiting.insert(client, uid);
-            }
-            // `NEW CLIENT 937 from user 0: Server already exists`
-            _ => {
-                let served = line.text.strip_prefix("NEW CLIENT ").and_then(|rest| rest.split_once(' '));
-                if let Some(client) = served.and_then(|(client, _)| client.parse().ok()) {
-                    waiting.remove(&client);
-                }
-            }
-        }
-    }
-    waiting
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_last_word_of_a_client_counts() {
-        let log = "\
-            [2026-11-21 02:13:53.859 Control   879] NEW CLIENT 937 from user 0: Server is not ready, push client to pending list\n\
-            [2026-11-21 02:13:54.019 Control   879] NEW CLIENT 937 from user 0: Server already exists\n\
-            [2026-11-21 02:13:55.000 Control   879] NEW CLIENT 938 from user 1000: Server is not ready, push client to pending list\n";
-        assert_eq!(waiting(log), BTreeMap::from([(938, 1000)]));
-        assert_eq!(waiting("garbage\n"), BTreeMap::new());
-    }
+fn is_true(client: &Object, key: &str) -> bool {
+    client.get(key) == Some(&Value::Bool(true))
 }

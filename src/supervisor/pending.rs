@@ -1,0 +1,144 @@
+//! Clients that no server takes: without multi-user mode the users of a control daemon take turns, and a client that waits
+//! for its own says nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::gpu::nvml;
+use crate::mps::identity::Identity;
+use crate::mps::log::Meaning;
+
+use super::Worker;
+
+/// How long a client may wait before it is told, and how often it is looked whether it still does. Measured: the first one
+/// waits 0.15 s for its server to start.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How many are kept in mind, and how many of one user's: he can start as many as he likes.
+const KEPT: usize = 64;
+const KEPT_OF_A_USER: usize = 16;
+
+/// Those that are known to wait.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    waiting: BTreeMap<u32, Waiting>,
+    /// The users of whom that was said.
+    told: BTreeSet<u32>,
+    /// When they are to be looked at next.
+    pub(super) look_at: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    process: Identity,
+    uid: u32,
+    since: Instant,
+}
+
+impl Pending {
+    /// Takes in what a line says of them.
+    pub(super) fn take_in(&mut self, meaning: &Meaning) {
+        match meaning {
+            Meaning::ClientPending { client, uid } => self.add(*client, *uid),
+            Meaning::ClientAdmitted(client) => {
+                let gone = self.waiting.remove(client);
+                // Whoever was told of is taken back at once, others were never shown.
+                let told = gone.filter(|one| one.since.elapsed() >= PATIENCE);
+                self.look_at = told.map(|_| Instant::now()).or(self.look_at);
+            }
+            _ => {}
+        }
+    }
+
+    fn add(&mut self, client: u32, uid: u32) {
+        let of_user = self.waiting.values().filter(|one| one.uid == uid).count();
+        if self.waiting.len() >= KEPT || of_user >= KEPT_OF_A_USER {
+            return;
+        }
+        // The line may be an old one, and the PID somebody else's by now.
+        let Some(process) = Identity::of(client).ok().filter(|_| runs_as(client, uid)) else { return };
+        let since = Instant::now();
+        self.waiting.entry(client).or_insert(Waiting { process, uid, since });
+        self.look_at = Some(self.look_at.unwrap_or(since + PATIENCE));
+    }
+
+    /// Forgets who has ended. Those that have waited long enough to be told, with their users.
+    fn look(&mut self) -> Vec<(Identity, u32)> {
+        self.waiting.retain(|pid, one| Identity::of(*pid).is_ok_and(|now| now == one.process));
+        let now = Instant::now();
+        let next =
+            |one: &Waiting| if one.since + PATIENCE > now { one.since + PATIENCE } else { now + PATIENCE };
+        self.look_at = self.waiting.values().map(next).min();
+        let long = self.waiting.values().filter(|one| one.since.elapsed() >= PATIENCE);
+        long.map(|one| (one.process, one.uid)).collect()
+    }
+}
+
+/// Whether a process is a user's.
+fn runs_as(pid: u32, uid: u32) -> bool {
+    let status = std::fs::read(format!("/proc/{pid}/status")).unwrap_or_default();
+    let status = String::from_utf8_lossy(&status);
+    let uids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
+    uids.split_ascii_whitespace().any(|one| one.parse() == Ok(uid))
+}
+
+impl Worker {
+    /// Looks who still waits, and says it: once for each user.
+    pub(super) fn look_at_pending(&mut self) {
+        let waiting = self.pending.look();
+        let uids: BTreeSet<u32> = waiting.iter().map(|(_, uid)| *uid).collect();
+        self.pending.told.retain(|uid| uids.contains(uid));
+        for (process, uid) in &waiting {
+            if !self.pending.told.insert(*uid) {
+                continue;
+            }
+            let (pid, command) = (process.pid, nvml::command(process.pid).unwrap_or_default());
+            let multiuser = self.running.as_ref().is_some_and(|running| running.multiuser);
+            let why = match self.servers.user_served() {
+                Some(served) if !multiuser && served != *uid => format!(
+                    "until the clients of user {served} have ended: this control daemon serves one user at a time"
+                ),
+                _ => "and no server takes it".to_owned(),
+            };
+            self.reporter.warning(format!("client {pid} ({command}) of user {uid} waits {why}"));
+        }
+        self.reporter.update(|status| {
+            status.waiting = waiting.into_iter().map(|(process, _)| process).collect();
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_each_user_only_so_many_are_kept() {
+        let own = rustix::process::geteuid().as_raw();
+        let mut pending = Pending::default();
+        let process = Identity::of(std::process::id()).unwrap();
+        for pid in 1..=100_000_u32 {
+            let uid = pid % 2;
+            let (since, of_user) =
+                (Instant::now(), pending.waiting.values().filter(|one| one.uid == uid).count());
+            if of_user < KEPT_OF_A_USER {
+                pending.waiting.insert(u32::MAX - pid, Waiting { process, uid, since });
+            } else {
+                break;
+            }
+        }
+        pending.take_in(&Meaning::ClientPending { client: process.pid, uid: own });
+        let kept = pending.waiting.values().filter(|one| one.uid == own).count();
+        assert!(kept <= KEPT_OF_A_USER, "{kept}");
+        // Those that are no process any more are nobody.
+        assert_eq!(pending.look(), []);
+        pending.take_in(&Meaning::ClientPending { client: process.pid, uid: own });
+        assert_eq!(pending.waiting.len(), 1);
+        pending.take_in(&Meaning::ClientPending { client: process.pid, uid: own + 1 });
+        assert_eq!(pending.waiting.len(), 1, "a process of another user is not the one that waits");
+        pending.take_in(&Meaning::ClientAdmitted(process.pid));
+        assert_eq!(pending.waiting.len(), 0);
+    }
+}

@@ -1,0 +1,171 @@
+//! Whether a GPU has a place left for another client. One without is not healthy: the next client gets CUDA error 46.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::gpu::nvml::GpuProcess;
+use crate::mps::control::{Client, Control};
+use crate::mps::log::Meaning;
+use crate::plan::ServedGpu;
+
+use super::{Failure, Worker};
+
+/// How often the clients of a full GPU are counted. The log tells of most ends at once.
+const PERIOD: Duration = Duration::from_secs(5);
+
+/// How long after a client's end the others are counted: the control daemon lists it a little longer.
+const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
+
+/// Which GPUs are full.
+#[derive(Debug, Default)]
+pub(super) struct Places {
+    /// How many clients the server holds that has turned one away; until one of them has left.
+    refused_at: Option<u32>,
+    /// By UUID: how many clients a full one holds.
+    full: BTreeMap<String, u32>,
+    /// When the clients are to be counted next.
+    pub(super) look_at: Option<Instant>,
+}
+
+impl Places {
+    /// Takes in what a line says of them. Whether it is news that a client was turned away.
+    pub(super) fn take_in(&mut self, meaning: &Meaning) -> bool {
+        match meaning {
+            Meaning::ClientRefused { capacity, .. } if self.refused_at.is_none() => {
+                self.refused_at = Some(*capacity);
+                self.look_by(Instant::now());
+                true
+            }
+            Meaning::ClientLeft(_) if self.refused_at.is_some() || !self.full.is_empty() => {
+                self.refused_at = None;
+                self.look_by(Instant::now() + CLIENT_LEFT_PAUSE);
+                false
+            }
+            _ => false,
+        }
+    }
+
+    fn look_by(&mut self, at: Instant) {
+        self.look_at = Some(self.look_at.map_or(at, |before| before.min(at)));
+    }
+
+    /// Has the clients counted if the driver knows of as many as a GPU can hold.
+    pub(super) fn suspect(&mut self, gpus: &[ServedGpu], processes: &BTreeMap<String, Vec<GpuProcess>>) {
+        let many = |gpu: &ServedGpu| {
+            let there = processes.get(&gpu.uuid).map(Vec::as_slice).unwrap_or_default();
+            there.iter().filter(|process| process.via_mps).count() >= gpu.places as usize
+        };
+        if gpus.iter().any(many) {
+            self.look_by(Instant::now());
+        }
+    }
+
+    /// Why a GPU takes no more clients, if it takes none.
+    pub(super) fn reason(&self, uuid: &str) -> Option<String> {
+        let most = self.full.get(uuid)?;
+        Some(format!("all {most} places are taken; it takes clients again when one of them has ended"))
+    }
+
+    /// Takes in who is there, and says whose places have come to be all taken (true) or not any more.
+    fn count(&mut self, gpus: &[ServedGpu], clients: &[Client]) -> Vec<(ServedGpu, bool)> {
+        // The line does not say on which GPU; with one alone there is no doubt, however clients are counted.
+        let refused_at = self.refused_at.filter(|_| gpus.len() == 1);
+        let mut changed = Vec::new();
+        let before = std::mem::take(&mut self.full);
+        for gpu in gpus {
+            let there = clients.iter().filter(|client| gpu.uuid.starts_with(&client.gpu_prefix)).count();
+            if let Some(most) = refused_at.or_else(|| (there >= gpu.places as usize).then_some(gpu.places)) {
+                self.full.insert(gpu.uuid.clone(), most);
+            }
+            let is_full = self.full.contains_key(&gpu.uuid);
+            if is_full != before.contains_key(&gpu.uuid) {
+                changed.push((gpu.clone(), is_full));
+            }
+        }
+        self.look_at = (!self.full.is_empty()).then(|| Instant::now() + PERIOD);
+        changed
+    }
+}
+
+impl Worker {
+    /// Counts the clients on each GPU. A control daemon that can't say them is the regular check's business, unless it says
+    /// nothing at all.
+    pub(super) async fn look_at_places(&mut self, control: &Control) -> Result<(), Failure> {
+        self.places.look_at = None;
+        let clients = match control.clients().await.map_err(Failure::from) {
+            Ok(clients) => clients,
+            Err(silence @ Failure::Silent(_)) => return Err(silence),
+            Err(failure) => {
+                tracing::debug!("not known how many clients there are: {}", failure.into_text());
+                return Ok(());
+            }
+        };
+        for (gpu, is_full) in self.places.count(&self.order.plan.gpus, &clients) {
+            let name = gpu.pci.short();
+            if let Some(reason) = self.places.reason(&gpu.uuid).filter(|_| is_full) {
+                self.reporter.warning(format!("GPU {name}: {reason}"));
+            } else {
+                self.reporter.event(format!("GPU {name} has a place for a client again"));
+            }
+        }
+        self.compare_servers();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(uuid: &str, places: u32) -> ServedGpu {
+        let pci = "00:06.0".parse().unwrap();
+        ServedGpu { uuid: uuid.to_owned(), pci, memory_limit_mib: 0, limits_enforced: true, places }
+    }
+
+    fn clients(on: &[(&str, usize)]) -> Vec<Client> {
+        let client = |gpu: &str| Client {
+            pid: 7,
+            id: 1,
+            server: 9,
+            gpu_prefix: gpu.to_owned(),
+            command: String::new(),
+        };
+        on.iter().flat_map(|(gpu, count)| std::iter::repeat_n(client(gpu), *count)).collect()
+    }
+
+    fn changed(changed: Vec<(ServedGpu, bool)>) -> Vec<(String, bool)> {
+        changed.into_iter().map(|(gpu, is_full)| (gpu.uuid, is_full)).collect()
+    }
+
+    #[test]
+    fn each_gpu_has_its_own_places() {
+        let gpus = [gpu("GPU-1", 3), gpu("GPU-2", 2)];
+        let mut places = Places::default();
+        assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]))), []);
+        assert_eq!(places.look_at, None);
+        let two_full = [("GPU-2".to_owned(), true)];
+        assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 2)]))), two_full);
+        assert!(places.reason("GPU-2").unwrap().starts_with("all 2 places") && places.look_at.is_some());
+        assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 3)]))), [], "no news");
+        let no_more = [("GPU-2".to_owned(), false)];
+        assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-2", 1)]))), no_more);
+        assert_eq!(places.reason("GPU-2"), None);
+    }
+
+    #[test]
+    fn a_client_that_was_turned_away_is_believed_until_another_has_left() {
+        let gpus = [gpu("GPU-1", 60)];
+        let mut places = Places::default();
+        assert!(!places.take_in(&Meaning::ClientLeft(7)) && places.look_at.is_none());
+        let refused = Meaning::ClientRefused { server: 9, capacity: 48 };
+        assert!(places.take_in(&refused));
+        assert!(!places.take_in(&refused), "once is enough");
+        places.count(&gpus, &clients(&[("GPU-1", 47)]));
+        assert!(places.reason("GPU-1").unwrap().starts_with("all 48 places"));
+        places.take_in(&Meaning::ClientLeft(7));
+        places.count(&gpus, &clients(&[("GPU-1", 46)]));
+        assert_eq!(places.reason("GPU-1"), None);
+    }
+}
