@@ -906,7 +906,7 @@ fn a_burst_in_the_log_keeps_nobody_waiting() {
         "64 MiB in the log: status took {median:?} (median), {longest:?} (longest); kept and started anew after {:?}",
         begun.elapsed()
     );
-    assert!(longest < Duration::from_secs(5), "{longest:?}");
+    assert!(longest < Duration::from_secs(15), "{longest:?}");
     let hit = client(&host, &["hold", "600"], &[]);
     let mut culprit = host.command("cuda-client");
     culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
@@ -926,7 +926,7 @@ fn a_burst_in_the_log_keeps_nobody_waiting() {
         "the same and a kill: status took {median:?} (median), {longest:?} (longest); served again after {:?}",
         killed.elapsed()
     );
-    assert!(longest < Duration::from_secs(5), "{longest:?}");
+    assert!(longest < Duration::from_secs(15), "{longest:?}");
     a_client_is_served(&host);
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
@@ -1349,7 +1349,8 @@ fn too_few_descriptors_are_called_so() {
 fn the_name_of_a_process_makes_no_line_of_the_log() {
     let host = Host::serving("h200");
     let program = host.path("a\nFORGED line");
-    fs::copy("/bin/sleep", &program).unwrap();
+    // Not written by us: what another thread forks meanwhile would hold the file open, and no such file can be executed.
+    assert!(Command::new("cp").arg("/bin/sleep").arg(&program).status().unwrap().success());
     let mut child = Command::new(&program).arg("600").spawn().unwrap();
     let pid = child.id();
     let stat = wait_for("its name", || {

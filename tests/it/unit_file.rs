@@ -1,8 +1,11 @@
 //! The systemd files, judged by systemd's own programs.
 
 use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+
+use crate::host::root_or_skip;
 
 /// A file of systemd/ in the source tree.
 fn shipped(name: &str) -> String {
@@ -116,7 +119,37 @@ fn tree(root: &Path) -> Vec<String> {
     found
 }
 
-/// A real clean-up of a /tmp where everything has come of age spares the two directories and nothing else.
+/// At boot, and when the package is installed, the directory in /tmp is root's, whoever has made it before.
+#[test]
+fn the_directory_in_tmp_is_made_root_s() {
+    if !root_or_skip("the_directory_in_tmp_is_made_root_s") {
+        return;
+    }
+    for before in ["nothing", "theirs"] {
+        let root = tempfile::tempdir().unwrap();
+        let directory = root.path().join("tmp/nvidia-mps");
+        fs::create_dir_all(directory.parent().unwrap()).unwrap();
+        fs::set_permissions(directory.parent().unwrap(), PermissionsExt::from_mode(0o1777)).unwrap();
+        if before == "theirs" {
+            fs::create_dir(&directory).unwrap();
+            fs::set_permissions(&directory, PermissionsExt::from_mode(0o777)).unwrap();
+            chown(&directory, Some(65534), Some(65534)).unwrap();
+        }
+        let snippets = root.path().join("usr/lib/tmpfiles.d");
+        fs::create_dir_all(&snippets).unwrap();
+        fs::write(snippets.join("yunion-mps-daemon.conf"), shipped("yunion-mps-daemon.tmpfiles.conf"))
+            .unwrap();
+        let mut root_option = std::ffi::OsString::from("--root=");
+        root_option.push(root.path());
+        let output = run(Command::new("systemd-tmpfiles").arg(root_option).arg("--create"));
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let made = fs::symlink_metadata(&directory).unwrap();
+        assert!(made.is_dir(), "{before}");
+        assert_eq!((made.uid(), made.gid(), made.mode() & 0o7777), (0, 0, 0o755), "{before}");
+    }
+}
+
+/// A real clean-up of a /tmp where everything has come of age spares the directory and nothing else.
 #[test]
 fn ageing_spares_the_pipe_and_log_directories_alone() {
     let root = tempfile::tempdir().unwrap();
@@ -152,6 +185,8 @@ fn ageing_spares_the_pipe_and_log_directories_alone() {
         "nvidia-mps",
         "nvidia-mps/log",
         "nvidia-mps/log/control.log",
+        "nvidia-mps/other",
+        "nvidia-mps/other/file",
         "nvidia-mps/pipe",
         "nvidia-mps/pipe/GPU-1",
         "nvidia-mps/pipe/GPU-1/control_lock",

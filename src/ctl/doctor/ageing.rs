@@ -156,6 +156,6 @@ mod tests {
         lines.push("q /tmp 1777 root root 10d");
         assert_eq!(aged("/tmp/nvidia-mps/pipe", &lines), None);
         assert_eq!(aged("/tmp/nvidia-mps/log", &lines), None);
-        assert_eq!(aged("/tmp/nvidia-mps/other", &lines).as_deref(), Some("/tmp"));
+        assert_eq!(aged("/tmp/nvidia-mps-other", &lines).as_deref(), Some("/tmp"));
     }
 }
