@@ -265,8 +265,11 @@ impl Worker {
             return;
         }
         self.reporter.event(format!("server {server} has ended"));
-        let wanted =
-            self.order.plan.prewarm && self.running.as_ref().is_some_and(|running| running.multiuser);
+        // Its clients have gone with it.
+        self.look_at_clients = true;
+        let wanted = !self.retiring
+            && self.order.plan.prewarm
+            && self.running.as_ref().is_some_and(|running| running.multiuser);
         if wanted && self.servers.alive().is_empty() {
             if self.revival.last_success.elapsed() >= HEALTHY_AGAIN {
                 self.revival.pause = FIRST_PAUSE;

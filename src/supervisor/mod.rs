@@ -534,7 +534,11 @@ impl Worker {
             }
         }
         match line.meaning {
-            Meaning::ServerReady(server) => self.reporter.event(format!("server {server} is ready")),
+            Meaning::ServerReady(server) => {
+                self.reporter.event(format!("server {server} is ready"));
+                // Whoever kept it out has gone.
+                self.bypasses.look_at = Some(Instant::now());
+            }
             Meaning::ServerExited { server, status } => {
                 self.reporter.event(format!("server {server} exited with status {status}"));
             }
@@ -620,6 +624,8 @@ impl Worker {
         let mut reason = failure.into_text();
         if self.process.is_some() {
             match self.in_use().await {
+                // A program without MPS keeps its server out; without a control daemon the next one would slip in.
+                Ok(0) if self.held_by_others().await => {}
                 Ok(0) => _ = self.end_idle().await,
                 Ok(clients) => {
                     state = ControlDaemonState::Waiting;
@@ -636,6 +642,19 @@ impl Worker {
             self.reporter.warning(format!("{reason}; tried again in {:.1} s", pause.as_secs_f64()));
         }
         self.reporter.enter(state, false, &reason);
+    }
+
+    /// Whether a process that is neither a server nor a client has one of its GPUs.
+    async fn held_by_others(&self) -> bool {
+        let Some(running) = &self.running else { return false };
+        let servers = self.servers.alive();
+        for uuid in &running.gpus {
+            let there = self.tools.compute_modes.processes(uuid).await.unwrap_or_default();
+            if there.iter().any(|process| !process.via_mps && !servers.contains(&process.pid)) {
+                return true;
+            }
+        }
+        false
     }
 
     /// How many clients the control daemon has. NVML is asked where it doesn't answer itself, or another answers in its
