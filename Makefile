@@ -4,7 +4,7 @@ BOARD ?= tesla-p40
 # Each of them has all cores to itself, and installs and fetches what the next one needs as well.
 .NOTPARALLEL:
 
-.PHONY: help build install deb rpm packages fetch test check demo soak bench
+.PHONY: help build install deb rpm packages fetch test check demo chaos soak bench
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
@@ -53,6 +53,11 @@ check: ## format, lints, licences and sources of the dependencies
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	scripts/cargo-deny.sh
+
+chaos: ## three minutes (or CHAOS_SECONDS) of random kills, stops and reloads under a stream of clients, as in make test
+	scripts/deps.sh
+	cargo build --workspace --locked
+	cargo test --locked --test it -- --nocapture chaos::
 
 soak: ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: what grows in the daemon, who is lost
 	scripts/deps.sh

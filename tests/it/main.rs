@@ -15,6 +15,7 @@ mod bad_input;
 mod bench;
 mod bus;
 mod cdi;
+mod chaos;
 mod check;
 mod clients;
 mod ctl;

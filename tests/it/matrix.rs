@@ -46,12 +46,18 @@ pub(crate) struct Random(u64);
 impl Random {
     /// From the variable `FAULT_SEED`, or another one each time. It is printed if the test fails.
     pub(crate) fn seeded(test: &str) -> (Self, Seed) {
-        let seed = std::env::var("FAULT_SEED").ok().map(|seed| seed.parse().expect("FAULT_SEED is a number"));
+        Self::seeded_by("FAULT_SEED", test)
+    }
+
+    /// The same with a variable of the test's own.
+    pub(crate) fn seeded_by(variable: &'static str, test: &str) -> (Self, Seed) {
+        let seed = std::env::var(variable).ok();
+        let seed = seed.map(|seed| seed.parse().unwrap_or_else(|e| panic!("{variable}={seed}: {e}")));
         let seed = seed.unwrap_or_else(|| {
             let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
             u64::from(now.subsec_nanos()) << 16 | u64::from(std::process::id() & 0xffff)
         });
-        (Self(seed), Seed { test: test.to_owned(), seed })
+        (Self(seed), Seed { test: test.to_owned(), variable, seed })
     }
 
     /// Another stream of numbers that follows from the same seed.
@@ -80,13 +86,20 @@ impl Random {
 /// Says with which seed a test failed.
 pub(crate) struct Seed {
     test: String,
+    variable: &'static str,
     seed: u64,
+}
+
+impl std::fmt::Display for Seed {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(out, "{}={}", self.variable, self.seed)
+    }
 }
 
 impl Drop for Seed {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let _ = writeln!(std::io::stderr(), "{} failed with FAULT_SEED={}", self.test, self.seed);
+            let _ = writeln!(std::io::stderr(), "{} failed with {self}", self.test);
         }
     }
 }

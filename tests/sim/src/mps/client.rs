@@ -1,5 +1,5 @@
-//! A CUDA program: `cuda-client hold SECONDS [--stay] | props | alloc MIB | fault | long SECONDS`. It is a client of MPS
-//! where a control daemon answers, and uses the GPU by itself otherwise.
+//! A CUDA program: `cuda-client hold SECONDS [--stay | --tell] | props | alloc MIB | fault | long SECONDS`. It is a client
+//! of MPS where a control daemon answers, and uses the GPU by itself otherwise.
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -24,7 +24,8 @@ const ALONE_MIB: u64 = 526;
 /// `cudaMalloc` at a time.
 const STEP_MIB: u64 = 256;
 
-const USAGE: &str = "usage: cuda-client hold SECONDS [--stay] | props | alloc MIB | fault | long SECONDS";
+const USAGE: &str =
+    "usage: cuda-client hold SECONDS [--stay | --tell] | props | alloc MIB | fault | long SECONDS";
 
 pub(crate) fn text(error: u32) -> &'static str {
     match error {
@@ -198,6 +199,11 @@ pub fn run(arguments: &[String]) -> u8 {
         ["hold", time, rest @ ..] => match (seconds(time), rest) {
             (Some(time), []) => hold(&context, time, false),
             (Some(time), ["--stay"]) => hold(&context, time, true),
+            (Some(time), ["--tell"]) => {
+                let way = if context.is_client() { "with" } else { "without" };
+                say(&format!("hold pid {} begins {way} MPS", std::process::id()));
+                hold(&context, time, false)
+            }
             _ => fail(USAGE),
         },
         ["long", time] => match seconds(time) {
