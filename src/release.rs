@@ -44,6 +44,16 @@ pub enum Wanted {
     Container(ContainerId),
 }
 
+impl Wanted {
+    /// Whether it is root who asks.
+    fn by_root(&self) -> bool {
+        match self {
+            Self::Process { uid, .. } => *uid == 0,
+            Self::Slices(_) | Self::Container(_) => true,
+        }
+    }
+}
+
 /// The id of a container, or its beginning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerId(String);
@@ -189,7 +199,7 @@ impl Release {
             if !held.alive() {
                 continue;
             }
-            match end_work(&control, server, pid, &held).await {
+            match end_work(&control, server, pid, &held, self.wanted.by_root()).await {
                 Ok(Some(Terminated::Done)) => {
                     tracing::info!(
                         mps_server_pid = server,
@@ -213,26 +223,37 @@ impl Release {
 }
 
 /// Ends the GPU work of one client. The control daemon waits for the client meanwhile, with everybody else waiting for
-/// it, so a client that can't take part must not be waited for: one that is stopped by a signal is continued first, and
-/// one whose server met a fatal GPU error has no work left to end. None: it can't be continued, and nothing was done.
+/// it, so a client that can't take part must not be waited for: one whose server met a fatal GPU error has no work left to
+/// end, and one that is stopped or frozen is continued first, and again as often as it stops before the answer is there. It
+/// is never killed: that would be a fault for its neighbours. None: it can't be continued, and nothing was done.
 async fn end_work(
     control: &Control,
     server: u32,
     pid: u32,
     held: &Held,
+    thaw: bool,
 ) -> Result<Option<Terminated>, ControlError> {
     if control.server_status(server).await? == ServerStatus::Fault {
         return Ok(Some(Terminated::Done));
     }
-    match held.go_on().await {
-        Ok(false) => {}
-        Ok(true) => tracing::info!(mps_client_pid = pid, "client {pid} was stopped by a signal; continued"),
+    let mut going_on = match held.go_on(thaw).await {
+        Ok(going_on) => going_on,
         Err(error) => {
             tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
             return Ok(None);
         }
+    };
+    let answer = tokio::select! {
+        answer = control.terminate_client(server, pid) => answer,
+        never = going_on.keep() => match never {},
+    };
+    if going_on.was_held() {
+        tracing::info!(
+            mps_client_pid = pid,
+            "client {pid} was stopped or frozen; it was continued to end its GPU work"
+        );
     }
-    control.terminate_client(server, pid).await.map(Some)
+    answer.map(Some)
 }
 
 /// A client that is wanted, at one of its servers.

@@ -5,6 +5,7 @@
 
 pub mod control;
 pub mod directories;
+mod frozen;
 mod hold;
 pub mod identity;
 pub mod launch;

@@ -1,5 +1,6 @@
 //! Processes of the control daemon: started, watched, signalled, stopped. The only module that does any of these.
 
+use std::convert::Infallible;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
@@ -13,6 +14,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, ChildStdin, Command};
 
 use super::control::{Control, ControlError};
+use super::frozen::{self, Thawed};
 use super::hold::{Hold, is_gone};
 use super::identity::{Identity, stat, state_in};
 use super::launch;
@@ -109,6 +111,9 @@ pub async fn ended(pid: u32) {
 /// lets go on at once.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
+
+/// The same of one that must not stop again. Who stops it every 300 us leaves it a part of the time then.
+const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
     says_stopped(&stat(pid).unwrap_or_default())
@@ -303,19 +308,23 @@ impl Held {
         }
     }
 
-    /// Lets it go on if SIGSTOP holds it, and says whether it did.
+    /// Lets it go on if SIGSTOP or a control group holds it still. Only who may stop the processes around it (`thaw`) may
+    /// have its control group go on.
     ///
     /// # Errors
-    /// What the kernel says against the signal, or that it stays stopped: a debugger holds it.
-    pub async fn go_on(&self) -> io::Result<bool> {
+    /// What the kernel says against that, or why it stays as it is.
+    pub async fn go_on(&self, thaw: bool) -> io::Result<GoingOn<'_>> {
         let pid = self.0.identity().pid;
-        if !is_any_thread_stopped(pid) {
-            return Ok(false);
+        if let Some(frozen) = frozen::holds(pid).filter(|_| !thaw) {
+            let group = frozen.group().display();
+            return Err(io::Error::other(format!(
+                "its control group {group} is frozen; `docker unpause` or root ends that"
+            )));
         }
-        self.0.signal(Signal::CONT)?;
+        let mut going_on = GoingOn { held: self, thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
-            if !is_any_thread_stopped(pid) {
-                return Ok(true);
+            if !going_on.look(is_any_thread_stopped(pid))? {
+                return Ok(going_on);
             }
             tokio::time::sleep(GO_ON_PAUSE).await;
         }
@@ -325,6 +334,52 @@ impl Held {
     /// Whether it lives; a zombie doesn't.
     pub fn alive(&self) -> bool {
         self.0.is_alive()
+    }
+}
+
+/// A process that goes on, whatever stops it. A control group that had to go on for that is frozen again when this is
+/// dropped.
+#[derive(Debug)]
+pub struct GoingOn<'a> {
+    held: &'a Held,
+    thawed: Vec<Thawed>,
+    was_held: bool,
+}
+
+impl GoingOn<'_> {
+    /// Whether something had to be done for it.
+    pub fn was_held(&self) -> bool {
+        self.was_held
+    }
+
+    /// Lets it go on each time that something stops it again. It takes a tenth of a processor at most, and never ends.
+    pub async fn keep(&mut self) -> Infallible {
+        let pid = self.held.0.identity().pid;
+        let mut refused = String::new();
+        loop {
+            if let Err(error) = self.look(is_stopped(pid)) {
+                let error = error.to_string();
+                if error != refused {
+                    tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
+                    refused = error;
+                }
+            }
+            tokio::time::sleep(KEEP_PAUSE).await;
+        }
+    }
+
+    /// Whether it was held still; then it has been let go on.
+    fn look(&mut self, stopped: bool) -> io::Result<bool> {
+        let frozen = frozen::holds(self.held.0.identity().pid);
+        let held = stopped || frozen.is_some();
+        self.was_held |= held;
+        if stopped {
+            self.held.0.signal(Signal::CONT)?;
+        }
+        if let Some(frozen) = frozen {
+            frozen.thaw(&mut self.thawed)?;
+        }
+        Ok(held)
     }
 }
 
@@ -364,7 +419,7 @@ mod tests {
         while !is_stopped(child.id()) {
             std::thread::yield_now();
         }
-        assert!(held.go_on().await.unwrap());
+        assert!(held.go_on(false).await.unwrap().was_held());
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -7,10 +7,14 @@
 //   client sleep SECONDS    holds the GPU and does nothing with it
 //   client fault            an illegal address
 //   client stubborn SECONDS faults with the others and does not exit before the time is up
+//   client deaf SECONDS     holds the GPU while every other thread of the process, CUDA's own too, sleeps in a signal handler
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <dirent.h>
+#include <sys/syscall.h>
 #include <thread>
 #include <unistd.h>
 
@@ -39,6 +43,27 @@ __global__ void wait_cycles(long long cycles) {
 }
 
 __global__ void break_it() { *(volatile int *)0 = 1; }
+
+// The handler of a thread that shall not get on any more.
+static void sleep_for_ever(int) {
+    for (;;) pause();
+}
+
+// Has every thread of this process sleep but the calling one.
+static void deafen_the_others() {
+    struct sigaction action = {};
+    action.sa_handler = sleep_for_ever;
+    sigfillset(&action.sa_mask);
+    sigaction(SIGUSR1, &action, nullptr);
+    int others = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    while (dirent *task = readdir(tasks)) {
+        int tid = atoi(task->d_name);
+        if (tid > 0 && tid != (int)syscall(SYS_gettid)) others += !syscall(SYS_tgkill, getpid(), tid, SIGUSR1);
+    }
+    closedir(tasks);
+    printf("deaf pid %d other threads %d\n", getpid(), others);
+}
 
 static double now() {
     using namespace std::chrono;
@@ -87,12 +112,13 @@ int main(int argc, char **argv) {
         printf("long pid %d ok\n", getpid());
         return 0;
     }
-    if (!strcmp(what, "sleep")) {
-        printf("sleep pid %d begins\n", getpid());
+    if (!strcmp(what, "sleep") || !strcmp(what, "deaf")) {
+        if (!strcmp(what, "deaf")) deafen_the_others();
+        printf("%s pid %d begins\n", what, getpid());
         fflush(stdout);
         std::this_thread::sleep_for(std::chrono::duration<double>(amount));
         CHECK(cudaDeviceSynchronize());
-        printf("sleep pid %d ok\n", getpid());
+        printf("%s pid %d ok\n", what, getpid());
         return 0;
     }
     if (!strcmp(what, "fault")) {

@@ -3,9 +3,10 @@
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
 use std::time::{Duration, Instant};
-
-use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::wire::{self, ClientHello, Device, Event, Hello, Request};
 use crate::state::{Gpu, Host, Kind, visible};
@@ -71,16 +72,41 @@ pub(super) fn device(gpu: &Gpu, sms: u32, free_mib: u64) -> Device {
 
 /// A CUDA context.
 pub(crate) struct Context {
-    server: Option<OwnedFd>,
+    server: Option<Server>,
     /// Without a server: the GPU that the program has entered itself on.
     gpu: Option<Gpu>,
     devices: Vec<Device>,
 }
 
+/// A client's end of its connection. A thread of CUDA's own takes part in what the server does, whatever the program does
+/// meanwhile.
+struct Server {
+    connection: Arc<OwnedFd>,
+    /// What concerns the program itself.
+    events: Receiver<Event>,
+}
+
+impl Server {
+    fn new(connection: OwnedFd) -> Self {
+        let connection = Arc::new(connection);
+        let (told, events) = mpsc::channel();
+        let own = Arc::clone(&connection);
+        thread::spawn(move || {
+            while let Some(event) = wire::receive(&*own) {
+                match event {
+                    Event::TakePart => _ = wire::send(&*own, &Request::TakePart),
+                    event => _ = told.send(event),
+                }
+            }
+        });
+        Self { connection, events }
+    }
+}
+
 impl Drop for Context {
     fn drop(&mut self) {
         if let Some(server) = &self.server {
-            wire::part(server);
+            wire::part(&*server.connection);
         }
         if let Some(gpu) = &self.gpu {
             gpu.leave(std::process::id());
@@ -101,9 +127,11 @@ impl Context {
         };
         wire::send(&control, &Hello::Client(hello)).map_err(|_| SERVER_GONE)?;
         match wire::receive(&control) {
-            Some(Event::Welcome(devices)) => Ok(Self { server: Some(control), gpu: None, devices }),
+            Some(Event::Welcome(devices)) => {
+                Ok(Self { server: Some(Server::new(control)), gpu: None, devices })
+            }
             Some(Event::Error(error)) => Err(error),
-            None => Err(SERVER_GONE),
+            Some(Event::TakePart) | None => Err(SERVER_GONE),
         }
     }
 
@@ -128,7 +156,7 @@ impl Context {
     fn request(&self, request: &Request) {
         if let Some(server) = &self.server {
             // A server that is gone is noticed by whoever waits.
-            _ = wire::send(server, request);
+            _ = wire::send(&*server.connection, request);
         }
     }
 
@@ -153,20 +181,15 @@ impl Context {
     /// Works until then, or until CUDA gives an error.
     pub(crate) fn work(&self, until: Instant) -> Result<(), u32> {
         let Some(server) = &self.server else {
-            std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            thread::sleep(until.saturating_duration_since(Instant::now()));
             return Ok(());
         };
         loop {
-            let left = until.saturating_duration_since(Instant::now());
-            let timeout = Timespec::try_from(left).ok();
-            match rustix::event::poll(&mut [PollFd::new(server, PollFlags::IN)], timeout.as_ref()) {
-                Ok(0) => return Ok(()),
-                Err(rustix::io::Errno::INTR) => {}
-                _ => match wire::receive(server) {
-                    Some(Event::Error(error)) => return Err(error),
-                    Some(Event::Welcome(_)) => {}
-                    None => return Err(SERVER_GONE),
-                },
+            match server.events.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(Event::Error(error)) => return Err(error),
+                Ok(Event::Welcome(_) | Event::TakePart) => {}
+                Err(RecvTimeoutError::Timeout) => return Ok(()),
+                Err(RecvTimeoutError::Disconnected) => return Err(SERVER_GONE),
             }
         }
     }
@@ -275,7 +298,7 @@ fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     let after = start.elapsed().as_secs_f64();
     say(&format!("hold pid {pid} after {iterations} iters t={after:.1}: {} ({error})", text(error)));
     if stay {
-        std::thread::sleep(end.saturating_duration_since(Instant::now()));
+        thread::sleep(end.saturating_duration_since(Instant::now()));
     }
     4
 }

@@ -226,12 +226,10 @@ impl Daemon {
         let client: u32 = client.parse().unwrap_or_default();
         let Some(status) = server.ask(&Order::Query) else { return };
         if status.clients.iter().any(|known| known.pid == client) {
-            // The client has to take part. One that is stopped by a signal, or torn down for a fault, does so only when it
-            // goes on or ends, and until then the control daemon does nothing else for anybody.
+            // The client has to take part. One that is torn down for a fault does so only when it ends, one that is stopped
+            // when it goes on, and until then the control daemon does nothing else for anybody.
             let _nothing_else = self.nothing_else();
-            while alive(client)
-                && (stopped(client) || server.ask(&Order::Query).is_some_and(|status| status.fault))
-            {
+            while alive(client) && server.ask(&Order::Query).is_some_and(|status| status.fault) {
                 thread::sleep(Duration::from_millis(10));
             }
             _ = server.ask(&Order::Terminate(client));
@@ -300,8 +298,4 @@ fn process_state(pid: u32) -> Option<char> {
 
 fn alive(pid: u32) -> bool {
     process_state(pid).is_some_and(|state| state != 'Z')
-}
-
-fn stopped(pid: u32) -> bool {
-    matches!(process_state(pid), Some('T' | 't'))
 }

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -17,6 +17,13 @@ use crate::state::{Gpu, Host, Kind, visible};
 const SERVER_MIB: u64 = 66;
 const CLIENT_MIB: u64 = 580;
 
+/// How many steps it takes to end a client's work: each waits for the client, so that one that runs for moments only gets
+/// on by as much.
+const STEPS: u32 = 20;
+
+/// How often it is looked at meanwhile whether the control daemon has gone.
+const LOOK: Duration = Duration::from_millis(10);
+
 struct Server {
     host: Host,
     /// By ordinal.
@@ -24,6 +31,8 @@ struct Server {
     channel: OwnedFd,
     log: Log,
     state: Mutex<State>,
+    /// A client has taken part, or has gone.
+    taken_part: Condvar,
 }
 
 struct State {
@@ -50,6 +59,8 @@ struct Client {
     long_kernel: bool,
     terminated: bool,
     faulted: bool,
+    /// The steps that it has taken part in.
+    steps: u32,
 }
 
 /// nvidia-cuda-mps-server, with the channel to its control daemon as stdin; gives the exit status.
@@ -91,6 +102,7 @@ fn start() -> Option<&'static Server> {
             contexts: vec![false; gpus.len()],
             last_request: "{PID: -1333654781, Context ID: 0}".to_owned(),
         }),
+        taken_part: Condvar::new(),
         host,
         gpus,
         channel,
@@ -282,6 +294,7 @@ impl Server {
             long_kernel: false,
             terminated: false,
             faulted: false,
+            steps: 0,
         });
         gpu.enter(pid, Kind::Client, CLIENT_MIB);
         Ok(id)
@@ -338,6 +351,10 @@ impl Server {
                 }
             }
             Request::LongKernel(runs) => client.long_kernel = *runs,
+            Request::TakePart => {
+                client.steps += 1;
+                self.taken_part.notify_all();
+            }
             Request::Fault => {
                 let ordinal = client.ordinal;
                 self.fault(&mut state, ordinal);
@@ -345,8 +362,20 @@ impl Server {
         }
     }
 
+    /// Ends a client's work, with its help. It waits for one that is stopped, frozen or held for as long as that lasts, and
+    /// the control daemon waits for us.
     fn terminate(&self, pid: u32) -> bool {
         let mut state = self.state();
+        for _ in 0..STEPS {
+            let steps = |state: &State| Some(state.clients.iter().find(|client| client.pid == pid)?.steps);
+            let before = steps(&state);
+            let Some(client) = state.clients.iter().find(|client| client.pid == pid) else { return false };
+            _ = wire::send(&*client.connection, &Event::TakePart);
+            while before == steps(&state) && !lost_within(&self.channel, Duration::ZERO) {
+                let waited = self.taken_part.wait_timeout(state, LOOK);
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
         let Some(client) = state.clients.iter_mut().find(|client| client.pid == pid) else { return false };
         client.terminated = true;
         _ = wire::send(&*client.connection, &Event::Error(client::TERMINATED));
@@ -387,6 +416,7 @@ impl Server {
         let mut state = self.state();
         let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };
         let gone = state.clients.remove(place);
+        self.taken_part.notify_all();
         let (pid, ordinal) = (gone.pid, gone.ordinal);
         let lost = |context: u32| {
             let failed = "Server failed to recevie command with status 806, assuming client";

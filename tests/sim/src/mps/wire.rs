@@ -90,6 +90,8 @@ pub(super) struct ClientStatus {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Event {
     Welcome(Vec<Device>),
+    /// A step of ending its work, which the client has to take part in: it answers with [`Request::TakePart`].
+    TakePart,
     /// A CUDA error, after which the client can do nothing more.
     Error(u32),
 }
@@ -105,6 +107,8 @@ pub(super) enum Request {
     LongKernel(bool),
     /// The kernel wrote where it must not.
     Fault,
+    /// The answer to [`Event::TakePart`].
+    TakePart,
 }
 
 /// What a CUDA program sees of one of its devices, limits applied.
