@@ -323,7 +323,8 @@ impl Held {
         }
         let mut going_on = GoingOn { held: self, thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
-            if !going_on.look(is_any_thread_stopped(pid))? {
+            // One that is stopped again every 300 us is on its way right after SIGCONT, and only then.
+            if !going_on.look(is_any_thread_stopped(pid))? || !going_on.look(is_any_thread_stopped(pid))? {
                 return Ok(going_on);
             }
             tokio::time::sleep(GO_ON_PAUSE).await;

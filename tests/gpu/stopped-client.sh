@@ -32,9 +32,6 @@ ready() { # until the state is ready
     tail -n 20 "$dir/daemon.log"
     exit 1
 }
-ask() { echo "$1" | CUDA_MPS_PIPE_DIRECTORY=$dir/pipe timeout -s KILL 15 nvidia-cuda-mps-control; }
-export -f ask
-export dir
 
 [ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu" || exit 1
 client=$dir/client
@@ -88,6 +85,22 @@ print(f"holds {len(caught)} threads", flush=True)
 time.sleep(seconds)
 END
 
+# Asks the control daemon again and again until its stdin ends, and says how long the longest answer took.
+cat >"$dir/probe.py" <<'END'
+import os, select, subprocess, sys, time
+environment = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=sys.argv[1])
+longest, answers, silent = 0.0, 0, 0
+while not select.select([sys.stdin], [], [], 0.005)[0]:
+    began = time.monotonic()
+    try:
+        front_end = subprocess.run(["nvidia-cuda-mps-control"], input=b"ps\n", env=environment, capture_output=True, timeout=15)
+        answers += 1
+    except subprocess.TimeoutExpired:
+        silent += 1
+    longest = max(longest, time.monotonic() - began)
+print(f"the control daemon: {answers} answers, {silent} without one in 15 s, the longest after {longest:.3f} s")
+END
+
 # A way to resist, and what the victim does meanwhile.
 round() {
     local way=$1
@@ -121,16 +134,23 @@ round() {
         fi
         echo "frozen in $group" ;;
     esac
+    local probing
+    exec {probing}> >(exec python3 "$dir/probe.py" "$dir/pipe" >"$dir/probed" 2>&1)
+    local probe=$!
     sleep 0.5
     timed terminate yunion-mpsctl terminate "$victim" &
-    local terminate=$!
-    sleep 0.02
-    timed ps bash -c 'ask ps' &
-    local ps=$!
-    CUDA_MPS_PIPE_DIRECTORY=$dir/pipe timed newcomer "$client" props
-    wait "$ps" "$terminate"
+    local terminate=$! newcomers=()
+    for after in 0.02 0.1; do
+        (sleep $after && CUDA_MPS_PIPE_DIRECTORY=$dir/pipe timed "newcomer after $after s" "$client" props) &
+        newcomers+=($!)
+    done
+    wait "$terminate" "${newcomers[@]}"
+    sleep 0.2
+    exec {probing}>&-
+    wait "$probe"
+    cat "$dir/probed"
     [ -e "$dir/catch" ] && cat "$dir/catch" && rm "$dir/catch"
-    grep -h "client $victim " "$dir/daemon.log" | cut -c1-200
+    grep -ah "client $victim " "$dir/daemon.log" | cut -c1-200
     for companion in "${companions[@]}"; do kill -KILL "$companion" 2>/dev/null; wait "$companion" 2>/dev/null; done
     if [ -n "$group" ]; then
         echo "the control group says: $(cat "$group/cgroup.freeze" "$group/freezer.state" 2>/dev/null)"
@@ -163,4 +183,4 @@ wait "$daemon"
 echo "daemon rc=$?"
 ps -eo pid,stat,args | grep nvidia-cuda-mps | grep -v -e grep -e ' Z' || echo "no process is left"
 say "what the service said"
-grep -vE 'Threads Percentage|pinned memory limit|Starting new server|: Ready' "$dir/daemon.log" | tail -n 80
+grep -avE 'Threads Percentage|pinned memory limit|Starting new server|: Ready' "$dir/daemon.log" | tail -n 80
