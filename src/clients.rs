@@ -3,17 +3,14 @@
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::sync::Arc;
 use std::time::{Duration, SystemTime};
-
-use tokio::sync::watch;
 
 use crate::blocking::Blocking;
 use crate::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::compute_mode::ComputeModes;
 use crate::gpu::PciAddress;
 use crate::gpu::nvml::{self, GpuProcess};
-use crate::mps::control::{Client, Control, ControlError};
+use crate::mps::control::{Access, CallersControl, Client, ControlError};
 use crate::mps::identity::Identity;
 use crate::state::ClientView;
 
@@ -33,8 +30,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 /// A control daemon.
 #[derive(Debug, Clone)]
 pub struct Serving {
-    /// Its front end; None while it does not serve.
-    pub control: watch::Receiver<Option<Arc<Control>>>,
+    /// How to ask it.
+    pub control: Access,
     /// The UUIDs of its GPUs.
     pub gpus: Vec<String>,
     /// Who is known to use them without its servers.
@@ -112,7 +109,7 @@ async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> 
 
 /// None while it does not serve.
 async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Client>)>, ControlError> {
-    let Some(control) = one.control.borrow().clone() else { return Ok(None) };
+    let Some(control) = one.control.now() else { return Ok(None) };
     let asked = async { Ok((control.servers().await?, control.clients().await?)) };
     match asked.await {
         // It may be ending this moment, its clients with it, and who has to take note of that has not yet.
@@ -121,11 +118,8 @@ async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Clie
     }
 }
 
-async fn has_gone(one: &Serving, control: &Arc<Control>) -> bool {
-    let mut known = one.control.clone();
-    let gone = known.wait_for(|now| !now.as_ref().is_some_and(|now| Arc::ptr_eq(now, control)));
-    // An error is the end of whoever supervised it.
-    tokio::time::timeout(END_TIMEOUT, gone).await.is_ok()
+async fn has_gone(one: &Serving, control: &CallersControl) -> bool {
+    tokio::time::timeout(END_TIMEOUT, one.control.replaced(control)).await.is_ok()
 }
 
 fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {

@@ -26,11 +26,11 @@ use crate::gpu::nvml::Driver;
 use crate::gpu::{Gpu, Inventory, PciAddress};
 use crate::journal::{Journal, Running};
 use crate::logging::{Level, last_words};
-use crate::mps::control::Control;
+use crate::mps::control::{Caller, CallersControl};
 use crate::mps::identity::Identity;
 use crate::mps::process;
 use crate::plan::{self, Configured, Plan, PlanError};
-use crate::release::{self, ContainerId, ReleaseError, Wanted};
+use crate::release::{self, ContainerId, ReleaseError, Users, Wanted};
 use crate::runtime_directory::RuntimeDirectory;
 use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
 use crate::supervisor::{self, Goal, Order, Status, Supervisor, Tools};
@@ -124,8 +124,11 @@ pub async fn run(options: Options, level: Level) -> Exit {
         changed: Arc::clone(&changed),
         faults,
     };
-    let (listings, asked) = mpsc::channel(LISTINGS);
-    tokio::spawn(list_clients(asked, tools.compute_modes.clone()));
+    let listings = ByCaller::new(|| {
+        let (listings, asked) = mpsc::channel(LISTINGS);
+        tokio::spawn(list_clients(asked, tools.compute_modes.clone()));
+        listings
+    });
     let mut daemon = Daemon {
         options,
         level,
@@ -142,7 +145,8 @@ pub async fn run(options: Options, level: Level) -> Exit {
         holders: JoinSet::new(),
         listings,
         looks: Blocking::new(1),
-        kernel: Blocking::new(RELEASES),
+        kernel: ByCaller::new(|| Blocking::new(RELEASES)),
+        releasing: Users::default(),
         pending: Vec::new(),
         changed,
         snapshot,
@@ -246,11 +250,13 @@ struct Daemon {
     /// Wait for the end of processes that keep a server out.
     holders: JoinSet<()>,
     /// Takes who wants to know the clients.
-    listings: mpsc::Sender<Listing>,
+    listings: ByCaller<mpsc::Sender<Listing>>,
     /// Looks at the host.
     looks: Blocking,
     /// Asks the kernel whose GPU work is to end.
-    kernel: Blocking,
+    kernel: ByCaller<Blocking>,
+    /// Who has GPU work ended.
+    releasing: Users,
     /// To be started when nobody who is leaving has their GPUs any more.
     pending: Vec<Order>,
     changed: Arc<Notify>,
@@ -704,7 +710,7 @@ impl Daemon {
         match request {
             // A caller that has gone is no reason for anything.
             Request::Reload { reply } => drop(reply.send(self.reload().await)),
-            Request::Clients { reply } => self.list_clients(reply),
+            Request::Clients { uid, reply } => self.list_clients(Caller::of(uid), reply),
             Request::Terminate { pid, uid, reply } => self.release(Ok(Wanted::Process { pid, uid }), reply),
             Request::ReleaseDevices { devices, reply } => self.release(self.slices(devices), reply),
             Request::ReleaseContainer { id, reply } => {
@@ -717,15 +723,16 @@ impl Daemon {
     }
 
     /// Has the control daemons asked beside the loop: they may take their time.
-    fn list_clients(&self, reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>) {
+    fn list_clients(&self, caller: Caller, reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>) {
         // Those on their way out wait for theirs.
         let serving = self.supervisors.values().chain(&self.leaving).map(|supervisor| {
             let Status { gpus, waiting, .. } = supervisor.status();
             let bypasses = gpus.values().flat_map(|gpu| gpu.bypasses.clone()).collect();
-            Serving { control: supervisor.control(), gpus: gpus.into_keys().collect(), bypasses, waiting }
+            let control = supervisor.access(caller);
+            Serving { control, gpus: gpus.into_keys().collect(), bypasses, waiting }
         });
         if let Err(TrySendError::Full((_, reply)) | TrySendError::Closed((_, reply))) =
-            self.listings.try_send((serving.collect(), reply))
+            self.listings.of(caller).try_send((serving.collect(), reply))
         {
             let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
         }
@@ -754,28 +761,33 @@ impl Daemon {
         wanted: Result<Wanted, RequestError>,
         reply: oneshot::Sender<Result<(), RequestError>>,
     ) {
-        let wanted = match wanted {
-            Ok(wanted) => wanted,
+        let admitted = wanted.and_then(|wanted| Ok((self.releasing.admit(&wanted)?, wanted)));
+        let (admitted, wanted) = match admitted {
+            Ok(admitted) => admitted,
             Err(error) => return drop(reply.send(Err(error))),
         };
+        let caller = wanted.caller();
         let all = self.supervisors.values().chain(&self.leaving);
         // One that was never taken over, for want of a plan, has clients all the same.
-        let unsupervised = if self.plan.is_err() { self.unsupervised() } else { Vec::new() };
-        let controls = all.filter_map(Supervisor::control_in_place).chain(unsupervised).collect();
-        let kernel = self.kernel.clone();
+        let unsupervised = if self.plan.is_err() { self.unsupervised(caller) } else { Vec::new() };
+        let controls = all.filter_map(|supervisor| supervisor.control_in_place(caller)).chain(unsupervised);
+        let controls = controls.map(Arc::new).collect();
+        let kernel = self.kernel.of(caller).clone();
         tokio::spawn(async move {
             let released = release::release(controls, wanted, kernel).await;
+            // Whoever asks again as soon as he has his answer is let in.
+            drop(admitted);
             let _ = reply.send(released.map_err(RequestError::from));
         });
     }
 
     /// The control daemons of ours that the journal has and that live.
-    fn unsupervised(&self) -> Vec<Arc<Control>> {
+    fn unsupervised(&self, caller: Caller) -> Vec<CallersControl> {
         let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
         let ids = journal.control_daemons();
         let running = ids.iter().filter_map(|id| journal.control_daemon(id));
         let alive = running.filter(|running| Identity::of(running.process.pid).ok() == Some(running.process));
-        alive.map(|running| Arc::new(supervisor::front_end(&running.pipe_directory))).collect()
+        alive.map(|running| supervisor::front_end(&running.pipe_directory).on_behalf(caller)).collect()
     }
 
     /// Carries out the changes that wait for clients to end. Beside the loop: the control daemons take their time.
@@ -1053,12 +1065,34 @@ impl From<ReleaseError> for RequestError {
         match error {
             ReleaseError::NoSuchClient(_) => Self::NoSuchClient(text),
             ReleaseError::NotYours { .. } => Self::AccessDenied(text),
+            ReleaseError::UnderWay(_) | ReleaseError::TooManyUsers => Self::Busy(text),
             ReleaseError::NoId(_)
             | ReleaseError::SeveralContainers { .. }
             | ReleaseError::Unreadable { .. }
+            | ReleaseError::Frozen { .. }
             | ReleaseError::Control(_)
             | ReleaseError::StillThere(_)
             | ReleaseError::NotKnown => Self::Failed(text),
+        }
+    }
+}
+
+/// One for root's requests and one for all other users', so that root never waits behind them.
+#[derive(Debug)]
+struct ByCaller<T> {
+    root: T,
+    users: T,
+}
+
+impl<T> ByCaller<T> {
+    fn new(make: impl Fn() -> T) -> Self {
+        Self { root: make(), users: make() }
+    }
+
+    fn of(&self, caller: Caller) -> &T {
+        match caller {
+            Caller::Root => &self.root,
+            Caller::User => &self.users,
         }
     }
 }

@@ -6,7 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::sync::Arc;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::task::JoinSet;
@@ -14,11 +15,14 @@ use tokio::time::sleep;
 
 use crate::blocking::Blocking;
 use crate::clients::{containers_in, device_in, environment, real_uid};
-use crate::mps::control::{Client, Control, ControlError, ServerStatus, Terminated};
+use crate::mps::control::{Caller, CallersControl, Client, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 
 /// How long the clients may take to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What the kernel gets to say whose a process is. It takes microseconds.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long to wait before looking again; it doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
@@ -27,6 +31,9 @@ const LAST_PAUSE: Duration = Duration::from_secs(1);
 /// As short as the id of a container is ever written.
 const SHORTEST_ID: usize = 12;
 const ID: usize = 64;
+
+/// How many users besides root may have GPU work ended at a time, each one process.
+const USERS: usize = 8;
 
 /// Whose GPU work is to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,11 +52,11 @@ pub enum Wanted {
 }
 
 impl Wanted {
-    /// Whether it is root who asks.
-    fn by_root(&self) -> bool {
+    /// Who asks. Slices and containers are root's to release.
+    pub fn caller(&self) -> Caller {
         match self {
-            Self::Process { uid, .. } => *uid == 0,
-            Self::Slices(_) | Self::Container(_) => true,
+            Self::Process { uid, .. } => Caller::of(*uid),
+            Self::Slices(_) | Self::Container(_) => Caller::Root,
         }
     }
 }
@@ -96,6 +103,20 @@ pub enum ReleaseError {
         /// Its real user id.
         owner: u32,
     },
+    /// Its control group is frozen, and who asks is not root.
+    #[error("process {pid} is frozen with its control group {}; have that go on (`docker unpause`), or ask as root", group.display())]
+    Frozen {
+        /// The process.
+        pid: u32,
+        /// The control group.
+        group: PathBuf,
+    },
+    /// The user has another process's GPU work ended at this moment.
+    #[error("a TerminateClient of user {0} is under way; ask again when it has its answer")]
+    UnderWay(u32),
+    /// As many users as may have GPU work ended at this moment. Root has not to wait for them.
+    #[error("{USERS} users have GPU work ended at this moment; ask again later")]
+    TooManyUsers,
     /// A process can't be looked at, so it is not known whether it is one of those. The others were dealt with.
     #[error("process {pid} can't be looked at: {source}")]
     Unreadable {
@@ -126,11 +147,13 @@ fn in_words(left: &BTreeSet<u32>) -> String {
 /// # Errors
 /// See [`ReleaseError`].
 pub async fn release(
-    controls: Vec<Arc<Control>>,
+    controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
     kernel: Blocking,
 ) -> Result<(), ReleaseError> {
     let mut release = Release { controls, wanted, kernel, ended: BTreeMap::new(), left: None };
+    // Nobody keeps the control daemons busy with what he may not have.
+    release.look_at_process().await?;
     match tokio::time::timeout(TIMEOUT, release.run()).await {
         Ok(result) => result,
         Err(_) => Err(release.left.map_or(ReleaseError::NotKnown, ReleaseError::StillThere)),
@@ -138,7 +161,7 @@ pub async fn release(
 }
 
 struct Release {
-    controls: Vec<Arc<Control>>,
+    controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
     /// Asks the kernel about processes.
     kernel: Blocking,
@@ -149,7 +172,61 @@ struct Release {
     left: Option<BTreeSet<u32>>,
 }
 
+/// The users besides root who have GPU work ended at this moment.
+#[derive(Debug, Default, Clone)]
+pub struct Users(Arc<Mutex<BTreeSet<u32>>>);
+
+impl Users {
+    /// Lets a caller in, until what is returned is dropped. Root always gets in.
+    ///
+    /// # Errors
+    /// [`ReleaseError::UnderWay`] and [`ReleaseError::TooManyUsers`].
+    pub fn admit(&self, wanted: &Wanted) -> Result<Option<Admitted>, ReleaseError> {
+        let Wanted::Process { uid, .. } = wanted else { return Ok(None) };
+        if Caller::of(*uid) == Caller::Root {
+            return Ok(None);
+        }
+        let mut users = self.lock();
+        if users.contains(uid) {
+            return Err(ReleaseError::UnderWay(*uid));
+        }
+        if users.len() >= USERS {
+            return Err(ReleaseError::TooManyUsers);
+        }
+        users.insert(*uid);
+        drop(users);
+        Ok(Some(Admitted(self.clone(), *uid)))
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<u32>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A user who was let in.
+#[derive(Debug)]
+pub struct Admitted(Users, u32);
+
+impl Drop for Admitted {
+    fn drop(&mut self) {
+        self.0.lock().remove(&self.1);
+    }
+}
+
 impl Release {
+    /// Whether the caller may have the process that is wanted: who it belongs to is known without a control daemon.
+    async fn look_at_process(&self) -> Result<(), ReleaseError> {
+        let Wanted::Process { pid, .. } = self.wanted else { return Ok(()) };
+        let wanted = self.wanted.clone();
+        let looked = self.kernel.ask(LOOK_TIMEOUT, move || hold_and_look(pid, &wanted)).await;
+        match looked.ok_or(ReleaseError::NotKnown)? {
+            Ok(Some((_, Look::NotYours { owner }))) => Err(ReleaseError::NotYours { pid, owner }),
+            Ok(Some(_)) => Ok(()),
+            Ok(None) => Err(ReleaseError::NoSuchClient(pid)),
+            Err(source) => Err(ReleaseError::Unreadable { pid, source }),
+        }
+    }
+
     async fn run(&mut self) -> Result<(), ReleaseError> {
         let mut pause = FIRST_PAUSE;
         loop {
@@ -199,7 +276,7 @@ impl Release {
             if !held.alive() {
                 continue;
             }
-            match end_work(&control, server, pid, &held, self.wanted.by_root()).await {
+            match end_work(&control, server, pid, &held, self.wanted.caller()).await {
                 Ok(Some(Terminated::Done)) => {
                     tracing::info!(
                         mps_server_pid = server,
@@ -218,7 +295,7 @@ impl Release {
                 }
             }
         }
-        trouble.map_or(Ok(()), |error| Err(error.into()))
+        trouble.map_or(Ok(()), Err)
     }
 }
 
@@ -227,16 +304,20 @@ impl Release {
 /// end, and one that is stopped or frozen is continued first, and again as often as it stops before the answer is there. It
 /// is never killed: that would be a fault for its neighbours. None: it can't be continued, and nothing was done.
 async fn end_work(
-    control: &Control,
+    control: &CallersControl,
     server: u32,
     pid: u32,
     held: &Held,
-    thaw: bool,
-) -> Result<Option<Terminated>, ControlError> {
+    caller: Caller,
+) -> Result<Option<Terminated>, ReleaseError> {
     if control.server_status(server).await? == ServerStatus::Fault {
         return Ok(Some(Terminated::Done));
     }
-    let mut going_on = match held.go_on(thaw).await {
+    // Whoever froze the control group did not mean that its processes could end that.
+    if let Some(group) = held.frozen().filter(|_| caller == Caller::User) {
+        return Err(ReleaseError::Frozen { pid, group });
+    }
+    let mut going_on = match held.go_on().await {
         Ok(going_on) => going_on,
         Err(error) => {
             tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
@@ -253,13 +334,13 @@ async fn end_work(
             "client {pid} was stopped or frozen; it was continued to end its GPU work"
         );
     }
-    answer.map(Some)
+    Ok(Some(answer?))
 }
 
 /// A client that is wanted, at one of its servers.
 #[derive(Debug)]
 struct Found {
-    control: Arc<Control>,
+    control: Arc<CallersControl>,
     server: u32,
     pid: u32,
     connections: BTreeSet<u64>,
@@ -267,7 +348,9 @@ struct Found {
 }
 
 /// The clients of every control daemon, all asked at once: one that hangs must not use up the time of the others.
-async fn list_clients(controls: &[Arc<Control>]) -> (Vec<(Arc<Control>, Vec<Client>)>, Option<ReleaseError>) {
+async fn list_clients(
+    controls: &[Arc<CallersControl>],
+) -> (Vec<(Arc<CallersControl>, Vec<Client>)>, Option<ReleaseError>) {
     let mut asked = JoinSet::new();
     for control in controls {
         let control = Arc::clone(control);
@@ -289,7 +372,7 @@ async fn list_clients(controls: &[Arc<Control>]) -> (Vec<(Arc<Control>, Vec<Clie
 /// # Errors
 /// Something forbids to touch any of them.
 fn pick(
-    listed: Vec<(Arc<Control>, Vec<Client>)>,
+    listed: Vec<(Arc<CallersControl>, Vec<Client>)>,
     wanted: &Wanted,
 ) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
     let (mut found, mut unreadable) = (Vec::new(), None);

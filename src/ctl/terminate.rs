@@ -1,13 +1,17 @@
 //! `yunion-mpsctl terminate`.
 
 use std::io::Write;
+use std::time::Duration;
 
 use clap::Args;
 use serde_json::json;
 
 use super::table::printable;
 use super::{Error, print_json};
-use crate::dbus::proxy::Client;
+use crate::dbus::proxy::{Client, ClientError};
+
+/// How long to wait until the daemon may have time for this user again: another process of his is let go within 50 ms.
+const PAUSE: Duration = Duration::from_millis(25);
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
@@ -53,4 +57,16 @@ pub(super) async fn terminate(
     }
     writeln!(out, "{words}")?;
     Ok(())
+}
+
+/// Ends the GPU work of a process, and waits where the daemon is busy with another process of this user.
+pub(super) async fn terminate_in_turn(client: &Client, pid: u32) -> Result<(), ClientError> {
+    loop {
+        match client.terminate_client(pid).await {
+            Err(ClientError::Refused { name, .. }) if name.ends_with(".Busy") => {
+                tokio::time::sleep(PAUSE).await
+            }
+            answer => return answer,
+        }
+    }
 }

@@ -159,8 +159,8 @@ impl Manager {
     #[zbus(out_args("clients"))]
     async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<Dict>, RequestError> {
         known(&self.snapshot())?;
-        self.gate.request(&header)?;
-        let clients = ask(&self.requests, |reply| Request::Clients { reply }).await?;
+        let uid = self.gate.request(&header)?.uid;
+        let clients = ask(&self.requests, |reply| Request::Clients { uid, reply }).await?;
         Ok(clients.iter().map(dict::client).collect())
     }
 

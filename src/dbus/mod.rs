@@ -136,6 +136,8 @@ pub enum Request {
     },
     /// Who uses the GPUs at this moment.
     Clients {
+        /// Who asks, as the bus says.
+        uid: u32,
         /// Takes the answer.
         reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>,
     },

@@ -2,20 +2,28 @@
 //!
 //! The front end is `nvidia-cuda-mps-control` reading commands from standard input. It exits with 0 for nearly
 //! everything, answers a bad value with the old one and most settings with nothing, so each setting here is read back.
-//! Asked in parallel the control daemon fails now and then; the calls of one [`Control`] are serialised.
+//! Asked in parallel the control daemon fails now and then; the calls of one [`Control`] are serialised, those made for
+//! callers on the bus ([`CallersControl`]) behind its own.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::process::Command;
-use tokio::sync::Mutex;
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use super::turns::{Rank, Turns};
 
 /// How long an answer may take. Measured: 2 ms; a stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long a caller's question may wait for its turn. Each before it takes [`ANSWER_TIMEOUT`] at most.
+const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One answer is a few lines per client; more than this is not an answer.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
@@ -46,6 +54,12 @@ pub enum ControlError {
         command: String,
         /// The deadline.
         after: Duration,
+    },
+    /// Others come first, and there was no end of them.
+    #[error("`{command}` found no turn at the control daemon within {} s", TURN_TIMEOUT.as_secs())]
+    Crowded {
+        /// The command.
+        command: String,
     },
     /// No answer, where there must be one: the control daemon dropped the conversation, as it does with those that waited
     /// while it hung.
@@ -107,18 +121,119 @@ pub enum Terminated {
     NoSuchServer,
 }
 
-/// One control daemon, by its pipe directory.
+/// On whose behalf a control daemon is asked something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Caller {
+    /// Root's, who waits for no other user.
+    Root,
+    /// Another user's.
+    User,
+}
+
+impl Caller {
+    /// Which one a user is.
+    pub fn of(uid: u32) -> Self {
+        if uid == 0 { Self::Root } else { Self::User }
+    }
+}
+
+/// One control daemon, as its supervisor asks it: before everybody else.
 #[derive(Debug)]
 pub struct Control {
+    front_end: Arc<FrontEnd>,
+    rank: Rank,
+}
+
+#[derive(Debug)]
+struct FrontEnd {
     program: PathBuf,
     pipe_directory: PathBuf,
-    one_at_a_time: Mutex<()>,
+    turns: Turns,
+}
+
+/// The same control daemon, as it is asked for a caller on the bus: in his turn, and only what callers may want.
+#[derive(Debug)]
+pub struct CallersControl(Control);
+
+/// The way to a supervised control daemon for callers on the bus.
+#[derive(Debug, Clone)]
+pub struct Access {
+    /// None while none runs.
+    control: watch::Receiver<Option<Arc<Control>>>,
+    caller: Caller,
+}
+
+impl Access {
+    /// For that caller.
+    pub fn new(control: watch::Receiver<Option<Arc<Control>>>, caller: Caller) -> Self {
+        Self { control, caller }
+    }
+
+    /// The control daemon of this moment; None while none runs.
+    pub fn now(&self) -> Option<CallersControl> {
+        self.control.borrow().as_ref().map(|control| control.on_behalf(self.caller))
+    }
+
+    /// Waits until the one that was asked runs no more.
+    pub async fn replaced(&self, asked: &CallersControl) {
+        let mut control = self.control.clone();
+        let is_it = |now: &Arc<Control>| Arc::ptr_eq(&now.front_end, &asked.0.front_end);
+        // An error is the end of whoever supervised it.
+        let _ = control.wait_for(|now| !now.as_ref().is_some_and(is_it)).await;
+    }
+}
+
+impl CallersControl {
+    /// What a server says of itself.
+    ///
+    /// # Errors
+    /// No answer, or one that the command can't have.
+    pub async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
+        self.0.server_status(server).await
+    }
+
+    /// The PIDs of the servers.
+    ///
+    /// # Errors
+    /// No answer, or one that the command can't have.
+    pub async fn servers(&self) -> Result<Vec<u32>, ControlError> {
+        self.0.servers().await
+    }
+
+    /// The clients of every server.
+    ///
+    /// # Errors
+    /// No answer, or one that the command can't have.
+    pub async fn clients(&self) -> Result<Vec<Client>, ControlError> {
+        self.0.clients().await
+    }
+
+    /// Ends the GPU work of a client of a server, both by their PIDs, and leaves the other clients alone. Measured:
+    /// 12 ms, even in a kernel that would run for long.
+    ///
+    /// # Errors
+    /// No answer, or one that the command can't have.
+    pub async fn terminate_client(&self, server: u32, client: u32) -> Result<Terminated, ControlError> {
+        let command = format!("terminate_client {server} {client}");
+        let answer = self.0.ask_for_something(&command).await?;
+        parse_terminated(&answer).ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
+    }
 }
 
 impl Control {
     /// Talks to the control daemon of `pipe_directory` through `program`.
     pub fn new(program: PathBuf, pipe_directory: PathBuf) -> Self {
-        Self { program, pipe_directory, one_at_a_time: Mutex::new(()) }
+        let front_end = Arc::new(FrontEnd { program, pipe_directory, turns: Turns::default() });
+        Self { front_end, rank: Rank::Supervisor }
+    }
+
+    /// The same for a caller on the bus.
+    pub fn on_behalf(&self, caller: Caller) -> CallersControl {
+        let rank = match caller {
+            Caller::Root => Rank::Root,
+            Caller::User => Rank::User,
+        };
+        CallersControl(Self { front_end: Arc::clone(&self.front_end), rank })
     }
 
     /// One command, its answer without the last newline.
@@ -135,49 +250,27 @@ impl Control {
         Ok(answer)
     }
 
-    async fn ask_within(&self, command: &str, timeout: Duration) -> Result<String, ControlError> {
-        let _turn = self.one_at_a_time.lock().await;
-        match tokio::time::timeout(timeout, self.run(command)).await {
+    async fn ask_within(&self, command: &str, patience: Duration) -> Result<String, ControlError> {
+        let turn = self.front_end.turns.next(self.rank);
+        let _turn = match self.rank {
+            // It waits for one question at most.
+            Rank::Supervisor => turn.await,
+            Rank::Root | Rank::User => timeout(TURN_TIMEOUT, turn)
+                .await
+                .map_err(|_| ControlError::Crowded { command: command.to_owned() })?,
+        };
+        match timeout(patience, self.front_end.run(command)).await {
             Ok(answer) => answer,
-            Err(_) => Err(ControlError::Silent { command: command.to_owned(), after: timeout }),
+            Err(_) => Err(ControlError::Silent { command: command.to_owned(), after: patience }),
         }
-    }
-
-    async fn run(&self, command: &str) -> Result<String, ControlError> {
-        let not_run = |source| ControlError::NotRun { program: self.program.clone(), source };
-        let mut front_end = Command::new(&self.program)
-            .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe_directory)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            // A front end that waits for a stopped control daemon ends with the call that gave up on it.
-            .kill_on_drop(true)
-            .spawn()
-            .map_err(not_run)?;
-        if let Some(mut stdin) = front_end.stdin.take() {
-            // A front end that finds no control daemon may end before it reads: its answer tells, not this error.
-            let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
-        }
-        let (stdout, stderr) = (front_end.stdout.take(), front_end.stderr.take());
-        let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
-        let answer = String::from_utf8_lossy(&stdout);
-        if stdout.len() > ANSWER_MAX_BYTES {
-            return Err(unexpected(command, &answer, "at most 1 MiB"));
-        }
-        let status = front_end.wait().await.map_err(not_run)?;
-        let said = String::from_utf8_lossy(&stderr);
-        if !status.success() || said.contains("Cannot find MPS control daemon") {
-            let said = if said.trim().is_empty() { status.to_string() } else { said.trim().to_owned() };
-            return Err(ControlError::NoDaemon { pipe_directory: self.pipe_directory.clone(), said });
-        }
-        Ok(answer.trim_end_matches('\n').to_owned())
     }
 
     /// The PID of the control daemon that listens in the pipe directory, told by the kernel.
     pub fn daemon_pid(&self) -> Option<u32> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
-        net::connect(&socket, &SocketAddrUnix::new(self.pipe_directory.join("control")).ok()?).ok()?;
+        let path = self.front_end.pipe_directory.join("control");
+        net::connect(&socket, &SocketAddrUnix::new(path).ok()?).ok()?;
         let peer = net::sockopt::socket_peercred(&socket).ok()?;
         u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
     }
@@ -246,17 +339,6 @@ impl Control {
     /// error is [`ControlError::Silent`] when it has one after `timeout`.
     pub async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
         self.ask_within("quit", timeout).await.map(|_| ())
-    }
-
-    /// Ends the GPU work of a client of a server, both by their PIDs, and leaves the other clients alone. Measured:
-    /// 12 ms, even in a kernel that would run for long.
-    ///
-    /// # Errors
-    /// No answer, or one that the command can't have.
-    pub async fn terminate_client(&self, server: u32, client: u32) -> Result<Terminated, ControlError> {
-        let command = format!("terminate_client {server} {client}");
-        let answer = self.ask_for_something(&command).await?;
-        parse_terminated(&answer).ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
     }
 
     /// Sets the active thread percentage of a running server's clients to come.
@@ -345,6 +427,39 @@ fn is_percentage(said: &str, percentage: u8) -> bool {
 /// The beginning of an answer's line, for people.
 fn shorten(line: &str) -> String {
     line.chars().take(40).collect()
+}
+
+impl FrontEnd {
+    /// Runs it with one command; what it prints, without the last newline.
+    async fn run(&self, command: &str) -> Result<String, ControlError> {
+        let not_run = |source| ControlError::NotRun { program: self.program.clone(), source };
+        let mut front_end = Command::new(&self.program)
+            .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe_directory)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            // A front end that waits for a stopped control daemon ends with the call that gave up on it.
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(not_run)?;
+        if let Some(mut stdin) = front_end.stdin.take() {
+            // A front end that finds no control daemon may end before it reads: its answer tells, not this error.
+            let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
+        }
+        let (stdout, stderr) = (front_end.stdout.take(), front_end.stderr.take());
+        let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
+        let answer = String::from_utf8_lossy(&stdout);
+        if stdout.len() > ANSWER_MAX_BYTES {
+            return Err(unexpected(command, &answer, "at most 1 MiB"));
+        }
+        let status = front_end.wait().await.map_err(not_run)?;
+        let said = String::from_utf8_lossy(&stderr);
+        if !status.success() || said.contains("Cannot find MPS control daemon") {
+            let said = if said.trim().is_empty() { status.to_string() } else { said.trim().to_owned() };
+            return Err(ControlError::NoDaemon { pipe_directory: self.pipe_directory.clone(), said });
+        }
+        Ok(answer.trim_end_matches('\n').to_owned())
+    }
 }
 
 /// Everything a front end prints, up to one byte more than it may.

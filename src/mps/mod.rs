@@ -12,3 +12,4 @@ pub mod launch;
 pub mod log;
 pub mod process;
 mod readable;
+mod turns;

@@ -14,7 +14,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, ChildStdin, Command};
 
 use super::control::{Control, ControlError};
-use super::frozen::{self, Thawed};
+use super::frozen::{self, Frozen, Thawed};
 use super::hold::{Hold, is_gone};
 use super::identity::{Identity, stat, state_in};
 use super::launch;
@@ -308,19 +308,17 @@ impl Held {
         }
     }
 
-    /// Lets it go on if SIGSTOP or a control group holds it still. Only who may stop the processes around it (`thaw`) may
-    /// have its control group go on.
+    /// The control group that holds it still, if one does.
+    pub fn frozen(&self) -> Option<PathBuf> {
+        frozen::holds(self.0.identity().pid).map(Frozen::into_group)
+    }
+
+    /// Lets it go on if SIGSTOP or a control group holds it still.
     ///
     /// # Errors
-    /// What the kernel says against that, or why it stays as it is.
-    pub async fn go_on(&self, thaw: bool) -> io::Result<GoingOn<'_>> {
+    /// What the kernel says against that, or that it stays as it is.
+    pub async fn go_on(&self) -> io::Result<GoingOn<'_>> {
         let pid = self.0.identity().pid;
-        if let Some(frozen) = frozen::holds(pid).filter(|_| !thaw) {
-            let group = frozen.group().display();
-            return Err(io::Error::other(format!(
-                "its control group {group} is frozen; `docker unpause` or root ends that"
-            )));
-        }
         let mut going_on = GoingOn { held: self, thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
             // One that is stopped again every 300 us is on its way right after SIGCONT, and only then.
@@ -420,7 +418,7 @@ mod tests {
         while !is_stopped(child.id()) {
             std::thread::yield_now();
         }
-        assert!(held.go_on(false).await.unwrap().was_held());
+        assert!(held.go_on().await.unwrap().was_held());
         child.kill().unwrap();
         child.wait().unwrap();
     }

@@ -31,7 +31,7 @@ use tracing::level_filters::LevelFilter;
 use crate::compute_mode::ComputeModes;
 use crate::counted::counted;
 use crate::journal::{Journal, Running};
-use crate::mps::control::{Control, ControlError};
+use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError};
 use crate::mps::log::{Follower, Line, Meaning, Writer};
 use crate::mps::process::{self, Process};
 use crate::plan::ControlDaemonPlan;
@@ -205,18 +205,17 @@ impl Supervisor {
         status
     }
 
-    /// The front end of its control daemon, while one runs, whether or not it serves as it should.
-    pub fn control(&self) -> channel::Receiver<Option<Arc<Control>>> {
-        self.control.clone()
+    /// The way to its control daemon for a caller on the bus, whether or not it serves as it should.
+    pub fn access(&self, caller: Caller) -> Access {
+        Access::new(self.control.clone(), caller)
     }
 
     /// The same, or that of another's control daemon which has its pipe directory: clients in its containers are that
     /// one's.
-    pub fn control_in_place(&self) -> Option<Arc<Control>> {
-        let own = self.control.borrow().clone();
-        own.or_else(|| {
+    pub fn control_in_place(&self, caller: Caller) -> Option<CallersControl> {
+        self.access(caller).now().or_else(|| {
             let control = front_end(&self.status.borrow().view.pipe_directory);
-            control.daemon_pid().map(|_| Arc::new(control))
+            control.daemon_pid().map(|_| control.on_behalf(caller))
         })
     }
 

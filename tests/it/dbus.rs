@@ -452,7 +452,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
     }];
     let daemon = async {
         match requests.recv().await {
-            Some(Request::Clients { reply }) => reply.send(Ok(clients)).unwrap(),
+            Some(Request::Clients { reply, .. }) => reply.send(Ok(clients)).unwrap(),
             other => panic!("{other:?}"),
         }
     };

@@ -6,11 +6,12 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, binaries, root_or_skip, signal_pid, text, wait_for};
+use crate::host::{Host, binaries, control_daemon, control_pid, root_or_skip, signal_pid, text, wait_for};
 
 /// How often each way of ending a client is tried.
 const ROUNDS: usize = 4;
@@ -60,6 +61,15 @@ impl Scene {
     /// A client of slice 1 in a long kernel.
     fn victim(&self) -> Child {
         let victim = client(&self.host, "00:06.0-1", &["long", "600"]).spawn().unwrap();
+        self.computes(victim.id());
+        victim
+    }
+
+    /// The same of another user's.
+    fn user_victim(&self) -> Child {
+        let mut command = nobody(&self.host, &self.host.path("bin/cuda-client"));
+        command.envs(environment(&self.host, "00:06.0-1")).args(["long", "600"]).stdout(Stdio::piped());
+        let victim = command.spawn().unwrap();
         self.computes(victim.id());
         victim
     }
@@ -357,7 +367,17 @@ fn users_may_terminate_what_is_theirs() {
     let refusal = call(&mut gdbus(&scene), terminate, &[&bystander.to_string()]);
     assert!(refusal.contains("GDBus.Error:org.freedesktop.DBus.Error.AccessDenied: "), "{refusal}");
     assert!(refusal.contains(&format!("process {bystander} belongs to user 0;")), "{refusal}");
+    // Whose it is comes first: nothing else is told of what belongs to others.
     let refusal = call(&mut gdbus(&scene), terminate, &[&std::process::id().to_string()]);
+    assert!(refusal.contains("AccessDenied: "), "{refusal}");
+    let mut own = nobody(&scene.host, Path::new("sleep")).arg("600").spawn().unwrap();
+    wait_for("a process of the user's", || {
+        let status = fs::read_to_string(format!("/proc/{}/status", own.id())).ok()?;
+        status.contains("Uid:\t65534").then_some(())
+    });
+    let refusal = call(&mut gdbus(&scene), terminate, &[&own.id().to_string()]);
+    own.kill().unwrap();
+    own.wait().unwrap();
     assert!(refusal.contains("io.yunion.Mps1.Error.NoSuchClient: "), "{refusal}");
     for (method, arguments) in [
         ("Control.ReleaseDevices", &["['00:06.0-0']"][..]),
@@ -447,19 +467,21 @@ fn a_client_that_is_stopped_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
+/// A debugger that holds a process.
+const DEBUGGER: &str = "import ctypes, sys, time\n\
+    libc = ctypes.CDLL(None, use_errno=True)\n\
+    assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
+    print('held', flush=True)\n\
+    time.sleep(600)\n";
+
 /// The same by a debugger, which the client's owner may be: no signal lets it go on.
 #[test]
 fn a_client_that_a_debugger_holds_holds_up_nobody() {
-    const HOLD: &str = "import ctypes, sys, time\n\
-        libc = ctypes.CDLL(None, use_errno=True)\n\
-        assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
-        print('held', flush=True)\n\
-        time.sleep(600)\n";
     let mut scene = Scene::new();
     let victim = scene.victim();
     let pid = victim.id().to_string();
     let mut debugger = scene.host.command("/usr/bin/python3");
-    let mut debugger = debugger.args(["-c", HOLD, &pid]).spawn().unwrap();
+    let mut debugger = debugger.args(["-c", DEBUGGER, &pid]).spawn().unwrap();
     wait_for("a held process", || (process_state(victim.id()) == Some('t')).then_some(()));
     let terminate =
         scene.ctl(&["terminate", &pid]).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
@@ -473,6 +495,261 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     debugger.wait().unwrap();
     assert_eq!(ended(terminate).0, Some(0));
     assert_terminated(victim);
+    assert!(scene.bystander_survives());
+}
+
+/// Stops a process every 300 us, until it ends.
+const STOP_AGAIN_AND_AGAIN: &str = "import os, signal, sys, time\n\
+    try:\n\
+    \x20   while True:\n\
+    \x20       os.kill(int(sys.argv[1]), signal.SIGSTOP)\n\
+    \x20       time.sleep(0.0003)\n\
+    except ProcessLookupError:\n\
+    \x20   pass\n";
+
+/// A client whose companion stops it whenever it goes on is continued for as long as the control daemon waits for it.
+#[test]
+fn a_client_that_is_stopped_again_and_again_holds_up_nobody() {
+    let mut scene = Scene::new();
+    let mut longest = Duration::ZERO;
+    for _ in 0..ROUNDS {
+        let victim = scene.victim();
+        let pid = victim.id().to_string();
+        let mut companion = scene.host.command("/usr/bin/python3");
+        let mut companion = companion.args(["-c", STOP_AGAIN_AND_AGAIN, &pid]).spawn().unwrap();
+        wait_for("a stopped process", || (process_state(victim.id()) == Some('T')).then_some(()));
+        let mut terminate = scene.ctl(&["terminate", &pid]);
+        let mut terminate = terminate.stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        while terminate.try_wait().unwrap().is_none() {
+            let begun = Instant::now();
+            scene.listed();
+            longest = longest.max(begun.elapsed());
+        }
+        let (status, said) = ended(terminate);
+        companion.kill().unwrap();
+        companion.wait().unwrap();
+        signal_pid(victim.id(), Signal::CONT);
+        assert_eq!(status, Some(0), "{said}");
+        assert_terminated(victim);
+    }
+    println!("a client stopped every 300 us: the control daemon was away for {longest:?} at most");
+    assert!(longest < Duration::from_secs(5), "{longest:?}");
+    assert!(scene.bystander_survives());
+}
+
+/// A control group that freezes what is in it, as `docker pause` has it done.
+struct Freezer {
+    group: PathBuf,
+    file: &'static str,
+    states: [&'static str; 2],
+}
+
+impl Freezer {
+    /// One of each kind that may be made here.
+    fn all() -> Vec<Self> {
+        let kinds = [
+            ("/sys/fs/cgroup/unified", "cgroup.freeze", ["0", "1"]),
+            ("/sys/fs/cgroup", "cgroup.freeze", ["0", "1"]),
+            ("/sys/fs/cgroup/freezer", "freezer.state", ["THAWED", "FROZEN"]),
+        ];
+        let made = kinds.into_iter().filter_map(|(root, file, states)| {
+            let group = Path::new(root).join(format!("mps-test-{}-frozen", std::process::id()));
+            // Elsewhere than in a control group's hierarchy it would be a directory like any other.
+            let is_root = Path::new(root).join("cgroup.procs").exists();
+            if !is_root || fs::create_dir_all(group.join("deeper")).is_err() {
+                return None;
+            }
+            let freezer = Self { group, file, states };
+            freezer.group.join(file).exists().then_some(freezer)
+        });
+        made.collect()
+    }
+
+    fn freeze(&self, pid: u32) {
+        fs::write(self.group.join("deeper/cgroup.procs"), pid.to_string()).unwrap();
+        fs::write(self.group.join(self.file), self.states[1]).unwrap();
+        wait_for("it is frozen", || self.is_frozen().then_some(()));
+    }
+
+    fn is_frozen(&self) -> bool {
+        let said = |file: &str| fs::read_to_string(self.group.join(file)).unwrap_or_default();
+        said("cgroup.events").contains("frozen 1") || said("freezer.state").trim() == "FROZEN"
+    }
+
+    fn thaw(&self) {
+        fs::write(self.group.join(self.file), self.states[0]).unwrap();
+    }
+}
+
+impl Drop for Freezer {
+    fn drop(&mut self) {
+        self.thaw();
+        let removed = || fs::remove_dir(self.group.join("deeper")).and_then(|()| fs::remove_dir(&self.group));
+        // A process that ends stays in it for a moment.
+        for _ in 0..100 {
+            if removed().is_ok() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// A paused container: no state of the process tells, and no signal lets it go on. It is as it was afterwards.
+#[test]
+fn a_client_in_a_frozen_control_group_holds_up_nobody() {
+    if !root_or_skip("a_client_in_a_frozen_control_group_holds_up_nobody") {
+        return;
+    }
+    let freezers = Freezer::all();
+    if freezers.is_empty() {
+        println!("skipped: no control group can be frozen here");
+        return;
+    }
+    let mut scene = Scene::new();
+    for freezer in freezers {
+        println!("{}", freezer.group.display());
+        let victim = scene.user_victim();
+        let pid = victim.id().to_string();
+        freezer.freeze(victim.id());
+        // The user can't undo what an administrator has done.
+        let mut gdbus = nobody(&scene.host, Path::new("gdbus"));
+        let refusal = call(&mut gdbus, "Manager.TerminateClient", &[&pid]);
+        assert!(
+            refusal.contains(&format!("process {pid} is frozen with its control group /sys/fs")),
+            "{refusal}"
+        );
+        assert!(freezer.is_frozen() && scene.listed().contains(&victim.id()));
+        succeeded(&scene.host.mpsctl(&["terminate", &pid]));
+        assert!(freezer.is_frozen(), "it is not frozen any more");
+        assert!(scene.host.json(&["clients"]).is_some());
+        freezer.thaw();
+        assert_terminated(victim);
+        assert!(scene.bystander_survives());
+    }
+}
+
+/// Calls TerminateClient for one process again and again and reads no answer; it says when the first hundred are out.
+const FLOOD: &str = r#"
+import os, socket, struct, sys, time
+address, pid, count = sys.argv[1].removeprefix("unix:path="), int(sys.argv[2]) or os.getpid(), int(sys.argv[3])
+bus = socket.socket(socket.AF_UNIX)
+bus.connect(address)
+bus.sendall(b"\0AUTH EXTERNAL " + str(os.getuid()).encode().hex().encode() + b"\r\n")
+assert bus.recv(200).startswith(b"OK")
+bus.sendall(b"BEGIN\r\n")
+
+def call(serial, flags, fields, body=b""):
+    array = b""
+    for code, kind, text in fields:
+        array += bytes(-len(array) % 8) + bytes([code, 1]) + kind + b"\0"
+        text = text.encode()
+        array += bytes([len(text)]) if kind == b"g" else bytes(-len(array) % 4) + struct.pack("<I", len(text))
+        array += text + b"\0"
+    head = struct.pack("<cBBBIII", b"l", 1, flags, 1, len(body), serial, len(array)) + array
+    return head + bytes(-len(head) % 8) + body
+
+hello = [(1, b"o", "/org/freedesktop/DBus"), (2, b"s", "org.freedesktop.DBus"), (3, b"s", "Hello"),
+         (6, b"s", "org.freedesktop.DBus")]
+bus.sendall(call(1, 0, hello))
+assert bus.recv(1000)
+terminate = [(1, b"o", "/io/yunion/Mps1/Manager"), (2, b"s", "io.yunion.Mps1.Manager"), (3, b"s", "TerminateClient"),
+             (6, b"s", "io.yunion.Mps1"), (8, b"g", "u")]
+for number in range(count):
+    bus.sendall(call(2 + number, 1, terminate, struct.pack("<I", pid)))
+    if number > 500:
+        time.sleep(0.002)
+    if number == 100:
+        print("flows", flush=True)
+print("sent", flush=True)
+sys.stdin.read()
+"#;
+
+/// A user's flood of calls, for one process or, with 0, for its own.
+fn flood(host: &Host, pid: u32) -> Child {
+    let mut python = nobody(host, Path::new("/usr/bin/python3"));
+    python.args(["-c", FLOOD, &host.bus_address(), &pid.to_string(), "8000"]);
+    let mut python = python.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut flows = [0; 6];
+    python.stdout.as_mut().unwrap().read_exact(&mut flows).unwrap();
+    assert_eq!(&flows, b"flows\n");
+    python
+}
+
+/// A user who asks for something all the time stands before nobody: neither before the supervisor, when the control daemon
+/// dies, nor before root.
+#[test]
+fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
+    if !root_or_skip("a_flood_of_terminations_holds_up_neither_supervision_nor_root") {
+        return;
+    }
+    let mut scene = Scene::new();
+    let theirs = scene.bystander.id();
+    for (whose, pid) in [("its own", 0), ("root's", theirs)] {
+        let victim = scene.victim();
+        let mut flooding = flood(&scene.host, pid);
+        let begun = Instant::now();
+        assert!(scene.host.json(&["clients"]).is_some());
+        let listed = begun.elapsed();
+        let begun = Instant::now();
+        succeeded(&scene.host.mpsctl(&["terminate", &victim.id().to_string()]));
+        let terminated = begun.elapsed();
+        let status = scene.host.json(&["status"]).unwrap();
+        let begun = Instant::now();
+        signal_pid(control_pid(&status), Signal::KILL);
+        scene.host.wait_for_status("another control daemon", |now| {
+            now["service"]["state"] == "ready" && control_daemon(now)["pid"] != control_daemon(&status)["pid"]
+        });
+        let served = begun.elapsed();
+        println!(
+            "a user's flood for {whose} process: root's clients {listed:?}, root's terminate {terminated:?}, \
+             control daemon killed and served again {served:?}"
+        );
+        flooding.kill().unwrap();
+        flooding.wait().unwrap();
+        assert_terminated(victim);
+        for (what, took) in [("clients", listed), ("terminate", terminated), ("served again", served)] {
+            assert!(took < Duration::from_secs(10), "{what}: {took:?}");
+        }
+        let _ = scene.bystander.wait();
+        scene.bystander = client(&scene.host, "00:06.0-0", &["hold", "600"]).spawn().unwrap();
+        scene.computes(scene.bystander.id());
+    }
+}
+
+/// One that takes its time is the only one of that user, and no reason for root to wait.
+#[test]
+fn a_user_has_one_process_ended_at_a_time() {
+    if !root_or_skip("a_user_has_one_process_ended_at_a_time") {
+        return;
+    }
+    let mut scene = Scene::new();
+    let (held, other) = (scene.user_victim(), scene.user_victim());
+    let pid = held.id().to_string();
+    let mut debugger = scene.host.command("/usr/bin/python3");
+    let mut debugger = debugger.args(["-c", DEBUGGER, &pid]).stdout(Stdio::null()).spawn().unwrap();
+    wait_for("a held process", || (process_state(held.id()) == Some('t')).then_some(()));
+    let mut first = nobody(&scene.host, &ctl());
+    let first =
+        first.args(["terminate", &pid]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for("the first is under way", || scene.host.log().contains("can't be continued").then_some(()));
+    let other_pid = other.id().to_string();
+    for pid in [&pid, &other_pid] {
+        let mut gdbus = nobody(&scene.host, Path::new("gdbus"));
+        let refusal = call(&mut gdbus, "Manager.TerminateClient", &[pid]);
+        let expected = "io.yunion.Mps1.Error.Busy: a TerminateClient of user 65534 is under way";
+        assert!(refusal.contains(expected), "{refusal}");
+    }
+    succeeded(&scene.host.mpsctl(&["terminate", &other_pid]));
+    assert_terminated(other);
+    debugger.kill().unwrap();
+    debugger.wait().unwrap();
+    assert_eq!(ended(first).0, Some(0));
+    assert_terminated(held);
+    let next = scene.user_victim();
+    let mut gdbus = nobody(&scene.host, Path::new("gdbus"));
+    assert_eq!(call(&mut gdbus, "Manager.TerminateClient", &[&next.id().to_string()]), "()\n");
+    assert_terminated(next);
     assert!(scene.bystander_survives());
 }
 
