@@ -11,7 +11,7 @@ use crate::compute_mode::ComputeModes;
 use crate::gpu::PciAddress;
 use crate::gpu::nvml::{self, GpuProcess};
 use crate::mps::control::{Access, CallersControl, Client, ControlError};
-use crate::mps::identity::Identity;
+use crate::mps::identity::{Identity, command};
 use crate::state::ClientView;
 
 /// The variable by which a container says which slices it was given.
@@ -45,6 +45,14 @@ struct Look {
     clients: Vec<Client>,
     processes: Vec<(String, Vec<GpuProcess>)>,
     bypasses: Vec<Bypass>,
+}
+
+impl Look {
+    /// What the driver says of a process on a GPU.
+    fn process(&self, uuid: &str, pid: u32) -> Option<&GpuProcess> {
+        let (_, processes) = self.processes.iter().find(|(gpu, _)| gpu == uuid)?;
+        processes.iter().find(|process| process.pid == pid)
+    }
 }
 
 /// The clients of all these control daemons, and who uses their GPUs without them. A control daemon that doesn't answer is
@@ -110,7 +118,11 @@ async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> 
 /// None while it does not serve.
 async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Client>)>, ControlError> {
     let Some(control) = one.control.now() else { return Ok(None) };
-    let asked = async { Ok((control.servers().await?, control.clients().await?)) };
+    let asked = async {
+        let pids = control.client_pids().await?;
+        let clients = control.connections(&pids).await?;
+        Ok((pids.into_keys().collect(), clients))
+    };
     match asked.await {
         // It may be ending this moment, its clients with it, and who has to take note of that has not yet.
         Err(ControlError::NoDaemon { .. }) if has_gone(one, &control).await => Ok(None),
@@ -123,18 +135,14 @@ async fn has_gone(one: &Serving, control: &CallersControl) -> bool {
 }
 
 fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
+    let pids: BTreeSet<u32> = look.clients.iter().map(|client| client.pid).collect();
     let mut views: Vec<ClientView> = Vec::new();
-    for client in &look.clients {
-        let uuid = one.gpus.iter().find(|uuid| uuid.starts_with(&client.gpu_prefix));
-        let uuid = uuid.cloned().unwrap_or_default();
-        // One that has several connections is one client.
-        if views.iter().any(|view| view.pid == client.pid && view.gpu_uuid == uuid) {
-            continue;
+    for pid in pids {
+        for uuid in gpus_of(pid, one, look) {
+            let process = look.process(&uuid, pid);
+            let memory_mib = process.and_then(|process| process.memory_mib);
+            views.push(view(pid, command(pid), uuid, memory_mib, users));
         }
-        let on_gpu = look.processes.iter().find(|(gpu, _)| *gpu == uuid).map(|(_, processes)| processes);
-        let process = on_gpu.into_iter().flatten().find(|process| process.pid == client.pid);
-        let memory_mib = process.and_then(|process| process.memory_mib);
-        views.push(view(client.pid, client.command.clone(), uuid, memory_mib, users));
     }
     let bypasses = look.bypasses.iter().map(|bypass| {
         let Bypass { gpu_uuid, process, command, memory_mib } = bypass.clone();
@@ -152,6 +160,22 @@ fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
     let waiting: Vec<ClientView> = waiting.collect();
     views.extend(waiting);
     views
+}
+
+/// The GPUs of a client, each once: those that the control daemon and the driver both have it on, since a program's name can
+/// add to what the former says. A client is the control daemon's before it is the driver's.
+fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
+    let connections = look.clients.iter().filter(|client| client.pid == pid);
+    let said: Vec<&String> = connections
+        .filter_map(|client| one.gpus.iter().find(|uuid| client.is_on(std::iter::once(*uuid))))
+        .collect();
+    let known = |uuid: &&String| look.process(uuid, pid).is_some();
+    let both: BTreeSet<String> = said.iter().copied().filter(known).cloned().collect();
+    if !both.is_empty() {
+        return both;
+    }
+    let either = said.first().copied().or_else(|| one.gpus.iter().find(known));
+    BTreeSet::from([either.cloned().unwrap_or_default()])
 }
 
 fn view(pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>, users: &str) -> ClientView {

@@ -167,7 +167,7 @@ struct Release {
     kernel: Blocking,
     /// By server and client: the processes whose work has been ended, held so that another one with the same PID isn't
     /// taken for them, and the connections that they had.
-    ended: BTreeMap<(u32, u32), (Held, BTreeSet<u64>)>,
+    ended: BTreeMap<(u32, u32), (Held, BTreeSet<Option<u64>>)>,
     /// Whose work went on at the last look; None before there was anybody.
     left: Option<BTreeSet<u32>>,
 }
@@ -261,11 +261,12 @@ impl Release {
         Ok((found, silent.or(unreadable)))
     }
 
-    /// Whether all of a client's work has been ended: it has no connection that it had not then.
+    /// Whether a client's work has been ended: it still has a connection from then. One that has started over has none,
+    /// since the old ones are good for nothing. Others may make it look as if it had more, but not as if it had less.
     fn has_ended(&self, found: &Found) -> bool {
         self.ended
             .get(&(found.server, found.pid))
-            .is_some_and(|(held, connections)| held.alive() && found.connections.is_subset(connections))
+            .is_some_and(|(held, connections)| held.alive() && !found.connections.is_disjoint(connections))
     }
 
     /// Ends the work of each.
@@ -343,7 +344,7 @@ struct Found {
     control: Arc<CallersControl>,
     server: u32,
     pid: u32,
-    connections: BTreeSet<u64>,
+    connections: BTreeSet<Option<u64>>,
     held: Held,
 }
 
@@ -379,7 +380,7 @@ fn pick(
     let mut containers = BTreeSet::new();
     for (control, clients) in listed {
         // A client of two GPUs has two lines.
-        let mut connections: BTreeMap<(u32, u32), BTreeSet<u64>> = BTreeMap::new();
+        let mut connections: BTreeMap<(u32, u32), BTreeSet<Option<u64>>> = BTreeMap::new();
         for client in clients {
             connections.entry((client.server, client.pid)).or_default().insert(client.id);
         }

@@ -5,7 +5,7 @@
 //! Asked in parallel the control daemon fails now and then; the calls of one [`Control`] are serialised, those made for
 //! callers on the bus ([`CallersControl`]) behind its own.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Arc;
@@ -95,19 +95,27 @@ pub enum ServerStatus {
     Unsupported,
 }
 
-/// A line of `ps`.
+/// Servers, each with the PIDs of its clients.
+pub type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
+
+/// A connection of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Client {
     /// The client's PID on the host.
     pub pid: u32,
-    /// What tells its connections apart: a process that starts over has another.
-    pub id: u64,
+    /// What tells its connections apart: a process that starts over has another. None where it is not known.
+    pub id: Option<u64>,
     /// Its server's PID.
     pub server: u32,
-    /// The beginning of its GPU's UUID.
+    /// The beginning of its GPU's UUID; empty where it is not known.
     pub gpu_prefix: String,
-    /// Its command.
-    pub command: String,
+}
+
+impl Client {
+    /// Whether it is on one of these GPUs.
+    pub fn is_on<'a>(&self, mut uuids: impl Iterator<Item = &'a String>) -> bool {
+        !self.gpu_prefix.is_empty() && uuids.any(|uuid| uuid.starts_with(&self.gpu_prefix))
+    }
 }
 
 /// What became of a wish to end a client's GPU work.
@@ -192,12 +200,20 @@ impl CallersControl {
         self.0.server_status(server).await
     }
 
-    /// The PIDs of the servers.
+    /// The servers, each with the PIDs of its clients.
     ///
     /// # Errors
     /// No answer, or one that the command can't have.
-    pub async fn servers(&self) -> Result<Vec<u32>, ControlError> {
-        self.0.servers().await
+    pub async fn client_pids(&self) -> Result<ClientPids, ControlError> {
+        self.0.client_pids().await
+    }
+
+    /// See [`Control::connections`].
+    ///
+    /// # Errors
+    /// No answer, or one that the command can't have.
+    pub async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
+        self.0.connections(known).await
     }
 
     /// The clients of every server.
@@ -289,16 +305,56 @@ impl Control {
         parse_status(&answer).ok_or_else(|| unexpected(&command, &answer, "INITIALIZING, ACTIVE or FAULT"))
     }
 
+    /// The servers, each with the PIDs of its clients, which is all that nobody else has a say in: `ps` prints the names
+    /// of programs as they are, line breaks included.
+    pub async fn client_pids(&self) -> Result<ClientPids, ControlError> {
+        const COMMAND: &str = "get_server_list";
+        let answer = self.ask_again_if_empty(COMMAND).await?;
+        let servers =
+            parse_pids(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a PID on each line"))?;
+        let mut all = ClientPids::new();
+        for server in servers {
+            let command = format!("get_client_list {server}");
+            let answer = self.ask_again_if_empty(&command).await?;
+            let clients = parse_client_list(&answer)
+                .ok_or_else(|| unexpected(&command, &answer, "a PID on each line"))?;
+            all.insert(server, clients);
+        }
+        Ok(all)
+    }
+
     /// The clients of every server.
     pub async fn clients(&self) -> Result<Vec<Client>, ControlError> {
+        self.connections(&self.client_pids().await?).await
+    }
+
+    /// The connections of these clients. A program's name can't make a client of who is none, but can add a connection to
+    /// those of a real one.
+    pub async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
         const COMMAND: &str = "ps";
-        let mut answer = self.ask(COMMAND).await?;
-        if answer.is_empty() {
-            // It has none, or it hung and dropped those who waited. Nobody may be ended, or be told that it is over, for
-            // the latter: one that answers again drops nobody.
-            answer = self.ask(COMMAND).await?;
+        if known.values().all(BTreeSet::is_empty) {
+            return Ok(Vec::new());
         }
-        parse_clients(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))
+        let answer = self.ask_again_if_empty(COMMAND).await?;
+        let mut rows =
+            parse_clients(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))?;
+        rows.retain(|row| known.get(&row.server).is_some_and(|pids| pids.contains(&row.pid)));
+        // One without a row has come or gone this moment.
+        for (server, pids) in known {
+            for pid in pids {
+                if !rows.iter().any(|row| (row.server, row.pid) == (*server, *pid)) {
+                    rows.push(Client { pid: *pid, id: None, server: *server, gpu_prefix: String::new() });
+                }
+            }
+        }
+        Ok(rows)
+    }
+
+    /// Nothing is the answer where there is nobody, and that of a control daemon that hung and dropped those who waited.
+    /// Nobody may be ended, or be told that it is over, for the latter: one that answers again drops nobody.
+    async fn ask_again_if_empty(&self, command: &str) -> Result<String, ControlError> {
+        let answer = self.ask(command).await?;
+        if answer.is_empty() { self.ask(command).await } else { Ok(answer) }
     }
 
     /// Sets the active thread percentage of the servers to come.
@@ -488,6 +544,12 @@ fn parse_pids(answer: &str) -> Option<Vec<u32>> {
     answer.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| line.parse().ok()).collect()
 }
 
+/// The PIDs of a server's clients; none of one that has gone.
+fn parse_client_list(answer: &str) -> Option<BTreeSet<u32>> {
+    let is_gone = answer.starts_with("Server") && answer.trim_end().ends_with("not found");
+    if is_gone { Some(BTreeSet::new()) } else { Some(parse_pids(answer)?.into_iter().collect()) }
+}
+
 fn parse_status(answer: &str) -> Option<ServerStatus> {
     match answer.trim() {
         "INITIALIZING" => Some(ServerStatus::Initializing),
@@ -523,30 +585,18 @@ fn parse_clients(answer: &str) -> Option<Vec<Client>> {
             if header.split_whitespace().eq(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]) => {}
         Some(_) => return None,
     }
-    let mut clients: Vec<Client> = Vec::new();
-    for line in lines {
-        match (parse_client(line), clients.last_mut()) {
-            (Some(client), _) => clients.push(client),
-            // A tenant may have a line break in the name of a program, and must not hide all clients by it.
-            (None, Some(before)) => before.command = format!("{} {}", before.command, line.trim()),
-            (None, None) => return None,
-        }
-    }
-    Some(clients)
+    // What is no row is the rest of a name with a line break in it.
+    Some(lines.filter_map(parse_client).collect())
 }
 
+/// A row of `ps`, up to the GPU. What follows is the client's own to choose.
 fn parse_client(line: &str) -> Option<Client> {
     let mut fields = line.split_whitespace();
     let pid = fields.next()?.parse().ok()?;
-    let id = fields.next()?.parse().ok()?;
+    let id = Some(fields.next()?.parse().ok()?);
     let server = fields.next()?.parse().ok()?;
     let gpu_prefix = fields.next()?.to_owned();
-    let mut rest: Vec<&str> = fields.collect();
-    // The namespace, which is left blank where the server may not see it. One such client must not hide all others.
-    if rest.first().is_some_and(|namespace| namespace.parse::<u64>().is_ok()) {
-        rest.remove(0);
-    }
-    Some(Client { pid, id, server, gpu_prefix, command: rest.join(" ") })
+    Some(Client { pid, id, server, gpu_prefix })
 }
 
 #[cfg(test)]
@@ -580,23 +630,34 @@ mod tests {
         assert_eq!(parse_clients(""), Some(vec![]));
         let table = "PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        \n\
                      1153      33        939            GPU-168acfc9-c926-5401    4026531836     /tmp/work      ";
-        let client = Client {
-            pid: 1153,
-            id: 33,
-            server: 939,
-            gpu_prefix: "GPU-168acfc9-c926-5401".to_owned(),
-            command: "/tmp/work".to_owned(),
-        };
+        let client =
+            Client { pid: 1153, id: Some(33), server: 939, gpu_prefix: "GPU-168acfc9-c926-5401".to_owned() };
         assert_eq!(parse_clients(table), Some(vec![client]));
         let blank = "PID       ID        SERVER         DEVICE                    NAMESPACE      COMMAND        \n\
             3523      1         3526           GPU-76aef7ff-372d-2432                   cuda-client    ";
-        let commands =
-            |table| parse_clients(table).map(|all| all.into_iter().map(|one| one.command).collect());
-        assert_eq!(commands(blank), Some(vec!["cuda-client".to_owned()]));
+        let pids = |table: &str| parse_clients(table).map(|all| all.iter().map(|one| one.pid).collect());
+        assert_eq!(pids(blank), Some(vec![3523]));
         let broken = format!("{blank}\nb/c\n3524 2 3526 GPU-76aef7ff-372d-2432 4026531836 other");
-        assert_eq!(commands(&broken), Some(vec!["cuda-client b/c".to_owned(), "other".to_owned()]));
-        assert_eq!(parse_clients("PID ID SERVER DEVICE NAMESPACE COMMAND\nx 1 2 G 3 c"), None);
-        assert_eq!(parse_clients("garbage"), None);
+        assert_eq!(pids(&broken), Some(vec![3523, 3524]));
+        assert_eq!(pids("PID ID SERVER DEVICE NAMESPACE COMMAND\nx 1 2 G 3 c"), Some(vec![]));
+        assert_eq!(pids("garbage"), None);
+    }
+
+    #[test]
+    fn client_lists() {
+        assert_eq!(parse_client_list(""), Some(BTreeSet::new()));
+        assert_eq!(parse_client_list("1153\n1154\n1153"), Some(BTreeSet::from([1153, 1154])));
+        assert_eq!(parse_client_list("Server 1 not found"), Some(BTreeSet::new()));
+        assert_eq!(parse_client_list("Unknown command \"get_client_list\""), None);
+    }
+
+    #[test]
+    fn a_client_without_a_gpu_is_on_none() {
+        let on = |gpu_prefix: &str| {
+            Client { pid: 1, id: None, server: 2, gpu_prefix: gpu_prefix.to_owned() }
+                .is_on([&"GPU-76aef7ff-372d".to_owned()].into_iter())
+        };
+        assert!(on("GPU-76aef7ff") && !on("GPU-86") && !on(""));
     }
 
     #[test]
@@ -639,9 +700,11 @@ mod tests {
     async fn one_that_dropped_a_conversation_is_not_without_clients() {
         let directory = tempfile::tempdir().unwrap();
         let (program, dropped) = (directory.path().join("front-end"), directory.path().join("dropped"));
+        // Of each command the first conversation is dropped.
         let script = format!(
-            "#!/bin/sh\ncat >/dev/null\nif mkdir {0} 2>/dev/null; then exit 0; fi\n\
-             echo PID ID SERVER DEVICE NAMESPACE COMMAND\necho 1153 33 939 GPU-168acfc9 4026531836 /tmp/work\n",
+            "#!/bin/sh\nread -r command rest\nif mkdir {0}-$command 2>/dev/null; then exit 0; fi\n\
+             case $command in get_server_list) echo 939;; get_client_list) echo 1153;;\n\
+             ps) echo PID ID SERVER DEVICE NAMESPACE COMMAND; echo 1153 33 939 GPU-168acfc9 4026531836 work;;\nesac\n",
             dropped.display()
         );
         // Not written by us: what another thread forks meanwhile would hold the file open, and no such file can be executed.
@@ -650,15 +713,15 @@ mod tests {
             std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
         assert!(written.unwrap().success());
         let control = Control::new(program, directory.path().to_owned());
-        assert_eq!(control.clients().await.unwrap().len(), 1);
-        assert!(dropped.exists());
+        let client = Client { pid: 1153, id: Some(33), server: 939, gpu_prefix: "GPU-168acfc9".to_owned() };
+        assert_eq!(control.clients().await.unwrap(), [client]);
     }
 
     proptest! {
         #[test]
         fn any_answer_is_survived(answer in "\\PC{0,300}(\n\\PC{0,80}){0,5}") {
             let _ = (parse_pids(&answer), parse_status(&answer), parse_clients(&answer));
-            let _ = parse_terminated(&answer);
+            let _ = (parse_terminated(&answer), parse_client_list(&answer));
             let _ = unexpected("ps", &answer, "").to_string();
         }
     }

@@ -23,6 +23,21 @@ impl Identity {
     }
 }
 
+/// As much of a program's name as is shown.
+const COMMAND_CHARACTERS: usize = 200;
+
+/// The program of a process, by its file, or else by the name that the kernel keeps; empty when there is no such process.
+/// A file may have any name: what could break a line or command a terminal is replaced.
+pub fn command(pid: u32) -> String {
+    let file = std::fs::read_link(format!("/proc/{pid}/exe")).map(|file| file.to_string_lossy().into_owned());
+    let name = || {
+        String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/comm")).unwrap_or_default()).into_owned()
+    };
+    let command = file.unwrap_or_else(|_| name());
+    let printable = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+    command.trim_end_matches('\n').chars().take(COMMAND_CHARACTERS).map(printable).collect()
+}
+
 /// /proc/PID/stat. A process gives itself any name it likes, which need not be text.
 pub(super) fn stat(pid: u32) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/stat"))?).into_owned())

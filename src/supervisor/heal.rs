@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use crate::counted::counted;
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
+use crate::mps::identity::command;
 use crate::mps::process;
 
 use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker, limits};
@@ -152,9 +153,7 @@ impl Worker {
     ) -> Result<(Vec<Client>, Vec<Client>), ControlError> {
         let hit = self.gpus_hit();
         let clients = control.clients().await?.into_iter().filter(|client| client.server == server);
-        Ok(clients.partition(|client| {
-            hit.is_empty() || hit.iter().any(|uuid| uuid.starts_with(&client.gpu_prefix))
-        }))
+        Ok(clients.partition(|client| hit.is_empty() || client.is_on(hit.iter())))
     }
 
     fn clients_hit(&self) -> usize {
@@ -316,7 +315,7 @@ fn several_gpus(clients: &[Client]) -> bool {
 /// These clients in words: `1153 (/tmp/work), 1154 (/tmp/work)`.
 fn in_words(clients: &[Client]) -> String {
     let words: Vec<String> =
-        clients.iter().map(|client| format!("{} ({})", client.pid, client.command)).collect();
+        clients.iter().map(|client| format!("{} ({})", client.pid, command(client.pid))).collect();
     words.join(", ")
 }
 

@@ -663,8 +663,8 @@ impl Worker {
         let control = Control::new(program(), running.pipe_directory.clone());
         let mut why = "it does not listen in its pipe directory any more".to_owned();
         if control.daemon_pid() == Some(running.process.pid) {
-            match control.clients().await {
-                Ok(clients) => return Ok(clients.len()),
+            match control.client_pids().await {
+                Ok(clients) => return Ok(clients.values().flatten().count()),
                 Err(error) => why = error.to_string(),
             }
         }

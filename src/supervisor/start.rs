@@ -147,7 +147,7 @@ impl Worker {
     async fn make_way(&mut self, control: &Control, pipe_directory: &Path) -> Result<(), Failure> {
         let directory = pipe_directory.display();
         let asked = match control.servers().await {
-            Ok(_) => control.clients().await,
+            Ok(_) => control.client_pids().await,
             Err(error) => Err(error),
         };
         let clients = match asked {
@@ -156,7 +156,7 @@ impl Worker {
             // Nobody listens there: it is the front end that is no good.
             Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
             Err(error) => Err(error),
-            Ok(clients) => Ok(clients.len()),
+            Ok(clients) => Ok(clients.values().flatten().count()),
         };
         let pid = control.daemon_pid();
         let named = pid.map_or("an unknown PID".to_owned(), |pid| format!("PID {pid}"));

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -161,6 +162,62 @@ fn clients_are_shown_with_their_containers() {
     let table = succeeded(&host.mpsctl(&["clients"]));
     assert_eq!(row(&table, client.0.id())[6], container.id[..12]);
     drop(client);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A program's name with line breaks and whole rows of `ps` in it: nobody becomes a client by that, no release waits for
+/// one, and what it commands reaches no terminal and no log.
+#[test]
+fn a_name_makes_nobody_a_client() {
+    let mut host = Host::serving("h200");
+    let real = client(&host, "00:06.0-1");
+    let stranger = Running(Command::new("sleep").arg("600").spawn().unwrap());
+    let status = host.json(&["status"]).unwrap();
+    let server = control_daemon(&status)["servers"][0].as_u64().unwrap();
+    let uuid = host.list()[0]["device_path"].as_str().unwrap().to_owned();
+    let row = |pid: u32, id: u32, gpu: &str| format!("\n{pid} {id} {server} {gpu} 4026531836 mine\x1b[2J");
+    let rows =
+        [row(stranger.0.id(), 77, &uuid[..22]), row(real.0.id(), 78, "GPU-00000000-0000-0000")].concat();
+    let mut forger = host.command(host.path("bin/cuda-client"));
+    std::os::unix::process::CommandExt::arg0(&mut forger, format!("work{rows}\nrest"));
+    forger.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).args(["hold", "600"]).stdout(Stdio::null());
+    let forger = Running(forger.spawn().unwrap());
+    wait_for("the forger", || listed(&host, forger.0.id()));
+    let table = host.front_end(&host.path("mps/pipe"), "ps");
+    assert!(table.contains(&rows), "then this proves nothing: {table:?}");
+
+    let all = clients(&host);
+    let mut pids: Vec<u64> = all.iter().map(|client| client["pid"].as_u64().unwrap()).collect();
+    pids.sort_unstable();
+    let mut expected = [u64::from(real.0.id()), u64::from(forger.0.id())];
+    expected.sort_unstable();
+    assert_eq!(pids, expected);
+    assert!(
+        all.iter().all(|client| client["command"].as_str().unwrap().ends_with("/cuda-client")),
+        "{all:#?}"
+    );
+    assert!(all.iter().all(|client| client["gpu"] == uuid.as_str()), "{all:#?}");
+    let table = succeeded(&host.mpsctl(&["clients"]));
+    assert!(!table.contains('\x1b') && !table.contains("mine"), "{table:?}");
+
+    let begun = Instant::now();
+    let refusal = host.mpsctl(&["terminate", &stranger.0.id().to_string()]);
+    assert!(text(&refusal).contains("is no client of a GPU here"), "{}", text(&refusal));
+    if let Some(container) = Container::new() {
+        container.take(stranger.0.id(), "init");
+        succeeded(&host.mpsctl(&["terminate", "--container", &container.id]));
+        drop(stranger);
+    } else {
+        println!("skipped: no control group can be made here");
+    }
+    succeeded(&host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
+    println!(
+        "with rows forged: one refused, one container and one slice released after {:?}",
+        begun.elapsed()
+    );
+    assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());
+    assert!(!host.log().contains('\x1b') && !host.log().contains("mine"), "{}", host.log());
+    drop((real, forger));
     assert_eq!(host.stop().code(), Some(0));
 }
 

@@ -805,7 +805,7 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     for attempt in attempts {
         let (status, said) = ended(attempt);
         assert_eq!(status, Some(1), "{said}");
-        assert!(said.contains("the control daemon did not answer `ps` within 5 s"), "{said}");
+        assert!(said.contains("the control daemon did not answer `get_server_list` within 5 s"), "{said}");
     }
     scene.host.clear("mps/fault/front-end-hangs");
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
