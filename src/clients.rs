@@ -264,7 +264,22 @@ fn container_in(cgroups: &str) -> Option<String> {
 pub(crate) fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
     let paths = cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
     let names = paths.flat_map(|path| path.rsplit('/'));
-    names.filter_map(|name| name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64))
+    names.filter_map(container_in_name)
+}
+
+/// Whether a container is one that the host's own runtime has made, as far as these cgroup paths tell: the outermost one of
+/// its path, and not in the part of the tree where a user's own service manager lets that user have any names.
+pub(crate) fn is_the_hosts(cgroups: &str, id: &str) -> bool {
+    let paths = cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
+    paths.filter(|path| !path.contains("/user@")).any(|path| {
+        let mut names = path.split('/').filter_map(container_in_name);
+        names.next() == Some(id)
+    })
+}
+
+/// The container's id in the name of a control group.
+fn container_in_name(name: &str) -> Option<&str> {
+    name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64)
 }
 
 /// When a process started.
@@ -308,6 +323,19 @@ mod tests {
         let (outer, inner) = ("a".repeat(64), "b".repeat(64));
         let path = format!("0::/docker/{outer}/system.slice/docker-{inner}.scope/init");
         assert_eq!(containers_in(&path).collect::<Vec<_>>(), [inner, outer]);
+    }
+
+    #[test]
+    fn who_may_name_control_groups_makes_no_container_of_the_hosts() {
+        let (own, other) = ("a".repeat(64), "b".repeat(64));
+        for path in [
+            format!("0::/system.slice/docker-{own}.scope/docker-{other}.scope"),
+            format!("1:name=systemd:/user.slice\n7:freezer:/docker/{own}"),
+        ] {
+            assert!(is_the_hosts(&path, &own) && !is_the_hosts(&path, &other), "{path}");
+        }
+        let path = format!("0::/user.slice/user-1000.slice/user@1000.service/app.slice/docker-{own}.scope");
+        assert!(!is_the_hosts(&path, &own));
     }
 
     #[test]

@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use crate::blocking::Blocking;
-use crate::clients::{containers_in, device_in, environment, real_uid};
+use crate::clients::{containers_in, device_in, environment, is_the_hosts, real_uid};
 use crate::mps::control::{Caller, CallersControl, Client, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 
@@ -151,7 +151,8 @@ pub async fn release(
     wanted: Wanted,
     kernel: Blocking,
 ) -> Result<(), ReleaseError> {
-    let mut release = Release { controls, wanted, kernel, ended: BTreeMap::new(), left: None };
+    let mut release =
+        Release { controls, wanted, kernel, ended: BTreeMap::new(), left: None, only_hosts: false };
     // Nobody keeps the control daemons busy with what he may not have.
     release.look_at_process().await?;
     match tokio::time::timeout(TIMEOUT, release.run()).await {
@@ -170,6 +171,8 @@ struct Release {
     ended: BTreeMap<(u32, u32), (Held, BTreeSet<Option<u64>>)>,
     /// Whose work went on at the last look; None before there was anybody.
     left: Option<BTreeSet<u32>>,
+    /// The container that is wanted has been found to be one of the host's.
+    only_hosts: bool,
 }
 
 /// The users besides root who have GPU work ended at this moment.
@@ -252,12 +255,14 @@ impl Release {
     }
 
     /// The clients that are wanted, as they are now, and what hinders us from knowing all of them.
-    async fn look(&self) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
+    async fn look(&mut self) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
         let (listed, silent) = list_clients(&self.controls).await;
         let wanted = self.wanted.clone();
         // Off the loop's thread: a process that is stuck in the driver can hold up who reads its memory.
-        let picked = self.kernel.ask(TIMEOUT, move || pick(listed, &wanted)).await;
+        let only_hosts = self.only_hosts;
+        let picked = self.kernel.ask(TIMEOUT, move || pick(listed, &wanted, only_hosts)).await;
         let (found, unreadable) = picked.ok_or(ReleaseError::NotKnown)??;
+        self.only_hosts |= found.iter().any(|found| found.hosts);
         Ok((found, silent.or(unreadable)))
     }
 
@@ -272,7 +277,7 @@ impl Release {
     /// Ends the work of each.
     async fn terminate(&mut self, found: Vec<Found>) -> Result<(), ReleaseError> {
         let mut trouble = None;
-        for Found { control, server, pid, connections, held } in found {
+        for Found { control, server, pid, connections, held, hosts: _ } in found {
             // A process that has ended may have left its PID to another.
             if !held.alive() {
                 continue;
@@ -346,6 +351,8 @@ struct Found {
     pid: u32,
     connections: BTreeSet<Option<u64>>,
     held: Held,
+    /// Whether it is wanted as one in a container that the host's own runtime has made.
+    hosts: bool,
 }
 
 /// The clients of every control daemon, all asked at once: one that hangs must not use up the time of the others.
@@ -375,6 +382,7 @@ async fn list_clients(
 fn pick(
     listed: Vec<(Arc<CallersControl>, Vec<Client>)>,
     wanted: &Wanted,
+    only_hosts: bool,
 ) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
     let (mut found, mut unreadable) = (Vec::new(), None);
     let mut containers = BTreeSet::new();
@@ -389,21 +397,42 @@ fn pick(
                 Ok(None | Some((_, Look::Other))) => continue,
                 Ok(Some((_, Look::NotYours { owner }))) => return Err(ReleaseError::NotYours { pid, owner }),
                 Ok(Some((held, look))) => {
-                    if let Look::In(ids) = look {
-                        containers.extend(ids);
-                    }
-                    found.push(Found { control: Arc::clone(&control), server, pid, connections, held });
+                    let ids = if let Look::In(ids) = look { ids } else { BTreeSet::new() };
+                    let hosts = ids.iter().any(|id| id.hosts);
+                    containers.extend(ids);
+                    found.push(Found {
+                        control: Arc::clone(&control),
+                        server,
+                        pid,
+                        connections,
+                        held,
+                        hosts,
+                    });
                 }
                 Err(source) => _ = unreadable.get_or_insert(ReleaseError::Unreadable { pid, source }),
             }
         }
     }
+    // Nobody is in the way of a container of the host's who has only given a control group of his own its name.
+    if only_hosts || containers.iter().any(|id| id.hosts) {
+        containers.retain(|id| id.hosts);
+        found.retain(|found| found.hosts);
+    }
     match wanted {
         Wanted::Container(ContainerId(id)) if containers.len() > 1 => {
-            Err(ReleaseError::SeveralContainers { id: id.clone(), found: containers.into_iter().collect() })
+            let found = containers.into_iter().map(|found| found.id).collect();
+            Err(ReleaseError::SeveralContainers { id: id.clone(), found })
         }
         _ => Ok((found, unreadable)),
     }
+}
+
+/// A container that a process is in.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Container {
+    id: String,
+    /// Whether the host's own runtime has made it.
+    hosts: bool,
 }
 
 /// What a look at a process has shown.
@@ -414,7 +443,7 @@ enum Look {
     /// It is wanted, and who asks may have it.
     Wanted,
     /// It is wanted, being in these containers.
-    In(Vec<String>),
+    In(BTreeSet<Container>),
     /// It is wanted, but belongs to another user.
     NotYours { owner: u32 },
 }
@@ -441,7 +470,8 @@ fn look_at(pid: u32, wanted: &Wanted) -> io::Result<Look> {
         Wanted::Container(ContainerId(id)) => {
             let cgroups = String::from_utf8_lossy(&read("cgroup")?).to_ascii_lowercase();
             let ids = containers_in(&cgroups).filter(|found| found.starts_with(id.as_str()));
-            let ids: Vec<String> = ids.map(str::to_owned).collect();
+            let ids: BTreeSet<Container> =
+                ids.map(|id| Container { id: id.to_owned(), hosts: is_the_hosts(&cgroups, id) }).collect();
             if ids.is_empty() { Look::Other } else { Look::In(ids) }
         }
     })

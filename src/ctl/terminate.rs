@@ -6,9 +6,10 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::json;
 
-use super::table::printable;
+use super::published::text;
+use super::table::{cell, printable};
 use super::{Error, print_json};
-use crate::dbus::proxy::{Client, ClientError};
+use crate::dbus::proxy::{Client, ClientError, Object};
 
 /// How long to wait until the daemon may have time for this user again: another process of his is let go within 50 ms.
 const PAUSE: Duration = Duration::from_millis(25);
@@ -50,6 +51,7 @@ pub(super) async fn terminate(
         (json!({"container": id}), format!("No process in container {} uses a GPU any more.", printable(id)))
     } else {
         client.release_devices(device).await?;
+        refuse_unnamed(client, device).await?;
         (json!({"devices": device}), format!("No process uses {} any more.", printable(&device.join(", "))))
     };
     if arguments.json {
@@ -57,6 +59,43 @@ pub(super) async fn terminate(
     }
     writeln!(out, "{words}")?;
     Ok(())
+}
+
+/// Fails where a client has a GPU of these devices and does not say which of them it was given: nobody has ended its work,
+/// and nobody can know whether that was wanted.
+async fn refuse_unnamed(client: &Client, devices: &[String]) -> Result<(), Error> {
+    let gpus: Vec<String> = gpus_of(client, devices).await?;
+    let is_unnamed = |one: &&Object| {
+        !one.contains_key("device")
+            && one.get("bypass") != Some(&json!(true))
+            && gpus.iter().any(|gpu| gpu == text(one, "gpu"))
+    };
+    let listed = client.clients().await?;
+    let who: Vec<String> = listed
+        .iter()
+        .filter(is_unnamed)
+        .map(|one| format!("{} ({})", cell(one, "pid"), cell(one, "command")))
+        .collect();
+    if who.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Failed(format!(
+        "no process that says it was given {} uses it any more; not known of {}, which say in their environment \
+         (YUNION_MPS_DEVICE) nothing of what they were given: terminate them by PID or container",
+        printable(&devices.join(", ")),
+        who.join(", ")
+    )))
+}
+
+/// The UUIDs of the GPUs of these devices.
+async fn gpus_of(client: &Client, devices: &[String]) -> Result<Vec<String>, Error> {
+    let known = client.devices().await?;
+    let is_one = |device: &&Object| {
+        let (addr, full) = (text(device, "addr"), text(device, "pci_bdf"));
+        let ordinal = addr.rsplit_once('-').map(|(_, ordinal)| ordinal).unwrap_or_default();
+        devices.iter().any(|name| name == addr || *name == format!("{full}-{ordinal}"))
+    };
+    Ok(known.iter().filter(is_one).map(|device| text(device, "device_path").to_owned()).collect())
 }
 
 /// Ends the GPU work of a process, and waits where the daemon is busy with another process of this user.

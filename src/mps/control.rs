@@ -139,9 +139,10 @@ pub enum Caller {
 }
 
 impl Caller {
-    /// Which one a user is.
+    /// Which one a user is. Whoever runs the service without being root has root's part.
     pub fn of(uid: u32) -> Self {
-        if uid == 0 { Self::Root } else { Self::User }
+        let is_root = uid == 0 || uid == rustix::process::geteuid().as_raw();
+        if is_root { Self::Root } else { Self::User }
     }
 }
 

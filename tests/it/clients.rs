@@ -180,7 +180,8 @@ fn a_name_makes_nobody_a_client() {
         [row(stranger.0.id(), 77, &uuid[..22]), row(real.0.id(), 78, "GPU-00000000-0000-0000")].concat();
     let mut forger = host.command(host.path("bin/cuda-client"));
     std::os::unix::process::CommandExt::arg0(&mut forger, format!("work{rows}\nrest"));
-    forger.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).args(["hold", "600"]).stdout(Stdio::null());
+    forger.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).env("YUNION_MPS_DEVICE", "00:06.0-2");
+    forger.args(["hold", "600"]).stdout(Stdio::null());
     let forger = Running(forger.spawn().unwrap());
     wait_for("the forger", || listed(&host, forger.0.id()));
     let table = host.front_end(&host.path("mps/pipe"), "ps");

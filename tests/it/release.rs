@@ -288,10 +288,12 @@ fn terminate_by_container() {
         assert!(scene.bystander_survives());
         other.let_go(scene.bystander.id());
     }
-    for wrong in ["", "0123456789a", "0123456789xyz", &"0".repeat(65)] {
+    for wrong in ["", "0123456789a", "0123456789xyz"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", "--container", wrong]));
         assert!(complaint.contains("is no container id"), "{complaint}");
     }
+    let complaint = failed(&scene.host.mpsctl(&["terminate", "--container", &"0".repeat(65)]));
+    assert!(complaint.contains("at most 64 bytes"), "{complaint}");
 }
 
 #[test]
@@ -318,6 +320,55 @@ fn an_id_of_two_containers_is_refused() {
     assert_terminated(first);
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &alike.id]));
     assert_terminated(second);
+    assert!(scene.bystander_survives());
+}
+
+/// A stranger who gives a control group of his own a name with the same beginning keeps nobody's container from being
+/// released: his part of the tree is known by its place.
+#[test]
+fn a_strangers_control_group_is_in_no_containers_way() {
+    let mut scene = Scene::new();
+    let Some(container) = Container::new() else {
+        println!("skipped: no control group can be made here");
+        return;
+    };
+    let parent = container.directory.with_file_name(format!("user@{}.service", std::process::id()));
+    let alike = Container {
+        id: format!("{}f", &container.id[..63]),
+        directory: parent.join(format!("docker-{}f.scope", &container.id[..63])),
+    };
+    fs::create_dir_all(alike.directory.join("init/deeper")).unwrap();
+    let (victim, stranger) = (scene.victim(), scene.victim());
+    container.take(victim.id(), "");
+    alike.take(stranger.id(), "");
+    succeeded(&scene.host.mpsctl(&["terminate", "--container", &container.id[..12]]));
+    assert_terminated(victim);
+    assert!(scene.listed().contains(&stranger.id()));
+    // Where there is no other, it is the one that is meant.
+    succeeded(&scene.host.mpsctl(&["terminate", "--container", &alike.id[..12]]));
+    assert_terminated(stranger);
+    assert!(scene.bystander_survives());
+    drop(alike);
+    let _ = fs::remove_dir(parent);
+}
+
+/// That nobody uses a slice is not said while somebody uses its GPU who does not say what he was given.
+#[test]
+fn a_client_that_lost_its_environment_is_named() {
+    let mut scene = Scene::new();
+    let mut command = client(&scene.host, "00:06.0-1", &["long", "600"]);
+    let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
+    scene.computes(silent.id());
+    let victim = scene.victim();
+    for name in ["00:06.0-1", "0000:00:06.0-1"] {
+        let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", name]));
+        let who = format!("not known of {} (", silent.id());
+        assert!(complaint.contains(&who) && complaint.contains("by PID or container"), "{complaint}");
+    }
+    assert_terminated(victim);
+    succeeded(&scene.host.mpsctl(&["terminate", &silent.id().to_string()]));
+    assert_terminated(silent);
+    succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     assert!(scene.bystander_survives());
 }
 
