@@ -161,6 +161,9 @@ pub async fn release(
     }
 }
 
+/// What `ps` tells a client's connections apart by.
+type Connections = BTreeSet<Option<u64>>;
+
 struct Release {
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
@@ -168,7 +171,7 @@ struct Release {
     kernel: Blocking,
     /// By server and client: the processes whose work has been ended, held so that another one with the same PID isn't
     /// taken for them, and the connections that they had.
-    ended: BTreeMap<(u32, u32), (Held, BTreeSet<Option<u64>>)>,
+    ended: BTreeMap<(u32, u32), (Held, Connections)>,
     /// Whose work went on at the last look; None before there was anybody.
     left: Option<BTreeSet<u32>>,
     /// The container that is wanted has been found to be one of the host's.
@@ -349,7 +352,7 @@ struct Found {
     control: Arc<CallersControl>,
     server: u32,
     pid: u32,
-    connections: BTreeSet<Option<u64>>,
+    connections: Connections,
     held: Held,
     /// Whether it is wanted as one in a container that the host's own runtime has made.
     hosts: bool,
@@ -388,7 +391,7 @@ fn pick(
     let mut containers = BTreeSet::new();
     for (control, clients) in listed {
         // A client of two GPUs has two lines.
-        let mut connections: BTreeMap<(u32, u32), BTreeSet<Option<u64>>> = BTreeMap::new();
+        let mut connections: BTreeMap<(u32, u32), Connections> = BTreeMap::new();
         for client in clients {
             connections.entry((client.server, client.pid)).or_default().insert(client.id);
         }

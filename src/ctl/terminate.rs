@@ -103,7 +103,7 @@ pub(super) async fn terminate_in_turn(client: &Client, pid: u32) -> Result<(), C
     loop {
         match client.terminate_client(pid).await {
             Err(ClientError::Refused { name, .. }) if name.ends_with(".Busy") => {
-                tokio::time::sleep(PAUSE).await
+                tokio::time::sleep(PAUSE).await;
             }
             answer => return answer,
         }
