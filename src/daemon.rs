@@ -30,7 +30,7 @@ use crate::mps::control::{Caller, CallersControl};
 use crate::mps::identity::Identity;
 use crate::mps::process;
 use crate::plan::{self, Configured, Plan, PlanError};
-use crate::release::{self, ContainerId, ReleaseError, Users, Wanted};
+use crate::release::{self, ContainerId, ReleaseError, Wanted};
 use crate::runtime_directory::RuntimeDirectory;
 use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
 use crate::supervisor::{self, Goal, Order, Status, Supervisor, Tools};
@@ -145,8 +145,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
         holders: JoinSet::new(),
         listings,
         looks: Blocking::new(1),
-        kernel: ByCaller::new(|| Blocking::new(RELEASES)),
-        releasing: Users::default(),
+        kernel: Blocking::new(RELEASES),
         pending: Vec::new(),
         changed,
         snapshot,
@@ -254,9 +253,7 @@ struct Daemon {
     /// Looks at the host.
     looks: Blocking,
     /// Asks the kernel whose GPU work is to end.
-    kernel: ByCaller<Blocking>,
-    /// Who has GPU work ended.
-    releasing: Users,
+    kernel: Blocking,
     /// To be started when nobody who is leaving has their GPUs any more.
     pending: Vec<Order>,
     changed: Arc<Notify>,
@@ -711,7 +708,7 @@ impl Daemon {
             // A caller that has gone is no reason for anything.
             Request::Reload { reply } => drop(reply.send(self.reload().await)),
             Request::Clients { uid, reply } => self.list_clients(Caller::of(uid), reply),
-            Request::Terminate { pid, uid, reply } => self.release(Ok(Wanted::Process { pid, uid }), reply),
+            Request::Terminate { pid, reply } => self.release(Ok(Wanted::Process(pid)), reply),
             Request::ReleaseDevices { devices, reply } => self.release(self.slices(devices), reply),
             Request::ReleaseContainer { id, reply } => {
                 let id = ContainerId::new(&id).map_err(RequestError::from);
@@ -761,33 +758,29 @@ impl Daemon {
         wanted: Result<Wanted, RequestError>,
         reply: oneshot::Sender<Result<(), RequestError>>,
     ) {
-        let admitted = wanted.and_then(|wanted| Ok((self.releasing.admit(&wanted)?, wanted)));
-        let (admitted, wanted) = match admitted {
-            Ok(admitted) => admitted,
+        let wanted = match wanted {
+            Ok(wanted) => wanted,
             Err(error) => return drop(reply.send(Err(error))),
         };
-        let caller = wanted.caller();
         let all = self.supervisors.values().chain(&self.leaving);
         // One that was never taken over, for want of a plan, has clients all the same.
-        let unsupervised = if self.plan.is_err() { self.unsupervised(caller) } else { Vec::new() };
-        let controls = all.filter_map(|supervisor| supervisor.control_in_place(caller)).chain(unsupervised);
+        let unsupervised = if self.plan.is_err() { self.unsupervised() } else { Vec::new() };
+        let controls = all.filter_map(|supervisor| supervisor.control_in_place()).chain(unsupervised);
         let controls = controls.map(Arc::new).collect();
-        let kernel = self.kernel.of(caller).clone();
+        let kernel = self.kernel.clone();
         tokio::spawn(async move {
             let released = release::release(controls, wanted, kernel).await;
-            // Whoever asks again as soon as he has his answer is let in.
-            drop(admitted);
             let _ = reply.send(released.map_err(RequestError::from));
         });
     }
 
     /// The control daemons of ours that the journal has and that live.
-    fn unsupervised(&self, caller: Caller) -> Vec<CallersControl> {
+    fn unsupervised(&self) -> Vec<CallersControl> {
         let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
         let ids = journal.control_daemons();
         let running = ids.iter().filter_map(|id| journal.control_daemon(id));
         let alive = running.filter(|running| Identity::of(running.process.pid).ok() == Some(running.process));
-        alive.map(|running| supervisor::front_end(&running.pipe_directory).on_behalf(caller)).collect()
+        alive.map(|running| supervisor::front_end(&running.pipe_directory).on_behalf(Caller::Root)).collect()
     }
 
     /// Carries out the changes that wait for clients to end. Beside the loop: the control daemons take their time.
@@ -1064,12 +1057,9 @@ impl From<ReleaseError> for RequestError {
         let text = error.to_string();
         match error {
             ReleaseError::NoSuchClient(_) => Self::NoSuchClient(text),
-            ReleaseError::NotYours { .. } => Self::AccessDenied(text),
-            ReleaseError::UnderWay(_) | ReleaseError::TooManyUsers => Self::Busy(text),
             ReleaseError::NoId(_)
             | ReleaseError::SeveralContainers { .. }
             | ReleaseError::Unreadable { .. }
-            | ReleaseError::Frozen { .. }
             | ReleaseError::Control(_)
             | ReleaseError::StillThere(_)
             | ReleaseError::NotKnown => Self::Failed(text),

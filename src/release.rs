@@ -6,23 +6,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use crate::blocking::Blocking;
-use crate::clients::{containers_in, device_in, environment, is_the_hosts, real_uid};
-use crate::mps::control::{Caller, CallersControl, Client, ControlError, ServerStatus, Terminated};
+use crate::clients::{containers_in, device_in, environment, is_the_hosts};
+use crate::mps::control::{CallersControl, Client, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 
 /// How long the clients may take to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
-
-/// What the kernel gets to say whose a process is. It takes microseconds.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long to wait before looking again; it doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
@@ -32,33 +28,15 @@ const LAST_PAUSE: Duration = Duration::from_secs(1);
 const SHORTEST_ID: usize = 12;
 const ID: usize = 64;
 
-/// How many users besides root may have GPU work ended at a time, each one process.
-const USERS: usize = 8;
-
 /// Whose GPU work is to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Wanted {
-    /// One process's, on behalf of a user.
-    Process {
-        /// Its PID.
-        pid: u32,
-        /// Who asks. Root may have any process; others their own, which are those with their real user id.
-        uid: u32,
-    },
+    /// One process's, by its PID.
+    Process(u32),
     /// That of every process which says in its environment that it was given one of these slices, by their names.
     Slices(Vec<String>),
     /// That of every process in a container, or in a container inside it.
     Container(ContainerId),
-}
-
-impl Wanted {
-    /// Who asks. Slices and containers are root's to release.
-    pub fn caller(&self) -> Caller {
-        match self {
-            Self::Process { uid, .. } => Caller::of(*uid),
-            Self::Slices(_) | Self::Container(_) => Caller::Root,
-        }
-    }
 }
 
 /// The id of a container, or its beginning.
@@ -95,28 +73,6 @@ pub enum ReleaseError {
     /// The process is no client of any control daemon here.
     #[error("process {0} is no client of a GPU here; ListClients shows those there are")]
     NoSuchClient(u32),
-    /// The process is another user's. Nothing was done.
-    #[error("process {pid} belongs to user {owner}; only that user and root may terminate it")]
-    NotYours {
-        /// The process.
-        pid: u32,
-        /// Its real user id.
-        owner: u32,
-    },
-    /// Its control group is frozen, and who asks is not root.
-    #[error("process {pid} is frozen with its control group {}; have that go on (`docker unpause`), or ask as root", group.display())]
-    Frozen {
-        /// The process.
-        pid: u32,
-        /// The control group.
-        group: PathBuf,
-    },
-    /// The user has another process's GPU work ended at this moment.
-    #[error("a TerminateClient of user {0} is under way; ask again when it has its answer")]
-    UnderWay(u32),
-    /// As many users as may have GPU work ended at this moment. Root has not to wait for them.
-    #[error("{USERS} users have GPU work ended at this moment; ask again later")]
-    TooManyUsers,
     /// A process can't be looked at, so it is not known whether it is one of those. The others were dealt with.
     #[error("process {pid} can't be looked at: {source}")]
     Unreadable {
@@ -153,8 +109,6 @@ pub async fn release(
 ) -> Result<(), ReleaseError> {
     let mut release =
         Release { controls, wanted, kernel, ended: BTreeMap::new(), left: None, only_hosts: false };
-    // Nobody keeps the control daemons busy with what he may not have.
-    release.look_at_process().await?;
     match tokio::time::timeout(TIMEOUT, release.run()).await {
         Ok(result) => result,
         Err(_) => Err(release.left.map_or(ReleaseError::NotKnown, ReleaseError::StillThere)),
@@ -178,66 +132,12 @@ struct Release {
     only_hosts: bool,
 }
 
-/// The users besides root who have GPU work ended at this moment.
-#[derive(Debug, Default, Clone)]
-pub struct Users(Arc<Mutex<BTreeSet<u32>>>);
-
-impl Users {
-    /// Lets a caller in, until what is returned is dropped. Root always gets in.
-    ///
-    /// # Errors
-    /// [`ReleaseError::UnderWay`] and [`ReleaseError::TooManyUsers`].
-    pub fn admit(&self, wanted: &Wanted) -> Result<Option<Admitted>, ReleaseError> {
-        let Wanted::Process { uid, .. } = wanted else { return Ok(None) };
-        if Caller::of(*uid) == Caller::Root {
-            return Ok(None);
-        }
-        let mut users = self.lock();
-        if users.contains(uid) {
-            return Err(ReleaseError::UnderWay(*uid));
-        }
-        if users.len() >= USERS {
-            return Err(ReleaseError::TooManyUsers);
-        }
-        users.insert(*uid);
-        drop(users);
-        Ok(Some(Admitted(self.clone(), *uid)))
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<u32>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// A user who was let in.
-#[derive(Debug)]
-pub struct Admitted(Users, u32);
-
-impl Drop for Admitted {
-    fn drop(&mut self) {
-        self.0.lock().remove(&self.1);
-    }
-}
-
 impl Release {
-    /// Whether the caller may have the process that is wanted: who it belongs to is known without a control daemon.
-    async fn look_at_process(&self) -> Result<(), ReleaseError> {
-        let Wanted::Process { pid, .. } = self.wanted else { return Ok(()) };
-        let wanted = self.wanted.clone();
-        let looked = self.kernel.ask(LOOK_TIMEOUT, move || hold_and_look(pid, &wanted)).await;
-        match looked.ok_or(ReleaseError::NotKnown)? {
-            Ok(Some((_, Look::NotYours { owner }))) => Err(ReleaseError::NotYours { pid, owner }),
-            Ok(Some(_)) => Ok(()),
-            Ok(None) => Err(ReleaseError::NoSuchClient(pid)),
-            Err(source) => Err(ReleaseError::Unreadable { pid, source }),
-        }
-    }
-
     async fn run(&mut self) -> Result<(), ReleaseError> {
         let mut pause = FIRST_PAUSE;
         loop {
             let (found, trouble) = self.look().await?;
-            if let (true, None, Wanted::Process { pid, .. }, None) =
+            if let (true, None, Wanted::Process(pid), None) =
                 (found.is_empty(), &trouble, &self.wanted, &self.left)
             {
                 return Err(ReleaseError::NoSuchClient(*pid));
@@ -285,7 +185,7 @@ impl Release {
             if !held.alive() {
                 continue;
             }
-            match end_work(&control, server, pid, &held, self.wanted.caller()).await {
+            match end_work(&control, server, pid, &held).await {
                 Ok(Some(Terminated::Done)) => {
                     tracing::info!(
                         mps_server_pid = server,
@@ -317,14 +217,9 @@ async fn end_work(
     server: u32,
     pid: u32,
     held: &Held,
-    caller: Caller,
 ) -> Result<Option<Terminated>, ReleaseError> {
     if control.server_status(server).await? == ServerStatus::Fault {
         return Ok(Some(Terminated::Done));
-    }
-    // Whoever froze the control group did not mean that its processes could end that.
-    if let Some(group) = held.frozen().filter(|_| caller == Caller::User) {
-        return Err(ReleaseError::Frozen { pid, group });
     }
     let mut going_on = match held.go_on().await {
         Ok(going_on) => going_on,
@@ -398,7 +293,6 @@ fn pick(
         for ((server, pid), connections) in connections {
             match hold_and_look(pid, wanted) {
                 Ok(None | Some((_, Look::Other))) => continue,
-                Ok(Some((_, Look::NotYours { owner }))) => return Err(ReleaseError::NotYours { pid, owner }),
                 Ok(Some((held, look))) => {
                     let ids = if let Look::In(ids) = look { ids } else { BTreeSet::new() };
                     let hosts = ids.iter().any(|id| id.hosts);
@@ -443,12 +337,10 @@ struct Container {
 enum Look {
     /// It is not wanted.
     Other,
-    /// It is wanted, and who asks may have it.
+    /// It is wanted.
     Wanted,
     /// It is wanted, being in these containers.
     In(BTreeSet<Container>),
-    /// It is wanted, but belongs to another user.
-    NotYours { owner: u32 },
 }
 
 /// Looks at a process while it is held; None when it has gone.
@@ -462,12 +354,8 @@ fn hold_and_look(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, Look)>> 
 fn look_at(pid: u32, wanted: &Wanted) -> io::Result<Look> {
     let read = |file: &str| std::fs::read(format!("/proc/{pid}/{file}"));
     Ok(match wanted {
-        Wanted::Process { pid: other, .. } if *other != pid => Look::Other,
-        Wanted::Process { uid, .. } => match real_uid(&read("status")?) {
-            Some(owner) if *uid == 0 || *uid == owner => Look::Wanted,
-            Some(owner) => Look::NotYours { owner },
-            None => return Err(io::Error::other("its status names no user")),
-        },
+        Wanted::Process(other) if *other != pid => Look::Other,
+        Wanted::Process(_) => Look::Wanted,
         Wanted::Slices(names) if has_slice(&environment(pid)?, names) => Look::Wanted,
         Wanted::Slices(_) => Look::Other,
         Wanted::Container(ContainerId(id)) => {
@@ -517,20 +405,11 @@ mod tests {
     }
 
     #[test]
-    fn the_real_user_is_the_first() {
-        assert_eq!(real_uid(b"Name:\tx\nUid:\t1000\t0\t0\t0\nGid:\t7\t7\t7\t7\n"), Some(1000));
-        assert_eq!(real_uid(b"Name:\tUid\n"), None);
-    }
-
-    #[test]
-    fn a_process_is_looked_at_for_whom_asks() {
+    fn a_process_is_looked_at_for_what_is_wanted() {
         let pid = std::process::id();
-        let own = rustix::process::getuid().as_raw();
         let look = |wanted| hold_and_look(pid, &wanted).unwrap().map(|(_, look)| look);
-        assert_eq!(look(Wanted::Process { pid, uid: own }), Some(Look::Wanted));
-        assert_eq!(look(Wanted::Process { pid, uid: 0 }), Some(Look::Wanted));
-        assert_eq!(look(Wanted::Process { pid, uid: own + 1 }), Some(Look::NotYours { owner: own }));
-        assert_eq!(look(Wanted::Process { pid: pid + 1, uid: 0 }), Some(Look::Other));
+        assert_eq!(look(Wanted::Process(pid)), Some(Look::Wanted));
+        assert_eq!(look(Wanted::Process(pid + 1)), Some(Look::Other));
         assert_eq!(look(Wanted::Slices(vec!["no such slice".to_owned()])), Some(Look::Other));
         assert!(hold_and_look(u32::MAX, &Wanted::Slices(Vec::new())).unwrap().is_none());
     }

@@ -16,7 +16,6 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::timeout;
 
 use super::Error;
-use super::terminate::terminate_in_turn;
 use crate::cuda::{self, Gpu, Kernel};
 use crate::dbus::proxy::{Client, ContainerAnswer};
 
@@ -182,7 +181,7 @@ impl CudaClient {
         }
         let terminate = async {
             let client = Client::connect().await?;
-            terminate_in_turn(&client, pid.unwrap_or_default()).await
+            client.terminate_client(pid.unwrap_or_default()).await
         };
         let _ = timeout(LEAVE_DEADLINE, terminate).await;
         // One that hangs in the driver does not end by that either.

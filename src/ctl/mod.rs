@@ -110,7 +110,8 @@ enum Command {
         has started (CUDA error 810), then they are passed on to it; a second one is passed on at once. SIGUSR1 and \
         SIGUSR2 go to a command that has a use for them, and otherwise count as one that ends it. A signal \
         alone, in the middle of a kernel, would be a fault for every client on that GPU. So stop it in this way \
-        and not by a signal to the command itself. The command runs in a session of its own: it can use the \
+        and not by a signal to the command itself. Only root can have GPU work ended: for everybody else a signal \
+        is passed on at once, with a warning. The command runs in a session of its own: it can use the \
         terminal, but not /dev/tty.\n\n\
         The exit status is the command's, or 128 and the number of the signal that ended it; 126 and 127 mean \
         that it could not be started.\n\n\

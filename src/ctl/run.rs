@@ -13,21 +13,18 @@ use std::io::{self, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::pin::Pin;
 use std::process::ExitStatus;
-use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, geteuid, getpid, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
 use tokio::process::Command;
 use tokio::signal::unix::{self, SignalKind};
-use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::env::host_environment;
 use super::table::printable;
-use super::terminate::terminate_in_turn;
 use super::{Error, FAILED};
 use crate::dbus::proxy::{Client, ClientError};
 
@@ -244,18 +241,12 @@ async fn terminate_clients(command: Group) -> Result<(), ClientError> {
     let root = u32::try_from(command.0.as_raw_nonzero().get()).unwrap_or_default();
     let listed = client.clients().await?;
     let pids = listed.iter().filter_map(|client| u32::try_from(client.get("pid")?.as_u64()?).ok());
-    // The daemon takes one process of a user at a time, and any number from root.
-    let at_a_time = if geteuid().is_root() { Semaphore::MAX_PERMITS } else { 1 };
-    let turns = Arc::new(Semaphore::new(at_a_time));
     let mut terminations = JoinSet::new();
     // One process may be listed for several GPUs.
     for pid in pids.collect::<BTreeSet<u32>>() {
         if descends(pid, root) {
-            let (client, turns) = (client.clone(), Arc::clone(&turns));
-            terminations.spawn(async move {
-                let _turn = turns.acquire().await;
-                terminate_in_turn(&client, pid).await
-            });
+            let client = client.clone();
+            terminations.spawn(async move { client.terminate_client(pid).await });
         }
     }
     let mut result = Ok(());

@@ -1,7 +1,6 @@
 //! `yunion-mpsctl terminate`.
 
 use std::io::Write;
-use std::time::Duration;
 
 use clap::Args;
 use serde_json::json;
@@ -9,10 +8,7 @@ use serde_json::json;
 use super::published::text;
 use super::table::{cell, printable};
 use super::{Error, print_json};
-use crate::dbus::proxy::{Client, ClientError, Object};
-
-/// How long to wait until the daemon may have time for this user again: another process of his is let go within 50 ms.
-const PAUSE: Duration = Duration::from_millis(25);
+use crate::dbus::proxy::{Client, Object};
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
@@ -26,7 +22,7 @@ pub(super) struct Arguments {
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 struct Whom {
-    /// One process, by its PID on this host; its user may do this as well as root
+    /// One process, by its PID on this host
     #[arg(value_name = "PID")]
     pid: Option<u32>,
     /// Every process that was given this virtual device; may be repeated
@@ -96,16 +92,4 @@ async fn gpus_of(client: &Client, devices: &[String]) -> Result<Vec<String>, Err
         devices.iter().any(|name| name == addr || *name == format!("{full}-{ordinal}"))
     };
     Ok(known.iter().filter(is_one).map(|device| text(device, "device_path").to_owned()).collect())
-}
-
-/// Ends the GPU work of a process, and waits where the daemon is busy with another process of this user.
-pub(super) async fn terminate_in_turn(client: &Client, pid: u32) -> Result<(), ClientError> {
-    loop {
-        match client.terminate_client(pid).await {
-            Err(ClientError::Refused { name, .. }) if name.ends_with(".Busy") => {
-                tokio::time::sleep(PAUSE).await;
-            }
-            answer => return answer,
-        }
-    }
 }

@@ -9,6 +9,7 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 
 use super::answers::{Answers, Present};
+use super::callers::is_privileged;
 use super::dict::{self, Dict, value};
 use super::gate::Gate;
 use super::{Request, RequestError};
@@ -170,7 +171,16 @@ impl Manager {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<(), RequestError> {
         let uid = self.gate.request(&header)?.uid;
-        ask(&self.requests, |reply| Request::Terminate { pid, uid, reply }).await
+        // The control daemon waits for the client, and everybody for the control daemon: a program that does not let go
+        // keeps it from all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that stop
+        // the client all the time: for as long as that goes on, whatever continues it.
+        if !is_privileged(uid) {
+            return Err(RequestError::AccessDenied(format!(
+                "only root may end GPU work, not user {uid}: a program that does not let go would keep the control \
+                 daemon from everybody"
+            )));
+        }
+        ask(&self.requests, |reply| Request::Terminate { pid, reply }).await
     }
 
     #[zbus(out_args("control_daemons"))]

@@ -145,8 +145,6 @@ pub enum Request {
     Terminate {
         /// The process.
         pid: u32,
-        /// Who asks, as the bus says.
-        uid: u32,
         /// Takes the answer.
         reply: oneshot::Sender<Result<(), RequestError>>,
     },

@@ -25,6 +25,11 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a caller's question may wait for its turn. Each before it takes [`ANSWER_TIMEOUT`] at most.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How often a command is sent that the control daemon does not take, and the pause between two tries. Asked by two front
+/// ends at once, it fails one of them now and then.
+const SENDS: u32 = 20;
+const SEND_PAUSE: Duration = Duration::from_millis(25);
+
 /// One answer is a few lines per client; more than this is not an answer.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 
@@ -276,7 +281,7 @@ impl Control {
                 .await
                 .map_err(|_| ControlError::Crowded { command: command.to_owned() })?,
         };
-        match timeout(patience, self.front_end.run(command)).await {
+        match timeout(patience, self.front_end.ask(command)).await {
             Ok(answer) => answer,
             Err(_) => Err(ControlError::Silent { command: command.to_owned(), after: patience }),
         }
@@ -487,8 +492,20 @@ fn shorten(line: &str) -> String {
 }
 
 impl FrontEnd {
-    /// Runs it with one command; what it prints, without the last newline.
-    async fn run(&self, command: &str) -> Result<String, ControlError> {
+    /// Has a command answered, which takes more than one try where others ask at the same moment: every local user may.
+    async fn ask(&self, command: &str) -> Result<String, ControlError> {
+        for _ in 0..SENDS {
+            if let Some(answer) = self.run(command).await? {
+                return Ok(answer);
+            }
+            tokio::time::sleep(SEND_PAUSE).await;
+        }
+        Err(ControlError::Unanswered { command: command.to_owned() })
+    }
+
+    /// Runs it with one command; what it prints, without the last newline. None: the control daemon did not take the
+    /// command.
+    async fn run(&self, command: &str) -> Result<Option<String>, ControlError> {
         let not_run = |source| ControlError::NotRun { program: self.program.clone(), source };
         let mut front_end = Command::new(&self.program)
             .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe_directory)
@@ -511,11 +528,14 @@ impl FrontEnd {
         }
         let status = front_end.wait().await.map_err(not_run)?;
         let said = String::from_utf8_lossy(&stderr);
+        if said.contains("Cannot send command") {
+            return Ok(None);
+        }
         if !status.success() || said.contains("Cannot find MPS control daemon") {
             let said = if said.trim().is_empty() { status.to_string() } else { said.trim().to_owned() };
             return Err(ControlError::NoDaemon { pipe_directory: self.pipe_directory.clone(), said });
         }
-        Ok(answer.trim_end_matches('\n').to_owned())
+        Ok(Some(answer.trim_end_matches('\n').to_owned()))
     }
 }
 

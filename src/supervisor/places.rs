@@ -125,13 +125,7 @@ mod tests {
     }
 
     fn clients(on: &[(&str, usize)]) -> Vec<Client> {
-        let client = |gpu: &str| Client {
-            pid: 7,
-            id: 1,
-            server: 9,
-            gpu_prefix: gpu.to_owned(),
-            command: String::new(),
-        };
+        let client = |gpu: &str| Client { pid: 7, id: Some(1), server: 9, gpu_prefix: gpu.to_owned() };
         on.iter().flat_map(|(gpu, count)| std::iter::repeat_n(client(gpu), *count)).collect()
     }
 

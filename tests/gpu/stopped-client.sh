@@ -85,12 +85,13 @@ print(f"holds {len(caught)} threads", flush=True)
 time.sleep(seconds)
 END
 
-# Asks the control daemon again and again until its stdin ends, and says how long the longest answer took.
+# Asks the control daemon again and again until a file is there, and says how long the longest answer took.
 cat >"$dir/probe.py" <<'END'
-import os, select, subprocess, sys, time
+import os, subprocess, sys, time
 environment = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=sys.argv[1])
 longest, answers, silent = 0.0, 0, 0
-while not select.select([sys.stdin], [], [], 0.005)[0]:
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.005)
     began = time.monotonic()
     try:
         front_end = subprocess.run(["nvidia-cuda-mps-control"], input=b"ps\n", env=environment, capture_output=True, timeout=15)
@@ -134,8 +135,8 @@ round() {
         fi
         echo "frozen in $group" ;;
     esac
-    local probing
-    exec {probing}> >(exec python3 "$dir/probe.py" "$dir/pipe" >"$dir/probed" 2>&1)
+    rm -f "$dir/enough"
+    python3 "$dir/probe.py" "$dir/pipe" "$dir/enough" >"$dir/probed" 2>&1 &
     local probe=$!
     sleep 0.5
     timed terminate yunion-mpsctl terminate "$victim" &
@@ -146,7 +147,7 @@ round() {
     done
     wait "$terminate" "${newcomers[@]}"
     sleep 0.2
-    exec {probing}>&-
+    touch "$dir/enough"
     wait "$probe"
     cat "$dir/probed"
     [ -e "$dir/catch" ] && cat "$dir/catch" && rm "$dir/catch"
