@@ -177,6 +177,8 @@ fn limits_spare(machine: &mut Machine) {
     serving(machine);
     let main = machine.printed(&["systemctl", "show", "--value", "--property=MainPID", SERVICE]);
     assert_eq!((oom(main.trim()).as_str(), oom(&only()).as_str()), ("0", "-900"));
+    // A client that is frozen with its control group has to be thawed.
+    machine.sh(&format!("nsenter --mount --target {} test -w /sys/fs/cgroup", main.trim()));
     assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
     assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");
 
