@@ -29,6 +29,7 @@ use crate::logging::{Level, last_words};
 use crate::mps::control::{Caller, CallersControl};
 use crate::mps::identity::Identity;
 use crate::mps::process;
+use crate::newcomers;
 use crate::plan::{self, Configured, Plan, PlanError};
 use crate::release::{self, ContainerId, ReleaseError, Wanted};
 use crate::runtime_directory::RuntimeDirectory;
@@ -155,6 +156,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
         problem: String::new(),
         cdi_problem: String::new(),
         next_scan: None,
+        newcomers_until: None,
         scan_pause: FIRST_SCAN_FOR_MORE,
         stopping: false,
         carry_on: false,
@@ -267,6 +269,8 @@ struct Daemon {
     /// Why the CDI spec is not as it should be.
     cdi_problem: String,
     next_scan: Option<Instant>,
+    /// When it is to be seen whether a program without MPS that has just come to a GPU has gone again.
+    newcomers_until: Option<Instant>,
     /// After which time the host is looked at again for a GPU that can't be served.
     scan_pause: Duration,
     stopping: bool,
@@ -407,7 +411,7 @@ impl Daemon {
             let inventory = Inventory::read(&sysroot, driver.as_deref().map_err(String::as_str));
             (driver.ok(), inventory)
         });
-        let (driver, inventory) = look.await.unwrap_or_else(|| {
+        let (driver, mut inventory) = look.await.unwrap_or_else(|| {
             let reason = format!("NVML did not answer within {} s", SCAN_TIMEOUT.as_secs());
             (None, Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new() })
         });
@@ -417,6 +421,7 @@ impl Daemon {
         }
         self.driver.send_replace(driver);
         self.driver_version.clone_from(&inventory.driver);
+        self.newcomers_until = newcomers::pass_over(&mut inventory).map(|left| Instant::now() + left);
         inventory
     }
 
@@ -896,11 +901,14 @@ impl Daemon {
             Err(_) => Some(SCAN_WITHOUT_PLAN),
             Ok(_) => trouble.then_some(self.scan_pause),
         };
+        let regular = period.map(|period| Instant::now() + period);
+        let newcomers = self.newcomers_until.filter(|_| !self.stopping && self.settings.enabled);
         // A look that is due stays due: news that come in faster than the period must not put it off for ever.
-        self.next_scan = period.map(|period| {
-            let latest = Instant::now() + period;
-            self.next_scan.map_or(latest, |due| due.min(latest))
-        });
+        self.next_scan = [regular, newcomers]
+            .into_iter()
+            .flatten()
+            .min()
+            .map(|latest| self.next_scan.map_or(latest, |due| due.min(latest)));
         // The same one stays: answers are made once for each.
         self.snapshot.send_if_modified(|current| {
             let modified = **current != snapshot;

@@ -42,6 +42,7 @@ pub mod gpu;
 pub mod journal;
 pub mod logging;
 pub mod mps;
+pub mod newcomers;
 pub mod oom;
 pub mod plan;
 pub mod regular_file;

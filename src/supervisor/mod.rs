@@ -53,6 +53,9 @@ const PROGRAM: &str = "nvidia-cuda-mps-control";
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
+/// The longest pause while programs without MPS keep the server out: they end when they like.
+const HELD_PAUSE: Duration = Duration::from_secs(1);
+
 /// How long it must have been healthy for the pauses to start anew.
 const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 
@@ -323,8 +326,9 @@ async fn run(
                     if begun.elapsed() >= HEALTHY_AGAIN {
                         pause = FIRST_PAUSE;
                     }
-                    worker.failed(failure, pause).await;
-                    let rest = tokio::time::timeout(pause, goals.changed()).await;
+                    let held = worker.failed(failure, pause).await;
+                    let rest = if held { pause.min(HELD_PAUSE) } else { pause };
+                    let rest = tokio::time::timeout(rest, goals.changed()).await;
                     pause = (pause * 2).min(LAST_PAUSE);
                     if matches!(rest, Ok(Err(_))) {
                         return;
@@ -615,16 +619,17 @@ impl Worker {
         });
     }
 
-    /// Takes note of a failure. A control daemon that nobody uses is ended, to be started anew; one that has clients is
-    /// left to them.
-    async fn failed(&mut self, failure: Failure, pause: Duration) {
+    /// Takes note of a failure. A control daemon that nobody uses is ended, to be started again; one that has clients is
+    /// left to them. Whether programs without MPS keep its server out.
+    async fn failed(&mut self, failure: Failure, pause: Duration) -> bool {
         let waiting = matches!(failure, Failure::Waiting(_));
         let mut state = if waiting { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let mut reason = failure.into_text();
+        let mut held = false;
         if self.process.is_some() {
             match self.in_use().await {
                 // A program without MPS keeps its server out; without a control daemon the next one would slip in.
-                Ok(0) if self.held_by_others().await => {}
+                Ok(0) if self.held_by_others().await => held = true,
                 Ok(0) => _ = self.end_idle().await,
                 Ok(clients) => {
                     state = ControlDaemonState::Waiting;
@@ -641,6 +646,7 @@ impl Worker {
             self.reporter.warning(format!("{reason}; tried again in {:.1} s", pause.as_secs_f64()));
         }
         self.reporter.enter(state, false, &reason);
+        held
     }
 
     /// Whether a process that is neither a server nor a client has one of its GPUs.
