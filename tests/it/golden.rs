@@ -247,6 +247,7 @@ impl Normal {
         let text = text.replace(&format!("{}/sysroot", self.root), "");
         let text = text.replace(&format!("{}/mps", self.root), "/tmp/nvidia-mps");
         let text = text.replace(&self.root, "");
+        let text = text.replace(&format!("{}/", binaries().canonicalize().unwrap().display()), "");
         let text =
             replace(&text, r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}", |_| MOMENT.into());
         // What stands behind it in a column begins where it would behind this one.

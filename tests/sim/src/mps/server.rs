@@ -314,10 +314,15 @@ impl Server {
     fn device(&self, state: &State, hello: &ClientHello, place: usize, ordinal: usize) -> Option<Device> {
         let gpu = self.gpus.get(ordinal)?;
         let asked = hello.percentage.as_deref().and_then(percentage).unwrap_or(100.0);
-        let limit = state.limits.iter().find(|(device, _)| *device == place).map(|(_, limit)| *limit);
+        let planted = self.host.fault("clients-get");
+        let planted = planted.as_deref().and_then(|given| given.trim().split_once(' '));
+        let server = planted.and_then(|(percent, _)| percent.parse().ok()).unwrap_or(state.percentage);
+        let planted = planted.and_then(|(_, mib)| mib.parse().ok()).map(|mib: u64| mib << 20);
+        let set = state.limits.iter().find(|(device, _)| *device == place).map(|(_, limit)| *limit);
+        let limit = planted.or(set);
         let limit = limit.into_iter().chain(own_limit(hello, place, &gpu.uuid())).min();
         let (sms, limit) = if gpu.enforces_limits() {
-            (client::sms(gpu.sms(), state.percentage.min(asked)), limit)
+            (client::sms(gpu.sms(), server.min(asked)), limit)
         } else {
             (gpu.sms(), None)
         };
