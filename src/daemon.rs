@@ -770,7 +770,7 @@ impl Daemon {
         let all = self.supervisors.values().chain(&self.leaving);
         // One that was never taken over, for want of a plan, has clients all the same.
         let unsupervised = if self.plan.is_err() { self.unsupervised() } else { Vec::new() };
-        let controls = all.filter_map(|supervisor| supervisor.control_in_place()).chain(unsupervised);
+        let controls = all.filter_map(Supervisor::control_in_place).chain(unsupervised);
         let controls = controls.map(Arc::new).collect();
         let kernel = self.kernel.clone();
         tokio::spawn(async move {
