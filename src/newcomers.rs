@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::gpu::Inventory;
 use crate::mps::identity::Identity;
 
-/// How long a program is waited for. After that its GPU is left out, and the others are served without it.
+/// A program is waited for so long. After that its GPU is left out, and the others are served without it.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Takes them out of what is known of the GPUs, and says when the first of them is none any more.
@@ -33,7 +33,7 @@ fn started(pid: u32) -> Option<Duration> {
     Some(Duration::from_millis(ticks.checked_mul(1000)?.checked_div(per_second)?))
 }
 
-/// How long ago the host was booted.
+/// The time since the host was booted.
 fn uptime() -> Option<Duration> {
     let text = std::fs::read_to_string("/proc/uptime").ok()?;
     Duration::try_from_secs_f64(text.split_ascii_whitespace().next()?.parse().ok()?).ok()

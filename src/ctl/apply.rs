@@ -17,7 +17,7 @@ pub(super) struct ReloadArguments {
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
-    /// Don't wait for clients: end their GPU work (CUDA error 810)
+    /// Don't wait for clients: they lose their GPU (CUDA error 806)
     #[arg(long)]
     force: bool,
     /// What was done, as a JSON object

@@ -8,37 +8,36 @@ use std::cmp::Reverse;
 use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
-/// How many bytes of answers there are at once, and how many a second after that: for one user, and for all
-/// unprivileged users.
+/// The bytes of answers that there are at once, and each second after that: for one user, and for all unprivileged users.
 const OF_USER: Rate = Rate { burst: 4 << 20, per_second: 2 << 20 };
 const IN_ALL: Rate = Rate { burst: 8 << 20, per_second: 4 << 20 };
 
 /// The least that a call counts, in bytes of answers: a short answer takes our time, too.
 const CALL: i64 = 1 << 10;
 
-/// How many bytes of answers may wait to be read, for one user and for all unprivileged users.
+/// The most bytes of answers that may wait to be read, for one user and for all unprivileged users.
 const UNREAD_OF_USER: u64 = 16 << 20;
 const UNREAD_IN_ALL: u64 = 64 << 20;
 
-/// How many bytes refusals may take beyond that. After them, a call gets no answer.
+/// The bytes that refusals may take beyond that. After them, a call gets no answer.
 const REFUSALS: u64 = 1 << 20;
 
-/// How many requests that take their time a user may have under way, and all unprivileged users.
+/// The most requests that a user may have under way, and all unprivileged users. A request takes its time.
 const REQUESTS_OF_USER: usize = 8;
 const REQUESTS_IN_ALL: usize = 64;
 
-/// How many connections may be asked at a time whether they read, of one user and of all. The bus keeps a place for each
+/// The most connections that are asked at a time whether they read, of one user and of all. The bus keeps a place for each
 /// answer to come (dbus-daemon: 128), and some never answer.
 const ASKED_OF_USER: usize = 8;
 const ASKED_IN_ALL: usize = 64;
 
-/// How many connections are known before it is time to look which of them have gone.
+/// With so many connections it is time to look which of them have gone.
 const CONNECTIONS: usize = 512;
 
-/// How many connections are known at most. The bus allows each user 256.
+/// The most connections that are known. The bus allows each user 256.
 const CONNECTIONS_MAX: usize = 4096;
 
-/// What becomes of a call.
+/// A decision about a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// It is answered.
@@ -127,7 +126,7 @@ impl Callers {
         }
     }
 
-    /// What becomes of a call by this connection.
+    /// Decides about a call by this connection.
     pub(super) fn judge(&mut self, name: &str, now: Instant) -> Verdict {
         let Some(uid) = self.uid_of(name) else { return Verdict::Ignore };
         if is_privileged(uid) {

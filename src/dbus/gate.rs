@@ -29,17 +29,17 @@ use super::wire::{self, Arrival, BODY_MAX, Incoming};
 /// The bus itself, as a sender.
 const BUS: &str = "org.freedesktop.DBus";
 
-/// How many calls are answered at a time. An answer takes microseconds, unless the bus does not take it.
+/// The most calls that are answered at a time. An answer takes microseconds, unless the bus does not take it.
 const AT_A_TIME: usize = 4;
 
-/// How long the bus may take to take a message, before it is left for a new start. It answers in microseconds; one that
-/// stops reading from us does so for as long as somebody else pleases.
+/// The bus gets so long to take a message before we leave it and join it again. It takes microseconds; a bus that stops
+/// reading from us does so for as long as somebody else pleases.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// How long the bus may take to say who somebody is.
+/// The bus gets so long to say who somebody is.
 const BUS_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often it is looked which connections have gone or read, at the most.
+/// The pause between two looks at which connections have gone or read.
 const LOOK_PERIOD: Duration = Duration::from_secs(1);
 
 /// A call: who sent it, and its number.

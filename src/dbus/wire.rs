@@ -153,7 +153,7 @@ const NO_ANSWER: u8 = 1;
 /// METHOD_CALL, as the kind of a message.
 const CALL: u8 = 1;
 
-/// What the beginning of a message says of the rest, in bytes.
+/// The lengths that the beginning of a message gives for the rest, in bytes.
 #[derive(Debug)]
 struct Lengths {
     is_call: bool,
@@ -201,7 +201,7 @@ mod tests {
 
     use super::*;
 
-    /// What the reading end makes of these bytes, with some of them read before.
+    /// The messages that the reading end finds in these bytes, some of which were read before.
     async fn read(bytes: &[u8], early: usize) -> Vec<zbus::Result<Arrival>> {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let (read, _write) = ours.into_split();

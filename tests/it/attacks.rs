@@ -1,4 +1,4 @@
-//! What a local user can do to the service by way of the bus: each attack is bounded in number and time, on a bus of the
+//! Attacks of a local user on the service by way of the bus: each is bounded in number and time, on a bus of the
 //! test's own, and its figures are printed.
 
 use std::fs;
@@ -12,17 +12,17 @@ use serde_json::Value;
 
 use crate::host::{Host, control_pid, root_or_skip, signal_pid, text, wait_for};
 
-/// How long an attack goes on, in seconds.
+/// The length of an attack, in seconds.
 const ATTACK: &str = "15";
 
-/// How much memory an attack may cost the daemon, in KiB.
+/// The most memory that an attack may cost the daemon, in KiB.
 const MEMORY_KIB: u64 = 32 << 10;
 
-/// How long root's `list` may take meanwhile. Half a second is the aim of a release build on a machine that does nothing
+/// The longest that root's `list` may take meanwhile. Half a second is the aim of a release build on a machine that does nothing
 /// else; here other tests run beside it, and without the gate it takes until it fails.
 const LIST: Duration = Duration::from_secs(30);
 
-/// How many slices the attacked host has.
+/// The slices of the attacked host.
 const SLICES: usize = 384;
 
 fn host() -> Host {
@@ -104,7 +104,7 @@ fn attack(kind: &str, connections: usize) -> Option<Value> {
     Some(did)
 }
 
-/// How many MiB of answers the attacker was sent.
+/// The answers that the attacker was sent, in MiB.
 fn answers(did: &Value) -> u64 {
     did["MiB"].as_u64().unwrap()
 }
