@@ -9,7 +9,7 @@ use zbus::message::Header;
 
 use super::callers::is_privileged;
 use super::gate::Gate;
-use super::manager::{ask, bounded_name, bounded_names};
+use super::manager::{NAME_MAX, ask, bounded_name, bounded_names};
 use super::{Request, RequestError};
 
 /// What changes something.
@@ -71,7 +71,12 @@ impl Control {
         id: String,
         #[zbus(header)] header: Header<'_>,
     ) -> Result<(), RequestError> {
-        bounded_name(&id)?;
+        if id.len() > NAME_MAX {
+            let length = id.len();
+            return Err(RequestError::Failed(format!(
+                "a container id has at most {NAME_MAX} digits, and this has {length}"
+            )));
+        }
         self.ask(&header, |reply| Request::ReleaseContainer { id, reply }).await
     }
 }

@@ -76,10 +76,10 @@ pub(super) async fn ask<T>(
     }
 }
 
-/// As long as the name of a device or the id of a container is, in bytes.
-const NAME_MAX: usize = 64;
+/// The most bytes that the name of a device or the id of a container has.
+pub(super) const NAME_MAX: usize = 64;
 
-/// As many devices as a caller may name at once; a host has some hundred.
+/// The most devices that a caller may name at once; a host has some hundred.
 const NAMES_MAX: usize = 1024;
 
 /// Refuses what can't be a name. The error does not repeat it.

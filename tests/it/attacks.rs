@@ -118,8 +118,9 @@ fn reading_everything_without_end_costs_little() {
 
 #[test]
 fn whoever_is_seen_to_read_gets_more() {
+    // Beyond what may be unread.
     let Some(did) = attack("polite", 4) else { return };
-    assert!(answers(&did) > 20, "{did}");
+    assert!(answers(&did) > 18, "{did}");
 }
 
 #[test]

@@ -54,13 +54,18 @@ pub(crate) struct PrivateBus {
 
 impl PrivateBus {
     pub(crate) fn start() -> Self {
+        Self::with_policy(|shipped| shipped)
+    }
+
+    /// A bus where something was changed in the policy that is shipped.
+    pub(crate) fn with_policy(change: impl FnOnce(String) -> String) -> Self {
         // Not where TMPDIR says: others may have to reach it, and the path of a socket is short.
         let directory = tempfile::Builder::new().prefix("bus").tempdir_in("/tmp").unwrap();
         // Other users have to reach the socket.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/config/io.yunion.Mps1.conf");
         // Whoever runs the tests takes root's part.
-        let policy = fs::read_to_string(shipped).unwrap();
+        let policy = change(fs::read_to_string(shipped).unwrap());
         let user = rustix::process::getuid().to_string();
         let policy = policy.replace("user=\"root\"", &format!("user=\"{user}\""));
         fs::write(directory.path().join("policy.conf"), policy).unwrap();

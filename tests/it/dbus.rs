@@ -12,6 +12,7 @@ use yunion_mps::dbus::{Bus, Request, RequestError};
 use yunion_mps::state::{ClientView, GpuView, Snapshot, State};
 
 use crate::bus::{DEADLINE, PrivateBus, complained, output, printed};
+use crate::host::root_or_skip;
 use crate::service::Service;
 use crate::snapshot::{P40, p40_board, serving, starting, tesla_p40};
 
@@ -745,6 +746,69 @@ async fn others_may_read_and_only_root_may_control() {
     own.args(["--method", "org.freedesktop.DBus.RequestName", NAME, "4"]);
     let complaint = complained(&mut own).await;
     assert!(complaint.contains("org.freedesktop.DBus.Error.AccessDenied"), "{complaint}");
+}
+
+/// The bus is the first to refuse, and not the only one: an administrator's policy may let everybody through.
+#[tokio::test]
+async fn control_is_roots_whatever_the_policy_says() {
+    if !root_or_skip("control_is_roots_whatever_the_policy_says") {
+        return;
+    }
+    let bus = PrivateBus::with_policy(|shipped| {
+        let deny = "<deny send_destination=\"io.yunion.Mps1\" send_interface=\"io.yunion.Mps1.Control\"/>";
+        assert!(shipped.contains(deny), "{shipped}");
+        shipped.replace(deny, &deny.replace("deny", "allow"))
+    });
+    let mut service = Service::start_on(bus, p40_board()).await;
+    for (method, arguments) in [
+        ("Reload", &[][..]),
+        ("Apply", &["true"]),
+        ("RestartServer", &["00:06.0"]),
+        ("ReleaseDevices", &["['00:06.0-1']"]),
+        ("ReleaseContainer", &["0123456789ab"]),
+    ] {
+        let mut gdbus = service.bus.command_as_nobody("gdbus");
+        gdbus.args(["call", "--system", "--dest", NAME, "--object-path", MANAGER, "--method"]);
+        let complaint =
+            complained(gdbus.arg(format!("io.yunion.Mps1.Control.{method}")).args(arguments)).await;
+        assert!(complaint.contains("AccessDenied: only root may do this, not user 65534"), "{complaint}");
+    }
+    assert!(service.requests.try_recv().is_err(), "a call has reached the daemon");
+}
+
+#[tokio::test]
+async fn names_that_are_none_are_refused_without_being_repeated() {
+    let service = Service::start(p40_board()).await;
+    let answer = python(
+        &service.bus,
+        r#"
+def refused(method, argument, interface):
+    try:
+        method(argument, dbus_interface="io.yunion.Mps1." + interface)
+    except dbus.DBusException as error:
+        return [error.get_dbus_name(), str(error)]
+print(json.dumps([
+    refused(manager.GetDevice, "" * 65, "Manager"),
+    refused(manager.GetContainerConfig, ["00:06.0-1"] * 1025, "Manager"),
+    refused(manager.ReleaseContainer, "x" * 60000, "Control"),
+    refused(manager.GetDevice, "" * 70000, "Manager"),
+]))
+"#,
+    )
+    .await;
+    let expected = [
+        ("io.yunion.Mps1.Error.NoSuchDevice", "a name has at most 64 bytes, and this one has 65"),
+        ("io.yunion.Mps1.Error.Failed", "1025 devices are named, and 1024 are allowed"),
+        ("io.yunion.Mps1.Error.Failed", "a container id has at most 64 digits, and this has 60000"),
+        (
+            "org.freedesktop.DBus.Error.LimitsExceeded",
+            "the arguments take 70005 bytes, and 65536 are allowed",
+        ),
+    ];
+    for (refusal, (name, text)) in answer.as_array().unwrap().iter().zip(expected) {
+        assert_eq!(refusal[0], name, "{refusal}");
+        assert!(refusal[1].as_str().unwrap().ends_with(text), "{refusal}");
+    }
 }
 
 #[tokio::test]

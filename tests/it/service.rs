@@ -18,7 +18,10 @@ pub(crate) struct Service {
 
 impl Service {
     pub(crate) async fn start(snapshot: Snapshot) -> Self {
-        let bus = PrivateBus::start();
+        Self::start_on(PrivateBus::start(), snapshot).await
+    }
+
+    pub(crate) async fn start_on(bus: PrivateBus, snapshot: Snapshot) -> Self {
         let (snapshot, seen) = watch::channel(Arc::new(snapshot));
         let (ask, requests) = mpsc::channel(4);
         let address = bus.address().as_str().try_into().unwrap();
