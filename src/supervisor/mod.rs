@@ -28,6 +28,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 
+use crate::bypass::{Bypass, find, in_words};
 use crate::compute_mode::ComputeModes;
 use crate::counted::counted;
 use crate::journal::{Journal, Running};
@@ -628,9 +629,17 @@ impl Worker {
         let mut held = false;
         if self.process.is_some() {
             match self.in_use().await {
-                // A program without MPS keeps its server out; without a control daemon the next one would slip in.
-                Ok(0) if self.held_by_others().await => held = true,
-                Ok(0) => _ = self.end_idle().await,
+                Ok(0) => match self.holders().await {
+                    holders if holders.is_empty() => _ = self.end_idle().await,
+                    // Without a control daemon the next program would slip in, too.
+                    holders => {
+                        held = true;
+                        reason = format!(
+                            "its server is kept out, until they end, by programs without MPS: {}; {reason}",
+                            in_words(&holders)
+                        );
+                    }
+                },
                 Ok(clients) => {
                     state = ControlDaemonState::Waiting;
                     reason = format!("{reason}; left to its {}", counted(clients, "client"));
@@ -649,17 +658,17 @@ impl Worker {
         held
     }
 
-    /// Whether a process that is neither a server nor a client has one of its GPUs.
-    async fn held_by_others(&self) -> bool {
-        let Some(running) = &self.running else { return false };
+    /// The processes on its GPUs that are neither servers nor clients.
+    async fn holders(&self) -> Vec<Bypass> {
+        let Some(running) = &self.running else { return Vec::new() };
         let servers = self.servers.alive();
+        let mut holders = Vec::new();
         for uuid in &running.gpus {
-            let there = self.tools.compute_modes.processes(uuid).await.unwrap_or_default();
-            if there.iter().any(|process| !process.via_mps && !servers.contains(&process.pid)) {
-                return true;
-            }
+            let mut there = self.tools.compute_modes.processes(uuid).await.unwrap_or_default();
+            there.retain(|process| !process.via_mps);
+            holders.extend(find(uuid, &there, &servers, &BTreeSet::new()));
         }
-        false
+        holders
     }
 
     /// How many clients the control daemon has. NVML is asked where it doesn't answer itself, or another answers in its
