@@ -191,15 +191,18 @@ fn limits_spare(machine: &mut Machine) {
     assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
     assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");
 
-    // Somebody's unit file stands in the way of the scope: the control daemon stays where we are, and no limit with it.
+    // Somebody else's scope has the name: the control daemon stays where we are, and no limit with it.
     new_host(machine);
-    let masked = "/run/systemd/system/yunion-mps-control-shared.scope";
-    machine.sh(&format!("ln -s /dev/null {masked}; systemctl daemon-reload; systemctl start {SERVICE}"));
+    let namesake = "yunion-mps-control-shared.scope";
+    machine.sh(&format!(
+        "systemd-run --quiet --scope --unit={namesake} sleep 600 </dev/null >/dev/null 2>&1 & \
+         until systemctl --quiet is-active {namesake}; do sleep 0.05; done; systemctl start {SERVICE}"
+    ));
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
     assert!(machine.sh(&format!("cat /proc/{}/cgroup", only())).contains(SERVICE));
     assert_eq!(memory(SERVICE), "infinity");
     new_host(machine);
-    machine.sh(&format!("rm {masked}; systemctl revert {SERVICE}; systemctl daemon-reload"));
+    machine.sh(&format!("systemctl stop {namesake}; systemctl revert {SERVICE}; systemctl daemon-reload"));
     on_the_simulated_host(machine);
 }
 
