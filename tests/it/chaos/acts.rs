@@ -1,5 +1,6 @@
 //! The acts: one kills, freezes, stops or reloads something, and another undoes it later.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs;
 use std::process::Stdio;
@@ -113,6 +114,7 @@ impl Chaos {
             lethal_until: None,
             lets_in,
             course: Course::Lasts,
+            served_again: BTreeMap::new(),
         });
         self.effects.len() - 1
     }

@@ -31,6 +31,9 @@ pub(super) struct Effect {
     /// Whether programs can come in without MPS: no control daemon answers them.
     pub(super) lets_in: bool,
     pub(super) course: Course,
+    /// The first look at each GPU that found it served after the effect was closed. A busy machine may take longer than the
+    /// allowance to start a control daemon; that is judged as time without service.
+    pub(super) served_again: BTreeMap<usize, Instant>,
 }
 
 /// The progress of an effect.
@@ -54,7 +57,9 @@ impl Effect {
     /// Whether a program that came then could come in without MPS.
     fn let_in(&self, client: &Client) -> bool {
         let before_its_end = match self.course {
-            Course::Closed(closed) => client.came <= closed,
+            Course::Closed(_) => {
+                self.served_again.get(&client.gpu).is_none_or(|served| client.came <= *served)
+            }
             _ => true,
         };
         self.lets_in && self.gpus.contains(&client.gpu) && self.from <= client.came && before_its_end
@@ -124,6 +129,12 @@ impl Chaos {
         self.examine_intruders();
         for gpu in self.all() {
             let open = self.is_open(gpu, before);
+            if open && self.gpus[gpu].healthy {
+                let closed = |effect: &&mut Effect| matches!(effect.course, Course::Closed(_));
+                for effect in self.effects.iter_mut().filter(closed) {
+                    effect.served_again.entry(gpu).or_insert_with(Instant::now);
+                }
+            }
             self.judge(gpu, open);
         }
     }
