@@ -293,7 +293,7 @@ fn terminate_by_container() {
         assert!(complaint.contains("is no container id"), "{complaint}");
     }
     let complaint = failed(&scene.host.mpsctl(&["terminate", "--container", &"0".repeat(65)]));
-    assert!(complaint.contains("at most 64 bytes"), "{complaint}");
+    assert!(complaint.contains("a container id has at most 64 digits"), "{complaint}");
 }
 
 #[test]
