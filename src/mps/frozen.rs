@@ -55,11 +55,6 @@ pub(super) struct Frozen {
 }
 
 impl Frozen {
-    /// Where it is.
-    pub(super) fn into_group(self) -> PathBuf {
-        self.group
-    }
-
     /// Lets its processes go on, for as long as it is among `thawed`.
     ///
     /// # Errors

@@ -14,7 +14,7 @@ use tokio::io::AsyncWriteExt;
 use tokio::process::{Child, ChildStdin, Command};
 
 use super::control::{Control, ControlError};
-use super::frozen::{self, Frozen, Thawed};
+use super::frozen::{self, Thawed};
 use super::hold::{Hold, is_gone};
 use super::identity::{Identity, stat, state_in};
 use super::launch;
@@ -306,11 +306,6 @@ impl Held {
             Err(error) if is_gone(&error) => Ok(None),
             Err(error) => Err(error),
         }
-    }
-
-    /// The control group that holds it still, if one does.
-    pub fn frozen(&self) -> Option<PathBuf> {
-        frozen::holds(self.0.identity().pid).map(Frozen::into_group)
     }
 
     /// Lets it go on if SIGSTOP or a control group holds it still.
