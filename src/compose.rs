@@ -115,6 +115,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
             Some(format!("{}; no server can start beside them: end them", used_without_us(gpu)))
         }
         (None, Some((status, _))) if !status.serving => Some(said_by(status)),
+        (None, Some((_, gpu))) if gpu.being_set => Some("its new limits are being set".to_owned()),
         (None, Some((_, gpu))) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
         (None, Some(_)) => None,
     };
@@ -188,7 +189,12 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     if gpus.is_empty() {
         return (State::Failed, "this host has no NVIDIA GPU to serve".to_owned());
     }
-    let bad = gpus.iter().filter(|gpu| !gpu.healthy).count();
+    // Setting limits takes some milliseconds, and nothing is wrong meanwhile.
+    let being_set = |gpu: &GpuView| {
+        served(parts, gpu.uuid()).is_some_and(|status| status.being_set) && gpu.plan.unusable.is_none()
+    };
+    let unserved = |gpu: &&GpuView| !gpu.healthy && !being_set(gpu);
+    let bad = gpus.iter().filter(unserved).count();
     if bad == 0 {
         let unready = parts.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
         return match (parts.problem, unready) {
@@ -202,13 +208,13 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     }
     // A server that can't open one of its GPUs serves none; the one that keeps it from the others is the reason.
     let keeps_server_out = |gpu: &&GpuView| served(parts, gpu.uuid()).is_some_and(|gpu| gpu.server_kept_out);
-    let mut unhealthy = gpus.iter().filter(|gpu| !gpu.healthy);
+    let mut unhealthy = gpus.iter().filter(unserved);
     let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
     let first =
         first.map(|gpu| format!("{}: {}", gpu.plan.gpu.pci.address.short(), gpu.reason)).unwrap_or_default();
     let missing = missing(parts).map(|missing| format!("; {missing}")).unwrap_or_default();
     let reason = format!("{bad} of {} GPUs not served; {first}{missing}", gpus.len());
-    if parts.starting || parts.statuses.iter().any(|status| !status.first_pass_ended) {
+    if parts.starting || parts.statuses.iter().any(|status| !status.settled && !status.serving) {
         (State::Starting, reason)
     } else if bad < gpus.len() {
         (State::Degraded, reason)

@@ -50,6 +50,14 @@ pub enum ContainerError {
         /// What the driver said.
         reason: String,
     },
+    /// A device of a GPU that can't be served as it is.
+    #[error("{device} can't be served: {reason}")]
+    NotServable {
+        /// The device's name.
+        device: String,
+        /// The reason, with what to do.
+        reason: String,
+    },
     /// Devices that are served by different control daemons.
     #[error(
         "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
@@ -87,6 +95,10 @@ pub fn container_config(
         if let Err(reason) = &gpu.plan.gpu.nvml {
             return Err(ContainerError::NoUuid { device: name, reason: reason.clone() });
         }
+        if !gpu.plan.servable() {
+            let reason = gpu.plan.unusable.clone().unwrap_or_default();
+            return Err(ContainerError::NotServable { device: name, reason });
+        }
         if let (Some(first), Some(device)) = (gpus.first(), devices.first())
             && first.plan.pipe_directory != gpu.plan.pipe_directory
         {
@@ -111,10 +123,7 @@ pub fn container_config(
         ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
     ];
-    let limits = memory_limits(&gpus);
-    if !limits.is_empty() {
-        environment.push(("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", limits));
-    }
+    environment.push(("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)));
     environment.push(("YUNION_MPS_DEVICE", devices.join(",")));
 
     let mount =
@@ -133,10 +142,10 @@ fn driver_series(version: &str) -> Option<u32> {
 }
 
 /// `0=5760M` for one GPU, which is a client's device 0 whatever ours is; UUIDs for several, since their order in the
-/// container is CUDA's. A GPU whose memory isn't known has no limit.
+/// container is CUDA's.
 fn memory_limits(gpus: &[&GpuView]) -> String {
-    let limits = gpus.iter().filter(|gpu| gpu.plan.memory_limit_mib > 0);
-    let limits: Vec<String> = limits
+    let limits: Vec<String> = gpus
+        .iter()
         .map(|gpu| {
             let device = if gpus.len() == 1 { "0" } else { gpu.uuid() };
             format!("{device}={}M", gpu.plan.memory_limit_mib)
@@ -229,15 +238,23 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_known_has_no_limit() {
-        let mut unified = gpu("00:06.0", "GPU-1");
-        unified.plan.memory_limit_mib = 0;
-        let one = snapshot(Some(vec![unified.clone()]));
-        let config = container_config(&one, ["00:06.0-0"]).unwrap();
-        assert!(!environment(&config).iter().any(|(name, _)| *name == "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"));
-        let two = snapshot(Some(vec![unified, gpu("00:07.0", "GPU-2")]));
-        let config = container_config(&two, ["00:06.0-0", "00:07.0-0"]).unwrap();
-        assert_eq!(environment(&config)[4], ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "GPU-2=5760M"));
+    fn a_gpu_that_can_not_be_served_is_given_to_nobody() {
+        let with = |change: &dyn Fn(&mut crate::gpu::NvmlFacts)| {
+            let mut view = gpu("00:07.0", "GPU-2");
+            change(view.plan.gpu.nvml.as_mut().unwrap());
+            view.plan.unusable = Some("the reason".to_owned());
+            view.healthy = false;
+            container_config(&snapshot(Some(vec![gpu("00:06.0", "GPU-1"), view])), ["00:06.0-0", "00:07.0-1"])
+        };
+        let refused = Err(ContainerError::NotServable {
+            device: "00:07.0-1".to_owned(),
+            reason: "the reason".to_owned(),
+        });
+        assert_eq!(with(&|facts| facts.mig_enabled = true), refused);
+        assert_eq!(with(&|facts| facts.memory_total_mib = None), refused);
+        assert_eq!(with(&|facts| facts.compute_mode = Some(crate::gpu::ComputeMode::Prohibited)), refused);
+        // A program without MPS ends some day, and a container that starts then must have its answer.
+        assert!(with(&|facts| facts.foreign_processes = vec![(7, "job".to_owned())]).is_ok());
     }
 
     #[test]

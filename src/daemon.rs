@@ -7,12 +7,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::blocking::Blocking;
 use crate::cdi::{self, CdiError};
@@ -33,6 +32,7 @@ use crate::newcomers;
 use crate::plan::{self, Configured, Plan, PlanError};
 use crate::release::{self, ContainerId, ReleaseError, Wanted};
 use crate::runtime_directory::RuntimeDirectory;
+use crate::service_manager::ServiceManager;
 use crate::state::{ClientView, EVENTS_KEPT, Event, Named, Snapshot, State};
 use crate::supervisor::{self, Goal, Order, Status, Supervisor, Tools};
 use crate::systemd::{self, Stopping};
@@ -55,6 +55,9 @@ const HOLDERS: usize = 64;
 
 /// How long a look at the host may take before it counts as failed. It must stay well below the watchdog's time.
 const SCAN_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// How long a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
+const RELOAD_PATIENCE: Duration = Duration::from_secs(50);
 
 /// How many faults may wait to be told, for want of a bus most often; what is more is only in the log.
 const FAULTS: usize = 64;
@@ -161,9 +164,12 @@ pub async fn run(options: Options, level: Level) -> Exit {
         stopping: false,
         carry_on: false,
         wanted_back: false,
-        told: Told::default(),
+        service_manager: ServiceManager::new(),
+        reloads: 0,
+        in_force: watch::Sender::new(0),
     };
     let exit = daemon.run(signals, received, xids_seen).await;
+    daemon.service_manager.end().await;
     bus.abort();
     exit
 }
@@ -221,14 +227,6 @@ impl Signals {
     }
 }
 
-/// What the service manager was told.
-#[derive(Debug, Default)]
-struct Told {
-    ready: bool,
-    status: String,
-    state: Option<State>,
-}
-
 struct Daemon {
     options: Options,
     level: Level,
@@ -278,7 +276,11 @@ struct Daemon {
     carry_on: bool,
     /// Whether the service manager should start us again after this end.
     wanted_back: bool,
-    told: Told,
+    service_manager: ServiceManager,
+    /// How many new configurations were granted.
+    reloads: u64,
+    /// How many of them are in force, or known not to be and why.
+    in_force: watch::Sender<u64>,
 }
 
 impl Daemon {
@@ -291,13 +293,8 @@ impl Daemon {
         if let Err(problems) = self.first_pass().await {
             return bad_configuration(&problems);
         }
-        let watchdog = sd_notify::watchdog_enabled().map(|time| time / 3);
-        let mut next_watchdog = Instant::now();
         loop {
-            if let Some(period) = watchdog.filter(|_| Instant::now() >= next_watchdog) {
-                notify(&[NotifyState::Watchdog]);
-                next_watchdog = Instant::now() + period;
-            }
+            let next_watchdog = self.service_manager.watchdog();
             self.settle();
             if self.stopping && self.leaving.is_empty() && self.modes.is_empty() {
                 return if self.wanted_back { Exit::Interrupted } else { Exit::Stopped };
@@ -320,7 +317,7 @@ impl Daemon {
                     self.scan_pause = FIRST_SCAN_FOR_MORE;
                     self.look_again().await;
                 }
-                () = sleep_or_never(watchdog.map(|_| next_watchdog)) => {}
+                () = sleep_or_never(next_watchdog) => {}
             }
         }
     }
@@ -631,18 +628,16 @@ impl Daemon {
     }
 
     /// Reads the configuration again and puts it in force, or leaves everything as it is.
-    async fn reload(&mut self) -> Result<u64, RequestError> {
+    async fn reload(&mut self) -> Result<(), RequestError> {
         if self.stopping {
             return Err(RequestError::Busy("the service is stopping".to_owned()));
         }
-        match NotifyState::monotonic_usec_now() {
-            Ok(now) => notify(&[NotifyState::Reloading, now]),
-            Err(error) => tracing::debug!("the service manager is not told of the reload: {error}"),
-        }
+        self.service_manager.reloading();
         let result = self.replace_configuration().await;
         match &result {
             Ok(()) => {
                 self.refused.clear();
+                self.reloads += 1;
                 // Who reloads has most often changed something, and not only the files: nobody should have to wait
                 // for the regular look.
                 self.supervisors.values().chain(&self.leaving).for_each(Supervisor::check);
@@ -653,9 +648,28 @@ impl Daemon {
                 tracing::error!("{}; the old one stays in force", self.refused);
             }
         }
-        self.told.ready = false;
         self.settle();
-        result.map(|()| self.snapshot.borrow().generation)
+        result
+    }
+
+    /// The same for a caller on the bus, who gets the answer when the new configuration is in force.
+    async fn reload_and_tell(&mut self, reply: oneshot::Sender<Result<u64, RequestError>>) {
+        if let Err(error) = self.reload().await {
+            return drop(reply.send(Err(error)));
+        }
+        let (reloads, mut in_force) = (self.reloads, self.in_force.subscribe());
+        let snapshot = self.snapshot.subscribe();
+        tokio::spawn(async move {
+            let waited = timeout(RELOAD_PATIENCE, in_force.wait_for(|settled| *settled >= reloads)).await;
+            let _ = reply.send(match waited {
+                Ok(Ok(_)) => Ok(snapshot.borrow().generation),
+                Ok(Err(_)) => Err(RequestError::Busy("the service is stopping".to_owned())),
+                Err(_) => Err(RequestError::Busy(format!(
+                    "the new configuration was taken and is not in force after {} s; State says when it is",
+                    RELOAD_PATIENCE.as_secs()
+                ))),
+            });
+        });
     }
 
     async fn replace_configuration(&mut self) -> Result<(), RequestError> {
@@ -711,7 +725,7 @@ impl Daemon {
     async fn answer(&mut self, request: Request) {
         match request {
             // A caller that has gone is no reason for anything.
-            Request::Reload { reply } => drop(reply.send(self.reload().await)),
+            Request::Reload { reply } => self.reload_and_tell(reply).await,
             Request::Clients { uid, reply } => self.list_clients(Caller::of(uid), reply),
             Request::Terminate { pid, reply } => self.release(Ok(Wanted::Process(pid)), reply),
             Request::ReleaseDevices { devices, reply } => self.release(self.slices(devices), reply),
@@ -860,7 +874,7 @@ impl Daemon {
         self.carry_on = goal == Goal::Leave;
         self.pending.clear();
         self.holders = JoinSet::new();
-        notify(&[NotifyState::Stopping]);
+        self.service_manager.stopping();
         self.leaving.extend(std::mem::take(&mut self.supervisors).into_values());
         self.kept.send_replace(Configured::default());
         // One that is just being set would not be found to put back.
@@ -888,6 +902,7 @@ impl Daemon {
                 self.supervisors.insert(order.plan.id, supervisor);
             }
         }
+        let settled = self.settled();
         let mut snapshot = self.compose();
         if self.keep_cdi_spec(&snapshot) {
             snapshot = self.compose();
@@ -917,7 +932,21 @@ impl Daemon {
             }
             modified
         });
-        self.tell_service_manager();
+        self.tell_service_manager(settled);
+        if settled {
+            self.in_force
+                .send_if_modified(|reloads| std::mem::replace(reloads, self.reloads) != self.reloads);
+        }
+    }
+
+    /// Whether every plan is in force, or whatever keeps it from that is known and said.
+    fn settled(&self) -> bool {
+        !self.starting() && self.supervisors.values().all(|supervisor| supervisor.status().settled)
+    }
+
+    /// Whether a control daemon is to be started as soon as another, which does so now, has left its GPUs.
+    fn starting(&self) -> bool {
+        self.pending.iter().any(|order| !self.in_the_way(order).any(|one| one.put_off))
     }
 
     /// Those on the way out that have GPUs of an order.
@@ -937,7 +966,7 @@ impl Daemon {
             plan: self.plan.as_ref().map_err(String::as_str),
             statuses: &statuses,
             leaving: &leaving,
-            starting: self.pending.iter().any(|order| !self.in_the_way(order).any(|one| one.put_off)),
+            starting: self.starting(),
             events: &self.events,
             problem: problem.map_or("", String::as_str),
             stopping: self.stopping,
@@ -998,26 +1027,14 @@ impl Daemon {
         }
     }
 
-    fn tell_service_manager(&mut self) {
-        let (status, state) = {
+    fn tell_service_manager(&mut self, settled: bool) {
+        let (line, state) = {
             let snapshot = self.snapshot.borrow();
             (compose::status_line(&snapshot), snapshot.state)
         };
-        if status != self.told.status {
-            // Between two states a reason can change several times a second, while something is tried again.
-            if self.told.state == Some(state) {
-                tracing::debug!("{status}");
-            } else {
-                tracing::info!("{status}");
-            }
-            notify(&[NotifyState::Status(&status)]);
-            self.told.status = status;
-            self.told.state = Some(state);
-        }
-        let ready = state != State::Starting && *self.on_the_bus.borrow();
-        if ready && !self.told.ready && !self.stopping {
-            notify(&[NotifyState::Ready]);
-            self.told.ready = true;
+        self.service_manager.status(state, line);
+        if settled && *self.on_the_bus.borrow() && !self.stopping {
+            self.service_manager.ready();
         }
     }
 
@@ -1044,6 +1061,8 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         uuid: uuid.clone(),
         pci: address(uuid),
         memory_limit_mib: 0,
+        slice_memory_mib: 0,
+        slice_thread_percentage: 100,
         limits_enforced: false,
         // It takes no client of ours.
         places: u32::MAX,
@@ -1117,13 +1136,6 @@ async fn sleep_or_never(deadline: Option<Instant>) {
     match deadline {
         Some(deadline) => sleep_until(deadline).await,
         None => std::future::pending().await,
-    }
-}
-
-/// Without a service manager there is nobody to tell.
-fn notify(state: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
-        tracing::debug!("the service manager is not told: {error}");
     }
 }
 

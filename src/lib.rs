@@ -48,6 +48,7 @@ pub mod plan;
 pub mod regular_file;
 pub mod release;
 pub mod runtime_directory;
+pub mod service_manager;
 pub mod state;
 pub mod supervisor;
 pub mod systemd;

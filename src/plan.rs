@@ -180,6 +180,11 @@ pub struct Present<'a> {
 }
 
 impl ControlDaemonPlan {
+    /// The GPUs that a control daemon serves as planned only after it has been told more than it was told for `before`.
+    pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
+        self.gpus.iter().filter(move |gpu| gpu.needs_other_limits(self, before)).map(|gpu| gpu.uuid.as_str())
+    }
+
     /// What of this plan that control daemon can't be made to do, so that another has to take its place. A GPU that is
     /// not `reachable` is not waited for.
     pub fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
@@ -212,10 +217,29 @@ pub struct ServedGpu {
     pub pci: PciAddress,
     /// The default device pinned memory limit in MiB: the largest of the control daemon's slices.
     pub memory_limit_mib: u64,
+    /// The memory of one of its slices in MiB.
+    pub slice_memory_mib: u64,
+    /// The active thread percentage of one of its slices.
+    pub slice_thread_percentage: u8,
     /// Whether the GPU enforces limits.
     pub limits_enforced: bool,
     /// How many clients it can hold at once.
     pub places: u32,
+}
+
+impl ServedGpu {
+    /// Whether a client of one of its slices gets the planned limits only after the control daemon has been told other
+    /// ones than it was told for `before`. The defaults may change around a slice that keeps its own limits.
+    fn needs_other_limits(&self, plan: &ControlDaemonPlan, before: &ControlDaemonPlan) -> bool {
+        let Some(known) = before.gpus.iter().find(|known| known.uuid == self.uuid) else { return true };
+        let memory = known.slice_memory_mib != self.slice_memory_mib
+            || (known.memory_limit_mib != self.memory_limit_mib
+                && self.memory_limit_mib == self.slice_memory_mib);
+        let threads = known.slice_thread_percentage != self.slice_thread_percentage
+            || (before.thread_percentage != plan.thread_percentage
+                && plan.thread_percentage == self.slice_thread_percentage);
+        memory || threads
+    }
 }
 
 /// Why there is no plan.
@@ -252,6 +276,14 @@ impl fmt::Display for Lines<'_> {
 }
 
 impl GpuPlan {
+    /// Whether it can be served at all, though perhaps not now. If not, an administrator has to change the GPU first.
+    pub fn servable(&self) -> bool {
+        match &self.gpu.nvml {
+            Ok(facts) => obstacles(&self.gpu, facts).is_empty(),
+            Err(_) => self.gpu.pci.foreign_driver().is_none(),
+        }
+    }
+
     /// The processes without MPS that alone keep it from being served.
     pub fn holders(&self) -> &[(u32, String)] {
         match &self.gpu.nvml {
@@ -710,10 +742,14 @@ fn share(policy: ThreadPolicy, slices: NonZeroU32) -> u8 {
 /// The reasons besides the processes on it that keep it from being served: all at once, so that nobody mends one to meet
 /// the next.
 fn ailments(gpu: &Gpu) -> Vec<String> {
-    let facts = match &gpu.nvml {
-        Ok(facts) => facts,
-        Err(reason) => return vec![reason.clone()],
-    };
+    match &gpu.nvml {
+        Ok(facts) => obstacles(gpu, facts),
+        Err(reason) => vec![reason.clone()],
+    }
+}
+
+/// The settings and properties of a GPU that keep it from being served until somebody changes them.
+fn obstacles(gpu: &Gpu, facts: &NvmlFacts) -> Vec<String> {
     let mut reasons = Vec::new();
     if facts.mig_enabled {
         reasons.push(format!("MIG is on; turn it off with nvidia-smi -i {} -mig 0", gpu.pci.address));
@@ -842,6 +878,8 @@ fn control_daemon(
                 uuid: facts.uuid.clone(),
                 pci: gpu.gpu.pci.address,
                 memory_limit_mib,
+                slice_memory_mib: gpu.memory_limit_mib,
+                slice_thread_percentage: gpu.thread_percentage,
                 limits_enforced: gpu.limits_enforced,
                 places: most_clients(gpu.limits_enforced, inventory),
             })
@@ -1035,6 +1073,48 @@ mod tests {
         plan.gpus.iter().map(|gpu| (gpu.memory_limit_mib, gpu.thread_percentage)).collect()
     }
 
+    /// A slice waits for the control daemon only where its own limits change, or where a default does that holds it.
+    #[test]
+    fn slices_that_keep_their_limits_wait_for_nothing() {
+        let plan_of = |slices: [(u64, u8); 3]| {
+            let gpus = slices.iter().enumerate().map(|(n, (memory, threads))| ServedGpu {
+                uuid: format!("GPU-{n}"),
+                pci: "00:06.0".parse().unwrap(),
+                memory_limit_mib: slices.iter().map(|(memory, _)| *memory).max().unwrap(),
+                slice_memory_mib: *memory,
+                slice_thread_percentage: *threads,
+                limits_enforced: true,
+                places: 48,
+            });
+            ControlDaemonPlan {
+                id: "shared".to_owned(),
+                pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+                log_directory: "/tmp/nvidia-mps/log".into(),
+                gpus: gpus.collect(),
+                thread_percentage: slices.iter().map(|(_, threads)| *threads).max().unwrap(),
+                multiuser: true,
+                multiuser_optional: true,
+                prewarm: true,
+            }
+        };
+        let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
+        for (before, after, expected) in [
+            ([quarter; 3], [quarter; 3], &[][..]),
+            ([quarter; 3], [quarter, eighth, quarter], &["GPU-1"]),
+            // The default grows around the others, which keep their own limits.
+            ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
+            // It shrinks, and from then on it is the limit of the others, too.
+            ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0", "GPU-1"]),
+            ([quarter; 3], [(4000, 12), quarter, quarter], &["GPU-0"]),
+        ] {
+            let (before, after) = (plan_of(before), plan_of(after));
+            assert_eq!(after.to_be_set_since(&before).collect::<Vec<_>>(), expected, "{before:?} {after:?}");
+        }
+        let mut fewer = plan_of([quarter; 3]);
+        fewer.gpus.truncate(2);
+        assert_eq!(plan_of([quarter; 3]).to_be_set_since(&fewer).collect::<Vec<_>>(), ["GPU-2"]);
+    }
+
     #[test]
     fn the_p40_of_the_platform_s_documentation() {
         let inventory = p40();
@@ -1060,6 +1140,8 @@ mod tests {
                     uuid: P40.to_owned(),
                     pci: "00:06.0".parse().unwrap(),
                     memory_limit_mib: 5760,
+                    slice_memory_mib: 5760,
+                    slice_thread_percentage: 25,
                     limits_enforced: false,
                     places: 16,
                 }],

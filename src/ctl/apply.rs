@@ -3,14 +3,15 @@
 use std::io::Write;
 
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 
+use super::table::printable;
 use super::{Error, print_json};
 use crate::dbus::proxy::Client;
 
 #[derive(Debug, Args)]
 pub(super) struct ReloadArguments {
-    /// The generation that is published now, as a JSON object
+    /// The generation and the state that are published now, as a JSON object
     #[arg(long)]
     json: bool,
 }
@@ -40,9 +41,19 @@ pub(super) async fn reload(
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     let generation = client.reload().await?;
+    let service = client.service().await?;
+    let text = |key: &str| service.get(key).and_then(Value::as_str).unwrap_or_default();
+    let (state, reason) = (text("state"), text("state_reason"));
     if arguments.json {
-        return print_json(out, &json!({"generation": generation}));
+        let answer = json!({"generation": generation, "state": state, "state_reason": reason});
+        return print_json(out, &answer);
     }
-    writeln!(out, "The configuration was read again; generation {generation} is published.")?;
+    writeln!(
+        out,
+        "The configuration was read again and is in force: generation {generation}, state {state}."
+    )?;
+    if !reason.is_empty() {
+        writeln!(out, "{}", printable(reason))?;
+    }
     Ok(())
 }

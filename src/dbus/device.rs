@@ -166,6 +166,11 @@ impl Device {
     }
 
     #[zbus(property)]
+    fn servable(&self) -> Result<bool, RequestError> {
+        value(&self.0, "servable")
+    }
+
+    #[zbus(property)]
     fn vendor_device_id(&self) -> Result<String, RequestError> {
         value(&self.0, "vendor_device_id")
     }

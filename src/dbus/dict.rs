@@ -125,6 +125,7 @@ fn common(gpu: &GpuView) -> Dict {
         ("mps_thread_percentage", Variant::from(i32::from(plan.thread_percentage))),
         ("limits_enforced", Variant::from(plan.limits_enforced)),
         ("pipe_directory", path(&plan.pipe_directory)),
+        ("servable", Variant::from(plan.servable())),
         ("healthy", Variant::from(gpu.healthy)),
         ("reason", text(&gpu.reason)),
         ("detected_on_host", Variant::from(true)),

@@ -169,6 +169,11 @@ impl Gpu {
         value(&self.0, "render_node")
     }
 
+    #[zbus(property)]
+    fn servable(&self) -> Result<bool, RequestError> {
+        value(&self.0, "servable")
+    }
+
     #[zbus(property(emits_changed_signal = "const"))]
     fn sharing_mode(&self) -> Result<String, RequestError> {
         value(&self.0, "sharing_mode")

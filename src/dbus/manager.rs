@@ -108,6 +108,7 @@ impl From<ContainerError> for RequestError {
             ContainerError::NoSuchDevice(_) => Self::NoSuchDevice(text),
             ContainerError::NoneNamed
             | ContainerError::NoUuid { .. }
+            | ContainerError::NotServable { .. }
             | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
         }
     }

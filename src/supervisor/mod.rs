@@ -650,7 +650,7 @@ impl Worker {
                 }
             }
         }
-        self.reporter.update(|status| status.put_off = true);
+        self.reporter.put_off();
         if self.reporter.reason() != reason {
             self.reporter.warning(format!("{reason}; tried again in {:.1} s", pause.as_secs_f64()));
         }

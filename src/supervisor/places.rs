@@ -121,7 +121,15 @@ mod tests {
 
     fn gpu(uuid: &str, places: u32) -> ServedGpu {
         let pci = "00:06.0".parse().unwrap();
-        ServedGpu { uuid: uuid.to_owned(), pci, memory_limit_mib: 0, limits_enforced: true, places }
+        ServedGpu {
+            uuid: uuid.to_owned(),
+            pci,
+            memory_limit_mib: 0,
+            slice_memory_mib: 0,
+            slice_thread_percentage: 100,
+            limits_enforced: true,
+            places,
+        }
     }
 
     fn clients(on: &[(&str, usize)]) -> Vec<Client> {

@@ -26,8 +26,8 @@ pub struct Status {
     pub gpus: BTreeMap<String, GpuStatus>,
     /// The clients that have waited for a server for a while.
     pub waiting: Vec<Identity>,
-    /// Whether its first start has ended, well or not.
-    pub first_pass_ended: bool,
+    /// Whether the plan is in force, or whatever keeps it from that is known and said.
+    pub settled: bool,
     /// Whether what is to happen next is put off until clients have ended, or after a failure: it may take days.
     pub put_off: bool,
     /// The last things that happened to it, oldest first.
@@ -35,19 +35,47 @@ pub struct Status {
 }
 
 impl Status {
-    /// Becomes a status about `plan`. If it was about another, nobody serves this one yet; what is known of GPUs that
-    /// stay is kept.
+    /// Becomes a status about `plan`. A control daemon that serves goes on with it: only GPUs that need other limits
+    /// for it are not served as planned. If none serves, or it serves elsewhere, nobody serves this plan yet.
     pub(super) fn take(&mut self, plan: &ControlDaemonPlan) {
         if self.plan == *plan {
             return;
         }
-        self.plan = plan.clone();
+        let before = std::mem::replace(&mut self.plan, plan.clone());
         self.gpus = gpus(plan, &self.gpus);
-        self.view.state = ControlDaemonState::Starting;
-        self.view.since = SystemTime::now();
-        self.serving = false;
-        self.first_pass_ended = false;
+        self.settled = false;
         self.put_off = false;
+        if self.serving && before.pipe_directory == plan.pipe_directory {
+            for uuid in plan.to_be_set_since(&before) {
+                if let Some(gpu) = self.gpus.get_mut(uuid) {
+                    gpu.being_set = true;
+                }
+            }
+        } else {
+            self.view.state = ControlDaemonState::Starting;
+            self.view.since = SystemTime::now();
+            self.serving = false;
+        }
+    }
+
+    fn pass_through(&mut self, state: ControlDaemonState, serving: bool, reason: &str) {
+        if self.view.state != state {
+            self.view.since = SystemTime::now();
+        }
+        self.view.state = state;
+        self.serving = serving;
+        self.put_off &= !matches!(state, ControlDaemonState::Starting | ControlDaemonState::Ready);
+        // The reason of the last failure stays to be read while the next start is under way.
+        if state != ControlDaemonState::Starting {
+            reason.clone_into(&mut self.view.reason);
+        }
+    }
+
+    /// Has no GPU wait for its limits any more: they are in force, or the GPU's reason says why they are not.
+    fn limits_are_set(&mut self) {
+        for gpu in self.gpus.values_mut() {
+            gpu.being_set = false;
+        }
     }
 }
 
@@ -68,6 +96,8 @@ pub struct GpuStatus {
     pub bypasses: Vec<Bypass>,
     /// Whether they keep a server from opening it.
     pub server_kept_out: bool,
+    /// Whether the control daemon is being told the limits that the plan has for it now.
+    pub being_set: bool,
 }
 
 /// Says what changes, and only that.
@@ -100,7 +130,7 @@ impl Reporter {
             serving: false,
             gpus: gpus(plan, &BTreeMap::new()),
             waiting: Vec::new(),
-            first_pass_ended: false,
+            settled: false,
             put_off: false,
             events: VecDeque::new(),
         });
@@ -112,19 +142,33 @@ impl Reporter {
         self.update(|status| status.take(plan));
     }
 
+    /// Says in which state the control daemon stays for now.
     pub(super) fn enter(&self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.update(|status| {
-            if status.view.state != state {
-                status.view.since = SystemTime::now();
-            }
-            status.view.state = state;
-            status.serving = serving;
-            status.put_off &= !matches!(state, ControlDaemonState::Starting | ControlDaemonState::Ready);
-            // The reason of the last failure stays to be read while the next start is under way.
+            status.pass_through(state, serving, reason);
             if state != ControlDaemonState::Starting {
-                reason.clone_into(&mut status.view.reason);
-                status.first_pass_ended = true;
+                status.settled = true;
+                status.limits_are_set();
             }
+        });
+    }
+
+    /// Says in which state the control daemon is on its way to the plan.
+    pub(super) fn pass_through(&self, state: ControlDaemonState, serving: bool, reason: &str) {
+        self.update(|status| status.pass_through(state, serving, reason));
+    }
+
+    /// Says that the control daemon is to start once more for its plan.
+    pub(super) fn unsettled(&self) {
+        self.update(|status| status.settled = false);
+    }
+
+    /// Says that the next step waits until clients have ended, or follows a failure.
+    pub(super) fn put_off(&self) {
+        self.update(|status| {
+            status.put_off = true;
+            status.settled = true;
+            status.limits_are_set();
         });
     }
 
@@ -217,10 +261,14 @@ mod tests {
         reporter.enter(ControlDaemonState::Ready, true, "");
         let mut status = seen.borrow().clone();
         status.take(&plan(50));
-        assert!(status.serving && status.first_pass_ended);
+        assert!(status.serving && status.settled);
         assert_eq!(status.view.state, ControlDaemonState::Ready);
         status.take(&plan(25));
-        assert!(!status.serving && !status.first_pass_ended);
+        assert!(!status.settled);
+        let mut elsewhere = plan(25);
+        elsewhere.pipe_directory = "/tmp/elsewhere".into();
+        status.take(&elsewhere);
+        assert!(!status.serving && !status.settled);
         assert_eq!(status.view.state, ControlDaemonState::Starting);
     }
 }

@@ -117,9 +117,10 @@ impl Worker {
             if (self.misfit.is_some() || self.stuck.is_some()) && now >= clients_at {
                 clients_at = Instant::now() + CLIENTS_PERIOD;
                 if self.in_use().await == Ok(0) && self.end_idle().await {
+                    self.reporter.unsettled();
                     return ended(goal);
                 }
-                self.reporter.update(|status| status.put_off = true);
+                self.reporter.put_off();
                 self.show_state();
             }
         }
@@ -440,7 +441,8 @@ impl Worker {
                 "{misfit}, for which the control daemon has to start anew when its clients have ended; \
                  `yunion-mpsctl apply --force` ends them"
             );
-            self.reporter.enter(ControlDaemonState::Waiting, in_place, &reason);
+            // Nobody has asked yet whether it has clients.
+            self.reporter.pass_through(ControlDaemonState::Waiting, in_place, &reason);
         } else if self.configured {
             self.reporter.enter(ControlDaemonState::Ready, in_place, "");
         }
@@ -462,6 +464,9 @@ impl Worker {
                         self.end_idle().await;
                     }
                     let done = self.process.is_none();
+                    if done {
+                        self.reporter.unsettled();
+                    }
                     let _ =
                         reply.send(if done { Ok(()) } else { Err("a client came in between".to_owned()) });
                     return done.then(|| ended(goal));

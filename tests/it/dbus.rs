@@ -43,6 +43,7 @@ fn golden_common() -> Value {
         "memory_size": ["i", 5760],
         "detected_on_host": ["b", true],
         "hot_pluggable": ["b", false],
+        "servable": ["b", true],
         "nvidia_index": ["u", 0],
         "nvidia_minor": ["u", 0],
         "nvidia_name": ["s", "Tesla P40"],
@@ -296,6 +297,7 @@ async fn what_is_not_known_is_left_out() {
         "mps_thread_percentage": ["i", 25],
         "detected_on_host": ["b", true],
         "hot_pluggable": ["b", false],
+        "servable": ["b", true],
         "healthy": ["b", false],
         // A NUL in a string would make the bus close the connection.
         "reason": ["s", "GPU is lost\u{fffd}"],

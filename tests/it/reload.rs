@@ -66,6 +66,62 @@ fn more_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// Everything that is said on the bus while the slices of one GPU of eight change is about that GPU. The slices of the
+/// others stay healthy, the service stays ready, and the answer comes when the new limits are in force.
+#[test]
+fn only_the_gpu_that_changes_is_said_to_change() {
+    let entries = |last: u32| -> Vec<String> {
+        let entry = |(gpu, slices)| {
+            format!("path: /dev/dri/renderD{gpu}, type: NVIDIA_MPS, virtual_number: {slices}")
+        };
+        (128..136).zip([4; 7].into_iter().chain([last])).map(entry).collect()
+    };
+    let configure = |host: &Host, last: u32| {
+        host.devices(&entries(last).iter().map(String::as_str).collect::<Vec<_>>());
+    };
+    let mut host = Host::new("h200x8");
+    configure(&host, 4);
+    host.start();
+    host.wait_for_state("ready");
+    let gpu = host.list().last().unwrap()["base_addr"].as_str().unwrap().to_owned();
+    let others = host.list().into_iter().filter(|device| device["base_addr"] != *gpu);
+    let others: Vec<String> = others.map(|device| device["addr"].as_str().unwrap().to_owned()).collect();
+    assert_eq!(others.len(), 28);
+    let heard = host.path("heard");
+    let mut listener = host
+        .command("gdbus")
+        .args(["monitor", "--system", "--dest", "io.yunion.Mps1"])
+        .stdout(File::create(&heard).unwrap())
+        .stderr(Stdio::inherit())
+        .spawn()
+        .unwrap();
+    let heard = || std::fs::read_to_string(&heard).unwrap();
+    wait_for("a listener", || heard().contains("is owned by").then_some(()));
+
+    // Smaller slices: the defaults, which are those of the largest, stay. Then larger ones again.
+    for slices in [8, 4] {
+        configure(&host, slices);
+        let reloaded = host.call("Control.Reload");
+        assert!(reloaded.status.success(), "{}", text(&reloaded));
+        let devices = host.list();
+        assert_eq!(devices.len(), 28 + slices as usize);
+        for device in devices {
+            assert_eq!(device["healthy"], true, "{device}");
+        }
+        let signal = format!("DevicesChanged {}", text(&reloaded).trim());
+        wait_for("the last signal of the reload", || heard().contains(&signal).then_some(()));
+    }
+    let heard = heard();
+    for other in others {
+        let path = format!("/devices/_{}", other.replace([':', '.', '-'], "_"));
+        assert!(!heard.contains(&path), "{path}: {heard}");
+    }
+    assert!(!heard.contains("'State'"), "{heard}");
+    listener.kill().unwrap();
+    listener.wait().unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// The time between, held still: the new slices are listed before there is anybody to serve them.
 #[test]
 fn new_slices_are_listed_while_the_control_daemon_restarts() {

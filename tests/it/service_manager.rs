@@ -117,6 +117,26 @@ fn ready_waits_for_the_bus() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// A service manager that does not read what it is told holds nobody up: the kernel keeps ten messages for it, and a
+/// send that finds no room waits.
+#[test]
+fn a_service_manager_that_does_not_read_holds_nobody_up() {
+    let mut host = Host::new("tesla-p40");
+    let mut manager = ServiceManager::of(&mut host);
+    host.start();
+    manager.until(|message| message == "READY=1");
+    for _ in 0..20 {
+        let reloaded = host.call("Control.Reload");
+        assert!(reloaded.status.success(), "{}", crate::host::text(&reloaded));
+    }
+    // As soon as it reads again, it is told that the last reload is done.
+    let heard = manager.until(|message| message.starts_with("STATUS=") || message == "READY=1");
+    assert_eq!(heard.first().map(String::as_str), Some("RELOADING=1"), "{heard:?}");
+    host.signal(Signal::TERM);
+    manager.until(|message| message == "STOPPING=1");
+    assert_eq!(host.ended().code(), Some(0));
+}
+
 /// What keeps GPUs from being served is no reason to keep systemd waiting: the first pass has ended.
 #[test]
 fn ready_is_said_even_without_a_driver() {

@@ -211,11 +211,20 @@ fn a_mixed_host_serves_what_it_can() {
     for device in &devices {
         let golden = match device["base_addr"].as_str().unwrap() {
             "3b:00.0" => json!({"healthy": true, "mps_memory_limit": 10240, "mps_thread_percentage": 12}),
-            "5e:00.0" => json!({"healthy": false, "compute_mode": "Default"}),
-            _ => json!({"healthy": true, "mps_memory_limit": 35942, "mps_thread_percentage": 25}),
+            "5e:00.0" => json!({"healthy": false, "servable": false, "compute_mode": "Default"}),
+            _ => {
+                json!({"healthy": true, "servable": true, "mps_memory_limit": 35942, "mps_thread_percentage": 25})
+            }
         };
         assert_has(device, &golden);
     }
+    // A container that was given its slice would find no GPU.
+    let refused = host.mpsctl(&["env", "3b:00.0-0", "5e:00.0-0"]);
+    let said = text(&refused);
+    assert!(
+        !refused.status.success() && said.contains("5e:00.0-0 can't be served: MIG is on; turn it off"),
+        "{said}"
+    );
     let modes: Vec<String> = (0..3).map(|gpu| host.compute_mode(gpu)).collect();
     assert_eq!(modes, ["Exclusive_Process", "Default", "Exclusive_Process"]);
     // A server that can't open one of its GPUs doesn't start at all.
