@@ -30,9 +30,14 @@ fn verify(unit: &str) -> Vec<String> {
 /// The shipped unit as it would be with the program installed.
 fn installed_unit() -> String {
     let unit = shipped("yunion-mps-daemon.service");
-    let command = "ExecStart=/usr/bin/yunion-mps-daemon\n";
-    assert_eq!(unit.matches(command).count(), 1, "one ExecStart, with the installed path");
-    unit.replace(command, concat!("ExecStart=\"", env!("CARGO_BIN_EXE_yunion-mps-daemon"), "\"\n"))
+    let installed = |unit: String, line: &str, built: &str| {
+        assert_eq!(unit.matches(line).count(), 1, "one {line}, with the installed path");
+        unit.replace(line, built)
+    };
+    let start = concat!("ExecStart=\"", env!("CARGO_BIN_EXE_yunion-mps-daemon"), "\"\n");
+    let reload = concat!("ExecReload=\"", env!("CARGO_BIN_EXE_yunion-mpsctl"), "\" reload\n");
+    let unit = installed(unit, "ExecStart=/usr/bin/yunion-mps-daemon\n", start);
+    installed(unit, "ExecReload=/usr/bin/yunion-mpsctl reload\n", reload)
 }
 
 #[test]
@@ -55,7 +60,7 @@ fn the_unit_keeps_its_promises() {
         "Type=notify",
         // A client must not die with us.
         "KillMode=process",
-        "ExecReload=/bin/kill -HUP $MAINPID",
+        "ExecReload=/usr/bin/yunion-mpsctl reload",
         "Restart=on-failure",
         // The daemon's exit status for a bad configuration.
         "RestartPreventExitStatus=78",
