@@ -182,7 +182,10 @@ pub struct Present<'a> {
 impl ControlDaemonPlan {
     /// The GPUs that a control daemon serves as planned only after it has been told more than it was told for `before`.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
-        self.gpus.iter().filter(move |gpu| gpu.needs_other_limits(self, before)).map(|gpu| gpu.uuid.as_str())
+        self.gpus
+            .iter()
+            .filter(move |gpu| gpu.needs_other_defaults(self, before))
+            .map(|gpu| gpu.uuid.as_str())
     }
 
     /// What of this plan that control daemon can't be made to do, so that another has to take its place. A GPU that is
@@ -228,16 +231,19 @@ pub struct ServedGpu {
 }
 
 impl ServedGpu {
-    /// Whether a client of one of its slices gets the planned limits only after the control daemon has been told other
-    /// ones than it was told for `before`. The defaults may change around a slice that keeps its own limits.
-    fn needs_other_limits(&self, plan: &ControlDaemonPlan, before: &ControlDaemonPlan) -> bool {
+    /// Whether a client of one of its slices gets the planned limits only after the control daemon has other defaults
+    /// than those of `before`. A slice that keeps its limits waits for nothing, though defaults change around it.
+    fn needs_other_defaults(&self, plan: &ControlDaemonPlan, before: &ControlDaemonPlan) -> bool {
         let Some(known) = before.gpus.iter().find(|known| known.uuid == self.uuid) else { return true };
+        // A default below a slice's limit gives it too little; its own, when new, does not hold it yet.
         let memory = known.slice_memory_mib != self.slice_memory_mib
-            || (known.memory_limit_mib != self.memory_limit_mib
-                && self.memory_limit_mib == self.slice_memory_mib);
+            && known.memory_limit_mib != self.memory_limit_mib
+            && (self.slice_memory_mib > known.memory_limit_mib
+                || self.slice_memory_mib == self.memory_limit_mib);
         let threads = known.slice_thread_percentage != self.slice_thread_percentage
-            || (before.thread_percentage != plan.thread_percentage
-                && plan.thread_percentage == self.slice_thread_percentage);
+            && before.thread_percentage != plan.thread_percentage
+            && (self.slice_thread_percentage > before.thread_percentage
+                || self.slice_thread_percentage == plan.thread_percentage);
         memory || threads
     }
 }
@@ -1073,7 +1079,7 @@ mod tests {
         plan.gpus.iter().map(|gpu| (gpu.memory_limit_mib, gpu.thread_percentage)).collect()
     }
 
-    /// A slice waits for the control daemon only where its own limits change, or where a default does that holds it.
+    /// A slice waits for the control daemon only where its own limits change, and the default that it needs with them.
     #[test]
     fn slices_that_keep_their_limits_wait_for_nothing() {
         let plan_of = |slices: [(u64, u8); 3]| {
@@ -1100,12 +1106,17 @@ mod tests {
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
         for (before, after, expected) in [
             ([quarter; 3], [quarter; 3], &[][..]),
-            ([quarter; 3], [quarter, eighth, quarter], &["GPU-1"]),
+            // The default is larger than the new limits before and after.
+            ([quarter; 3], [quarter, eighth, quarter], &[]),
+            ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
             // The default grows around the others, which keep their own limits.
             ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
-            // It shrinks, and from then on it is the limit of the others, too.
-            ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0", "GPU-1"]),
-            ([quarter; 3], [(4000, 12), quarter, quarter], &["GPU-0"]),
+            // It was smaller than what the second one gets.
+            ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
+            // It shrinks.
+            ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0"]),
+            ([quarter; 3], [(4000, 12), quarter, quarter], &[]),
+            ([quarter; 3], [(4000, 30), quarter, quarter], &["GPU-0"]),
         ] {
             let (before, after) = (plan_of(before), plan_of(after));
             assert_eq!(after.to_be_set_since(&before).collect::<Vec<_>>(), expected, "{before:?} {after:?}");
