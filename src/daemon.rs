@@ -25,7 +25,7 @@ use crate::gpu::nvml::Driver;
 use crate::gpu::{Gpu, Inventory, PciAddress};
 use crate::journal::{Journal, Running};
 use crate::logging::{Level, last_words};
-use crate::mps::control::{Caller, CallersControl};
+use crate::mps::control::{Caller, CallersControl, FrontEnds};
 use crate::mps::identity::Identity;
 use crate::mps::process;
 use crate::newcomers;
@@ -123,6 +123,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
     let (kept, kept_seen) = watch::channel(Configured::default());
     let journal = Arc::new(Mutex::new(journal));
     let tools = Tools {
+        front_ends: FrontEnds::new(supervisor::PROGRAM.into()),
         compute_modes: ComputeModes::new(driver_seen, Arc::clone(&journal), kept_seen),
         journal,
         changed: Arc::clone(&changed),
@@ -799,7 +800,8 @@ impl Daemon {
         let ids = journal.control_daemons();
         let running = ids.iter().filter_map(|id| journal.control_daemon(id));
         let alive = running.filter(|running| Identity::of(running.process.pid).ok() == Some(running.process));
-        alive.map(|running| supervisor::front_end(&running.pipe_directory).on_behalf(Caller::Root)).collect()
+        let front_end = |running: &Running| self.tools.front_ends.of(&running.pipe_directory);
+        alive.map(|running| front_end(running).on_behalf(Caller::Root)).collect()
     }
 
     /// Carries out the changes that wait for clients to end. Beside the loop: the control daemons take their time.

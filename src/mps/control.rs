@@ -2,13 +2,13 @@
 //!
 //! The front end is `nvidia-cuda-mps-control` reading commands from standard input. It exits with 0 for nearly
 //! everything, answers a bad value with the old one and most settings with nothing, so each setting here is read back.
-//! Asked in parallel the control daemon fails now and then; the calls of one [`Control`] are serialised, those made for
-//! callers on the bus ([`CallersControl`]) behind its own.
+//! Asked in parallel the control daemon fails now and then; all calls in one pipe directory stand in one queue
+//! ([`FrontEnds`]), those made for callers on the bus ([`CallersControl`]) behind a supervisor's.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -162,7 +162,47 @@ pub struct Control {
 struct FrontEnd {
     program: PathBuf,
     pipe_directory: PathBuf,
-    turns: Turns,
+    turns: Arc<Turns>,
+}
+
+/// The one way to a [`Control`]: it knows the queue in each pipe directory. Its clones are the same.
+#[derive(Debug, Clone)]
+pub struct FrontEnds {
+    program: PathBuf,
+    queues: Arc<Mutex<BTreeMap<PathBuf, Weak<Turns>>>>,
+}
+
+impl FrontEnds {
+    /// Runs `program`, by its path or by its name in `PATH`.
+    pub fn new(program: PathBuf) -> Self {
+        Self { program, queues: Arc::default() }
+    }
+
+    /// Talks to the control daemon that has this pipe directory, whoever started it, in the queue of all who do.
+    pub fn of(&self, pipe_directory: &Path) -> Control {
+        let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
+        let turns = self.queue(&pipe_directory);
+        Control { front_end: Arc::new(FrontEnd { program, pipe_directory, turns }), rank: Rank::Supervisor }
+    }
+
+    fn queue(&self, pipe_directory: &Path) -> Arc<Turns> {
+        let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        queues.retain(|_, turns| turns.strong_count() > 0);
+        queues.get(pipe_directory).and_then(Weak::upgrade).unwrap_or_else(|| {
+            let turns = Arc::default();
+            queues.insert(pipe_directory.to_owned(), Arc::downgrade(&turns));
+            turns
+        })
+    }
+}
+
+/// The PID of the control daemon that listens in a pipe directory, told by the kernel.
+pub fn listener(pipe_directory: &Path) -> Option<u32> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
+    net::connect(&socket, &SocketAddrUnix::new(pipe_directory.join("control")).ok()?).ok()?;
+    let peer = net::sockopt::socket_peercred(&socket).ok()?;
+    u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
 }
 
 /// The same control daemon, as it is asked for a caller on the bus: in his turn, and only what callers may want.
@@ -243,12 +283,6 @@ impl CallersControl {
 }
 
 impl Control {
-    /// Talks to the control daemon of `pipe_directory` through `program`.
-    pub fn new(program: PathBuf, pipe_directory: PathBuf) -> Self {
-        let front_end = Arc::new(FrontEnd { program, pipe_directory, turns: Turns::default() });
-        Self { front_end, rank: Rank::Supervisor }
-    }
-
     /// The same for a caller on the bus.
     pub fn on_behalf(&self, caller: Caller) -> CallersControl {
         let rank = match caller {
@@ -287,14 +321,9 @@ impl Control {
         }
     }
 
-    /// The PID of the control daemon that listens in the pipe directory, told by the kernel.
+    /// See [`listener`].
     pub fn daemon_pid(&self) -> Option<u32> {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
-        let path = self.front_end.pipe_directory.join("control");
-        net::connect(&socket, &SocketAddrUnix::new(path).ok()?).ok()?;
-        let peer = net::sockopt::socket_peercred(&socket).ok()?;
-        u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+        listener(&self.front_end.pipe_directory)
     }
 
     /// The PIDs of the servers. Also the proof that the control daemon answers.
@@ -733,7 +762,7 @@ mod tests {
         let written =
             std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
         assert!(written.unwrap().success());
-        let control = Control::new(program, directory.path().to_owned());
+        let control = FrontEnds::new(program).of(directory.path());
         let client = Client { pid: 1153, id: Some(33), server: 939, gpu_prefix: "GPU-168acfc9".to_owned() };
         assert_eq!(control.clients().await.unwrap(), [client]);
     }

@@ -18,7 +18,6 @@ mod status;
 mod watch;
 
 use std::collections::{BTreeSet, VecDeque};
-use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -32,7 +31,7 @@ use crate::bypass::{Bypass, find, in_words};
 use crate::compute_mode::ComputeModes;
 use crate::counted::counted;
 use crate::journal::{Journal, Running};
-use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError};
+use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError, FrontEnds};
 use crate::mps::log::{Follower, Line, Meaning, Writer};
 use crate::mps::process::{self, Process};
 use crate::plan::ControlDaemonPlan;
@@ -48,7 +47,7 @@ use status::Reporter;
 pub use status::{GpuStatus, Status};
 
 /// The program, as every driver package installs it.
-const PROGRAM: &str = "nvidia-cuda-mps-control";
+pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 
 /// The first pause after a failure; it doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -116,6 +115,8 @@ pub struct ClientFault {
 /// What every supervisor works with.
 #[derive(Debug, Clone)]
 pub struct Tools {
+    /// Asks control daemons.
+    pub front_ends: FrontEnds,
     /// Sets and restores compute modes.
     pub compute_modes: ComputeModes,
     /// Remembers what was started.
@@ -132,6 +133,7 @@ pub struct Supervisor {
     goal: channel::Sender<(Goal, Order)>,
     status: channel::Receiver<Status>,
     control: channel::Receiver<Option<Arc<Control>>>,
+    front_ends: FrontEnds,
     commands: mpsc::Sender<Command>,
     task: JoinHandle<()>,
 }
@@ -141,6 +143,7 @@ impl Supervisor {
     pub fn start(order: Order, goal: Goal, tools: Tools) -> Self {
         let (reporter, status) = Reporter::new(&order.plan, Arc::clone(&tools.changed));
         let (control_sender, control) = channel::channel(None);
+        let front_ends = tools.front_ends.clone();
         let (commands, commands_received) = mpsc::channel(4);
         let (server_ended, server_ends) = mpsc::channel(16);
         let worker = Worker {
@@ -178,7 +181,8 @@ impl Supervisor {
             look_at_clients: false,
         };
         let (goal, goals) = channel::channel((goal, order));
-        Self { goal, status, control, commands, task: tokio::spawn(run(goals, commands_received, worker)) }
+        let task = tokio::spawn(run(goals, commands_received, worker));
+        Self { goal, status, control, front_ends, commands, task }
     }
 
     /// Gives it another goal. The same again changes nothing.
@@ -218,7 +222,7 @@ impl Supervisor {
     /// that one's.
     pub fn control_in_place(&self) -> Option<CallersControl> {
         self.access(Caller::Root).now().or_else(|| {
-            let control = front_end(&self.status.borrow().view.pipe_directory);
+            let control = self.front_ends.of(&self.status.borrow().view.pipe_directory);
             control.daemon_pid().map(|_| control.on_behalf(Caller::Root))
         })
     }
@@ -675,7 +679,7 @@ impl Worker {
     /// place.
     async fn in_use(&self) -> Result<usize, String> {
         let Some(running) = &self.running else { return Ok(0) };
-        let control = Control::new(program(), running.pipe_directory.clone());
+        let control = self.tools.front_ends.of(&running.pipe_directory);
         let mut why = "it does not listen in its pipe directory any more".to_owned();
         if control.daemon_pid() == Some(running.process.pid) {
             match control.client_pids().await {
@@ -695,7 +699,7 @@ impl Worker {
     async fn stop_control_daemon(&mut self) {
         let (Some(process), Some(running)) = (&mut self.process, &self.running) else { return };
         let pid = process.identity().pid;
-        let control = Control::new(program(), running.pipe_directory.clone());
+        let control = self.tools.front_ends.of(&running.pipe_directory);
         tracing::debug!(step = "quit", "control daemon {pid} is asked to end");
         match process::stop(process, &control, self.order.quit_timeout).await {
             Ok(how) => {
@@ -744,16 +748,6 @@ impl Worker {
         // A journal is whole after every call, whatever happened to the thread that made it.
         use_it(&mut self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner))
     }
-}
-
-/// The front end of the control daemon that has this pipe directory, whoever's it is.
-pub(crate) fn front_end(pipe_directory: &Path) -> Control {
-    Control::new(program(), pipe_directory.to_owned())
-}
-
-/// The program to start or to ask. One that can't be found is named all the same, for the error that follows.
-fn program() -> PathBuf {
-    process::find_program(PROGRAM).unwrap_or_else(|_| PathBuf::from(PROGRAM))
 }
 
 /// The limits of the GPUs in a control daemon's hands, by its ordinals, as the order wants them.

@@ -19,7 +19,7 @@ use crate::systemd;
 
 use super::limits::{LIMITS_TIMEOUT, set_defaults};
 use super::servers::Limits;
-use super::{Failure, PROGRAM, Silence, Worker, limits, program};
+use super::{Failure, PROGRAM, Silence, Worker, limits};
 
 /// How long a new control daemon may take to answer. Measured: 20 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -96,7 +96,7 @@ impl Worker {
         self.reporter.enter(ControlDaemonState::Starting, false, "");
         let plan = self.order.plan.clone();
         let program = process::find_program(PROGRAM).map_err(Failure::Waiting)?;
-        let control = Control::new(program.clone(), plan.pipe_directory.clone());
+        let control = self.tools.front_ends.of(&plan.pipe_directory);
         self.make_way(&control, &plan.pipe_directory).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
         directories::open(&plan.pipe_directory).map_err(bad_directory)?;
@@ -277,7 +277,7 @@ impl Worker {
 
     /// From now on there is one front end of the control daemon that runs, for all who ask it something.
     fn hold_front_end(&self, pipe_directory: &Path) -> Arc<Control> {
-        let control = Arc::new(Control::new(program(), pipe_directory.to_owned()));
+        let control = Arc::new(self.tools.front_ends.of(pipe_directory));
         self.control.send_replace(Some(Arc::clone(&control)));
         control
     }

@@ -18,7 +18,7 @@ use crate::mps::process;
 use crate::state::ControlDaemonState;
 
 use super::heal::still_faulted;
-use super::{Command, Ended, Failure, Goal, Occurrence, Silence, Worker, limits, program};
+use super::{Command, Ended, Failure, Goal, Occurrence, Silence, Worker, limits};
 
 /// How often a control daemon is checked that gives no reason to, and how often one that has clients: it may have come to
 /// hang, and then the next client does too.
@@ -177,7 +177,7 @@ impl Worker {
     pub(super) async fn end_idle(&mut self) -> bool {
         let (Some(process), Some(running)) = (&mut self.process, &self.running) else { return true };
         let pid = process.identity().pid;
-        let control = Control::new(program(), running.pipe_directory.clone());
+        let control = self.tools.front_ends.of(&running.pipe_directory);
         if process::stop_idle(process, &control).await {
             self.reporter
                 .event(format!("control daemon {} (PID {pid}) ended, to start anew", self.reporter.id()));

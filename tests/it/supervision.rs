@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +14,7 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use crate::host::{
-    DEADLINE, Host, alive, assert_has, control_daemon, control_pid, signal_pid, text, wait_for,
+    DEADLINE, Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text, wait_for,
 };
 
 /// A control daemon that dies is started anew, and meanwhile its devices are listed as not healthy: an empty list would
@@ -296,6 +297,80 @@ fn a_second_daemon_by_hand_ends_nobody_s_work() {
     client.wait().unwrap();
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
+}
+
+/// Puts a front end in front of the host's own that writes down when the service runs two at a time, beside a line for
+/// each. Gives where.
+fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
+    let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
+    let (runs, overlaps) = (host.path("runs"), host.path("overlaps"));
+    fs::create_dir(&wrapper).unwrap();
+    let program = wrapper.join("nvidia-cuda-mps-control");
+    // The lock is held by the descriptor, until the end of the process.
+    let script = format!(
+        "#!/bin/bash\nreal={}/nvidia-cuda-mps-control\n\
+         [ $# -eq 0 ] && grep -q ^yunion-mps-daem /proc/$PPID/comm || exec $real \"$@\"\n\
+         exec 9>>{}\n\
+         echo >&9\nflock --nonblock 9 || echo >>{}\nsleep 0.02 9>&-\nexec $real\n",
+        real.display(),
+        runs.display(),
+        overlaps.display(),
+    );
+    fs::write(&program, script).unwrap();
+    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+    host.prefer(&wrapper);
+    (runs, overlaps)
+}
+
+/// Asks in many ways at once, until each has been answered three times.
+fn ask_at_once(host: &Host, ways: &[&[&str]]) {
+    std::thread::scope(|scope| {
+        for way in ways.iter().cycle().take(2 * ways.len()) {
+            scope.spawn(move || {
+                for _ in 0..3 {
+                    // Some are refused, which is an answer too.
+                    let (program, arguments) = way.split_first().unwrap();
+                    host.command(binaries().join(program)).args(arguments).output().unwrap();
+                }
+            });
+        }
+    });
+}
+
+/// Many callers at once, beside what the supervisor asks by itself, while the control daemon serves, comes back from its
+/// death and ends: it is asked one thing at a time.
+#[test]
+fn a_control_daemon_is_asked_one_thing_at_a_time() {
+    let mut host = Host::new("h200");
+    let (runs, overlaps) = watched_front_ends(&mut host);
+    host.start();
+    let before = host.wait_for_state("ready");
+    let mut client = client(&host, "600");
+    let (list, release) =
+        (["yunion-mpsctl", "clients"], ["yunion-mpsctl", "terminate", "--device", "00:06.0-0"]);
+    let restart = "/usr/bin/busctl --system call io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control \
+                   RestartServer s 00:06.0";
+    let restart: Vec<&str> = restart.split_ascii_whitespace().collect();
+    let runs = || fs::read_to_string(&runs).unwrap_or_default().len();
+    let begun = runs();
+    // The client is in the way of another server.
+    ask_at_once(&host, &[&list, &release, &restart, &["yunion-mpsctl", "reload"]]);
+    assert!(runs() > begun + 12, "{begun} and then {}", runs());
+    assert_eq!(client.try_wait().unwrap(), None);
+    client.kill().unwrap();
+    client.wait().unwrap();
+    ask_at_once(&host, &[&list, &restart]);
+    signal_pid(control_pid(&before), Signal::KILL);
+    ask_at_once(&host, &[&list, &release]);
+    wait_for("another control daemon", || {
+        let status = host.json(&["status"]).filter(|status| status["service"]["state"] == "ready")?;
+        (control_pid(&status) != control_pid(&before)).then_some(())
+    });
+    host.signal(Signal::TERM);
+    ask_at_once(&host, &[&list]);
+    assert_eq!(host.ended().code(), Some(0));
+    host.nothing_runs();
+    assert_eq!(fs::read_to_string(&overlaps).unwrap_or_default().len(), 0, "asked two things at a time");
 }
 
 /// A CUDA program that does not go through MPS, once it has the GPU.

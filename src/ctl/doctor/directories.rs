@@ -7,10 +7,11 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{StatVfs, StatVfsMountFlags};
 
-use super::facts::{CUDA_DEFAULT, Facts, listener};
+use super::facts::{CUDA_DEFAULT, Facts};
 use super::{Check, Finding, Outcome, error, info, told_apart, warning};
 use crate::ctl::published::{pid, text};
 use crate::dbus::proxy::Object;
+use crate::mps::control::listener;
 use crate::mps::directories::look;
 
 pub(super) const CHECKS: &[Check] = &[

@@ -14,7 +14,7 @@ use crate::config::{self, Loaded, Origin, Problem, Settings, Sources};
 use crate::gpu::nvml::Driver;
 use crate::gpu::{Gpu, Inventory, NvmlFacts};
 use crate::journal::{self, Running};
-use crate::mps::control::Control;
+use crate::mps::control::listener;
 use crate::mps::identity::Identity;
 use crate::mps::process;
 use crate::plan::Plan;
@@ -258,11 +258,6 @@ fn now(driver: &Driver, uuid: &str) -> GpuNow {
         persistence: driver.persistence_mode(uuid).ok(),
         servers: direct.filter(|pid| is_mps(*pid)).collect(),
     }
-}
-
-/// The control daemon that listens in a pipe directory, told by the kernel.
-pub(super) fn listener(pipe_directory: &Path) -> Option<u32> {
-    Control::new(PathBuf::from("nvidia-cuda-mps-control"), pipe_directory.to_owned()).daemon_pid()
 }
 
 /// All processes of this machine.
