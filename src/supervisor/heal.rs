@@ -167,7 +167,7 @@ impl Worker {
     }
 
     /// Says who was hit, each once.
-    fn tell_fault(&mut self) {
+    pub(super) fn tell_fault(&mut self) {
         let Some(running) = &self.running else { return };
         let Some(fault) = &mut self.fault else { return };
         let new = &fault.clients - &fault.told;

@@ -592,6 +592,8 @@ impl Worker {
 
     /// Takes note that no control daemon of ours runs.
     fn forget_process(&mut self) {
+        // Nobody will ask any more how the server is that met one.
+        self.tell_fault();
         self.process = None;
         self.running = None;
         self.control.send_replace(None);

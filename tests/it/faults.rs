@@ -355,6 +355,32 @@ fn a_fault_is_told_and_heals_when_clients_leave() {
     }
 }
 
+/// The control daemon dies of the fault, before anybody can have asked how its server is: it is told all the same, with
+/// all who were hit.
+#[test]
+fn a_fault_that_ends_the_control_daemon_is_told() {
+    let host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    host.plant("mps/fault/fault-ends-control", "");
+    let listener = Listener::start(&host);
+    let hit = [client(&host, &["hold", "600"], &[]), client(&host, &["hold", "600"], &[])];
+    let pids = [hit[0].id(), hit[1].id()];
+    let mut culprit = host.command("cuda-client");
+    culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    for client in hit {
+        assert_eq!(exit_code(client), Some(4));
+    }
+    let told = listener.wait_for_fault(&pids);
+    assert!(told.contains("GPU-168acfc9-c926-5401-354d-2910ddcd391b"), "{told}");
+    host.clear("mps/fault/fault-ends-control");
+    let after = wait_for("another control daemon", || {
+        let status = host.json(&["status"]).filter(|status| status["service"]["state"] == "ready")?;
+        (control_pid(&status) != control_pid(&before)).then_some(status)
+    });
+    assert_eq!(control_daemon(&after)["faults"], 1);
+    a_client_is_served(&host);
+}
+
 /// The daemon writes down how far it has read, and then dies. The next one has another patience.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");

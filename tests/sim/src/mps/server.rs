@@ -73,11 +73,17 @@ fn start() -> Option<&'static Server> {
     let host = Host::from_env().ok()?;
     let channel = io::stdin().as_fd().try_clone_to_owned().ok()?;
     let Some(Order::Start { percentage, limits }) = wire::receive(&channel) else { return None };
-    if host.fault("server-start-fails").is_some() {
-        return None;
-    }
     let log = Log::to(io::stdout());
     let pid = std::process::id();
+    if let Some(words) = host.fault("server-start-fails") {
+        if !words.trim().is_empty() {
+            log.line("Legacy Server", pid, words.trim());
+            let control = rustix::process::getppid().map_or(0, |parent| parent.as_raw_nonzero().get());
+            let control = u32::try_from(control).unwrap_or_default();
+            log.line("Control", control, "Server encountered a fatal exception. Shutting down");
+        }
+        return None;
+    }
     log.line("Other", pid, "Startup");
     let pipe = super::pipe_directory();
     log.line("Other", pid, &format!("Connecting to control daemon on socket: {}/control", pipe.display()));
@@ -413,6 +419,11 @@ impl Server {
             self.log(&client.pid.to_string());
             client.faulted = true;
             _ = wire::send(&*client.connection, &Event::Error(client::ILLEGAL_ADDRESS));
+        }
+        if self.host.fault("fault-ends-control").is_some()
+            && let Some(control) = rustix::process::getppid()
+        {
+            _ = rustix::process::kill_process(control, rustix::process::Signal::KILL);
         }
     }
 
