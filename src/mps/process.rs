@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::ffi::OsStr;
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -232,6 +233,16 @@ pub enum Stopped {
     Terminated,
     /// It took SIGKILL.
     Killed,
+}
+
+impl fmt::Display for Stopped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Quit => "quit",
+            Self::Terminated => "SIGTERM",
+            Self::Killed => "SIGKILL",
+        })
+    }
 }
 
 /// What a control daemon gets to end once it has answered `quit`. Measured: 81 ms.

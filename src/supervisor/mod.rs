@@ -699,6 +699,7 @@ impl Worker {
 
     /// Ends the control daemon if one runs.
     async fn stop_control_daemon(&mut self) {
+        self.continue_if_stopped();
         let (Some(process), Some(running)) = (&mut self.process, &self.running) else { return };
         let pid = process.identity().pid;
         let control = self.tools.front_ends.of(&running.pipe_directory);
@@ -707,7 +708,7 @@ impl Worker {
             Ok(how) => {
                 tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
                 self.reporter
-                    .event(format!("control daemon {} (PID {pid}) stopped: {how:?}", self.reporter.id()));
+                    .event(format!("control daemon {} (PID {pid}) ended by {how}", self.reporter.id()));
                 self.forget_process();
             }
             Err(error) => {

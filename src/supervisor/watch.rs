@@ -175,12 +175,13 @@ impl Worker {
     /// Ends a control daemon that nobody uses, without harm to a client that comes this moment: it then stays until
     /// that one is done. Whether it has ended.
     pub(super) async fn end_idle(&mut self) -> bool {
+        self.continue_if_stopped();
         let (Some(process), Some(running)) = (&mut self.process, &self.running) else { return true };
         let pid = process.identity().pid;
         let control = self.tools.front_ends.of(&running.pipe_directory);
         if process::stop_idle(process, &control).await {
-            self.reporter
-                .event(format!("control daemon {} (PID {pid}) ended, to start anew", self.reporter.id()));
+            let why = if self.retiring { ": it had no client" } else { ", to start anew" };
+            self.reporter.event(format!("control daemon {} (PID {pid}) ended{why}", self.reporter.id()));
             self.forget_process();
             return true;
         }
@@ -423,23 +424,27 @@ impl Worker {
             .running
             .as_ref()
             .is_some_and(|running| running.pipe_directory == self.order.plan.pipe_directory);
+        let ended = if self.retiring { "ended" } else { "started anew" };
         if let Some(fault) = &self.fault {
             self.reporter.enter(ControlDaemonState::Faulted, false, &fault.reason());
         } else if let Some(stuck) = &self.stuck {
-            let reason = format!("{stuck}; it is started anew when its clients have ended");
+            let reason = format!("{stuck}; it is {ended} when its clients have ended");
             self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
         } else if let Some(silence) = &self.silence {
             let reason = format!(
-                "{}; it is asked again and again, and started anew if it stays so and has no clients",
+                "{}; it is asked again and again, and {ended} if it stays so and has no clients",
                 silence.error
             );
             self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
         } else if self.revival.at.is_some() {
             self.reporter.enter(ControlDaemonState::Backoff, false, &self.revival.reason);
         } else if let Some(misfit) = &self.misfit {
+            let then = match self.retiring {
+                true => " and ends",
+                false => ", for which the control daemon has to start anew",
+            };
             let reason = format!(
-                "{misfit}, for which the control daemon has to start anew when its clients have ended; \
-                 `yunion-mpsctl apply --force` ends them"
+                "{misfit}{then} when its clients have ended; `yunion-mpsctl apply --force` ends them"
             );
             // Nobody has asked yet whether it has clients.
             self.reporter.pass_through(ControlDaemonState::Waiting, in_place, &reason);

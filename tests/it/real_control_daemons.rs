@@ -53,7 +53,7 @@ fn serves(series: &str, multiuser: bool) {
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "35G\n");
 
     assert_eq!(host.stop().code(), Some(0));
-    let quit = format!("control daemon shared (PID {pid}) stopped: Quit");
+    let quit = format!("control daemon shared (PID {pid}) ended by quit");
     assert!(host.log().contains(&quit), "it did not follow quit");
     host.nothing_runs();
     assert_eq!(host.compute_mode(0), "Default");

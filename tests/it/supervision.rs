@@ -207,9 +207,59 @@ fn a_control_daemon_that_does_not_quit_is_terminated() {
     host.start();
     let pid = control_pid(&host.wait_for_state("ready"));
     assert_eq!(host.stop().code(), Some(0));
-    assert!(host.log().contains(&format!("(PID {pid}) stopped: Terminated")));
+    assert!(host.log().contains(&format!("(PID {pid}) ended by SIGTERM")));
     host.nothing_runs();
     assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// What somebody has stopped is continued before it is asked to end, and ends in order.
+#[test]
+fn a_stopped_control_daemon_is_continued_to_quit() {
+    for both in [false, true] {
+        let mut host = Host::serving("h200");
+        let status = host.wait_for_state("ready");
+        let server = control_daemon(&status)["servers"][0].as_u64().unwrap();
+        let mut victims = vec![control_pid(&status)];
+        if both {
+            victims.push(u32::try_from(server).unwrap());
+        }
+        for victim in &victims {
+            signal_pid(*victim, Signal::STOP);
+            let stopped = || {
+                let stat = fs::read_to_string(format!("/proc/{victim}/stat")).unwrap();
+                stat.rsplit_once(')').is_some_and(|(_, fields)| fields.trim_start().starts_with('T'))
+            };
+            wait_for("a stopped process", || stopped().then_some(()));
+        }
+        assert_eq!(host.stop().code(), Some(0));
+        let quit = format!("control daemon shared (PID {}) ended by quit", victims[0]);
+        assert!(host.log().contains(&quit), "{}", host.log());
+        host.nothing_runs();
+        assert_eq!(host.compute_mode(0), "Default");
+    }
+}
+
+/// A control daemon that nobody needs any more is not said to start anew.
+#[test]
+fn the_end_of_an_unneeded_control_daemon_is_called_an_end() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let mut client = client(&host, "600");
+    host.configure("cuda_mps_topology: per_gpu");
+    assert!(host.call("Control.Reload").status.success());
+    let expected = "it is not needed any more and ends when its clients have ended; `yunion-mpsctl apply --force` ends \
+                    them";
+    host.wait_for_status(expected, |status| {
+        let all = status["control_daemons"].as_array().unwrap();
+        all.iter().any(|daemon| daemon["id"] == "shared" && daemon["reason"] == expected)
+    });
+    client.kill().unwrap();
+    client.wait().unwrap();
+    let ended = format!("control daemon shared (PID {}) ended: it had no client", control_pid(&before));
+    wait_for("its end", || host.log().contains(&ended).then_some(()));
+    host.wait_for_state("ready");
+    assert!(!host.log().contains("anew"), "{}", host.log());
+    assert_eq!(host.stop().code(), Some(0));
 }
 
 /// The pipe directory is taken away, and another control daemon listens in a new one at its place: what it answers is not
