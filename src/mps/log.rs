@@ -42,7 +42,9 @@ pub enum Writer {
 pub enum Meaning {
     /// Nothing that changes what we know.
     Ordinary,
-    /// Said of every client that comes or goes in good order.
+    /// It speaks of a failure, in words that mean nothing else to us.
+    Trouble,
+    /// Said where all is in good order, as of every client that comes or goes.
     Noise,
     /// A server is being started for a user.
     ServerStarting {
@@ -139,6 +141,15 @@ impl Line {
         Self { writer, text: text.to_owned(), meaning }
     }
 
+    /// Whether it may say why a control daemon or a server ends: it is no control daemon's, or speaks of a failure.
+    pub fn may_explain_an_end(&self) -> bool {
+        match (&self.meaning, self.writer) {
+            (Meaning::Trouble, _) => true,
+            (Meaning::Noise, _) | (_, Some(Writer::Control(_))) => false,
+            _ => !self.text.trim().is_empty(),
+        }
+    }
+
     /// Passes it on, with the fields that journalctl can filter by.
     pub fn trace(&self, control_daemon: &str) {
         let text = self.text.as_str();
@@ -176,7 +187,7 @@ impl Line {
             | Meaning::MemoryLimit { .. }
             | Meaning::ClientPending { .. }
             | Meaning::ServerExited { status: 0, .. } => Level::INFO,
-            Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
+            Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
             Meaning::Fault { .. } | Meaning::FaultHandling { .. } | Meaning::TornDown { .. } => Level::ERROR,
         }
     }
@@ -187,7 +198,7 @@ impl Line {
             _ => None,
         };
         match &self.meaning {
-            Meaning::Ordinary | Meaning::Noise => (writing_server, None, None),
+            Meaning::Ordinary | Meaning::Trouble | Meaning::Noise => (writing_server, None, None),
             Meaning::ServerStarting { server, .. }
             | Meaning::ServerReady(server)
             | Meaning::ServerExited { server, .. }
@@ -210,11 +221,12 @@ fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let (prefix, text) = line.strip_prefix('[')?.split_once(']')?;
     let mut words = prefix.split_ascii_whitespace();
     let (_date, _time) = (words.next()?, words.next()?);
-    let (kind, pid) = (words.next()?, words.next()?.parse().ok()?);
-    let writer = match kind {
-        "Control" => Some(Writer::Control(pid)),
-        // A server calls itself Other until it knows that it is one.
-        "Server" | "Other" => Some(Writer::Server(pid)),
+    let pid = words.next_back()?.parse().ok()?;
+    let kind: Vec<&str> = words.collect();
+    let writer = match kind.as_slice() {
+        ["Control"] => Some(Writer::Control(pid)),
+        // A server calls itself Other until it knows that it is one, and Legacy Server where it does not become one.
+        ["Server" | "Other"] | ["Legacy", "Server"] => Some(Writer::Server(pid)),
         _ => None,
     };
     Some((writer, text.strip_prefix(' ').unwrap_or(text)))
@@ -227,7 +239,23 @@ fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
         None => None,
     };
     // `Starting new server` is written by the new process under the control daemon's name, whence by either.
-    understood.or_else(|| server_starting(text)).unwrap_or(Meaning::Ordinary)
+    let understood = understood.or_else(|| server_starting(text));
+    understood.or_else(|| trouble(writer, text)).unwrap_or(Meaning::Ordinary)
+}
+
+/// The beginnings of words that speak of a failure.
+const OF_FAILURE: [&str; 9] =
+    ["fatal", "fail", "error", "invalid", "cannot", "can't", "unable", "exception", "denied"];
+
+/// The control daemon logs what it is asked and the table that it answers, with the names of programs: neither is its own.
+fn trouble(writer: Option<Writer>, text: &str) -> Option<Meaning> {
+    let repeated = text.starts_with("Cmd:") || text.starts_with(|first: char| first.is_ascii_digit());
+    if repeated && !matches!(writer, Some(Writer::Server(_))) {
+        return None;
+    }
+    let text = text.to_ascii_lowercase();
+    let mut words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '\'');
+    words.any(|word| OF_FAILURE.iter().any(|begin| word.starts_with(begin))).then_some(Meaning::Trouble)
 }
 
 fn server_starting(text: &str) -> Option<Meaning> {
@@ -261,7 +289,9 @@ fn said_by_control(text: &str) -> Option<Meaning> {
 
 fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
     // The misspelling is the server's own.
-    if text.starts_with("Server failed to recevie command with status 806") {
+    if text.starts_with("Server failed to recevie command with status 806")
+        || text.starts_with("Server was unable to shutdown due to")
+    {
         return Some(Meaning::Noise);
     }
     if let Some(value) = text.strip_prefix("Active Threads Percentage set to ") {
@@ -635,9 +665,40 @@ mod tests {
                 Meaning::ClientAdmitted(937),
             ),
             ("Device Ordinal  PCI IDs        UUID", Meaning::Ordinary),
+            (
+                "[2024-04-29 11:22:10.440 Legacy Server    95] Failed to start : invalid argument",
+                Meaning::Trouble,
+            ),
+            (
+                "[2024-04-29 11:22:10.441 Control    73] Server encountered a fatal exception. Shutting down",
+                Meaning::Trouble,
+            ),
+            (
+                "[2026-11-21 02:24:21.335 Server   939] Server was unable to shutdown due to 2 active clients",
+                Meaning::Noise,
+            ),
+            // Neither a program's name nor a user's command is a failure.
+            ("[2026-11-21 02:14:03.189 Control   879] Cmd:fail", Meaning::Ordinary),
+            (
+                "[2026-11-21 02:14:03.190 Control   879] 1153  33  939  GPU-168acfc9  4026531836  ./fatal",
+                Meaning::Ordinary,
+            ),
+            (
+                "nvidia-cuda-mps-server: error while loading shared libraries: libcuda.so.1: cannot open shared object file",
+                Meaning::Trouble,
+            ),
         ] {
             assert_eq!(meaning_of(line), expected, "{line}");
         }
+    }
+
+    #[test]
+    fn a_writer_may_have_two_words() {
+        let line =
+            Line::parse("[2024-04-29 11:22:10.440 Legacy Server    95] Failed to start : invalid argument");
+        assert_eq!((line.writer, line.level()), (Some(Writer::Server(95)), Level::WARN));
+        assert_eq!(line.text, "Failed to start : invalid argument");
+        assert_eq!(line.subjects().0, Some(95));
     }
 
     #[tokio::test]

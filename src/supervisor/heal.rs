@@ -273,7 +273,7 @@ impl Worker {
             if self.revival.last_success.elapsed() >= HEALTHY_AGAIN {
                 self.revival.pause = FIRST_PAUSE;
             }
-            self.revival.schedule(format!("server {server} has ended"));
+            self.revival.schedule(format!("server {server} has ended{}", self.words()));
         }
         self.compare_servers();
         self.show_state();

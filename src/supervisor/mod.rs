@@ -32,7 +32,7 @@ use crate::compute_mode::ComputeModes;
 use crate::counted::counted;
 use crate::journal::{Journal, Running};
 use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError, FrontEnds};
-use crate::mps::log::{Follower, Line, Meaning, Writer};
+use crate::mps::log::{Follower, Line, Meaning};
 use crate::mps::process::{self, Process};
 use crate::plan::ControlDaemonPlan;
 use crate::state::ControlDaemonState;
@@ -407,7 +407,7 @@ struct Worker {
     bypasses: Bypasses,
     server_ended: mpsc::Sender<u32>,
     server_ends: mpsc::Receiver<u32>,
-    /// The last lines that may explain an end: without a prefix, or a server's.
+    /// The last lines that may explain an end, none of them older than the newest server.
     last_words: VecDeque<String>,
     /// How much more of the log is passed on at present.
     allowance: Allowance,
@@ -535,7 +535,10 @@ impl Worker {
         }
         self.quiet_until = 0;
         self.pass_on(line);
-        if !matches!(line.writer, Some(Writer::Control(_))) && !line.text.trim().is_empty() {
+        if let Meaning::ServerStarting { .. } = line.meaning {
+            self.last_words.clear();
+        }
+        if line.may_explain_an_end() {
             self.last_words.push_back(line.text.chars().take(WORDS_MAX).collect());
             if self.last_words.len() > 3 {
                 self.last_words.pop_front();
@@ -547,8 +550,11 @@ impl Worker {
                 // Whoever kept it out has gone.
                 self.bypasses.look_at = Some(Instant::now());
             }
+            Meaning::ServerExited { server, status: 0 } => {
+                self.reporter.event(format!("server {server} exited with status 0"));
+            }
             Meaning::ServerExited { server, status } => {
-                self.reporter.event(format!("server {server} exited with status {status}"));
+                self.reporter.warning(format!("server {server} exited with status {status}{}", self.words()));
             }
             Meaning::FaultHandling { server } => self.fault_seen(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),

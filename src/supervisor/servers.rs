@@ -118,6 +118,7 @@ impl Servers {
                 self.entry(*server).memory_bytes.insert(*ordinal, *bytes);
             }
             Meaning::Ordinary
+            | Meaning::Trouble
             | Meaning::Noise
             | Meaning::Fault { .. }
             | Meaning::FaultHandling { .. }

@@ -120,6 +120,39 @@ fn without_a_server_it_is_not_ready() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// The last words of a server that does not start, and of its control daemon, are in the reason and in the journal.
+#[test]
+fn why_a_server_does_not_start_is_said() {
+    const WORDS: [&str; 2] =
+        ["Failed to start : invalid argument", "Server encountered a fatal exception. Shutting down"];
+    let ends = format!("; its log ends: {}", WORDS.join(" | "));
+    let mut host = Host::new("h200");
+    host.plant("mps/fault/server-start-fails", WORDS[0]);
+    host.start();
+    let status = host.wait_for_failure("exited with status 1 before it was ready");
+    let reason = control_daemon(&status)["reason"].as_str().unwrap();
+    assert!(reason.ends_with(&ends), "{reason}");
+    for words in WORDS {
+        assert!(host.log().contains(&format!("WARN mps: {words}")), "{}", host.log());
+    }
+    host.clear("mps/fault/server-start-fails");
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+
+    // A server that its first client is to have.
+    let mut host = Host::serving("tesla-p40");
+    host.plant("mps/fault/server-start-fails", WORDS[0]);
+    let mut client = host.command("cuda-client");
+    let client = client.arg("props").env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).output().unwrap();
+    assert!(!client.status.success(), "{}", text(&client));
+    host.wait_for_status("why there is no server", |status| {
+        let mut events =
+            status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap());
+        events.any(|event| event.contains("exited with status 1") && event.ends_with(&ends))
+    });
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// Who uses a GPU: the client's PID, command, slice and memory.
 #[test]
 fn clients_are_listed_with_their_slices() {

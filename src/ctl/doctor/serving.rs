@@ -36,7 +36,11 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 "control-daemon-backoff",
                 name(daemon),
                 format!("it died or does not start: {reason}"),
-                "it is tried again by itself; journalctl -u yunion-mps-daemon has all that it said",
+                format!(
+                    "it is tried again by itself; journalctl -u yunion-mps-daemon has what it said of failures, \
+                     {}/control.log every line",
+                    text(daemon, "log_directory")
+                ),
             )),
             "waiting" => {
                 let (found, remedy) = told_apart(
