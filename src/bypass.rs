@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::compute_mode::ComputeModes;
-use crate::gpu::nvml::{self, GpuProcess};
+use crate::gpu::nvml::GpuProcess;
 use crate::mps::control::{Control, ControlError};
 use crate::mps::identity::Identity;
+use crate::proc;
 
 /// How far apart the two looks are that it takes. NVML and the control daemon don't learn of a client's coming and
 /// going in the same moment, and one that ends is with NVML until the driver has taken its memory back.
@@ -55,7 +56,7 @@ pub(crate) fn find(
             Some(Bypass {
                 gpu_uuid: gpu_uuid.to_owned(),
                 process: Identity::of(process.pid).ok()?,
-                command: nvml::command(process.pid)?,
+                command: proc::name(process.pid)?,
                 memory_mib: process.memory_mib,
             })
         })

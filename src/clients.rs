@@ -1,17 +1,17 @@
 //! Who uses the GPUs through MPS at this moment.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
-use std::io::{self, Read};
+use std::fs;
 use std::time::{Duration, SystemTime};
 
 use crate::blocking::Blocking;
 use crate::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::compute_mode::ComputeModes;
 use crate::gpu::PciAddress;
-use crate::gpu::nvml::{self, GpuProcess};
+use crate::gpu::nvml::GpuProcess;
 use crate::mps::control::{Access, CallersControl, Client, ControlError};
-use crate::mps::identity::{Identity, command};
+use crate::mps::identity::Identity;
+use crate::proc;
 use crate::state::ClientView;
 
 /// The variable by which a container says which slices it was given.
@@ -141,7 +141,7 @@ fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
         for uuid in gpus_of(pid, one, look) {
             let process = look.process(&uuid, pid);
             let memory_mib = process.and_then(|process| process.memory_mib);
-            views.push(view(pid, command(pid), uuid, memory_mib, users));
+            views.push(view(pid, proc::program(pid), uuid, memory_mib, users));
         }
     }
     let bypasses = look.bypasses.iter().map(|bypass| {
@@ -150,7 +150,7 @@ fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
     });
     views.extend(bypasses);
     let waiting = one.waiting.iter().filter_map(|process| {
-        let command = nvml::command(process.pid)?;
+        let command = proc::name(process.pid)?;
         let view = view(process.pid, command, String::new(), None, users);
         // It may have been taken in or have ended since.
         let waits = !views.iter().any(|served| served.pid == process.pid)
@@ -179,7 +179,7 @@ fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
 }
 
 fn view(pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>, users: &str) -> ClientView {
-    let uid = fs::read(format!("/proc/{pid}/status")).ok().and_then(|status| real_uid(&status));
+    let uid = proc::status(pid).ok().and_then(|status| status.real_uid());
     ClientView {
         pid,
         bypass: false,
@@ -195,13 +195,6 @@ fn view(pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>, us
     }
 }
 
-/// The real user id in /proc/PID/status, the first of four.
-pub(crate) fn real_uid(status: &[u8]) -> Option<u32> {
-    let status = String::from_utf8_lossy(status);
-    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    ids.split_whitespace().next()?.parse().ok()
-}
-
 /// The name of a user in the text of /etc/passwd, or the number where it has none.
 fn user_in(users: &str, uid: u32) -> String {
     let number = uid.to_string();
@@ -213,27 +206,9 @@ fn user_in(users: &str, uid: u32) -> String {
     named.unwrap_or(number)
 }
 
-/// More than the kernel gives a new process, its arguments included. A process can say that its environment is somewhere
-/// else, though, and how long.
-const ENVIRONMENT_MAX_BYTES: u64 = 8 << 20;
-
-/// The environment that a process has been given, or says that it has.
-///
-/// # Errors
-/// The process has gone, or it can't be read.
-pub(crate) fn environment(pid: u32) -> io::Result<Vec<u8>> {
-    beginning(&format!("/proc/{pid}/environ"), ENVIRONMENT_MAX_BYTES)
-}
-
-fn beginning(file: &str, max_bytes: u64) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    File::open(file)?.take(max_bytes).read_to_end(&mut bytes)?;
-    Ok(bytes)
-}
-
 /// What a process says that it was given, if that is names of slices or GPUs: everybody reads it.
 fn device(pid: u32) -> Option<String> {
-    device_in(&environment(pid).ok()?).filter(|names| names.split(',').all(is_name))
+    device_in(&proc::environment(pid).ok()?).filter(|names| names.split(',').all(is_name))
 }
 
 fn is_name(name: &str) -> bool {
@@ -243,15 +218,12 @@ fn is_name(name: &str) -> bool {
 
 /// The value of [`DEVICE_VARIABLE`] in a process's environment: the names of slices, with commas.
 pub(crate) fn device_in(environment: &[u8]) -> Option<String> {
-    let variable = environment.split(|byte| *byte == 0).find_map(|variable| {
-        let variable = std::str::from_utf8(variable).ok()?;
-        variable.strip_prefix(DEVICE_VARIABLE)?.strip_prefix('=')
-    })?;
+    let variable = std::str::from_utf8(proc::variable(environment, DEVICE_VARIABLE)?).ok()?;
     (!variable.is_empty()).then(|| variable.to_owned())
 }
 
 fn container(pid: u32) -> Option<String> {
-    container_in(&String::from_utf8_lossy(&fs::read(format!("/proc/{pid}/cgroup")).ok()?))
+    container_in(&proc::cgroups_text(pid).ok()?)
 }
 
 /// The container's id in the cgroup paths of a process: every runtime puts the 64 hexadecimal digits of it there, in
@@ -284,12 +256,7 @@ fn container_in_name(name: &str) -> Option<&str> {
 
 /// When a process started.
 fn started(pid: u32) -> Option<SystemTime> {
-    let ticks = Identity::of(pid).ok()?.start_time;
-    let boot = fs::read_to_string("/proc/stat").ok()?;
-    let boot: u64 = boot.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
-    let per_second = rustix::param::clock_ticks_per_second();
-    let since_boot = Duration::from_secs(ticks.checked_div(per_second)?);
-    SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(boot) + since_boot)
+    proc::booted()?.checked_add(proc::started(pid)?)
 }
 
 #[cfg(test)]
@@ -360,24 +327,10 @@ mod tests {
     }
 
     #[test]
-    fn of_an_endless_environment_only_the_beginning_is_read() {
-        assert_eq!(beginning("/dev/zero", 7).unwrap(), [0; 7]);
-    }
-
-    #[test]
     fn users_have_names_or_numbers() {
         let users = "root:x:0:0:root:/root:/bin/bash\nbad line\nworker:x:1000:1000::/:/bin/sh\n:x:7:7::/:\n";
         for (uid, name) in [(0, "root"), (1000, "worker"), (100, "100"), (7, "7")] {
             assert_eq!(user_in(users, uid), name);
         }
-        assert_eq!(real_uid(b"Name:\twork\nUid:\t1000\t0\t0\t0\n"), Some(1000));
-        assert_eq!(real_uid(b"Name:\twork\n"), None);
-    }
-
-    #[test]
-    fn own_start_lies_in_the_past() {
-        let started = started(std::process::id()).unwrap();
-        assert!(started <= SystemTime::now() + Duration::from_secs(2));
-        assert!(started > SystemTime::now() - Duration::from_secs(86400));
     }
 }

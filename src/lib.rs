@@ -20,7 +20,8 @@
 //! A lower part never calls an upper one. `config`, `gpu` and `plan` supervise nothing; `dbus` decides nothing, it
 //! mirrors a Snapshot and passes requests on; `systemd` asks the host's service manager. Only `gpu::nvml` names
 //! `nvml_wrapper`, only `dbus` and `systemd` name zbus interfaces, only `config` names `serde_yaml`, and only
-//! `mps::process` starts, signals or takes over a control daemon. Only `cuda` names cudarc. `daemon` is the loop that ties
+//! `mps::process` starts, signals or takes over a control daemon. Only `cuda` names cudarc, and only
+//! `proc` reads what /proc says of processes. `daemon` is the loop that ties
 //! them together and `arguments` its command line; `ctl` is yunion-mpsctl, on the other side of the bus.
 
 pub mod arguments;
@@ -45,6 +46,7 @@ pub mod mps;
 pub mod newcomers;
 pub mod oom;
 pub mod plan;
+pub mod proc;
 pub mod regular_file;
 pub mod release;
 pub mod runtime_directory;

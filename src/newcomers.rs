@@ -6,37 +6,24 @@
 use std::time::Duration;
 
 use crate::gpu::Inventory;
-use crate::mps::identity::Identity;
+use crate::proc;
 
 /// A program is waited for so long. After that its GPU is left out, and the others are served without it.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Takes them out of what is known of the GPUs, and says when the first of them is none any more.
 pub fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
-    let up = uptime()?;
+    let up = proc::uptime()?;
     let mut first: Option<Duration> = None;
     for facts in inventory.gpus.iter_mut().filter_map(|gpu| gpu.nvml.as_mut().ok()) {
         facts.foreign_processes.retain(|(pid, _)| {
-            let left = started(*pid).and_then(|started| PATIENCE.checked_sub(up.checked_sub(started)?));
+            let left = proc::started(*pid).and_then(|started| PATIENCE.checked_sub(up.checked_sub(started)?));
             let left = left.filter(|left| !left.is_zero());
             first = [first, left].into_iter().flatten().min();
             left.is_none()
         });
     }
     first
-}
-
-/// When a process started, since the host was booted.
-fn started(pid: u32) -> Option<Duration> {
-    let ticks = Identity::of(pid).ok()?.start_time;
-    let per_second = rustix::param::clock_ticks_per_second();
-    Some(Duration::from_millis(ticks.checked_mul(1000)?.checked_div(per_second)?))
-}
-
-/// The time since the host was booted.
-fn uptime() -> Option<Duration> {
-    let text = std::fs::read_to_string("/proc/uptime").ok()?;
-    Duration::try_from_secs_f64(text.split_ascii_whitespace().next()?.parse().ok()?).ok()
 }
 
 #[cfg(test)]

@@ -13,9 +13,10 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use crate::blocking::Blocking;
-use crate::clients::{containers_in, device_in, environment, is_the_hosts};
+use crate::clients::{containers_in, device_in, is_the_hosts};
 use crate::mps::control::{CallersControl, Client, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
+use crate::proc;
 
 /// How long the clients may take to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -352,14 +353,13 @@ fn hold_and_look(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, Look)>> 
 }
 
 fn look_at(pid: u32, wanted: &Wanted) -> io::Result<Look> {
-    let read = |file: &str| std::fs::read(format!("/proc/{pid}/{file}"));
     Ok(match wanted {
         Wanted::Process(other) if *other != pid => Look::Other,
         Wanted::Process(_) => Look::Wanted,
-        Wanted::Slices(names) if has_slice(&environment(pid)?, names) => Look::Wanted,
+        Wanted::Slices(names) if has_slice(&proc::environment(pid)?, names) => Look::Wanted,
         Wanted::Slices(_) => Look::Other,
         Wanted::Container(ContainerId(id)) => {
-            let cgroups = String::from_utf8_lossy(&read("cgroup")?).to_ascii_lowercase();
+            let cgroups = proc::cgroups_text(pid)?.to_ascii_lowercase();
             let ids = containers_in(&cgroups).filter(|found| found.starts_with(id.as_str()));
             let ids: BTreeSet<Container> =
                 ids.map(|id| Container { id: id.to_owned(), hosts: is_the_hosts(&cgroups, id) }).collect();

@@ -12,6 +12,7 @@ use zbus::proxy::CacheProperties;
 use zbus::{Connection, OwnedObjectPath, Variant, fdo};
 
 use crate::dbus::proxy::json;
+use crate::proc;
 
 /// What systemd gets to say what it knows of a unit: somebody waits for that.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -75,7 +76,7 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     let deadline = Instant::now() + SCOPE_TIMEOUT;
     // The answer says that the job is queued. That it is done shows where the process is.
     loop {
-        let cgroup = std::fs::read_to_string(format!("/proc/{pid}/cgroup"))
+        let cgroup = proc::cgroups_text(pid)
             .map_err(|error| format!("process {pid} has ended on its way to {name}: {error}"))?;
         let unit = unit_of(&cgroup);
         if unit == Some(&name) {
@@ -295,7 +296,7 @@ fn own_service() -> Option<String> {
     if !sd_notify::booted().unwrap_or(false) {
         return None;
     }
-    let cgroup = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let cgroup = proc::cgroups_text(proc::OWN).ok()?;
     let unit = unit_of(&cgroup)?;
     // user@1000.service is the manager of that user's services, none of which is ours to be.
     (unit.ends_with(".service") && !unit.starts_with("user@")).then(|| unit.to_owned())

@@ -27,6 +27,7 @@ use super::env::host_environment;
 use super::table::printable;
 use super::{Error, FAILED};
 use crate::dbus::proxy::{Client, ClientError};
+use crate::proc;
 
 /// How long the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -152,7 +153,7 @@ impl Signals {
 /// Catches a signal, unless we were started to ignore it: nohup and a shell's `&` have some ignored, for us and for those
 /// that we start.
 pub(super) fn catch(kind: SignalKind) -> Result<Option<unix::Signal>, Error> {
-    if has_signal("self", "SigIgn:", kind.as_raw_value()) {
+    if proc::status(proc::OWN).is_ok_and(|own| own.ignores(kind.as_raw_value())) {
         Ok(None)
     } else {
         unix::signal(kind).map(Some).map_err(Error::Signals)
@@ -164,14 +165,6 @@ pub(super) async fn received(signal: &mut Option<unix::Signal>) {
         Some(signal) => _ = signal.recv().await,
         None => std::future::pending().await,
     }
-}
-
-/// Whether a signal is in one of the sets that the kernel shows of a process: what it ignores, what it catches.
-fn has_signal(process: &str, set: &str, signal: i32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix(set));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0);
-    mask >> (signal - 1) & 1 == 1
 }
 
 /// The process group of the command.
@@ -188,8 +181,8 @@ impl Group {
 
     /// Whether a signal would not end the command.
     fn handles(self, signal: Signal) -> bool {
-        let pid = self.0.as_raw_nonzero().to_string();
-        ["SigCgt:", "SigIgn:"].iter().any(|set| has_signal(&pid, set, signal.as_raw()))
+        let signal = signal.as_raw();
+        proc::status(self.0).is_ok_and(|command| command.catches(signal) || command.ignores(signal))
     }
 
     /// Sends the command itself a signal, and not what it has started, which may know none of it.
@@ -269,22 +262,13 @@ fn descends(mut pid: u32, root: u32) -> bool {
         if pid == root {
             return true;
         }
-        let Some((parent, session)) = parent_and_session(pid) else { return false };
-        if session == root {
+        let Ok(stat) = proc::stat(pid) else { return false };
+        if stat.session == Some(root) {
             return true;
         }
-        pid = parent;
+        pid = stat.parent;
     }
     false
-}
-
-/// Fields 4 and 6 of a stat line. The command in field 2 may hold anything.
-fn parent_and_session(pid: u32) -> Option<(u32, u32)> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let (_, behind_command) = stat.rsplit_once(')')?;
-    let mut fields = behind_command.split_ascii_whitespace().skip(1);
-    let parent = fields.next()?.parse().ok()?;
-    Some((parent, fields.nth(1)?.parse().ok()?))
 }
 
 /// The command's exit status, as a shell shows it.

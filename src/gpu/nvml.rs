@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use rustix::process::Resource;
 
 use super::{ComputeMode, NvmlFacts, PciAddress};
+use crate::proc;
 
 /// The library's name that every driver installs; the one without a number comes with development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -198,7 +199,7 @@ impl Driver {
         let device = self.device(uuid)?;
         let contexts = contexts(&device)
             .map_err(|error| format!("the GPU's processes can't be listed: {}", words(&error)))?;
-        Ok(contexts.processes(command))
+        Ok(contexts.processes(proc::name))
     }
 
     /// Waits for critical errors of every GPU that can tell of them, and hands each to `seen`: the GPU's UUID and the
@@ -288,12 +289,6 @@ impl Contexts {
     }
 }
 
-/// The command of a process as the kernel keeps it, 15 characters at most; None when it has ended.
-pub(crate) fn command(pid: u32) -> Option<String> {
-    let comm = fs::read(format!("/proc/{pid}/comm")).ok()?;
-    Some(String::from_utf8_lossy(&comm).trim_end().to_owned())
-}
-
 /// The address, the vendor and the device.
 fn identity(device: &Device<'_>) -> Result<(PciAddress, u16, u16), String> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
@@ -344,7 +339,7 @@ fn is_gone(error: &NvmlError) -> bool {
 }
 
 fn foreign_processes(device: &Device<'_>) -> Result<Vec<(u32, String)>, NvmlError> {
-    let mut foreign = contexts(device)?.foreign(command);
+    let mut foreign = contexts(device)?.foreign(proc::name);
     if !foreign.is_empty() {
         // A client that went away between the two lists looks foreign while it ends.
         let still = list(|| device.running_compute_processes())?;
@@ -581,12 +576,5 @@ mod tests {
         assert!(
             why_not_loaded(&"libnvidia-ml.so.1: file too short").ends_with("; reinstall the NVIDIA driver")
         );
-    }
-
-    #[test]
-    fn the_own_command_is_read() {
-        let own = command(std::process::id()).unwrap();
-        assert!(!own.is_empty() && own.len() <= 15, "{own:?}");
-        assert_eq!(command(u32::MAX), None);
     }
 }

@@ -1,8 +1,12 @@
 //! Control groups whose processes the kernel holds still, as `docker pause` has it do: no signal lets those go on.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+
+use crate::proc;
 
 /// Where each kind of hierarchy is, on every host with systemd.
 const UNIFIED: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
@@ -71,8 +75,8 @@ impl Frozen {
 
 /// The innermost control group that holds a process still, if one does.
 pub(super) fn holds(pid: u32) -> Option<Frozen> {
-    let own = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    own.lines().flat_map(groups).find_map(|(kind, root, group)| {
+    let own = proc::cgroups(pid).ok()?;
+    own.split(|byte| *byte == b'\n').flat_map(groups).find_map(|(kind, root, group)| {
         if !kind.is_held(&group) {
             return None;
         }
@@ -83,14 +87,16 @@ pub(super) fn holds(pid: u32) -> Option<Frozen> {
 }
 
 /// The control groups in a line of /proc/PID/cgroup that may hold the process, each behind its hierarchy's root.
-fn groups(line: &str) -> Vec<(Kind, PathBuf, PathBuf)> {
-    let mut fields = line.splitn(3, ':').skip(1);
-    let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { return Vec::new() };
-    let below =
-        |kind, root: &str| (kind, PathBuf::from(root), Path::new(root).join(path.trim_start_matches('/')));
+fn groups(line: &[u8]) -> Vec<(Kind, PathBuf, PathBuf)> {
+    let mut fields = line.splitn(3, |byte| *byte == b':').skip(1);
+    let (Some(controllers), Some([b'/', path @ ..])) = (fields.next(), fields.next()) else {
+        return Vec::new();
+    };
+    let path = Path::new(OsStr::from_bytes(path));
+    let below = |kind, root: &str| (kind, PathBuf::from(root), Path::new(root).join(path));
     if controllers.is_empty() {
         UNIFIED.iter().map(|root| below(Kind::Unified, root)).collect()
-    } else if controllers.split(',').any(|controller| controller == "freezer") {
+    } else if controllers.split(|byte| *byte == b',').any(|controller| controller == b"freezer") {
         vec![below(Kind::Freezer, FREEZER)]
     } else {
         Vec::new()
@@ -117,15 +123,17 @@ mod tests {
     #[test]
     fn only_some_hierarchies_freeze() {
         assert_eq!(
-            groups("7:freezer:/docker/a"),
+            groups(b"7:freezer:/docker/a"),
             [(Kind::Freezer, FREEZER.into(), "/sys/fs/cgroup/freezer/docker/a".into())]
         );
-        assert_eq!(groups("3:cpu,cpuacct:/docker/a"), []);
-        assert_eq!(groups("1:name=systemd:/docker/a"), []);
-        let unified = groups("0::/docker/a:b");
+        assert_eq!(groups(b"3:cpu,cpuacct:/docker/a"), []);
+        assert_eq!(groups(b"1:name=systemd:/docker/a"), []);
+        let unified = groups(b"0::/docker/a:b");
         assert_eq!(unified[0].2, Path::new("/sys/fs/cgroup/docker/a:b"));
         assert_eq!(unified[1].2, Path::new("/sys/fs/cgroup/unified/docker/a:b"));
-        assert_eq!(groups("garbage"), []);
+        let any = groups(b"0::/user.slice/\xff");
+        assert_eq!(any[0].2, Path::new(OsStr::from_bytes(b"/sys/fs/cgroup/user.slice/\xff")));
+        assert_eq!(groups(b"garbage"), []);
     }
 
     #[test]

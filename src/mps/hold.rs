@@ -10,8 +10,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-use super::identity::{Identity, stat, state_in};
+use super::identity::Identity;
 use super::readable::Readable;
+use crate::proc;
 
 /// How often a process without a pidfd is looked at.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -100,10 +101,10 @@ pub(crate) fn is_gone(error: &io::Error) -> bool {
 }
 
 fn is_alive(identity: Identity) -> bool {
-    match (Identity::of(identity.pid), stat(identity.pid)) {
-        (Ok(now), Ok(stat)) => now == identity && !matches!(state_in(&stat), Some("Z" | "X")),
+    match proc::stat(identity.pid) {
+        Ok(now) => now.start_time == identity.start_time && !now.has_ended(),
         // Out of file descriptors, for one: nothing is known, and it was there.
-        (Err(error), _) | (_, Err(error)) => !is_gone(&error),
+        Err(error) => !is_gone(&error),
     }
 }
 

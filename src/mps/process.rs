@@ -17,9 +17,10 @@ use tokio::process::{Child, ChildStdin, Command};
 use super::control::{Control, ControlError};
 use super::frozen::{self, Thawed};
 use super::hold::{Hold, is_gone};
-use super::identity::{Identity, stat, state_in};
+use super::identity::Identity;
 use super::launch;
 use super::readable::Readable;
+use crate::proc;
 
 /// A live process that is held: a signal can't hit another process that got its PID.
 #[derive(Debug)]
@@ -117,20 +118,12 @@ const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
-    says_stopped(&stat(pid).unwrap_or_default())
+    proc::stat(pid).is_ok_and(|stat| stat.is_stopped())
 }
 
 /// SIGSTOP stops all threads of a process, a debugger can stop one alone.
 fn is_any_thread_stopped(pid: u32) -> bool {
-    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    threads.into_iter().any(|thread| {
-        let stat = std::fs::read(thread.path().join("stat")).unwrap_or_default();
-        says_stopped(&String::from_utf8_lossy(&stat))
-    })
-}
-
-fn says_stopped(stat: &str) -> bool {
-    matches!(state_in(stat), Some("T" | "t"))
+    proc::threads(pid).iter().any(proc::Stat::is_stopped)
 }
 
 /// What to start, and around what.

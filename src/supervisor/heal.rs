@@ -7,8 +7,8 @@ use tokio::time::Instant;
 
 use crate::counted::counted;
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
-use crate::mps::identity::command;
 use crate::mps::process;
+use crate::proc;
 
 use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker, limits};
 
@@ -315,7 +315,7 @@ fn several_gpus(clients: &[Client]) -> bool {
 /// These clients in words: `1153 (/tmp/work), 1154 (/tmp/work)`.
 fn in_words(clients: &[Client]) -> String {
     let words: Vec<String> =
-        clients.iter().map(|client| format!("{} ({})", client.pid, command(client.pid))).collect();
+        clients.iter().map(|client| format!("{} ({})", client.pid, proc::program(client.pid))).collect();
     words.join(", ")
 }
 

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::gpu::nvml;
 use crate::mps::identity::Identity;
 use crate::mps::log::Meaning;
+use crate::proc;
 
 use super::Worker;
 
@@ -78,10 +78,7 @@ impl Pending {
 
 /// Whether a process is a user's.
 fn runs_as(pid: u32, uid: u32) -> bool {
-    let status = std::fs::read(format!("/proc/{pid}/status")).unwrap_or_default();
-    let status = String::from_utf8_lossy(&status);
-    let uids = status.lines().find_map(|line| line.strip_prefix("Uid:")).unwrap_or_default();
-    uids.split_ascii_whitespace().any(|one| one.parse() == Ok(uid))
+    proc::status(pid).is_ok_and(|status| status.uids().contains(&uid))
 }
 
 impl Worker {
@@ -94,7 +91,7 @@ impl Worker {
             if !self.pending.told.insert(*uid) {
                 continue;
             }
-            let (pid, command) = (process.pid, nvml::command(process.pid).unwrap_or_default());
+            let (pid, command) = (process.pid, proc::name(process.pid).unwrap_or_default());
             let multiuser = self.running.as_ref().is_some_and(|running| running.multiuser);
             let why = match self.servers.user_served() {
                 Some(served) if !multiuser && served != *uid => format!(

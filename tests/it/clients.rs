@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::host::{Host, control_daemon, control_pid, signal_pid, text, wait_for};
+use crate::host::{Host, control_daemon, control_pid, signal_pid, start_time, text, wait_for};
 use crate::release::Container;
 
 /// Ended with the test.
@@ -284,9 +284,7 @@ fn drawing_coming_and_going_is_no_bypass() {
     let mut host = Host::serving("h200");
     let display = Running(Command::new("sleep").arg("600").spawn().unwrap());
     let pid = display.0.id();
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    let start = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
-    host.plant(&format!("gpus/0/processes/{pid}"), &format!("graphics 40 {start}\n"));
+    host.plant(&format!("gpus/0/processes/{pid}"), &format!("graphics 40 {}\n", start_time(pid)));
     for _ in 0..8 {
         let program = host
             .command(host.path("bin/cuda-client"))
@@ -304,7 +302,7 @@ fn drawing_coming_and_going_is_no_bypass() {
     assert_eq!(status["service"]["state"], "ready", "{status:#}");
     assert!(!host.log().contains("without our MPS server"));
     // It is seen nonetheless that somebody computes, if somebody does.
-    host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 40 {start}\n"));
+    host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 40 {}\n", start_time(pid)));
     assert_eq!(listed(&host, pid).unwrap()["bypass"], true);
     check_now(&host);
     let status = host.wait_for_state("degraded");

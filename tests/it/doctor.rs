@@ -12,7 +12,7 @@ use yunion_mps::state::ControlDaemonState;
 use zbus::{OwnedObjectPath, interface};
 
 use crate::faults::Mount;
-use crate::host::{DEADLINE, Host, binaries, control_pid, root_or_skip, text, wait_for};
+use crate::host::{DEADLINE, Host, binaries, control_pid, root_or_skip, start_time, text, wait_for};
 use crate::service::Service;
 use crate::snapshot::p40_board;
 
@@ -94,9 +94,7 @@ impl Scene {
     /// A program that computes without MPS.
     fn native(&mut self) {
         let pid = self.start(&["sleep", "600"], "mps/pipe");
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        let started = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
-        self.host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {started}"));
+        self.host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {}", start_time(pid)));
     }
 
     /// A control daemon that the service has not started.

@@ -11,7 +11,8 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::host::{
-    DEADLINE, Host, alive, control_daemon, control_pid, root_or_skip, signal_pid, text, wait_for,
+    DEADLINE, Host, alive, control_daemon, control_pid, process_state, root_or_skip, signal_pid, start_time,
+    text, wait_for,
 };
 use crate::matrix::{Bystander, Random, control_daemons, launchers};
 
@@ -61,8 +62,7 @@ fn some_server(status: &Value) -> Option<u32> {
 }
 
 fn stopped(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(')').is_some_and(|(_, fields)| fields.trim_start().starts_with('T'))
+    process_state(pid) == Some('T')
 }
 
 /// Everything is there once more: the devices whenever somebody answers, and then the service.
@@ -1379,12 +1379,11 @@ fn the_name_of_a_process_makes_no_line_of_the_log() {
     assert!(Command::new("cp").arg("/bin/sleep").arg(&program).status().unwrap().success());
     let mut child = Command::new(&program).arg("600").spawn().unwrap();
     let pid = child.id();
-    let stat = wait_for("its name", || {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-        stat.contains("FORGED").then_some(stat)
+    wait_for("its name", || {
+        let name = fs::read(format!("/proc/{pid}/comm")).unwrap();
+        name.starts_with(b"a\nFORGED").then_some(())
     });
-    let started = stat.rsplit_once(')').unwrap().1.split_whitespace().nth(19).unwrap().to_owned();
-    host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {started}"));
+    host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {}", start_time(pid)));
     reload(&host);
     waits_for_log(&host, "is used without our MPS server by");
     child.kill().unwrap();

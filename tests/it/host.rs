@@ -459,10 +459,28 @@ pub(crate) fn control_pid(status: &Value) -> u32 {
     u32::try_from(pid.as_u64().unwrap_or_else(|| panic!("no PID in {status:#}"))).unwrap()
 }
 
+/// The fields of /proc/PID/stat behind the process's name, which need be no text: its state, its parent and so on; None
+/// where there is no such process.
+pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
+    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
+    let fields = std::str::from_utf8(&stat[name_ends + 1..]).unwrap();
+    Some(fields.split_whitespace().map(str::to_owned).collect())
+}
+
+/// The letter of a process's state.
+pub(crate) fn process_state(pid: u32) -> Option<char> {
+    stat_fields(pid)?[0].chars().next()
+}
+
+/// When a process started, in ticks since boot, as the simulated GPUs have it.
+pub(crate) fn start_time(pid: u32) -> String {
+    stat_fields(pid).unwrap()[19].clone()
+}
+
 /// Whether that process exists and has not ended.
 pub(crate) fn alive(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(')').is_some_and(|(_, fields)| !fields.trim_start().starts_with(['Z', 'X']))
+    process_state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
 /// Whether what only root can be tried; without root it is skipped where everybody sees it, but never in CI.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::host::{DEADLINE, Host, alive, signal_pid, wait_for};
+use crate::host::{DEADLINE, Host, alive, signal_pid, stat_fields, wait_for};
 
 /// Where a start can be killed that finds nothing to take over, one that does, a reload, and a stop. The names are those
 /// of the daemon's log.
@@ -249,9 +249,7 @@ pub(crate) fn control_daemons(host: &Host) -> Vec<u32> {
     // A server has its control daemon's arguments until it has become another program.
     let all = found.clone();
     found.retain(|pid| {
-        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        let parent =
-            stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(1)?.parse().ok());
+        let parent = stat_fields(*pid).and_then(|fields| fields[1].parse().ok());
         parent.is_some_and(|parent| !all.contains(&parent))
     });
     found

@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, binaries, control_daemon, control_pid, root_or_skip, signal_pid, text, wait_for};
+use crate::host::{
+    Host, binaries, control_daemon, control_pid, process_state, root_or_skip, signal_pid, text, wait_for,
+};
 
 /// How often each way of ending a client is tried.
 const ROUNDS: usize = 4;
@@ -123,11 +125,6 @@ fn environment(host: &Host, device: &str) -> Vec<(String, String)> {
     let answer: Value = serde_json::from_slice(&answer.stdout).unwrap();
     let variables = answer["environment"].as_object().unwrap().iter();
     variables.map(|(name, value)| (name.clone(), value.as_str().unwrap().to_owned())).collect()
-}
-
-fn process_state(pid: u32) -> Option<char> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(") ")?.1.chars().next()
 }
 
 /// The exit status of a child and what it has said.
@@ -843,6 +840,57 @@ fn run_finds_all_that_the_command_has_started() {
             assert!(scene.bystander_survives(), "{script}");
         }
     }
+}
+
+/// A name that the kernel cuts inside a character: /proc/PID/stat and /proc/PID/status are no text then.
+const CUT_NAME: &str = "x训练任务模型";
+
+/// A program of the host's under that name.
+fn under_cut_name(host: &Host, program: &Path) -> String {
+    let named = host.path(CUT_NAME);
+    std::os::unix::fs::symlink(program, &named).unwrap();
+    named.display().to_string()
+}
+
+fn has_cut_name(pid: u32) -> bool {
+    fs::read(format!("/proc/{pid}/comm")).is_ok_and(|name| std::str::from_utf8(&name).is_err())
+}
+
+#[test]
+fn run_knows_a_client_by_any_name() {
+    let mut scene = Scene::new();
+    let client = under_cut_name(&scene.host, &scene.host.path("bin/cuda-client"));
+    for signal in [Signal::INT, Signal::TERM] {
+        for _ in 0..ROUNDS {
+            let run = scene.run(&["sh", "-c", &format!("{client} long 600; exit 3")]);
+            let victim = scene.another_computes();
+            assert!(has_cut_name(victim), "then this proves nothing");
+            signal_pid(run.id(), signal);
+            assert_released(ended(run), signal);
+            assert!(scene.bystander_survives(), "{signal:?}");
+        }
+    }
+}
+
+/// A command that gives SIGUSR1 a meaning is told, and goes on, whatever its name.
+#[test]
+fn run_passes_a_users_signal_on_by_any_name() {
+    const SCRIPT: &str = "trap 'echo told' USR1; cuda-client long 600 & while :; do sleep 0.01; done";
+    let mut scene = Scene::new();
+    let shell = under_cut_name(&scene.host, Path::new("/bin/sh"));
+    let mut run = scene.run(&[&shell, "-c", SCRIPT]);
+    let victim = scene.another_computes();
+    let commands = || fs::read_to_string(format!("/proc/{0}/task/{0}/children", run.id())).unwrap();
+    let command: u32 = wait_for("the command", || commands().split_whitespace().next()?.parse().ok());
+    assert!(has_cut_name(command), "then this proves nothing");
+    signal_pid(run.id(), Signal::USR1);
+    let mut told = [0; 5];
+    run.stdout.as_mut().unwrap().read_exact(&mut told).unwrap();
+    assert_eq!(&told, b"told\n");
+    assert!(scene.listed().contains(&victim), "its GPU work was ended");
+    signal_pid(run.id(), Signal::TERM);
+    assert_released(ended(run), Signal::TERM);
+    assert!(scene.bystander_survives());
 }
 
 #[test]

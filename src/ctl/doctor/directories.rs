@@ -13,6 +13,7 @@ use crate::ctl::published::{pid, text};
 use crate::dbus::proxy::Object;
 use crate::mps::control::listener;
 use crate::mps::directories::look;
+use crate::proc;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the pipe and log directories", refused),
@@ -257,9 +258,7 @@ fn shared_memory(facts: &Facts) -> Outcome {
     if metadata.mode() & 0o003 != 0o003 {
         return bad(format!("{}: not every user can write there", mode(&metadata)), "chmod 1777 /dev/shm");
     }
-    if let Ok(mounts) = fs::read_to_string(facts.file("/proc/mounts"))
-        && !mounts.lines().any(|line| line.split_whitespace().nth(1) == Some("/dev/shm"))
-    {
+    if proc::is_mounted(&facts.file("/proc/mounts"), "/dev/shm").is_ok_and(|mounted| !mounted) {
         return bad("nothing is mounted there".to_owned(), remedy);
     }
     let system = rustix::fs::statvfs(&directory).map_err(|error| error.to_string())?;

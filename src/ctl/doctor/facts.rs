@@ -1,7 +1,6 @@
 //! What is known of the host at this moment: gathered once, judged by nobody here.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
@@ -18,6 +17,7 @@ use crate::mps::control::listener;
 use crate::mps::identity::Identity;
 use crate::mps::process;
 use crate::plan::Plan;
+use crate::proc;
 use crate::systemd::{self, UnitProperties};
 
 /// The unit.
@@ -78,8 +78,8 @@ pub(super) struct FoundDaemon {
 impl FoundDaemon {
     /// What a process says of itself.
     fn of(pid: u32, trace: String) -> Self {
-        let namespace = |of: &str| fs::read_link(format!("/proc/{of}/ns/mnt")).ok();
-        let elsewhere = namespace(&pid.to_string()).is_some_and(|its| namespace("self") != Some(its));
+        let elsewhere =
+            proc::mount_namespace(pid).is_some_and(|its| proc::mount_namespace(proc::OWN) != Some(its));
         Self { pid, trace, pipe_directory: pipe_directory(pid), elsewhere }
     }
 }
@@ -200,7 +200,7 @@ impl Facts {
             }
         }
         if self.own_processes() {
-            for pid in processes().into_iter().filter(|pid| is_control_daemon(*pid)) {
+            for pid in proc::pids().into_iter().filter(|pid| is_control_daemon(*pid)) {
                 let trace = "it runs".to_owned();
                 add(FoundDaemon::of(pid, trace));
             }
@@ -260,19 +260,8 @@ fn now(driver: &Driver, uuid: &str) -> GpuNow {
     }
 }
 
-/// All processes of this machine.
-pub(super) fn processes() -> Vec<u32> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
-}
-
-/// The command of a process, as the kernel keeps it.
-pub(super) fn command(pid: u32) -> Option<String> {
-    Some(fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_owned())
-}
-
 fn is_mps(pid: u32) -> bool {
-    command(pid).is_some_and(|command| command == MPS_COMMAND)
+    proc::name(pid).is_some_and(|name| name == MPS_COMMAND)
 }
 
 /// Servers have the same short name; the control daemon says by its arguments that it is one. The name first: arguments are
@@ -281,25 +270,20 @@ fn is_control_daemon(pid: u32) -> bool {
     if !is_mps(pid) {
         return false;
     }
-    let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let arguments: Vec<_> = arguments.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
+    let arguments = proc::arguments(pid);
     arguments.first().is_some_and(|program| program.ends_with("nvidia-cuda-mps-control"))
         && arguments.iter().any(|argument| argument == "-d" || argument == "-f")
 }
 
 fn parent(pid: u32) -> Option<u32> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
+    proc::stat(pid).ok().map(|stat| stat.parent)
 }
 
 /// A variable in the environment of a process; the error is for people.
 pub(super) fn variable(pid: u32, name: &str) -> Result<Option<String>, String> {
-    let environment = fs::read(format!("/proc/{pid}/environ"))
+    let environment = proc::environment(pid)
         .map_err(|error| format!("the environment of PID {pid} can't be read: {error}"))?;
-    let value = environment.split(|byte| *byte == 0).find_map(|variable| {
-        String::from_utf8_lossy(variable).strip_prefix(name)?.strip_prefix('=').map(str::to_owned)
-    });
-    Ok(value)
+    Ok(proc::variable(&environment, name).map(|value| String::from_utf8_lossy(value).into_owned()))
 }
 
 fn pipe_directory(pid: u32) -> Option<PathBuf> {

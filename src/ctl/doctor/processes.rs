@@ -1,12 +1,10 @@
 //! Processes that are not as the service has them, or not its own.
 
-use std::fs;
-use std::path::Path;
-
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, warning};
 use crate::ctl::env::quoted;
 use crate::ctl::published::{Published, number, pid, text};
+use crate::proc;
 
 pub(super) const CHECKS: &[Check] =
     &[("control daemons of others", foreign), ("the limit of open files", open_files)];
@@ -62,7 +60,8 @@ fn open_files(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     for daemon in &published.control_daemons {
         let Some(pid) = pid(daemon) else { continue };
-        let limit = open_file_limit(pid)?;
+        let limit = proc::open_files_limit(pid)
+            .map_err(|error| format!("the limits of PID {pid} can't be read: {error}"))?;
         let (slices, needed) = needed(text(daemon, "id"), published);
         if limit < needed {
             findings.push(warning(
@@ -81,30 +80,4 @@ fn needed(id: &str, published: &Published) -> (u64, u64) {
     let served = published.gpus.iter().filter(|gpu| text(gpu, "control_daemon") == id);
     let slices: u64 = served.filter_map(|gpu| number(gpu, "virtual_num")).sum();
     (slices, slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES))
-}
-
-fn open_file_limit(pid: u32) -> Result<u64, String> {
-    let file = format!("/proc/{pid}/limits");
-    let limits = fs::read_to_string(Path::new(&file)).map_err(|error| format!("{file}: {error}"))?;
-    limit_in(&limits).ok_or_else(|| format!("{file} does not have it"))
-}
-
-/// The soft limit; `unlimited` is more than anybody needs.
-fn limit_in(limits: &str) -> Option<u64> {
-    let soft = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
-    let soft = soft.split_ascii_whitespace().next()?;
-    if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_soft_limit_counts() {
-        let limits = "Limit  Soft Limit  Hard Limit  Units\nMax open files            1024                 524288               files\n";
-        assert_eq!(limit_in(limits), Some(1024));
-        assert_eq!(limit_in("Max open files   unlimited   unlimited   files\n"), Some(u64::MAX));
-        assert_eq!(limit_in(""), None);
-    }
 }

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::facts::{Facts, UNIT, command, processes};
+use super::facts::{Facts, UNIT};
 use super::{Check, Outcome, error, info, warning};
 use crate::ctl::published::{Bus, text};
+use crate::proc;
 use crate::systemd::UnitProperties;
 
 pub(super) const CHECKS: &[Check] = &[
@@ -249,7 +250,7 @@ fn upstream(facts: &Facts) -> Outcome {
         ));
     }
     if facts.own_processes() {
-        for pid in processes().into_iter().filter(|pid| command(*pid).as_deref() == Some("mps-daemon")) {
+        for pid in proc::pids().into_iter().filter(|pid| proc::name(*pid).as_deref() == Some("mps-daemon")) {
             findings.push(error(
                 "upstream-running",
                 format!("process {pid}"),

@@ -327,11 +327,17 @@ pub(crate) fn injected(directory: &Path, function: &str) -> Option<u32> {
 
 /// When a living process started, in ticks since boot: its PID alone may have been another's.
 fn start_time(pid: u32) -> Option<String> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let (_, fields) = stat.rsplit_once(')')?;
+    let fields = behind_name(pid)?;
     let mut fields = fields.split_whitespace();
     let dead = matches!(fields.next(), Some("Z" | "X"));
     if dead { None } else { fields.nth(18).map(str::to_owned) }
+}
+
+/// What stands in /proc/PID/stat behind the name, which need be no text.
+pub(crate) fn behind_name(pid: u32) -> Option<String> {
+    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
+    String::from_utf8(stat.get(name_ends + 1..)?.to_vec()).ok()
 }
 
 fn read(path: &Path) -> Option<String> {

@@ -292,8 +292,7 @@ fn hang() -> ! {
 
 /// The letter of a process's state; None when there is none.
 fn process_state(pid: u32) -> Option<char> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.trim_start().chars().next()
+    crate::state::behind_name(pid)?.trim_start().chars().next()
 }
 
 fn alive(pid: u32) -> bool {
