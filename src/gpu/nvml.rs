@@ -208,7 +208,7 @@ impl Driver {
     /// # Errors
     /// No GPU can tell, or none can any more, in words for an administrator.
     pub fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
-        let events = self.xid_events()?;
+        let (events, uuids) = self.xid_events()?;
         loop {
             let event = match events.wait(XID_WAIT_MS) {
                 Ok(event) => event,
@@ -220,33 +220,44 @@ impl Driver {
                 Some(XidError::Unknown) => 999,
                 None => continue,
             };
-            let uuid = event.device.uuid().map_err(|error| words(&error))?;
-            if !seen(&uuid, xid) {
+            // One that has fallen off its bus need not say which it is: it is among those that don't answer.
+            let met = event.device.uuid().map_or_else(
+                |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
+                |uuid| vec![uuid],
+            );
+            if !met.iter().all(|uuid| seen(uuid, xid)) {
                 return Ok(());
             }
         }
     }
 
-    /// A set of the critical errors of all GPUs that have them. A failed registration takes the set with it, so the
-    /// next one is made without that GPU.
-    fn xid_events(&self) -> Result<EventSet<'_>, String> {
+    /// A set of the critical errors of all GPUs that have them, and the UUIDs of those. A failed registration takes the
+    /// set with it, so the next one is made without that GPU.
+    fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), String> {
         let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
         'anew: loop {
             if gpus.is_empty() {
                 return Err("no GPU tells of critical errors".to_owned());
             }
             let mut events = self.nvml.create_event_set().map_err(|error| words(&error))?;
+            let mut uuids = Vec::new();
             for (place, index) in gpus.iter().enumerate() {
                 let device = self.nvml.device_by_index(*index);
-                match device.map(|device| device.register_events(EventTypes::CRITICAL_XID_ERROR, events)) {
-                    Ok(Ok(registered)) => events = registered,
-                    _ => {
+                let registered = device.and_then(|device| {
+                    uuids.push(device.uuid()?);
+                    device
+                        .register_events(EventTypes::CRITICAL_XID_ERROR, events)
+                        .map_err(|refused| refused.error)
+                });
+                match registered {
+                    Ok(registered) => events = registered,
+                    Err(_) => {
                         gpus.remove(place);
                         continue 'anew;
                     }
                 }
             }
-            return Ok(events);
+            return Ok((events, uuids));
         }
     }
 

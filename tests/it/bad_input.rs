@@ -601,13 +601,18 @@ fn an_nvml_that_cannot_set_the_compute_mode() {
     }
 }
 
+/// Neither MIG nor events are needed.
 #[test]
-fn an_nvml_without_mig_serves() {
-    let mut host = Host::new("tesla-p40");
-    drop_function(&host, "nvmlDeviceGetMigMode");
-    host.start();
-    host.wait_for_state("ready");
-    stops(host);
+fn an_nvml_of_an_old_driver_serves() {
+    for function in
+        ["nvmlDeviceGetMigMode", "nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2"]
+    {
+        let mut host = Host::new("tesla-p40");
+        drop_function(&host, function);
+        host.start();
+        host.wait_for_state("ready");
+        stops(host);
+    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::host::{
     DEADLINE, Host, alive, control_daemon, control_pid, process_state, root_or_skip, signal_pid, start_time,
-    text, wait_for,
+    text, wait_for, wait_within,
 };
 use crate::matrix::{Bystander, Random, control_daemons, launchers};
 
@@ -836,6 +836,66 @@ fn a_gpu_that_is_lost_and_back() {
     drop(bystander);
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(3), "Default");
+}
+
+/// A critical error happens on a GPU, and NVML tells who waits for that: the daemon, in a moment.
+fn xid(host: &Host, gpu: u32, number: u32) {
+    let directory = host.path(&format!("gpus/{gpu}"));
+    let inode = format!(" ino:{:x} ", fs::metadata(&directory).unwrap().ino());
+    wait_for("the daemon waits for events", || {
+        let files = fs::read_dir(format!("/proc/{}/fdinfo", host.pid())).unwrap().flatten();
+        let mut files = files.map(|file| fs::read_to_string(file.path()).unwrap_or_default());
+        files
+            .any(|file| file.lines().any(|line| line.starts_with("inotify") && line.contains(&inode)))
+            .then_some(())
+    });
+    let mut file = File::options().create(true).append(true).open(directory.join("xids")).unwrap();
+    writeln!(file, "{number}").unwrap();
+}
+
+/// Waits until a critical error is in the log and among the events.
+fn xid_is_told(host: &Host, gpu: usize, number: u32) {
+    let uuid = fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap();
+    let words = format!("GPU {} met a critical error, Xid {number}", uuid.trim());
+    waits_for_log(host, &words);
+    wait_for("the event", || {
+        let events = host.busctl("ListEvents");
+        events.as_array().unwrap().iter().any(|event| event["text"] == words.as_str()).then_some(())
+    });
+}
+
+/// A third of the time until the next regular look at a GPU that nobody uses.
+const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
+
+/// A critical error is told, and its GPU is looked at because of it: what only a look can find is found at once.
+#[test]
+fn a_critical_error_is_told_and_looked_into() {
+    let mut host = Host::serving("h200");
+    host.plant("gpus/0/compute_mode", "Default");
+    xid(&host, 0, 31);
+    wait_within(BEFORE_THE_NEXT_LOOK, "the compute mode is back", || {
+        (host.compute_mode(0) == "Exclusive_Process").then_some(())
+    });
+    xid_is_told(&host, 0, 31);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The same of a GPU that falls off its bus with it, and says not even its UUID any more. Those of the others are told
+/// after that, too.
+#[test]
+fn a_critical_error_of_a_lost_gpu_is_told() {
+    let mut host = Host::serving("h200x8");
+    host.plant("gpus/3/lost", "");
+    xid(&host, 3, 79);
+    wait_within(BEFORE_THE_NEXT_LOOK, "its slices are not healthy", || {
+        let healthy = |device: &Value| device["healthy"] == true;
+        (host.list().iter().filter(|device| healthy(device)).count() == 28).then_some(())
+    });
+    xid_is_told(&host, 3, 79);
+    xid(&host, 5, 31);
+    xid_is_told(&host, 5, 31);
+    assert_eq!(host.log().matches("met a critical error").count(), 2, "{}", host.log());
+    assert_eq!(host.stop().code(), Some(0));
 }
 
 /// libfaketime, wherever the machine's architecture has it.

@@ -16,8 +16,13 @@ use crate::bus::PrivateBus;
 pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Waits until `check` gives something.
-pub(crate) fn wait_for<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + DEADLINE;
+pub(crate) fn wait_for<T>(what: &str, check: impl FnMut() -> Option<T>) -> T {
+    wait_within(DEADLINE, what, check)
+}
+
+/// The same of what a later look would find as well, and that must not wait for it.
+pub(crate) fn wait_within<T>(longest: Duration, what: &str, mut check: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + longest;
     loop {
         if let Some(found) = check() {
             return found;

@@ -3,7 +3,13 @@
 #![allow(unsafe_code, non_snake_case)]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::inotify::{self, CreateFlags};
 
 use crate::state::{COMPUTE_MODES, Gpu, Host, Kind, Pci, code, injected};
 
@@ -49,6 +55,26 @@ struct ProcessInfo {
     gpu_instance_id: c_uint,
     compute_instance_id: c_uint,
 }
+
+#[repr(C)]
+struct EventData {
+    device: Device,
+    kind: c_ulonglong,
+    data: c_ulonglong,
+    gpu_instance_id: c_uint,
+    compute_instance_id: c_uint,
+}
+
+/// A set of events, which one thread at a time uses.
+struct EventSet {
+    /// Turns readable when a file of one of its GPUs changes.
+    changes: OwnedFd,
+    /// Its GPUs, each with how many of its critical errors have been told.
+    gpus: Vec<(Gpu, usize)>,
+}
+
+/// The kind of event that a critical error is, the only one there is here.
+const XID: c_ulonglong = 8;
 
 const MIB: u64 = 1024 * 1024;
 
@@ -172,6 +198,7 @@ extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
         code::INVALID_ARGUMENT => c"Invalid Argument",
         code::NOT_SUPPORTED => c"Not Supported",
         code::NO_PERMISSION => c"Insufficient Permissions",
+        code::TIMEOUT => c"Timeout",
         code::NOT_FOUND => c"Not Found",
         code::INSUFFICIENT_SIZE => c"Insufficient Size",
         code::DRIVER_NOT_LOADED => c"Driver Not Loaded",
@@ -518,4 +545,109 @@ unsafe extern "C" fn nvmlDeviceGetGraphicsRunningProcesses_v3(
     unsafe {
         put_processes("nvmlDeviceGetGraphicsRunningProcesses_v3", device, count, infos, &[Kind::Graphics])
     }
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlEventSetCreate(set: *mut *mut EventSet) -> Return {
+    let answer = host("nvmlEventSetCreate").and_then(|_| {
+        if set.is_null() {
+            return Err(code::INVALID_ARGUMENT);
+        }
+        let changes = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC);
+        let made = EventSet { changes: changes.map_err(|_| code::UNKNOWN)?, gpus: Vec::new() };
+        // SAFETY: NVML's caller gives a valid pointer or null. nvmlEventSetFree frees it.
+        unsafe { put(set, Box::into_raw(Box::new(made))) }
+    });
+    finish(answer)
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlEventSetFree(set: *mut EventSet) -> Return {
+    if set.is_null() {
+        return code::INVALID_ARGUMENT;
+    }
+    // SAFETY: it is from nvmlEventSetCreate, and NVML's caller frees it once.
+    drop(unsafe { Box::from_raw(set) });
+    0
+}
+
+/// # Safety
+/// `set` is null or from nvmlEventSetCreate, not freed, and nobody else uses it.
+unsafe fn event_set<'a>(set: *mut EventSet) -> Result<&'a mut EventSet, Return> {
+    // SAFETY: as the caller vouches.
+    unsafe { set.as_mut() }.ok_or(code::INVALID_ARGUMENT)
+}
+
+/// Only what happens from now on is told.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceRegisterEvents(
+    device: Device,
+    kinds: c_ulonglong,
+    set: *mut EventSet,
+) -> Return {
+    ask("nvmlDeviceRegisterEvents", device, |gpu| {
+        // SAFETY: NVML's caller gives a set of its own, or null.
+        let set = unsafe { event_set(set) }?;
+        if kinds != XID {
+            return Err(code::NOT_SUPPORTED);
+        }
+        gpu.watch(&set.changes).map_err(|_| code::UNKNOWN)?;
+        set.gpus.push((gpu.clone(), gpu.xids().len()));
+        Ok(())
+    })
+}
+
+/// The first event that has not been told.
+fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
+    let next = set.gpus.iter_mut().find_map(|(gpu, told)| {
+        let xid = *gpu.xids().get(*told)?;
+        *told += 1;
+        Some((gpu.index, xid))
+    });
+    let Some((index, xid)) = next else { return Ok(None) };
+    let handle = usize::try_from(index).map_err(|_| code::UNKNOWN)? + 1;
+    Ok(Some(EventData {
+        device: std::ptr::without_provenance_mut(handle),
+        kind: XID,
+        data: xid,
+        gpu_instance_id: c_uint::MAX,
+        compute_instance_id: c_uint::MAX,
+    }))
+}
+
+/// Waits until something has changed, or so long.
+fn wait_for_change(changes: &OwnedFd, longest: Duration) -> Answer {
+    let longest = Timespec::try_from(longest).map_err(|_| code::INVALID_ARGUMENT)?;
+    // An interruption is a change like any other.
+    _ = poll(&mut [PollFd::new(changes, PollFlags::IN)], Some(&longest));
+    let mut buffer = [MaybeUninit::uninit(); 1024];
+    let mut queue = inotify::Reader::new(changes, &mut buffer);
+    while queue.next().is_ok() {}
+    Ok(())
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlEventSetWait_v2(
+    set: *mut EventSet,
+    data: *mut EventData,
+    timeout_ms: c_uint,
+) -> Return {
+    let deadline = Instant::now() + Duration::from_millis(timeout_ms.into());
+    let wait = || {
+        // SAFETY: NVML's caller gives a set of its own, or null.
+        let set = unsafe { event_set(set) }?;
+        loop {
+            host("nvmlEventSetWait_v2")?;
+            if let Some(event) = next_event(set)? {
+                // SAFETY: NVML's caller gives a valid pointer or null.
+                return unsafe { put(data, event) };
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(code::TIMEOUT);
+            }
+            wait_for_change(&set.changes, left)?;
+        }
+    };
+    finish(wait())
 }

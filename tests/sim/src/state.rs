@@ -4,8 +4,11 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::inotify::{self, WatchFlags};
 
 /// The environment variable that says where the simulated host is.
 pub const ENV: &str = "YUNION_MPS_SIM";
@@ -22,6 +25,8 @@ pub mod code {
     pub const NO_PERMISSION: u32 = 4;
     /// No such GPU.
     pub const NOT_FOUND: u32 = 6;
+    /// Nothing came in the time that there was.
+    pub const TIMEOUT: u32 = 10;
     /// The buffer is too small.
     pub const INSUFFICIENT_SIZE: u32 = 7;
     /// The kernel module isn't there.
@@ -167,6 +172,20 @@ impl Gpu {
     /// The file can't be written.
     pub fn write(&self, name: &str, text: &str) -> io::Result<()> {
         write(&self.directory.join(name), text)
+    }
+
+    /// The numbers of the critical errors that it has told so far, in their order.
+    pub fn xids(&self) -> Vec<u64> {
+        let text = fs::read_to_string(self.directory.join("xids")).unwrap_or_default();
+        // A line that has no end yet is still being written.
+        let lines = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
+        lines.filter_map(|line| line.trim().parse().ok()).collect()
+    }
+
+    /// Has an inotify queue told when one of its values changes.
+    pub(crate) fn watch(&self, changes: &OwnedFd) -> io::Result<()> {
+        inotify::add_watch(changes, &self.directory, WatchFlags::MODIFY | WatchFlags::MOVED_TO)?;
+        Ok(())
     }
 
     /// A text that is always there; empty if someone removed it.

@@ -7,12 +7,15 @@
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
+use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
 use nvml_wrapper::Nvml;
+use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::ComputeMode;
 use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 
 const SIM: &str = env!("CARGO_BIN_EXE_yunion-mps-sim");
@@ -155,6 +158,47 @@ fn case_faults() {
     assert!(matches!(odd.mig_mode(), Err(NvmlError::FunctionNotFound)));
     assert!(matches!(odd.memory_info(), Err(NvmlError::Unknown)));
     assert_eq!(odd.name().unwrap(), "NVIDIA H200");
+}
+
+/// One that has happened before is told to nobody, every other to whoever waits, and a set has room for several GPUs.
+#[test]
+fn critical_errors_are_told_as_they_happen() {
+    on("h200x8", |root| fs::write(root.join("gpus/1/xids"), "13\n").unwrap(), "case_xids");
+}
+
+#[test]
+#[ignore = "run by critical_errors_are_told_as_they_happen"]
+fn case_xids() {
+    let nvml = nvml().unwrap();
+    let mut events = nvml.create_event_set().unwrap();
+    for index in 0..2 {
+        let gpu = nvml.device_by_index(index).unwrap();
+        events = gpu.register_events(EventTypes::CRITICAL_XID_ERROR, events).unwrap();
+    }
+    assert!(matches!(events.wait(1), Err(NvmlError::Timeout)));
+    let happens = |gpu: u32, text: &str| {
+        let file = format!("{}/gpus/{gpu}/xids", std::env::var("YUNION_MPS_SIM").unwrap());
+        fs::File::options().create(true).append(true).open(file).unwrap().write_all(text.as_bytes()).unwrap();
+    };
+    let next = || {
+        let event = events.wait(30_000).unwrap();
+        assert_eq!(event.event_type, EventTypes::CRITICAL_XID_ERROR);
+        (event.device.index().unwrap(), event.event_data.unwrap())
+    };
+    happens(1, "31\n79\n");
+    assert_eq!((next(), next()), ((1, XidError::Value(31)), (1, XidError::Value(79))));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            happens(0, "4");
+            happens(0, "8\n");
+        });
+        assert_eq!(next(), (0, XidError::Value(48)));
+    });
+    happens(2, "31\n");
+    assert!(matches!(events.wait(1), Err(NvmlError::Timeout)), "nobody has asked for that GPU's");
+    let gpu = nvml.device_by_index(2).unwrap();
+    let refused = gpu.register_events(EventTypes::CLOCK_CHANGE, nvml.create_event_set().unwrap());
+    assert!(matches!(refused.unwrap_err().error, NvmlError::NotSupported));
 }
 
 #[test]
