@@ -51,6 +51,9 @@ pub mod regular_file;
 pub mod release;
 pub mod runtime_directory;
 pub mod service_manager;
+#[cfg(test)]
+#[path = "../tests/support/skip.rs"]
+mod skip;
 pub mod state;
 pub mod supervisor;
 pub mod systemd;

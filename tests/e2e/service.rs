@@ -183,7 +183,7 @@ fn limits_spare(machine: &mut Machine) {
         "systemd-run --quiet --pipe --wait --property=OOMScoreAdjust=-900 cat /proc/self/oom_score_adj";
     let possible = machine.sh(try_it);
     if possible.trim() != "-900" {
-        println!("SKIP that control daemons go last: this machine can't lower an oom_score_adj");
+        crate::skip::skip("control daemons go last", "this machine can't lower an oom_score_adj");
     }
     assert_eq!((oom(main.trim()).as_str(), oom(&only()).as_str()), ("0", possible.trim()));
     // A client that is frozen with its control group has to be thawed.

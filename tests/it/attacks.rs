@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, control_pid, root_or_skip, signal_pid, text, wait_for};
+use crate::host::{Host, control_pid, signal_pid, text, wait_for};
+use crate::skip::root_or_skip;
 
 /// The length of an attack, in seconds.
 const ATTACK: &str = "15";

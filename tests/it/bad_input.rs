@@ -10,7 +10,8 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::json;
 
-use crate::host::{Host, assert_has, binaries, control_daemon, control_pid, root_or_skip, text, wait_for};
+use crate::host::{Host, assert_has, binaries, control_daemon, control_pid, text, wait_for};
+use crate::skip::{root_or_skip, skip};
 
 /// Every file and directory below, with what would show a change.
 fn tree(root: &Path) -> BTreeMap<PathBuf, (i64, i64, u64)> {
@@ -524,7 +525,7 @@ fn has_nvml() -> bool {
 #[test]
 fn an_nvml_that_is_not_there_and_comes() {
     if has_nvml() {
-        eprintln!("SKIP an_nvml_that_is_not_there_and_comes: this machine has an NVML of its own");
+        skip("an_nvml_that_is_not_there_and_comes", "this machine has an NVML of its own");
         return;
     }
     let mut host = Host::new("tesla-p40");

@@ -11,7 +11,8 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::host::{Host, control_daemon, control_pid, signal_pid, start_time, text, wait_for};
-use crate::release::Container;
+use crate::release::{Container, NO_CONTAINER};
+use crate::skip::skip;
 
 /// Ended with the test.
 struct Running(Child);
@@ -153,7 +154,7 @@ fn clients_are_shown_with_their_users_and_slices() {
 fn clients_are_shown_with_their_containers() {
     let mut host = Host::serving("h200");
     let Some(container) = Container::new() else {
-        println!("skipped: no control group can be made here");
+        skip("clients_are_shown_with_their_containers", NO_CONTAINER);
         return;
     };
     let client = client(&host, "00:06.0-1");
@@ -209,7 +210,7 @@ fn a_name_makes_nobody_a_client() {
         succeeded(&host.mpsctl(&["terminate", "--container", &container.id]));
         drop(stranger);
     } else {
-        println!("skipped: no control group can be made here");
+        skip("a_name_makes_nobody_a_client: the release of a container", NO_CONTAINER);
     }
     succeeded(&host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     println!(

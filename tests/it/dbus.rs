@@ -12,8 +12,8 @@ use yunion_mps::dbus::{Bus, Request, RequestError};
 use yunion_mps::state::{ClientView, GpuView, Snapshot, State};
 
 use crate::bus::{DEADLINE, PrivateBus, complained, output, printed};
-use crate::host::root_or_skip;
 use crate::service::Service;
+use crate::skip::root_or_skip;
 use crate::snapshot::{P40, p40_board, serving, starting, tesla_p40};
 
 const NAME: &str = "io.yunion.Mps1";
@@ -699,8 +699,7 @@ async fn every_key_of_a_dictionary_is_documented() {
 
 #[tokio::test]
 async fn others_may_read_and_only_root_may_control() {
-    if !rustix::process::getuid().is_root() {
-        println!("skipped: only root can call as somebody else");
+    if !root_or_skip("others_may_read_and_only_root_may_control") {
         return;
     }
     let mut service = Service::start(p40_board()).await;

@@ -12,8 +12,9 @@ use yunion_mps::state::ControlDaemonState;
 use zbus::{OwnedObjectPath, interface};
 
 use crate::faults::Mount;
-use crate::host::{DEADLINE, Host, binaries, control_pid, root_or_skip, start_time, text, wait_for};
+use crate::host::{DEADLINE, Host, binaries, control_pid, start_time, text, wait_for};
 use crate::service::Service;
+use crate::skip::root_or_skip;
 use crate::snapshot::p40_board;
 
 const RENDER: &str = "path: /dev/dri/renderD128";

@@ -487,13 +487,3 @@ pub(crate) fn start_time(pid: u32) -> String {
 pub(crate) fn alive(pid: u32) -> bool {
     process_state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
-
-/// Whether what only root can be tried; without root it is skipped where everybody sees it, but never in CI.
-pub(crate) fn root_or_skip(test: &str) -> bool {
-    let root = rustix::process::geteuid().is_root();
-    assert!(root || std::env::var_os("CI").is_none(), "{test} needs root, and in CI nothing is skipped");
-    if !root {
-        let _ = writeln!(std::io::stderr(), "SKIP {test}: needs root");
-    }
-    root
-}

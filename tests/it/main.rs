@@ -34,6 +34,9 @@ mod reload;
 mod service;
 mod service_manager;
 mod serving;
+#[path = "../support/skip.rs"]
+mod skip;
+mod skips;
 mod snapshot;
 mod soak;
 mod supervision;

@@ -4,7 +4,8 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::host::{Host, root_or_skip, text, wait_for};
+use crate::host::{Host, text, wait_for};
+use crate::skip::root_or_skip;
 
 /// What `probe --json` says, and its exit status.
 fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {

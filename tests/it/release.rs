@@ -11,9 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{
-    Host, binaries, control_daemon, control_pid, process_state, root_or_skip, signal_pid, text, wait_for,
-};
+use crate::host::{Host, binaries, control_daemon, control_pid, process_state, signal_pid, text, wait_for};
+use crate::skip::{root_or_skip, skip};
 
 /// How often each way of ending a client is tried.
 const ROUNDS: usize = 4;
@@ -220,6 +219,9 @@ fn a_client_of_several_slices_is_of_each() {
     assert!(scene.bystander_survives());
 }
 
+/// Why there is no container.
+pub(crate) const NO_CONTAINER: &str = "no control group can be made here";
+
 /// A container as its runtime would make it, as far as control groups go.
 pub(crate) struct Container {
     pub(crate) id: String,
@@ -268,7 +270,7 @@ fn terminate_by_container() {
     let mut scene = Scene::new();
     for _ in 0..ROUNDS {
         let (Some(container), Some(other)) = (Container::new(), Container::new()) else {
-            println!("skipped: no control group can be made here");
+            skip("terminate_by_container", NO_CONTAINER);
             return;
         };
         let (shallow, deep) = (scene.victim(), scene.victim());
@@ -297,7 +299,7 @@ fn terminate_by_container() {
 fn an_id_of_two_containers_is_refused() {
     let mut scene = Scene::new();
     let (Some(one), Some(two)) = (Container::new(), Container::new()) else {
-        println!("skipped: no control group can be made here");
+        skip("an_id_of_two_containers_is_refused", NO_CONTAINER);
         return;
     };
     // The second one's id continues the first one's beginning.
@@ -326,7 +328,7 @@ fn an_id_of_two_containers_is_refused() {
 fn a_strangers_control_group_is_in_no_containers_way() {
     let mut scene = Scene::new();
     let Some(container) = Container::new() else {
-        println!("skipped: no control group can be made here");
+        skip("a_strangers_control_group_is_in_no_containers_way", NO_CONTAINER);
         return;
     };
     let parent = container.directory.with_file_name(format!("user@{}.service", std::process::id()));
@@ -635,7 +637,7 @@ fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     }
     let freezers = Freezer::all();
     if freezers.is_empty() {
-        println!("skipped: no control group can be frozen here");
+        skip("a_client_in_a_frozen_control_group_holds_up_nobody", "no control group can be frozen here");
         return;
     }
     let mut scene = Scene::new();

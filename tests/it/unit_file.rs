@@ -5,7 +5,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use crate::host::root_or_skip;
+use crate::skip::root_or_skip;
 
 /// A file of systemd/ in the source tree.
 fn shipped(name: &str) -> String {

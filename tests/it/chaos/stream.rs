@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use crate::host::{Host, wait_for};
 use crate::matrix::Random;
+use crate::skip::root_or_skip;
 
 /// The user nobody. Only root can start clients of another user.
 const OTHER_USER: u32 = 65534;
@@ -111,7 +112,7 @@ impl Stream {
         let shared = Arc::new(Shared {
             program: host.path("bin/cuda-client"),
             environment: environment.collect(),
-            other_user: rustix::process::geteuid().is_root(),
+            other_user: root_or_skip("chaos: clients of another user"),
             offers: Mutex::new(offers),
             clients: Mutex::default(),
             over: AtomicBool::new(false),
