@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::config::{self, Loaded, Problem, Sources};
+use crate::config::agent::Trouble;
+use crate::config::{self, Loaded, Problem, Refused, Sources};
 use crate::gpu::Inventory;
 use crate::gpu::nvml::Driver;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
@@ -16,12 +17,14 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 /// What a start would do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Checked {
-    /// The configuration is wrong.
+    /// The files are wrong.
+    Refused(Refused),
+    /// The files are right in themselves, and wrong for this host.
     Wrong {
         /// What is wrong, at least one.
         problems: Vec<Problem>,
-        /// What was read, where the files in themselves are right.
-        loaded: Option<Loaded>,
+        /// What was read.
+        loaded: Loaded,
     },
     /// It is right in itself, whether or not this host can serve it now.
     Right {
@@ -40,11 +43,32 @@ impl Checked {
     /// The mistakes: those in the files, and the entries that certainly name no GPU of this host.
     pub fn problems(&self) -> Vec<Problem> {
         match self {
-            Self::Wrong { problems, .. } => problems.clone(),
+            Self::Refused(Refused { problems, .. }) | Self::Wrong { problems, .. } => problems.clone(),
             Self::Right { missing, .. } => {
                 missing.iter().filter(|one| one.certain).map(|one| one.problem.clone()).collect()
             }
         }
+    }
+
+    /// What was read, where the files in themselves are right.
+    pub fn loaded(&self) -> Option<&Loaded> {
+        match self {
+            Self::Refused(_) => None,
+            Self::Wrong { loaded, .. } | Self::Right { loaded, .. } => Some(loaded),
+        }
+    }
+
+    /// What an administrator should look at in the files, besides what the host agent makes of them.
+    pub fn warnings(&self) -> &[Problem] {
+        match self {
+            Self::Refused(refused) => &refused.warnings,
+            Self::Wrong { loaded, .. } | Self::Right { loaded, .. } => &loaded.warnings,
+        }
+    }
+
+    /// With what the platform's host agent or its containers fail.
+    pub fn agent(&self) -> &[Trouble] {
+        self.loaded().map(|loaded| loaded.agent.as_slice()).unwrap_or_default()
     }
 
     fn verdict(&self) -> Verdict {
@@ -64,7 +88,7 @@ pub enum Verdict {
 /// Reads the configuration and, where it asks for GPUs, looks at them.
 pub fn look(sources: &Sources) -> Checked {
     match config::load(sources) {
-        Err(problems) => Checked::Wrong { problems, loaded: None },
+        Err(refused) => Checked::Refused(refused),
         Ok(loaded) if !loaded.settings.enabled => judge(loaded, None),
         Ok(loaded) => {
             let root = sources.sysroot.clone();
@@ -110,10 +134,15 @@ pub(crate) fn within<T: Send + 'static>(
 }
 
 /// What the configuration comes to with these GPUs.
-pub fn judge(loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
+pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     let Some(inventory) = inventory.filter(|_| loaded.settings.enabled) else {
         return Checked::Right { loaded, driver: None, plan: Ok(Plan::default()), missing: Vec::new() };
     };
+    for trouble in &mut loaded.agent {
+        if let Some(node) = trouble.path.as_ref().and_then(|path| plan::render_node(path, inventory)) {
+            trouble.name_render_node(node);
+        }
+    }
     let driver = Some(inventory.driver.clone());
     let (plan, missing) = match plan::plan(&loaded.settings, inventory, &[]) {
         Ok(plan) => (Ok(plan.clone()), plan.missing),
@@ -121,7 +150,7 @@ pub fn judge(loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
         Err(PlanError::Missing(missing)) => {
             (Err("no entry of the device file has its GPU".to_owned()), missing)
         }
-        Err(PlanError::Problems(problems)) => return Checked::Wrong { problems, loaded: Some(loaded) },
+        Err(PlanError::Problems(problems)) => return Checked::Wrong { problems, loaded },
     };
     Checked::Right { loaded, driver, plan, missing }
 }
@@ -133,17 +162,24 @@ pub fn run(sources: &Sources, out: &mut dyn Write) -> io::Result<Verdict> {
 
 /// Writes it in words.
 pub fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
+    for warning in checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem)) {
+        writeln!(out, "warning: {warning}")?;
+    }
+    if let Some(loaded) = checked.loaded() {
+        let none = loaded.settings.sources.is_empty();
+        writeln!(
+            out,
+            "configuration: {}",
+            if none { "none, all defaults".to_owned() } else { loaded.files() }
+        )?;
+    }
     match checked {
-        Checked::Wrong { problems, loaded } => {
-            if let Some(loaded) = loaded {
-                write_files(loaded, out)?;
-            }
+        Checked::Refused(Refused { problems, .. }) | Checked::Wrong { problems, .. } => {
             for problem in problems {
                 writeln!(out, "error: {problem}")?;
             }
         }
         Checked::Right { loaded, driver, plan, missing } => {
-            write_files(loaded, out)?;
             if !loaded.settings.enabled {
                 writeln!(out, "enable_cuda_mps is false: no GPU would be served")?;
                 return Ok(checked.verdict());
@@ -166,18 +202,9 @@ pub fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
     Ok(checked.verdict())
 }
 
-fn write_files(loaded: &Loaded, out: &mut dyn Write) -> io::Result<()> {
-    for warning in &loaded.warnings {
-        writeln!(out, "warning: {warning}")?;
-    }
-    let files: Vec<String> = loaded.settings.sources.iter().map(|file| file.display().to_string()).collect();
-    let files = if files.is_empty() { "none, all defaults".to_owned() } else { files.join(", ") };
-    writeln!(out, "configuration: {files}")
-}
-
 fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
     if plan.gpus.is_empty() {
-        writeln!(out, "this host has no NVIDIA GPU to serve")?;
+        writeln!(out, "no GPU would be served: {}", plan.nothing)?;
     }
     for gpu in &plan.gpus {
         write_gpu(gpu, out)?;

@@ -187,7 +187,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
         return (State::Failed, parts.plan.err().unwrap_or_default().to_owned());
     };
     if gpus.is_empty() {
-        return (State::Failed, "this host has no NVIDIA GPU to serve".to_owned());
+        return (State::Failed, parts.plan.map(|plan| plan.nothing.clone()).unwrap_or_default());
     }
     // Setting limits takes some milliseconds, and nothing is wrong meanwhile.
     let being_set = |gpu: &GpuView| {

@@ -102,7 +102,10 @@ pub async fn run(options: Options, level: Level) -> Exit {
     };
     let loaded = match config::load(&options.sources) {
         Ok(loaded) => loaded,
-        Err(problems) => return bad_configuration(&problems),
+        Err(refused) => {
+            refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+            return bad_configuration(&refused.problems);
+        }
     };
     level.set(loaded.settings.log_level);
     say_findings(&loaded);
@@ -183,7 +186,7 @@ fn bad_configuration(problems: &[Problem]) -> Exit {
 }
 
 fn say_findings(loaded: &Loaded) {
-    for warning in &loaded.warnings {
+    for warning in loaded.warnings.iter().chain(loaded.agent.iter().map(|trouble| &trouble.problem)) {
         tracing::warn!("{warning}");
     }
     let mut by_file: BTreeMap<String, Vec<&str>> = BTreeMap::new();
@@ -675,7 +678,11 @@ impl Daemon {
 
     async fn replace_configuration(&mut self) -> Result<(), RequestError> {
         let invalid = |problems: &[Problem]| RequestError::InvalidConfig(join(problems));
-        let loaded = config::load(&self.options.sources).map_err(|problems| invalid(&problems))?;
+        let loaded = config::load(&self.options.sources).map_err(|refused| {
+            refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+            invalid(&refused.problems)
+        })?;
+        say_findings(&loaded);
         if let Some(problem) = loaded.silent_end().filter(|_| self.settings.enabled) {
             return Err(invalid(&[problem]));
         }
@@ -704,7 +711,6 @@ impl Daemon {
             Ok(Plan::default())
         };
         tracing::debug!(step = "granted", "the new configuration is right");
-        say_findings(&loaded);
         self.level.set(loaded.settings.log_level);
         self.settings = loaded.settings;
         match plan {

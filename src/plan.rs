@@ -23,6 +23,8 @@ pub struct Plan {
     pub control_daemons: Vec<ControlDaemonPlan>,
     /// The GPUs that the configuration names, by UUID.
     pub configured: Configured,
+    /// Why there is no GPU, in words for an administrator; empty where there is one, or none is asked for.
+    pub nothing: String,
 }
 
 /// An entry of the device file for which this host has no GPU now. One may come, or come back.
@@ -319,7 +321,8 @@ pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> R
     let control_daemons = control_daemons(&gpus, settings, inventory);
     warn_of_loose_defaults(&mut gpus, &control_daemons);
     let configured = Configured::new(&gpus, &missing, inventory);
-    Ok(Plan { gpus, missing, control_daemons, configured })
+    let nothing = if gpus.is_empty() { why_nothing(settings, inventory) } else { String::new() };
+    Ok(Plan { gpus, missing, control_daemons, configured, nothing })
 }
 
 /// A GPU to be served, as far as the configuration goes.
@@ -386,8 +389,8 @@ fn wanted<'a>(
         let address = gpu.map(|gpu| gpu.pci.address);
         if let Some((origin, first)) = earlier.insert(&entry.origin, path, address) {
             let which = address.map(|address| format!(" ({address})")).unwrap_or_default();
-            let found = format!("{}{which} is named a second time", spelled(path));
-            let remedy = format!("{origin} names it as {}; keep one", spelled(first));
+            let found = format!("{}{which} is named a second time", path);
+            let remedy = format!("{origin} names it as {}; keep one", first);
             problems.push(problem(entry, index, "path", found, remedy));
             continue;
         }
@@ -495,6 +498,31 @@ fn unclaimed<'a>(
     wanted
 }
 
+/// What became of each GPU where all have their use already.
+fn why_nothing(settings: &Settings, inventory: &Inventory) -> String {
+    let claims = |gpu: &Gpu| {
+        settings.devices.iter().find(|entry| {
+            let path = entry.path.as_ref();
+            path.is_some_and(|path| claim(path, inventory) == Ok(Some(gpu.pci.address)))
+        })
+    };
+    let mut others = Vec::new();
+    let mut remedy = "";
+    for gpu in &inventory.gpus {
+        let address = gpu.pci.address;
+        if let Some(entry) = claims(gpu) {
+            others.push(format!("{address} is {} in {}", entry.device_type, entry.origin));
+            remedy = "; write type: NVIDIA_MPS in the entry of a GPU that is to be served";
+        } else if let Some(driver) = gpu.pci.foreign_driver() {
+            others.push(format!("{address} is in the hands of {driver}"));
+        }
+    }
+    if others.is_empty() {
+        return "this host has no NVIDIA GPU to serve".to_owned();
+    }
+    format!("every NVIDIA GPU of this host has another use: {}{remedy}", others.join(", "))
+}
+
 fn problem(entry: &DeviceEntry, index: usize, field: &str, found: String, remedy: String) -> Problem {
     Problem { origin: entry.origin.clone(), key: format!("devices[{index}].{field}"), found, remedy }
 }
@@ -513,19 +541,24 @@ fn slice_of(total_mib: u64, slices: NonZeroU32) -> u64 {
     total_mib / u64::from(slices.get())
 }
 
+/// The render node of the GPU that a path names.
+pub fn render_node<'a>(path: &DevicePath, inventory: &'a Inventory) -> Option<&'a Path> {
+    find(path, inventory).ok()?.pci.render_node.as_deref()
+}
+
 /// The GPU that a path names.
 fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'a Gpu, Miss> {
     match path {
         DevicePath::RenderNode(node) => {
             match with_device(inventory, |device| device.render_node.as_ref() == Some(node)) {
                 Some(Device::Nvidia(gpu)) => Ok(gpu),
-                Some(Device::Other(device)) => Err(not_nvidia(spelled(path), device, inventory)),
+                Some(Device::Other(device)) => Err(not_nvidia(path.to_string(), device, inventory)),
                 None => Err(no_such_node(node, inventory)),
             }
         }
         DevicePath::Pci(address) => match with_device(inventory, |device| device.address == *address) {
             Some(Device::Nvidia(gpu)) => Ok(gpu),
-            Some(Device::Other(device)) => Err(not_nvidia(spelled(path), device, inventory)),
+            Some(Device::Other(device)) => Err(not_nvidia(path.to_string(), device, inventory)),
             None => Err(known_missing(inventory, format!("the PCI bus has no display device at {address}"))),
         },
         DevicePath::Uuid(uuid) => with_facts(path, inventory, |facts| facts.uuid.eq_ignore_ascii_case(uuid)),
@@ -569,11 +602,11 @@ fn with_facts<'a>(
     });
     match silent {
         Some((address, reason)) if inventory.driver.is_ok() => Err(Miss::Absent {
-            found: format!("{} may be the GPU at {address}, which can't be asked: {reason}", spelled(path)),
+            found: format!("{} may be the GPU at {address}, which can't be asked: {reason}", path),
             remedy: "it is served once that GPU answers".to_owned(),
             certain: false,
         }),
-        _ => Err(known_missing(inventory, format!("this host has no GPU {}", spelled(path)))),
+        _ => Err(known_missing(inventory, format!("this host has no GPU {}", path))),
     }
 }
 
@@ -671,17 +704,6 @@ fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>,
         Err(Miss::Wrong { .. } | Miss::Absent { certain: true, .. }) => Ok(None),
         Err(Miss::Absent { found, remedy, certain: false }) => Err(format!("{found}; {remedy}")),
         Err(Miss::NotYet(reason)) => Err(reason),
-    }
-}
-
-/// As the user would write it.
-fn spelled(path: &DevicePath) -> String {
-    match path {
-        DevicePath::RenderNode(node) => node.display().to_string(),
-        DevicePath::Pci(address) => address.to_string(),
-        DevicePath::Uuid(uuid) => uuid.clone(),
-        DevicePath::NvidiaMinor(minor) => format!("/dev/nvidia{minor}"),
-        DevicePath::Other(text) => format!("{text:?}"),
     }
 }
 
@@ -1161,6 +1183,7 @@ mod tests {
                 multiuser_optional: false,
                 prewarm: false,
             }],
+            nothing: String::new(),
         };
         assert_eq!(plan, expected);
     }
@@ -1293,7 +1316,28 @@ mod tests {
             assert_eq!(served(&and_other(settings(), claim)).len(), 3);
         }
         let none = plan(&settings(), &self::inventory(Vec::new())).unwrap();
-        assert_eq!(none, Plan::default());
+        assert_eq!(
+            none,
+            Plan { nothing: "this host has no NVIDIA GPU to serve".to_owned(), ..Plan::default() }
+        );
+    }
+
+    /// The service serves nothing then, and whoever has mistyped a type finds it in the reason.
+    #[test]
+    fn gpus_that_all_have_another_use_are_named_with_it() {
+        let settings = and_other(settings(), Some(pci("1a:00.0")));
+        let mut all = h200s();
+        for gpu in &mut all.gpus[1..] {
+            gpu.pci.driver = Some("vfio-pci".to_owned());
+        }
+        all.gpus.truncate(2);
+        let plan = plan(&settings, &all).unwrap();
+        assert_eq!(plan.gpus, []);
+        assert_eq!(
+            plan.nothing,
+            "every NVIDIA GPU of this host has another use: 0000:1a:00.0 is NVIDIA_GPU_SHARE in devices.yml:90, \
+             0000:1b:00.0 is in the hands of vfio-pci; write type: NVIDIA_MPS in the entry of a GPU that is to be served"
+        );
     }
 
     #[test]
@@ -1440,7 +1484,7 @@ mod tests {
             let expected = format!(
                 "devices.yml:4: devices[2].path: {} (0000:1a:00.0) is named a second time; \
                  devices.yml:2 names it as /dev/dri/renderD128; keep one",
-                spelled(&second)
+                second
             );
             assert_eq!(problems, [expected]);
         }

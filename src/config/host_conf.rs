@@ -30,7 +30,7 @@ pub(super) const ENABLE_KEY: &str = "enable_cuda_mps";
 pub(super) const DEVICE_FILE_KEY: &str = "container_device_config_file";
 const PIPE_KEY: &str = "cuda_mps_pipe_directory";
 const LOG_KEY: &str = "cuda_mps_log_directory";
-const TOPOLOGY_KEY: &str = "cuda_mps_topology";
+pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key of ours, as the documentation spells it.
 const KEYS: [(&str, Setter); 16] = [

@@ -3,6 +3,7 @@
 //! `host.conf` is overlaid by `host_local.conf`, which names the device file. All three are read on each load; nothing
 //! is remembered between loads.
 
+pub mod agent;
 mod device_file;
 mod host_conf;
 mod yaml;
@@ -15,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::regular_file;
-use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY};
+use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
 use yaml::Value;
 
 /// Everything the two configuration files say, checked and with defaults filled in.
@@ -115,6 +116,19 @@ pub enum DevicePath {
     /// Anything else, verbatim: for an `NVIDIA_MPS` entry an error that the plan words, since it knows the GPUs and
     /// can name the right path.
     Other(String),
+}
+
+impl fmt::Display for DevicePath {
+    /// As the user would write it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::RenderNode(node) => write!(f, "{}", node.display()),
+            Self::Pci(address) => write!(f, "{address}"),
+            Self::Uuid(uuid) => f.write_str(uuid),
+            Self::NvidiaMinor(minor) => write!(f, "/dev/nvidia{minor}"),
+            Self::Other(text) => write!(f, "{text:?}"),
+        }
+    }
 }
 
 /// A place in a file.
@@ -226,10 +240,21 @@ pub struct Loaded {
     pub says_enabled: bool,
     /// What an administrator should look at, though it doesn't stop anything.
     pub warnings: Vec<Problem>,
+    /// What is right for this service, and stops the platform's host agent or its containers.
+    pub agent: Vec<agent::Trouble>,
     /// The keys that aren't ours, with their places: of interest to nobody but a searcher of typing errors.
     pub unknown_keys: Vec<(Origin, String)>,
     /// The keys that a later file sets again: the place that doesn't count, and the one that does.
     pub overridden: Vec<(&'static str, Origin, Origin)>,
+}
+
+/// Why the files are no configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// Every problem of every file, at least one, in the order of the files and their lines.
+    pub problems: Vec<Problem>,
+    /// What an administrator should look at too: it is often the reason for a problem.
+    pub warnings: Vec<Problem>,
 }
 
 /// What reading the files brings to light besides their values.
@@ -246,8 +271,8 @@ struct Findings {
 /// Reads the main file, lays the local one over it, and reads the device file that they name.
 ///
 /// # Errors
-/// Every problem of every file, in the order of the files and their lines.
-pub fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
+/// A file is wrong or can't be read.
+pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let mut findings = Findings::default();
     let mut draft = Draft::new();
     read_main_file(sources, &mut draft, &mut findings);
@@ -264,9 +289,10 @@ pub fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
     let Findings { problems, warnings, unknown_keys, overridden, .. } = findings;
     if problems.is_empty() {
         let says_enabled = draft.origin(ENABLE_KEY).is_some();
-        Ok(Loaded { settings: draft.settings, says_enabled, warnings, unknown_keys, overridden })
+        let agent = agent::troubles(&draft.settings, draft.origin(TOPOLOGY_KEY));
+        Ok(Loaded { settings: draft.settings, says_enabled, warnings, agent, unknown_keys, overridden })
     } else {
-        Err(problems)
+        Err(Refused { problems, warnings })
     }
 }
 
@@ -283,6 +309,13 @@ const MAIN_FILE: &str = "/etc/yunion/host.conf";
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
 impl Loaded {
+    /// The files that were read, for people; where there is none, the one that was looked for.
+    pub fn files(&self) -> String {
+        let files: Vec<String> =
+            self.settings.sources.iter().map(|file| file.display().to_string()).collect();
+        if files.is_empty() { MAIN_FILE.to_owned() } else { files.join(", ") }
+    }
+
     /// Why it can't replace a configuration under which GPUs are served, though it is right: it would end everybody's
     /// work, and nobody has said that it should. Such a host.conf is most often one that is being written, or is gone.
     pub fn silent_end(&self) -> Option<Problem> {
@@ -468,7 +501,7 @@ mod tests {
     }
 
     fn load_below(root: &tempfile::TempDir) -> Result<Loaded, Vec<Problem>> {
-        load(&Sources { config: None, sysroot: root.path().to_owned() })
+        load(&Sources { config: None, sysroot: root.path().to_owned() }).map_err(|refused| refused.problems)
     }
 
     fn load_files(files: &[(&str, &[u8])]) -> Result<Loaded, Vec<Problem>> {
@@ -550,9 +583,9 @@ mod tests {
             |name: &str| load(&Sources { config: Some(name.into()), sysroot: root.path().to_owned() });
         let loaded = named("/opt/x.conf").unwrap();
         assert_eq!((loaded.settings.replicas.get(), loaded.settings.sources), (7, paths(&["/opt/x.conf"])));
-        let problems = named("/opt/y.conf").unwrap_err();
+        let refused = named("/opt/y.conf").unwrap_err();
         assert_eq!(
-            texts(&problems),
+            texts(&refused.problems),
             ["/opt/y.conf: no such file; create it or correct the path on the command line"]
         );
         // On a real host a relative name belongs to the working directory.
@@ -582,6 +615,66 @@ mod tests {
         for (text, start) in found.iter().zip(starts) {
             assert!(text.starts_with(start), "{text}");
         }
+    }
+
+    /// A slip in the name of a key is often why there is a problem at all.
+    #[test]
+    fn problems_hide_no_warning() {
+        let main = b"enable_cuda_mps: true\ncuda_mps_replica: 4\ncuda_mps_replicas: 0\n".as_slice();
+        let refused =
+            load(&Sources { config: None, sysroot: sysroot(&[(MAIN_FILE, main)]).path().to_owned() });
+        let Refused { problems, warnings } = refused.unwrap_err();
+        assert_eq!(problems.len(), 1);
+        assert_eq!(
+            texts(&warnings),
+            [
+                "/etc/yunion/host.conf:2: cuda_mps_replica: no such key; it is ignored; correct the spelling or remove it"
+            ]
+        );
+    }
+
+    #[test]
+    fn what_the_host_agent_does_not_know_is_told() {
+        let told = |main: &str, devices: &str| -> Vec<String> {
+            let main = format!("{main}\n{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
+            let files = [(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices.as_bytes())];
+            let loaded = load_files(&files).unwrap();
+            assert_eq!(loaded.warnings, []);
+            loaded.agent.iter().map(|trouble| trouble.problem.to_string()).collect()
+        };
+        let devices = |path: &str| {
+            format!(
+                "devices:\n- path: /dev/dri/renderD130\n  type: NVIDIA_GPU_SHARE\n- path: {path}\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
+            )
+        };
+        let uuid = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+        for (path, known) in
+            [("/dev/dri/renderD128", true), ("0000:00:06.0", false), (uuid, false), ("/dev/nvidia0", false)]
+        {
+            let warned = format!(
+                "{DEVICE_FILE}:4: devices[1].path: with {path} the platform's host agent does not start, unless it reads \
+                 D-Bus; name the GPU by its render node, /dev/dri/renderDN, as `ls -l /dev/dri/by-path` shows it"
+            );
+            let warned = if known { Vec::new() } else { vec![warned] };
+            assert_eq!(told("enable_cuda_mps: true", &devices(path)), warned);
+            assert!(told("enable_cuda_mps: false", &devices(path)).is_empty());
+        }
+        let good = devices("/dev/dri/renderD128");
+        assert_eq!(
+            told("enable_cuda_mps: true\ncuda_mps_topology: per_gpu", &good),
+            [
+                "/etc/yunion/host.conf:2: cuda_mps_topology: with per_gpu every container fails, unless the platform's host \
+              agent reads D-Bus: an agent that does not gives containers /tmp/nvidia-mps/pipe, where no control daemon \
+              listens; write cuda_mps_topology: shared"
+            ]
+        );
+        assert_eq!(
+            told("enable_cuda_mps: true", &good.replace("NVIDIA_GPU_SHARE", "NVIDIA_MIG")),
+            [
+                "/etc/yunion/host_container_device.yml:2: devices[0].type: with \"NVIDIA_MIG\" the platform's host agent does \
+              not start; correct its spelling or remove the entry"
+            ]
+        );
     }
 
     #[test]

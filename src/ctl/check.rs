@@ -16,7 +16,7 @@ use crate::plan::{GpuPlan, Plan};
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
-    /// The main configuration file [default: /opt/yunion/bin/etc/host.conf if there, else /etc/yunion/host.conf]
+    /// The main configuration file [default: the one that the service reads]
     #[arg(value_name = "HOST_CONF")]
     config: Option<PathBuf>,
     /// Read the host's files (configuration, /sys, pci.ids) below this directory
@@ -29,10 +29,11 @@ pub(super) struct Arguments {
 
 /// Returns the exit status.
 pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
-    let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
-    let checked = check::look(&sources);
+    let (bus, sysroot) = (Bus::ask().await, arguments.sysroot.clone());
+    let config = arguments.config.clone().or_else(|| bus.config(&sysroot));
+    let checked = check::look(&Sources { config, sysroot });
     let (changes, why_not) = match &checked {
-        Checked::Right { loaded, plan: Ok(plan), .. } => match Bus::ask().await {
+        Checked::Right { loaded, plan: Ok(plan), .. } => match bus {
             Bus::Answers(published) if published.devices.is_none() => {
                 (None, "the service does not know its GPUs yet".to_owned())
             }
@@ -42,7 +43,7 @@ pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<
             Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => (None, reason),
         },
         Checked::Right { plan: Err(reason), .. } => (None, reason.clone()),
-        Checked::Wrong { .. } => (None, "the configuration is wrong".to_owned()),
+        Checked::Refused(_) | Checked::Wrong { .. } => (None, "the configuration is wrong".to_owned()),
     };
     if arguments.json {
         print_json(out, &document(&checked, changes.as_deref(), &why_not))?;
@@ -54,7 +55,7 @@ pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<
         writeln!(out, "{}", printable(line))?;
     }
     let status = if verdict == Verdict::Wrong { FAILED } else { 0 };
-    if matches!(checked, Checked::Wrong { .. }) {
+    if matches!(checked, Checked::Refused(_) | Checked::Wrong { .. }) {
         return Ok(status);
     }
     match changes.as_deref() {
@@ -71,16 +72,17 @@ pub(super) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<
 }
 
 fn document(checked: &Checked, changes: Option<&[Difference]>, why_not: &str) -> Value {
-    let (loaded, plan) = match checked {
-        Checked::Right { loaded, plan, .. } => (Some(loaded), Some(plan)),
-        Checked::Wrong { loaded, .. } => (loaded.as_ref(), None),
+    let loaded = checked.loaded();
+    let plan = match checked {
+        Checked::Right { plan, .. } => Some(plan),
+        Checked::Refused(_) | Checked::Wrong { .. } => None,
     };
     let problems = checked.problems();
-    let warnings = loaded.map(|loaded| loaded.warnings.as_slice()).unwrap_or_default();
+    let warnings = checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem));
     json!({
         "right": problems.is_empty(),
         "problems": problems.iter().map(problem).collect::<Vec<_>>(),
-        "warnings": warnings.iter().map(problem).collect::<Vec<_>>(),
+        "warnings": warnings.map(problem).collect::<Vec<_>>(),
         "files": loaded.map(|loaded| &loaded.settings.sources),
         "enabled": loaded.map(|loaded| loaded.settings.enabled),
         "plan": plan.and_then(|plan| plan.as_ref().ok()).map(plan_document),

@@ -79,7 +79,8 @@ impl fmt::Display for Effect {
                 write!(f, "at once, by another control daemon ({reason}): there are no clients")
             }
             Self::Waits { clients, reason } => {
-                write!(f, "after {} have ended, by another control daemon: {reason}", in_words(clients))
+                let have = if *clients == Some(1) { "has" } else { "have" };
+                write!(f, "after {} {have} ended, by another control daemon: {reason}", in_words(clients))
             }
             Self::Ends { clients: Some(0) } => f.write_str("at once; there are no clients"),
             Self::Refused { reason } => write!(f, "refused: {reason}"),

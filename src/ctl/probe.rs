@@ -9,6 +9,7 @@ use super::cuda_client::{Answer, CudaClient, Environment, Request, unexpected};
 use super::published::{number, text, texts};
 use super::table::{cell, health, printable, table};
 use super::{Error, FAILED, print_json};
+use crate::counted::counted;
 use crate::dbus::proxy::{Client, Object};
 
 /// How many multiprocessors more or less than the percentage gives are none of our business: GPUs hand them out in pairs.
@@ -274,11 +275,8 @@ impl<'a> Report<'a> {
             if !self.enforced {
                 writeln!(out, "This GPU enforces no limits (before Volta), so there is nothing to compare.")?;
             } else if as_slice.allocated.is_none() && self.slice.memory.is_some() {
-                let clients = self.clients;
-                writeln!(
-                    out,
-                    "Nothing was allocated: the GPU has {clients} other clients (see --beside-clients)."
-                )?;
+                let clients = counted(self.clients, "other client");
+                writeln!(out, "Nothing was allocated: the GPU has {clients} (see --beside-clients).")?;
             }
         }
         for mismatch in &self.mismatches {

@@ -1,10 +1,16 @@
 //! What the daemon publishes at this moment, all of it together.
 
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use clap::Parser;
 use serde_json::Value;
 use tokio::time::timeout;
 
+use crate::arguments::Arguments;
 use crate::dbus::proxy::{ACCESS_DENIED, Client, ClientError, Object};
 
 /// How long the daemon may take to say how it is, which it always knows. One that is stopped or hangs is not waited for
@@ -60,6 +66,11 @@ impl Bus {
         }
     }
 
+    /// The main file to read where the command line names none: that of the service.
+    pub(super) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
+        self.published()?.config(sysroot)
+    }
+
     /// What the daemon publishes, if it does.
     pub(super) fn published(&self) -> Option<&Published> {
         match self {
@@ -109,6 +120,15 @@ pub(super) fn texts(object: &Object, key: &str) -> Vec<String> {
 }
 
 impl Published {
+    /// The main file that the service was told to read, where it was told and reads below the same directory.
+    pub(super) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
+        let words = fs::read(format!("/proc/{}/cmdline", self.pid?)).ok()?;
+        let words = words.split(|byte| *byte == 0).filter(|word| !word.is_empty()).map(OsStr::from_bytes);
+        let arguments = Arguments::try_parse_from(words).ok()?;
+        // A relative path is that of the service's working directory, which only root may look up.
+        arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
+    }
+
     /// The PIDs of the clients on these GPUs, each once.
     pub(super) fn clients_on(&self, gpus: &[String]) -> Result<usize, String> {
         let clients = self.clients.as_ref().map_err(Clone::clone)?;

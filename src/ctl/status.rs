@@ -41,14 +41,18 @@ pub(super) async fn status(client: &Client, arguments: &Arguments, out: &mut dyn
 
 fn print_service(out: &mut dyn Write, service: &Object) -> Result<(), Error> {
     let text = |key| cell(service, key);
-    let or_none = |key| Some(text(key)).filter(|text| !text.is_empty()).unwrap_or_else(|| "none".to_owned());
+    let driver = match (text("driver_version"), text("state").as_str()) {
+        (version, "disabled") if version.is_empty() => "not looked for".to_owned(),
+        (version, _) if version.is_empty() => "none".to_owned(),
+        (version, _) => version,
+    };
     let mut lines = pairs();
     lines.add_row(["State:".to_owned(), text("state")]);
     if !text("state_reason").is_empty() {
         lines.add_row(["Reason:".to_owned(), text("state_reason")]);
     }
     lines.add_row(["Version:".to_owned(), text("version")]);
-    lines.add_row(["Driver:".to_owned(), or_none("driver_version")]);
+    lines.add_row(["Driver:".to_owned(), driver]);
     lines.add_row(["Generation:".to_owned(), text("generation")]);
     lines.add_row(["Pipe directory:".to_owned(), text("pipe_directory")]);
     lines.add_row(["Log directory:".to_owned(), text("log_directory")]);

@@ -1,10 +1,12 @@
 //! yunion-mpsctl check: what the configuration comes to, and what a reload would change.
 
+use std::fs;
 use std::process::{Child, Stdio};
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::host::{Host, text, wait_for};
+use crate::host::{Host, signal_pid, text, wait_for};
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
@@ -98,7 +100,7 @@ fn without_a_daemon_it_says_what_would_be() {
     assert_eq!((&document["differences"], &document["problems"]), (&Value::Null, &json!([])));
 
     // Another file in its place, which is wrong.
-    std::fs::write(host.file("/etc/other.conf"), "enable_cuda_mps: perhaps\n").unwrap();
+    fs::write(host.file("/etc/other.conf"), "enable_cuda_mps: perhaps\n").unwrap();
     let (status, said) = check(&host, &["/etc/other.conf"]);
     assert_eq!(
         (status, said.contains("error: /etc/other.conf:1: enable_cuda_mps: ")),
@@ -142,6 +144,8 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     host.configure("cuda_mps_multiuser: false");
     let waits = |kind: &str, from: &str, to: &str| [kind, "shared", from, to, "waits 1"].map(str::to_owned);
     assert_eq!(differences(&host), [waits("control-daemon", "present", "new")]);
+    let said = check(&host, &[]).1;
+    assert!(said.contains("after 1 client has ended, by another control daemon"), "{said}");
     let pipe = host.path("mps/other").display().to_string();
     host.configure(&format!("cuda_mps_multiuser: auto\ncuda_mps_pipe_directory: {pipe}"));
     let now = host.path("mps/pipe").display().to_string();
@@ -179,5 +183,135 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     assert!(host.call("Control.Reload").status.success());
     assert_eq!(differences(&host), [[""; 5]; 0]);
     end(client);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Today's agent reads the same files by itself, and ends or breaks its containers on them.
+#[test]
+fn what_stops_the_host_agent_is_told_everywhere() {
+    let mut host = Host::new("h200");
+    host.devices(&["path: 0000:00:06.0, type: NVIDIA_MPS, virtual_number: 4"]);
+    host.configure("cuda_mps_topology: per_gpu");
+    let warnings = [
+        "cuda_mps_topology: with per_gpu every container fails, unless the platform's host agent reads D-Bus: ",
+        "devices[0].path: with 0000:00:06.0 the platform's host agent does not start, unless it reads D-Bus; \
+         name the GPU by its render node, /dev/dri/renderD128\n",
+    ];
+    let told = [text(&host.check()), check(&host, &[]).1];
+    for (told, warning) in told.iter().flat_map(|told| warnings.map(|warning| (told, warning))) {
+        assert!(told.starts_with("warning: ") && told.contains(warning), "{told}");
+    }
+    let document = document(&host);
+    let lines = |at: usize| document["warnings"][at]["key"].as_str().unwrap();
+    assert_eq!((lines(0), lines(1)), ("cuda_mps_topology", "devices[0].path"), "{document:#}");
+
+    host.start();
+    host.wait_for_state("ready");
+    let said = |warning: &str| host.log().matches(warning).count();
+    assert_eq!(
+        [said("with per_gpu every container fails"), said("the platform's host agent does not start")],
+        [1, 1]
+    );
+    assert!(host.call("Control.Reload").status.success());
+    assert_eq!(
+        [said("with per_gpu every container fails"), said("the platform's host agent does not start")],
+        [2, 2]
+    );
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The slip that a warning names is often the reason for the error.
+#[test]
+fn warnings_stand_beside_errors() {
+    let mut host = Host::serving("h200");
+    host.configure("cuda_mps_replicsa: 3\ncuda_mps_replicas: none");
+    let (warning, error) =
+        ("cuda_mps_replicsa: no such key; it is ignored", "cuda_mps_replicas: found \"none\"");
+    for said in [text(&host.check()), check(&host, &[]).1] {
+        let said: Vec<&str> = said.lines().collect();
+        let [first, second] = said[..] else { panic!("{said:?}") };
+        assert!(first.starts_with("warning: ") && first.contains(warning), "{said:?}");
+        assert!(second.starts_with("error: ") && second.contains(error), "{said:?}");
+    }
+    let document: Value = serde_json::from_str(&check(&host, &["--json"]).1).unwrap();
+    assert_eq!(document["warnings"][0]["key"], "cuda_mps_replicsa");
+
+    assert!(!host.call("Control.Reload").status.success());
+    assert!(host.log().contains(warning), "{}", host.log());
+    assert_eq!(host.stop().code(), Some(0));
+    let before = host.log().len();
+    host.start();
+    assert_eq!(host.ended().code(), Some(78));
+    let log = host.log().split_off(before);
+    assert!(log.contains(warning) && log.contains(error), "{log}");
+}
+
+/// Neither the file in the usual place nor the one that is missing there is the service's.
+#[test]
+fn the_file_that_the_service_reads_is_looked_at() {
+    let host = Host::new("h200");
+    fs::rename(host.file("/etc/yunion/host.conf"), host.file("/etc/own.conf")).unwrap();
+    let root = host.path("sysroot").display().to_string();
+    let mut daemon = host.command(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
+    let daemon = daemon.args(["--config=/etc/own.conf", "--sysroot", &root]).stderr(Stdio::null());
+    let mut daemon = daemon.spawn().unwrap();
+    host.wait_for_state("ready");
+    let files = document(&host)["files"].clone();
+    assert_eq!(files, json!(["/etc/own.conf", "/etc/yunion/host_container_device.yml"]));
+    assert_eq!(differences(&host), [[""; 5]; 0]);
+    let doctor = || -> Value {
+        let said = host.mpsctl(&["doctor", "--json", "--sysroot", &root]).stdout;
+        let findings = serde_json::from_slice::<Value>(&said).unwrap()["findings"].clone();
+        let of = |finding: &&Value| finding["name"] == "configuration-not-loaded";
+        findings.as_array().unwrap().iter().find(of).cloned().unwrap_or_default()
+    };
+    assert_eq!(doctor(), Value::Null);
+    host.devices(&[&format!("{ENTRY} 6")]);
+    assert_eq!(doctor()["subject"], "/etc/own.conf, /etc/yunion/host_container_device.yml");
+    signal_pid(daemon.id(), Signal::TERM);
+    assert!(daemon.wait().unwrap().success());
+}
+
+/// Where no file is read at all, the one is named in which the keys belong.
+#[test]
+fn a_configuration_that_is_gone_has_a_name() {
+    let mut host = Host::serving("h200");
+    fs::remove_file(host.file("/etc/yunion/host.conf")).unwrap();
+    let root = host.path("sysroot").display().to_string();
+    let said = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
+    assert!(said.contains("warning: configuration-not-loaded: /etc/yunion/host.conf\n"), "{said}");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A type that is nearly another one than ours claims the GPU, and nobody says that there is no GPU.
+#[test]
+fn a_gpu_that_another_entry_claims_is_told_with_it() {
+    let mut host = Host::new("h200");
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_GPU_SHAER, virtual_number: 4"]);
+    let reason = "every NVIDIA GPU of this host has another use: 0000:00:06.0 is NVIDIA_GPU_SHAER in \
+                  /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";
+    for said in [text(&host.check()), check(&host, &[]).1] {
+        assert!(said.contains(&format!("\nno GPU would be served: {reason}")), "{said}");
+        assert!(
+            said.contains("with \"NVIDIA_GPU_SHAER\" the platform's host agent does not start"),
+            "{said}"
+        );
+    }
+    host.start();
+    let status = host.wait_for_failure(reason);
+    assert_eq!(status["service"]["state"], "failed");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Nobody has asked whether there is one.
+#[test]
+fn a_service_that_is_switched_off_denies_no_driver() {
+    let mut host = Host::new("h200");
+    host.configure("enable_cuda_mps: false");
+    host.start();
+    host.wait_for_state("disabled");
+    let said = text(&host.mpsctl(&["status"]));
+    let driver = said.lines().find_map(|line| line.strip_prefix("Driver:")).map(str::trim);
+    assert_eq!(driver, Some("not looked for"), "{said}");
     assert_eq!(host.stop().code(), Some(0));
 }

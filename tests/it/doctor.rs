@@ -264,6 +264,9 @@ faults! {
         |scene| scene.host.configure(&format!("cuda_mps_pipe_directory: /run/{}", "x".repeat(90)))
         => ["configuration-wrong"];
     misspelt_key: "h200", Serving, |scene| scene.host.configure("cuda_mps_replicsa: 3") => ["configuration-warning"];
+    misspelt_key_beside_an_error: "h200", Serving,
+        |scene| scene.host.configure("cuda_mps_replicsa: 3\ncuda_mps_replicas: none")
+        => ["configuration-wrong", "configuration-warning"];
     switched_off: "h200", Before, |scene| scene.host.configure("enable_cuda_mps: false") => ["mps-disabled"];
     overridden: "h200", Serving, |scene| scene.write("/etc/yunion/host_local.conf", "log_level: info\n")
         => ["key-overridden"];
@@ -449,6 +452,34 @@ fn a_healthy_host_is_told_so() {
     );
     assert!(said.contains("1 error, 1 warning, 0 to know; "), "{said}");
     assert_eq!(scene.host.stop().code(), Some(0));
+}
+
+/// What an agent of today does not survive is more than worth knowing, and no remedy leads to it.
+#[test]
+fn no_remedy_sends_an_administrator_round_in_a_circle() {
+    let scene = Scene::new("h200x8");
+    let entries = [128, 129].map(|node| {
+        format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: {}", node - 124)
+    });
+    scene.host.devices(&entries.each_ref().map(String::as_str));
+    let remedy = |name: &str| {
+        let findings = scene.findings();
+        let found = findings.into_iter().find(|finding| finding["name"] == name);
+        found.map(|finding| (finding["severity"].clone(), finding["remedy"].as_str().unwrap().to_owned()))
+    };
+    let (severity, loose) = remedy("default-limits-loose").unwrap();
+    assert_eq!(severity, "info");
+    assert!(!loose.contains("per_gpu") && loose.contains("yunion-mpsctl env NAME"), "{loose}");
+    scene.host.configure("cuda_mps_topology: per_gpu");
+    assert_eq!(remedy("default-limits-loose"), None);
+    let (severity, shared) = remedy("agent-needs-shared").unwrap();
+    assert_eq!((severity, shared.as_str()), ("warning".into(), "write cuda_mps_topology: shared"));
+    scene.host.devices(&[&format!("path: {}, type: NVIDIA_MPS, virtual_number: 4", "0000:1b:00.0")]);
+    let (severity, node) = remedy("agent-needs-render-node").unwrap();
+    assert_eq!(
+        (severity, node.as_str()),
+        ("warning".into(), "name the GPU by its render node, /dev/dri/renderD128")
+    );
 }
 
 /// A remedy is typed by root, and a process may say anything of itself.

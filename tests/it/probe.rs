@@ -157,6 +157,8 @@ fn nothing_is_allocated_beside_a_tenant() {
     assert_eq!((status, &reports[0]["clients"]), (Some(0), &json!(1)), "{reports:#}");
     assert_eq!(reports[0]["slice"]["found"]["memory_allocated"], Value::Null);
     assert_eq!(reports[0]["slice"]["found"]["memory_free"], 35797);
+    let said = text(&host.mpsctl(&["probe", "00:06.0-1"]));
+    assert!(said.contains("Nothing was allocated: the GPU has 1 other client (see "), "{said}");
     let (status, reports) = probe(&host, &["00:06.0-1", "--beside-clients"]);
     assert_eq!(status, Some(0));
     assert_eq!(reports[0]["slice"]["found"]["memory_allocated"], 35797);

@@ -7,7 +7,8 @@ use std::path::Path;
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, info, warning};
 use crate::check::Checked;
-use crate::config::{DevicePath, Topology};
+use crate::config::agent::Trouble;
+use crate::config::{Origin, Problem, Refused};
 use crate::ctl::difference::{Kind, differences};
 
 pub(super) const CHECKS: &[Check] = &[
@@ -17,45 +18,29 @@ pub(super) const CHECKS: &[Check] = &[
     ("whether the configuration is loaded", loaded),
 ];
 
-/// Types of entries that the host agent knows; any other makes it end.
-const AGENT_TYPES: [&str; 13] = [
-    "NVIDIA_MPS",
-    "NVIDIA_GPU_SHARE",
-    "NVIDIA_GPU",
-    "NVIDIA_HAMI",
-    "CPH_AMD_GPU",
-    "CPH_AOSP_BINDER",
-    "VASTAITECH_GPU",
-    "NETINT_CA_ASIC",
-    "NETINT_CA_QUADRA",
-    "ASCEND_NPU",
-    "ASCEND_NPU_HAMI",
-    "HYGON_DCU",
-    "HYGON_DCU_HAMI",
-];
+/// Where it is, what was found and what to do.
+fn in_words(problem: &Problem) -> (String, String, String) {
+    let key = if problem.key.is_empty() { String::new() } else { format!("{}: ", problem.key) };
+    (problem.origin.to_string(), format!("{key}{}", problem.found), problem.remedy.clone())
+}
 
 fn configuration(facts: &Facts) -> Outcome {
-    let of = |problem: &crate::config::Problem| {
-        let key = if problem.key.is_empty() { String::new() } else { format!("{}: ", problem.key) };
-        (problem.origin.to_string(), format!("{key}{}", problem.found), problem.remedy.clone())
-    };
     let mut findings = Vec::new();
-    let loaded = match &facts.checked {
-        Checked::Wrong { problems, loaded } => {
+    match &facts.checked {
+        Checked::Refused(Refused { problems, .. }) | Checked::Wrong { problems, .. } => {
             if let Some(file) =
                 problems.iter().map(|problem| &problem.origin.file).find(|file| for_root(facts, file))
             {
                 return Err(format!("only root can read {}", file.display()));
             }
             for problem in problems {
-                let (origin, found, remedy) = of(problem);
+                let (origin, found, remedy) = in_words(problem);
                 findings.push(error("configuration-wrong", origin, found, remedy));
             }
-            loaded.as_ref()
         }
-        Checked::Right { loaded, plan, missing, .. } => {
+        Checked::Right { plan, missing, .. } => {
             for one in missing {
-                let (origin, found, remedy) = of(&one.problem);
+                let (origin, found, remedy) = in_words(&one.problem);
                 let id = if one.certain { "configuration-wrong" } else { "no-plan" };
                 findings.push(error(id, origin, found, remedy));
             }
@@ -64,18 +49,16 @@ fn configuration(facts: &Facts) -> Outcome {
                 let (found, remedy) = super::told_apart(reason, "yunion-mpsctl check says more");
                 findings.push(error("no-plan", "the GPUs", found, remedy));
             }
-            Some(loaded)
         }
-    };
-    for problem in loaded.iter().flat_map(|loaded| &loaded.warnings) {
-        let (origin, found, remedy) = of(problem);
+    }
+    for problem in facts.checked.warnings() {
+        let (origin, found, remedy) = in_words(problem);
         findings.push(warning("configuration-warning", origin, found, remedy));
     }
-    if let Some(settings) = loaded.map(|loaded| &loaded.settings).filter(|settings| !settings.enabled) {
-        let file = settings.sources.first().map(|file| file.display().to_string());
+    if let Some(loaded) = facts.loaded().filter(|loaded| !loaded.settings.enabled) {
         findings.push(info(
             "mps-disabled",
-            file.unwrap_or_else(|| "/etc/yunion/host.conf".to_owned()),
+            loaded.files(),
             "enable_cuda_mps is false: no GPU is to be served",
             "write enable_cuda_mps: true, then systemctl reload yunion-mps-daemon",
         ));
@@ -91,10 +74,8 @@ fn for_root(facts: &Facts, file: &Path) -> bool {
 }
 
 fn overridden(facts: &Facts) -> Outcome {
-    let (Checked::Right { loaded, .. } | Checked::Wrong { loaded: Some(loaded), .. }) = &facts.checked else {
-        return Err("the configuration can't be read".to_owned());
-    };
-    let of = |(key, earlier, later): &(&str, crate::config::Origin, crate::config::Origin)| {
+    let loaded = facts.loaded().ok_or("the configuration can't be read")?;
+    let of = |(key, earlier, later): &(&str, Origin, Origin)| {
         let found = format!("{key} here counts, and that in {earlier} does not");
         let remedy = format!("if that is not meant, remove {key} from {}", later.file.display());
         info("key-overridden", later, found, remedy)
@@ -104,41 +85,12 @@ fn overridden(facts: &Facts) -> Outcome {
 
 /// The host agent reads the same files, and knows less.
 fn agent(facts: &Facts) -> Outcome {
-    let settings = facts.enabled()?;
-    let mut findings = Vec::new();
-    for entry in &settings.devices {
-        if !AGENT_TYPES.contains(&entry.device_type.as_str()) {
-            findings.push(warning(
-                "agent-unknown-type",
-                &entry.origin,
-                format!("type {:?}, with which the host agent does not start", entry.device_type),
-                "correct its spelling or remove the entry",
-            ));
-        }
-        let by_other_name =
-            matches!(entry.path, Some(DevicePath::Pci(_) | DevicePath::Uuid(_) | DevicePath::NvidiaMinor(_)));
-        if entry.mps.is_some() && by_other_name {
-            findings.push(info(
-                "agent-needs-render-node",
-                &entry.origin,
-                "only a host agent that reads D-Bus finds a GPU by this path",
-                "for others write its render node, /dev/dri/renderDN; yunion-mpsctl list --gpus --json has it as \
-                 render_node",
-            ));
-        }
-    }
-    if settings.topology == Topology::PerGpu {
-        findings.push(info(
-            "agent-needs-shared",
-            "cuda_mps_topology",
-            format!(
-                "per_gpu: a host agent that does not read D-Bus gives containers {}, where no control daemon listens",
-                settings.pipe_directory.display()
-            ),
-            "with such an agent write cuda_mps_topology: shared",
-        ));
-    }
-    Ok(findings)
+    facts.enabled()?;
+    let of = |trouble: &Trouble| {
+        let (origin, found, remedy) = in_words(&trouble.problem);
+        warning(trouble.name, origin, found, remedy)
+    };
+    Ok(facts.checked.agent().iter().map(of).collect())
 }
 
 /// What is published beside what would be planned now. A GPU that can be used since, or no more, is no business of the
@@ -172,13 +124,7 @@ fn loaded(facts: &Facts) -> Outcome {
     if !changes.is_empty() {
         findings.push(warning(
             "configuration-not-loaded",
-            loaded
-                .settings
-                .sources
-                .iter()
-                .map(|file| file.display().to_string())
-                .collect::<Vec<_>>()
-                .join(", "),
+            loaded.files(),
             format!("not what the service has in force: {}", changes.join(" | ")),
             "look with yunion-mpsctl check, then systemctl reload yunion-mps-daemon",
         ));

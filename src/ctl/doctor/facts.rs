@@ -9,7 +9,7 @@ use tokio::process::Command;
 
 use super::super::published::{Bus, Published, pid};
 use crate::check::{self, Checked};
-use crate::config::{self, Loaded, Origin, Problem, Settings, Sources};
+use crate::config::{self, Loaded, Origin, Problem, Refused, Settings, Sources};
 use crate::gpu::nvml::Driver;
 use crate::gpu::{Gpu, Inventory, NvmlFacts};
 use crate::journal::{self, Running};
@@ -86,11 +86,13 @@ impl FoundDaemon {
 
 impl Facts {
     /// Looks at the host.
-    pub(super) async fn gather(sources: Sources) -> Self {
+    pub(super) async fn gather(mut sources: Sources) -> Self {
+        let bus = Bus::ask().await;
+        sources.config = sources.config.or_else(|| bus.config(&sources.sysroot));
         let (inventory, gpus, cuda) = ask_driver(&sources.sysroot);
         let checked = match load(&sources) {
             Ok(loaded) => check::judge(loaded, Some(&inventory)),
-            Err(problems) => Checked::Wrong { problems, loaded: None },
+            Err(refused) => Checked::Refused(refused),
         };
         let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
             .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
@@ -100,7 +102,7 @@ impl Facts {
             gpus,
             cuda,
             program_cuda: program_cuda().await,
-            bus: Bus::ask().await,
+            bus,
             unit: systemd::unit(UNIT).await,
             journal: journal::control_daemons(&runtime_directory),
             runtime_directory,
@@ -123,10 +125,7 @@ impl Facts {
 
     /// What the files say, where they can be read.
     pub(super) fn loaded(&self) -> Option<&Loaded> {
-        match &self.checked {
-            Checked::Right { loaded, .. } => Some(loaded),
-            Checked::Wrong { loaded, .. } => loaded.as_ref(),
-        }
+        self.checked.loaded()
     }
 
     pub(super) fn settings(&self) -> Option<&Settings> {
@@ -143,7 +142,7 @@ impl Facts {
     pub(super) fn plan(&self) -> Option<&Plan> {
         match &self.checked {
             Checked::Right { plan, .. } => plan.as_ref().ok(),
-            Checked::Wrong { .. } => None,
+            Checked::Refused(_) | Checked::Wrong { .. } => None,
         }
     }
 
@@ -210,11 +209,11 @@ impl Facts {
 }
 
 /// Reads the configuration, which may be on a file system whose server is gone.
-fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
+fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let all = sources.clone();
     check::within(LOOK_TIMEOUT, move || config::load(&all)).unwrap_or_else(|| {
         let file = sources.main_files().first().map(|file| file.to_path_buf()).unwrap_or_default();
-        Err(vec![Problem {
+        let problem = Problem {
             origin: Origin { file, line: None },
             key: String::new(),
             found: format!(
@@ -222,7 +221,8 @@ fn load(sources: &Sources) -> Result<Loaded, Vec<Problem>> {
                 LOOK_TIMEOUT.as_secs()
             ),
             remedy: "see whether its file system hangs: findmnt -T FILE, dmesg".to_owned(),
-        }])
+        };
+        Err(Refused { problems: vec![problem], warnings: Vec::new() })
     })
 }
 

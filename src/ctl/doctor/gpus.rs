@@ -208,7 +208,8 @@ fn warnings(facts: &Facts) -> Outcome {
                     "default-limits-loose",
                     subject,
                     found,
-                    "cuda_mps_topology: per_gpu, or an agent that gives containers what GetContainerConfig answers",
+                    "cut the GPUs into slices of the same memory and thread_percentage, or give clients the environment \
+                     that yunion-mpsctl env NAME prints",
                 ),
             });
         }
