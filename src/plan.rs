@@ -67,7 +67,7 @@ fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     match path {
         DevicePath::RenderNode(_) => gpu.pci.render_node.is_none(),
         DevicePath::NvidiaMinor(_) => gpu.nvml.as_ref().is_ok_and(|facts| facts.minor.is_none()),
-        DevicePath::Pci(_) | DevicePath::Uuid(_) | DevicePath::Other(_) => false,
+        DevicePath::Pci(_) | DevicePath::ShortPci(_) | DevicePath::Uuid(_) | DevicePath::Other(_) => false,
     }
 }
 
@@ -339,6 +339,8 @@ struct Wanted<'a> {
 enum Miss {
     /// It never will: what was found, and what to do.
     Wrong { found: String, remedy: String },
+    /// It is that of several, of which nobody can choose one: what was found, and what to do.
+    Ambiguous { found: String, remedy: String },
     /// It does not now: what was found, what to do, and whether that is certain.
     Absent { found: String, remedy: String, certain: bool },
     /// Nothing can be said without a driver: why there is none.
@@ -364,15 +366,16 @@ fn wanted<'a>(
             continue;
         };
         let mut gone = None;
-        let gpu = match find(path, inventory) {
+        let sought = as_before(path, before);
+        let gpu = match find(&sought, inventory) {
             Ok(gpu) => Some(gpu),
-            Err(Miss::Wrong { found, remedy }) => {
+            Err(Miss::Wrong { found, remedy } | Miss::Ambiguous { found, remedy }) => {
                 problems.push(problem(entry, index, "path", found, remedy));
                 continue;
             }
             Err(Miss::Absent { found, remedy, certain }) => {
                 let problem = problem(entry, index, "path", found, remedy);
-                let known = known_before(path, inventory, before);
+                let known = known_before(&sought, inventory, before);
                 if known.is_none_or(|known| known.gone) {
                     gone = Some(problem.to_string());
                 }
@@ -423,6 +426,14 @@ struct Known<'a> {
     gpu: &'a Gpu,
     /// Whether it is as it was then, since it is not there any more.
     gone: bool,
+}
+
+/// An address without a domain keeps to the GPU that it was before, so that no other is taken for it when that one has gone.
+fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
+    match (path, find(path, before)) {
+        (DevicePath::ShortPci(_), Ok(gpu)) => DevicePath::Pci(gpu.pci.address),
+        _ => path.clone(),
+    }
 }
 
 /// The GPU that a path led to in the plan before. Where there is another in its place now, nobody knows.
@@ -561,10 +572,24 @@ fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'a Gpu, Miss
             Some(Device::Other(device)) => Err(not_nvidia(path.to_string(), device, inventory)),
             None => Err(known_missing(inventory, format!("the PCI bus has no display device at {address}"))),
         },
+        DevicePath::ShortPci(address) => {
+            let devices = inventory.gpus.iter().map(|gpu| &gpu.pci).chain(&inventory.others);
+            match address.in_any_domain(devices.map(|device| device.address)) {
+                Ok(address) => find(&DevicePath::Pci(address), inventory),
+                Err(several) => Err(Miss::Ambiguous {
+                    found: format!("{path} may be {}", list(&several)),
+                    remedy: "write the address with its domain".to_owned(),
+                }),
+            }
+        }
         DevicePath::Uuid(uuid) => with_facts(path, inventory, |facts| facts.uuid.eq_ignore_ascii_case(uuid)),
         DevicePath::NvidiaMinor(minor) => with_facts(path, inventory, |facts| facts.minor == Some(*minor)),
         DevicePath::Other(text) => Err(no_path(text, inventory)),
     }
+}
+
+fn list(addresses: &[PciAddress]) -> String {
+    addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ")
 }
 
 /// A display device that was looked for.
@@ -702,7 +727,9 @@ fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>,
     match find(path, inventory) {
         Ok(gpu) => Ok(Some(gpu.pci.address)),
         Err(Miss::Wrong { .. } | Miss::Absent { certain: true, .. }) => Ok(None),
-        Err(Miss::Absent { found, remedy, certain: false }) => Err(format!("{found}; {remedy}")),
+        Err(Miss::Absent { found, remedy, certain: false } | Miss::Ambiguous { found, remedy }) => {
+            Err(format!("{found}; {remedy}"))
+        }
         Err(Miss::NotYet(reason)) => Err(reason),
     }
 }
@@ -1472,6 +1499,45 @@ mod tests {
         let mut inventory = h200s();
         facts(&mut inventory, 1).minor = None;
         assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
+    }
+
+    fn short(address: &str) -> DevicePath {
+        DevicePath::ShortPci(address.parse().unwrap())
+    }
+
+    /// As the platform itself names a GPU in another domain.
+    #[test]
+    fn an_address_without_a_domain_is_the_only_one_of_all_domains() {
+        let one = gpu("0001:1a:00.0", 128, "GPU-1", 143_771, (9, 0));
+        let settings = with(vec![(short("1a:00.0"), 4)]);
+        let alone = inventory(vec![one.clone()]);
+        let served =
+            |plan: &Plan| plan.gpus.iter().map(|gpu| gpu.gpu.pci.address.to_string()).collect::<Vec<_>>();
+        let before = plan(&settings, &alone).unwrap();
+        assert_eq!(served(&before), ["0001:1a:00.0"]);
+        // With a domain it is that domain's.
+        assert_eq!(missing(&with(vec![(pci("1a:00.0"), 4)]), &alone).len(), 1);
+        // Domain 0000 is the one that is never written.
+        let both = inventory(vec![gpu("0000:1a:00.0", 129, "GPU-0", 143_771, (9, 0)), one.clone()]);
+        assert_eq!(served(&plan(&settings, &both).unwrap()), ["0000:1a:00.0"]);
+        let several = inventory(vec![one, gpu("0002:1a:00.0", 129, "GPU-2", 143_771, (9, 0))]);
+        assert_eq!(
+            problems(&settings, &several),
+            [
+                "devices.yml:2: devices[0].path: 1a:00.0 may be 0001:1a:00.0 or 0002:1a:00.0; write the address with its domain"
+            ]
+        );
+        // Nobody knows whose GPU another entry claims then, and none is taken from anybody.
+        let claimed = and_other(self::settings(), Some(short("1a:00.0")));
+        assert!(not_yet(&claimed, &several).contains("1a:00.0 may be"));
+        assert_eq!(served(&plan(&claimed, &both).unwrap()), ["0001:1a:00.0"]);
+        // When the GPU goes, no other takes its place.
+        let other = inventory(vec![gpu("0002:1a:00.0", 129, "GPU-2", 143_771, (9, 0))]);
+        let after = super::plan(&settings, &other, &before.gpus).unwrap();
+        assert_eq!(served(&after), ["0001:1a:00.0"]);
+        assert!(after.gpus[0].unusable.is_some() && after.control_daemons.is_empty());
+        let after = super::plan(&settings, &several, &before.gpus).unwrap();
+        assert_eq!((served(&after), after.gpus[0].unusable.clone()), (vec!["0001:1a:00.0".to_owned()], None));
     }
 
     #[test]

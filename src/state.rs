@@ -208,7 +208,8 @@ impl Snapshot {
     }
 
     /// What a user or an agent means by `00:06.0-1` (a slice), `00:06.0` or a GPU's UUID (a GPU). An address may have
-    /// its domain and capital letters; an ordinal is written in one way only, so that a slice has no second name.
+    /// its domain and capital letters, and lack a domain other than 0000 where no other GPU has the same; an ordinal is
+    /// written in one way only, so that a slice has no second name.
     pub fn find(&self, name: &str) -> Option<Named<'_>> {
         let gpus = || self.gpus.iter().flatten();
         if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
@@ -219,8 +220,11 @@ impl Snapshot {
             Some((address, ordinal)) => (address, Some(ordinal)),
             None => (name, None),
         };
-        let address: PciAddress = address.parse().ok()?;
-        let gpu = gpus().find(|gpu| gpu.plan.gpu.pci.address == address)?;
+        let mut wanted: PciAddress = address.parse().ok()?;
+        if PciAddress::is_short(address) {
+            wanted = wanted.in_any_domain(gpus().map(|gpu| gpu.plan.gpu.pci.address)).ok()?;
+        }
+        let gpu = gpus().find(|gpu| gpu.plan.gpu.pci.address == wanted)?;
         match ordinal {
             None => Some(Named::Gpu(gpu)),
             Some(text) => {
@@ -339,14 +343,35 @@ pub(crate) mod tests {
             ("0000:00:06.0-0", "00:06.0-0"),
             ("GPU-76AEF7FF-372d-2432-b4b4-beca4d8d3400", "00:06.0"),
             ("0001:1A:00.0-1", "0001:1a:00.0-1"),
+            ("1a:00.0", "0001:1a:00.0"),
+            ("1A:00.0-3", "0001:1a:00.0-3"),
         ] {
             assert_eq!(name(asked).as_deref(), Some(published), "{asked}");
         }
-        for nothing in
-            ["", "-", "00:06.0-", "00:06.0-4", "00:06.0-01", "00:06.0-+1", "00:06.0-1-1", "1a:00.0", "GPU-3"]
-        {
+        for nothing in [
+            "",
+            "-",
+            "00:06.0-",
+            "00:06.0-4",
+            "00:06.0-01",
+            "00:06.0-+1",
+            "00:06.0-1-1",
+            "0000:1a:00.0",
+            "GPU-3",
+        ] {
             assert_eq!(name(nothing), None, "{nothing}");
         }
+    }
+
+    #[test]
+    fn a_name_without_a_domain_is_nobody_s_where_two_have_it() {
+        let gpus = |addresses: &[&str]| {
+            let uuids = addresses.iter().map(|address| gpu(address, &format!("GPU-{address}")));
+            snapshot(Some(uuids.collect()))
+        };
+        let name = |snapshot: &Snapshot| snapshot.find("1a:00.0-1").map(|found| found.name());
+        assert_eq!(name(&gpus(&["0001:1a:00.0", "0002:1a:00.0"])), None);
+        assert_eq!(name(&gpus(&["0001:1a:00.0", "0000:1a:00.0"])).as_deref(), Some("1a:00.0-1"));
     }
 
     #[test]

@@ -71,7 +71,7 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>) -> Vec<Tr
             troubles.push(Trouble { name: "agent-unknown-type", problem, path: None });
         }
         let Some(path) = entry.path.as_ref().filter(|_| entry.mps.is_some()) else { continue };
-        if matches!(path, DevicePath::Pci(_) | DevicePath::Uuid(_) | DevicePath::NvidiaMinor(_)) {
+        if !matches!(path, DevicePath::RenderNode(_) | DevicePath::Other(_)) {
             let found =
                 format!("with {path} the platform's host agent does not start, unless it reads D-Bus");
             let remedy =

@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use super::yaml::{self, Node, Value};
 use super::{DeviceEntry, DevicePath, Findings, MpsEntry, Origin, Problem};
 use super::{percentage, slices};
+use crate::gpu::PciAddress;
 
 /// The type of our entries; the host agent compares it exactly.
 const MPS_TYPE: &str = "NVIDIA_MPS";
@@ -314,7 +315,7 @@ fn classify(text: &str) -> DevicePath {
     } else if let Some(minor) = number("/dev/nvidia") {
         DevicePath::NvidiaMinor(minor)
     } else if let Ok(address) = text.parse() {
-        DevicePath::Pci(address)
+        if PciAddress::is_short(text) { DevicePath::ShortPci(address) } else { DevicePath::Pci(address) }
     } else if let Some(uuid) = text.strip_prefix("GPU-").filter(|uuid| is_uuid(uuid)) {
         DevicePath::Uuid(format!("GPU-{}", uuid.to_ascii_lowercase()))
     } else {
@@ -672,7 +673,7 @@ mod tests {
             ("/dev/dri/renderD128", DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
             ("/dev/nvidia0", DevicePath::NvidiaMinor(0)),
             ("/dev/nvidia12", DevicePath::NvidiaMinor(12)),
-            ("00:06.0", pci("0000:00:06.0")),
+            ("00:06.0", DevicePath::ShortPci("0000:00:06.0".parse().unwrap())),
             ("00000000:1A:00.0", pci("0000:1a:00.0")),
             ("0001:1a:00.0", pci("0001:1a:00.0")),
             (uuid, DevicePath::Uuid(uuid.to_owned())),

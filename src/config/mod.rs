@@ -107,8 +107,10 @@ pub struct MpsEntry {
 pub enum DevicePath {
     /// `/dev/dri/renderDN`.
     RenderNode(PathBuf),
-    /// A PCI address, with or without the domain.
+    /// A PCI address with its domain.
     Pci(crate::gpu::PciAddress),
+    /// A PCI address without one: in domain 0000, or the only one in another.
+    ShortPci(crate::gpu::PciAddress),
     /// A GPU UUID, `GPU-` and 36 characters, lower case.
     Uuid(String),
     /// `/dev/nvidiaN`, by its N.
@@ -124,6 +126,7 @@ impl fmt::Display for DevicePath {
         match self {
             Self::RenderNode(node) => write!(f, "{}", node.display()),
             Self::Pci(address) => write!(f, "{address}"),
+            Self::ShortPci(address) => f.write_str(&address.short()),
             Self::Uuid(uuid) => f.write_str(uuid),
             Self::NvidiaMinor(minor) => write!(f, "/dev/nvidia{minor}"),
             Self::Other(text) => write!(f, "{text:?}"),

@@ -10,6 +10,7 @@ use tokio::task::JoinSet;
 use super::bench_report::{Measured, Results, Row, document, print, slowest};
 use super::cuda_client::{Answer, CudaClient, Environment, Request, Work, unexpected};
 use super::probe::refuse_to_queue;
+use super::published::published_name;
 use super::run::{catch, received};
 use super::table::cell;
 use super::{Error, print_json};
@@ -107,8 +108,9 @@ fn slices<'a>(names: &[String], devices: &'a [Object]) -> Result<Vec<&'a Object>
     }
     let mut chosen: Vec<&Object> = Vec::new();
     for name in names {
-        let keys = ["addr", "base_addr", "pci_bdf", "device_path"];
-        let called = |device: &&Object| keys.iter().any(|key| device.get(*key) == Some(&json!(name)));
+        let published = published_name(name, devices);
+        let keys = ["addr", "base_addr", "device_path"];
+        let called = |device: &&Object| keys.iter().any(|key| device.get(*key) == Some(&json!(published)));
         let before = chosen.len();
         chosen.extend(devices.iter().filter(called));
         if chosen.len() == before {

@@ -12,6 +12,7 @@ use tokio::time::timeout;
 
 use crate::arguments::Arguments;
 use crate::dbus::proxy::{ACCESS_DENIED, Client, ClientError, Object};
+use crate::gpu::PciAddress;
 
 /// How long the daemon may take to say how it is, which it always knows. One that is stopped or hangs is not waited for
 /// as long as one that has something to do.
@@ -119,6 +120,17 @@ pub(super) fn texts(object: &Object, key: &str) -> Vec<String> {
     items.into_iter().flatten().filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
+/// A name as it is published, however its address is written.
+pub(super) fn published_name(name: &str, devices: &[Object]) -> String {
+    let (address, ordinal) = name.split_at(name.find('-').unwrap_or(name.len()));
+    let known = devices.iter().filter_map(|device| text(device, "pci_bdf").parse::<PciAddress>().ok());
+    match address.parse::<PciAddress>() {
+        Ok(short) if PciAddress::is_short(address) => short.in_any_domain(known).ok(),
+        whole => whole.ok(),
+    }
+    .map_or_else(|| name.to_owned(), |address| format!("{}{ordinal}", address.short()))
+}
+
 impl Published {
     /// The main file that the service was told to read, where it was told and reads below the same directory.
     pub(super) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
@@ -140,5 +152,29 @@ impl Published {
         pids.sort_unstable();
         pids.dedup();
         Ok(pids.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_device_is_found_however_its_address_is_written() {
+        let devices: Vec<Object> = ["0000:3b:00.0", "0001:1a:00.0", "0001:5e:00.0", "0002:5e:00.0"]
+            .map(|address| json!({"pci_bdf": address}).as_object().unwrap().clone())
+            .to_vec();
+        for (name, expected) in [
+            ("3B:00.0-1", "3b:00.0-1"),
+            ("0000:3b:00.0", "3b:00.0"),
+            ("1a:00.0-1", "0001:1a:00.0-1"),
+            ("5e:00.0", "5e:00.0"),
+            ("GPU-84d6e0b7", "GPU-84d6e0b7"),
+            ("", ""),
+        ] {
+            assert_eq!(published_name(name, &devices), expected);
+        }
     }
 }

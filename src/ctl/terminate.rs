@@ -5,7 +5,7 @@ use std::io::Write;
 use clap::Args;
 use serde_json::json;
 
-use super::published::text;
+use super::published::{published_name, text};
 use super::table::{cell, printable};
 use super::{Error, print_json};
 use crate::dbus::proxy::{Client, Object};
@@ -86,10 +86,7 @@ async fn refuse_unnamed(client: &Client, devices: &[String]) -> Result<(), Error
 /// The UUIDs of the GPUs of these devices.
 async fn gpus_of(client: &Client, devices: &[String]) -> Result<Vec<String>, Error> {
     let known = client.devices().await?;
-    let is_one = |device: &&Object| {
-        let (addr, full) = (text(device, "addr"), text(device, "pci_bdf"));
-        let ordinal = addr.rsplit_once('-').map(|(_, ordinal)| ordinal).unwrap_or_default();
-        devices.iter().any(|name| name == addr || *name == format!("{full}-{ordinal}"))
-    };
+    let names: Vec<String> = devices.iter().map(|name| published_name(name, &known)).collect();
+    let is_one = |device: &&Object| names.iter().any(|name| name == text(device, "addr"));
     Ok(known.iter().filter(is_one).map(|device| text(device, "device_path").to_owned()).collect())
 }

@@ -34,6 +34,26 @@ impl PciAddress {
             self.to_string()
         }
     }
+
+    /// Which of these addresses is meant by this one, written without a domain: itself, in domain 0000, or the only one
+    /// that is the same in another domain. Itself where there is none.
+    ///
+    /// # Errors
+    /// The addresses among which nobody can choose.
+    pub fn in_any_domain(self, all: impl Iterator<Item = Self>) -> Result<Self, Vec<Self>> {
+        let same: Vec<Self> = all.filter(|one| Self { domain: self.domain, ..*one } == self).collect();
+        match same.as_slice() {
+            [] => Ok(self),
+            [one] => Ok(*one),
+            several if several.contains(&self) => Ok(self),
+            _ => Err(same),
+        }
+    }
+
+    /// Whether an address is written without its domain, as `00:06.0`.
+    pub fn is_short(text: &str) -> bool {
+        text.matches(':').count() == 1
+    }
 }
 
 impl fmt::Display for PciAddress {

@@ -359,7 +359,7 @@ fn a_client_that_lost_its_environment_is_named() {
     let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
     scene.computes(silent.id());
     let victim = scene.victim();
-    for name in ["00:06.0-1", "0000:00:06.0-1"] {
+    for name in ["00:06.0-1", "0000:00:06.0-1", "00000000:00:06.0-1"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", name]));
         let who = format!("not known of {} (", silent.id());
         assert!(complaint.contains(&who) && complaint.contains("by PID or container"), "{complaint}");

@@ -227,6 +227,22 @@ fn one_control_daemon_for_each_of_eight_gpus() {
     }
 }
 
+/// The platform names a GPU without its domain. Who writes that name means the only GPU that has it in any domain.
+#[test]
+fn a_gpu_in_another_domain_is_found_without_it() {
+    let mut host = Host::new("mixed");
+    host.devices(&["path: 1a:00.0, type: NVIDIA_MPS, virtual_number: 4"]);
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(names(&host.list()), [0, 1, 2, 3].map(|ordinal| format!("0001:1a:00.0-{ordinal}")));
+    let environment = |name: &str| host.mpsctl(&["env", name]);
+    let said = text(&environment("1a:00.0-2"));
+    assert!(said.contains("YUNION_MPS_DEVICE=0001:1a:00.0-2"), "{said}");
+    assert_eq!(environment("1a:00.0-2"), environment("0001:1a:00.0-2"));
+    assert_eq!(environment("0000:1a:00.0-2").status.code(), Some(1));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// Everything at once: a GPU that can't be served says why and keeps nobody from being served, and the cards of others
 /// are not our business.
 #[test]
