@@ -254,8 +254,9 @@ fn looked_for(machine: &mut Machine) {
         let section = page.rsplit('.').next().unwrap();
         machine.sh(&format!("test -s /usr/share/man/man{section}/{page}.gz"));
     }
-    machine
-        .sh("bash -c '. /usr/share/bash-completion/completions/yunion-mpsctl && complete -p yunion-mpsctl'");
+    let asked = "complete -p yunion-mpsctl >/dev/null && COMP_WORDS=(yunion-mpsctl list --g) COMP_CWORD=2 && \
+                 _yunion__mpsctl yunion-mpsctl --g list && test \"${COMPREPLY[*]}\" = --gpus";
+    machine.sh(&format!("bash -c '. /usr/share/bash-completion/completions/yunion-mpsctl && {asked}'"));
     // What a program that has only the description can ask for is what the service has.
     machine.sh("test -s /usr/share/dbus-1/interfaces/io.yunion.Mps1.Manager.xml");
 }

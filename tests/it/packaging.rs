@@ -133,14 +133,46 @@ fn every_shell_completes_every_subcommand() {
             );
         }
     }
-    // bash is asked itself, as when a user presses the tabulator.
-    let asked = r#"source "$0"; COMP_WORDS=(yunion-mpsctl ""); COMP_CWORD=1
-        $(complete -p yunion-mpsctl | grep -o ' -F [^ ]*' | cut -c 5-) yunion-mpsctl "" yunion-mpsctl; printf '%s\n' "${COMPREPLY[@]}""#;
-    let offered =
-        printed(Command::new("bash").args(["-c", asked]).arg(pages.path().join("yunion-mpsctl.bash")));
+    let offered = completed(&pages.path().join("yunion-mpsctl.bash"), "yunion-mpsctl ");
     for subcommand in subcommands() {
-        assert!(offered.lines().any(|word| word == subcommand), "{subcommand}: {offered}");
+        assert!(offered.contains(&subcommand), "{subcommand}: {offered:?}");
     }
+}
+
+/// What bash offers for the last word of a line, as when a user presses the tabulator behind it.
+fn completed(script: &Path, line: &str) -> Vec<String> {
+    let asked = r#"source "$1"; program="$2"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+        function="$(complete -p "$program" | grep -o ' -F [^ ]*' | cut -c 5-)"
+        "$function" "$program" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+        printf '%s\n' "${COMPREPLY[@]}""#;
+    let mut bash = Command::new("bash");
+    bash.args(["--norc", "-c", asked, "bash"]).arg(script).args(line.split(' '));
+    printed(&mut bash).lines().map(str::to_owned).collect()
+}
+
+/// Every option of every subcommand, and what an option takes.
+#[test]
+fn bash_completes_behind_a_subcommand() {
+    let pages = pages_as_shipped();
+    let mut command = yunion_mps::ctl::command();
+    command.build();
+    let script = pages.path().join("yunion-mpsctl.bash");
+    for subcommand in command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help") {
+        let name = subcommand.get_name();
+        let offered = completed(&script, &format!("yunion-mpsctl {name} --"));
+        let options = subcommand.get_arguments().filter(|option| !option.is_hide_set());
+        let mut options: Vec<String> =
+            options.filter_map(|option| Some(format!("--{}", option.get_long()?))).collect();
+        let mut offered: Vec<String> = offered.into_iter().filter(|word| !word.is_empty()).collect();
+        options.sort_unstable();
+        offered.sort_unstable();
+        assert_eq!(offered, options, "{name}");
+        assert!(offered.contains(&"--help".to_owned()), "{name}: {offered:?}");
+    }
+    assert_eq!(completed(&script, "yunion-mpsctl env --format d"), ["docker"]);
+    assert_eq!(completed(&script, "yunion-mpsctl help li"), ["list"]);
+    let script = pages.path().join("yunion-mps-daemon.bash");
+    assert_eq!(completed(&script, "yunion-mps-daemon --ch"), ["--check"]);
 }
 
 /// The page as a very wide terminal shows it. Warnings are complaints.

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use std::{env, fs, io::Write};
 
 use clap::Command;
-use clap_complete::{Shell, generate_to};
+use clap_complete::{Shell, generate, generate_to};
 
 fn main() -> ExitCode {
     let words: Vec<PathBuf> = env::args_os().skip(1).map(PathBuf::from).collect();
@@ -42,8 +42,18 @@ fn write(out: &Path, golden: &Path) -> Result<(), Box<dyn Error>> {
 
 fn complete(mut command: Command, out: &Path) -> Result<(), Box<dyn Error>> {
     let name = command.get_name().to_owned();
-    for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+    for shell in [Shell::Zsh, Shell::Fish] {
         generate_to(shell, &mut command, &name, out)?;
     }
+    let mut script = Vec::new();
+    generate(Shell::Bash, &mut command, &name, &mut script);
+    fs::write(out.join(format!("{name}.bash")), mend_bash(&String::from_utf8(script)?, &name))?;
     Ok(())
+}
+
+/// clap_complete 4.6 writes the `-` of a program's name as `__` where bash remembers the subcommand, and as `__subcmd__`
+/// where it looks that up, so that it would offer nothing behind a subcommand. Once it does better, nothing is replaced.
+fn mend_bash(script: &str, name: &str) -> String {
+    let remembered = format!("{}__subcmd__", name.replace('-', "__"));
+    script.replace(&format!("{}__subcmd__", name.replace('-', "__subcmd__")), &remembered)
 }
