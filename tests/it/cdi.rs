@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
@@ -232,5 +232,18 @@ fn a_spec_that_cannot_be_written_degrades() {
     let status = host.wait_for_state("ready");
     assert_eq!(said(&status, "is as it should be again"), 1);
     wait_for_devices(&host, &slices("00:06.0", 4));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// What the documentation has people type.
+#[test]
+fn the_documented_command_finds_the_gpu_of_a_slice() {
+    let documentation = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/cdi.md")).unwrap();
+    let line = documentation.lines().find_map(|line| line.strip_prefix("    gpu=")).unwrap();
+    let mut host = Host::serving("tesla-p40");
+    let programs = Path::new(env!("CARGO_BIN_EXE_yunion-mpsctl")).parent().unwrap().display();
+    let script = format!("PATH={programs}:$PATH; gpu={line}; echo \"$gpu\"");
+    let said = host.command("sh").args(["-euc", &script]).output().unwrap();
+    assert_eq!(text(&said), "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400\n");
     assert_eq!(host.stop().code(), Some(0));
 }
