@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use crate::config::agent::Trouble;
 use crate::config::{self, Loaded, Problem, Refused, Sources};
-use crate::gpu::Inventory;
-use crate::gpu::nvml::Driver;
+use crate::host::gpu::Inventory;
+use crate::host::nvml::Driver;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 
 /// How long NVML may take. A GPU that is about to fall off the bus can hold a question for ever.

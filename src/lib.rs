@@ -3,57 +3,51 @@
 //! The way of the data, one direction only:
 //!
 //! ```text
-//! host.conf, host_local.conf, host_container_device.yml          NVML, /sys, pci.ids
+//! host.conf, host_local.conf, host_container_device.yml         host: NVML, /sys, pci.ids
 //!                  |                                                     |
-//!               config::Settings                                  gpu::Inventory
+//!               config::Settings                                host::gpu::Inventory
 //!                  \________________  plan::plan()  (pure)  _____________/
 //!                                          |
 //!                    Plan: control daemons, their GPUs, slices and limits
 //!                                          |
-//!       journal <-> supervisor: compute mode, start, limits, health, stop   (one per control daemon)
+//!    state file <-> supervisor: compute mode, start, limits, health, stop   (one per control daemon)
 //!                                          |
-//!                        compose -> state::Snapshot (plain data, a generation number)
+//!              publish::compose -> publish::Snapshot (plain data, a generation number)
 //!                                          |
 //!                      D-Bus objects and signals, the unit's status line, CDI spec
 //! ```
 //!
-//! A lower part never calls an upper one. `config`, `gpu` and `plan` supervise nothing; `dbus` decides nothing, it
-//! mirrors a Snapshot and passes requests on; `systemd` asks the host's service manager. Only `gpu::nvml` names
-//! `nvml_wrapper`, only `dbus` and `systemd` name zbus interfaces, only `config` names `serde_yaml`, and only
-//! `mps::process` starts, signals or takes over a control daemon. Only `cuda` names cudarc, and only
-//! `proc` reads what /proc says of processes. `daemon` is the loop that ties
-//! them together and `arguments` its command line; `ctl` is yunion-mpsctl, on the other side of the bus.
+//! The modules stand on floors, and a module uses only modules below it. `tests/it/structure.rs` holds this rule, and the
+//! one that says which module alone names a library or reads /proc.
+//!
+//! | floor | module | its job |
+//! |---|---|---|
+//! | 9 | `daemon`, `ctl` | the service's loop; yunion-mpsctl, on the other side of the bus |
+//! | 8 | `dbus` | shows the Snapshot on the bus and passes requests on; decides nothing |
+//! | 7 | `publish` | the Snapshot, and everything that is made from it: container settings, CDI spec |
+//! | 6 | `tenants` | the clients: the list of them, and the end of their GPU work |
+//! | 5 | `supervisor` | one state machine per control daemon, compute modes, the state file |
+//! | 4 | `mps` | one control daemon: its process, front end, log and directories; it alone starts and signals one |
+//! | 4 | `check`, `arguments` | `yunion-mps-daemon --check`, and the service's command line |
+//! | 3 | `plan` | from configuration and inventory to the plan; pure |
+//! | 2 | `config` | the configuration files |
+//! | 1 | `host` | GPUs, processes and systemd as they are |
+//! | 0 | `counted`, `cuda` | "1 client", "2 clients"; the CUDA driver for `probe` and `bench` |
 
 pub mod arguments;
-pub mod blocking;
-pub mod bypass;
-pub mod cdi;
 pub mod check;
-pub mod clients;
-pub mod compose;
-pub mod compute_mode;
 pub mod config;
-pub mod container;
 pub mod counted;
 pub mod ctl;
 pub mod cuda;
 pub mod daemon;
 pub mod dbus;
-pub mod gpu;
-pub mod journal;
-pub mod logging;
+pub mod host;
 pub mod mps;
-pub mod newcomers;
-pub mod oom;
 pub mod plan;
-pub mod proc;
-pub mod regular_file;
-pub mod release;
-pub mod runtime_directory;
-pub mod service_manager;
+pub mod publish;
 #[cfg(test)]
 #[path = "../tests/support/skip.rs"]
 mod skip;
-pub mod state;
 pub mod supervisor;
-pub mod systemd;
+pub mod tenants;

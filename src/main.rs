@@ -8,10 +8,10 @@ use clap::Parser;
 use yunion_mps::arguments::Arguments;
 use yunion_mps::check::{self, Verdict};
 use yunion_mps::config::Sources;
+use yunion_mps::daemon::logging;
 use yunion_mps::daemon::{self, Exit, Options};
-use yunion_mps::logging;
+use yunion_mps::host::oom;
 use yunion_mps::mps::launch;
-use yunion_mps::oom;
 
 /// The exit status of a configuration error (`EX_CONFIG`), after which the unit is not restarted.
 const BAD_CONFIGURATION: u8 = 78;

@@ -7,7 +7,7 @@ use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use crate::config::{DeviceEntry, DevicePath, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
-use crate::gpu::{ComputeMode, Gpu, Inventory, NvmlFacts, PciAddress, PciDevice};
+use crate::host::gpu::{ComputeMode, Gpu, Inventory, NvmlFacts, PciAddress, PciDevice};
 
 /// From this compute capability on (Volta) a GPU enforces limits and one server can serve several users.
 const VOLTA: (u32, u32) = (7, 0);

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use super::yaml::{self, Node, Value};
 use super::{DeviceEntry, DevicePath, Findings, MpsEntry, Origin, Problem};
 use super::{percentage, slices};
-use crate::gpu::PciAddress;
+use crate::host::gpu::PciAddress;
 
 /// The type of our entries; the host agent compares it exactly.
 const MPS_TYPE: &str = "NVIDIA_MPS";

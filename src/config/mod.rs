@@ -15,7 +15,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::regular_file;
+use crate::host::regular_file;
 use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
 use yaml::Value;
 
@@ -108,9 +108,9 @@ pub enum DevicePath {
     /// `/dev/dri/renderDN`.
     RenderNode(PathBuf),
     /// A PCI address with its domain.
-    Pci(crate::gpu::PciAddress),
+    Pci(crate::host::gpu::PciAddress),
     /// A PCI address without one: in domain 0000, or the only one in another.
-    ShortPci(crate::gpu::PciAddress),
+    ShortPci(crate::host::gpu::PciAddress),
     /// A GPU UUID, `GPU-` and 36 characters, lower case.
     Uuid(String),
     /// `/dev/nvidiaN`, by its N.

@@ -8,24 +8,12 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::dbus::proxy::{Client, ClientError};
 
-mod apply;
-mod bench;
-mod bench_report;
+mod act;
 mod check;
-mod clients;
-mod cuda_client;
-mod difference;
 mod doctor;
-mod env;
-mod list;
-mod metrics;
-mod probe;
+mod measure;
 mod published;
-mod run;
-mod status;
-mod table;
-mod terminate;
-mod time;
+mod show;
 
 /// The exit status of a command that could not be carried out.
 const FAILED: u8 = 1;
@@ -56,19 +44,19 @@ enum Command {
         yunion-mpsctl list\n  \
         yunion-mpsctl list --gpus\n  \
         yunion-mpsctl list --json | jq -r '.[] | select(.healthy) | .addr'")]
-    List(list::Arguments),
+    List(show::list::Arguments),
     /// Shows the service, its control daemons, the GPUs with their limits, and what happened last
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl status\n  \
         yunion-mpsctl status --json | jq .service.state")]
-    Status(status::Arguments),
+    Status(show::status::Arguments),
     /// Lists the processes that use the GPUs, and marks those that bypass MPS
     #[command(after_help = "A container's id is shown with its first 12 digits; JSON has all of it.\n\n\
         Examples:\n  \
         yunion-mpsctl clients\n  \
         yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
         yunion-mpsctl clients --json | jq 'group_by(.device) | map({(.[0].device // \"?\"): length}) | add'")]
-    Clients(clients::Arguments),
+    Clients(show::clients::Arguments),
     /// Prints metrics of the service, its devices and their clients as OpenMetrics text
     #[command(
         after_help = "Where yunion-mps-daemon is not running the only metric is yunion_mps_up 0, and the exit \
@@ -88,7 +76,7 @@ enum Command {
         yunion-mpsctl check /root/host.conf.new\n  \
         yunion-mpsctl check --json | jq '.differences[] | select(.effect.when != \"live\")'"
     )]
-    Check(check::Arguments),
+    Check(check::report::Arguments),
     /// Looks for everything that can be wrong on this host, and names the remedy of each
     #[command(
         after_help = "Runs without the daemon too. What only root may see is not checked for others, and said so.\n\n\
@@ -103,7 +91,7 @@ enum Command {
         eval \"$(yunion-mpsctl env 00:06.0-1)\"\n  \
         docker run --rm $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE\n  \
         yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json")]
-    Env(env::Arguments),
+    Env(show::env::Arguments),
     /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
     #[command(
         after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of all that it \
@@ -119,7 +107,7 @@ enum Command {
         yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
         yunion-mpsctl run 00:06.0-1 00:07.0-1 -- ./two-gpus --verbose"
     )]
-    Run(run::Arguments),
+    Run(act::run::Arguments),
     /// Ends the GPU work of processes without hurting their neighbours
     #[command(
         after_help = "Those processes get CUDA error 810; no signal is sent to them. It returns when none of them \
@@ -129,17 +117,17 @@ enum Command {
         yunion-mpsctl terminate --device 00:06.0-1\n  \
         yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b"
     )]
-    Terminate(terminate::Arguments),
+    Terminate(act::terminate::Arguments),
     /// Has the configuration read again, as systemctl reload does
     #[command(after_help = "A wrong configuration is refused, and the one before stays in force.\n\n\
         Examples:\n  \
         yunion-mps-daemon --check && yunion-mpsctl reload")]
-    Reload(apply::ReloadArguments),
+    Reload(act::apply::ReloadArguments),
     /// Carries out the changes of the configuration that wait for clients to leave
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl apply\n  \
         yunion-mpsctl apply --force")]
-    Apply(apply::Arguments),
+    Apply(act::apply::Arguments),
     /// Opens a CUDA context as a virtual device and says which SMs and how much memory it really gets
     #[command(
         after_help = "A process with the device's environment looks first, then one without the limits in it: what \
@@ -155,7 +143,7 @@ enum Command {
         yunion-mpsctl probe 00:06.0-1\n  \
         yunion-mpsctl probe --json | jq '.[] | select(.matches | not)'"
     )]
-    Probe(probe::Arguments),
+    Probe(measure::probe::Arguments),
     /// Measures what MPS is worth on a GPU: CUDA processes side by side, with MPS and without
     #[command(
         after_help = "Two kernels are run by 1, 2, 4, ... processes at once: a narrow one, which leaves most of the \
@@ -167,7 +155,7 @@ enum Command {
         yunion-mpsctl bench -n 16 --device 00:06.0\n  \
         yunion-mpsctl bench -n 4 --device 00:06.0-0 --device 00:06.0-1 --json"
     )]
-    Bench(bench::Arguments),
+    Bench(measure::bench::Arguments),
 }
 
 /// Why a subcommand could not do what it was asked.
@@ -224,10 +212,10 @@ pub fn command() -> clap::Command {
 /// Does what the arguments ask (the first one is the program's name), and returns the exit status.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
-    if let Some(status) = run::become_command(&arguments, err) {
+    if let Some(status) = act::run::become_command(&arguments, err) {
         return status;
     }
-    if let Some(status) = cuda_client::become_cuda_client(&arguments, out) {
+    if let Some(status) = measure::cuda_client::become_cuda_client(&arguments, out) {
         return status;
     }
     let done = match Arguments::try_parse_from(arguments) {
@@ -245,7 +233,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
         Err(e) if e.is_closed_pipe() => 0,
         Err(e) => {
             // Where nobody listens, the exit status says it too.
-            let _ = writeln!(err, "yunion-mpsctl: {}", table::printable(&e.to_string()));
+            let _ = writeln!(err, "yunion-mpsctl: {}", show::table::printable(&e.to_string()));
             e.exit_status()
         }
     }
@@ -261,19 +249,23 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
     let daemon = Client::connect;
     let mut status = 0;
     match command {
-        Command::List(arguments) => list::list(&daemon().await?, &arguments, out).await?,
-        Command::Status(arguments) => status::status(&daemon().await?, &arguments, out).await?,
-        Command::Clients(arguments) => clients::clients(&daemon().await?, &arguments, out).await?,
-        Command::Metrics => metrics::metrics(&daemon().await?, out).await?,
-        Command::Check(arguments) => status = check::check(&arguments, out).await?,
+        Command::List(arguments) => show::list::list(&daemon().await?, &arguments, out).await?,
+        Command::Status(arguments) => show::status::status(&daemon().await?, &arguments, out).await?,
+        Command::Clients(arguments) => show::clients::clients(&daemon().await?, &arguments, out).await?,
+        Command::Metrics => show::metrics::metrics(&daemon().await?, out).await?,
+        Command::Check(arguments) => status = check::report::check(&arguments, out).await?,
         Command::Doctor(arguments) => status = doctor::doctor(&arguments, out).await?,
-        Command::Env(arguments) => env::env(&daemon().await?, &arguments, out).await?,
-        Command::Run(arguments) => status = run::run(daemon().await?, &arguments).await?,
-        Command::Terminate(arguments) => terminate::terminate(&daemon().await?, &arguments, out).await?,
-        Command::Reload(arguments) => apply::reload(&daemon().await?, &arguments, out).await?,
-        Command::Apply(arguments) => apply::apply(&daemon().await?, &arguments, out).await?,
-        Command::Probe(arguments) => status = probe::probe(&daemon().await?, &arguments, out).await?,
-        Command::Bench(arguments) => status = bench::bench(&daemon().await?, &arguments, out).await?,
+        Command::Env(arguments) => show::env::env(&daemon().await?, &arguments, out).await?,
+        Command::Run(arguments) => status = act::run::run(daemon().await?, &arguments).await?,
+        Command::Terminate(arguments) => act::terminate::terminate(&daemon().await?, &arguments, out).await?,
+        Command::Reload(arguments) => act::apply::reload(&daemon().await?, &arguments, out).await?,
+        Command::Apply(arguments) => act::apply::apply(&daemon().await?, &arguments, out).await?,
+        Command::Probe(arguments) => {
+            status = measure::probe::probe(&daemon().await?, &arguments, out).await?
+        }
+        Command::Bench(arguments) => {
+            status = measure::bench::bench(&daemon().await?, &arguments, out).await?
+        }
     }
     out.flush()?;
     Ok(status)
@@ -289,7 +281,7 @@ fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<(), 
 fn escaped(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
-        if c == '\n' || !table::is_unprintable(c) {
+        if c == '\n' || !show::table::is_unprintable(c) {
             text.push(c);
         } else {
             text.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));

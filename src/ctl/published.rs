@@ -1,8 +1,6 @@
 //! What the daemon publishes at this moment, all of it together.
 
-use std::ffi::OsStr;
-use std::fs;
-use std::os::unix::ffi::OsStrExt;
+use crate::host::proc;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -12,7 +10,7 @@ use tokio::time::timeout;
 
 use crate::arguments::Arguments;
 use crate::dbus::proxy::{ACCESS_DENIED, Client, ClientError, Object};
-use crate::gpu::PciAddress;
+use crate::host::gpu::PciAddress;
 
 /// How long the daemon may take to say how it is, which it always knows. One that is stopped or hangs is not waited for
 /// as long as one that has something to do.
@@ -20,7 +18,7 @@ const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
 /// Whether there is a daemon to ask, and what it says.
 #[derive(Debug)]
-pub(super) enum Bus {
+pub(in crate::ctl) enum Bus {
     /// The bus can't be reached.
     Unreachable(String),
     /// Nobody owns the daemon's name.
@@ -37,22 +35,22 @@ pub(super) enum Bus {
 
 /// The answers of `Manager`.
 #[derive(Debug)]
-pub(super) struct Published {
+pub(in crate::ctl) struct Published {
     /// Its properties.
-    pub(super) service: Object,
-    pub(super) control_daemons: Vec<Object>,
+    pub(in crate::ctl) service: Object,
+    pub(in crate::ctl) control_daemons: Vec<Object>,
     /// None before the daemon knows its GPUs.
-    pub(super) devices: Option<Vec<Object>>,
-    pub(super) gpus: Vec<Object>,
+    pub(in crate::ctl) devices: Option<Vec<Object>>,
+    pub(in crate::ctl) gpus: Vec<Object>,
     /// The error is for people.
-    pub(super) clients: Result<Vec<Object>, String>,
+    pub(in crate::ctl) clients: Result<Vec<Object>, String>,
     /// The daemon's process.
-    pub(super) pid: Option<u32>,
+    pub(in crate::ctl) pid: Option<u32>,
 }
 
 impl Bus {
     /// Asks for everything. That the daemon is not there is an answer too.
-    pub(super) async fn ask() -> Self {
+    pub(in crate::ctl) async fn ask() -> Self {
         let client = match Client::connect().await {
             Ok(client) => client,
             Err(error) => return Self::Unreachable(error.to_string()),
@@ -68,12 +66,12 @@ impl Bus {
     }
 
     /// The main file to read where the command line names none: that of the service.
-    pub(super) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
+    pub(in crate::ctl) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         self.published()?.config(sysroot)
     }
 
     /// What the daemon publishes, if it does.
-    pub(super) fn published(&self) -> Option<&Published> {
+    pub(in crate::ctl) fn published(&self) -> Option<&Published> {
         match self {
             Self::Answers(published) => Some(published),
             Self::Unreachable(_) | Self::NotRunning | Self::Silent | Self::Denied(_) | Self::Refuses(_) => {
@@ -100,28 +98,28 @@ async fn published(client: &Client) -> Result<Published, ClientError> {
 }
 
 /// A text of a dictionary; empty where there is none.
-pub(super) fn text<'a>(object: &'a Object, key: &str) -> &'a str {
+pub(in crate::ctl) fn text<'a>(object: &'a Object, key: &str) -> &'a str {
     object.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
 /// A number of a dictionary.
-pub(super) fn number(object: &Object, key: &str) -> Option<u64> {
+pub(in crate::ctl) fn number(object: &Object, key: &str) -> Option<u64> {
     object.get(key).and_then(Value::as_u64)
 }
 
 /// A number that is a PID.
-pub(super) fn pid(object: &Object) -> Option<u32> {
+pub(in crate::ctl) fn pid(object: &Object) -> Option<u32> {
     number(object, "pid").and_then(|pid| u32::try_from(pid).ok())
 }
 
 /// The texts of a list in a dictionary.
-pub(super) fn texts(object: &Object, key: &str) -> Vec<String> {
+pub(in crate::ctl) fn texts(object: &Object, key: &str) -> Vec<String> {
     let items = object.get(key).and_then(Value::as_array);
     items.into_iter().flatten().filter_map(Value::as_str).map(str::to_owned).collect()
 }
 
 /// A name as it is published, however its address is written.
-pub(super) fn published_name(name: &str, devices: &[Object]) -> String {
+pub(in crate::ctl) fn published_name(name: &str, devices: &[Object]) -> String {
     let (address, ordinal) = name.split_at(name.find('-').unwrap_or(name.len()));
     let known = devices.iter().filter_map(|device| text(device, "pci_bdf").parse::<PciAddress>().ok());
     match address.parse::<PciAddress>() {
@@ -133,16 +131,14 @@ pub(super) fn published_name(name: &str, devices: &[Object]) -> String {
 
 impl Published {
     /// The main file that the service was told to read, where it was told and reads below the same directory.
-    pub(super) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
-        let words = fs::read(format!("/proc/{}/cmdline", self.pid?)).ok()?;
-        let words = words.split(|byte| *byte == 0).filter(|word| !word.is_empty()).map(OsStr::from_bytes);
-        let arguments = Arguments::try_parse_from(words).ok()?;
+    pub(in crate::ctl) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
+        let arguments = Arguments::try_parse_from(proc::arguments_as_given(self.pid?)).ok()?;
         // A relative path is that of the service's working directory, which only root may look up.
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 
     /// The PIDs of the clients on these GPUs, each once.
-    pub(super) fn clients_on(&self, gpus: &[String]) -> Result<usize, String> {
+    pub(in crate::ctl) fn clients_on(&self, gpus: &[String]) -> Result<usize, String> {
         let clients = self.clients.as_ref().map_err(Clone::clone)?;
         let mut pids: Vec<u64> = clients
             .iter()

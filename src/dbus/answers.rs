@@ -14,7 +14,7 @@ use super::dict::{self, Dict};
 use super::gpu::{self, Gpu};
 use super::manager::Manager;
 use super::manager_path;
-use crate::state::Snapshot;
+use crate::publish::snapshot::Snapshot;
 
 /// The properties of an object, by interface, under the names that they have on D-Bus.
 type Interfaces = BTreeMap<InterfaceName<'static>, BTreeMap<String, Variant<'static>>>;

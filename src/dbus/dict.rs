@@ -8,8 +8,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use zbus::Variant;
 
 use super::RequestError;
-use crate::gpu::PcieLink;
-use crate::state::{ClientView, ControlDaemonView, Event, GpuView, Snapshot};
+use crate::host::gpu::PcieLink;
+use crate::publish::snapshot::{GpuView, Snapshot};
+use crate::supervisor::view::{ControlDaemonView, Event};
+use crate::tenants::clients::ClientView;
 
 /// An `a{sv}`. A key whose value is not known is left out.
 pub(super) type Dict = BTreeMap<&'static str, Variant<'static>>;

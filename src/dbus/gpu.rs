@@ -7,7 +7,7 @@ use zbus::{OwnedVariant, interface};
 
 use super::dict::{Dict, value};
 use super::{Mirror, ROOT, RequestError, path_element};
-use crate::state::GpuView;
+use crate::publish::snapshot::GpuView;
 
 /// A GPU, as its dictionary in `ListGpus` has it.
 pub(super) struct Gpu(Arc<Dict>);

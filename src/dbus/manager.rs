@@ -13,8 +13,8 @@ use super::callers::is_privileged;
 use super::dict::{self, Dict, value};
 use super::gate::Gate;
 use super::{Request, RequestError};
-use crate::container::{ContainerError, container_config};
-use crate::state::{Named, Snapshot};
+use crate::publish::container::{ContainerError, container_config};
+use crate::publish::snapshot::{Named, Snapshot};
 
 /// What a request may take. Longer than any caller's own patience, so that it only ends what nobody waits for.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(60);

@@ -23,7 +23,8 @@ use zbus::names::ErrorName;
 use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{Address, Connection, DBusError};
 
-use crate::state::{ClientView, Snapshot};
+use crate::publish::snapshot::Snapshot;
+use crate::tenants::clients::ClientView;
 
 mod answers;
 mod callers;

@@ -7,7 +7,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::sleep;
 
 use super::{Bus, Request};
-use crate::state::Snapshot;
+use crate::publish::snapshot::Snapshot;
 use crate::supervisor::ClientFault;
 
 /// How long to wait before joining the bus again; it doubles up to the last.

@@ -1,6 +1,7 @@
 //! The client's side of `io.yunion.Mps1`, as yunion-mpsctl uses it: answers are JSON values under the keys that the
 //! bus has, so that nothing outside `dbus` knows D-Bus types.
 
+use crate::host::variant::json;
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use serde_json::{Map, Value};
 use zbus::connection::Builder;
 use zbus::fdo::{self, PropertiesProxy};
-use zbus::{DBusError, OwnedVariant, Variant};
+use zbus::{DBusError, OwnedVariant};
 
 /// A little more than what the daemon itself takes before it gives up on a request.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
@@ -285,35 +286,6 @@ fn key(property: &str) -> String {
     key
 }
 
-/// The plain value. A file descriptor has none, and none is ever sent.
-pub(crate) fn json(value: &Variant<'_>) -> Value {
-    match value {
-        Variant::U8(n) => Value::from(*n),
-        Variant::Bool(b) => Value::from(*b),
-        Variant::I16(n) => Value::from(*n),
-        Variant::U16(n) => Value::from(*n),
-        Variant::I32(n) => Value::from(*n),
-        Variant::U32(n) => Value::from(*n),
-        Variant::I64(n) => Value::from(*n),
-        Variant::U64(n) => Value::from(*n),
-        Variant::F64(n) => Value::from(*n),
-        Variant::Str(text) => Value::from(text.as_str()),
-        Variant::Signature(signature) => Value::from(signature.to_string()),
-        Variant::ObjectPath(path) => Value::from(path.as_str()),
-        Variant::Variant(inner) => json(inner),
-        Variant::Array(items) => items.inner().iter().map(json).collect(),
-        Variant::Structure(fields) => fields.fields().iter().map(json).collect(),
-        Variant::Dict(dict) => {
-            let name = |key: &Variant<'_>| match json(key) {
-                Value::String(text) => text,
-                other => other.to_string(),
-            };
-            Value::Object(dict.iter().map(|(key, value)| (name(key), json(value))).collect())
-        }
-        Variant::Fd(_) => Value::Null,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -322,14 +294,5 @@ mod tests {
     fn property_names_become_keys() {
         assert_eq!(key("StateReason"), "state_reason");
         assert_eq!(key("Version"), "version");
-    }
-
-    #[test]
-    fn variants_become_plain_values() {
-        let nested = HashMap::from([("lane_width", Variant::from(16i32))]);
-        assert_eq!(json(&Variant::from(nested)), serde_json::json!({"lane_width": 16}));
-        assert_eq!(json(&Variant::from(vec![7u32, 8])), serde_json::json!([7, 8]));
-        assert_eq!(json(&Variant::from((true, "x"))), serde_json::json!([true, "x"]));
-        assert_eq!(json(&Variant::from(i64::MIN)), serde_json::json!(i64::MIN));
     }
 }

@@ -1,6 +1,7 @@
 //! The pipe and log directories, which stand in /tmp by default: made and checked so that no other user can have put
 //! something there that we would follow or that clients would trust.
 
+use crate::host::proc;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -324,8 +325,8 @@ fn reopen(file: impl AsFd, flags: OFlags) -> io::Result<File> {
     Ok(File::from(rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())?))
 }
 
-fn own_link(file: BorrowedFd<'_>) -> String {
-    format!("/proc/self/fd/{}", file.as_raw_fd())
+fn own_link(file: BorrowedFd<'_>) -> PathBuf {
+    proc::open_file(proc::OWN, file.as_raw_fd())
 }
 
 /// chmod(2) of an O_PATH descriptor goes through /proc; it is still that very file.

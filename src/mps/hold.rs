@@ -12,7 +12,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 
 use super::identity::Identity;
 use super::readable::Readable;
-use crate::proc;
+use crate::host::proc;
 
 /// How often a process without a pidfd is looked at.
 const PAUSE: Duration = Duration::from_millis(100);

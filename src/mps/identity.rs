@@ -4,7 +4,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-use crate::proc;
+use crate::host::proc;
 
 /// Which process, beyond doubt: PIDs are used again, a PID and a start time are not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,7 +10,7 @@ use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-use crate::oom;
+use crate::host::oom;
 
 /// The first argument that asks for this step.
 pub const ARGUMENT: &str = "launch-control";

@@ -3,6 +3,7 @@
 //! A control daemon in the foreground and its servers write to one file. What a server has in force, that it is
 //! ready, and what befell it, is said there and nowhere else.
 
+use crate::host::proc;
 use std::fs::File;
 use std::io::{self, Write};
 use std::mem::MaybeUninit;
@@ -391,8 +392,8 @@ impl Follower {
             },
         )?;
         // By the descriptor, so that it is this very file that is watched, whatever is at the path now.
-        let this_file = format!("/proc/self/fd/{}", file.as_raw_fd());
-        inotify::add_watch(&changes, this_file.as_str(), inotify::WatchFlags::MODIFY)?;
+        let this_file = proc::open_file(proc::OWN, file.as_raw_fd());
+        inotify::add_watch(&changes, this_file, inotify::WatchFlags::MODIFY)?;
         Ok(Self {
             path: path.to_owned(),
             file,

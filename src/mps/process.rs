@@ -20,7 +20,7 @@ use super::hold::{Hold, is_gone};
 use super::identity::Identity;
 use super::launch;
 use super::readable::Readable;
-use crate::proc;
+use crate::host::proc;
 
 /// A live process that is held: a signal can't hit another process that got its PID.
 #[derive(Debug)]
@@ -62,7 +62,7 @@ impl Process {
 
     /// The file that is its standard output, even if it was removed since; to be read alone where its mode forbids more.
     pub fn output_file(&self) -> io::Result<File> {
-        let output = format!("/proc/{}/fd/1", self.identity().pid);
+        let output = proc::open_file(self.identity().pid, 1);
         File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
     }
 
@@ -162,7 +162,7 @@ pub struct Waiting {
 impl Waiting {
     /// Starts it, in a session of its own, as a copy of our own program (see [`launch`]).
     pub fn start(launch: Launch<'_>) -> io::Result<Self> {
-        let mut command = Command::new("/proc/self/exe");
+        let mut command = Command::new(proc::OWN_PROGRAM);
         command.arg(launch::ARGUMENT).arg(launch.program).args(launch.arguments);
         for name in NOT_PASSED_ON {
             command.env_remove(name);

@@ -1,151 +1,102 @@
-//! Keeps an eye on who uses the GPUs of a control daemon without its servers.
+//! Who uses a GPU that is served without going through its control daemon: nothing holds such a process to a share.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
+use std::time::Duration;
 
-use tokio::time::Instant;
+use crate::host::nvml::GpuProcess;
+use crate::host::proc;
+use crate::mps::control::{Control, ControlError};
+use crate::mps::identity::Identity;
+use crate::supervisor::compute_modes::ComputeModes;
 
-use crate::bypass::{self, Bypass, CONFIRM_AFTER};
-use crate::compute_mode::SERVED;
-use crate::gpu::nvml::GpuProcess;
-use crate::mps::control::Control;
+/// How far apart the two looks are that it takes. NVML and the control daemon don't learn of a client's coming and
+/// going in the same moment, and one that ends is with NVML until the driver has taken its memory back.
+pub(crate) const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 
-use super::Worker;
-
-/// Those that were seen at the last look.
-#[derive(Debug, Default)]
-pub(super) struct Bypasses {
-    seen: Vec<Seen>,
-    /// When a second look is due.
-    pub(super) look_at: Option<Instant>,
+/// A process that uses a GPU without a server of ours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bypass {
+    /// The UUID of the GPU.
+    pub gpu_uuid: String,
+    /// The process.
+    pub process: Identity,
+    /// Its command, 15 characters at most.
+    pub command: String,
+    /// The GPU memory that it holds, in MiB.
+    pub memory_mib: Option<u64>,
 }
 
-#[derive(Debug)]
-struct Seen {
-    bypass: Bypass,
-    since: Instant,
-    confirmed: bool,
+impl Bypass {
+    /// Whether that is the same process on the same GPU.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        self.gpu_uuid == other.gpu_uuid && self.process == other.process
+    }
 }
 
-impl Bypasses {
-    /// Takes in a look, and says who is confirmed by it.
-    fn take_in(&mut self, found: Vec<Bypass>, now: Instant) -> Vec<Bypass> {
-        let known = std::mem::take(&mut self.seen);
-        self.seen = found
-            .into_iter()
-            .map(|bypass| {
-                let before = known.iter().find(|seen| seen.bypass.is(&bypass));
-                let since = before.map_or(now, |seen| seen.since);
-                Seen { bypass, since, confirmed: before.is_some() && now >= since + CONFIRM_AFTER }
+/// These processes in words: `PID 1234 (python3), PID 1235 (python3)`.
+pub(crate) fn in_words<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> String {
+    let words: Vec<String> = processes
+        .into_iter()
+        .map(|bypass| format!("PID {} ({})", bypass.process.pid, bypass.command))
+        .collect();
+    words.join(", ")
+}
+
+/// Those of the processes on a GPU that are neither servers nor clients of its control daemon, and live.
+pub(crate) fn find(
+    gpu_uuid: &str,
+    processes: &[GpuProcess],
+    servers: &[u32],
+    clients: &BTreeSet<u32>,
+) -> Vec<Bypass> {
+    let strangers =
+        processes.iter().filter(|process| !servers.contains(&process.pid) && !clients.contains(&process.pid));
+    strangers
+        .filter_map(|process| {
+            Some(Bypass {
+                gpu_uuid: gpu_uuid.to_owned(),
+                process: Identity::of(process.pid).ok()?,
+                command: proc::name(process.pid)?,
+                memory_mib: process.memory_mib,
             })
-            .collect();
-        let unconfirmed = self.seen.iter().filter(|seen| !seen.confirmed);
-        self.look_at = unconfirmed.map(|seen| seen.since + CONFIRM_AFTER).min();
-        let confirmed = self.seen.iter().filter(|seen| seen.confirmed);
-        confirmed.map(|seen| seen.bypass.clone()).collect()
-    }
+        })
+        .collect()
 }
 
-impl Worker {
-    /// Looks for them among these processes, by GPU. The control daemon is asked only where there is anybody besides the
-    /// servers that are known; where it doesn't say who its clients are, what is known stays. None stands for one that
-    /// does not run: who was its client is none of those that are looked for.
-    pub(super) async fn look_for_bypasses(
-        &mut self,
-        control: Option<&Control>,
-        processes: &BTreeMap<String, Vec<GpuProcess>>,
-    ) {
-        let all = || processes.values().flatten();
-        let mut servers = self.servers.alive();
-        let mut clients: BTreeSet<u32> =
-            all().filter(|process| process.via_mps).map(|process| process.pid).collect();
-        let others = all().any(|process| !servers.contains(&process.pid));
-        if let Some(control) = control.filter(|_| others) {
-            match bypass::ours(control).await {
-                Ok(ours) => (servers, clients) = ours,
-                Err(error) => return tracing::debug!("not known who bypasses the control daemon: {error}"),
-            }
-        }
-        let found = processes.iter().flat_map(|(uuid, processes)| {
-            if others { bypass::find(uuid, processes, &servers, &clients) } else { Vec::new() }
+/// The processes on each of these GPUs, as NVML has them. A GPU whose processes it can't say has none.
+pub(crate) async fn processes(nvml: &ComputeModes, gpus: &[String]) -> Vec<(String, Vec<GpuProcess>)> {
+    let mut all = Vec::new();
+    for uuid in gpus {
+        let processes = nvml.processes(uuid).await.unwrap_or_else(|error| {
+            tracing::debug!(gpu_uuid = uuid, "{error}");
+            Vec::new()
         });
-        let confirmed = self.bypasses.take_in(found.collect(), Instant::now());
-        let gpus: Vec<_> =
-            self.order.plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.pci.short())).collect();
-        let status = self.reporter.status();
-        for (uuid, name) in gpus {
-            let now: Vec<Bypass> =
-                confirmed.iter().filter(|bypass| bypass.gpu_uuid == uuid).cloned().collect();
-            let there = processes.get(&uuid).map(Vec::as_slice).unwrap_or_default();
-            let server_there = there.iter().any(|process| servers.contains(&process.pid));
-            let (mode, before) = status
-                .gpus
-                .get(&uuid)
-                .map(|gpu| (gpu.compute_mode, gpu.bypasses.clone()))
-                .unwrap_or_default();
-            let missing_in = |list: &[Bypass], bypass: &Bypass| !list.iter().any(|one| one.is(bypass));
-            let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(&before, bypass)).collect();
-            let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
-            if !come.is_empty() {
-                let who = bypass::in_words(come);
-                self.reporter.warning(format!("GPU {name} is used without our MPS server by {who}"));
-            }
-            if !gone.is_empty() {
-                let who = bypass::in_words(gone);
-                self.reporter.event(format!("GPU {name} is no longer used without our MPS server by {who}"));
-            }
-            self.reporter.update_gpu(&uuid, |gpu| {
-                gpu.server_kept_out = !now.is_empty() && !server_there && mode == Some(SERVED);
-                // Memory comes and goes; who it is has not changed by that.
-                if gpu.bypasses.len() != now.len() || now.iter().any(|one| missing_in(&gpu.bypasses, one)) {
-                    gpu.bypasses = now;
-                }
-            });
-        }
+        all.push((uuid.clone(), processes));
     }
+    all
+}
+
+/// The PIDs of the servers and of the clients of a control daemon. To be asked after NVML: a client is the control
+/// daemon's before it is the GPU's.
+pub(crate) async fn ours(control: &Control) -> Result<(Vec<u32>, BTreeSet<u32>), ControlError> {
+    let all = control.client_pids().await?;
+    Ok((all.keys().copied().collect(), all.into_values().flatten().collect()))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
-    use crate::mps::identity::Identity;
-
-    fn bypass(pid: u32) -> Bypass {
-        Bypass {
-            gpu_uuid: "GPU-1".to_owned(),
-            process: Identity { pid, start_time: 7 },
-            command: "work".to_owned(),
-            memory_mib: None,
-        }
-    }
 
     #[test]
-    fn it_takes_two_looks_with_time_between() {
-        let mut bypasses = Bypasses::default();
-        let start = Instant::now();
-        let soon = start + CONFIRM_AFTER / 2;
-        let later = start + CONFIRM_AFTER;
-        assert_eq!(bypasses.take_in(vec![bypass(1), bypass(2)], start), []);
-        assert_eq!(bypasses.look_at, Some(later));
-        // One is gone again at once; the other is still too new, and a third one comes.
-        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], soon), []);
-        assert_eq!(bypasses.look_at, Some(later));
-        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], later), [bypass(2)]);
-        assert_eq!(bypasses.look_at, Some(soon + CONFIRM_AFTER));
-        let end = later + Duration::from_secs(30);
-        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], end), [bypass(2), bypass(3)]);
-        assert_eq!(bypasses.look_at, None, "nobody is looked for where nobody is new");
-        assert_eq!(bypasses.take_in(Vec::new(), end), []);
-    }
-
-    #[test]
-    fn the_next_process_with_the_same_pid_is_another() {
-        let mut bypasses = Bypasses::default();
-        let start = Instant::now();
-        bypasses.take_in(vec![bypass(1)], start);
-        let mut other = bypass(1);
-        other.process.start_time += 1;
-        assert_eq!(bypasses.take_in(vec![other], start + CONFIRM_AFTER), []);
+    fn who_is_neither_server_nor_client_bypasses() {
+        let own = std::process::id();
+        let process = |pid| GpuProcess { pid, memory_mib: Some(526), via_mps: false };
+        let processes = [process(own), process(u32::MAX)];
+        let found = find("GPU-1", &processes, &[], &BTreeSet::new());
+        assert_eq!(found.len(), 1, "one that has ended is nobody: {found:?}");
+        assert_eq!((found[0].process.pid, found[0].memory_mib), (own, Some(526)));
+        assert_eq!(in_words(&found), format!("PID {own} ({})", found[0].command));
+        assert!(find("GPU-1", &processes, &[own], &BTreeSet::new()).is_empty());
+        assert!(find("GPU-1", &processes, &[], &BTreeSet::from([own])).is_empty());
     }
 }

@@ -6,9 +6,9 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::counted::counted;
+use crate::host::proc;
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
 use crate::mps::process;
-use crate::proc;
 
 use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker, limits};
 

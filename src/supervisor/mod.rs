@@ -6,15 +6,20 @@
 //!
 //! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
 
-mod bypass;
+pub mod bypass;
+mod bypasses;
+pub mod compute_modes;
 mod heal;
 mod limits;
 mod pass_on;
 mod pending;
 mod places;
+pub mod runtime_directory;
 mod servers;
 mod start;
+pub mod state_file;
 mod status;
+pub mod view;
 mod watch;
 
 use std::collections::{BTreeSet, VecDeque};
@@ -27,17 +32,17 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 
-use crate::bypass::{Bypass, find, in_words};
-use crate::compute_mode::ComputeModes;
 use crate::counted::counted;
-use crate::journal::{Journal, Running};
 use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError, FrontEnds};
 use crate::mps::log::{Follower, Line, Meaning};
 use crate::mps::process::{self, Process};
 use crate::plan::ControlDaemonPlan;
-use crate::state::ControlDaemonState;
+use crate::supervisor::bypass::{Bypass, find, in_words};
+use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::state_file::{Journal, Running};
+use crate::supervisor::view::ControlDaemonState;
 
-use bypass::Bypasses;
+use bypasses::Bypasses;
 use heal::{Fault, Revival};
 use pass_on::Allowance;
 use pending::Pending;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::gpu::nvml::GpuProcess;
+use crate::host::nvml::GpuProcess;
 use crate::mps::control::{Client, Control};
 use crate::mps::log::Meaning;
 use crate::plan::ServedGpu;

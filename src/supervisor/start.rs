@@ -8,14 +8,14 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::counted::counted;
-use crate::journal::Running;
+use crate::host::systemd;
 use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::directories::{self, LogFile};
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Launch, Process, Waiting};
 use crate::plan::Present;
-use crate::state::ControlDaemonState;
-use crate::systemd;
+use crate::supervisor::state_file::Running;
+use crate::supervisor::view::ControlDaemonState;
 
 use super::limits::{LIMITS_TIMEOUT, set_defaults};
 use super::servers::Limits;

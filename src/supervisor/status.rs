@@ -6,11 +6,11 @@ use std::time::SystemTime;
 
 use tokio::sync::{Notify, watch};
 
-use crate::bypass::Bypass;
-use crate::gpu::ComputeMode;
+use crate::host::gpu::ComputeMode;
 use crate::mps::identity::Identity;
 use crate::plan::ControlDaemonPlan;
-use crate::state::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
+use crate::supervisor::bypass::Bypass;
+use crate::supervisor::view::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
 
 /// What is known of a control daemon and its GPUs.
 #[derive(Debug, Clone, PartialEq)]

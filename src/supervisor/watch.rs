@@ -8,14 +8,14 @@ use rustix::process::Signal;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::compute_mode::SERVED;
 use crate::counted::counted;
-use crate::gpu::nvml::GpuProcess;
+use crate::host::nvml::GpuProcess;
 use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::directories;
 use crate::mps::log::Meaning;
 use crate::mps::process;
-use crate::state::ControlDaemonState;
+use crate::supervisor::compute_modes::SERVED;
+use crate::supervisor::view::ControlDaemonState;
 
 use super::heal::still_faulted;
 use super::{Command, Ended, Failure, Goal, Occurrence, Silence, Worker, limits};

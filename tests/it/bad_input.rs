@@ -236,7 +236,7 @@ fn the_same_gpu_twice() {
         "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4",
         "path: \"00:06.0\", type: NVIDIA_MPS, virtual_number: 2",
     ]);
-    let message = "/etc/yunion/host_container_device.yml:3: devices[1].path: 0000:00:06.0 (0000:00:06.0) is named a \
+    let message = "/etc/yunion/host_container_device.yml:3: devices[1].path: 00:06.0 (0000:00:06.0) is named a \
                    second time; /etc/yunion/host_container_device.yml:2 names it as /dev/dri/renderD128; keep one";
     refused(host, message);
 }

@@ -9,7 +9,8 @@ use tokio::process::{Child, ChildStdout};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use yunion_mps::dbus::{Bus, Request, RequestError};
-use yunion_mps::state::{ClientView, GpuView, Snapshot, State};
+use yunion_mps::publish::snapshot::{GpuView, Snapshot, State};
+use yunion_mps::tenants::clients::ClientView;
 
 use crate::bus::{DEADLINE, PrivateBus, complained, output, printed};
 use crate::service::Service;

@@ -39,6 +39,7 @@ mod skip;
 mod skips;
 mod snapshot;
 mod soak;
+mod structure;
 mod supervision;
 mod terminal;
 mod unit_file;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
 use yunion_mps::dbus::{Bus, Request};
-use yunion_mps::state::Snapshot;
+use yunion_mps::publish::snapshot::Snapshot;
 
 use crate::bus::PrivateBus;
 

@@ -9,7 +9,7 @@ use super::{Check, Finding, Outcome, error, info, warning};
 use crate::check::Checked;
 use crate::config::agent::Trouble;
 use crate::config::{Origin, Problem, Refused};
-use crate::ctl::difference::{Kind, differences};
+use crate::ctl::check::difference::{Kind, differences};
 
 pub(super) const CHECKS: &[Check] = &[
     ("the configuration", configuration),

@@ -11,9 +11,9 @@ use super::facts::{CUDA_DEFAULT, Facts};
 use super::{Check, Finding, Outcome, error, info, told_apart, warning};
 use crate::ctl::published::{pid, text};
 use crate::dbus::proxy::Object;
+use crate::host::proc;
 use crate::mps::control::listener;
 use crate::mps::directories::look;
-use crate::proc;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the pipe and log directories", refused),
@@ -258,7 +258,7 @@ fn shared_memory(facts: &Facts) -> Outcome {
     if metadata.mode() & 0o003 != 0o003 {
         return bad(format!("{}: not every user can write there", mode(&metadata)), "chmod 1777 /dev/shm");
     }
-    if proc::is_mounted(&facts.file("/proc/mounts"), "/dev/shm").is_ok_and(|mounted| !mounted) {
+    if proc::is_mounted(&facts.file(proc::MOUNTS), "/dev/shm").is_ok_and(|mounted| !mounted) {
         return bad("nothing is mounted there".to_owned(), remedy);
     }
     let system = rustix::fs::statvfs(&directory).map_err(|error| error.to_string())?;

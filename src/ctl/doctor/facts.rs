@@ -7,18 +7,18 @@ use std::time::Duration;
 
 use tokio::process::Command;
 
-use super::super::published::{Bus, Published, pid};
 use crate::check::{self, Checked};
 use crate::config::{self, Loaded, Origin, Problem, Refused, Settings, Sources};
-use crate::gpu::nvml::Driver;
-use crate::gpu::{Gpu, Inventory, NvmlFacts};
-use crate::journal::{self, Running};
+use crate::ctl::published::{Bus, Published, pid};
+use crate::host::gpu::{Gpu, Inventory, NvmlFacts};
+use crate::host::nvml::Driver;
+use crate::host::proc;
+use crate::host::systemd::{self, UnitProperties};
 use crate::mps::control::listener;
 use crate::mps::identity::Identity;
 use crate::mps::process;
 use crate::plan::Plan;
-use crate::proc;
-use crate::systemd::{self, UnitProperties};
+use crate::supervisor::state_file::{self, Running};
 
 /// The unit.
 pub(super) const UNIT: &str = "yunion-mps-daemon.service";
@@ -104,7 +104,7 @@ impl Facts {
             program_cuda: program_cuda().await,
             bus,
             unit: systemd::unit(UNIT).await,
-            journal: journal::control_daemons(&runtime_directory),
+            journal: state_file::control_daemons(&runtime_directory),
             runtime_directory,
             control_daemons: Vec::new(),
             sources,

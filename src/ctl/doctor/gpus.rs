@@ -4,10 +4,10 @@ use serde_json::Value;
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, info, warning};
-use crate::compute_mode::SERVED;
 use crate::ctl::published::{pid, text};
-use crate::gpu::{ComputeMode, Gpu, NvmlFacts};
+use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts};
 use crate::plan::{GpuPlan, Warning};
+use crate::supervisor::compute_modes::SERVED;
 
 pub(super) const CHECKS: &[Check] = &[
     ("GPUs that can't be served", unusable),

@@ -22,11 +22,11 @@ use clap::Args;
 use serde::Serialize;
 
 use self::facts::Facts;
-use super::table::printable;
 use super::{Error, print_json};
 use crate::check::within;
 use crate::config::Sources;
 use crate::counted::counted;
+use crate::ctl::show::table::printable;
 
 /// How long a check may take. What it looks at may be on a file system whose server is gone.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);

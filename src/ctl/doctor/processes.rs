@@ -2,9 +2,9 @@
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, warning};
-use crate::ctl::env::quoted;
 use crate::ctl::published::{Published, number, pid, text};
-use crate::proc;
+use crate::ctl::show::env::quoted;
+use crate::host::proc;
 
 pub(super) const CHECKS: &[Check] =
     &[("control daemons of others", foreign), ("the limit of open files", open_files)];

@@ -8,8 +8,8 @@ use serde_json::Value;
 use super::facts::{Facts, UNIT};
 use super::{Check, Outcome, error, info, warning};
 use crate::ctl::published::{Bus, text};
-use crate::proc;
-use crate::systemd::UnitProperties;
+use crate::host::proc;
+use crate::host::systemd::UnitProperties;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the bus", bus),

@@ -1,0 +1,63 @@
+//! `yunion-mpsctl reload` and `yunion-mpsctl apply`.
+
+use std::io::Write;
+
+use clap::Args;
+use serde_json::{Value, json};
+
+use crate::ctl::show::table::printable;
+use crate::ctl::{Error, print_json};
+use crate::dbus::proxy::Client;
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct ReloadArguments {
+    /// The generation and the state that are published now, as a JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct Arguments {
+    /// Don't wait for clients: they lose their GPU (CUDA error 806)
+    #[arg(long)]
+    force: bool,
+    /// What was done, as a JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub(in crate::ctl) async fn apply(
+    client: &Client,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    client.apply(arguments.force).await?;
+    if arguments.json {
+        return print_json(out, &json!({"applied": true, "forced": arguments.force}));
+    }
+    writeln!(out, "Nothing waits to be applied any more.")?;
+    Ok(())
+}
+
+pub(in crate::ctl) async fn reload(
+    client: &Client,
+    arguments: &ReloadArguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    let generation = client.reload().await?;
+    let service = client.service().await?;
+    let text = |key: &str| service.get(key).and_then(Value::as_str).unwrap_or_default();
+    let (state, reason) = (text("state"), text("state_reason"));
+    if arguments.json {
+        let answer = json!({"generation": generation, "state": state, "state_reason": reason});
+        return print_json(out, &answer);
+    }
+    writeln!(
+        out,
+        "The configuration was read again and is in force: generation {generation}, state {state}."
+    )?;
+    if !reason.is_empty() {
+        writeln!(out, "{}", printable(reason))?;
+    }
+    Ok(())
+}

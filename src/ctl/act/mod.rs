@@ -1,0 +1,5 @@
+//! Subcommands that change something.
+
+pub(super) mod apply;
+pub(super) mod run;
+pub(super) mod terminate;

@@ -1,0 +1,278 @@
+//! `yunion-mpsctl run`: the parent of a GPU program that takes care of its neighbours.
+//!
+//! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. So no signal may reach
+//! the command before its GPU work has been ended, not even the terminal's own. The terminal signals its foreground
+//! process group, and that stays ours: the command runs in a session of its own, which no terminal controls. There the
+//! descriptors of the terminal that it inherits work on, for reading as well, since job control stops only processes
+//! whose controlling terminal it is. The terminal is never changed by us, so there is nothing to put back.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::future::Future;
+use std::io::{self, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::pin::Pin;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use clap::Args;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
+use tokio::process::Command;
+use tokio::signal::unix::{self, SignalKind};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use crate::ctl::show::env::host_environment;
+use crate::ctl::show::table::printable;
+use crate::ctl::{Error, FAILED};
+use crate::dbus::proxy::{Client, ClientError};
+use crate::host::proc;
+
+/// How long the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The first argument of the process that becomes the command.
+const BECOME: &str = "become-command";
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct Arguments {
+    /// Names as `list` shows them: 00:06.0-1; a GPU's address or UUID stands for one slice of it
+    #[arg(required = true, value_name = "DEVICE")]
+    devices: Vec<String>,
+    /// The command, and its arguments
+    #[arg(last = true, required = true, value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+pub(in crate::ctl) async fn run(client: Client, arguments: &Arguments) -> Result<u8, Error> {
+    let answer = client.container_config(&arguments.devices).await?;
+    // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
+    drop(client);
+    // Caught first: a signal that arrives while the command starts must not end us alone.
+    let mut signals = Signals::catch()?;
+    let mut child = Command::new(proc::OWN_PROGRAM)
+        .arg(BECOME)
+        .args(&arguments.command)
+        .envs(host_environment(&answer))
+        .spawn()
+        .map_err(Error::Start)?;
+    let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
+    let Some(command) = pid.map(Group) else { return Ok(FAILED) };
+    let mut first = true;
+    let mut waiting: Option<(Signal, Release)> = None;
+    loop {
+        tokio::select! {
+            ended = child.wait() => return Ok(exit_status(ended.map_err(Error::Wait)?)),
+            signal = signals.next() => match signal {
+                Caught::User(signal) if command.handles(signal) => command.tell(signal),
+                Caught::End(signal) | Caught::User(signal) if std::mem::take(&mut first) => {
+                    waiting = Some((signal, Box::pin(release(command))));
+                }
+                Caught::End(signal) | Caught::User(signal) => {
+                    if let Some((first, _)) = waiting.take() {
+                        command.send(first);
+                    }
+                    command.send(signal);
+                }
+                Caught::Suspend => command.suspend(),
+                Caught::Resize => command.send(Signal::WINCH),
+            },
+            signal = released(&mut waiting) => command.send(signal),
+        }
+    }
+}
+
+/// If the arguments (the first one is the program's name) ask for it, this process leaves its session and becomes the
+/// command that they name. What is returned is the exit status where it can't: as a shell has it for a command that it
+/// doesn't find or can't execute.
+pub(in crate::ctl) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
+    let [_, ask, command, rest @ ..] = arguments else { return None };
+    if ask != BECOME {
+        return None;
+    }
+    let error = match rustix::process::setsid() {
+        Ok(_) => std::process::Command::new(command).args(rest).exec(),
+        Err(error) => error.into(),
+    };
+    let _ = writeln!(err, "yunion-mpsctl: can't run {}: {error}", printable(&command.to_string_lossy()));
+    Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
+}
+
+/// What was caught.
+enum Caught {
+    /// A signal that ends a command.
+    End(Signal),
+    /// A signal that programs give a meaning, and that ends those which don't.
+    User(Signal),
+    /// Ctrl-Z.
+    Suspend,
+    /// The terminal has another size.
+    Resize,
+}
+
+/// The signals that would end or stop us alone, and the one that the terminal tells nobody but us.
+struct Signals {
+    interrupt: Option<unix::Signal>,
+    quit: Option<unix::Signal>,
+    terminate: Option<unix::Signal>,
+    hangup: Option<unix::Signal>,
+    user: [Option<unix::Signal>; 2],
+    suspend: Option<unix::Signal>,
+    resize: Option<unix::Signal>,
+}
+
+impl Signals {
+    fn catch() -> Result<Self, Error> {
+        Ok(Self {
+            interrupt: catch(SignalKind::interrupt())?,
+            quit: catch(SignalKind::quit())?,
+            terminate: catch(SignalKind::terminate())?,
+            hangup: catch(SignalKind::hangup())?,
+            user: [catch(SignalKind::user_defined1())?, catch(SignalKind::user_defined2())?],
+            suspend: catch(SignalKind::from_raw(Signal::TSTP.as_raw()))?,
+            resize: catch(SignalKind::window_change())?,
+        })
+    }
+
+    async fn next(&mut self) -> Caught {
+        let [user1, user2] = &mut self.user;
+        tokio::select! {
+            () = received(user1) => Caught::User(Signal::USR1),
+            () = received(user2) => Caught::User(Signal::USR2),
+            () = received(&mut self.interrupt) => Caught::End(Signal::INT),
+            () = received(&mut self.quit) => Caught::End(Signal::QUIT),
+            () = received(&mut self.terminate) => Caught::End(Signal::TERM),
+            () = received(&mut self.hangup) => Caught::End(Signal::HUP),
+            () = received(&mut self.suspend) => Caught::Suspend,
+            () = received(&mut self.resize) => Caught::Resize,
+        }
+    }
+}
+
+/// Catches a signal, unless we were started to ignore it: nohup and a shell's `&` have some ignored, for us and for those
+/// that we start.
+pub(in crate::ctl) fn catch(kind: SignalKind) -> Result<Option<unix::Signal>, Error> {
+    if proc::status(proc::OWN).is_ok_and(|own| own.ignores(kind.as_raw_value())) {
+        Ok(None)
+    } else {
+        unix::signal(kind).map(Some).map_err(Error::Signals)
+    }
+}
+
+pub(in crate::ctl) async fn received(signal: &mut Option<unix::Signal>) {
+    match signal {
+        Some(signal) => _ = signal.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The process group of the command.
+#[derive(Debug, Clone, Copy)]
+struct Group(Pid);
+
+impl Group {
+    fn send(self, signal: Signal) {
+        // Before it has left our session it is only a process. It may also have ended in this moment.
+        if kill_process_group(self.0, signal) == Err(Errno::SRCH) {
+            let _ = kill_process(self.0, signal);
+        }
+    }
+
+    /// Whether a signal would not end the command.
+    fn handles(self, signal: Signal) -> bool {
+        let signal = signal.as_raw();
+        proc::status(self.0).is_ok_and(|command| command.catches(signal) || command.ignores(signal))
+    }
+
+    /// Sends the command itself a signal, and not what it has started, which may know none of it.
+    fn tell(self, signal: Signal) {
+        let _ = kill_process(self.0, signal);
+    }
+
+    /// Stops with the command, as job control has it, until somebody continues us. SIGTSTP would do nothing: job control
+    /// protects process groups that no shell looks after.
+    fn suspend(self) {
+        self.send(Signal::STOP);
+        let _ = kill_process(getpid(), Signal::STOP);
+        self.send(Signal::CONT);
+    }
+}
+
+type Release = Pin<Box<dyn Future<Output = ()>>>;
+
+/// Waits for the release that a signal waits for, and gives that signal.
+async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
+    match waiting {
+        Some((signal, release)) => {
+            release.await;
+            let signal = *signal;
+            *waiting = None;
+            signal
+        }
+        None => std::future::pending().await,
+    }
+}
+
+/// Ends the GPU work of the command and of what it has started, as far as that goes in a few seconds.
+async fn release(command: Group) {
+    let seconds = RELEASE_TIMEOUT.as_secs();
+    let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
+        Ok(Ok(())) => return,
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => format!("no end of it within {seconds} s"),
+    };
+    let _ = writeln!(
+        io::stderr(),
+        "yunion-mpsctl: the GPU work was not ended first, neighbours may suffer: {}",
+        printable(&trouble)
+    );
+}
+
+async fn terminate_clients(command: Group) -> Result<(), ClientError> {
+    let client = Client::connect().await?;
+    let root = u32::try_from(command.0.as_raw_nonzero().get()).unwrap_or_default();
+    let listed = client.clients().await?;
+    let pids = listed.iter().filter_map(|client| u32::try_from(client.get("pid")?.as_u64()?).ok());
+    let mut terminations = JoinSet::new();
+    // One process may be listed for several GPUs.
+    for pid in pids.collect::<BTreeSet<u32>>() {
+        if descends(pid, root) {
+            let client = client.clone();
+            terminations.spawn(async move { client.terminate_client(pid).await });
+        }
+    }
+    let mut result = Ok(());
+    while let Some(ended) = terminations.join_next().await {
+        match ended {
+            // It had gone by itself in the meantime.
+            Ok(Err(ClientError::Refused { name, .. })) if name.ends_with(".NoSuchClient") => {}
+            Ok(Err(error)) => result = Err(error),
+            Ok(Ok(())) | Err(_) => {}
+        }
+    }
+    result
+}
+
+/// Whether a process is `root`, descends from it, or is in the session that it leads: a process whose parent has ended
+/// descends from nobody, but stays in its session.
+fn descends(mut pid: u32, root: u32) -> bool {
+    // Parents can't form a ring, but what is read of them one after the other might.
+    for _ in 0..1000 {
+        if pid == root {
+            return true;
+        }
+        let Ok(stat) = proc::stat(pid) else { return false };
+        if stat.session == Some(root) {
+            return true;
+        }
+        pid = stat.parent;
+    }
+    false
+}
+
+/// The command's exit status, as a shell shows it.
+fn exit_status(status: ExitStatus) -> u8 {
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILED)
+}

@@ -1,0 +1,277 @@
+//! What a reload would change: the plan beside what the daemon publishes.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::config::Loaded;
+use crate::counted::counted;
+use crate::ctl::published::{Published, number, text, texts};
+use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
+
+/// One thing that a reload would change.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(in crate::ctl) struct Difference {
+    /// Which kind of thing.
+    pub(in crate::ctl) kind: Kind,
+    /// The GPU or the control daemon.
+    pub(in crate::ctl) subject: String,
+    /// What is published; empty for what is new.
+    pub(in crate::ctl) from: String,
+    /// What would be; empty for what goes.
+    pub(in crate::ctl) to: String,
+    /// When it would be so.
+    pub(in crate::ctl) effect: Effect,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(in crate::ctl) enum Kind {
+    /// `enable_cuda_mps`.
+    Enabled,
+    /// The devices of a GPU.
+    Devices,
+    /// The memory limit of a GPU's slices.
+    MemoryLimit,
+    /// Their active thread percentage.
+    ThreadPercentage,
+    /// The pipe directory of a control daemon.
+    PipeDirectory,
+    /// A control daemon itself.
+    ControlDaemon,
+}
+
+/// When a change takes effect.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "when", rename_all = "kebab-case")]
+pub(in crate::ctl) enum Effect {
+    /// At once, for clients to come.
+    Live,
+    /// When the clients of a control daemon have gone, which then gives way to another.
+    Waits {
+        /// How many there are now; null where they can't be asked.
+        clients: Option<usize>,
+        /// Why it can't be done without another control daemon.
+        reason: String,
+    },
+    /// At once, and it ends the GPU work of all clients.
+    Ends {
+        /// How many there are now; null where they can't be asked.
+        clients: Option<usize>,
+    },
+    /// Not at all: a reload refuses it.
+    Refused {
+        /// Why.
+        reason: String,
+    },
+}
+
+impl fmt::Display for Effect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let in_words = |clients: &Option<usize>| match clients {
+            Some(count) => counted(*count, "client"),
+            None => "clients that can't be counted now".to_owned(),
+        };
+        match self {
+            Self::Live => f.write_str("at once, for new clients"),
+            Self::Waits { clients: Some(0), reason } => {
+                write!(f, "at once, by another control daemon ({reason}): there are no clients")
+            }
+            Self::Waits { clients, reason } => {
+                let have = if *clients == Some(1) { "has" } else { "have" };
+                write!(f, "after {} {have} ended, by another control daemon: {reason}", in_words(clients))
+            }
+            Self::Ends { clients: Some(0) } => f.write_str("at once; there are no clients"),
+            Self::Refused { reason } => write!(f, "refused: {reason}"),
+            Self::Ends { clients } => {
+                write!(f, "at once, and ENDS the GPU work of {} (CUDA error 806)", in_words(clients))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, subject, from, to, effect } = self;
+        match (kind, from.as_str(), to.as_str()) {
+            (Kind::Enabled, _, "false") => write!(f, "MPS is switched off: {effect}"),
+            (Kind::Enabled, ..) => write!(f, "MPS is switched on: {effect}"),
+            (Kind::Devices, "", to) => write!(f, "{subject}: {to} come: {effect}"),
+            (Kind::Devices, from, _) => write!(f, "{subject}: {from} go: {effect}"),
+            (Kind::MemoryLimit, from, to) => {
+                write!(f, "{subject}: memory limit {from} MiB -> {to} MiB: {effect}")
+            }
+            (Kind::ThreadPercentage, from, to) => {
+                write!(f, "{subject}: threads {from} % -> {to} %: {effect}")
+            }
+            (Kind::PipeDirectory, from, to) => {
+                write!(f, "control daemon {subject}: pipe directory {from} -> {to}: {effect}")
+            }
+            (Kind::ControlDaemon, "", _) => write!(f, "control daemon {subject} starts: {effect}"),
+            (Kind::ControlDaemon, _, "") => write!(f, "control daemon {subject} ends: {effect}"),
+            (Kind::ControlDaemon, ..) => write!(f, "control daemon {subject} is replaced: {effect}"),
+        }
+    }
+}
+
+/// Everything that a reload with this plan would change.
+pub(in crate::ctl) fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Vec<Difference> {
+    let settings = &loaded.settings;
+    let enabled = published.service.get("enabled").and_then(serde_json::Value::as_bool).unwrap_or(true);
+    let all: Vec<String> =
+        published.control_daemons.iter().flat_map(|daemon| texts(daemon, "gpus")).collect();
+    if enabled != settings.enabled {
+        let clients = published.clients_on(&all).ok();
+        return vec![Difference {
+            kind: Kind::Enabled,
+            subject: "enable_cuda_mps".to_owned(),
+            from: enabled.to_string(),
+            to: settings.enabled.to_string(),
+            effect: match loaded.silent_end() {
+                _ if settings.enabled => Effect::Live,
+                Some(problem) => Effect::Refused { reason: problem.to_string() },
+                None => Effect::Ends { clients },
+            },
+        }];
+    }
+    let mut differences = Vec::new();
+    control_daemons(plan, published, &mut differences);
+    for gpu in &plan.gpus {
+        gpu_differences(gpu, plan, published, &mut differences);
+    }
+    for gpu in &published.gpus {
+        let name = text(gpu, "addr");
+        if !plan.gpus.iter().any(|planned| planned.gpu.pci.address.short() == name) {
+            let count = number(gpu, "virtual_num").unwrap_or(0);
+            differences.push(Difference {
+                kind: Kind::Devices,
+                subject: name.to_owned(),
+                from: slices(name, 0, count),
+                to: String::new(),
+                effect: effect_for(text(gpu, "device_path"), plan, published),
+            });
+        }
+    }
+    differences
+}
+
+fn control_daemons(plan: &Plan, published: &Published, differences: &mut Vec<Difference>) {
+    let mut push = |kind, id: &str, from: &str, to: &str, effect| {
+        let (subject, from, to) = (id.to_owned(), from.to_owned(), to.to_owned());
+        differences.push(Difference { kind, subject, from, to, effect });
+    };
+    let ids: Vec<&str> = published.control_daemons.iter().map(|daemon| text(daemon, "id")).collect();
+    for planned in &plan.control_daemons {
+        if !ids.contains(&planned.id.as_str()) && !ordered(planned, published) {
+            let uuid = planned.gpus.first().map(|gpu| gpu.uuid.as_str()).unwrap_or_default();
+            push(Kind::ControlDaemon, &planned.id, "", "new", effect_for(uuid, plan, published));
+        }
+    }
+    for daemon in &published.control_daemons {
+        let id = text(daemon, "id");
+        let clients = published.clients_on(&texts(daemon, "gpus")).ok();
+        let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == id) else {
+            // One that is on its way out already has no GPU that is published as its own.
+            if !published.gpus.iter().any(|gpu| text(gpu, "control_daemon") == id) {
+                continue;
+            }
+            let reason = "it is not needed any more".to_owned();
+            push(Kind::ControlDaemon, id, "present", "", Effect::Waits { clients, reason });
+            continue;
+        };
+        // On its way out it has no GPUs as its own any more, and another one of its name takes its place without a reload.
+        if texts(daemon, "gpus").is_empty() && ordered(planned, published) {
+            continue;
+        }
+        let Some(reason) = misfit(planned, daemon) else { continue };
+        let effect = Effect::Waits { clients, reason };
+        let (from, to) = (text(daemon, "pipe_directory"), planned.pipe_directory.display().to_string());
+        if from == to {
+            push(Kind::ControlDaemon, id, "present", "new", effect);
+        } else {
+            push(Kind::PipeDirectory, id, from, &to, effect);
+        }
+    }
+}
+
+/// Whether the service has this control daemon in its plan already, and waits for its GPUs.
+fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
+    planned.gpus.iter().all(|served| {
+        published.gpus.iter().any(|gpu| {
+            text(gpu, "device_path") == served.uuid
+                && text(gpu, "control_daemon").is_empty()
+                && Path::new(text(gpu, "pipe_directory")) == planned.pipe_directory
+        })
+    })
+}
+
+fn misfit(planned: &ControlDaemonPlan, daemon: &crate::dbus::proxy::Object) -> Option<String> {
+    let present = Present {
+        pipe_directory: Path::new(text(daemon, "pipe_directory")),
+        log_directory: Path::new(text(daemon, "log_directory")),
+        gpus: &texts(daemon, "gpus"),
+        // Not known before it has started; then nothing is to be switched.
+        multiuser: daemon.get("multiuser").and_then(serde_json::Value::as_bool).unwrap_or(planned.multiuser),
+    };
+    planned.misfit(&present, |_| true)
+}
+
+/// When something about this GPU takes effect.
+fn effect_for(uuid: &str, plan: &Plan, published: &Published) -> Effect {
+    let holds = |daemon: &&crate::dbus::proxy::Object| texts(daemon, "gpus").iter().any(|gpu| gpu == uuid);
+    let planned = plan.control_daemons.iter().find(|planned| planned.gpus.iter().any(|gpu| gpu.uuid == uuid));
+    let holder = published.control_daemons.iter().find(holds);
+    let same = planned.and_then(|planned| {
+        let daemon = published.control_daemons.iter().find(|daemon| text(daemon, "id") == planned.id)?;
+        Some((planned, daemon))
+    });
+    // One on its way out is not said to have GPUs, but its clients are on this one.
+    let gpus_of = |daemon| match texts(daemon, "gpus") {
+        none if none.is_empty() => vec![uuid.to_owned()],
+        gpus => gpus,
+    };
+    let (daemon, reason) = match (same, holder) {
+        (Some((planned, daemon)), _) => match misfit(planned, daemon) {
+            Some(reason) => (daemon, reason),
+            None => return Effect::Live,
+        },
+        (None, Some(holder)) => (holder, format!("control daemon {} holds the GPU", text(holder, "id"))),
+        (None, None) => return Effect::Live,
+    };
+    Effect::Waits { clients: published.clients_on(&gpus_of(daemon)).ok(), reason }
+}
+
+fn gpu_differences(gpu: &GpuPlan, plan: &Plan, published: &Published, differences: &mut Vec<Difference>) {
+    let name = gpu.gpu.pci.address.short();
+    let uuid = gpu.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default();
+    let now = published.gpus.iter().find(|now| text(now, "addr") == name);
+    let before = now.and_then(|now| number(now, "virtual_num")).unwrap_or(0);
+    let after = u64::from(gpu.slices);
+    let mut push = |kind, from: String, to: String| {
+        let effect = effect_for(uuid, plan, published);
+        differences.push(Difference { kind, subject: name.clone(), from, to, effect });
+    };
+    if before < after {
+        push(Kind::Devices, String::new(), slices(&name, before, after));
+    } else if after < before {
+        push(Kind::Devices, slices(&name, after, before), String::new());
+    }
+    let Some(now) = now else { return };
+    let mut limit = |kind, key, planned: u64| {
+        // 0 stands for: not known.
+        if let Some(present) = number(now, key).filter(|present| planned > 0 && *present != planned) {
+            push(kind, present.to_string(), planned.to_string());
+        }
+    };
+    limit(Kind::MemoryLimit, "mps_memory_limit", gpu.memory_limit_mib);
+    limit(Kind::ThreadPercentage, "mps_thread_percentage", gpu.thread_percentage.into());
+}
+
+/// The names of some slices: `00:06.0-4`, or `00:06.0-4 to 00:06.0-7`.
+fn slices(gpu: &str, from: u64, to: u64) -> String {
+    match to.saturating_sub(1) {
+        last if last <= from => format!("{gpu}-{from}"),
+        last => format!("{gpu}-{from} to {gpu}-{last}"),
+    }
+}

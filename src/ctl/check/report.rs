@@ -1,0 +1,134 @@
+//! `yunion-mpsctl check`: is the configuration right, and what would change.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::Args;
+use serde_json::{Value, json};
+
+use crate::check::{self, Checked, Verdict};
+use crate::config::{Problem, Sources};
+use crate::ctl::check::difference::{Difference, differences};
+use crate::ctl::published::Bus;
+use crate::ctl::show::table::printable;
+use crate::ctl::{Error, FAILED, print_json};
+use crate::plan::{GpuPlan, Plan};
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct Arguments {
+    /// The main configuration file [default: the one that the service reads]
+    #[arg(value_name = "HOST_CONF")]
+    config: Option<PathBuf>,
+    /// Read the host's files (configuration, /sys, pci.ids) below this directory
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    sysroot: PathBuf,
+    /// Everything, as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Returns the exit status.
+pub(in crate::ctl) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+    let (bus, sysroot) = (Bus::ask().await, arguments.sysroot.clone());
+    let config = arguments.config.clone().or_else(|| bus.config(&sysroot));
+    let checked = check::look(&Sources { config, sysroot });
+    let (changes, why_not) = match &checked {
+        Checked::Right { loaded, plan: Ok(plan), .. } => match bus {
+            Bus::Answers(published) if published.devices.is_none() => {
+                (None, "the service does not know its GPUs yet".to_owned())
+            }
+            Bus::Answers(published) => (Some(differences(loaded, plan, &published)), String::new()),
+            Bus::NotRunning => (None, "yunion-mps-daemon is not running".to_owned()),
+            Bus::Silent => (None, "yunion-mps-daemon does not answer".to_owned()),
+            Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => (None, reason),
+        },
+        Checked::Right { plan: Err(reason), .. } => (None, reason.clone()),
+        Checked::Refused(_) | Checked::Wrong { .. } => (None, "the configuration is wrong".to_owned()),
+    };
+    if arguments.json {
+        print_json(out, &document(&checked, changes.as_deref(), &why_not))?;
+        return Ok(if checked.problems().is_empty() { 0 } else { FAILED });
+    }
+    let mut words = Vec::new();
+    let verdict = check::write(&checked, &mut words)?;
+    for line in String::from_utf8_lossy(&words).lines() {
+        writeln!(out, "{}", printable(line))?;
+    }
+    let status = if verdict == Verdict::Wrong { FAILED } else { 0 };
+    if matches!(checked, Checked::Refused(_) | Checked::Wrong { .. }) {
+        return Ok(status);
+    }
+    match changes.as_deref() {
+        None => writeln!(out, "\nNothing to compare with: {}", printable(&why_not))?,
+        Some([]) => writeln!(out, "\nNothing would change.")?,
+        Some(changes) => {
+            writeln!(out, "\nWith `systemctl reload yunion-mps-daemon`:")?;
+            for change in changes {
+                writeln!(out, "  {}", printable(&change.to_string()))?;
+            }
+        }
+    }
+    Ok(status)
+}
+
+fn document(checked: &Checked, changes: Option<&[Difference]>, why_not: &str) -> Value {
+    let loaded = checked.loaded();
+    let plan = match checked {
+        Checked::Right { plan, .. } => Some(plan),
+        Checked::Refused(_) | Checked::Wrong { .. } => None,
+    };
+    let problems = checked.problems();
+    let warnings = checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem));
+    json!({
+        "right": problems.is_empty(),
+        "problems": problems.iter().map(problem).collect::<Vec<_>>(),
+        "warnings": warnings.map(problem).collect::<Vec<_>>(),
+        "files": loaded.map(|loaded| &loaded.settings.sources),
+        "enabled": loaded.map(|loaded| loaded.settings.enabled),
+        "plan": plan.and_then(|plan| plan.as_ref().ok()).map(plan_document),
+        "no_plan": plan.and_then(|plan| plan.as_ref().err()),
+        "differences": changes,
+        "not_compared": changes.is_none().then_some(why_not),
+    })
+}
+
+fn problem(problem: &Problem) -> Value {
+    json!({
+        "file": problem.origin.file,
+        "line": problem.origin.line,
+        "key": problem.key,
+        "found": problem.found,
+        "remedy": problem.remedy,
+    })
+}
+
+fn plan_document(plan: &Plan) -> Value {
+    let gpu = |gpu: &GpuPlan| {
+        json!({
+            "addr": gpu.gpu.pci.address.short(),
+            "device_path": gpu.gpu.nvml.as_ref().ok().map(|facts| &facts.uuid),
+            "virtual_num": gpu.slices,
+            "mps_memory_limit": gpu.memory_limit_mib,
+            "mps_thread_percentage": gpu.thread_percentage,
+            "limits_enforced": gpu.limits_enforced,
+            "pipe_directory": gpu.pipe_directory,
+            "not_served": gpu.unusable,
+            "warnings": gpu.warnings.iter().map(ToString::to_string).collect::<Vec<_>>(),
+        })
+    };
+    let control_daemons: Vec<Value> = plan
+        .control_daemons
+        .iter()
+        .map(|daemon| {
+            json!({
+                "id": daemon.id,
+                "gpus": daemon.gpus.iter().map(|gpu| &gpu.uuid).collect::<Vec<_>>(),
+                "thread_percentage": daemon.thread_percentage,
+                "multiuser": daemon.multiuser,
+                "pipe_directory": daemon.pipe_directory,
+                "log_directory": daemon.log_directory,
+            })
+        })
+        .collect();
+    json!({ "gpus": plan.gpus.iter().map(gpu).collect::<Vec<_>>(), "control_daemons": control_daemons })
+}

@@ -1,0 +1,347 @@
+//! `yunion-mpsctl bench`: the same work by one CUDA process and by several at once, with MPS and without.
+
+use std::io::{self, IsTerminal, Write};
+
+use clap::Args;
+use serde_json::json;
+use tokio::signal::unix::{self, SignalKind};
+use tokio::task::JoinSet;
+
+use crate::ctl::act::run::{catch, received};
+use crate::ctl::measure::bench_report::{Measured, Results, Row, document, print, slowest};
+use crate::ctl::measure::cuda_client::{Answer, CudaClient, Environment, Request, Work, unexpected};
+use crate::ctl::measure::probe::refuse_to_queue;
+use crate::ctl::published::published_name;
+use crate::ctl::show::table::cell;
+use crate::ctl::{Error, print_json};
+use crate::dbus::proxy::{Client, Object};
+
+/// The blocks of the narrow kernel: as many multiprocessors at most, which leaves room for many beside it.
+const NARROW_BLOCKS: u32 = 4;
+
+/// The blocks of the wide kernel for each multiprocessor: as many threads as it can hold.
+const WIDE_BLOCKS_PER_SM: u32 = 16;
+
+/// How long one kernel runs, about: short, since a process can only leave between two.
+const KERNEL_SECONDS: f64 = 0.02;
+
+/// How many of them one process runs: a second's worth of narrow ones, and half of that of wide ones, whose times add up.
+const NARROW_LAUNCHES: u32 = 50;
+const WIDE_LAUNCHES: u32 = 25;
+
+/// The kernel counts its rounds in an i32.
+const MOST_ROUNDS: u32 = 1 << 30;
+
+/// The kernels that warm a GPU up: its clock rises when there is something to do.
+const WARM_UP_LAUNCHES: u32 = 5;
+
+/// How often each step of the search for a kernel's length is measured.
+const CALIBRATION_RUNS: u32 = 3;
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct Arguments {
+    /// How many processes at most
+    #[arg(short = 'n', long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u32).range(1..=60))]
+    processes: u32,
+    /// Slices of one GPU, which the processes take in turn; a GPU's address or UUID stands for all of its slices. May be
+    /// repeated. Without it: all slices of the first healthy GPU
+    #[arg(long, value_name = "NAME")]
+    device: Vec<String>,
+    /// Runs even if the GPU has other clients, which it slows down
+    #[arg(long)]
+    beside_clients: bool,
+    /// Everything, as one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+pub(in crate::ctl) async fn bench(
+    client: &Client,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<u8, Error> {
+    let devices = client.devices().await?;
+    let slices = slices(&arguments.device, &devices)?;
+    let Some(first) = slices.first() else {
+        return Err(Error::Failed("there is no healthy device; see: yunion-mpsctl status".to_owned()));
+    };
+    if !arguments.beside_clients {
+        refuse_beside(&client.clients().await?, first)?;
+    }
+    refuse_to_queue(client, first).await?;
+    let mut environments = Vec::new();
+    for slice in &slices {
+        environments.push(Environment::of_slice(&client.container_config(&[cell(slice, "addr")]).await?));
+    }
+    let why_not = why_not_without_mps(first);
+    let mut bench = Bench {
+        alone: environments.iter().map(Environment::without_mps).collect(),
+        environments,
+        compares: why_not.is_none(),
+        counts: counts(arguments.processes),
+        running: Vec::new(),
+    };
+    let mut signals = Signals::catch()?;
+    let ended = tokio::select! {
+        measured = bench.measure() => measured.map(Ok),
+        signal = signals.next() => Ok(Err(signal)),
+    };
+    // Also after an error: one process that can't go on must not leave the others at work.
+    bench.stop().await;
+    progress("");
+    let result = match ended? {
+        Ok(result) => result,
+        Err(signal) => return Ok(128 + signal),
+    };
+    if arguments.json {
+        print_json(out, &document(&slices, why_not.as_deref(), &result))?;
+    } else {
+        print(out, &slices, why_not.as_deref(), &result)?;
+    }
+    out.flush()?;
+    Ok(0)
+}
+
+/// The slices to use, all of one GPU.
+fn slices<'a>(names: &[String], devices: &'a [Object]) -> Result<Vec<&'a Object>, Error> {
+    let gpu = |device: &Object| device.get("device_path").cloned();
+    let healthy = |device: &&Object| device.get("healthy") == Some(&json!(true));
+    if names.is_empty() {
+        let first = devices.iter().find(healthy).and_then(gpu);
+        return Ok(devices.iter().filter(|device| first.is_some() && gpu(device) == first).collect());
+    }
+    let mut chosen: Vec<&Object> = Vec::new();
+    for name in names {
+        let published = published_name(name, devices);
+        let keys = ["addr", "base_addr", "device_path"];
+        let called = |device: &&Object| keys.iter().any(|key| device.get(*key) == Some(&json!(published)));
+        let before = chosen.len();
+        chosen.extend(devices.iter().filter(called));
+        if chosen.len() == before {
+            return Err(Error::Failed(format!("there is no device {name}; see: yunion-mpsctl list")));
+        }
+    }
+    if let Some(ill) = chosen.iter().find(|device| !healthy(device)) {
+        let (name, health) = (cell(ill, "addr"), crate::ctl::show::table::health(ill));
+        return Err(Error::Failed(format!("{name} is {health}")));
+    }
+    match chosen.first().map(|first| gpu(first)) {
+        Some(first) if chosen.iter().any(|device| gpu(device) != first) => {
+            Err(Error::Failed("these devices are of several GPUs; name those of one".to_owned()))
+        }
+        _ => Ok(chosen),
+    }
+}
+
+/// Tenants come first.
+fn refuse_beside(clients: &[Object], device: &Object) -> Result<(), Error> {
+    let here = |other: &&Object| other.get("gpu").is_some() && other.get("gpu") == device.get("device_path");
+    let named: Vec<String> = clients
+        .iter()
+        .filter(here)
+        .map(|other| match cell(other, "device") {
+            device if device == "-" => format!("{} ({})", cell(other, "pid"), cell(other, "command")),
+            device => format!("{} ({}, {device})", cell(other, "pid"), cell(other, "command")),
+        })
+        .collect();
+    if named.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Failed(format!(
+        "the GPU is in use by {}; that work would be slowed down, and the numbers would be wrong. Take another GPU, or \
+         add --beside-clients",
+        named.join(", ")
+    )))
+}
+
+/// Why a process without MPS can't be had on that GPU.
+fn why_not_without_mps(device: &Object) -> Option<String> {
+    let mode = cell(device, "compute_mode");
+    (mode != "Default").then(|| {
+        format!(
+            "Not measured without MPS: the compute mode is {mode}, in which only the MPS server may use the GPU. To \
+             compare, serve it with cuda_mps_set_compute_mode: false in compute mode Default."
+        )
+    })
+}
+
+/// 1, 2, 4, ... and the last one.
+fn counts(most: u32) -> Vec<u32> {
+    let mut counts: Vec<u32> = std::iter::successors(Some(1u32), |count| count.checked_mul(2))
+        .take_while(|count| *count < most)
+        .collect();
+    counts.push(most);
+    counts
+}
+
+struct Bench {
+    /// Of the slices: the processes take them in turn.
+    environments: Vec<Environment>,
+    /// The same without MPS.
+    alone: Vec<Environment>,
+    /// Whether processes without MPS can run as well.
+    compares: bool,
+    counts: Vec<u32>,
+    /// The processes at work.
+    running: Vec<CudaClient>,
+}
+
+impl Bench {
+    async fn measure(&mut self) -> Result<Results, Error> {
+        progress("looking at the GPU");
+        self.start(1, false)?;
+        let all_sms = match self.ask(Request::Count).await?.as_slice() {
+            [Answer::Counted(sms)] => *sms,
+            answers => return Err(unexpected(answers)),
+        };
+        self.stop().await;
+        let wide_blocks = all_sms.max(1) * WIDE_BLOCKS_PER_SM;
+        let mut kernels = Vec::new();
+        for (kernel, blocks, launches) in
+            [("narrow", NARROW_BLOCKS, NARROW_LAUNCHES), ("wide", wide_blocks, WIDE_LAUNCHES)]
+        {
+            progress(&format!("{kernel} kernel: how many rounds it needs"));
+            let work = self.calibrate(blocks, launches).await?;
+            let mut rows = Vec::new();
+            for processes in self.counts.clone() {
+                progress(&format!("{kernel} kernel, processes: {processes}, with MPS"));
+                let with_mps = self.time(processes, work, true).await?;
+                let without_mps = if self.compares {
+                    progress(&format!("{kernel} kernel, processes: {processes}, without MPS"));
+                    Some(self.time(processes, work, false).await?)
+                } else {
+                    None
+                };
+                rows.push(Row { processes, with_mps, without_mps });
+            }
+            kernels.push(Measured { kernel, work, rows });
+        }
+        Ok(Results { all_sms, kernels })
+    }
+
+    /// Finds the rounds that make a kernel as long as it should be, for one client of a slice.
+    async fn calibrate(&mut self, blocks: u32, launches: u32) -> Result<Work, Error> {
+        self.start(1, true)?;
+        let mut work = Work { blocks, rounds: 1000, launches: 1 };
+        while self.fastest(work).await? < KERNEL_SECONDS / 4.0 && work.rounds < MOST_ROUNDS / 4 {
+            work.rounds *= 4;
+        }
+        work.launches = WARM_UP_LAUNCHES;
+        // Twice: the GPU's clock has risen by then.
+        for _ in 0..2 {
+            work.rounds = scaled(work.rounds, KERNEL_SECONDS / self.fastest(work).await?);
+        }
+        self.stop().await;
+        Ok(Work { launches, ..work })
+    }
+
+    /// The seconds that one kernel takes. The fastest of a few: the host may be busy with other things for a moment.
+    async fn fastest(&mut self, work: Work) -> Result<f64, Error> {
+        let mut fastest = f64::INFINITY;
+        for _ in 0..CALIBRATION_RUNS {
+            fastest = fastest.min(slowest(&self.run(work).await?) / f64::from(work.launches));
+        }
+        Ok(fastest)
+    }
+
+    /// The seconds that each of so many processes takes for that work. The clock runs from the moment that all are
+    /// ready, each with its context, its kernel and a warm GPU.
+    async fn time(&mut self, processes: u32, work: Work, with_mps: bool) -> Result<Vec<f64>, Error> {
+        self.start(processes, with_mps)?;
+        self.run(Work { launches: WARM_UP_LAUNCHES, ..work }).await?;
+        let seconds = self.run(work).await?;
+        self.stop().await;
+        Ok(seconds)
+    }
+
+    fn start(&mut self, processes: u32, with_mps: bool) -> Result<(), Error> {
+        let environments = if with_mps { &self.environments } else { &self.alone };
+        for (environment, _) in environments.iter().cycle().zip(0..processes) {
+            self.running.push(CudaClient::start(environment)?);
+        }
+        Ok(())
+    }
+
+    async fn run(&mut self, work: Work) -> Result<Vec<f64>, Error> {
+        let answers = self.ask(Request::Run(work)).await?;
+        let seconds = answers.iter().map(|answer| match answer {
+            Answer::Ran(seconds) => Ok(*seconds),
+            other => Err(unexpected(std::slice::from_ref(other))),
+        });
+        seconds.collect()
+    }
+
+    /// Tells all of them, and waits for all answers.
+    async fn ask(&mut self, request: Request) -> Result<Vec<Answer>, Error> {
+        for process in &mut self.running {
+            process.tell(request).await?;
+        }
+        let mut answers = Vec::new();
+        for process in &mut self.running {
+            answers.push(process.answer().await?);
+        }
+        Ok(answers)
+    }
+
+    /// Waits until all of them have left.
+    async fn stop(&mut self) {
+        let mut leaving = JoinSet::new();
+        for process in self.running.drain(..) {
+            leaving.spawn(process.leave());
+        }
+        leaving.join_all().await;
+    }
+}
+
+/// A number of rounds times a factor.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a conversion from f64 saturates"
+)]
+fn scaled(rounds: u32, factor: f64) -> u32 {
+    ((f64::from(rounds) * factor) as u32).clamp(1, MOST_ROUNDS)
+}
+
+/// The signals that end a bench.
+struct Signals([Option<unix::Signal>; 4]);
+
+impl Signals {
+    fn catch() -> Result<Self, Error> {
+        let kinds =
+            [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup(), SignalKind::quit()];
+        let [interrupt, terminate, hangup, quit] = kinds.map(catch);
+        Ok(Self([interrupt?, terminate?, hangup?, quit?]))
+    }
+
+    /// The number of the next one.
+    async fn next(&mut self) -> u8 {
+        let [interrupt, terminate, hangup, quit] = &mut self.0;
+        tokio::select! {
+            () = received(interrupt) => 2,
+            () = received(terminate) => 15,
+            () = received(hangup) => 1,
+            () = received(quit) => 3,
+        }
+    }
+}
+
+/// Says on a terminal what is being done; nothing, in the end.
+fn progress(text: &str) {
+    let mut err = io::stderr();
+    if err.is_terminal() {
+        let _ = write!(err, "\r\u{1b}[K{text}").and_then(|()| err.flush());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_power_of_two_and_the_last() {
+        assert_eq!(counts(1), [1]);
+        assert_eq!(counts(6), [1, 2, 4, 6]);
+        assert_eq!(counts(8), [1, 2, 4, 8]);
+    }
+}

@@ -1,0 +1,288 @@
+//! A CUDA client of ours: this program started again, in the environment of a slice. What it does on the GPU it is told
+//! line by line on its stdin, and it answers on its stdout. At the end of its stdin it leaves, between two kernels:
+//! however its parent ends, its neighbours are safe.
+
+use crate::host::proc;
+use std::ffi::OsString;
+use std::io::{self, BufRead, Write};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+use tokio::time::timeout;
+
+use crate::ctl::Error;
+use crate::cuda::{self, Gpu, Kernel};
+use crate::dbus::proxy::{Client, ContainerAnswer};
+
+/// The first argument of the process that becomes a CUDA client.
+const BECOME: &str = "become-cuda-client";
+
+/// A pipe directory that isn't there, and that nobody but root could make: what listens in it is nothing.
+const NOWHERE: &str = "/nonexistent";
+
+/// How long an answer may take. A kernel of ours takes milliseconds; a server that has to start, seconds.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
+
+/// How long a client may take to leave.
+const LEAVE_DEADLINE: Duration = Duration::from_secs(5);
+
+/// What a client is told.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(in crate::ctl) enum Request {
+    /// Count the multiprocessors, without a context.
+    Count,
+    /// Open a context and say what it sees.
+    Look,
+    /// Allocate until it is refused or has this much, and give it back.
+    Allocate {
+        /// In MiB.
+        most: u64,
+    },
+    /// Run the kernel so many times.
+    Run(Work),
+}
+
+/// Work for a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::ctl) struct Work {
+    /// Blocks of the kernel's grid.
+    pub(in crate::ctl) blocks: u32,
+    /// Rounds in every thread.
+    pub(in crate::ctl) rounds: u32,
+    /// Kernels, one after the other.
+    pub(in crate::ctl) launches: u32,
+}
+
+/// What a client answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(in crate::ctl) enum Answer {
+    /// Multiprocessors.
+    Counted(u32),
+    /// What it sees in its context, memory in MiB.
+    Seen { sms: u32, memory_free: u64, memory_total: u64 },
+    /// What it got, in MiB.
+    Allocated(u64),
+    /// From the first launch to the end of the last kernel, in seconds.
+    Ran(f64),
+    /// Why it can't.
+    Failed(String),
+}
+
+/// The environment of a client.
+#[derive(Debug, Clone)]
+pub(in crate::ctl) struct Environment(Vec<(String, String)>);
+
+impl Environment {
+    /// What the daemon answers for a slice: that of `yunion-mpsctl run`.
+    pub(in crate::ctl) fn of_slice(answer: &ContainerAnswer) -> Self {
+        Self(crate::ctl::show::env::host_environment(answer))
+    }
+
+    /// The same without the limits: what holds then is what the control daemon enforces.
+    pub(in crate::ctl) fn without_limits(&self) -> Self {
+        let kept = ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"];
+        Self(self.0.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect())
+    }
+
+    /// The same GPU with no control daemon.
+    pub(in crate::ctl) fn without_mps(&self) -> Self {
+        let mut environment = self.without_limits();
+        for (name, value) in &mut environment.0 {
+            if name == "CUDA_MPS_PIPE_DIRECTORY" {
+                NOWHERE.clone_into(value);
+            }
+        }
+        environment
+    }
+}
+
+/// A client that runs. Dropped, it leaves by itself.
+#[derive(Debug)]
+pub(in crate::ctl) struct CudaClient {
+    child: Child,
+    requests: ChildStdin,
+    answers: Lines<BufReader<ChildStdout>>,
+}
+
+impl CudaClient {
+    /// Starts one. It does nothing on a GPU until it is told to.
+    pub(in crate::ctl) fn start(environment: &Environment) -> Result<Self, Error> {
+        let mut command = Command::new(proc::OWN_PROGRAM);
+        // The caller's own settings of this kind would make it another client than the one asked for.
+        let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
+        for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
+            command.env_remove(name);
+        }
+        let mut child = command
+            .arg(BECOME)
+            .envs(environment.0.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            // Ctrl-C is for us: a signal alone, in the middle of a kernel, would be a fault for its neighbours.
+            .process_group(0)
+            .spawn()
+            .map_err(Error::Start)?;
+        let (Some(requests), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(Error::Failed("a CUDA process has no pipes".to_owned()));
+        };
+        Ok(Self { child, requests, answers: BufReader::new(answers).lines() })
+    }
+
+    /// Tells it something; the answer is to be fetched.
+    pub(in crate::ctl) async fn tell(&mut self, request: Request) -> Result<(), Error> {
+        let mut line = serde_json::to_vec(&request)?;
+        line.push(b'\n');
+        // One that has ended says why in its answer.
+        let _ = self.requests.write_all(&line).await;
+        Ok(())
+    }
+
+    /// What it answers.
+    pub(in crate::ctl) async fn answer(&mut self) -> Result<Answer, Error> {
+        let seconds = ANSWER_DEADLINE.as_secs();
+        let line = match timeout(ANSWER_DEADLINE, self.answers.next_line()).await {
+            Ok(Ok(Some(line))) => line,
+            Ok(Ok(None)) => return Err(Error::Failed(format!("a CUDA process {}", self.ending().await))),
+            Ok(Err(error)) => return Err(Error::Failed(format!("a CUDA process: {error}"))),
+            Err(_) => return Err(Error::Failed(format!("no answer of a CUDA process within {seconds} s"))),
+        };
+        match serde_json::from_str(&line) {
+            Ok(Answer::Failed(text)) => Err(Error::Failed(format!("a CUDA process: {text}"))),
+            Ok(answer) => Ok(answer),
+            Err(_) => Err(Error::Failed(format!("a CUDA process said {line:?}"))),
+        }
+    }
+
+    pub(in crate::ctl) async fn ask(&mut self, request: Request) -> Result<Answer, Error> {
+        self.tell(request).await?;
+        self.answer().await
+    }
+
+    async fn ending(&mut self) -> String {
+        match timeout(LEAVE_DEADLINE, self.child.wait()).await {
+            Ok(Ok(status)) => format!("ended without an answer: {status}"),
+            _ => "closed its end of the pipe".to_owned(),
+        }
+    }
+
+    /// Waits until it has left. One that doesn't leave by itself has its GPU work ended before it is killed.
+    pub(in crate::ctl) async fn leave(self) {
+        let Self { mut child, requests, answers } = self;
+        let pid = child.id();
+        drop((requests, answers));
+        if timeout(LEAVE_DEADLINE, child.wait()).await.is_ok() {
+            return;
+        }
+        let terminate = async {
+            let client = Client::connect().await?;
+            client.terminate_client(pid.unwrap_or_default()).await
+        };
+        let _ = timeout(LEAVE_DEADLINE, terminate).await;
+        // One that hangs in the driver does not end by that either.
+        let _ = timeout(LEAVE_DEADLINE, child.kill()).await;
+    }
+}
+
+/// If the arguments (the first one is the program's name) ask for it, this process is a CUDA client until the end of its
+/// stdin. What is returned is its exit status.
+pub(in crate::ctl) fn become_cuda_client(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
+    let [_, ask] = arguments else { return None };
+    if ask != BECOME {
+        return None;
+    }
+    cuda::exit_with_message_on_panic(|out, text| {
+        let _ = say(out, &Answer::Failed(text.to_owned()));
+    });
+    let left = Arc::new(AtomicBool::new(false));
+    let requests = requests(Arc::clone(&left));
+    let mut member = Member { gpu: None, kernel: None, left };
+    for request in requests {
+        let answer = member.carry_out(request).unwrap_or_else(|error| Answer::Failed(error.to_string()));
+        if say(out, &answer).is_err() {
+            break;
+        }
+    }
+    Some(0)
+}
+
+fn say(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
+    serde_json::to_writer(&mut *out, answer)?;
+    writeln!(out)?;
+    out.flush()
+}
+
+/// The lines of stdin as they come; `left` is set at their end, while the last one may still be carried out.
+fn requests(left: Arc<AtomicBool>) -> mpsc::Receiver<Request> {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        for line in io::stdin().lock().lines().map_while(Result::ok) {
+            let Ok(request) = serde_json::from_str(&line) else { break };
+            if sender.send(request).is_err() {
+                break;
+            }
+        }
+        left.store(true, Ordering::Relaxed);
+    });
+    receiver
+}
+
+/// The CUDA client's own state.
+struct Member {
+    // The kernel before its context.
+    kernel: Option<Kernel>,
+    gpu: Option<Gpu>,
+    left: Arc<AtomicBool>,
+}
+
+impl Member {
+    fn carry_out(&mut self, request: Request) -> Result<Answer, cuda::Error> {
+        Ok(match request {
+            Request::Count => Answer::Counted(cuda::multiprocessors_without_context()?),
+            Request::Look => {
+                let gpu = self.gpu()?;
+                let memory = gpu.memory()?;
+                Answer::Seen {
+                    sms: gpu.multiprocessors()?,
+                    memory_free: memory.free_mib,
+                    memory_total: memory.total_mib,
+                }
+            }
+            Request::Allocate { most } => Answer::Allocated(self.gpu()?.allocate_up_to(most)?),
+            Request::Run(work) => Answer::Ran(self.run(work)?.as_secs_f64()),
+        })
+    }
+
+    fn gpu(&mut self) -> Result<&Gpu, cuda::Error> {
+        match &mut self.gpu {
+            Some(gpu) => Ok(gpu),
+            none => Ok(none.insert(Gpu::open()?)),
+        }
+    }
+
+    fn run(&mut self, work: Work) -> Result<Duration, cuda::Error> {
+        if self.kernel.is_none() {
+            self.kernel = Some(self.gpu()?.kernel()?);
+        }
+        let Some(kernel) = &self.kernel else { return Ok(Duration::ZERO) };
+        let start = Instant::now();
+        for _ in 0..work.launches {
+            if self.left.load(Ordering::Relaxed) {
+                break;
+            }
+            kernel.run(work.blocks, work.rounds)?;
+        }
+        Ok(start.elapsed())
+    }
+}
+
+/// Answers that are none to what was asked: it can only be a mistake of ours.
+pub(in crate::ctl) fn unexpected(answers: &[Answer]) -> Error {
+    Error::Failed(format!("CUDA processes answered {answers:?}"))
+}

@@ -1,0 +1,405 @@
+//! `yunion-mpsctl probe`: what a slice promises, beside what a CUDA client of it really gets.
+
+use std::io::Write;
+
+use clap::Args;
+use serde_json::{Value, json};
+
+use crate::counted::counted;
+use crate::ctl::measure::cuda_client::{Answer, CudaClient, Environment, Request, unexpected};
+use crate::ctl::published::{number, text, texts};
+use crate::ctl::show::table::{cell, health, printable, table};
+use crate::ctl::{Error, FAILED, print_json};
+use crate::dbus::proxy::{Client, Object};
+
+/// How many multiprocessors more or less than the percentage gives are none of our business: GPUs hand them out in pairs.
+const SMS_TOLERANCE: u32 = 2;
+
+/// What a context takes of the memory limit, at most, in MiB: this much, and this much for each multiprocessor. Measured
+/// on an H200 were 28 and 3.7.
+const CONTEXT_MIB: u64 = 128;
+const CONTEXT_MIB_PER_SM: u64 = 6;
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct Arguments {
+    /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Without one: the first
+    /// slice of every GPU, whose other slices have the same limits and the same server
+    #[arg(value_name = "DEVICE")]
+    device: Option<String>,
+    /// Allocates memory even if the GPU has other clients, whose own allocations may fail in that moment
+    #[arg(long)]
+    beside_clients: bool,
+    /// Everything, as a JSON array
+    #[arg(long)]
+    json: bool,
+}
+
+pub(in crate::ctl) async fn probe(
+    client: &Client,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<u8, Error> {
+    let devices = client.devices().await?;
+    let chosen: Vec<&Object> = match &arguments.device {
+        Some(name) => vec![named(client, name, &devices).await?],
+        None => devices.iter().filter(|device| device.get("ordinal") == Some(&json!(0))).collect(),
+    };
+    if chosen.is_empty() {
+        return Err(Error::Failed("there is no device to probe; see: yunion-mpsctl status".to_owned()));
+    }
+    let clients = client.clients().await?;
+    let mut reports = Vec::new();
+    for device in chosen {
+        let mut report = Report::new(device, &devices);
+        report.clients = clients.iter().filter(|other| same(other, "gpu", device, "device_path")).count();
+        // One that was named is tried in any case.
+        if arguments.device.is_none() && device.get("healthy") != Some(&json!(true)) {
+            report.error = Some(format!("{}; name it to have it probed all the same", health(device)));
+        } else if let Err(error) = report.fill(client, arguments.beside_clients).await {
+            report.error = Some(error.to_string());
+        }
+        if !arguments.json {
+            report.print(out)?;
+            out.flush()?;
+        }
+        reports.push(report);
+    }
+    if arguments.json {
+        print_json(out, &reports.iter().map(Report::document).collect::<Vec<_>>())?;
+        out.flush()?;
+    }
+    Ok(if reports.iter().all(Report::matches) { 0 } else { FAILED })
+}
+
+/// The slice that the daemon knows by that name.
+async fn named<'a>(client: &Client, name: &str, devices: &'a [Object]) -> Result<&'a Object, Error> {
+    let answer = client.container_config(&[name.to_owned()]).await?;
+    let slice = answer.environment.iter().find(|(name, _)| name == "YUNION_MPS_DEVICE");
+    let slice = slice.map(|(_, slice)| slice.as_str()).unwrap_or_default();
+    let device = devices.iter().find(|device| device.get("addr").and_then(Value::as_str) == Some(slice));
+    device.ok_or_else(|| Error::Failed(format!("device {slice} has gone")))
+}
+
+/// A control daemon that knows no multi-user mode serves one user, until the last client of that one has ended. To be
+/// another user's client is to wait for that, which can be weeks.
+pub(in crate::ctl) async fn refuse_to_queue(client: &Client, device: &Object) -> Result<(), Error> {
+    let gpu = text(device, "device_path");
+    let daemons = client.control_daemons().await?;
+    let serves = |daemon: &&Object| texts(daemon, "gpus").iter().any(|other| other == gpu);
+    let Some(daemon) = daemons.iter().find(serves) else { return Ok(()) };
+    if daemon.get("multiuser") != Some(&json!(false)) {
+        return Ok(());
+    }
+    let gpus = texts(daemon, "gpus");
+    let us = u64::from(rustix::process::geteuid().as_raw());
+    let clients = client.clients().await?;
+    let other = clients.iter().find(|one| {
+        one.get("bypass") != Some(&json!(true))
+            && gpus.iter().any(|gpu| gpu == text(one, "gpu"))
+            && number(one, "uid").is_some_and(|uid| uid != us)
+    });
+    let Some(other) = other else { return Ok(()) };
+    let (user, pid) = (cell(other, "user"), cell(other, "pid"));
+    Err(Error::Failed(format!(
+        "its control daemon serves user {user} (PID {pid}), and nobody else until the clients of that user have ended: \
+         try again then, or as that user"
+    )))
+}
+
+fn same(one: &Object, one_key: &str, other: &Object, other_key: &str) -> bool {
+    one.get(one_key).is_some_and(|value| Some(value) == other.get(other_key))
+}
+
+/// Limits, of a slice or of a control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Limits {
+    thread_percentage: u32,
+    /// In MiB; none where the daemon couldn't learn the GPU's memory.
+    memory: Option<u64>,
+}
+
+impl Limits {
+    fn of(device: &Object) -> Self {
+        let number = |key| device.get(key).and_then(Value::as_u64);
+        let percentage = number("mps_thread_percentage").and_then(|percentage| percentage.try_into().ok());
+        Self { thread_percentage: percentage.unwrap_or(100), memory: number("mps_memory_limit") }
+    }
+
+    /// The multiprocessors of `all` that the percentage is worth: whole pairs.
+    fn sms(self, all: u32) -> u32 {
+        (all * self.thread_percentage / 100 / 2 * 2).max(2)
+    }
+}
+
+/// What a client got, memory in MiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Seen {
+    sms: u32,
+    memory_free: u64,
+    memory_total: u64,
+    /// None where it wasn't tried.
+    allocated: Option<u64>,
+}
+
+/// All that is found out about one slice.
+struct Report<'a> {
+    device: &'a Object,
+    enforced: bool,
+    slice: Limits,
+    /// A control daemon's own limits are those of the largest of its slices.
+    control_daemon: Limits,
+    clients: usize,
+    all_sms: Option<u32>,
+    as_slice: Option<Seen>,
+    without_limits: Option<Seen>,
+    mismatches: Vec<String>,
+    /// Why not all of it could be found out.
+    error: Option<String>,
+}
+
+impl<'a> Report<'a> {
+    fn new(device: &'a Object, devices: &[Object]) -> Self {
+        let served_with =
+            devices.iter().filter(|other| same(other, "pipe_directory", device, "pipe_directory"));
+        let all: Vec<Limits> = served_with.map(Limits::of).collect();
+        let slice = Limits::of(device);
+        Self {
+            device,
+            enforced: device.get("limits_enforced") == Some(&json!(true)),
+            slice,
+            control_daemon: Limits {
+                thread_percentage: all
+                    .iter()
+                    .map(|limits| limits.thread_percentage)
+                    .max()
+                    .unwrap_or(slice.thread_percentage),
+                memory: all.iter().filter_map(|limits| limits.memory).max(),
+            },
+            clients: 0,
+            all_sms: None,
+            as_slice: None,
+            without_limits: None,
+            mismatches: Vec::new(),
+            error: None,
+        }
+    }
+
+    async fn fill(&mut self, client: &Client, beside_clients: bool) -> Result<(), Error> {
+        refuse_to_queue(client, self.device).await?;
+        let name = cell(self.device, "addr");
+        let environment = Environment::of_slice(&client.container_config(&[name]).await?);
+        let all = count(&environment.without_mps()).await?;
+        self.all_sms = Some(all);
+        let allocate = self.clients == 0 || beside_clients;
+        let most = |limits: Limits| limits.memory.filter(|_| allocate && self.enforced);
+        let as_slice = look(&environment, most(self.slice)).await?;
+        // A client's environment can only tighten: limits that somebody has loosened show without it alone.
+        let without_limits = look(&environment.without_limits(), most(self.control_daemon)).await?;
+        self.as_slice = Some(as_slice);
+        self.without_limits = Some(without_limits);
+        if self.enforced {
+            self.mismatches.extend(differences("a client of this slice", self.slice, as_slice, all));
+            let who = "a client that brings no limits of its own";
+            self.mismatches.extend(differences(who, self.control_daemon, without_limits, all));
+        }
+        Ok(())
+    }
+
+    fn matches(&self) -> bool {
+        self.mismatches.is_empty() && self.error.is_none()
+    }
+
+    fn document(&self) -> Value {
+        let limits = |limits: Limits| {
+            json!({
+                "thread_percentage": limits.thread_percentage,
+                "sms": self.all_sms.map(|all| limits.sms(all)),
+                "memory_limit": limits.memory,
+            })
+        };
+        let seen = |seen: Option<Seen>| {
+            seen.map(|seen| {
+                json!({
+                    "sms": seen.sms,
+                    "memory_free": seen.memory_free,
+                    "memory_total": seen.memory_total,
+                    "memory_allocated": seen.allocated,
+                })
+            })
+        };
+        json!({
+            "addr": self.device.get("addr"),
+            "device_path": self.device.get("device_path"),
+            "model": self.device.get("model"),
+            "limits_enforced": self.enforced,
+            "sms": self.all_sms,
+            "clients": self.clients,
+            "slice": {"promised": limits(self.slice), "found": seen(self.as_slice)},
+            "control_daemon": {"promised": limits(self.control_daemon), "found": seen(self.without_limits)},
+            "mismatches": self.mismatches,
+            "error": self.error,
+            "matches": self.matches(),
+        })
+    }
+
+    fn print(&self, out: &mut dyn Write) -> Result<(), Error> {
+        let text = |key| cell(self.device, key);
+        writeln!(out, "{} on {} {}", text("addr"), text("model"), text("device_path"))?;
+        if let (Some(all), Some(as_slice), Some(without_limits)) =
+            (self.all_sms, self.as_slice, self.without_limits)
+        {
+            let mut table = table(&["Client", "", "SMs", "Memory limit", "free", "total", "allocated"]);
+            let mib = |mib: Option<u64>| mib.map_or_else(|| "-".to_owned(), |mib| format!("{mib} MiB"));
+            for (client, limits, seen) in [
+                ("with this slice's environment", self.slice, as_slice),
+                ("without limits of its own", self.control_daemon, without_limits),
+            ] {
+                let promised = format!("{} ({} % of {all})", limits.sms(all), limits.thread_percentage);
+                let none = || "-".to_owned();
+                table.add_row([
+                    client.to_owned(),
+                    "promised".to_owned(),
+                    promised,
+                    mib(limits.memory),
+                    none(),
+                    none(),
+                    none(),
+                ]);
+                table.add_row([
+                    String::new(),
+                    "found".to_owned(),
+                    seen.sms.to_string(),
+                    none(),
+                    mib(Some(seen.memory_free)),
+                    mib(Some(seen.memory_total)),
+                    mib(seen.allocated),
+                ]);
+            }
+            writeln!(out, "{table}")?;
+            if !self.enforced {
+                writeln!(out, "This GPU enforces no limits (before Volta), so there is nothing to compare.")?;
+            } else if as_slice.allocated.is_none() && self.slice.memory.is_some() {
+                let clients = counted(self.clients, "other client");
+                writeln!(out, "Nothing was allocated: the GPU has {clients} (see --beside-clients).")?;
+            }
+        }
+        for mismatch in &self.mismatches {
+            writeln!(out, "MISMATCH: {mismatch}")?;
+        }
+        if let Some(error) = &self.error {
+            writeln!(out, "NOT PROBED: {}", printable(error))?;
+        } else if self.matches() && self.enforced {
+            writeln!(out, "What is promised is what a client gets.")?;
+        }
+        writeln!(out)?;
+        Ok(())
+    }
+}
+
+async fn count(environment: &Environment) -> Result<u32, Error> {
+    let mut process = CudaClient::start(environment)?;
+    let answer = process.ask(Request::Count).await;
+    process.leave().await;
+    match answer? {
+        Answer::Counted(sms) => Ok(sms),
+        other => Err(unexpected(&[other])),
+    }
+}
+
+/// What a client in that environment sees, and gets when it allocates up to `most` MiB.
+async fn look(environment: &Environment, most: Option<u64>) -> Result<Seen, Error> {
+    let mut process = CudaClient::start(environment)?;
+    let seen = ask(&mut process, most).await;
+    process.leave().await;
+    seen
+}
+
+async fn ask(process: &mut CudaClient, most: Option<u64>) -> Result<Seen, Error> {
+    let mut seen = match process.ask(Request::Look).await? {
+        Answer::Seen { sms, memory_free, memory_total } => {
+            Seen { sms, memory_free, memory_total, allocated: None }
+        }
+        other => return Err(unexpected(&[other])),
+    };
+    if let Some(most) = most {
+        seen.allocated = match process.ask(Request::Allocate { most }).await? {
+            Answer::Allocated(mib) => Some(mib),
+            other => return Err(unexpected(&[other])),
+        };
+    }
+    Ok(seen)
+}
+
+/// In which ways a client has not what the limits promise, on a GPU with that many multiprocessors.
+fn differences(who: &str, limits: Limits, seen: Seen, all: u32) -> Vec<String> {
+    let mut differences = Vec::new();
+    let (sms, percentage) = (limits.sms(all), limits.thread_percentage);
+    if seen.sms.abs_diff(sms) > SMS_TOLERANCE {
+        let found = seen.sms;
+        differences.push(format!("{who} has {found} SMs instead of {sms} ({percentage} % of {all})"));
+    }
+    // A limit that the GPU itself is smaller than can't be seen.
+    let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
+    let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
+    let least = limit.saturating_sub(context);
+    // A context counts against the limit too: under it nobody gets all of it.
+    if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
+        let free = seen.memory_free;
+        differences.push(format!(
+            "{who} has {free} MiB of memory free: the limit of {limit} MiB is not in force, or a looser one is"
+        ));
+    } else if let Some(got) = [Some(seen.memory_free), seen.allocated].into_iter().flatten().min()
+        && got < least
+    {
+        differences.push(format!(
+            "{who} gets {got} MiB of memory under a limit of {limit} MiB, at least {least} would be right: a lower \
+             limit is in force, or others hold the memory"
+        ));
+    }
+    differences
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const QUARTER: Limits = Limits { thread_percentage: 25, memory: Some(35942) };
+    const MEASURED: Seen =
+        Seen { sms: 32, memory_free: 35797, memory_total: 143_155, allocated: Some(35796) };
+
+    #[test]
+    fn percentages_are_worth_whole_pairs() {
+        let sms = |thread_percentage, all| Limits { thread_percentage, memory: None }.sms(all);
+        assert_eq!([10, 25, 50, 100].map(|percentage| sms(percentage, 132)), [12, 32, 66, 132]);
+        assert_eq!(sms(1, 132), 2);
+    }
+
+    #[test]
+    fn what_was_measured_is_what_is_promised() {
+        assert_eq!(differences("it", QUARTER, MEASURED, 132), [""; 0]);
+        assert_eq!(differences("it", QUARTER, Seen { allocated: None, ..MEASURED }, 132), [""; 0]);
+        // One slice that is the whole GPU: NVML counts a little more than CUDA.
+        let whole = Limits { thread_percentage: 100, memory: Some(143_771) };
+        let seen = Seen { sms: 132, memory_free: 142_629, allocated: Some(142_629), ..MEASURED };
+        assert_eq!(differences("it", whole, seen, 132), [""; 0]);
+    }
+
+    #[test]
+    fn another_limit_is_a_difference() {
+        for (seen, expected) in [
+            (Seen { sms: 66, ..MEASURED }, "it has 66 SMs instead of 32 (25 % of 132)"),
+            (Seen { sms: 12, ..MEASURED }, "it has 12 SMs instead of 32 (25 % of 132)"),
+            (
+                Seen { memory_free: 71614, allocated: Some(35942), ..MEASURED },
+                "it has 71614 MiB of memory free: the limit of 35942 MiB is not in force, or a looser one is",
+            ),
+            (
+                Seen { allocated: Some(20000), ..MEASURED },
+                "it gets 20000 MiB of memory under a limit of 35942 MiB, at least 35622 would be right: a lower \
+                 limit is in force, or others hold the memory",
+            ),
+        ] {
+            assert_eq!(differences("it", QUARTER, seen, 132), [expected]);
+        }
+    }
+}

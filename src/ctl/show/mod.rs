@@ -1,0 +1,9 @@
+//! Subcommands that show what the service publishes.
+
+pub(super) mod clients;
+pub(super) mod env;
+pub(super) mod list;
+pub(super) mod metrics;
+pub(super) mod status;
+pub(super) mod table;
+pub(super) mod time;

@@ -1,0 +1,85 @@
+//! Times for people: the local time of day and how long ago that was. JSON has the exact moment.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use jiff::Timestamp;
+use jiff::tz::TimeZone;
+
+/// The moment so many seconds after 1970, as the bus has most of them.
+pub(in crate::ctl) fn from_seconds(seconds: u64) -> SystemTime {
+    UNIX_EPOCH.checked_add(Duration::from_secs(seconds)).unwrap_or(UNIX_EPOCH)
+}
+
+/// The moment so many microseconds after 1970, as the bus has those of events.
+pub(in crate::ctl) fn from_microseconds(microseconds: u64) -> SystemTime {
+    UNIX_EPOCH.checked_add(Duration::from_micros(microseconds)).unwrap_or(UNIX_EPOCH)
+}
+
+/// `2026-11-21 12:34:56`, in the time zone of TZ or /etc/localtime.
+pub(in crate::ctl) fn local(at: SystemTime) -> String {
+    local_in(at, TimeZone::system())
+}
+
+/// `3 min`: how long ago that was. A moment that lies ahead, since the clock was set back, is now.
+pub(in crate::ctl) fn age(at: SystemTime, now: SystemTime) -> String {
+    span(now.duration_since(at).unwrap_or_default())
+}
+
+/// `2026-11-21 12:34:56 (3 min ago)`.
+pub(in crate::ctl) fn local_and_age(at: SystemTime, now: SystemTime) -> String {
+    format!("{} ({} ago)", local(at), age(at, now))
+}
+
+fn local_in(at: SystemTime, zone: TimeZone) -> String {
+    match Timestamp::try_from(at) {
+        Ok(at) => at.to_zoned(zone).strftime("%Y-%m-%d %H:%M:%S").to_string(),
+        // Beyond the year 9999.
+        Err(_) => "-".to_owned(),
+    }
+}
+
+/// A span of time at a glance.
+pub(in crate::ctl) fn span(time: Duration) -> String {
+    match time.as_secs() {
+        seconds @ 0..60 => format!("{seconds} s"),
+        seconds @ 60..3600 => format!("{} min", seconds / 60),
+        seconds @ 3600..86400 => format!("{} h", seconds / 3600),
+        86400..172_800 => "1 day".to_owned(),
+        seconds => format!("{} days", seconds / 86400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_change_their_unit() {
+        let texts = [0, 59, 60, 3599, 3600, 86399, 86400, 864_000].map(|s| span(Duration::from_secs(s)));
+        assert_eq!(texts, ["0 s", "59 s", "1 min", "59 min", "1 h", "23 h", "1 day", "10 days"]);
+    }
+
+    #[test]
+    fn the_time_of_day_is_the_zones() {
+        let at = from_seconds(1_795_264_496);
+        assert_eq!(local_in(at, TimeZone::UTC), "2026-11-21 12:34:56");
+        let east = TimeZone::posix("CET-1").unwrap();
+        assert_eq!(local_in(at, east), "2026-11-21 13:34:56");
+        assert_eq!(from_microseconds(1_795_264_496_000_000), at);
+    }
+
+    #[test]
+    fn a_moment_that_lies_ahead_is_now() {
+        let now = from_seconds(1_000);
+        assert_eq!(age(from_seconds(2_000), now), "0 s");
+        assert_eq!(age(from_seconds(0), now), "16 min");
+        assert!(local_and_age(from_seconds(0), now).ends_with(" (16 min ago)"));
+    }
+
+    #[test]
+    fn no_number_is_too_large() {
+        assert_eq!(local(from_seconds(u64::MAX)).len(), 19);
+        assert!(!local(from_seconds(1 << 62)).is_empty());
+        assert!(!local(from_microseconds(u64::MAX)).is_empty());
+    }
+}

@@ -1,0 +1,191 @@
+//! Tells the service manager where the service stands: ready, reloading, stopping, the status line, a sign of life.
+//!
+//! A send waits while the service manager does not read its socket. So each send has a thread, the next one waits for it,
+//! and nobody else does: until then the news replace each other.
+
+use std::time::Duration;
+
+use sd_notify::NotifyState;
+use tokio::sync::watch;
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, timeout};
+
+use crate::publish::snapshot::State;
+
+/// How long the last messages may take to be sent.
+const LAST_SEND: Duration = Duration::from_secs(1);
+
+/// Everything that the service manager is to know.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+struct News {
+    /// How many reloads have begun.
+    reloads: u64,
+    /// Whether everything that was asked for is done.
+    ready: bool,
+    stopping: bool,
+    status: String,
+    /// How many signs of life were due.
+    beats: u64,
+}
+
+/// One message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Message {
+    Reloading,
+    Stopping,
+    Status(String),
+    Ready,
+    Watchdog,
+}
+
+impl News {
+    /// The messages for somebody who knows `told`.
+    fn since(&self, told: &Self) -> Vec<Message> {
+        let mut messages = Vec::new();
+        if self.reloads != told.reloads {
+            messages.push(Message::Reloading);
+        }
+        if self.stopping && !told.stopping {
+            messages.push(Message::Stopping);
+        }
+        if self.status != told.status {
+            messages.push(Message::Status(self.status.clone()));
+        }
+        if self.ready && (!told.ready || self.reloads != told.reloads) {
+            messages.push(Message::Ready);
+        }
+        if self.beats != told.beats {
+            messages.push(Message::Watchdog);
+        }
+        messages
+    }
+}
+
+/// The service manager, as far as it is told something. Without one, nothing comes of it.
+#[derive(Debug)]
+pub struct ServiceManager {
+    news: watch::Sender<News>,
+    teller: JoinHandle<()>,
+    watchdog: Option<Watchdog>,
+    state: Option<State>,
+}
+
+/// When the service manager wants the next sign of life.
+#[derive(Debug)]
+struct Watchdog {
+    period: Duration,
+    next: Instant,
+}
+
+impl ServiceManager {
+    /// Nothing has been told yet.
+    pub fn new() -> Self {
+        let (news, heard) = watch::channel(News::default());
+        let period = sd_notify::watchdog_enabled().map(|time| time / 3);
+        let watchdog = period.map(|period| Watchdog { period, next: Instant::now() });
+        Self { news, teller: tokio::spawn(tell(heard)), watchdog, state: None }
+    }
+
+    /// Gives the sign of life that is due, and says when the next one is.
+    pub fn watchdog(&mut self) -> Option<Instant> {
+        let watchdog = self.watchdog.as_mut()?;
+        if Instant::now() >= watchdog.next {
+            watchdog.next = Instant::now() + watchdog.period;
+            self.news.send_modify(|news| news.beats += 1);
+        }
+        Some(watchdog.next)
+    }
+
+    /// The configuration is read again; that is done at the next [`ServiceManager::ready`].
+    pub fn reloading(&self) {
+        self.news.send_modify(|news| {
+            news.reloads += 1;
+            news.ready = false;
+        });
+    }
+
+    /// Everything that was asked for is done.
+    pub fn ready(&self) {
+        self.news.send_if_modified(|news| !std::mem::replace(&mut news.ready, true));
+    }
+
+    /// The service is on its way down.
+    pub fn stopping(&self) {
+        self.news.send_modify(|news| news.stopping = true);
+    }
+
+    /// How the service is. The journal has it too, as urgent as the state is.
+    pub fn status(&mut self, state: State, line: String) {
+        if line == self.news.borrow().status {
+            return;
+        }
+        match state {
+            // Between two states a reason can change several times a second, while something is tried again.
+            _ if self.state == Some(state) => tracing::debug!("{line}"),
+            State::Failed => tracing::error!("{line}"),
+            State::Degraded => tracing::warn!("{line}"),
+            State::Disabled | State::Starting | State::Ready | State::Stopping => tracing::info!("{line}"),
+        }
+        self.state = Some(state);
+        self.news.send_modify(|news| news.status = line);
+    }
+
+    /// Waits until the last message has been sent, if that does not take long.
+    pub async fn end(self) {
+        let Self { news, teller, .. } = self;
+        drop(news);
+        if timeout(LAST_SEND, teller).await.is_err() {
+            tracing::debug!("the service manager does not read what it is told");
+        }
+    }
+}
+
+async fn tell(mut news: watch::Receiver<News>) {
+    let mut told = News::default();
+    while news.changed().await.is_ok() {
+        let new = news.borrow_and_update().clone();
+        for message in new.since(&told) {
+            let sent = spawn_blocking(move || (send(&message), message)).await;
+            if let Ok((Err(error), message)) = sent {
+                tracing::debug!("the service manager is not told {message:?}: {error}");
+            }
+        }
+        told = new;
+    }
+}
+
+fn send(message: &Message) -> std::io::Result<()> {
+    match message {
+        Message::Reloading => {
+            sd_notify::notify(&[NotifyState::Reloading, NotifyState::monotonic_usec_now()?])
+        }
+        Message::Stopping => sd_notify::notify(&[NotifyState::Stopping]),
+        Message::Status(line) => sd_notify::notify(&[NotifyState::Status(line)]),
+        Message::Ready => sd_notify::notify(&[NotifyState::Ready]),
+        Message::Watchdog => sd_notify::notify(&[NotifyState::Watchdog]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn news(reloads: u64, ready: bool, status: &str) -> News {
+        News { reloads, ready, status: status.to_owned(), ..News::default() }
+    }
+
+    #[test]
+    fn news_that_replaced_each_other_are_told_in_their_order() {
+        use Message::{Ready, Reloading, Status, Stopping, Watchdog};
+        let told = news(0, true, "ready");
+        assert_eq!(told.since(&told), []);
+        let reloading = news(1, false, "ready");
+        assert_eq!(reloading.since(&told), [Reloading]);
+        let done = news(1, true, "degraded");
+        assert_eq!(done.since(&reloading), [Status("degraded".to_owned()), Ready]);
+        // The teller was held up in between.
+        assert_eq!(done.since(&told), [Reloading, Status("degraded".to_owned()), Ready]);
+        let last = News { stopping: true, beats: 3, ..news(1, true, "stopping") };
+        assert_eq!(last.since(&done), [Stopping, Status("stopping".to_owned()), Watchdog]);
+    }
+}

@@ -1,0 +1,481 @@
+//! The GPUs of this host, as plain data.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use super::{nvml, pci_ids, sysfs};
+
+/// NVIDIA's PCI vendor number.
+pub const NVIDIA: u16 = 0x10de;
+
+/// A PCI address: numbers, never text, so that `1A` and `1a` are one and `0000:` and nothing too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PciAddress {
+    /// The domain; above 0xffff behind some host bridges.
+    pub domain: u32,
+    /// The bus.
+    pub bus: u8,
+    /// The device, 0 to 31.
+    pub device: u8,
+    /// The function, 0 to 7.
+    pub function: u8,
+}
+
+impl PciAddress {
+    /// The platform's name: the domain left out when it is 0000, lower case. Never contains `-`.
+    pub fn short(&self) -> String {
+        if self.domain == 0 {
+            format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
+        } else {
+            self.to_string()
+        }
+    }
+
+    /// Which of these addresses is meant by this one, written without a domain: itself, in domain 0000, or the only one
+    /// that is the same in another domain. Itself where there is none.
+    ///
+    /// # Errors
+    /// The addresses among which nobody can choose.
+    pub fn in_any_domain(self, all: impl Iterator<Item = Self>) -> Result<Self, Vec<Self>> {
+        let same: Vec<Self> = all.filter(|one| Self { domain: self.domain, ..*one } == self).collect();
+        match same.as_slice() {
+            [] => Ok(self),
+            [one] => Ok(*one),
+            several if several.contains(&self) => Ok(self),
+            _ => Err(same),
+        }
+    }
+
+    /// Whether an address is written without its domain, as `00:06.0`.
+    pub fn is_short(text: &str) -> bool {
+        text.matches(':').count() == 1
+    }
+}
+
+impl fmt::Display for PciAddress {
+    /// The full form, `0000:00:06.0`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:04x}:{:02x}:{:02x}.{:x}", self.domain, self.bus, self.device, self.function)
+    }
+}
+
+/// Text that is no PCI address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a PCI address like 0000:00:06.0 or 00:06.0")]
+pub struct BadPciAddress;
+
+impl FromStr for PciAddress {
+    type Err = BadPciAddress;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let hex = |part: &str, widths: std::ops::RangeInclusive<usize>| {
+            let plain = widths.contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
+            if plain { u32::from_str_radix(part, 16).map_err(|_| BadPciAddress) } else { Err(BadPciAddress) }
+        };
+        let (slot, function) = text.rsplit_once('.').ok_or(BadPciAddress)?;
+        let (bus, device) = slot.rsplit_once(':').ok_or(BadPciAddress)?;
+        let (domain, bus) = match bus.rsplit_once(':') {
+            Some((domain, bus)) => (hex(domain, 4..=8)?, bus),
+            None => (0, bus),
+        };
+        let address = Self {
+            domain,
+            bus: u8::try_from(hex(bus, 2..=2)?).map_err(|_| BadPciAddress)?,
+            device: u8::try_from(hex(device, 2..=2)?).map_err(|_| BadPciAddress)?,
+            function: u8::try_from(hex(function, 1..=1)?).map_err(|_| BadPciAddress)?,
+        };
+        if address.device > 0x1f || address.function > 7 { Err(BadPciAddress) } else { Ok(address) }
+    }
+}
+
+/// What decides who may open a context on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ComputeMode {
+    /// Any number of processes.
+    Default,
+    /// Deprecated by NVIDIA: one thread.
+    ExclusiveThread,
+    /// No process at all.
+    Prohibited,
+    /// One process, such as an MPS server.
+    ExclusiveProcess,
+}
+
+impl fmt::Display for ComputeMode {
+    /// As `nvidia-smi --query-gpu=compute_mode` prints it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Default => "Default",
+            Self::ExclusiveThread => "Exclusive_Thread",
+            Self::Prohibited => "Prohibited",
+            Self::ExclusiveProcess => "Exclusive_Process",
+        })
+    }
+}
+
+/// What the PCI Express link of a GPU can do (its capability, not its state of the moment).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PcieLink {
+    /// `8GT/s`, as lspci writes it.
+    pub rate: String,
+    /// Lanes; 0 where unknown.
+    pub width: u32,
+}
+
+impl PcieLink {
+    /// The PCI Express version that has this rate, as the platform writes it: `3.0`, or `unknown`.
+    pub fn version(&self) -> &'static str {
+        self.version_and_lane().0
+    }
+
+    /// What all lanes carry together, as the platform writes it: `15.76 GB/s`.
+    pub fn throughput(&self) -> String {
+        format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
+    }
+
+    /// The version and the GB/s of one lane. The platform compares these texts, so its rounding is kept, the -1 for
+    /// an unknown rate too.
+    fn version_and_lane(&self) -> (&'static str, f64) {
+        match self.rate.as_str() {
+            "2.5GT/s" => ("1.0", 0.25),
+            "5GT/s" | "5.0GT/s" => ("2.0", 0.5),
+            "8GT/s" | "8.0GT/s" => ("3.0", 0.985),
+            "16GT/s" | "16.0GT/s" => ("4.0", 1.969),
+            "32GT/s" | "32.0GT/s" => ("5.0", 3.938),
+            "64GT/s" | "64.0GT/s" => ("6.0", 7.563),
+            "128GT/s" | "128.0GT/s" => ("7.0", 15.125),
+            _ => ("unknown", -1.0),
+        }
+    }
+}
+
+/// A display device that the PCI bus lists, whoever made it. Known without any driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PciDevice {
+    /// Its address.
+    pub address: PciAddress,
+    /// The vendor, 0x10de for NVIDIA.
+    pub vendor: u16,
+    /// The device.
+    pub device: u16,
+    /// The kernel driver that holds it: `nvidia`, `vfio-pci`. None where no driver does or /sys doesn't say.
+    pub driver: Option<String>,
+    /// `/dev/dri/renderDN`.
+    pub render_node: Option<PathBuf>,
+    /// `/dev/dri/cardN`.
+    pub card_node: Option<PathBuf>,
+    /// The NUMA node; -1 where there is none.
+    pub numa_node: i32,
+    /// The link's capability; None where the device shows none.
+    pub link: Option<PcieLink>,
+    /// The marketing name of pci.ids, the text in its square brackets: `Tesla P40`.
+    pub pci_ids_name: Option<String>,
+}
+
+/// What NVML says of a GPU. Each value stands alone: one that failed doesn't hide the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NvmlFacts {
+    /// The GPU's UUID, `GPU-` and 36 characters.
+    pub uuid: String,
+    /// NVML's name: `NVIDIA H200`.
+    pub name: String,
+    /// The index that nvidia-smi shows.
+    pub index: u32,
+    /// The N of `/dev/nvidiaN`.
+    pub minor: Option<u32>,
+    /// The memory in MiB, the part that is reserved included. None: `[N/A]`, as on GPUs with unified memory.
+    pub memory_total_mib: Option<u64>,
+    /// Major and minor.
+    pub compute_capability: Option<(u32, u32)>,
+    /// The compute mode at the time of the query.
+    pub compute_mode: Option<ComputeMode>,
+    /// Whether MIG is on.
+    pub mig_enabled: bool,
+    /// Processes that would keep an MPS server out, PID and command: they have a context on it, are no clients of a
+    /// server, and none is there yet.
+    pub foreign_processes: Vec<(u32, String)>,
+}
+
+impl PciDevice {
+    /// The kernel driver that holds it, where that is another than NVIDIA's: a GPU passed through to a virtual machine
+    /// is in the hands of `vfio-pci`.
+    pub fn foreign_driver(&self) -> Option<&str> {
+        self.driver.as_deref().filter(|driver| *driver != "nvidia")
+    }
+}
+
+/// One NVIDIA GPU: what the bus says and what the driver says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    /// The bus's view.
+    pub pci: PciDevice,
+    /// The driver's view, or why there is none, in words for an administrator (`GPU is lost ...`).
+    pub nvml: Result<NvmlFacts, String>,
+}
+
+impl Gpu {
+    /// The published model: the name in pci.ids first, NVML's otherwise (as the platform has it from lspci).
+    pub fn model(&self) -> String {
+        let nvml = self.nvml.as_ref().map(|facts| facts.name.as_str());
+        match &self.pci.pci_ids_name {
+            Some(name) => name.clone(),
+            None => nvml.unwrap_or_default().to_owned(),
+        }
+    }
+
+    /// `10de:1b38`.
+    pub fn vendor_device_id(&self) -> String {
+        format!("{:04x}:{:04x}", self.pci.vendor, self.pci.device)
+    }
+}
+
+/// Everything known of this host's GPUs at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inventory {
+    /// The driver's version, `580.159.04`, or why NVML can't be used, in words for an administrator.
+    pub driver: Result<String, String>,
+    /// The NVIDIA GPUs in PCI order: those on the bus and those that NVML knows.
+    pub gpus: Vec<Gpu>,
+    /// Display devices of other makers, so that an entry naming one gets a true answer.
+    pub others: Vec<PciDevice>,
+}
+
+impl Inventory {
+    /// Reads what the bus, the driver and pci.ids say at this moment. Never fails: what can't be read is missing from
+    /// the answer, with its reason where there is a place for one.
+    ///
+    /// `driver` is the open NVML, or why there is none.
+    pub fn read(sysroot: &Path, driver: Result<&nvml::Driver, &str>) -> Self {
+        let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
+            tracing::warn!("{reason}");
+            Vec::new()
+        });
+        let listed = driver.map_err(str::to_owned).and_then(|driver| Ok((driver, driver.facts()?)));
+        match listed {
+            Err(reason) => Self::without_driver(devices, &reason),
+            Ok((driver, listed)) => {
+                // All else works, so a version that can't be read is no reason to serve nothing.
+                let version = driver.version().unwrap_or_else(|reason| {
+                    tracing::warn!("{reason}");
+                    "unknown".to_owned()
+                });
+                Self::merged(sysroot, devices, version, listed, |address| driver.facts_at(address))
+            }
+        }
+    }
+
+    fn without_driver(devices: Vec<PciDevice>, reason: &str) -> Self {
+        let (gpus, others): (Vec<_>, Vec<_>) =
+            devices.into_iter().partition(|device| device.vendor == NVIDIA);
+        let gpus = gpus.into_iter().map(|pci| Gpu { pci, nvml: Err(reason.to_owned()) }).collect();
+        Self { driver: Err(reason.to_owned()), gpus, others }
+    }
+
+    /// `ask` is for the GPUs that NVML did not list: it mostly learns why.
+    fn merged(
+        sysroot: &Path,
+        devices: Vec<PciDevice>,
+        version: String,
+        listed: Vec<nvml::Listed>,
+        ask: impl Fn(PciAddress) -> Result<NvmlFacts, String>,
+    ) -> Self {
+        let mut listed: BTreeMap<PciAddress, nvml::Listed> =
+            listed.into_iter().map(|gpu| (gpu.address, gpu)).collect();
+        let mut gpus = Vec::new();
+        let mut others = Vec::new();
+        for pci in devices {
+            if pci.vendor != NVIDIA {
+                others.push(pci);
+                continue;
+            }
+            let nvml = match (listed.remove(&pci.address), pci.foreign_driver()) {
+                (Some(gpu), _) => gpu.facts,
+                (None, Some(other)) => Err(format!(
+                    "the kernel driver {other} holds it; bind it to nvidia, or take it out of the device file"
+                )),
+                (None, None) => ask(pci.address),
+            };
+            gpus.push(Gpu { pci, nvml });
+        }
+        // What is left has no entry in /sys, as in a container that hides it.
+        let wanted: BTreeSet<_> = listed.values().map(|gpu| (gpu.vendor, gpu.device)).collect();
+        let names = pci_ids::names(sysroot, &wanted);
+        gpus.extend(listed.into_values().map(|gpu| Gpu {
+            pci: PciDevice {
+                address: gpu.address,
+                vendor: gpu.vendor,
+                device: gpu.device,
+                driver: None,
+                render_node: None,
+                card_node: None,
+                numa_node: -1,
+                link: None,
+                pci_ids_name: names.get(&(gpu.vendor, gpu.device)).cloned(),
+            },
+            nvml: gpu.facts,
+        }));
+        gpus.sort_by_key(|gpu| gpu.pci.address);
+        Self { driver: Ok(version), gpus, others }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(text: &str) -> PciAddress {
+        text.parse().unwrap()
+    }
+
+    fn facts(index: u32) -> NvmlFacts {
+        NvmlFacts {
+            uuid: format!("GPU-{index:08}-372d-2432-b4b4-beca4d8d3400"),
+            name: "Tesla P40".to_owned(),
+            index,
+            minor: Some(index),
+            memory_total_mib: Some(23040),
+            compute_capability: Some((6, 1)),
+            compute_mode: Some(ComputeMode::Default),
+            mig_enabled: false,
+            foreign_processes: Vec::new(),
+        }
+    }
+
+    fn on_bus(at: &str, vendor: u16, driver: Option<&str>) -> PciDevice {
+        PciDevice {
+            address: address(at),
+            vendor,
+            device: 0x1b38,
+            driver: driver.map(str::to_owned),
+            render_node: None,
+            card_node: None,
+            numa_node: -1,
+            link: None,
+            pci_ids_name: None,
+        }
+    }
+
+    fn listed(at: &str, index: u32) -> nvml::Listed {
+        nvml::Listed { address: address(at), vendor: NVIDIA, device: 0x1b38, facts: Ok(facts(index)) }
+    }
+
+    #[test]
+    fn a_link_reads_as_on_the_platform() {
+        let golden = [
+            ("2.5GT/s", "1.0", ["0.25", "0.50", "1.00", "2.00", "4.00"]),
+            ("5GT/s", "2.0", ["0.50", "1.00", "2.00", "4.00", "8.00"]),
+            ("5.0GT/s", "2.0", ["0.50", "1.00", "2.00", "4.00", "8.00"]),
+            ("8GT/s", "3.0", ["0.98", "1.97", "3.94", "7.88", "15.76"]),
+            ("8.0GT/s", "3.0", ["0.98", "1.97", "3.94", "7.88", "15.76"]),
+            ("16GT/s", "4.0", ["1.97", "3.94", "7.88", "15.75", "31.50"]),
+            ("16.0GT/s", "4.0", ["1.97", "3.94", "7.88", "15.75", "31.50"]),
+            ("32GT/s", "5.0", ["3.94", "7.88", "15.75", "31.50", "63.01"]),
+            ("32.0GT/s", "5.0", ["3.94", "7.88", "15.75", "31.50", "63.01"]),
+            ("64GT/s", "6.0", ["7.56", "15.13", "30.25", "60.50", "121.01"]),
+            ("64.0GT/s", "6.0", ["7.56", "15.13", "30.25", "60.50", "121.01"]),
+            ("128GT/s", "7.0", ["15.12", "30.25", "60.50", "121.00", "242.00"]),
+            ("128.0GT/s", "7.0", ["15.12", "30.25", "60.50", "121.00", "242.00"]),
+            ("2.6GT/s", "unknown", ["-1.00", "-2.00", "-4.00", "-8.00", "-16.00"]),
+        ];
+        for (rate, version, throughputs) in golden {
+            for (width, throughput) in [1, 2, 4, 8, 16].into_iter().zip(throughputs) {
+                let link = PcieLink { rate: rate.to_owned(), width };
+                assert_eq!(link.version(), version, "{rate}");
+                assert_eq!(link.throughput(), format!("{throughput} GB/s"), "{rate} x{width}");
+            }
+        }
+        let wide = [
+            ("8GT/s", "11.82", "31.52"),
+            ("16GT/s", "23.63", "63.01"),
+            ("32GT/s", "47.26", "126.02"),
+            ("64GT/s", "90.76", "242.02"),
+            ("128GT/s", "181.50", "484.00"),
+        ];
+        for (rate, x12, x32) in wide {
+            for (width, throughput) in [(12, x12), (32, x32)] {
+                let link = PcieLink { rate: rate.to_owned(), width };
+                assert_eq!(link.throughput(), format!("{throughput} GB/s"), "{rate} x{width}");
+            }
+        }
+        assert_eq!(PcieLink { rate: "8GT/s".to_owned(), width: 0 }.throughput(), "0.00 GB/s");
+    }
+
+    #[test]
+    fn addresses_are_numbers() {
+        let golden = [
+            ("0000:00:06.0", "00:06.0", "0000:00:06.0"),
+            ("00:06.0", "00:06.0", "0000:00:06.0"),
+            ("00000000:1A:00.0", "1a:00.0", "0000:1a:00.0"),
+            ("0001:1A:00.0", "0001:1a:00.0", "0001:1a:00.0"),
+            ("10000:e1:00.0", "10000:e1:00.0", "10000:e1:00.0"),
+        ];
+        for (text, short, full) in golden {
+            assert_eq!(address(text).short(), short);
+            assert_eq!(address(text).to_string(), full);
+        }
+        for text in
+            ["", ".", ":.", "06.0", "0:06.0", "00:06", "00:20.0", "00:06.8", "+0:06.0", "00:06.0 ", "x"]
+        {
+            assert_eq!(text.parse::<PciAddress>(), Err(BadPciAddress), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn the_name_in_pci_ids_comes_first() {
+        let mut gpu = Gpu { pci: on_bus("00:06.0", NVIDIA, None), nvml: Ok(facts(0)) };
+        assert_eq!(gpu.vendor_device_id(), "10de:1b38");
+        gpu.pci.pci_ids_name = Some("H200 SXM 141GB".to_owned());
+        assert_eq!(gpu.model(), "H200 SXM 141GB");
+        gpu.pci.pci_ids_name = None;
+        assert_eq!(gpu.model(), "Tesla P40");
+        gpu.nvml = Err("lost".to_owned());
+        assert_eq!(gpu.model(), "");
+    }
+
+    #[test]
+    fn bus_and_driver_are_merged_by_address() {
+        let root = tempfile::tempdir().unwrap();
+        let devices = vec![
+            on_bus("00:06.0", NVIDIA, Some("nvidia")),
+            on_bus("00:07.0", NVIDIA, Some("vfio-pci")),
+            on_bus("00:08.0", NVIDIA, Some("nvidia")),
+            on_bus("03:00.0", 0x1002, Some("amdgpu")),
+        ];
+        // NVML's order is its own, and 0001:1a:00.0 is not in /sys.
+        let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
+        let inventory = Inventory::merged(root.path(), devices, "580.159.04".to_owned(), known, |missing| {
+            Err(format!("{missing} is lost"))
+        });
+        assert_eq!(inventory.driver, Ok("580.159.04".to_owned()));
+        let seen: Vec<_> =
+            inventory.gpus.iter().map(|gpu| (gpu.pci.address.to_string(), gpu.nvml.clone())).collect();
+        assert_eq!(seen[0], ("0000:00:06.0".to_owned(), Ok(facts(1))));
+        assert_eq!(seen[1].0, "0000:00:07.0");
+        assert!(seen[1].1.as_ref().unwrap_err().contains("vfio-pci holds it"));
+        assert_eq!(seen[2], ("0000:00:08.0".to_owned(), Err("0000:00:08.0 is lost".to_owned())));
+        assert_eq!(seen[3], ("0001:1a:00.0".to_owned(), Ok(facts(0))));
+        assert_eq!(seen.len(), 4);
+        let others: Vec<_> = inventory.others.iter().map(|device| device.address).collect();
+        assert_eq!(others, [address("03:00.0")]);
+    }
+
+    #[test]
+    fn without_a_driver_the_bus_is_still_known() {
+        let root = tempfile::tempdir().unwrap();
+        let device = root.path().join("sys/bus/pci/devices/0000:00:06.0");
+        std::fs::create_dir_all(&device).unwrap();
+        for (name, text) in [("class", "0x030200\n"), ("vendor", "0x10de\n"), ("device", "0x1b38\n")] {
+            std::fs::write(device.join(name), text).unwrap();
+        }
+        let inventory = Inventory::read(root.path(), Err("no driver"));
+        assert_eq!(inventory.driver, Err("no driver".to_owned()));
+        assert_eq!(inventory.gpus.len(), 1);
+        assert_eq!(inventory.gpus[0].pci.address, address("00:06.0"));
+        assert_eq!(inventory.gpus[0].nvml, Err("no driver".to_owned()));
+
+        let empty = Inventory::read(&root.path().join("nowhere"), Err("no driver"));
+        assert_eq!(empty.gpus, []);
+    }
+}

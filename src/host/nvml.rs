@@ -1,0 +1,591 @@
+//! NVIDIA's driver, asked through NVML. The only module that names `nvml_wrapper`.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::{fmt, fs};
+
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlComputeMode;
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::event::XidError;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::{Device, EventSet, Nvml};
+use rustix::io::Errno;
+use rustix::process::Resource;
+
+use super::gpu::{ComputeMode, NvmlFacts, PciAddress};
+use crate::host::proc;
+
+/// The library's name that every driver installs; the one without a number comes with development packages.
+const LIBRARY: &str = "libnvidia-ml.so.1";
+
+const MIB: u64 = 1 << 20;
+
+/// The name of an MPS server, cut to the 15 characters that the kernel keeps. The control daemon's is cut to the same.
+const MPS_SERVER: &str = "nvidia-cuda-mps";
+
+/// How often a list of processes is asked for again when it grew while it was copied.
+const TRIES: u32 = 5;
+
+/// How long one wait for a critical error lasts. Nobody waits for its end.
+const XID_WAIT_MS: u32 = 60_000;
+
+/// The loaded library. Stays good while processes and compute modes change; a driver that is reloaded needs a new one.
+#[derive(Debug)]
+pub struct Driver {
+    nvml: Nvml,
+}
+
+/// A GPU that NVML lists.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Its address.
+    pub address: PciAddress,
+    /// The PCI vendor.
+    pub vendor: u16,
+    /// The PCI device.
+    pub device: u16,
+    /// What NVML says of it, or why it can't, in words for an administrator.
+    pub facts: Result<NvmlFacts, String>,
+}
+
+/// A process with a context on a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuProcess {
+    /// The host's PID.
+    pub pid: u32,
+    /// The GPU memory that it holds; None where the driver doesn't say.
+    pub memory_mib: Option<u64>,
+    /// Whether it is a client of an MPS server. A server itself is not.
+    pub via_mps: bool,
+}
+
+/// The two lists of processes that NVML keeps of a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Contexts {
+    /// All of them by PID, with their memory in MiB.
+    compute: BTreeMap<u32, Option<u64>>,
+    /// The clients of MPS servers, likewise; None where the GPU keeps no such list, as before Volta.
+    mps: Option<BTreeMap<u32, Option<u64>>>,
+}
+
+impl Driver {
+    /// Loads NVML and connects to the driver.
+    ///
+    /// # Errors
+    /// Why that can't be, with what to do, in words for an administrator.
+    pub fn open() -> Result<Self, String> {
+        let nvml =
+            Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
+        if nvml.lib().nvmlShutdown.is_err() {
+            // Dropping it would call the missing function, which the wrapper answers with a panic.
+            std::mem::forget(nvml);
+            return Err(format!(
+                "{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown; reinstall the driver"
+            ));
+        }
+        Ok(Self { nvml })
+    }
+
+    /// The driver's version, `580.159.04`.
+    ///
+    /// # Errors
+    /// NVML can't say, in words for an administrator.
+    pub fn version(&self) -> Result<String, String> {
+        self.nvml
+            .sys_driver_version()
+            .map_err(|error| format!("the driver's version can't be read: {}", words(&error)))
+    }
+
+    /// The CUDA version of the driver, 13000 for 13.0.
+    ///
+    /// # Errors
+    /// NVML can't say, in words for an administrator.
+    pub fn cuda_version(&self) -> Result<u32, String> {
+        let version = self.nvml.sys_cuda_driver_version();
+        let version =
+            version.map_err(|error| format!("the CUDA version can't be read: {}", words(&error)))?;
+        u32::try_from(version).map_err(|_| format!("a CUDA version of {version}"))
+    }
+
+    /// Every GPU that NVML lists and whose address it knows, in NVML's order. A GPU without a handle is left out: NVML
+    /// doesn't say where it is. [`Driver::facts_at`] tells the reason for an address.
+    ///
+    /// # Errors
+    /// The GPUs can't be listed at all, in words for an administrator.
+    pub fn facts(&self) -> Result<Vec<Listed>, String> {
+        let count = self
+            .nvml
+            .device_count()
+            .map_err(|error| format!("the driver can't list its GPUs: {}", words(&error)))?;
+        let mut listed = Vec::new();
+        for index in 0..count {
+            let device = match self.nvml.device_by_index(index) {
+                Ok(device) => device,
+                Err(error) => {
+                    tracing::debug!(index, "NVML gives no handle: {}", words(&error));
+                    continue;
+                }
+            };
+            match identity(&device) {
+                Ok((address, vendor, device_id)) => {
+                    let facts = facts_of(&device, index);
+                    listed.push(Listed { address, vendor, device: device_id, facts });
+                }
+                Err(reason) => tracing::debug!(index, "NVML does not say where the GPU is: {reason}"),
+            }
+        }
+        Ok(listed)
+    }
+
+    /// What NVML says of the GPU at this address.
+    ///
+    /// # Errors
+    /// Why NVML can't serve it, in words for an administrator.
+    pub fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, String> {
+        let device = self.nvml.device_by_pci_bus_id(address.to_string()).map_err(|error| match error {
+            NvmlError::NotFound | NvmlError::InvalidArg => {
+                "the NVIDIA driver does not know this GPU; look for NVRM lines in dmesg".to_owned()
+            }
+            error => words(&error),
+        })?;
+        let index = device.index().map_err(|error| format!("its index can't be read: {}", words(&error)))?;
+        facts_of(&device, index)
+    }
+
+    /// The compute mode of the GPU with this UUID.
+    ///
+    /// # Errors
+    /// In words for an administrator.
+    pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
+        let mode = self.device(uuid)?.compute_mode();
+        mode.map(ours).map_err(|error| format!("the compute mode can't be read: {}", words(&error)))
+    }
+
+    /// Whether the driver keeps the GPU's state, its compute mode too, while no program has the GPU open.
+    ///
+    /// # Errors
+    /// In words for an administrator.
+    pub fn persistence_mode(&self, uuid: &str) -> Result<bool, String> {
+        let mode = self.device(uuid)?.is_in_persistent_mode();
+        mode.map_err(|error| format!("the persistence mode can't be read: {}", words(&error)))
+    }
+
+    /// Sets the compute mode and reads it back.
+    ///
+    /// # Errors
+    /// It can't be set or reads otherwise afterwards, in words for an administrator.
+    pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
+        self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
+            NvmlError::NoPermission => {
+                format!("the compute mode can't be set to {mode}: that takes root with CAP_SYS_ADMIN")
+            }
+            error => format!("the compute mode can't be set to {mode}: {}", words(&error)),
+        })?;
+        let now = self.compute_mode(uuid)?;
+        if now == mode {
+            Ok(())
+        } else {
+            Err(format!("the compute mode was set to {mode} but reads {now}; does another program set it?"))
+        }
+    }
+
+    /// The processes with a context on the GPU with this UUID, servers and clients of MPS included, by PID.
+    ///
+    /// # Errors
+    /// In words for an administrator.
+    pub fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
+        let device = self.device(uuid)?;
+        let contexts = contexts(&device)
+            .map_err(|error| format!("the GPU's processes can't be listed: {}", words(&error)))?;
+        Ok(contexts.processes(proc::name))
+    }
+
+    /// Waits for critical errors of every GPU that can tell of them, and hands each to `seen`: the GPU's UUID and the
+    /// Xid number. Ends when `seen` returns false.
+    ///
+    /// # Errors
+    /// No GPU can tell, or none can any more, in words for an administrator.
+    pub fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
+        let (events, uuids) = self.xid_events()?;
+        loop {
+            let event = match events.wait(XID_WAIT_MS) {
+                Ok(event) => event,
+                Err(NvmlError::Timeout) => continue,
+                Err(error) => return Err(words(&error)),
+            };
+            let xid = match event.event_data {
+                Some(XidError::Value(xid)) => xid,
+                Some(XidError::Unknown) => 999,
+                None => continue,
+            };
+            // One that has fallen off its bus need not say which it is: it is among those that don't answer.
+            let met = event.device.uuid().map_or_else(
+                |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
+                |uuid| vec![uuid],
+            );
+            if !met.iter().all(|uuid| seen(uuid, xid)) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// A set of the critical errors of all GPUs that have them, and the UUIDs of those. A failed registration takes the
+    /// set with it, so the next one is made without that GPU.
+    fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), String> {
+        let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
+        'anew: loop {
+            if gpus.is_empty() {
+                return Err("no GPU tells of critical errors".to_owned());
+            }
+            let mut events = self.nvml.create_event_set().map_err(|error| words(&error))?;
+            let mut uuids = Vec::new();
+            for (place, index) in gpus.iter().enumerate() {
+                let device = self.nvml.device_by_index(*index);
+                let registered = device.and_then(|device| {
+                    uuids.push(device.uuid()?);
+                    device
+                        .register_events(EventTypes::CRITICAL_XID_ERROR, events)
+                        .map_err(|refused| refused.error)
+                });
+                match registered {
+                    Ok(registered) => events = registered,
+                    Err(_) => {
+                        gpus.remove(place);
+                        continue 'anew;
+                    }
+                }
+            }
+            return Ok((events, uuids));
+        }
+    }
+
+    fn device(&self, uuid: &str) -> Result<Device<'_>, String> {
+        self.nvml.device_by_uuid(uuid).map_err(|error| match error {
+            NvmlError::NotFound | NvmlError::InvalidArg => format!("the NVIDIA driver knows no GPU {uuid}"),
+            error => words(&error),
+        })
+    }
+}
+
+impl Contexts {
+    /// Whether this is the client of a server. Where the GPU keeps no list of them: whatever stands beside a server,
+    /// since nothing else could tell.
+    fn is_client(&self, pid: u32, command: &impl Fn(u32) -> Option<String>) -> bool {
+        match &self.mps {
+            Some(clients) => clients.contains_key(&pid),
+            None => {
+                let is_server = |pid: &u32| command(*pid).is_some_and(|command| command == MPS_SERVER);
+                !is_server(&pid) && self.compute.keys().any(is_server)
+            }
+        }
+    }
+
+    fn processes(&self, command: impl Fn(u32) -> Option<String>) -> Vec<GpuProcess> {
+        // A client that has just come may be in the second list alone.
+        let mut all = self.mps.clone().unwrap_or_default();
+        all.extend(&self.compute);
+        all.into_iter()
+            .map(|(pid, memory_mib)| GpuProcess { pid, memory_mib, via_mps: self.is_client(pid, &command) })
+            .collect()
+    }
+
+    /// Those that would keep a server out: they are no clients of one, and none is there yet. One that has ended
+    /// meanwhile is skipped.
+    fn foreign(&self, command: impl Fn(u32) -> Option<String>) -> Vec<(u32, String)> {
+        let strangers = self.compute.keys().filter(|pid| !self.is_client(**pid, &command));
+        let strangers: Vec<_> = strangers.filter_map(|pid| Some((*pid, command(*pid)?))).collect();
+        if strangers.iter().any(|(_, command)| command == MPS_SERVER) { Vec::new() } else { strangers }
+    }
+}
+
+/// The address, the vendor and the device.
+fn identity(device: &Device<'_>) -> Result<(PciAddress, u16, u16), String> {
+    let pci = device.pci_info().map_err(|error| words(&error))?;
+    let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
+    let [vendor_low, vendor_high, device_low, device_high] = pci.pci_device_id.to_le_bytes();
+    Ok((
+        address,
+        u16::from_le_bytes([vendor_low, vendor_high]),
+        u16::from_le_bytes([device_low, device_high]),
+    ))
+}
+
+fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, String> {
+    let uuid = device.uuid().map_err(|error| match error {
+        error if is_gone(&error) => words(&error),
+        error => format!("its UUID can't be read: {}", words(&error)),
+    })?;
+    let compute_capability = known("compute capability", device.cuda_compute_capability())?;
+    Ok(NvmlFacts {
+        uuid,
+        name: known("name", device.name())?.unwrap_or_default(),
+        index,
+        minor: known("minor number", device.minor_number())?,
+        memory_total_mib: known("memory", device.memory_info())?.map(|memory| memory.total / MIB),
+        compute_capability: compute_capability.and_then(|capability| {
+            Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
+        }),
+        compute_mode: known("compute mode", device.compute_mode())?.map(ours),
+        mig_enabled: known("MIG mode", device.mig_mode())?.is_some_and(|mode| mode.current == 1),
+        foreign_processes: known("processes", foreign_processes(device))?.unwrap_or_default(),
+    })
+}
+
+/// A value that fails alone is None; an error that says that the whole GPU is gone is one.
+fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, String> {
+    match value {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if is_gone(&error) => Err(words(&error)),
+        Err(error) => {
+            tracing::debug!("NVML does not say the {what}: {error}");
+            Ok(None)
+        }
+    }
+}
+
+fn is_gone(error: &NvmlError) -> bool {
+    matches!(error, NvmlError::GpuLost | NvmlError::ResetRequired)
+}
+
+fn foreign_processes(device: &Device<'_>) -> Result<Vec<(u32, String)>, NvmlError> {
+    let mut foreign = contexts(device)?.foreign(proc::name);
+    if !foreign.is_empty() {
+        // A client that went away between the two lists looks foreign while it ends.
+        let still = list(|| device.running_compute_processes())?;
+        foreign.retain(|(pid, _)| still.contains_key(pid));
+    }
+    Ok(foreign)
+}
+
+fn contexts(device: &Device<'_>) -> Result<Contexts, NvmlError> {
+    let compute = list(|| device.running_compute_processes())?;
+    let before_volta = device.cuda_compute_capability().is_ok_and(|capability| capability.major < 7);
+    let mps = match list(|| device.mps_running_compute_processes()) {
+        _ if before_volta => None,
+        Ok(clients) => Some(clients),
+        Err(error) if is_gone(&error) => return Err(error),
+        Err(_) => None,
+    };
+    Ok(Contexts { compute, mps })
+}
+
+/// PID and memory in MiB.
+fn list(
+    mut ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
+) -> Result<BTreeMap<u32, Option<u64>>, NvmlError> {
+    let mut answer = ask();
+    for _ in 1..TRIES {
+        if !matches!(answer, Err(NvmlError::InsufficientSize(_))) {
+            break;
+        }
+        answer = ask();
+    }
+    let memory = |process: &ProcessInfo| match process.used_gpu_memory {
+        UsedGpuMemory::Used(bytes) => Some(bytes / MIB),
+        UsedGpuMemory::Unavailable => None,
+    };
+    Ok(answer?.iter().map(|process| (process.pid, memory(process))).collect())
+}
+
+fn ours(mode: NvmlComputeMode) -> ComputeMode {
+    match mode {
+        NvmlComputeMode::Default => ComputeMode::Default,
+        NvmlComputeMode::ExclusiveThread => ComputeMode::ExclusiveThread,
+        NvmlComputeMode::Prohibited => ComputeMode::Prohibited,
+        NvmlComputeMode::ExclusiveProcess => ComputeMode::ExclusiveProcess,
+    }
+}
+
+fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
+    match mode {
+        ComputeMode::Default => NvmlComputeMode::Default,
+        ComputeMode::ExclusiveThread => NvmlComputeMode::ExclusiveThread,
+        ComputeMode::Prohibited => NvmlComputeMode::Prohibited,
+        ComputeMode::ExclusiveProcess => NvmlComputeMode::ExclusiveProcess,
+    }
+}
+
+/// Why NVML can't be used at all, and what to do.
+fn why_not_open(error: &NvmlError) -> String {
+    // NVML has no word for it, and its errors then name anything but this.
+    if let Some(reason) = no_descriptors() {
+        return reason;
+    }
+    match error {
+        NvmlError::LibloadingError(error) => why_not_loaded(error),
+        NvmlError::LibraryNotFound => format!("{LIBRARY} lacks a library that it needs; reinstall the NVIDIA driver"),
+        NvmlError::DriverNotLoaded => {
+            "the NVIDIA driver is not loaded; load it (modprobe nvidia), and see dmesg if that fails".to_owned()
+        }
+        NvmlError::LibRmVersionMismatch => {
+            "the NVIDIA driver in the kernel and its libraries are of different versions, as after an upgrade; \
+             reboot, or unload the nvidia modules and load them again"
+                .to_owned()
+        }
+        NvmlError::NoPermission => {
+            "no permission to talk to the NVIDIA driver; run as root, and look at the rights of /dev/nvidiactl"
+                .to_owned()
+        }
+        NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => {
+            format!("{LIBRARY} lacks a basic function of NVML; reinstall the NVIDIA driver")
+        }
+        error => format!("NVML can't be used: {}", words(error)),
+    }
+}
+
+/// Why no file can be opened, if none can.
+fn no_descriptors() -> Option<String> {
+    let error = fs::File::open("/dev/null").err()?;
+    match Errno::from_io_error(&error)? {
+        Errno::MFILE => {
+            let most = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+            Some(format!(
+                "this process can open no more files ({most}), so NVML can't be used; raise its limit (LimitNOFILE= in \
+                 systemctl edit yunion-mps-daemon, or ulimit -n)"
+            ))
+        }
+        Errno::NFILE => Some(
+            "this host can open no more files, so NVML can't be used; raise the sysctl fs.file-max"
+                .to_owned(),
+        ),
+        _ => None,
+    }
+}
+
+/// The dynamic linker's error, told apart by its text: it has no number.
+fn why_not_loaded(error: &impl fmt::Display) -> String {
+    let text = error.to_string();
+    if text.contains("Too many open files") {
+        format!("{LIBRARY} can't be loaded ({text}); raise the limit of open files (LimitNOFILE=, ulimit -n)")
+    } else if text.contains("No such file") {
+        format!("no NVIDIA driver: {LIBRARY} is not installed ({text}); install the driver")
+    } else {
+        format!("{LIBRARY} can't be loaded ({text}); reinstall the NVIDIA driver")
+    }
+}
+
+/// An error in words for an administrator.
+fn words(error: &NvmlError) -> String {
+    match error {
+        NvmlError::GpuLost => {
+            "GPU is lost: it has fallen off the bus or no longer answers; look for Xid lines in dmesg and reboot the host"
+                .to_owned()
+        }
+        NvmlError::ResetRequired => {
+            "GPU needs a reset before it can be used again: nvidia-smi --gpu-reset, or reboot the host".to_owned()
+        }
+        NvmlError::NoPermission => "no permission; run as root".to_owned(),
+        NvmlError::InsufficientPower => "GPU lacks power: check its power cables".to_owned(),
+        NvmlError::IrqIssue => "GPU's interrupts do not arrive; look for NVRM lines in dmesg".to_owned(),
+        NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => {
+            format!("{LIBRARY} lacks the function; the driver is older than this service supports")
+        }
+        NvmlError::UnexpectedVariant(code) => format!("NVML answered with the unknown code {code}"),
+        NvmlError::Unknown => "NVML reports an internal driver error; look for NVRM lines in dmesg".to_owned(),
+        error => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn contexts(compute: &[u32], mps: Option<&[u32]>) -> Contexts {
+        let list = |pids: &[u32]| pids.iter().map(|pid| (*pid, Some(u64::from(*pid)))).collect();
+        Contexts { compute: list(compute), mps: mps.map(list) }
+    }
+
+    /// 9 and 10 are servers, 404 has ended.
+    fn names(pid: u32) -> Option<String> {
+        match pid {
+            9 | 10 => Some("nvidia-cuda-mps".to_owned()),
+            404 => None,
+            pid => Some(format!("work{pid}")),
+        }
+    }
+
+    fn foreign(compute: &[u32], mps: Option<&[u32]>) -> Vec<u32> {
+        contexts(compute, mps).foreign(names).into_iter().map(|(pid, _)| pid).collect()
+    }
+
+    #[test]
+    fn nobody_keeps_a_server_out_that_is_there() {
+        assert_eq!(foreign(&[9, 21, 30], Some(&[21])), Vec::<u32>::new());
+    }
+
+    #[test]
+    fn foreign_is_who_is_neither_server_nor_client() {
+        assert_eq!(foreign(&[], Some(&[])), Vec::<u32>::new());
+        assert_eq!(foreign(&[9, 21, 22], Some(&[21, 22])), Vec::<u32>::new());
+        assert_eq!(foreign(&[21, 30, 404], Some(&[21])), [30]);
+        assert_eq!(foreign(&[30, 31], Some(&[])), [30, 31]);
+        assert_eq!(contexts(&[30], Some(&[])).foreign(names), [(30, "work30".to_owned())]);
+    }
+
+    #[test]
+    fn without_a_list_of_clients_nobody_beside_a_server_is_called_foreign() {
+        assert_eq!(foreign(&[9, 21, 22], None), Vec::<u32>::new());
+        assert_eq!(foreign(&[21, 22], None), [21, 22]);
+        assert_eq!(foreign(&[404], None), Vec::<u32>::new());
+    }
+
+    #[test]
+    fn processes_know_whether_they_go_through_mps() {
+        let seen = |contexts: Contexts| -> Vec<(u32, bool)> {
+            contexts.processes(names).iter().map(|process| (process.pid, process.via_mps)).collect()
+        };
+        let listed = contexts(&[9, 21, 30], Some(&[21, 23]));
+        assert_eq!(seen(listed), [(9, false), (21, true), (23, true), (30, false)]);
+        assert_eq!(seen(contexts(&[9, 21], None)), [(9, false), (21, true)]);
+        assert_eq!(seen(contexts(&[21], None)), [(21, false)]);
+        assert_eq!(contexts(&[21], Some(&[21])).processes(names)[0].memory_mib, Some(21));
+    }
+
+    #[test]
+    fn a_list_that_grew_is_asked_for_again() {
+        let process = |pid| ProcessInfo {
+            pid,
+            used_gpu_memory: UsedGpuMemory::Used(580 * MIB + 1),
+            gpu_instance_id: None,
+            compute_instance_id: None,
+        };
+        let mut asked = 0;
+        let answer = list(|| {
+            asked += 1;
+            if asked < 3 { Err(NvmlError::InsufficientSize(None)) } else { Ok(vec![process(7)]) }
+        });
+        assert_eq!(answer.unwrap(), BTreeMap::from([(7, Some(580))]));
+        assert!(list(|| Err(NvmlError::InsufficientSize(None))).is_err());
+    }
+
+    #[test]
+    fn values_fail_alone_but_a_lost_gpu_as_a_whole() {
+        assert_eq!(known("name", Ok(1)), Ok(Some(1)));
+        assert_eq!(known::<u32>("memory", Err(NvmlError::NotSupported)), Ok(None));
+        assert_eq!(known::<u32>("memory", Err(NvmlError::FailedToLoadSymbol("x".to_owned()))), Ok(None));
+        assert!(known::<u32>("memory", Err(NvmlError::GpuLost)).unwrap_err().contains("reboot"));
+        assert!(known::<u32>("memory", Err(NvmlError::ResetRequired)).unwrap_err().contains("gpu-reset"));
+    }
+
+    #[test]
+    fn every_reason_comes_with_its_remedy() {
+        let cases = [
+            (NvmlError::DriverNotLoaded, "modprobe nvidia"),
+            (NvmlError::LibRmVersionMismatch, "reboot"),
+            (NvmlError::NoPermission, "run as root"),
+            (NvmlError::FailedToLoadSymbol("nvmlInit_v2".to_owned()), "reinstall"),
+            (NvmlError::Unknown, "dmesg"),
+        ];
+        for (error, remedy) in cases {
+            let reason = why_not_open(&error);
+            assert!(reason.contains(remedy), "{reason}");
+        }
+        let missing = "libnvidia-ml.so.1: cannot open shared object file: No such file or directory";
+        assert!(why_not_loaded(&missing).ends_with("; install the driver"));
+        assert!(
+            why_not_loaded(&"libnvidia-ml.so.1: file too short").ends_with("; reinstall the NVIDIA driver")
+        );
+    }
+}

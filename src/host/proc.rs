@@ -1,0 +1,363 @@
+//! What the kernel says under /proc. The only module that reads there.
+//!
+//! A process gives itself any name it likes, and the kernel cuts a name wherever 15 bytes end: none of these files need
+//! be text. So all of them are read as bytes, and only as much as is sensible. Whoever reads about a process that may
+//! end meanwhile holds it (see `mps::hold`): its PID may be another's the next moment.
+
+use std::ffi::{OsStr, OsString};
+use std::fmt::Display;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+/// This process, in place of a PID.
+pub const OWN: &str = "self";
+
+/// The program of this process, to be started once more.
+pub const OWN_PROGRAM: &str = "/proc/self/exe";
+
+/// The file systems that are mounted, below a root directory.
+pub const MOUNTS: &str = "/proc/mounts";
+
+/// Of each file, no more is read. The kernel gives a new process less than that for its arguments and its environment,
+/// but a process can say that its environment is somewhere else, and how long.
+const MAX_BYTES: u64 = 8 << 20;
+
+/// As much of a program's name as is shown.
+const PROGRAM_CHARACTERS: usize = 200;
+
+fn path(process: impl Display, file: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/{process}/{file}"))
+}
+
+fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
+    beginning(path, MAX_BYTES)
+}
+
+fn beginning(path: impl AsRef<Path>, max_bytes: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(max_bytes).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// As text, with a mark in the place of what is none.
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// What stands in this line of a file, behind the line's name.
+fn line<'a>(file: &'a [u8], name: &str) -> Option<&'a str> {
+    let found = file.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name.as_bytes()))?;
+    std::str::from_utf8(found).ok().map(str::trim)
+}
+
+/// The PIDs of all processes of this machine.
+pub fn pids() -> Vec<u32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+/// Of /proc/PID/stat as much as is used here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stat {
+    state: char,
+    /// The PID of its parent; 0 where that is none of ours.
+    pub parent: u32,
+    /// The session that it is in; None while it is being taken away.
+    pub session: Option<u32>,
+    /// When it started, in clock ticks since the host was booted (field 22).
+    pub start_time: u64,
+}
+
+impl Stat {
+    /// The name in field 2 may hold spaces, brackets and what is no text, so counting starts behind its last bracket.
+    fn parse(stat: &[u8]) -> Option<Self> {
+        let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
+        let fields = std::str::from_utf8(stat.get(name_ends + 1..)?).ok()?;
+        let mut fields = fields.split_ascii_whitespace();
+        Some(Self {
+            state: fields.next()?.chars().next()?,
+            parent: fields.next()?.parse().ok()?,
+            session: fields.nth(1)?.parse().ok(),
+            start_time: fields.nth(15)?.parse().ok()?,
+        })
+    }
+
+    /// Whether SIGSTOP or a debugger holds it.
+    pub fn is_stopped(&self) -> bool {
+        matches!(self.state, 'T' | 't')
+    }
+
+    /// Whether it has ended, and only waits for its parent to take note.
+    pub fn has_ended(&self) -> bool {
+        matches!(self.state, 'Z' | 'X')
+    }
+}
+
+/// The state of a process, its parent, and so on.
+///
+/// # Errors
+/// It has ended, or can't be read.
+pub fn stat(pid: u32) -> io::Result<Stat> {
+    let file = path(pid, "stat");
+    Stat::parse(&read(&file)?)
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{} is cut short", file.display())))
+}
+
+/// The same of each of its threads; of one that has ended, none.
+pub fn threads(pid: u32) -> Vec<Stat> {
+    let threads = fs::read_dir(path(pid, "task")).into_iter().flatten().flatten();
+    threads.filter_map(|thread| Stat::parse(&read(thread.path().join("stat")).ok()?)).collect()
+}
+
+/// The file /proc/PID/status.
+#[derive(Debug)]
+pub struct Status(Vec<u8>);
+
+impl Status {
+    /// The user ids: the real one, the effective one, the saved one and that of the file system.
+    pub fn uids(&self) -> Vec<u32> {
+        let ids = line(&self.0, "Uid:").unwrap_or_default();
+        ids.split_ascii_whitespace().filter_map(|id| id.parse().ok()).collect()
+    }
+
+    /// The real user id.
+    pub fn real_uid(&self) -> Option<u32> {
+        self.uids().first().copied()
+    }
+
+    /// Whether it ignores a signal.
+    pub fn ignores(&self, signal: i32) -> bool {
+        self.has(signal, "SigIgn:")
+    }
+
+    /// Whether it does something of its own on a signal.
+    pub fn catches(&self, signal: i32) -> bool {
+        self.has(signal, "SigCgt:")
+    }
+
+    fn has(&self, signal: i32, set: &str) -> bool {
+        let mask = line(&self.0, set).and_then(|mask| u64::from_str_radix(mask, 16).ok());
+        mask.unwrap_or(0) >> (signal - 1) & 1 == 1
+    }
+}
+
+/// The user ids and the signals of a process.
+///
+/// # Errors
+/// It has ended, or can't be read.
+pub fn status(process: impl Display) -> io::Result<Status> {
+    read(path(process, "status")).map(Status)
+}
+
+/// The name of a process as the kernel keeps it, 15 bytes at most; None when it has ended.
+pub fn name(pid: u32) -> Option<String> {
+    Some(text(&read(path(pid, "comm")).ok()?).trim_end().to_owned())
+}
+
+/// The program of a process, by its file, or else by the name that the kernel keeps; empty when there is no such process.
+/// A file may have any name: what could break a line or command a terminal is replaced.
+pub fn program(pid: u32) -> String {
+    let file = fs::read_link(path(pid, "exe")).map(|file| file.to_string_lossy().into_owned());
+    let program = file.unwrap_or_else(|_| name(pid).unwrap_or_default());
+    let printable = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+    program.trim_end_matches('\n').chars().take(PROGRAM_CHARACTERS).map(printable).collect()
+}
+
+/// The arguments of a process, the first of which says how it was called. They are in its memory, and whoever asks one
+/// that hangs for them hangs too.
+pub fn arguments(pid: u32) -> Vec<String> {
+    let all = read(path(pid, "cmdline")).unwrap_or_default();
+    all.split(|byte| *byte == 0).map(text).collect()
+}
+
+/// The arguments as they are, one after the other.
+pub fn arguments_as_given(pid: u32) -> Vec<OsString> {
+    let all = read(path(pid, "cmdline")).unwrap_or_default();
+    let arguments = all.split(|byte| *byte == 0).filter(|argument| !argument.is_empty());
+    arguments.map(|argument| OsStr::from_bytes(argument).to_owned()).collect()
+}
+
+/// A path to what a descriptor of a process stands for, wherever its own path leads now.
+pub fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
+    path(process, &format!("fd/{descriptor}"))
+}
+
+/// Gives this process, and the children that it will have, an oom_score_adj.
+///
+/// # Errors
+/// The kernel refuses a value below what root has set.
+pub fn set_oom_score_adj(score: i16) -> io::Result<()> {
+    fs::write(path(OWN, "oom_score_adj"), score.to_string())
+}
+
+/// The environment that a process has been given, or says that it has. It may hang like [`arguments`].
+///
+/// # Errors
+/// It has ended, or can't be read.
+pub fn environment(pid: u32) -> io::Result<Vec<u8>> {
+    read(path(pid, "environ"))
+}
+
+/// The value of a variable in an environment.
+pub fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
+    let mut variables = environment.split(|byte| *byte == 0);
+    variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
+}
+
+/// The control groups of a process, one line for each hierarchy: `0::/system.slice/a.service`. Who may make some gives
+/// them any names.
+///
+/// # Errors
+/// It has ended, or can't be read.
+pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
+    read(path(process, "cgroup"))
+}
+
+/// The same as text, with a mark in the place of what is none.
+///
+/// # Errors
+/// See [`cgroups`].
+pub fn cgroups_text(process: impl Display) -> io::Result<String> {
+    cgroups(process).map(|cgroups| text(&cgroups))
+}
+
+/// Which file systems a process sees: two that see the same have the same.
+pub fn mount_namespace(process: impl Display) -> Option<PathBuf> {
+    fs::read_link(path(process, "ns/mnt")).ok()
+}
+
+/// How many files a process may open; more than anybody needs where it is unlimited.
+///
+/// # Errors
+/// It has ended, or can't be read.
+pub fn open_files_limit(pid: u32) -> io::Result<u64> {
+    let file = path(pid, "limits");
+    soft_limit(&read(&file)?, "Max open files").ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidData, format!("{} does not have it", file.display()))
+    })
+}
+
+fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
+    let soft = line(limits, name)?.split_ascii_whitespace().next()?;
+    if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
+}
+
+/// Whether something is mounted at a place, by a file like /proc/mounts, which is another one below a sysroot.
+///
+/// # Errors
+/// The file can't be read.
+pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
+    let mounts = read(mounts)?;
+    let mut lines = mounts.split(|byte| *byte == b'\n');
+    Ok(lines.any(|line| line.split(|byte| *byte == b' ').nth(1) == Some(place.as_bytes())))
+}
+
+/// The time since the host was booted.
+pub fn uptime() -> Option<Duration> {
+    let uptime = text(&read("/proc/uptime").ok()?);
+    Duration::try_from_secs_f64(uptime.split_ascii_whitespace().next()?.parse().ok()?).ok()
+}
+
+/// When the host was booted.
+pub fn booted() -> Option<SystemTime> {
+    let seconds = line(&read("/proc/stat").ok()?, "btime ")?.parse().ok()?;
+    SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
+}
+
+/// When a process started, from when the host was booted on.
+pub fn started(pid: u32) -> Option<Duration> {
+    let ticks = stat(pid).ok()?.start_time;
+    let per_second = rustix::param::clock_ticks_per_second();
+    Some(Duration::from_millis(ticks.checked_mul(1000)?.checked_div(per_second)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counting_starts_behind_any_name() {
+        let numbers = "1 12 13 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 98765 2000 1\n";
+        for name in [&b"work"[..], b"a) (b c", b") S 7 8", b"x\xe8\xae\xad\xe7\xbb\x83\xe4", b"\xff\n"] {
+            let stat = [b"12 (", name, b") S ", numbers.as_bytes()].concat();
+            let expected = Stat { state: 'S', parent: 1, session: Some(13), start_time: 98765 };
+            assert_eq!(Stat::parse(&stat), Some(expected), "{}", text(name));
+        }
+        let leaving = format!("12 (work) Z {}", numbers.replace("1 12 13", "0 -1 -1"));
+        let leaving = Stat::parse(leaving.as_bytes()).unwrap();
+        assert!(leaving.session.is_none() && leaving.has_ended() && !leaving.is_stopped());
+        for cut in ["", "12 (cut", "12 (work)", "12 (work) S 1 12 13 0"] {
+            assert_eq!(Stat::parse(cut.as_bytes()), None, "{cut}");
+        }
+    }
+
+    #[test]
+    fn a_status_may_hold_what_is_no_text() {
+        let status = Status(
+            b"Name:\tx\xe8\xae\nUid:\t1000\t0\t1\t2\nSigIgn:\t0000000000000001\nSigCgt:\t0000000000000200\n"
+                .to_vec(),
+        );
+        assert_eq!((status.real_uid(), status.uids()), (Some(1000), vec![1000, 0, 1, 2]));
+        // SIGHUP and SIGUSR1.
+        assert!(status.ignores(1) && !status.catches(1));
+        assert!(status.catches(10) && !status.ignores(10));
+        assert_eq!(Status(b"Name:\twork\n".to_vec()).real_uid(), None);
+    }
+
+    #[test]
+    fn of_an_endless_file_only_the_beginning_is_read() {
+        assert_eq!(beginning("/dev/zero", 7).unwrap(), [0; 7]);
+    }
+
+    #[test]
+    fn variables_have_whole_names() {
+        let environment = b"A=1\0XNAME=2\0NAME\0NAME=\xff\0NAME=3\0EMPTY=";
+        assert_eq!(variable(environment, "NAME"), Some(&b"\xff"[..]));
+        assert_eq!(variable(environment, "EMPTY"), Some(&b""[..]));
+        assert_eq!(variable(environment, "NONE"), None);
+    }
+
+    #[test]
+    fn the_soft_limit_counts() {
+        let limits = b"Limit  Soft Limit  Hard Limit  Units\nMax open files            1024                 524288               files\n";
+        let of = |limits: &[u8]| soft_limit(limits, "Max open files");
+        assert_eq!(of(limits), Some(1024));
+        assert_eq!(of(b"Max open files   unlimited   unlimited   files\n"), Some(u64::MAX));
+        assert_eq!(of(b""), None);
+        assert!(open_files_limit(std::process::id()).unwrap() > 0);
+    }
+
+    #[test]
+    fn mounts_are_told_by_their_place() {
+        let directory = tempfile::tempdir().unwrap();
+        let mounts = directory.path().join("mounts");
+        fs::write(&mounts, b"none / ext4 rw 0 0\nx\xff /dev/shm tmpfs rw 0 0\n").unwrap();
+        assert!(is_mounted(&mounts, "/dev/shm").unwrap() && !is_mounted(&mounts, "tmpfs").unwrap());
+        assert!(is_mounted(&directory.path().join("none"), "/").is_err());
+    }
+
+    #[test]
+    fn this_process_is_as_it_is() {
+        let own = std::process::id();
+        let stat = stat(own).unwrap();
+        assert_eq!(stat.parent, std::os::unix::process::parent_id());
+        assert!(!stat.is_stopped() && !stat.has_ended());
+        let threads = threads(own);
+        assert!(!threads.is_empty() && threads.iter().all(|thread| thread.parent == stat.parent));
+        assert!(pids().contains(&own));
+        let own_name = name(own).unwrap();
+        assert!(!own_name.is_empty() && own_name.len() <= 15, "{own_name:?}");
+        assert_eq!(name(u32::MAX), None);
+        assert_eq!(status(OWN).unwrap().real_uid(), Some(rustix::process::getuid().as_raw()));
+        assert_eq!(program(own), std::env::current_exe().unwrap().to_string_lossy());
+        assert_eq!(arguments(own).first().cloned(), std::env::args().next());
+        assert_eq!(mount_namespace(own), mount_namespace(OWN));
+        let started = booted().unwrap() + started(own).unwrap();
+        assert!(started <= SystemTime::now() + Duration::from_secs(2));
+        assert!(started > SystemTime::now() - Duration::from_secs(86400));
+        assert!(self::started(own).unwrap() <= uptime().unwrap());
+    }
+}

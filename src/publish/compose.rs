@@ -1,0 +1,250 @@
+//! From the plan and what the supervisors know to the Snapshot.
+
+use std::collections::VecDeque;
+
+use crate::config::Settings;
+use crate::counted::counted;
+use crate::plan::{GpuPlan, Plan};
+use crate::publish::snapshot::{GpuView, Snapshot, State};
+use crate::supervisor::bypass;
+use crate::supervisor::view::{ControlDaemonState, EVENTS_KEPT, Event};
+use crate::supervisor::{GpuStatus, Status};
+
+/// Everything a Snapshot is made from.
+#[derive(Debug)]
+pub struct Parts<'a> {
+    /// The configuration in force.
+    pub settings: &'a Settings,
+    /// The driver's version, or why there is none.
+    pub driver: &'a Result<String, String>,
+    /// The plan in force, or why there is none yet.
+    pub plan: Result<&'a Plan, &'a str>,
+    /// Of every control daemon that is to serve.
+    pub statuses: &'a [Status],
+    /// Of those on the way out.
+    pub leaving: &'a [Status],
+    /// Whether a control daemon is still to be started, as soon as another has left its GPUs, which is not put off.
+    pub starting: bool,
+    /// What happened that concerns no control daemon.
+    pub events: &'a VecDeque<Event>,
+    /// A standing problem that serves nobody worse, such as a new configuration that was refused.
+    pub problem: &'a str,
+    /// Whether the service is on the way down.
+    pub stopping: bool,
+}
+
+/// Makes the Snapshot that follows `previous`.
+pub fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
+    let settings = parts.settings;
+    let gpus = match (settings.enabled, parts.plan) {
+        (false, _) => Some(Vec::new()),
+        (true, Ok(plan)) => Some(plan.gpus.iter().map(|gpu| gpu_view(gpu, parts)).collect()),
+        (true, Err(_)) => None,
+    };
+    let (state, reason) = state(parts, gpus.as_deref());
+    let listed_again = gpus.as_ref().map(|gpus| gpus.iter().map(listed).collect::<Vec<_>>())
+        == previous.gpus.as_ref().map(|gpus| gpus.iter().map(listed).collect::<Vec<_>>());
+    Snapshot {
+        generation: if listed_again { previous.generation } else { previous.generation + 1 },
+        state,
+        reason,
+        enabled: settings.enabled,
+        driver_version: parts.driver.as_ref().cloned().unwrap_or_default(),
+        pipe_directory: settings.pipe_directory.clone(),
+        log_directory: settings.log_directory.clone(),
+        gpus,
+        control_daemons: all(parts).map(|status| status.view.clone()).collect(),
+        events: last_events(parts),
+    }
+}
+
+/// The Snapshot before anything is known.
+pub fn nothing_yet(settings: &Settings) -> Snapshot {
+    Snapshot {
+        generation: 0,
+        state: State::Starting,
+        reason: "the first pass over the GPUs has not ended".to_owned(),
+        enabled: settings.enabled,
+        driver_version: String::new(),
+        pipe_directory: settings.pipe_directory.clone(),
+        log_directory: settings.log_directory.clone(),
+        gpus: None,
+        control_daemons: Vec::new(),
+        events: VecDeque::new(),
+    }
+}
+
+/// What `ListDevices` and `ListGpus` show of a GPU: the generation grows with it.
+fn listed(gpu: &GpuView) -> GpuView {
+    let mut listed = gpu.clone();
+    if let Ok(facts) = &mut listed.plan.gpu.nvml {
+        // As they were when the plan was made. What they are now, or keep from being served, is said beside the plan.
+        facts.compute_mode = None;
+        facts.foreign_processes.clear();
+    }
+    listed
+}
+
+fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
+    parts.statuses.iter().chain(parts.leaving)
+}
+
+fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
+    let facts = plan.gpu.nvml.as_ref().ok();
+    let uuid = facts.map(|facts| facts.uuid.as_str()).unwrap_or_default();
+    let served = parts.statuses.iter().find_map(|status| Some((status, status.gpus.get(uuid)?)));
+    let mut view = GpuView {
+        plan: plan.clone(),
+        healthy: false,
+        reason: String::new(),
+        compute_mode: facts.and_then(|facts| facts.compute_mode),
+        control_daemon: String::new(),
+        confirmed_thread_percentage: None,
+        confirmed_memory_limit_mib: None,
+    };
+    if let Some((status, gpu)) = served {
+        view.control_daemon.clone_from(&status.view.id);
+        view.compute_mode = gpu.compute_mode.or(view.compute_mode);
+        view.confirmed_thread_percentage = gpu.thread_percentage;
+        view.confirmed_memory_limit_mib = gpu.memory_limit_mib;
+    }
+    let trouble = match (&plan.unusable, served) {
+        (Some(reason), _) => Some(reason.clone()),
+        (None, None) => Some(in_the_way(uuid, parts.leaving)),
+        (None, Some((_, gpu))) if !gpu.unreachable.is_empty() => Some(gpu.unreachable.clone()),
+        (None, Some((_, gpu))) if gpu.server_kept_out => {
+            Some(format!("{}; no server can start beside them: end them", used_without_us(gpu)))
+        }
+        (None, Some((status, _))) if !status.serving => Some(said_by(status)),
+        (None, Some((_, gpu))) if gpu.being_set => Some("its new limits are being set".to_owned()),
+        (None, Some((_, gpu))) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
+        (None, Some(_)) => None,
+    };
+    view.healthy = trouble.is_none();
+    view.reason = trouble.unwrap_or_else(|| {
+        let bypassed = served.map(|(_, gpu)| gpu).filter(|gpu| !gpu.bypasses.is_empty()).map(used_without_us);
+        bypassed
+            .into_iter()
+            .chain(plan.warnings.iter().map(ToString::to_string))
+            .collect::<Vec<_>>()
+            .join("; ")
+    });
+    view
+}
+
+/// What the control daemon that is to serve a GPU knows of it.
+fn served<'a>(parts: &Parts<'a>, uuid: &str) -> Option<&'a GpuStatus> {
+    parts.statuses.iter().find_map(|status| status.gpus.get(uuid))
+}
+
+fn used_without_us(gpu: &GpuStatus) -> String {
+    format!("used without our MPS server by {}", bypass::in_words(&gpu.bypasses))
+}
+
+/// The first GPU that somebody uses without our server.
+fn bypassed(parts: &Parts<'_>, gpus: &[GpuView]) -> Option<String> {
+    gpus.iter().find_map(|view| {
+        let gpu = served(parts, view.uuid())?;
+        let address = view.plan.gpu.pci.address.short();
+        (!gpu.bypasses.is_empty()).then(|| format!("GPU {address} is {}", used_without_us(gpu)))
+    })
+}
+
+fn said_by(status: &Status) -> String {
+    let view = &status.view;
+    let reason = match view.reason.as_str() {
+        "" => String::new(),
+        reason => format!(": {reason}"),
+    };
+    format!("control daemon {} is {}{reason}", view.id, view.state.as_str())
+}
+
+fn in_the_way(uuid: &str, leaving: &[Status]) -> String {
+    match leaving.iter().find(|status| status.gpus.contains_key(uuid)) {
+        Some(status) => said_by(status),
+        None => "not taken into a control daemon's hands yet".to_owned(),
+    }
+}
+
+/// The first entry without a GPU, and how many more there are.
+fn missing(parts: &Parts<'_>) -> Option<String> {
+    let missing = parts.plan.ok()?.missing.as_slice();
+    let first = missing.first()?;
+    let more = match missing.len() {
+        1 => String::new(),
+        all => format!("; and {} more", all.saturating_sub(1)),
+    };
+    Some(format!("{}{more}", first.problem))
+}
+
+fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
+    if parts.stopping {
+        return (State::Stopping, String::new());
+    }
+    if !parts.settings.enabled {
+        return (State::Disabled, "enable_cuda_mps is false".to_owned());
+    }
+    let Some(gpus) = gpus else {
+        return (State::Failed, parts.plan.err().unwrap_or_default().to_owned());
+    };
+    if gpus.is_empty() {
+        return (State::Failed, parts.plan.map(|plan| plan.nothing.clone()).unwrap_or_default());
+    }
+    // Setting limits takes some milliseconds, and nothing is wrong meanwhile.
+    let being_set = |gpu: &GpuView| {
+        served(parts, gpu.uuid()).is_some_and(|status| status.being_set) && gpu.plan.unusable.is_none()
+    };
+    let unserved = |gpu: &&GpuView| !gpu.healthy && !being_set(gpu);
+    let bad = gpus.iter().filter(unserved).count();
+    if bad == 0 {
+        let unready = parts.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
+        return match (parts.problem, unready) {
+            ("", None) => match missing(parts).or_else(|| bypassed(parts, gpus)) {
+                None => (State::Ready, String::new()),
+                Some(reason) => (State::Degraded, reason),
+            },
+            ("", Some(status)) => (State::Degraded, said_by(status)),
+            (problem, _) => (State::Degraded, problem.to_owned()),
+        };
+    }
+    // A server that can't open one of its GPUs serves none; the one that keeps it from the others is the reason.
+    let keeps_server_out = |gpu: &&GpuView| served(parts, gpu.uuid()).is_some_and(|gpu| gpu.server_kept_out);
+    let mut unhealthy = gpus.iter().filter(unserved);
+    let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
+    let first =
+        first.map(|gpu| format!("{}: {}", gpu.plan.gpu.pci.address.short(), gpu.reason)).unwrap_or_default();
+    let missing = missing(parts).map(|missing| format!("; {missing}")).unwrap_or_default();
+    let reason = format!("{bad} of {} GPUs not served; {first}{missing}", gpus.len());
+    if parts.starting || parts.statuses.iter().any(|status| !status.settled && !status.serving) {
+        (State::Starting, reason)
+    } else if bad < gpus.len() {
+        (State::Degraded, reason)
+    } else {
+        (State::Failed, reason)
+    }
+}
+
+fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
+    let theirs = all(parts).flat_map(|status| &status.events);
+    let mut events: Vec<Event> = parts.events.iter().chain(theirs).cloned().collect();
+    events.sort_by_key(|event| event.seen);
+    let surplus = events.len().saturating_sub(EVENTS_KEPT);
+    events.into_iter().skip(surplus).collect()
+}
+
+/// The unit's status line.
+pub fn status_line(snapshot: &Snapshot) -> String {
+    let gpus = snapshot.gpus.as_deref().unwrap_or_default();
+    let slices: usize = gpus.iter().filter(|gpu| gpu.healthy).map(|gpu| gpu.plan.slices as usize).sum();
+    let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
+    let mut line = snapshot.state.as_str().to_owned();
+    if !gpus.is_empty() {
+        line.push_str(&format!(": {} on {healthy} of {} GPUs", counted(slices, "device"), gpus.len()));
+    }
+    if !snapshot.reason.is_empty() {
+        line.push_str("; ");
+        line.push_str(&snapshot.reason);
+    }
+    // systemd takes one line.
+    line.replace('\n', " ")
+}

@@ -1,0 +1,291 @@
+//! What a container needs to be a client of slices: a pure function of the Snapshot and the names asked for.
+
+use std::path::PathBuf;
+
+use crate::publish::snapshot::{GpuView, Snapshot};
+
+/// What a container runtime has to add to a container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerConfig {
+    /// Environment variables, in this order.
+    pub environment: Vec<(&'static str, String)>,
+    /// Directories to mount.
+    pub mounts: Vec<Mount>,
+    /// The UUIDs of the GPUs, each once, in the order asked for.
+    pub gpus: Vec<String>,
+}
+
+/// A directory of the host, mounted in the container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    /// The directory on the host.
+    pub host: PathBuf,
+    /// Where the container sees it.
+    pub container: PathBuf,
+    /// Whether the container must not write to it.
+    pub read_only: bool,
+}
+
+/// The first driver series whose clients were seen to need no right to write to the pipe directory. Older ones were not
+/// tried, nor were GPUs before Volta, whose clients have all their work done by the server.
+const READ_ONLY_FROM: u32 = 580;
+
+/// Why there is no answer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ContainerError {
+    /// No plan exists yet.
+    #[error("the GPUs are not known yet; ask again in a moment")]
+    NotReady,
+    /// An empty list of devices.
+    #[error("no device was named; name at least one, as ListDevices shows them")]
+    NoneNamed,
+    /// A name that stands for nothing; the text is the name.
+    #[error("there is no device {0:?}; ListDevices shows those there are")]
+    NoSuchDevice(String),
+    /// A device whose GPU the driver can't name.
+    #[error("the UUID of the GPU of {device} is not known: {reason}")]
+    NoUuid {
+        /// The device's name.
+        device: String,
+        /// What the driver said.
+        reason: String,
+    },
+    /// A device of a GPU that can't be served as it is.
+    #[error("{device} can't be served: {reason}")]
+    NotServable {
+        /// The device's name.
+        device: String,
+        /// The reason, with what to do.
+        reason: String,
+    },
+    /// Devices that are served by different control daemons.
+    #[error(
+        "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
+         of one GPU, or set cuda_mps_topology to shared"
+    )]
+    SeveralControlDaemons {
+        /// A device.
+        first: String,
+        /// One that doesn't go with it.
+        second: String,
+    },
+}
+
+/// What a container needs to use these devices.
+///
+/// A name is that of a slice (`00:06.0-1`) or of a GPU (its address or UUID), which stands for one slice of it. Slices
+/// of one GPU can't be joined: the control daemon's defaults are one slice's, and a client can only tighten them. So
+/// two slices of one GPU have the answer of one.
+///
+/// # Errors
+/// See [`ContainerError`].
+pub fn container_config(
+    snapshot: &Snapshot,
+    names: impl IntoIterator<Item = impl AsRef<str>>,
+) -> Result<ContainerConfig, ContainerError> {
+    if snapshot.gpus.is_none() {
+        return Err(ContainerError::NotReady);
+    }
+    let mut devices: Vec<String> = Vec::new();
+    let mut gpus: Vec<&GpuView> = Vec::new();
+    for asked in names {
+        let asked = asked.as_ref();
+        let found = snapshot.find(asked).ok_or_else(|| ContainerError::NoSuchDevice(asked.to_owned()))?;
+        let (gpu, name) = (found.gpu(), found.name());
+        if let Err(reason) = &gpu.plan.gpu.nvml {
+            return Err(ContainerError::NoUuid { device: name, reason: reason.clone() });
+        }
+        if !gpu.plan.servable() {
+            let reason = gpu.plan.unusable.clone().unwrap_or_default();
+            return Err(ContainerError::NotServable { device: name, reason });
+        }
+        if let (Some(first), Some(device)) = (gpus.first(), devices.first())
+            && first.plan.pipe_directory != gpu.plan.pipe_directory
+        {
+            return Err(ContainerError::SeveralControlDaemons { first: device.clone(), second: name });
+        }
+        if !gpus.iter().any(|known| known.uuid() == gpu.uuid()) {
+            gpus.push(gpu);
+        }
+        if !devices.contains(&name) {
+            devices.push(name);
+        }
+    }
+    let first = gpus.first().ok_or(ContainerError::NoneNamed)?;
+    let percentage =
+        gpus.iter().map(|gpu| gpu.plan.thread_percentage).min().ok_or(ContainerError::NoneNamed)?;
+
+    let pipe_directory = &first.plan.pipe_directory;
+    let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid().to_owned()).collect();
+    let mut environment = vec![
+        ("CUDA_MPS_PIPE_DIRECTORY", pipe_directory.display().to_string()),
+        ("NVIDIA_VISIBLE_DEVICES", uuids.join(",")),
+        ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
+        ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
+    ];
+    environment.push(("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)));
+    environment.push(("YUNION_MPS_DEVICE", devices.join(",")));
+
+    let mount =
+        |directory: PathBuf, read_only| Mount { host: directory.clone(), container: directory, read_only };
+    // A container's root that may write to it can take the control daemon's sockets away from everybody, or put others
+    // in their place: `rm -rf /tmp/*` as a container starts is enough.
+    let read_only = gpus.iter().all(|gpu| gpu.plan.limits_enforced)
+        && driver_series(&snapshot.driver_version).is_some_and(|series| series >= READ_ONLY_FROM);
+    let mounts = vec![mount(PathBuf::from("/dev/shm"), false), mount(pipe_directory.clone(), read_only)];
+    Ok(ContainerConfig { environment, mounts, gpus: uuids })
+}
+
+/// The 580 of 580.159.04.
+fn driver_series(version: &str) -> Option<u32> {
+    version.split('.').next()?.parse().ok()
+}
+
+/// `0=5760M` for one GPU, which is a client's device 0 whatever ours is; UUIDs for several, since their order in the
+/// container is CUDA's.
+fn memory_limits(gpus: &[&GpuView]) -> String {
+    let limits: Vec<String> = gpus
+        .iter()
+        .map(|gpu| {
+            let device = if gpus.len() == 1 { "0" } else { gpu.uuid() };
+            format!("{device}={}M", gpu.plan.memory_limit_mib)
+        })
+        .collect();
+    limits.join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::publish::snapshot::tests::{gpu, snapshot};
+
+    fn two_gpus() -> Snapshot {
+        let mut second = gpu("00:07.0", "GPU-2");
+        second.plan.memory_limit_mib = 35942;
+        second.plan.thread_percentage = 10;
+        snapshot(Some(vec![gpu("00:06.0", "GPU-1"), second]))
+    }
+
+    fn environment(config: &ContainerConfig) -> Vec<(&str, &str)> {
+        config.environment.iter().map(|(name, value)| (*name, value.as_str())).collect()
+    }
+
+    #[test]
+    fn one_slice() {
+        let config = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        assert_eq!(
+            environment(&config),
+            [
+                ("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps/pipe"),
+                ("NVIDIA_VISIBLE_DEVICES", "GPU-1"),
+                ("NVIDIA_DRIVER_CAPABILITIES", "all"),
+                ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25"),
+                ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=5760M"),
+                ("YUNION_MPS_DEVICE", "00:06.0-1"),
+            ]
+        );
+        let mount = |directory: &str, read_only| Mount {
+            host: directory.into(),
+            container: directory.into(),
+            read_only,
+        };
+        for (driver, read_only) in
+            [("580.159.04", true), ("590.44", true), ("575.57.08", false), ("", false), ("unknown", false)]
+        {
+            for volta in [true, false] {
+                let mut snapshot = two_gpus();
+                driver.clone_into(&mut snapshot.driver_version);
+                snapshot.gpus.as_mut().unwrap()[0].plan.limits_enforced = volta;
+                let config = container_config(&snapshot, ["00:06.0-1"]).unwrap();
+                let pipe = mount("/tmp/nvidia-mps/pipe", volta && read_only);
+                assert_eq!(config.mounts, [mount("/dev/shm", false), pipe]);
+            }
+        }
+        assert_eq!(config.gpus, ["GPU-1"]);
+    }
+
+    #[test]
+    fn several_gpus_get_the_smallest_percentage_and_limits_by_uuid() {
+        let config = container_config(&two_gpus(), ["00:07.0-0", "00:06.0-3"]).unwrap();
+        assert_eq!(
+            environment(&config)[1..],
+            [
+                ("NVIDIA_VISIBLE_DEVICES", "GPU-2,GPU-1"),
+                ("NVIDIA_DRIVER_CAPABILITIES", "all"),
+                ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10"),
+                ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "GPU-2=35942M,GPU-1=5760M"),
+                ("YUNION_MPS_DEVICE", "00:07.0-0,00:06.0-3"),
+            ]
+        );
+        assert_eq!(config.gpus, ["GPU-2", "GPU-1"]);
+    }
+
+    #[test]
+    fn two_slices_of_one_gpu_are_one_slice() {
+        let two = container_config(&two_gpus(), ["00:06.0-1", "00:06.0-2", "00:06.0-1"]).unwrap();
+        let mut one = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        one.environment.pop();
+        one.environment.push(("YUNION_MPS_DEVICE", "00:06.0-1,00:06.0-2".to_owned()));
+        assert_eq!(two, one);
+    }
+
+    #[test]
+    fn a_gpu_stands_for_one_slice_of_it() {
+        let by_uuid = container_config(&two_gpus(), ["GPU-1"]).unwrap();
+        assert_eq!(by_uuid, container_config(&two_gpus(), ["0000:00:06.0"]).unwrap());
+        assert_eq!(by_uuid.environment.last().unwrap().1, "00:06.0");
+        assert_eq!(by_uuid.environment[4].1, "0=5760M");
+    }
+
+    #[test]
+    fn a_gpu_that_can_not_be_served_is_given_to_nobody() {
+        let with = |change: &dyn Fn(&mut crate::host::gpu::NvmlFacts)| {
+            let mut view = gpu("00:07.0", "GPU-2");
+            change(view.plan.gpu.nvml.as_mut().unwrap());
+            view.plan.unusable = Some("the reason".to_owned());
+            view.healthy = false;
+            container_config(&snapshot(Some(vec![gpu("00:06.0", "GPU-1"), view])), ["00:06.0-0", "00:07.0-1"])
+        };
+        let refused = Err(ContainerError::NotServable {
+            device: "00:07.0-1".to_owned(),
+            reason: "the reason".to_owned(),
+        });
+        assert_eq!(with(&|facts| facts.mig_enabled = true), refused);
+        assert_eq!(with(&|facts| facts.memory_total_mib = None), refused);
+        assert_eq!(
+            with(&|facts| facts.compute_mode = Some(crate::host::gpu::ComputeMode::Prohibited)),
+            refused
+        );
+        // A program without MPS ends some day, and a container that starts then must have its answer.
+        assert!(with(&|facts| facts.foreign_processes = vec![(7, "job".to_owned())]).is_ok());
+    }
+
+    #[test]
+    fn no_answer_says_why() {
+        let nothing: [&str; 0] = [];
+        assert_eq!(container_config(&two_gpus(), nothing), Err(ContainerError::NoneNamed));
+        assert_eq!(container_config(&snapshot(None), ["00:06.0-1"]), Err(ContainerError::NotReady));
+        assert_eq!(
+            container_config(&two_gpus(), ["00:06.0-1", "00:06.0-4"]),
+            Err(ContainerError::NoSuchDevice("00:06.0-4".to_owned()))
+        );
+        let mut lost = gpu("00:06.0", "GPU-1");
+        lost.plan.gpu.nvml = Err("GPU is lost".to_owned());
+        assert_eq!(
+            container_config(&snapshot(Some(vec![lost])), ["00:06.0-1"]),
+            Err(ContainerError::NoUuid { device: "00:06.0-1".to_owned(), reason: "GPU is lost".to_owned() })
+        );
+    }
+
+    #[test]
+    fn gpus_of_different_control_daemons_do_not_go_together() {
+        let mut snapshot = two_gpus();
+        for gpu in snapshot.gpus.iter_mut().flatten() {
+            gpu.plan.pipe_directory.push(gpu.plan.gpu.nvml.as_ref().unwrap().uuid.clone());
+        }
+        let error = container_config(&snapshot, ["00:06.0-1", "00:07.0-2"]).unwrap_err();
+        assert!(error.to_string().starts_with("00:06.0-1 and 00:07.0-2 have different pipe directories"));
+        let alone = container_config(&snapshot, ["00:07.0-2"]).unwrap();
+        assert_eq!(alone.environment[0].1, "/tmp/nvidia-mps/pipe/GPU-2");
+    }
+}

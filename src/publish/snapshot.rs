@@ -1,0 +1,275 @@
+//! The Snapshot: what this service publishes, as plain data. D-Bus and the unit's status line are made from it alone.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+
+use crate::host::gpu::{ComputeMode, PciAddress};
+use crate::plan::GpuPlan;
+use crate::supervisor::view::{ControlDaemonView, Event};
+
+/// The service's state in one word. A reader treats an unknown word as `degraded`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// `enable_cuda_mps` is false: nothing is served, nothing is wrong.
+    Disabled,
+    /// The first pass over the GPUs has not ended.
+    Starting,
+    /// Every configured GPU is served.
+    Ready,
+    /// Some are, or something needs an administrator's eye.
+    Degraded,
+    /// None is.
+    Failed,
+    /// On the way down.
+    Stopping,
+}
+
+impl State {
+    /// The word on D-Bus.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Disabled => "disabled",
+            Self::Starting => "starting",
+            Self::Ready => "ready",
+            Self::Degraded => "degraded",
+            Self::Failed => "failed",
+            Self::Stopping => "stopping",
+        }
+    }
+}
+
+/// Everything published, at one generation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Snapshot {
+    /// Grows by one with every change of what `ListDevices` or `ListGpus` returns.
+    pub generation: u64,
+    /// The service's state.
+    pub state: State,
+    /// Why, in one line; empty when ready.
+    pub reason: String,
+    /// `enable_cuda_mps`.
+    pub enabled: bool,
+    /// The driver's version; empty when there is none.
+    pub driver_version: String,
+    /// `cuda_mps_pipe_directory`.
+    pub pipe_directory: PathBuf,
+    /// `cuda_mps_log_directory`.
+    pub log_directory: PathBuf,
+    /// The configured GPUs in configuration order, with their slices; None before the first plan exists.
+    pub gpus: Option<Vec<GpuView>>,
+    /// The control daemons.
+    pub control_daemons: Vec<ControlDaemonView>,
+    /// The last things that happened, oldest first.
+    pub events: VecDeque<Event>,
+}
+
+/// One configured GPU as it stands.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GpuView {
+    /// What was planned for it.
+    pub plan: GpuPlan,
+    /// Whether a client that starts now is served with the planned limits.
+    pub healthy: bool,
+    /// Why not, or what to know though it is; empty when there is nothing to say.
+    pub reason: String,
+    /// The compute mode as last seen.
+    pub compute_mode: Option<ComputeMode>,
+    /// The control daemon that serves it, by its id; empty when none does.
+    pub control_daemon: String,
+    /// The thread percentage that the control daemon has confirmed.
+    pub confirmed_thread_percentage: Option<u8>,
+    /// The memory limit that a running server has confirmed, in MiB.
+    pub confirmed_memory_limit_mib: Option<u64>,
+}
+
+/// What a name stands for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Named<'a> {
+    /// A whole GPU.
+    Gpu(&'a GpuView),
+    /// A slice: its GPU and its ordinal.
+    Slice(&'a GpuView, u32),
+}
+
+impl Snapshot {
+    /// Every slice in configuration order, ordinals ascending: the GPU and the slice's ordinal on it.
+    pub fn slices(&self) -> impl Iterator<Item = (&GpuView, u32)> {
+        self.gpus.iter().flatten().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
+    }
+
+    /// What a user or an agent means by `00:06.0-1` (a slice), `00:06.0` or a GPU's UUID (a GPU). An address may have
+    /// its domain and capital letters, and lack a domain other than 0000 where no other GPU has the same; an ordinal is
+    /// written in one way only, so that a slice has no second name.
+    pub fn find(&self, name: &str) -> Option<Named<'_>> {
+        let gpus = || self.gpus.iter().flatten();
+        if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
+        {
+            return Some(Named::Gpu(gpu));
+        }
+        let (address, ordinal) = match name.split_once('-') {
+            Some((address, ordinal)) => (address, Some(ordinal)),
+            None => (name, None),
+        };
+        let mut wanted: PciAddress = address.parse().ok()?;
+        if PciAddress::is_short(address) {
+            wanted = wanted.in_any_domain(gpus().map(|gpu| gpu.plan.gpu.pci.address)).ok()?;
+        }
+        let gpu = gpus().find(|gpu| gpu.plan.gpu.pci.address == wanted)?;
+        match ordinal {
+            None => Some(Named::Gpu(gpu)),
+            Some(text) => {
+                let ordinal: u32 = text.parse().ok()?;
+                let exists = ordinal < gpu.plan.slices && ordinal.to_string() == text;
+                exists.then_some(Named::Slice(gpu, ordinal))
+            }
+        }
+    }
+}
+
+impl GpuView {
+    /// The name of the slice with this ordinal: `00:06.0-1`.
+    pub fn slice_name(&self, ordinal: u32) -> String {
+        format!("{}-{ordinal}", self.plan.gpu.pci.address.short())
+    }
+
+    /// The GPU's UUID; empty where NVML can't say.
+    pub fn uuid(&self) -> &str {
+        self.plan.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default()
+    }
+}
+
+impl<'a> Named<'a> {
+    /// The GPU that it is, or is a part of.
+    pub fn gpu(&self) -> &'a GpuView {
+        match self {
+            Self::Gpu(gpu) | Self::Slice(gpu, _) => gpu,
+        }
+    }
+
+    /// The name that is published for it: `00:06.0` or `00:06.0-1`.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Gpu(gpu) => gpu.plan.gpu.pci.address.short(),
+            Self::Slice(gpu, ordinal) => gpu.slice_name(*ordinal),
+        }
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::host::gpu::{Gpu, NvmlFacts, PciDevice};
+
+    /// A GPU with four slices of 5760 MiB and 25 %.
+    pub(crate) fn gpu(address: &str, uuid: &str) -> GpuView {
+        let nvml = NvmlFacts {
+            uuid: uuid.to_owned(),
+            name: "Tesla P40".to_owned(),
+            index: 0,
+            minor: Some(0),
+            memory_total_mib: Some(23040),
+            compute_capability: Some((6, 1)),
+            compute_mode: Some(ComputeMode::ExclusiveProcess),
+            mig_enabled: false,
+            foreign_processes: Vec::new(),
+        };
+        let pci = PciDevice {
+            driver: None,
+            address: address.parse().unwrap(),
+            vendor: 0x10de,
+            device: 0x1b38,
+            render_node: None,
+            card_node: None,
+            numa_node: -1,
+            link: None,
+            pci_ids_name: None,
+        };
+        GpuView {
+            plan: GpuPlan {
+                gpu: Gpu { pci, nvml: Ok(nvml) },
+                slices: 4,
+                memory_limit_mib: 5760,
+                thread_percentage: 25,
+                limits_enforced: false,
+                unusable: None,
+                warnings: Vec::new(),
+                pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+            },
+            healthy: true,
+            reason: String::new(),
+            compute_mode: Some(ComputeMode::ExclusiveProcess),
+            control_daemon: "shared".to_owned(),
+            confirmed_thread_percentage: None,
+            confirmed_memory_limit_mib: None,
+        }
+    }
+
+    /// A service with these GPUs.
+    pub(crate) fn snapshot(gpus: Option<Vec<GpuView>>) -> Snapshot {
+        Snapshot {
+            generation: 1,
+            state: State::Ready,
+            reason: String::new(),
+            enabled: true,
+            driver_version: String::new(),
+            pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+            log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
+            gpus,
+            control_daemons: Vec::new(),
+            events: VecDeque::new(),
+        }
+    }
+
+    #[test]
+    fn names_are_found_however_they_are_written() {
+        let first = gpu("0000:00:06.0", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400");
+        let snapshot = snapshot(Some(vec![first, gpu("0001:1a:00.0", "GPU-2")]));
+        let name = |asked: &str| snapshot.find(asked).map(|found| found.name());
+        for (asked, published) in [
+            ("00:06.0", "00:06.0"),
+            ("0000:00:06.0", "00:06.0"),
+            ("00000000:00:06.0", "00:06.0"),
+            ("00:06.0-3", "00:06.0-3"),
+            ("0000:00:06.0-0", "00:06.0-0"),
+            ("GPU-76AEF7FF-372d-2432-b4b4-beca4d8d3400", "00:06.0"),
+            ("0001:1A:00.0-1", "0001:1a:00.0-1"),
+            ("1a:00.0", "0001:1a:00.0"),
+            ("1A:00.0-3", "0001:1a:00.0-3"),
+        ] {
+            assert_eq!(name(asked).as_deref(), Some(published), "{asked}");
+        }
+        for nothing in [
+            "",
+            "-",
+            "00:06.0-",
+            "00:06.0-4",
+            "00:06.0-01",
+            "00:06.0-+1",
+            "00:06.0-1-1",
+            "0000:1a:00.0",
+            "GPU-3",
+        ] {
+            assert_eq!(name(nothing), None, "{nothing}");
+        }
+    }
+
+    #[test]
+    fn a_name_without_a_domain_is_nobody_s_where_two_have_it() {
+        let gpus = |addresses: &[&str]| {
+            let uuids = addresses.iter().map(|address| gpu(address, &format!("GPU-{address}")));
+            snapshot(Some(uuids.collect()))
+        };
+        let name = |snapshot: &Snapshot| snapshot.find("1a:00.0-1").map(|found| found.name());
+        assert_eq!(name(&gpus(&["0001:1a:00.0", "0002:1a:00.0"])), None);
+        assert_eq!(name(&gpus(&["0001:1a:00.0", "0000:1a:00.0"])).as_deref(), Some("1a:00.0-1"));
+    }
+
+    #[test]
+    fn a_gpu_without_a_uuid_is_not_found_by_an_empty_name() {
+        let mut lost = gpu("00:06.0", "GPU-1");
+        lost.plan.gpu.nvml = Err("GPU is lost".to_owned());
+        let snapshot = snapshot(Some(vec![lost]));
+        assert_eq!(snapshot.find(""), None);
+        assert_eq!(snapshot.find("00:06.0").map(|found| found.name()).as_deref(), Some("00:06.0"));
+    }
+}

@@ -1,0 +1,151 @@
+//! Keeps an eye on who uses the GPUs of a control daemon without its servers.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tokio::time::Instant;
+
+use crate::host::nvml::GpuProcess;
+use crate::mps::control::Control;
+use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
+use crate::supervisor::compute_modes::SERVED;
+
+use super::Worker;
+
+/// Those that were seen at the last look.
+#[derive(Debug, Default)]
+pub(super) struct Bypasses {
+    seen: Vec<Seen>,
+    /// When a second look is due.
+    pub(super) look_at: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    bypass: Bypass,
+    since: Instant,
+    confirmed: bool,
+}
+
+impl Bypasses {
+    /// Takes in a look, and says who is confirmed by it.
+    fn take_in(&mut self, found: Vec<Bypass>, now: Instant) -> Vec<Bypass> {
+        let known = std::mem::take(&mut self.seen);
+        self.seen = found
+            .into_iter()
+            .map(|bypass| {
+                let before = known.iter().find(|seen| seen.bypass.is(&bypass));
+                let since = before.map_or(now, |seen| seen.since);
+                Seen { bypass, since, confirmed: before.is_some() && now >= since + CONFIRM_AFTER }
+            })
+            .collect();
+        let unconfirmed = self.seen.iter().filter(|seen| !seen.confirmed);
+        self.look_at = unconfirmed.map(|seen| seen.since + CONFIRM_AFTER).min();
+        let confirmed = self.seen.iter().filter(|seen| seen.confirmed);
+        confirmed.map(|seen| seen.bypass.clone()).collect()
+    }
+}
+
+impl Worker {
+    /// Looks for them among these processes, by GPU. The control daemon is asked only where there is anybody besides the
+    /// servers that are known; where it doesn't say who its clients are, what is known stays. None stands for one that
+    /// does not run: who was its client is none of those that are looked for.
+    pub(super) async fn look_for_bypasses(
+        &mut self,
+        control: Option<&Control>,
+        processes: &BTreeMap<String, Vec<GpuProcess>>,
+    ) {
+        let all = || processes.values().flatten();
+        let mut servers = self.servers.alive();
+        let mut clients: BTreeSet<u32> =
+            all().filter(|process| process.via_mps).map(|process| process.pid).collect();
+        let others = all().any(|process| !servers.contains(&process.pid));
+        if let Some(control) = control.filter(|_| others) {
+            match bypass::ours(control).await {
+                Ok(ours) => (servers, clients) = ours,
+                Err(error) => return tracing::debug!("not known who bypasses the control daemon: {error}"),
+            }
+        }
+        let found = processes.iter().flat_map(|(uuid, processes)| {
+            if others { bypass::find(uuid, processes, &servers, &clients) } else { Vec::new() }
+        });
+        let confirmed = self.bypasses.take_in(found.collect(), Instant::now());
+        let gpus: Vec<_> =
+            self.order.plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.pci.short())).collect();
+        let status = self.reporter.status();
+        for (uuid, name) in gpus {
+            let now: Vec<Bypass> =
+                confirmed.iter().filter(|bypass| bypass.gpu_uuid == uuid).cloned().collect();
+            let there = processes.get(&uuid).map(Vec::as_slice).unwrap_or_default();
+            let server_there = there.iter().any(|process| servers.contains(&process.pid));
+            let (mode, before) = status
+                .gpus
+                .get(&uuid)
+                .map(|gpu| (gpu.compute_mode, gpu.bypasses.clone()))
+                .unwrap_or_default();
+            let missing_in = |list: &[Bypass], bypass: &Bypass| !list.iter().any(|one| one.is(bypass));
+            let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(&before, bypass)).collect();
+            let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
+            if !come.is_empty() {
+                let who = bypass::in_words(come);
+                self.reporter.warning(format!("GPU {name} is used without our MPS server by {who}"));
+            }
+            if !gone.is_empty() {
+                let who = bypass::in_words(gone);
+                self.reporter.event(format!("GPU {name} is no longer used without our MPS server by {who}"));
+            }
+            self.reporter.update_gpu(&uuid, |gpu| {
+                gpu.server_kept_out = !now.is_empty() && !server_there && mode == Some(SERVED);
+                // Memory comes and goes; who it is has not changed by that.
+                if gpu.bypasses.len() != now.len() || now.iter().any(|one| missing_in(&gpu.bypasses, one)) {
+                    gpu.bypasses = now;
+                }
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::mps::identity::Identity;
+
+    fn bypass(pid: u32) -> Bypass {
+        Bypass {
+            gpu_uuid: "GPU-1".to_owned(),
+            process: Identity { pid, start_time: 7 },
+            command: "work".to_owned(),
+            memory_mib: None,
+        }
+    }
+
+    #[test]
+    fn it_takes_two_looks_with_time_between() {
+        let mut bypasses = Bypasses::default();
+        let start = Instant::now();
+        let soon = start + CONFIRM_AFTER / 2;
+        let later = start + CONFIRM_AFTER;
+        assert_eq!(bypasses.take_in(vec![bypass(1), bypass(2)], start), []);
+        assert_eq!(bypasses.look_at, Some(later));
+        // One is gone again at once; the other is still too new, and a third one comes.
+        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], soon), []);
+        assert_eq!(bypasses.look_at, Some(later));
+        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], later), [bypass(2)]);
+        assert_eq!(bypasses.look_at, Some(soon + CONFIRM_AFTER));
+        let end = later + Duration::from_secs(30);
+        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], end), [bypass(2), bypass(3)]);
+        assert_eq!(bypasses.look_at, None, "nobody is looked for where nobody is new");
+        assert_eq!(bypasses.take_in(Vec::new(), end), []);
+    }
+
+    #[test]
+    fn the_next_process_with_the_same_pid_is_another() {
+        let mut bypasses = Bypasses::default();
+        let start = Instant::now();
+        bypasses.take_in(vec![bypass(1)], start);
+        let mut other = bypass(1);
+        other.process.start_time += 1;
+        assert_eq!(bypasses.take_in(vec![other], start + CONFIRM_AFTER), []);
+    }
+}

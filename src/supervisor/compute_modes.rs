@@ -1,0 +1,141 @@
+//! The compute mode of GPUs that are served: taken to `EXCLUSIVE_PROCESS`, kept there, put back.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use crate::host::blocking::Blocking;
+use crate::host::gpu::ComputeMode;
+use crate::host::nvml::{Driver, GpuProcess};
+use crate::plan::Configured;
+use crate::supervisor::state_file::Journal;
+
+/// The mode in which only an MPS server can open a GPU, so that no program slips past it.
+pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
+
+/// How many questions about one GPU there may be at a time. A check and a list of the clients may meet.
+const QUESTIONS: usize = 4;
+
+/// How long NVML may take. Measured: 0.1 ms; a GPU that fell off its bus can take for ever.
+const NVML_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Changes compute modes, each only after the previous one was written down.
+#[derive(Debug, Clone)]
+pub struct ComputeModes {
+    /// The driver as it is found at the moment; it may come late, or go.
+    driver: watch::Receiver<Option<Arc<Driver>>>,
+    journal: Arc<Mutex<Journal>>,
+    /// The GPUs whose mode is ours to keep, served at the moment or not.
+    kept: watch::Receiver<Configured>,
+    /// By UUID: a GPU that does not answer must not keep others from being asked about.
+    questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
+}
+
+impl ComputeModes {
+    /// Through this driver, with the previous modes in this journal. Nobody puts back the mode of a GPU that is `kept`.
+    pub fn new(
+        driver: watch::Receiver<Option<Arc<Driver>>>,
+        journal: Arc<Mutex<Journal>>,
+        kept: watch::Receiver<Configured>,
+    ) -> Self {
+        Self { driver, journal, kept, questions: Arc::default() }
+    }
+
+    /// The mode a GPU has now. The error is NVML's reason.
+    pub async fn current(&self, uuid: &str) -> Result<ComputeMode, String> {
+        self.ask(uuid, Driver::compute_mode).await
+    }
+
+    /// Takes a GPU to [`SERVED`] if it isn't there, and says whether that was needed.
+    pub async fn take(&self, uuid: &str) -> Result<bool, String> {
+        let previous = self.current(uuid).await?;
+        if previous == SERVED {
+            return Ok(false);
+        }
+        self.with_journal(|journal| journal.remember_compute_mode(uuid, previous))
+            .map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
+        tracing::debug!(step = "mode-journalled", "compute mode of {uuid} is written down");
+        self.set(uuid, SERVED).await?;
+        tracing::debug!(step = "mode-set", "compute mode of {uuid} is set");
+        tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {SERVED}");
+        Ok(true)
+    }
+
+    /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since. Not while it
+    /// is to be served, even if it can't be now: everybody would get in, with no limit.
+    pub async fn restore(&self, uuid: &str) -> Result<(), String> {
+        if self.kept.borrow().may_have(uuid) {
+            return Ok(());
+        }
+        let Some(previous) = self.with_journal(|journal| journal.previous_compute_mode(uuid)) else {
+            return Ok(());
+        };
+        let current = self.current(uuid).await?;
+        if current == SERVED {
+            self.set(uuid, previous).await?;
+            tracing::debug!(step = "mode-back", "compute mode of {uuid} is back and still written down");
+            tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set back from {current} to {previous}");
+        } else {
+            tracing::info!(
+                gpu_uuid = uuid,
+                "compute mode of {uuid} left at {current}: it was changed by others"
+            );
+        }
+        self.with_journal(|journal| journal.forget_compute_mode(uuid))
+            .map_err(|error| format!("the compute mode is back, but the journal still has it: {error}"))?;
+        tracing::debug!(step = "mode-forgotten", "compute mode of {uuid} is not ours any more");
+        Ok(())
+    }
+
+    /// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
+    pub async fn look(&self, uuid: &str) -> Result<(ComputeMode, Vec<GpuProcess>), String> {
+        self.ask(uuid, move |driver, uuid| {
+            let mode = driver.compute_mode(uuid)?;
+            let processes = driver.processes(uuid).unwrap_or_else(|error| {
+                tracing::debug!(gpu_uuid = uuid, "{error}");
+                Vec::new()
+            });
+            Ok((mode, processes))
+        })
+        .await
+    }
+
+    /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.
+    pub async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
+        self.ask(uuid, Driver::processes).await
+    }
+
+    /// The PIDs of the MPS clients on a GPU, as the driver knows them.
+    pub async fn mps_clients(&self, uuid: &str) -> Result<Vec<u32>, String> {
+        let processes = self.processes(uuid).await?;
+        Ok(processes.into_iter().filter(|process| process.via_mps).map(|process| process.pid).collect())
+    }
+
+    async fn set(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
+        self.ask(uuid, move |driver, uuid| driver.set_compute_mode(uuid, mode)).await
+    }
+
+    async fn ask<T: Send + 'static>(
+        &self,
+        uuid: &str,
+        question: impl FnOnce(&Driver, &str) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, String> {
+        let Some(driver) = self.driver.borrow().clone() else {
+            return Err("the driver can't be reached".to_owned());
+        };
+        let questions = {
+            let mut all = self.questions.lock().unwrap_or_else(PoisonError::into_inner);
+            all.entry(uuid.to_owned()).or_insert_with(|| Blocking::new(QUESTIONS)).clone()
+        };
+        let uuid = uuid.to_owned();
+        let answer = questions.ask(NVML_TIMEOUT, move || question(&driver, &uuid)).await;
+        answer.unwrap_or_else(|| Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs())))
+    }
+
+    fn with_journal<T>(&self, use_it: impl FnOnce(&mut Journal) -> T) -> T {
+        // A journal is whole after every call, whatever happened to the thread that made it.
+        use_it(&mut self.journal.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}

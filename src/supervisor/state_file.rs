@@ -1,0 +1,268 @@
+//! What must survive this service: which control daemons are ours, which compute mode each GPU had before it was
+//! changed, and where a CDI spec is.
+//!
+//! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
+//! not a reboot.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::host::gpu::ComputeMode;
+use crate::host::regular_file::{self, Unreadable};
+use crate::mps::identity::Identity;
+use crate::supervisor::runtime_directory::RuntimeDirectory;
+
+const FILE: &str = "journal.json";
+const VERSION: u32 = 1;
+
+/// The largest journal that is read. One of 64 control daemons with a GPU each has 30 KiB.
+const MAX_BYTES: u64 = 1024 * 1024;
+
+/// A control daemon that was started by us.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Running {
+    /// Its process.
+    pub process: Identity,
+    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub pipe_directory: PathBuf,
+    /// Its `CUDA_MPS_LOG_DIRECTORY`.
+    pub log_directory: PathBuf,
+    /// The UUIDs of its GPUs; the position is the ordinal.
+    pub gpus: Vec<String>,
+    /// Whether one server serves every user.
+    pub multiuser: bool,
+    /// How far its log has been passed on, in bytes.
+    pub log_offset: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Contents {
+    version: u32,
+    /// By GPU UUID, in nvidia-smi's words.
+    previous_compute_modes: BTreeMap<String, String>,
+    /// By the control daemon's id.
+    #[serde(default)]
+    control_daemons: BTreeMap<String, Running>,
+    #[serde(default)]
+    cdi_spec: Option<PathBuf>,
+}
+
+impl Default for Contents {
+    fn default() -> Self {
+        Self {
+            version: VERSION,
+            previous_compute_modes: BTreeMap::new(),
+            control_daemons: BTreeMap::new(),
+            cdi_spec: None,
+        }
+    }
+}
+
+/// The control daemons that the journal in `directory` has, for whoever only looks; none where there is no journal.
+///
+/// # Errors
+/// It can't be read or is damaged.
+pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
+    let contents = read(&directory.join(FILE))?;
+    Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
+}
+
+/// The journal, as it is in the file.
+#[derive(Debug)]
+pub struct Journal {
+    directory: RuntimeDirectory,
+    contents: Contents,
+}
+
+impl Journal {
+    /// Opens the journal in `directory`. A damaged one is passed over with a warning, and overwritten by the next change:
+    /// what it knew is lost, but nothing else is.
+    pub fn open(directory: RuntimeDirectory) -> Self {
+        let file = directory.path().join(FILE);
+        let contents = read(&file).unwrap_or_else(|what| {
+            tracing::warn!(
+                "{}: {what}; a control daemon that runs is taken for another's, and compute modes stay as they are",
+                file.display()
+            );
+            None
+        });
+        Self { directory, contents: contents.unwrap_or_default() }
+    }
+
+    /// Writes down the mode that a GPU has, before it is changed. The first one stands until it is forgotten.
+    pub fn remember_compute_mode(&mut self, uuid: &str, mode: ComputeMode) -> io::Result<()> {
+        self.change(|contents| {
+            contents.previous_compute_modes.entry(uuid.to_owned()).or_insert_with(|| mode.to_string());
+        })
+    }
+
+    /// The mode to put back; None: it was not changed by us.
+    pub fn previous_compute_mode(&self, uuid: &str) -> Option<ComputeMode> {
+        let word = self.contents.previous_compute_modes.get(uuid)?;
+        let modes = [
+            ComputeMode::Default,
+            ComputeMode::ExclusiveThread,
+            ComputeMode::Prohibited,
+            ComputeMode::ExclusiveProcess,
+        ];
+        Some(modes.into_iter().find(|mode| mode.to_string() == *word).unwrap_or(ComputeMode::Default))
+    }
+
+    /// The GPUs whose mode is to be put back some day.
+    pub fn changed_gpus(&self) -> Vec<String> {
+        self.contents.previous_compute_modes.keys().cloned().collect()
+    }
+
+    /// Forgets a GPU whose mode is back.
+    pub fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
+        self.change(|contents| {
+            contents.previous_compute_modes.remove(uuid);
+        })
+    }
+
+    /// Writes down a control daemon, before anything runs under its PID.
+    pub fn remember_control_daemon(&mut self, id: &str, running: Running) -> io::Result<()> {
+        self.change(|contents| {
+            contents.control_daemons.insert(id.to_owned(), running);
+        })
+    }
+
+    /// The control daemon that was started under this id, dead or alive.
+    pub fn control_daemon(&self, id: &str) -> Option<&Running> {
+        self.contents.control_daemons.get(id)
+    }
+
+    /// The ids of all control daemons that were started, dead or alive.
+    pub fn control_daemons(&self) -> Vec<String> {
+        self.contents.control_daemons.keys().cloned().collect()
+    }
+
+    /// Forgets a control daemon that has ended.
+    pub fn forget_control_daemon(&mut self, id: &str) -> io::Result<()> {
+        self.change(|contents| {
+            contents.control_daemons.remove(id);
+        })
+    }
+
+    /// Writes down where a CDI spec is, before it is there; None: nowhere any more.
+    pub fn remember_cdi_spec(&mut self, file: Option<PathBuf>) -> io::Result<()> {
+        self.change(|contents| contents.cdi_spec = file)
+    }
+
+    /// The CDI spec that was written since the host was started.
+    pub fn cdi_spec(&self) -> Option<&Path> {
+        self.contents.cdi_spec.as_deref()
+    }
+
+    /// Writes the file again if it is not as it should be, and says whether that was needed.
+    pub fn repair(&mut self) -> io::Result<bool> {
+        let whole = read(&self.directory.path().join(FILE)).ok().flatten();
+        if whole.as_ref() == Some(&self.contents) || (whole.is_none() && self.is_empty()) {
+            return Ok(false);
+        }
+        self.directory.keep().map_err(io::Error::other)?;
+        self.write()?;
+        Ok(true)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.contents == Contents::default()
+    }
+
+    /// Makes a change in the file too, or not at all.
+    fn change(&mut self, change: impl FnOnce(&mut Contents)) -> io::Result<()> {
+        let before = self.contents.clone();
+        change(&mut self.contents);
+        if self.contents == before {
+            return Ok(());
+        }
+        self.write().inspect_err(|_| self.contents = before)
+    }
+
+    /// Whole or not at all: a reader never sees half a journal, and a full disk leaves the old one.
+    fn write(&self) -> io::Result<()> {
+        let file = self.directory.path().join(FILE);
+        let new = self.directory.path().join(format!("{FILE}.new"));
+        // Whatever stands there: a FIFO would be waited for.
+        if let Err(error) = fs::remove_file(&new)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            return Err(error);
+        }
+        File::create_new(&new)?.write_all(&serde_json::to_vec_pretty(&self.contents)?)?;
+        // The one thing that a file can't take the place of.
+        if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
+            let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
+            fs::rename(&file, self.directory.path().join(&aside))?;
+            tracing::warn!("{} was a directory; it is {aside} now", file.display());
+        }
+        fs::rename(&new, &file)
+    }
+}
+
+/// The content of the file; None where there is no file. The error says what is wrong with it.
+fn read(file: &Path) -> Result<Option<Contents>, String> {
+    let bytes = match regular_file::read(file, MAX_BYTES) {
+        Ok(bytes) => bytes,
+        Err(Unreadable::Failed(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.to_string()),
+    };
+    let contents: Contents =
+        serde_json::from_slice(&bytes).map_err(|error| format!("is damaged ({error})"))?;
+    match contents.version {
+        VERSION => Ok(Some(contents)),
+        other => Err(format!("is of version {other}, this program knows {VERSION}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UUID: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+
+    fn open(directory: &tempfile::TempDir) -> Journal {
+        Journal::open(RuntimeDirectory::take(directory.path()).unwrap())
+    }
+
+    #[test]
+    fn the_first_mode_survives_until_forgotten() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal = open(&directory);
+        journal.remember_compute_mode(UUID, ComputeMode::ExclusiveThread).unwrap();
+        journal.remember_compute_mode(UUID, ComputeMode::ExclusiveProcess).unwrap();
+        let mut again = open(&directory);
+        assert_eq!(again.previous_compute_mode(UUID), Some(ComputeMode::ExclusiveThread));
+        again.forget_compute_mode(UUID).unwrap();
+        assert_eq!(open(&directory).previous_compute_mode(UUID), None);
+    }
+
+    #[test]
+    fn damage_is_survived() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal = open(&directory);
+        journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap();
+        let file = directory.path().join(FILE);
+        let whole = fs::read(&file).unwrap();
+        for length in 0..whole.len() {
+            fs::write(&file, &whole[..length]).unwrap();
+            assert_eq!(open(&directory).previous_compute_mode(UUID), None, "{length}");
+        }
+        fs::write(&file, r#"{"version": 2, "previous_compute_modes": {}}"#).unwrap();
+        open(&directory);
+    }
+
+    #[test]
+    fn a_mode_that_cannot_be_written_down_is_not_remembered() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut journal = open(&directory);
+        // A directory of that name stands in the way of the new file.
+        fs::create_dir(directory.path().join(format!("{FILE}.new"))).unwrap();
+        journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap_err();
+        assert_eq!(journal.previous_compute_mode(UUID), None);
+    }
+}

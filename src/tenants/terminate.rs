@@ -1,0 +1,422 @@
+//! Takes GPU work away from a tenant and leaves its neighbours alone.
+//!
+//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel, which is a fault, and
+//! a fault is every client's on that GPU. `terminate_client` ends the kernel first. So whoever wants to stop a process
+//! or a container asks here before.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use crate::host::blocking::Blocking;
+use crate::host::proc;
+use crate::mps::control::{CallersControl, Client, ControlError, ServerStatus, Terminated};
+use crate::mps::process::Held;
+use crate::tenants::clients::{containers_in, device_in, is_the_hosts};
+
+/// How long the clients may take to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long to wait before looking again; it doubles up to the last.
+const FIRST_PAUSE: Duration = Duration::from_millis(25);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+
+/// As short as the id of a container is ever written.
+const SHORTEST_ID: usize = 12;
+const ID: usize = 64;
+
+/// Whose GPU work is to end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Wanted {
+    /// One process's, by its PID.
+    Process(u32),
+    /// That of every process which says in its environment that it was given one of these slices, by their names.
+    Slices(Vec<String>),
+    /// That of every process in a container, or in a container inside it.
+    Container(ContainerId),
+}
+
+/// The id of a container, or its beginning.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerId(String);
+
+impl ContainerId {
+    /// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
+    ///
+    /// # Errors
+    /// [`ReleaseError::NoId`].
+    pub fn new(text: &str) -> Result<Self, ReleaseError> {
+        let is_id = (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit());
+        if is_id { Ok(Self(text.to_ascii_lowercase())) } else { Err(ReleaseError::NoId(text.to_owned())) }
+    }
+}
+
+/// Why it can't be said that none of them has GPU work left.
+#[derive(Debug, thiserror::Error)]
+pub enum ReleaseError {
+    /// Not the id of a container.
+    #[error(
+        "{0:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them"
+    )]
+    NoId(String),
+    /// Several containers have ids that begin so. Nothing was done.
+    #[error("{id} is the beginning of several containers: {}; give more digits", found.join(", "))]
+    SeveralContainers {
+        /// What was asked for.
+        id: String,
+        /// Their ids.
+        found: Vec<String>,
+    },
+    /// The process is no client of any control daemon here.
+    #[error("process {0} is no client of a GPU here; ListClients shows those there are")]
+    NoSuchClient(u32),
+    /// A process can't be looked at, so it is not known whether it is one of those. The others were dealt with.
+    #[error("process {pid} can't be looked at: {source}")]
+    Unreadable {
+        /// The process.
+        pid: u32,
+        /// Why.
+        source: io::Error,
+    },
+    /// A control daemon did not answer. What the others serve was dealt with.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// Time is up. The processes have not been sent a signal.
+    #[error("after {} s the GPU work of these clients could not be ended: {}; no signal was sent to them", TIMEOUT.as_secs(), in_words(.0))]
+    StillThere(BTreeSet<u32>),
+    /// Time is up, and not even the clients are known.
+    #[error("after {} s it is not known which clients there are", TIMEOUT.as_secs())]
+    NotKnown,
+}
+
+fn in_words(left: &BTreeSet<u32>) -> String {
+    left.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// Ends the GPU work of all that are wanted, and returns when it is over. A process that was waiting for something else
+/// notices only at its next call to CUDA and stays listed as a client until then; no signal can hurt its neighbours any
+/// more.
+///
+/// # Errors
+/// See [`ReleaseError`].
+pub async fn release(
+    controls: Vec<Arc<CallersControl>>,
+    wanted: Wanted,
+    kernel: Blocking,
+) -> Result<(), ReleaseError> {
+    let mut release =
+        Release { controls, wanted, kernel, ended: BTreeMap::new(), left: None, only_hosts: false };
+    match tokio::time::timeout(TIMEOUT, release.run()).await {
+        Ok(result) => result,
+        Err(_) => Err(release.left.map_or(ReleaseError::NotKnown, ReleaseError::StillThere)),
+    }
+}
+
+/// What `ps` tells a client's connections apart by.
+type Connections = BTreeSet<Option<u64>>;
+
+struct Release {
+    controls: Vec<Arc<CallersControl>>,
+    wanted: Wanted,
+    /// Asks the kernel about processes.
+    kernel: Blocking,
+    /// By server and client: the processes whose work has been ended, held so that another one with the same PID isn't
+    /// taken for them, and the connections that they had.
+    ended: BTreeMap<(u32, u32), (Held, Connections)>,
+    /// Whose work went on at the last look; None before there was anybody.
+    left: Option<BTreeSet<u32>>,
+    /// The container that is wanted has been found to be one of the host's.
+    only_hosts: bool,
+}
+
+impl Release {
+    async fn run(&mut self) -> Result<(), ReleaseError> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let (found, trouble) = self.look().await?;
+            if let (true, None, Wanted::Process(pid), None) =
+                (found.is_empty(), &trouble, &self.wanted, &self.left)
+            {
+                return Err(ReleaseError::NoSuchClient(*pid));
+            }
+            let at_work: Vec<Found> = found.into_iter().filter(|found| !self.has_ended(found)).collect();
+            self.left.get_or_insert_default().clear();
+            if at_work.is_empty() && trouble.is_none() {
+                return Ok(());
+            }
+            // What can't be found out about some must not save the others.
+            self.terminate(at_work).await?;
+            if let Some(trouble) = trouble {
+                return Err(trouble);
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(LAST_PAUSE);
+        }
+    }
+
+    /// The clients that are wanted, as they are now, and what hinders us from knowing all of them.
+    async fn look(&mut self) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
+        let (listed, silent) = list_clients(&self.controls).await;
+        let wanted = self.wanted.clone();
+        // Off the loop's thread: a process that is stuck in the driver can hold up who reads its memory.
+        let only_hosts = self.only_hosts;
+        let picked = self.kernel.ask(TIMEOUT, move || pick(listed, &wanted, only_hosts)).await;
+        let (found, unreadable) = picked.ok_or(ReleaseError::NotKnown)??;
+        self.only_hosts |= found.iter().any(|found| found.hosts);
+        Ok((found, silent.or(unreadable)))
+    }
+
+    /// Whether a client's work has been ended: it still has a connection from then. One that has started over has none,
+    /// since the old ones are good for nothing. Others may make it look as if it had more, but not as if it had less.
+    fn has_ended(&self, found: &Found) -> bool {
+        self.ended
+            .get(&(found.server, found.pid))
+            .is_some_and(|(held, connections)| held.alive() && !found.connections.is_disjoint(connections))
+    }
+
+    /// Ends the work of each.
+    async fn terminate(&mut self, found: Vec<Found>) -> Result<(), ReleaseError> {
+        let mut trouble = None;
+        for Found { control, server, pid, connections, held, hosts: _ } in found {
+            // A process that has ended may have left its PID to another.
+            if !held.alive() {
+                continue;
+            }
+            match end_work(&control, server, pid, &held).await {
+                Ok(Some(Terminated::Done)) => {
+                    tracing::info!(
+                        mps_server_pid = server,
+                        mps_client_pid = pid,
+                        "GPU work of client {pid} ended on request"
+                    );
+                    self.ended.insert((server, pid), (held, connections));
+                }
+                // It has just gone, is just coming, or a debugger holds it: the next look tells.
+                Ok(Some(Terminated::NoSuchClient | Terminated::NoSuchServer) | None) => {
+                    self.left.get_or_insert_default().insert(pid);
+                }
+                Err(error) => {
+                    self.left.get_or_insert_default().insert(pid);
+                    trouble.get_or_insert(error);
+                }
+            }
+        }
+        trouble.map_or(Ok(()), Err)
+    }
+}
+
+/// Ends the GPU work of one client. The control daemon waits for the client meanwhile, with everybody else waiting for
+/// it, so a client that can't take part must not be waited for: one whose server met a fatal GPU error has no work left to
+/// end, and one that is stopped or frozen is continued first, and again as often as it stops before the answer is there. It
+/// is never killed: that would be a fault for its neighbours. None: it can't be continued, and nothing was done.
+async fn end_work(
+    control: &CallersControl,
+    server: u32,
+    pid: u32,
+    held: &Held,
+) -> Result<Option<Terminated>, ReleaseError> {
+    if control.server_status(server).await? == ServerStatus::Fault {
+        return Ok(Some(Terminated::Done));
+    }
+    let mut going_on = match held.go_on().await {
+        Ok(going_on) => going_on,
+        Err(error) => {
+            tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
+            return Ok(None);
+        }
+    };
+    let answer = tokio::select! {
+        answer = control.terminate_client(server, pid) => answer,
+        never = going_on.keep() => match never {},
+    };
+    if going_on.was_held() {
+        tracing::info!(
+            mps_client_pid = pid,
+            "client {pid} was stopped or frozen; it was continued to end its GPU work"
+        );
+    }
+    Ok(Some(answer?))
+}
+
+/// A client that is wanted, at one of its servers.
+#[derive(Debug)]
+struct Found {
+    control: Arc<CallersControl>,
+    server: u32,
+    pid: u32,
+    connections: Connections,
+    held: Held,
+    /// Whether it is wanted as one in a container that the host's own runtime has made.
+    hosts: bool,
+}
+
+/// The clients of every control daemon, all asked at once: one that hangs must not use up the time of the others.
+async fn list_clients(
+    controls: &[Arc<CallersControl>],
+) -> (Vec<(Arc<CallersControl>, Vec<Client>)>, Option<ReleaseError>) {
+    let mut asked = JoinSet::new();
+    for control in controls {
+        let control = Arc::clone(control);
+        asked.spawn(async move { control.clients().await.map(|clients| (control, clients)) });
+    }
+    let (mut listed, mut silent) = (Vec::new(), None);
+    while let Some(answer) = asked.join_next().await {
+        match answer {
+            Ok(Ok(clients)) => listed.push(clients),
+            Ok(Err(error)) => _ = silent.get_or_insert(ReleaseError::Control(error)),
+            Err(_) => _ = silent.get_or_insert(ReleaseError::NotKnown),
+        }
+    }
+    (listed, silent)
+}
+
+/// Those that are wanted, and the first that couldn't be looked at.
+///
+/// # Errors
+/// Something forbids to touch any of them.
+fn pick(
+    listed: Vec<(Arc<CallersControl>, Vec<Client>)>,
+    wanted: &Wanted,
+    only_hosts: bool,
+) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
+    let (mut found, mut unreadable) = (Vec::new(), None);
+    let mut containers = BTreeSet::new();
+    for (control, clients) in listed {
+        // A client of two GPUs has two lines.
+        let mut connections: BTreeMap<(u32, u32), Connections> = BTreeMap::new();
+        for client in clients {
+            connections.entry((client.server, client.pid)).or_default().insert(client.id);
+        }
+        for ((server, pid), connections) in connections {
+            match hold_and_look(pid, wanted) {
+                Ok(None | Some((_, Look::Other))) => continue,
+                Ok(Some((held, look))) => {
+                    let ids = if let Look::In(ids) = look { ids } else { BTreeSet::new() };
+                    let hosts = ids.iter().any(|id| id.hosts);
+                    containers.extend(ids);
+                    found.push(Found {
+                        control: Arc::clone(&control),
+                        server,
+                        pid,
+                        connections,
+                        held,
+                        hosts,
+                    });
+                }
+                Err(source) => _ = unreadable.get_or_insert(ReleaseError::Unreadable { pid, source }),
+            }
+        }
+    }
+    // Nobody is in the way of a container of the host's who has only given a control group of his own its name.
+    if only_hosts || containers.iter().any(|id| id.hosts) {
+        containers.retain(|id| id.hosts);
+        found.retain(|found| found.hosts);
+    }
+    match wanted {
+        Wanted::Container(ContainerId(id)) if containers.len() > 1 => {
+            let found = containers.into_iter().map(|found| found.id).collect();
+            Err(ReleaseError::SeveralContainers { id: id.clone(), found })
+        }
+        _ => Ok((found, unreadable)),
+    }
+}
+
+/// A container that a process is in.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Container {
+    id: String,
+    /// Whether the host's own runtime has made it.
+    hosts: bool,
+}
+
+/// What a look at a process has shown.
+#[derive(Debug, PartialEq, Eq)]
+enum Look {
+    /// It is not wanted.
+    Other,
+    /// It is wanted.
+    Wanted,
+    /// It is wanted, being in these containers.
+    In(BTreeSet<Container>),
+}
+
+/// Looks at a process while it is held; None when it has gone.
+fn hold_and_look(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, Look)>> {
+    let Some(held) = Held::open(pid)? else { return Ok(None) };
+    let look = look_at(pid, wanted);
+    // What was read is about this process only if it lives still.
+    if held.alive() { look.map(|look| Some((held, look))) } else { Ok(None) }
+}
+
+fn look_at(pid: u32, wanted: &Wanted) -> io::Result<Look> {
+    Ok(match wanted {
+        Wanted::Process(other) if *other != pid => Look::Other,
+        Wanted::Process(_) => Look::Wanted,
+        Wanted::Slices(names) if has_slice(&proc::environment(pid)?, names) => Look::Wanted,
+        Wanted::Slices(_) => Look::Other,
+        Wanted::Container(ContainerId(id)) => {
+            let cgroups = proc::cgroups_text(pid)?.to_ascii_lowercase();
+            let ids = containers_in(&cgroups).filter(|found| found.starts_with(id.as_str()));
+            let ids: BTreeSet<Container> =
+                ids.map(|id| Container { id: id.to_owned(), hosts: is_the_hosts(&cgroups, id) }).collect();
+            if ids.is_empty() { Look::Other } else { Look::In(ids) }
+        }
+    })
+}
+
+fn has_slice(environment: &[u8], names: &[String]) -> bool {
+    let given = device_in(environment).unwrap_or_default();
+    given.split(',').any(|given| names.iter().any(|name| name == given.trim()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_hexadecimal_and_long_enough() {
+        let full = "0123456789ABCDEF".repeat(4);
+        assert_eq!(ContainerId::new(&full).unwrap(), ContainerId(full.to_lowercase()));
+        assert!(ContainerId::new("0123456789ab").is_ok());
+        for text in ["", "0123456789a", "0123456789xy", &format!("{full}0"), "0123456789a\u{e9}"] {
+            let error = ContainerId::new(text).unwrap_err().to_string();
+            assert!(error.contains("at least the first 12"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_slice_is_one_of_the_names_given() {
+        let names = ["00:06.0-1".to_owned(), "00:07.0-0".to_owned()];
+        for (environment, expected) in [
+            ("YUNION_MPS_DEVICE=00:06.0-1", true),
+            ("A=\0YUNION_MPS_DEVICE=00:08.0-0,00:07.0-0\0", true),
+            ("YUNION_MPS_DEVICE=00:06.0-10", false),
+            ("YUNION_MPS_DEVICE=00:06.0", false),
+            ("YUNION_MPS_DEVICE=", false),
+            ("OTHER=00:06.0-1", false),
+            ("", false),
+        ] {
+            assert_eq!(has_slice(environment.as_bytes(), &names), expected, "{environment:?}");
+        }
+    }
+
+    #[test]
+    fn a_process_is_looked_at_for_what_is_wanted() {
+        let pid = std::process::id();
+        let look = |wanted| hold_and_look(pid, &wanted).unwrap().map(|(_, look)| look);
+        assert_eq!(look(Wanted::Process(pid)), Some(Look::Wanted));
+        assert_eq!(look(Wanted::Process(pid + 1)), Some(Look::Other));
+        assert_eq!(look(Wanted::Slices(vec!["no such slice".to_owned()])), Some(Look::Other));
+        assert!(hold_and_look(u32::MAX, &Wanted::Slices(Vec::new())).unwrap().is_none());
+    }
+
+    #[test]
+    fn whoever_is_left_is_named() {
+        let error = ReleaseError::StillThere(BTreeSet::from([7, 8])).to_string();
+        assert!(error.contains("could not be ended: 7, 8;"), "{error}");
+    }
+}
