@@ -63,7 +63,7 @@ impl News {
 
 /// The service manager, as far as it is told something. Without one, nothing comes of it.
 #[derive(Debug)]
-pub struct ServiceManager {
+pub(super) struct ServiceManager {
     news: watch::Sender<News>,
     teller: JoinHandle<()>,
     watchdog: Option<Watchdog>,
@@ -79,7 +79,7 @@ struct Watchdog {
 
 impl ServiceManager {
     /// Nothing has been told yet.
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         let (news, heard) = watch::channel(News::default());
         let period = sd_notify::watchdog_enabled().map(|time| time / 3);
         let watchdog = period.map(|period| Watchdog { period, next: Instant::now() });
@@ -87,7 +87,7 @@ impl ServiceManager {
     }
 
     /// Gives the sign of life that is due, and says when the next one is.
-    pub fn watchdog(&mut self) -> Option<Instant> {
+    pub(super) fn watchdog(&mut self) -> Option<Instant> {
         let watchdog = self.watchdog.as_mut()?;
         if Instant::now() >= watchdog.next {
             watchdog.next = Instant::now() + watchdog.period;
@@ -97,7 +97,7 @@ impl ServiceManager {
     }
 
     /// The configuration is read again; that is done at the next [`ServiceManager::ready`].
-    pub fn reloading(&self) {
+    pub(super) fn reloading(&self) {
         self.news.send_modify(|news| {
             news.reloads += 1;
             news.ready = false;
@@ -105,17 +105,17 @@ impl ServiceManager {
     }
 
     /// Everything that was asked for is done.
-    pub fn ready(&self) {
+    pub(super) fn ready(&self) {
         self.news.send_if_modified(|news| !std::mem::replace(&mut news.ready, true));
     }
 
     /// The service is on its way down.
-    pub fn stopping(&self) {
+    pub(super) fn stopping(&self) {
         self.news.send_modify(|news| news.stopping = true);
     }
 
     /// How the service is. The journal has it too, as urgent as the state is.
-    pub fn status(&mut self, state: State, line: String) {
+    pub(super) fn status(&mut self, state: State, line: String) {
         if line == self.news.borrow().status {
             return;
         }
@@ -131,7 +131,7 @@ impl ServiceManager {
     }
 
     /// Waits until the last message has been sent, if that does not take long.
-    pub async fn end(self) {
+    pub(super) async fn end(self) {
         let Self { news, teller, .. } = self;
         drop(news);
         if timeout(LAST_SEND, teller).await.is_err() {

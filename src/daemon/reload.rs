@@ -1,0 +1,114 @@
+//! A new configuration: granted and put in force, or refused with the reason while the old one stays in force.
+
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::timeout;
+
+use super::{Daemon, join, say_findings};
+use crate::config::{self, Problem};
+use crate::dbus::RequestError;
+use crate::plan::{self, Plan, PlanError};
+
+/// How long a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
+const PATIENCE: Duration = Duration::from_secs(50);
+
+/// Reloads for a caller on the bus, who gets the answer when the new configuration is in force.
+pub(super) async fn and_tell(daemon: &mut Daemon, reply: oneshot::Sender<Result<u64, RequestError>>) {
+    if let Err(error) = daemon.reload().await {
+        return drop(reply.send(Err(error)));
+    }
+    let (reloads, mut in_force) = (daemon.reloads, daemon.in_force.subscribe());
+    let snapshot = daemon.snapshot.subscribe();
+    tokio::spawn(async move {
+        let waited = timeout(PATIENCE, in_force.wait_for(|settled| *settled >= reloads)).await;
+        let _ = reply.send(match waited {
+            Ok(Ok(_)) => Ok(snapshot.borrow().generation),
+            Ok(Err(_)) => Err(RequestError::Busy("the service is stopping".to_owned())),
+            Err(_) => Err(RequestError::Busy(format!(
+                "the new configuration was taken and is not in force after {} s; State says when it is",
+                PATIENCE.as_secs()
+            ))),
+        });
+    });
+}
+
+impl Daemon {
+    /// Reads the configuration again and puts it in force, or leaves everything as it is.
+    pub(super) async fn reload(&mut self) -> Result<(), RequestError> {
+        if self.ending.is_some() {
+            return Err(RequestError::Busy("the service is stopping".to_owned()));
+        }
+        self.service_manager.reloading();
+        let result = self.replace_configuration().await;
+        match &result {
+            Ok(()) => {
+                self.refused.clear();
+                self.reloads += 1;
+                // Who reloads has most often changed something, and not only the files: nobody should have to wait
+                // for the regular look.
+                self.fleet.check_all();
+                self.event("configuration reloaded".to_owned());
+            }
+            Err(error) => {
+                self.refused = format!("the new configuration was refused: {error}");
+                tracing::error!("{}; the old one stays in force", self.refused);
+            }
+        }
+        self.settle();
+        result
+    }
+
+    async fn replace_configuration(&mut self) -> Result<(), RequestError> {
+        let invalid = |problems: &[Problem]| RequestError::InvalidConfig(join(problems));
+        let loaded = config::load(&self.options.sources).map_err(|refused| {
+            refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+            invalid(&refused.problems)
+        })?;
+        say_findings(&loaded);
+        if let Some(problem) = loaded.silent_end().filter(|_| self.settings.enabled) {
+            return Err(invalid(&[problem]));
+        }
+        let plan = if loaded.settings.enabled {
+            let inventory = self.look_for_gpus().await;
+            let planned = plan::plan(&loaded.settings, &inventory, self.planned_gpus());
+            if let Ok(Plan { missing, .. }) | Err(PlanError::Missing(missing)) = &planned {
+                let slips = self.new_and_missing(missing);
+                if !slips.is_empty() {
+                    return Err(invalid(&slips));
+                }
+            }
+            let reason = match planned {
+                Ok(plan) => Ok(plan),
+                Err(PlanError::Problems(problems)) => return Err(invalid(&problems)),
+                Err(PlanError::Missing(missing)) => Err(join(&plan::problems(&missing))),
+                Err(PlanError::NotYet(reason)) => Err(reason),
+            };
+            match reason {
+                Err(reason) if self.plan.is_ok() && self.settings.enabled => {
+                    return Err(RequestError::NotReady(reason));
+                }
+                planned => planned,
+            }
+        } else {
+            Ok(Plan::default())
+        };
+        tracing::debug!(step = "granted", "the new configuration is right");
+        self.level.set(loaded.settings.log_level);
+        self.settings = loaded.settings;
+        match plan {
+            Ok(plan) => self.put_in_force(plan),
+            Err(reason) => self.not_yet(reason),
+        }
+        Ok(())
+    }
+
+    /// The entries without a GPU that the configuration in force does not have: slips, of which whoever reloads is told.
+    /// A GPU that has failed since is none, and keeps nobody from changing something else.
+    fn new_and_missing(&self, missing: &[plan::Missing]) -> Vec<Problem> {
+        let ours = || self.settings.devices.iter().filter(|entry| entry.mps.is_some());
+        let known = |path| ours().any(|entry| entry.path.as_ref() == Some(path));
+        let new = missing.iter().filter(|missing| missing.certain && !known(&missing.path));
+        new.map(|missing| missing.problem.clone()).collect()
+    }
+}

@@ -1,0 +1,163 @@
+//! Requests from the bus. Whatever takes longer than a moment is done beside the loop.
+
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{mpsc, oneshot};
+
+use super::fleet::Fleet;
+use super::{Daemon, reload};
+use crate::dbus::{Request, RequestError};
+use crate::host::blocking::Blocking;
+use crate::mps::control::Caller;
+use crate::publish::container::ContainerError;
+use crate::publish::snapshot::{Named, Snapshot};
+use crate::supervisor::compute_modes::ComputeModes;
+use crate::tenants::clients::{self, ClientView, Serving};
+use crate::tenants::terminate::{self, ContainerId, ReleaseError, Wanted};
+
+/// How many terminations may ask the kernel about processes at a time. It takes microseconds.
+const TERMINATIONS: usize = 4;
+
+/// How many callers may wait for the next list of clients; more are told to ask later.
+const LISTINGS: usize = 256;
+
+type Reply<T> = oneshot::Sender<Result<T, RequestError>>;
+
+/// The workers beside the loop.
+#[derive(Debug)]
+pub(super) struct Requests {
+    /// Lists clients.
+    listings: ByCaller<mpsc::Sender<Listing>>,
+    /// Asks the kernel which processes a request is about.
+    kernel: Blocking,
+}
+
+impl Requests {
+    pub(super) fn new(compute_modes: &ComputeModes) -> Self {
+        let listings = ByCaller::new(|| {
+            let (listings, asked) = mpsc::channel(LISTINGS);
+            tokio::spawn(list_clients(asked, compute_modes.clone()));
+            listings
+        });
+        Self { listings, kernel: Blocking::new(TERMINATIONS) }
+    }
+
+    fn list_clients(&self, fleet: &Fleet, caller: Caller, reply: Reply<Vec<ClientView>>) {
+        if let Err(TrySendError::Full((_, reply)) | TrySendError::Closed((_, reply))) =
+            self.listings.of(caller).try_send((fleet.serving(caller), reply))
+        {
+            let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
+        }
+    }
+}
+
+impl Daemon {
+    pub(super) async fn answer(&mut self, request: Request) {
+        match request {
+            Request::Reload { reply } => reload::and_tell(self, reply).await,
+            Request::Clients { uid, reply } => {
+                self.requests.list_clients(&self.fleet, Caller::of(uid), reply);
+            }
+            Request::Terminate { pid, reply } => self.terminate(Ok(Wanted::Process(pid)), reply),
+            Request::ReleaseDevices { devices, reply } => {
+                let wanted = slices(&self.snapshot.borrow(), devices);
+                self.terminate(wanted, reply);
+            }
+            Request::ReleaseContainer { id, reply } => {
+                let id = ContainerId::new(&id).map_err(RequestError::from);
+                self.terminate(id.map(Wanted::Container), reply);
+            }
+            Request::Apply { force, reply } => self.fleet.apply(force, reply),
+            Request::RestartServer { gpu, reply } => self.restart_server(&gpu, reply),
+        }
+    }
+
+    fn terminate(&self, wanted: Result<Wanted, RequestError>, reply: Reply<()>) {
+        let wanted = match wanted {
+            Ok(wanted) => wanted,
+            Err(error) => return drop(reply.send(Err(error))),
+        };
+        let controls = self.fleet.controls(self.plan.is_err());
+        let kernel = self.requests.kernel.clone();
+        tokio::spawn(async move {
+            let ended = terminate::release(controls, wanted, kernel).await;
+            let _ = reply.send(ended.map_err(RequestError::from));
+        });
+    }
+
+    fn restart_server(&self, gpu: &str, reply: Reply<()>) {
+        let id = match self.snapshot.borrow().find(gpu) {
+            Some(Named::Gpu(gpu) | Named::Slice(gpu, _)) => gpu.control_daemon.clone(),
+            None => return drop(reply.send(Err(ContainerError::NoSuchDevice(gpu.to_owned()).into()))),
+        };
+        self.fleet.restart_server(&id, gpu, reply);
+    }
+}
+
+/// The slices that a caller names.
+fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Wanted, RequestError> {
+    if snapshot.gpus.is_none() {
+        return Err(ContainerError::NotReady.into());
+    }
+    let slice = |name: String| match snapshot.find(&name) {
+        Some(found @ Named::Slice(..)) => Ok(found.name()),
+        Some(found @ Named::Gpu(_)) => Err(RequestError::Failed(format!(
+            "{} is a whole GPU, whose clients may be of several tenants; name its slices, or release containers",
+            found.name()
+        ))),
+        None => Err(ContainerError::NoSuchDevice(name).into()),
+    };
+    names.into_iter().map(slice).collect::<Result<_, _>>().map(Wanted::Slices)
+}
+
+impl From<ReleaseError> for RequestError {
+    fn from(error: ReleaseError) -> Self {
+        let text = error.to_string();
+        match error {
+            ReleaseError::NoSuchClient(_) => Self::NoSuchClient(text),
+            ReleaseError::NoId(_)
+            | ReleaseError::SeveralContainers { .. }
+            | ReleaseError::Unreadable { .. }
+            | ReleaseError::Control(_)
+            | ReleaseError::StillThere(_)
+            | ReleaseError::NotKnown => Self::Failed(text),
+        }
+    }
+}
+
+/// One for root's requests and one for all other users', so that root never waits behind them.
+#[derive(Debug)]
+struct ByCaller<T> {
+    root: T,
+    users: T,
+}
+
+impl<T> ByCaller<T> {
+    fn new(make: impl Fn() -> T) -> Self {
+        Self { root: make(), users: make() }
+    }
+
+    fn of(&self, caller: Caller) -> &T {
+        match caller {
+            Caller::Root => &self.root,
+            Caller::User => &self.users,
+        }
+    }
+}
+
+/// Who wants to know the clients, and whom to ask for them.
+type Listing = (Vec<Serving>, oneshot::Sender<Result<Vec<ClientView>, RequestError>>);
+
+/// Lists the clients for all callers that have asked since the last list was begun: every user may ask all the time, and
+/// the supervisors must not wait behind all these questions at the control daemons.
+async fn list_clients(mut asked: mpsc::Receiver<Listing>, nvml: ComputeModes) {
+    let mut waiting: Vec<Listing> = Vec::new();
+    let kernel = Blocking::new(1);
+    while asked.recv_many(&mut waiting, LISTINGS).await > 0 {
+        let Some((serving, _)) = waiting.last() else { continue };
+        let listed =
+            clients::list(serving.clone(), nvml.clone(), &kernel).await.map_err(RequestError::Failed);
+        for (_, reply) in waiting.drain(..) {
+            let _ = reply.send(listed.clone());
+        }
+    }
+}
