@@ -1,4 +1,4 @@
-//! Where messages go: to the journal with their fields where standard error is the journal, as plain lines otherwise.
+//! Messages go to the journal with their fields if standard error is the journal, and are plain lines otherwise.
 
 use std::fmt;
 use std::io::{IsTerminal, Write};
@@ -53,8 +53,8 @@ pub fn init() -> Level {
     Level(handle)
 }
 
-/// Says why the program ends, right before it does. To the journal this goes by way of standard error, which knows its
-/// unit: of a message with fields the journal looks that up by the process, which is gone by then.
+/// Says why the program ends, right before the end. This message goes to the journal by way of standard error, which knows
+/// its unit. For a message with fields the journal looks up the process, which is gone by then.
 pub fn last_words(reason: &str) {
     if stderr_is_journal() {
         for line in reason.lines() {
@@ -65,8 +65,8 @@ pub fn last_words(reason: &str) {
     }
 }
 
-/// Writes a message and its fields without a control character: the name of a process may have line breaks, and would
-/// pass for messages of ours.
+/// Writes a message and its fields without control characters: a line break in the name of a process would look like a
+/// message of this service.
 struct OneLine(DefaultFields);
 
 impl<'writer> FormatFields<'writer> for OneLine {

@@ -1,5 +1,5 @@
 //! The loop: signals, requests from the bus, the supervisors' news, the regular look at the host, the watchdog. It
-//! decides what is to be made true and publishes what is.
+//! decides on the plan and publishes the state.
 
 mod cdi_spec;
 mod fleet;
@@ -40,37 +40,37 @@ use requests::Requests;
 use service_manager::ServiceManager;
 use signals::{Signals, Wish};
 
-/// How often the host is looked at while there is no plan, for want of a driver most often.
+/// The pause between two looks at the host while there is no plan, most often because there is no driver.
 const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 
-/// The first pause between two looks at the host while some GPU can't be served, and the last: it doubles from one to the
-/// other, since most of what passes passes soon.
+/// The first and the last pause between two looks at the host while some GPU can't be served. The pause doubles: most
+/// troubles that pass do so soon.
 const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
-/// How many faults may wait to be told, for want of a bus most often; what is more is only in the log.
+/// How many faults may wait to be told, most often because there is no bus. More are only in the log.
 const FAULTS: usize = 64;
 
-/// How many requests may wait. A caller that finds it full waits too.
+/// How many requests may wait. The next caller waits for a place.
 const REQUESTS: usize = 16;
 
-/// What the command line says.
+/// The options of the command line.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where the configuration is.
+    /// The configuration files.
     pub sources: Sources,
-    /// Where the journal is kept.
+    /// The directory of the state file.
     pub runtime_directory: PathBuf,
 }
 
-/// Why the program ends.
+/// The reason why the program ends.
 #[derive(Debug)]
 pub enum Exit {
-    /// It was asked to, and everything is stopped.
+    /// It was asked to end, and everything is stopped.
     Stopped,
     /// The configuration is wrong; the problems have been logged.
     BadConfiguration,
-    /// It was asked to end, but not whether for good: the service manager should start it again.
+    /// It was asked to end, and nobody said for good: the service manager should start it again.
     Interrupted,
     /// It can't do its work at all.
     Failed(String),
@@ -187,20 +187,20 @@ struct Daemon {
     changed: Arc<Notify>,
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: watch::Receiver<bool>,
-    /// What happened that concerns no control daemon.
+    /// Events that concern no control daemon.
     events: VecDeque<Event>,
-    /// Why a new configuration was refused, until the next one is granted.
+    /// The reason why a new configuration was refused, until the next one is granted.
     refused: String,
-    /// What the last look at the host found wrong with the configuration in force.
+    /// The trouble that the last look at the host found with the configuration in force.
     problem: String,
     next_scan: Option<Instant>,
-    /// After which time the host is looked at again for a GPU that can't be served.
+    /// The time until the next look at the host for a GPU that can't be served.
     scan_pause: Duration,
     ending: Option<Ending>,
     service_manager: ServiceManager,
     /// How many new configurations were granted.
     reloads: u64,
-    /// How many of them are in force, or known not to be and why.
+    /// How many of them are in force, or have a known reason why they are not.
     in_force: watch::Sender<u64>,
 }
 
@@ -226,7 +226,7 @@ impl Daemon {
             tokio::select! {
                 wish = signals.next() => match wish {
                     Wish::Stop => self.stop().await,
-                    // Whoever sent the signal reads the journal, where the reason of a failure stands.
+                    // The sender of the signal finds the reason of a refusal in the journal.
                     Wish::Reload => drop(self.reload().await),
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
@@ -250,7 +250,7 @@ impl Daemon {
         if !self.settings.enabled {
             tracing::info!("enable_cuda_mps is false: no GPU is served");
             if self.fleet.has_leftovers() {
-                // For the driver, which restores compute modes.
+                // This opens the driver, which restores compute modes.
                 self.look.look().await;
                 self.fleet.end_leftovers(&Plan::default(), &self.settings, &Goal::Retire);
             }
@@ -277,7 +277,7 @@ impl Daemon {
         self.plan = Err(reason);
     }
 
-    /// Looks at the host, as often as it takes to believe that NVML can't tell of a GPU that is served.
+    /// Looks at the host until NVML tells of all GPUs that are served, or fails to for a while.
     async fn look_for_gpus(&mut self) -> Inventory {
         let served = match &self.plan {
             Ok(plan) => {
@@ -294,7 +294,7 @@ impl Daemon {
         self.fleet.check_gpu(uuid);
     }
 
-    /// The look at the host while something is missing: more of it may be there now.
+    /// Looks at the host for GPUs that could not be served at the last look.
     async fn look_again(&mut self) {
         self.next_scan = None;
         let inventory = self.look_for_gpus().await;
@@ -322,7 +322,7 @@ impl Daemon {
         self.plan.as_ref().map(|plan| plan.gpus.as_slice()).unwrap_or_default()
     }
 
-    /// Makes a plan the one in force, with everything that follows from it.
+    /// Puts a plan in force.
     fn put_in_force(&mut self, plan: Plan) {
         self.say_what_is_new(&plan);
         self.scan_pause = FIRST_SCAN_FOR_MORE;
@@ -446,7 +446,7 @@ impl Daemon {
         compose::compose(&parts, &self.snapshot.borrow())
     }
 
-    /// Has the CDI spec say what the Snapshot says. News of that are in the next Snapshot, at once.
+    /// Makes the CDI spec say the same as the Snapshot. News of this go into the next Snapshot, at once.
     fn keep_cdi_spec(&mut self, snapshot: &Snapshot) {
         let future = match self.ending {
             None => cdi_spec::Future::Serves,

@@ -1,17 +1,17 @@
-//! Programs without MPS that have only just come to a GPU. They most often end soon, as a CUDA program does that was started
-//! while no control daemon ran. A control daemon that was started without their GPU would have to be started again for it,
-//! which waits for the last client of the others; one that has it serves it as soon as they end. Meanwhile nobody else
-//! gets in, since a program that finds a control daemon goes to that.
+//! Programs without MPS that have only just come to a GPU. Such a program most often ends soon: it was started while no control
+//! daemon ran. If a control daemon starts without this GPU, it has to start again for it, after the last client of the other
+//! GPUs has ended. If it starts with this GPU, it serves the GPU as soon as the program ends. Meanwhile no other program
+//! gets in, since a program that finds a control daemon connects to it.
 
 use std::time::Duration;
 
 use crate::host::gpu::Inventory;
 use crate::host::proc;
 
-/// A program is waited for so long. After that its GPU is left out, and the others are served without it.
+/// The time that such a program gets to end. After that its GPU is left out, and the others are served without it.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Takes them out of what is known of the GPUs, and says when the first of them is none any more.
+/// Removes these programs from the inventory. Gives the time until the first of them has had its time.
 pub fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
     let up = proc::uptime()?;
     let mut first: Option<Duration> = None;

@@ -12,7 +12,7 @@ use crate::publish::container::ContainerError;
 use crate::publish::snapshot::{Named, Snapshot};
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ClientView, Serving};
-use crate::tenants::terminate::{self, ContainerId, ReleaseError, Wanted};
+use crate::tenants::terminate::{self, ContainerId, TerminationError, Wanted};
 
 /// How many terminations may ask the kernel about processes at a time. It takes microseconds.
 const TERMINATIONS: usize = 4;
@@ -79,7 +79,7 @@ impl Daemon {
         let controls = self.fleet.controls(self.plan.is_err());
         let kernel = self.requests.kernel.clone();
         tokio::spawn(async move {
-            let ended = terminate::release(controls, wanted, kernel).await;
+            let ended = terminate::terminate(controls, wanted, kernel).await;
             let _ = reply.send(ended.map_err(RequestError::from));
         });
     }
@@ -109,17 +109,17 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Wanted, RequestErro
     names.into_iter().map(slice).collect::<Result<_, _>>().map(Wanted::Slices)
 }
 
-impl From<ReleaseError> for RequestError {
-    fn from(error: ReleaseError) -> Self {
+impl From<TerminationError> for RequestError {
+    fn from(error: TerminationError) -> Self {
         let text = error.to_string();
         match error {
-            ReleaseError::NoSuchClient(_) => Self::NoSuchClient(text),
-            ReleaseError::NoId(_)
-            | ReleaseError::SeveralContainers { .. }
-            | ReleaseError::Unreadable { .. }
-            | ReleaseError::Control(_)
-            | ReleaseError::StillThere(_)
-            | ReleaseError::NotKnown => Self::Failed(text),
+            TerminationError::NoSuchClient(_) => Self::NoSuchClient(text),
+            TerminationError::NoId(_)
+            | TerminationError::SeveralContainers { .. }
+            | TerminationError::Unreadable { .. }
+            | TerminationError::Control(_)
+            | TerminationError::StillThere(_)
+            | TerminationError::NotKnown => Self::Failed(text),
         }
     }
 }

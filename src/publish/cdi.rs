@@ -1,5 +1,5 @@
 //! The CDI spec: the slices as devices of `yunion.io/mps`, for container runtimes that know the Container Device
-//! Interface. `docs/cdi.md` says what it has and why.
+//! Interface. `docs/cdi.md` gives the reasons.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -17,13 +17,13 @@ use crate::publish::snapshot::Snapshot;
 /// The spec's name in its directory. The convention is the vendor and the class.
 pub const FILE: &str = "yunion.io-mps.json";
 
-/// The spec while it is written. Runtimes read whatever ends in .json or .yaml.
+/// The spec while it is written. Runtimes read every file with a name in .json or .yaml.
 const NEW_FILE: &str = ".yunion.io-mps.new";
 
 /// The earliest version in which a device's name may begin with a digit. A runtime refuses a later one than its own.
 const VERSION: &str = "0.5.0";
 
-/// The spec of all slices that can be used now; None: of none, and a spec without devices is not valid.
+/// The spec of all slices that can be used now. None if there are none: a spec without devices is not valid.
 pub fn spec(snapshot: &Snapshot) -> Option<String> {
     let healthy = snapshot.slices().filter(|(gpu, _)| gpu.healthy);
     let devices: Vec<Value> =
@@ -37,7 +37,7 @@ pub fn spec(snapshot: &Snapshot) -> Option<String> {
 
 fn device(snapshot: &Snapshot, name: &str) -> Option<Value> {
     let config = container_config(snapshot, [name]).ok()?;
-    // NVIDIA's own spec says "void" there, lest NVIDIA's hook gives the container a GPU a second time.
+    // NVIDIA's own spec says "void" there, so that NVIDIA's hook does not give the container a GPU a second time.
     let ours = config.environment.iter().filter(|(name, _)| !name.starts_with("NVIDIA_"));
     let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
     let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
@@ -63,14 +63,14 @@ pub enum CdiError {
     File {
         /// The spec.
         file: String,
-        /// What was tried.
+        /// The step that failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
 }
 
-/// Has the file in `directory` say this. One that does is not touched; a reader never sees half of it.
+/// Writes the spec into `directory`, unless it is there already. A reader never sees half of it.
 ///
 /// # Errors
 /// See [`CdiError`]; the file is then as it was.
@@ -90,13 +90,13 @@ fn read(directory: &OwnedFd) -> io::Result<Vec<u8>> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::openat(directory, FILE, flags, Mode::empty())?);
     let mut bytes = Vec::new();
-    // Ours is far smaller; what else lies there need not be read to its end.
+    // The service's spec is far smaller; a file of somebody else need not be read to its end.
     file.take(16 * 1024 * 1024).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
 fn replace(directory: &OwnedFd, spec: &str) -> io::Result<()> {
-    // What a crash has left.
+    // A crash may have left one.
     let _ = rustix::fs::unlinkat(directory, NEW_FILE, AtFlags::empty());
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut file = File::from(rustix::fs::openat(directory, NEW_FILE, flags, Mode::from_raw_mode(0o644))?);
@@ -111,7 +111,7 @@ fn replace(directory: &OwnedFd, spec: &str) -> io::Result<()> {
     written
 }
 
-/// Removes the spec at `file`. One that isn't there is no error.
+/// Removes the spec at `file`. A missing file is no error.
 ///
 /// # Errors
 /// [`CdiError::File`].

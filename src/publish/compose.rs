@@ -1,4 +1,4 @@
-//! From the plan and what the supervisors know to the Snapshot.
+//! Makes the Snapshot from the plan and the supervisors' statuses.
 
 use std::collections::VecDeque;
 
@@ -19,13 +19,13 @@ pub struct Parts<'a> {
     pub driver: &'a Result<String, String>,
     /// The plan in force, or why there is none yet.
     pub plan: Result<&'a Plan, &'a str>,
-    /// Of every control daemon that is to serve.
+    /// The control daemons that are to serve.
     pub statuses: &'a [Status],
-    /// Of those on the way out.
+    /// The control daemons on the way out.
     pub leaving: &'a [Status],
-    /// Whether a control daemon is still to be started, as soon as another has left its GPUs, which is not put off.
+    /// Whether a control daemon starts as soon as another one, which ends now, has left its GPUs.
     pub starting: bool,
-    /// What happened that concerns no control daemon.
+    /// Events that concern no control daemon.
     pub events: &'a VecDeque<Event>,
     /// A standing problem that serves nobody worse, such as a new configuration that was refused.
     pub problem: &'a str,
@@ -74,11 +74,11 @@ pub fn nothing_yet(settings: &Settings) -> Snapshot {
     }
 }
 
-/// What `ListDevices` and `ListGpus` show of a GPU: the generation grows with it.
+/// The part of a GPU that `ListDevices` and `ListGpus` show. The generation grows when it changes.
 fn listed(gpu: &GpuView) -> GpuView {
     let mut listed = gpu.clone();
     if let Ok(facts) = &mut listed.plan.gpu.nvml {
-        // As they were when the plan was made. What they are now, or keep from being served, is said beside the plan.
+        // The plan has them as they were when it was made. The view has them as they are now.
         facts.compute_mode = None;
         facts.foreign_processes.clear();
     }
@@ -132,7 +132,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     view
 }
 
-/// What the control daemon that is to serve a GPU knows of it.
+/// The status of a GPU, from the control daemon that is to serve it.
 fn served<'a>(parts: &Parts<'a>, uuid: &str) -> Option<&'a GpuStatus> {
     parts.statuses.iter().find_map(|status| status.gpus.get(uuid))
 }
@@ -141,7 +141,7 @@ fn used_without_us(gpu: &GpuStatus) -> String {
     format!("used without our MPS server by {}", bypass::in_words(&gpu.bypasses))
 }
 
-/// The first GPU that somebody uses without our server.
+/// The first GPU that somebody uses without an MPS server of this service.
 fn bypassed(parts: &Parts<'_>, gpus: &[GpuView]) -> Option<String> {
     gpus.iter().find_map(|view| {
         let gpu = served(parts, view.uuid())?;
@@ -207,7 +207,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
             (problem, _) => (State::Degraded, problem.to_owned()),
         };
     }
-    // A server that can't open one of its GPUs serves none; the one that keeps it from the others is the reason.
+    // A server that can't open one of its GPUs serves none of them, so this GPU is the reason for all.
     let keeps_server_out = |gpu: &&GpuView| served(parts, gpu.uuid()).is_some_and(|gpu| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);
     let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
@@ -245,6 +245,6 @@ pub fn status_line(snapshot: &Snapshot) -> String {
         line.push_str("; ");
         line.push_str(&snapshot.reason);
     }
-    // systemd takes one line.
+    // systemd takes a single line.
     line.replace('\n', " ")
 }

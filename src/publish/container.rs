@@ -1,10 +1,10 @@
-//! What a container needs to be a client of slices: a pure function of the Snapshot and the names asked for.
+//! The settings that make a container a client of slices: a pure function of the Snapshot and the names asked for.
 
 use std::path::PathBuf;
 
 use crate::publish::snapshot::{GpuView, Snapshot};
 
-/// What a container runtime has to add to a container.
+/// The settings that a container runtime adds to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ContainerConfig {
     /// Environment variables, in this order.
@@ -26,8 +26,8 @@ pub struct Mount {
     pub read_only: bool,
 }
 
-/// The first driver series whose clients were seen to need no right to write to the pipe directory. Older ones were not
-/// tried, nor were GPUs before Volta, whose clients have all their work done by the server.
+/// The first driver series with clients that need no right to write to the pipe directory. Older series were not tried,
+/// nor were GPUs before Volta, where the server does all the work of the clients.
 const READ_ONLY_FROM: u32 = 580;
 
 /// Why there is no answer.
@@ -42,12 +42,12 @@ pub enum ContainerError {
     /// A name that stands for nothing; the text is the name.
     #[error("there is no device {0:?}; ListDevices shows those there are")]
     NoSuchDevice(String),
-    /// A device whose GPU the driver can't name.
+    /// A device of a GPU that the driver can't name.
     #[error("the UUID of the GPU of {device} is not known: {reason}")]
     NoUuid {
         /// The device's name.
         device: String,
-        /// What the driver said.
+        /// The driver's reason.
         reason: String,
     },
     /// A device of a GPU that can't be served as it is.
@@ -58,24 +58,24 @@ pub enum ContainerError {
         /// The reason, with what to do.
         reason: String,
     },
-    /// Devices that are served by different control daemons.
+    /// Devices of different control daemons.
     #[error(
         "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
          of one GPU, or set cuda_mps_topology to shared"
     )]
     SeveralControlDaemons {
-        /// A device.
+        /// One device.
         first: String,
-        /// One that doesn't go with it.
+        /// Another device, of another control daemon.
         second: String,
     },
 }
 
-/// What a container needs to use these devices.
+/// The settings for a container that uses these devices.
 ///
-/// A name is that of a slice (`00:06.0-1`) or of a GPU (its address or UUID), which stands for one slice of it. Slices
-/// of one GPU can't be joined: the control daemon's defaults are one slice's, and a client can only tighten them. So
-/// two slices of one GPU have the answer of one.
+/// A name is the name of a slice (`00:06.0-1`) or of a GPU (its address or UUID). The name of a GPU stands for one slice of
+/// it. Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice, and a client can only
+/// tighten them. So two slices of one GPU get the same answer as one slice.
 ///
 /// # Errors
 /// See [`ContainerError`].
@@ -128,8 +128,8 @@ pub fn container_config(
 
     let mount =
         |directory: PathBuf, read_only| Mount { host: directory.clone(), container: directory, read_only };
-    // A container's root that may write to it can take the control daemon's sockets away from everybody, or put others
-    // in their place: `rm -rf /tmp/*` as a container starts is enough.
+    // If the root user of a container may write there, it can take the control daemon's sockets away from everybody or
+    // replace them: `rm -rf /tmp/*` at the start of a container is enough.
     let read_only = gpus.iter().all(|gpu| gpu.plan.limits_enforced)
         && driver_series(&snapshot.driver_version).is_some_and(|series| series >= READ_ONLY_FROM);
     let mounts = vec![mount(PathBuf::from("/dev/shm"), false), mount(pipe_directory.clone(), read_only)];
@@ -141,8 +141,8 @@ fn driver_series(version: &str) -> Option<u32> {
     version.split('.').next()?.parse().ok()
 }
 
-/// `0=5760M` for one GPU, which is a client's device 0 whatever ours is; UUIDs for several, since their order in the
-/// container is CUDA's.
+/// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
+/// the container.
 fn memory_limits(gpus: &[&GpuView]) -> String {
     let limits: Vec<String> = gpus
         .iter()
@@ -256,7 +256,7 @@ mod tests {
             with(&|facts| facts.compute_mode = Some(crate::host::gpu::ComputeMode::Prohibited)),
             refused
         );
-        // A program without MPS ends some day, and a container that starts then must have its answer.
+        // A program without MPS ends some day, and a container that starts after that needs the answer.
         assert!(with(&|facts| facts.foreign_processes = vec![(7, "job".to_owned())]).is_ok());
     }
 

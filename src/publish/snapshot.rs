@@ -1,4 +1,5 @@
-//! The Snapshot: what this service publishes, as plain data. D-Bus and the unit's status line are made from it alone.
+//! The Snapshot: everything that this service publishes, as plain data. D-Bus and the unit's status line are made from it
+//! alone.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -16,9 +17,9 @@ pub enum State {
     Starting,
     /// Every configured GPU is served.
     Ready,
-    /// Some are, or something needs an administrator's eye.
+    /// Some GPUs are served, or something needs an administrator's attention.
     Degraded,
-    /// None is.
+    /// No GPU is served.
     Failed,
     /// On the way down.
     Stopping,
@@ -66,7 +67,7 @@ pub struct Snapshot {
 /// One configured GPU as it stands.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GpuView {
-    /// What was planned for it.
+    /// The plan for it.
     pub plan: GpuPlan,
     /// Whether a client that starts now is served with the planned limits.
     pub healthy: bool,
@@ -82,7 +83,7 @@ pub struct GpuView {
     pub confirmed_memory_limit_mib: Option<u64>,
 }
 
-/// What a name stands for.
+/// The thing behind a name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Named<'a> {
     /// A whole GPU.
@@ -97,9 +98,9 @@ impl Snapshot {
         self.gpus.iter().flatten().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
     }
 
-    /// What a user or an agent means by `00:06.0-1` (a slice), `00:06.0` or a GPU's UUID (a GPU). An address may have
-    /// its domain and capital letters, and lack a domain other than 0000 where no other GPU has the same; an ordinal is
-    /// written in one way only, so that a slice has no second name.
+    /// The slice behind a name such as `00:06.0-1`, or the GPU behind `00:06.0` or a UUID. An address may have its domain
+    /// and capital letters. It may lack a domain other than 0000 if no other GPU has the same short address. An ordinal
+    /// has one spelling only, so that a slice has no second name.
     pub fn find(&self, name: &str) -> Option<Named<'_>> {
         let gpus = || self.gpus.iter().flatten();
         if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
@@ -132,14 +133,14 @@ impl GpuView {
         format!("{}-{ordinal}", self.plan.gpu.pci.address.short())
     }
 
-    /// The GPU's UUID; empty where NVML can't say.
+    /// The GPU's UUID; empty if NVML does not tell it.
     pub fn uuid(&self) -> &str {
         self.plan.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default()
     }
 }
 
 impl<'a> Named<'a> {
-    /// The GPU that it is, or is a part of.
+    /// The GPU itself, or the GPU of the slice.
     pub fn gpu(&self) -> &'a GpuView {
         match self {
             Self::Gpu(gpu) | Self::Slice(gpu, _) => gpu,

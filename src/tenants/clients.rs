@@ -1,4 +1,4 @@
-//! Who uses the GPUs through MPS at this moment.
+//! The processes that use the GPUs at this moment.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,21 +18,21 @@ use crate::supervisor::compute_modes::ComputeModes;
 pub struct ClientView {
     /// Its PID on the host.
     pub pid: u32,
-    /// Whether it uses the GPU without a server of ours.
+    /// Whether it uses the GPU without an MPS server of this service.
     pub bypass: bool,
     /// Whether it waits for a server, and uses no GPU yet.
     pub waiting: bool,
     /// Its real user id.
     pub uid: Option<u32>,
-    /// The name of that user, or the id where it has none.
+    /// The name of that user, or the id of a user without a name.
     pub user: Option<String>,
     /// The command that it runs.
     pub command: String,
-    /// The UUID of the GPU; empty where it uses none yet.
+    /// The UUID of the GPU; empty if it uses none yet.
     pub gpu_uuid: String,
-    /// The name of the slice that it uses, where that is known.
+    /// The name of the slice that it uses, if known.
     pub device: Option<String>,
-    /// The container that it runs in, where there is one.
+    /// The container that it runs in, if it runs in one.
     pub container_id: Option<String>,
     /// The GPU memory that it holds, in MiB.
     pub memory_mib: Option<u64>,
@@ -40,33 +40,33 @@ pub struct ClientView {
     pub since: Option<SystemTime>,
 }
 
-/// The variable by which a container says which slices it was given.
+/// The environment variable that names the slices of a container.
 const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
-/// The host's users. Those that only a directory service knows are left without a name: its servers can keep whoever
-/// asks waiting.
+/// The host's users. Users that only a directory service knows stay without a name: an answer of such a service can take
+/// long.
 const USERS: &str = "/etc/passwd";
 
-/// What the kernel gets to say of all processes what they are. It takes microseconds each.
+/// The time for all questions to the kernel about processes. Each takes microseconds.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the end of a control daemon that does not listen any more may take to be noticed. It takes milliseconds.
+/// The time in which the end of a control daemon that no longer listens is noticed. It takes milliseconds.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A control daemon.
 #[derive(Debug, Clone)]
 pub struct Serving {
-    /// How to ask it.
+    /// The way to ask it.
     pub control: Access,
     /// The UUIDs of its GPUs.
     pub gpus: Vec<String>,
-    /// Who is known to use them without its servers.
+    /// The processes that are known to use them without its servers.
     pub bypasses: Vec<Bypass>,
-    /// Who waits for a server of its.
+    /// The clients that wait for one of its servers.
     pub waiting: Vec<Identity>,
 }
 
-/// What a look at the GPUs of one control daemon has found.
+/// The findings of one look at the GPUs of one control daemon.
 struct Look {
     clients: Vec<Client>,
     processes: Vec<(String, Vec<GpuProcess>)>,
@@ -74,25 +74,25 @@ struct Look {
 }
 
 impl Look {
-    /// What the driver says of a process on a GPU.
+    /// The driver's facts about a process on a GPU.
     fn process(&self, uuid: &str, pid: u32) -> Option<&GpuProcess> {
         let (_, processes) = self.processes.iter().find(|(gpu, _)| gpu == uuid)?;
         processes.iter().find(|process| process.pid == pid)
     }
 }
 
-/// The clients of all these control daemons, and who uses their GPUs without them. A control daemon that doesn't answer is
-/// an error: a list with holes would pass for the truth.
+/// The clients of all these control daemons, and the processes that use their GPUs without MPS. A control daemon that does
+/// not answer is an error: a reader would take a list with holes for the truth.
 ///
 /// # Errors
-/// A control daemon does not answer, or not as it should, or a process can't be looked at, in words.
+/// The reason in words: a control daemon gives no answer or a wrong one, or a process can't be looked at.
 pub async fn list(
     serving: Vec<Serving>,
     nvml: ComputeModes,
     kernel: &Blocking,
 ) -> Result<Vec<ClientView>, String> {
     let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
-    // Off the loop's thread: a process that is stuck in the driver can hold up who reads its memory.
+    // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
     let viewed = kernel.ask(VIEW_TIMEOUT, move || {
         let users = String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned();
         serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &users)).collect()
@@ -150,7 +150,7 @@ async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Clie
         Ok((pids.into_keys().collect(), clients))
     };
     match asked.await {
-        // It may be ending this moment, its clients with it, and who has to take note of that has not yet.
+        // It may be ending at this moment together with its clients, and the supervisor may not know it yet.
         Err(ControlError::NoDaemon { .. }) if has_gone(one, &control).await => Ok(None),
         answer => answer.map(Some),
     }
@@ -178,7 +178,7 @@ fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
     let waiting = one.waiting.iter().filter_map(|process| {
         let command = proc::name(process.pid)?;
         let view = view(process.pid, command, String::new(), None, users);
-        // It may have been taken in or have ended since.
+        // A server may have taken it by now, or it may have ended.
         let waits = !views.iter().any(|served| served.pid == process.pid)
             && Identity::of(process.pid).ok() == Some(*process);
         waits.then_some(ClientView { waiting: true, ..view })
@@ -188,8 +188,8 @@ fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
     views
 }
 
-/// The GPUs of a client, each once: those that the control daemon and the driver both have it on, since a program's name can
-/// add to what the former says. A client is the control daemon's before it is the driver's.
+/// The GPUs of a client, each once. Control daemon and driver must both name the GPU, since a program can choose a name that
+/// adds rows to the control daemon's list. The control daemon knows a client before the driver does.
 fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
     let connections = look.clients.iter().filter(|client| client.pid == pid);
     let said: Vec<&String> = connections
@@ -221,7 +221,7 @@ fn view(pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>, us
     }
 }
 
-/// The name of a user in the text of /etc/passwd, or the number where it has none.
+/// The name of a user in the text of /etc/passwd, or the number of a user without a name.
 fn user_in(users: &str, uid: u32) -> String {
     let number = uid.to_string();
     let named = users.lines().find_map(|line| {
@@ -232,7 +232,8 @@ fn user_in(users: &str, uid: u32) -> String {
     named.unwrap_or(number)
 }
 
-/// What a process says that it was given, if that is names of slices or GPUs: everybody reads it.
+/// The slices or GPUs that a process claims to have. Text that holds anything but names is left out: everybody can read the
+/// list.
 fn device(pid: u32) -> Option<String> {
     device_in(&proc::environment(pid).ok()?).filter(|names| names.split(',').all(is_name))
 }
@@ -258,15 +259,15 @@ fn container_in(cgroups: &str) -> Option<String> {
     containers_in(cgroups).next().map(str::to_owned)
 }
 
-/// The same of every container that the process is in, one inside the other, those of one hierarchy innermost first.
+/// The ids of all containers around the process, one inside the other, the innermost of each hierarchy first.
 pub(crate) fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
     let paths = cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
     let names = paths.flat_map(|path| path.rsplit('/'));
     names.filter_map(container_in_name)
 }
 
-/// Whether a container is one that the host's own runtime has made, as far as these cgroup paths tell: the outermost one of
-/// its path, and not in the part of the tree where a user's own service manager lets that user have any names.
+/// Whether the host's own runtime has made a container, as far as these cgroup paths tell: it is the outermost container of
+/// its path, and not in the part of the tree where a user's own service manager lets that user choose names.
 pub(crate) fn is_the_hosts(cgroups: &str, id: &str) -> bool {
     let paths = cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
     paths.filter(|path| !path.contains("/user@")).any(|path| {

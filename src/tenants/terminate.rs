@@ -1,8 +1,8 @@
-//! Takes GPU work away from a tenant and leaves its neighbours alone.
+//! Ends the GPU work of a tenant and leaves its neighbours alone.
 //!
-//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel, which is a fault, and
-//! a fault is every client's on that GPU. `terminate_client` ends the kernel first. So whoever wants to stop a process
-//! or a container asks here before.
+//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel. This is a fault, and a
+//! fault hits every client on that GPU. `terminate_client` ends the kernel first. So an agent asks for this before it stops a
+//! process or a container.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -18,25 +18,25 @@ use crate::mps::control::{CallersControl, Client, ControlError, ServerStatus, Te
 use crate::mps::process::Held;
 use crate::tenants::clients::{containers_in, device_in, is_the_hosts};
 
-/// How long the clients may take to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
+/// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long to wait before looking again; it doubles up to the last.
+/// The first pause between two looks; it doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// As short as the id of a container is ever written.
+/// The digits of the shortest spelling of a container's id, and of the whole id.
 const SHORTEST_ID: usize = 12;
 const ID: usize = 64;
 
-/// Whose GPU work is to end.
+/// The processes with GPU work that is to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Wanted {
-    /// One process's, by its PID.
+    /// One process, by its PID.
     Process(u32),
-    /// That of every process which says in its environment that it was given one of these slices, by their names.
+    /// Every process that has one of these slices, by name, in its environment.
     Slices(Vec<String>),
-    /// That of every process in a container, or in a container inside it.
+    /// Every process in a container, or in a container inside it.
     Container(ContainerId),
 }
 
@@ -48,16 +48,16 @@ impl ContainerId {
     /// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
     ///
     /// # Errors
-    /// [`ReleaseError::NoId`].
-    pub fn new(text: &str) -> Result<Self, ReleaseError> {
+    /// [`TerminationError::NoId`].
+    pub fn new(text: &str) -> Result<Self, TerminationError> {
         let is_id = (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit());
-        if is_id { Ok(Self(text.to_ascii_lowercase())) } else { Err(ReleaseError::NoId(text.to_owned())) }
+        if is_id { Ok(Self(text.to_ascii_lowercase())) } else { Err(TerminationError::NoId(text.to_owned())) }
     }
 }
 
-/// Why it can't be said that none of them has GPU work left.
+/// The reason why some of them may have GPU work left.
 #[derive(Debug, thiserror::Error)]
-pub enum ReleaseError {
+pub enum TerminationError {
     /// Not the id of a container.
     #[error(
         "{0:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them"
@@ -66,7 +66,7 @@ pub enum ReleaseError {
     /// Several containers have ids that begin so. Nothing was done.
     #[error("{id} is the beginning of several containers: {}; give more digits", found.join(", "))]
     SeveralContainers {
-        /// What was asked for.
+        /// The beginning that the caller gave.
         id: String,
         /// Their ids.
         found: Vec<String>,
@@ -74,7 +74,7 @@ pub enum ReleaseError {
     /// The process is no client of any control daemon here.
     #[error("process {0} is no client of a GPU here; ListClients shows those there are")]
     NoSuchClient(u32),
-    /// A process can't be looked at, so it is not known whether it is one of those. The others were dealt with.
+    /// A process can't be looked at, so nobody knows whether it is wanted. The work of the others was ended.
     #[error("process {pid} can't be looked at: {source}")]
     Unreadable {
         /// The process.
@@ -82,7 +82,7 @@ pub enum ReleaseError {
         /// Why.
         source: io::Error,
     },
-    /// A control daemon did not answer. What the others serve was dealt with.
+    /// A control daemon did not answer. Work on the other control daemons was ended.
     #[error(transparent)]
     Control(#[from] ControlError),
     /// Time is up. The processes have not been sent a signal.
@@ -97,58 +97,57 @@ fn in_words(left: &BTreeSet<u32>) -> String {
     left.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Ends the GPU work of all that are wanted, and returns when it is over. A process that was waiting for something else
-/// notices only at its next call to CUDA and stays listed as a client until then; no signal can hurt its neighbours any
-/// more.
+/// Ends the GPU work of all wanted processes, and returns when it is over. A process that waits for something else notices at
+/// its next call to CUDA, and stays listed as a client until then. From now on no signal to it can hurt its neighbours.
 ///
 /// # Errors
-/// See [`ReleaseError`].
-pub async fn release(
+/// See [`TerminationError`].
+pub async fn terminate(
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
     kernel: Blocking,
-) -> Result<(), ReleaseError> {
-    let mut release =
-        Release { controls, wanted, kernel, ended: BTreeMap::new(), left: None, only_hosts: false };
-    match tokio::time::timeout(TIMEOUT, release.run()).await {
+) -> Result<(), TerminationError> {
+    let mut termination =
+        Termination { controls, wanted, kernel, ended: BTreeMap::new(), left: None, only_hosts: false };
+    match tokio::time::timeout(TIMEOUT, termination.run()).await {
         Ok(result) => result,
-        Err(_) => Err(release.left.map_or(ReleaseError::NotKnown, ReleaseError::StillThere)),
+        Err(_) => Err(termination.left.map_or(TerminationError::NotKnown, TerminationError::StillThere)),
     }
 }
 
-/// What `ps` tells a client's connections apart by.
+/// The connections of a client, by the ids that `ps` gives them.
 type Connections = BTreeSet<Option<u64>>;
 
-struct Release {
+struct Termination {
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
     /// Asks the kernel about processes.
     kernel: Blocking,
-    /// By server and client: the processes whose work has been ended, held so that another one with the same PID isn't
-    /// taken for them, and the connections that they had.
+    /// The processes without work any more, by server and client, with the connections that they had. Each is held, so
+    /// that no other process with its PID is taken for it.
     ended: BTreeMap<(u32, u32), (Held, Connections)>,
-    /// Whose work went on at the last look; None before there was anybody.
+    /// The processes with work at the last look; None before the first look that found any.
     left: Option<BTreeSet<u32>>,
-    /// The container that is wanted has been found to be one of the host's.
+    /// The wanted container is known to be made by the host's own runtime.
     only_hosts: bool,
 }
 
-impl Release {
-    async fn run(&mut self) -> Result<(), ReleaseError> {
+impl Termination {
+    async fn run(&mut self) -> Result<(), TerminationError> {
         let mut pause = FIRST_PAUSE;
         loop {
             let (found, trouble) = self.look().await?;
             if let (true, None, Wanted::Process(pid), None) =
                 (found.is_empty(), &trouble, &self.wanted, &self.left)
             {
-                return Err(ReleaseError::NoSuchClient(*pid));
+                return Err(TerminationError::NoSuchClient(*pid));
             }
             let at_work: Vec<Found> = found.into_iter().filter(|found| !self.has_ended(found)).collect();
             self.left.get_or_insert_default().clear();
             if at_work.is_empty() && trouble.is_none() {
                 return Ok(());
             }
-            // What can't be found out about some must not save the others.
+            // A process that can't be looked at must not save the others.
             self.terminate(at_work).await?;
             if let Some(trouble) = trouble {
                 return Err(trouble);
@@ -158,28 +157,28 @@ impl Release {
         }
     }
 
-    /// The clients that are wanted, as they are now, and what hinders us from knowing all of them.
-    async fn look(&mut self) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
+    /// The wanted clients as they are now, and the reason why some may be missing.
+    async fn look(&mut self) -> Result<(Vec<Found>, Option<TerminationError>), TerminationError> {
         let (listed, silent) = list_clients(&self.controls).await;
         let wanted = self.wanted.clone();
-        // Off the loop's thread: a process that is stuck in the driver can hold up who reads its memory.
+        // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
         let only_hosts = self.only_hosts;
         let picked = self.kernel.ask(TIMEOUT, move || pick(listed, &wanted, only_hosts)).await;
-        let (found, unreadable) = picked.ok_or(ReleaseError::NotKnown)??;
+        let (found, unreadable) = picked.ok_or(TerminationError::NotKnown)??;
         self.only_hosts |= found.iter().any(|found| found.hosts);
         Ok((found, silent.or(unreadable)))
     }
 
-    /// Whether a client's work has been ended: it still has a connection from then. One that has started over has none,
-    /// since the old ones are good for nothing. Others may make it look as if it had more, but not as if it had less.
+    /// Whether a client's work has been ended: it still has a connection from that time. A client that has started over
+    /// has only new ones, since the old ones are useless. Others can forge additional connections, but remove none.
     fn has_ended(&self, found: &Found) -> bool {
         self.ended
             .get(&(found.server, found.pid))
             .is_some_and(|(held, connections)| held.alive() && !found.connections.is_disjoint(connections))
     }
 
-    /// Ends the work of each.
-    async fn terminate(&mut self, found: Vec<Found>) -> Result<(), ReleaseError> {
+    /// Ends the work of each client.
+    async fn terminate(&mut self, found: Vec<Found>) -> Result<(), TerminationError> {
         let mut trouble = None;
         for Found { control, server, pid, connections, held, hosts: _ } in found {
             // A process that has ended may have left its PID to another.
@@ -195,7 +194,7 @@ impl Release {
                     );
                     self.ended.insert((server, pid), (held, connections));
                 }
-                // It has just gone, is just coming, or a debugger holds it: the next look tells.
+                // It has just gone, it is just coming, or a debugger holds it: the next look tells.
                 Ok(Some(Terminated::NoSuchClient | Terminated::NoSuchServer) | None) => {
                     self.left.get_or_insert_default().insert(pid);
                 }
@@ -209,16 +208,16 @@ impl Release {
     }
 }
 
-/// Ends the GPU work of one client. The control daemon waits for the client meanwhile, with everybody else waiting for
-/// it, so a client that can't take part must not be waited for: one whose server met a fatal GPU error has no work left to
-/// end, and one that is stopped or frozen is continued first, and again as often as it stops before the answer is there. It
-/// is never killed: that would be a fault for its neighbours. None: it can't be continued, and nothing was done.
+/// Ends the GPU work of one client. The control daemon waits for the client meanwhile, and everybody waits for the control
+/// daemon. So a client that can't take part must not be waited for. If its server met a fatal GPU error, it has no work left.
+/// If it is stopped or frozen, it is continued first, and again as often as it stops before the answer comes. It is never
+/// killed: its neighbours would have a fault. None: it can't be continued, and nothing was done.
 async fn end_work(
     control: &CallersControl,
     server: u32,
     pid: u32,
     held: &Held,
-) -> Result<Option<Terminated>, ReleaseError> {
+) -> Result<Option<Terminated>, TerminationError> {
     if control.server_status(server).await? == ServerStatus::Fault {
         return Ok(Some(Terminated::Done));
     }
@@ -242,7 +241,7 @@ async fn end_work(
     Ok(Some(answer?))
 }
 
-/// A client that is wanted, at one of its servers.
+/// A wanted client at one of its servers.
 #[derive(Debug)]
 struct Found {
     control: Arc<CallersControl>,
@@ -250,14 +249,14 @@ struct Found {
     pid: u32,
     connections: Connections,
     held: Held,
-    /// Whether it is wanted as one in a container that the host's own runtime has made.
+    /// Whether it is in a wanted container that the host's own runtime has made.
     hosts: bool,
 }
 
-/// The clients of every control daemon, all asked at once: one that hangs must not use up the time of the others.
+/// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
 async fn list_clients(
     controls: &[Arc<CallersControl>],
-) -> (Vec<(Arc<CallersControl>, Vec<Client>)>, Option<ReleaseError>) {
+) -> (Vec<(Arc<CallersControl>, Vec<Client>)>, Option<TerminationError>) {
     let mut asked = JoinSet::new();
     for control in controls {
         let control = Arc::clone(control);
@@ -267,14 +266,14 @@ async fn list_clients(
     while let Some(answer) = asked.join_next().await {
         match answer {
             Ok(Ok(clients)) => listed.push(clients),
-            Ok(Err(error)) => _ = silent.get_or_insert(ReleaseError::Control(error)),
-            Err(_) => _ = silent.get_or_insert(ReleaseError::NotKnown),
+            Ok(Err(error)) => _ = silent.get_or_insert(TerminationError::Control(error)),
+            Err(_) => _ = silent.get_or_insert(TerminationError::NotKnown),
         }
     }
     (listed, silent)
 }
 
-/// Those that are wanted, and the first that couldn't be looked at.
+/// The wanted clients, and the first client that could not be looked at.
 ///
 /// # Errors
 /// Something forbids to touch any of them.
@@ -282,7 +281,7 @@ fn pick(
     listed: Vec<(Arc<CallersControl>, Vec<Client>)>,
     wanted: &Wanted,
     only_hosts: bool,
-) -> Result<(Vec<Found>, Option<ReleaseError>), ReleaseError> {
+) -> Result<(Vec<Found>, Option<TerminationError>), TerminationError> {
     let (mut found, mut unreadable) = (Vec::new(), None);
     let mut containers = BTreeSet::new();
     for (control, clients) in listed {
@@ -307,11 +306,11 @@ fn pick(
                         hosts,
                     });
                 }
-                Err(source) => _ = unreadable.get_or_insert(ReleaseError::Unreadable { pid, source }),
+                Err(source) => _ = unreadable.get_or_insert(TerminationError::Unreadable { pid, source }),
             }
         }
     }
-    // Nobody is in the way of a container of the host's who has only given a control group of his own its name.
+    // A user can give a control group of his own the name of a container. The host's containers come first.
     if only_hosts || containers.iter().any(|id| id.hosts) {
         containers.retain(|id| id.hosts);
         found.retain(|found| found.hosts);
@@ -319,13 +318,13 @@ fn pick(
     match wanted {
         Wanted::Container(ContainerId(id)) if containers.len() > 1 => {
             let found = containers.into_iter().map(|found| found.id).collect();
-            Err(ReleaseError::SeveralContainers { id: id.clone(), found })
+            Err(TerminationError::SeveralContainers { id: id.clone(), found })
         }
         _ => Ok((found, unreadable)),
     }
 }
 
-/// A container that a process is in.
+/// A container around a process.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Container {
     id: String,
@@ -333,7 +332,7 @@ struct Container {
     hosts: bool,
 }
 
-/// What a look at a process has shown.
+/// The result of a look at a process.
 #[derive(Debug, PartialEq, Eq)]
 enum Look {
     /// It is not wanted.
@@ -348,7 +347,7 @@ enum Look {
 fn hold_and_look(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, Look)>> {
     let Some(held) = Held::open(pid)? else { return Ok(None) };
     let look = look_at(pid, wanted);
-    // What was read is about this process only if it lives still.
+    // If the process has ended, its PID may have been another's while it was read.
     if held.alive() { look.map(|look| Some((held, look))) } else { Ok(None) }
 }
 
@@ -416,7 +415,7 @@ mod tests {
 
     #[test]
     fn whoever_is_left_is_named() {
-        let error = ReleaseError::StillThere(BTreeSet::from([7, 8])).to_string();
+        let error = TerminationError::StillThere(BTreeSet::from([7, 8])).to_string();
         assert!(error.contains("could not be ended: 7, 8;"), "{error}");
     }
 }
