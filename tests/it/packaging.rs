@@ -78,6 +78,7 @@ fn exactly_these_files_are_installed() {
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/cdi.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/devices.py",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/isolation.md",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/journal.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/metrics.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/security.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/host.conf.example",
