@@ -8,7 +8,7 @@ seconds=${1:-60}
 binaries=$(realpath "${BINARIES:-target/release}")
 host=$(mktemp -d /tmp/mpsXXXXXX)
 daemon='' bare='' bus=''
-# The control daemon outlives whoever started it; only its own front end ends it in order.
+# The control daemon outlives its parent; only its own front end ends it in order.
 end() {
     [ -z "$daemon" ] || { kill "$daemon" && wait "$daemon"; } 2>/dev/null || :
     [ -z "$bare" ] || { kill "$bare" && wait "$bare"; } 2>/dev/null || :

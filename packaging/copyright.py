@@ -45,7 +45,7 @@ def choices(crate):
 def licence_text(crate):
     directory = pathlib.Path(crate["manifest_path"]).parent
     files = sorted(path for path in directory.iterdir() if re.match(r"(licen[cs]e|copying|unlicense)", path.name, re.I))
-    # The Apache licence is the one that needs no repeating.
+    # The Apache licence needs no repeating.
     files = [path for path in files if path.is_file() and "APACHE" not in path.name]
     if not files:
         sys.exit(f"copyright.py: {crate['name']} {crate['version']} ({crate['license']}) comes without its licence")

@@ -30,7 +30,7 @@ done
 
 unit=$root$PREFIX/lib/systemd/system/yunion-mps-daemon.service
 put 644 systemd/yunion-mps-daemon.service "$unit"
-# ExecStart and Documentation name files of ours.
+# ExecStart, ExecReload and Documentation name installed files.
 [ "$PREFIX" = /usr ] || sed -i -E "s#/usr/(bin/yunion|share/doc/yunion)#$PREFIX/\1#" "$unit"
 put 644 systemd/yunion-mps-daemon.tmpfiles.conf "$root$PREFIX/lib/tmpfiles.d/yunion-mps-daemon.conf"
 

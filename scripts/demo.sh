@@ -129,7 +129,7 @@ eval "$exports"
   </policy>
   <include>$PWD/config/io.yunion.Mps1.conf</include>
 END
-    # The shipped policy gives the name to root. Here it may also be whoever runs the demo.
+    # The shipped policy gives the name to root. Here the user of the demo may have it, too.
     [ "$(id -u)" -eq 0 ] ||
         echo "  <policy user=\"$(id -un)\"><allow own=\"io.yunion.Mps1\"/><allow send_destination=\"io.yunion.Mps1\"/></policy>"
     echo '</busconfig>'

@@ -1,4 +1,4 @@
-//! What a running CUDA program notices of the service: nothing, until it is stopped.
+//! A running CUDA program notices nothing of the service until the service is stopped.
 
 use crate::Check;
 use crate::machine::{Machine, text, wait_for};
@@ -51,7 +51,7 @@ impl Running {
         Self { control_daemon: control_daemons[0].clone(), client: machine.property(CLIENT, "MainPID") }
     }
 
-    /// It still runs, under the same control daemon, under a service whose main process is another now.
+    /// It still runs under the same control daemon, and the service has another main process.
     pub(crate) fn unharmed(&self, machine: &Machine, old_main: &str, cursor: &str) {
         wait_for("another main process, ready", || {
             let main = machine.property(SERVICE, "MainPID");
@@ -67,7 +67,7 @@ impl Running {
     }
 }
 
-/// What the service says of its clients.
+/// The service's list of its clients.
 fn clients(machine: &Machine) -> String {
     let call = ["busctl", "call", "--json=short", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"];
     let call: Vec<&str> = call.into_iter().chain(["io.yunion.Mps1.Manager", "ListClients"]).collect();

@@ -42,7 +42,7 @@ async fn ask() {
     stop.recv().await;
     let why = why_stopping().await;
     println!("{why:?}");
-    // Whoever stops too early says it before we do.
+    // A process that stops too early says so first.
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     let mut order = std::fs::File::options().create(true).append(true).open("/var/order").unwrap();
     writeln!(order, "{why:?}").unwrap();

@@ -46,7 +46,7 @@ rm -f "$root/usr/sbin/policy-rc.d"
 for file in $(grep -ls '^path-exclude' "$root"/etc/dpkg/dpkg.cfg.d/* || :); do
     rm -f "$file"
 done
-# Every package with a manual page would have the index of them all made anew.
+# Every package with a manual page would make the index of all pages again.
 rm -f "$root/var/lib/man-db/auto-update"
 # Scripts in /etc/init.d would become services.
 ln -s /dev/null "$root/etc/systemd/system-generators/systemd-sysv-generator"

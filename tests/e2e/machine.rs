@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// What any step may take on a busy machine before it counts as hanging.
+/// The time that any step may take on a busy machine before it counts as hanging.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The pause between two looks at something that is waited for.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// How systemd sees control groups.
+/// The kind of control groups that systemd has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Hierarchy {
     /// As on every present distribution.
@@ -128,7 +128,7 @@ impl Machine {
             }
             if let Some(leader) = self.find_leader().filter(|leader| *leader != before) {
                 self.leader = leader;
-                // A unit of this host's that fails in a container is no concern of ours: "degraded" is as good.
+                // A unit of this host that fails in a container does not matter here: "degraded" is as good.
                 let state = self.run(&["systemctl", "is-system-running", "--wait"]);
                 if ["running", "degraded"].contains(&text(&state.stdout).trim()) {
                     return;
@@ -144,7 +144,7 @@ impl Machine {
         child(child(self.script.id(), "systemd-nspawn")?, "systemd")
     }
 
-    /// What the machine has said on its console.
+    /// The machine's console.
     pub(crate) fn console(&self) -> String {
         let console = fs::read(self.directory.path().join("console")).unwrap_or_default();
         text(&console)
@@ -165,7 +165,7 @@ impl Machine {
         command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
     }
 
-    /// What a command prints that succeeds.
+    /// The output of a command that succeeds.
     #[track_caller]
     pub(crate) fn printed<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
         let output = self.run(words);
@@ -174,7 +174,7 @@ impl Machine {
         out
     }
 
-    /// What a command complains that fails.
+    /// The complaint of a command that fails.
     #[track_caller]
     pub(crate) fn complained<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
         let output = self.run(words);
@@ -182,7 +182,7 @@ impl Machine {
         text(&output.stderr)
     }
 
-    /// What a shell script prints that succeeds.
+    /// The output of a shell script that succeeds.
     #[track_caller]
     pub(crate) fn sh(&self, script: &str) -> String {
         self.printed(&["sh", "-euc", script])

@@ -35,7 +35,7 @@ struct Group {
     name: &'static str,
     hierarchy: Hierarchy,
     stage: fn() -> Stage,
-    /// What is done on the machine before the first check.
+    /// The preparation of the machine before the first check.
     prepare: fn(&Machine),
     checks: &'static [Check],
 }
@@ -70,7 +70,7 @@ const GROUPS: &[Group] = &[
         prepare: |_| (),
         checks: package::RPM_CHECKS,
     },
-    // What the service of the installed deb does.
+    // The service of the installed deb.
     Group {
         name: "service",
         hierarchy: Hierarchy::Unified,
@@ -163,7 +163,7 @@ fn run(group: &Group, checks: Vec<(String, Check)>) -> (usize, Vec<String>) {
             passed += 1;
         } else {
             println!("test {name} ... FAILED ({seconds:.1} s)");
-            // What explains it, as far as the machine can still tell.
+            // The explanation, as far as the machine can still give one.
             let journal =
                 machine.run(&["journalctl", "--lines=50", "--no-hostname", "--output=short-monotonic"]);
             eprintln!("--- the end of the machine's journal\n{}---", machine::text(&journal.stdout));

@@ -115,7 +115,7 @@ fn pack(tree: &Path, stage: &Stage, path: &str) {
     stage.put(&package, path);
 }
 
-/// What the platform's own package does, as far as it matters here: its version counts by date; it stops and disables
+/// The platform's own package, as far as it matters here: its version counts by date; it stops and disables
 /// its service at an upgrade too; its control daemon detaches, and stays when its main process is killed, since a `quit`
 /// does not return while there are clients.
 const PLATFORM: &[(&str, &str, &str)] = &[
@@ -257,7 +257,7 @@ fn looked_for(machine: &mut Machine) {
     let asked = "complete -p yunion-mpsctl >/dev/null && COMP_WORDS=(yunion-mpsctl list --g) COMP_CWORD=2 && \
                  _yunion__mpsctl yunion-mpsctl --g list && test \"${COMPREPLY[*]}\" = --gpus";
     machine.sh(&format!("bash -c '. /usr/share/bash-completion/completions/yunion-mpsctl && {asked}'"));
-    // What a program that has only the description can ask for is what the service has.
+    // A program that has only the description can ask for everything that the service has.
     machine.sh("test -s /usr/share/dbus-1/interfaces/io.yunion.Mps1.Manager.xml");
 }
 

@@ -41,7 +41,7 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// Starts anew, with nothing left of the check before; the service asks for a scope for that.
+/// Starts again, with nothing left of the check before; the service asks for a scope for that.
 fn start(machine: &Machine, id: &str) {
     machine.sh(&format!(
         "systemctl stop {SERVICE}; systemctl stop 'yunion-mps-control-*.scope'; rm -f /var/order; \
@@ -49,7 +49,7 @@ fn start(machine: &Machine, id: &str) {
     ));
 }
 
-/// What the service has said since.
+/// The service's messages since then.
 fn said(machine: &Machine, cursor: &str) -> Vec<String> {
     let ours = machine.journal(cursor).into_iter().filter(|entry| entry["_SYSTEMD_UNIT"] == SERVICE);
     ours.map(|entry| entry["MESSAGE"].as_str().unwrap().to_owned()).collect()
@@ -66,7 +66,7 @@ fn processes(machine: &Machine, unit: &str) -> Vec<String> {
 }
 
 fn held(machine: &Machine) -> String {
-    // What it starts is called like it for a moment.
+    // A process that it starts has its name for a moment.
     wait_for("one shell", || {
         let group = processes(machine, SCOPE);
         let is_shell = |pid: &String| machine.sh(&format!("cat /proc/{pid}/comm || :")) == "sh\n";

@@ -40,7 +40,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("an_enabled_unit_comes_up_at_boot", boot),
 ];
 
-/// What cargo has built, beside this program's directory.
+/// The binaries that cargo has built, beside this program's directory.
 fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).with_file_name(name)
 }
@@ -60,7 +60,7 @@ pub(crate) fn simulated() -> Stage {
     stage
 }
 
-/// What makes the service run on the simulated host: a container's /sys can't be written, so the host's files are
+/// The settings for the service on the simulated host: a container's /sys can't be written, so the host's files are
 /// elsewhere.
 pub(crate) fn on_the_simulated_host(machine: &Machine) {
     machine.write(

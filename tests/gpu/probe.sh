@@ -5,7 +5,7 @@
 #
 #   tests/gpu/probe.sh BINARIES [DIR]   BINARIES: where yunion-mps-daemon and yunion-mpsctl are
 #
-# Needs a bus: DBUS_SYSTEM_BUS_ADDRESS of one whose policy lets this user own io.yunion.Mps1. With nvcc it also tries
+# Needs a bus with a policy that lets this user own io.yunion.Mps1, in DBUS_SYSTEM_BUS_ADDRESS. With nvcc it also tries
 # what a neighbour feels.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)

@@ -6,7 +6,7 @@ servers have to live with, tried on a real GPU.
 
 SYSTEM-CALLS is what `systemd-analyze syscall-filter` prints. Needs root, setpriv, and the Python module pyseccomp (or
 seccomp, as distributions call it). What was applied, and what could not be, is said on stderr. Not applied: the
-directives that work through control groups (DeviceAllow=, IPAddressDeny=), and those that only restate another one.
+directives that work through control groups (DeviceAllow=, IPAddressDeny=), and directives that only restate another one.
 """
 
 import ctypes

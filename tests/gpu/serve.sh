@@ -4,7 +4,7 @@
 #
 #   tests/gpu/serve.sh BINARIES [DIR]   BINARIES: where yunion-mps-daemon and yunion-mpsctl are
 #
-# Needs a bus: DBUS_SYSTEM_BUS_ADDRESS of one whose policy lets this user own io.yunion.Mps1.
+# Needs a bus with a policy that lets this user own io.yunion.Mps1, in DBUS_SYSTEM_BUS_ADDRESS.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 bin=$(cd "$1" && pwd)

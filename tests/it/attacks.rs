@@ -75,7 +75,7 @@ fn attack(kind: &str, connections: usize) -> Option<Value> {
     for _ in 0..5 {
         list();
     }
-    // Whoever loses the control daemon now gets another as fast as ever.
+    // A control daemon that dies now is replaced as fast as ever.
     signal_pid(first, Signal::KILL);
     let killed = Instant::now();
     host.wait_for_status("served again", |status| {

@@ -1,4 +1,4 @@
-//! What the host can put in the service's way: each thing is said with its remedy, nothing is changed for it, and where
+//! Obstacles on the host: the service names each with its remedy, changes nothing for it, and where
 //! it can go away by itself the GPUs are served once it has.
 
 use std::collections::BTreeMap;
@@ -67,7 +67,7 @@ fn a_by_path_link() {
     refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
 }
 
-/// Whoever asks is told of a path that no GPU has; the service waits for one.
+/// A path that no GPU has is told to everybody who asks; the service waits for such a GPU.
 #[test]
 fn a_node_that_does_not_exist() {
     let mut host = Host::new("tesla-p40");
@@ -444,7 +444,7 @@ fn a_program_that_is_not_executable() {
     stops(host);
 }
 
-/// What isn't the control daemon's program at all is named, not taken for somebody's control daemon.
+/// A program that isn't the control daemon's is named, and not taken for a control daemon.
 #[test]
 fn a_program_that_prints_garbage() {
     let mut host =
@@ -682,7 +682,7 @@ fn a_gpu_without_a_handle_by_its_index() {
     stops(host);
 }
 
-/// The GPU whose compute mode can't be changed holds up those of its control daemon, and says so.
+/// A GPU that keeps its compute mode against the service holds up the GPUs of its control daemon, and says so.
 #[test]
 fn a_compute_mode_that_cannot_be_set() {
     let mut host = Host::new("tesla-p40");
@@ -695,7 +695,7 @@ fn a_compute_mode_that_cannot_be_set() {
     stops(host);
 }
 
-/// GPUs are served without a bus, and whoever comes with it finds them served.
+/// GPUs are served without a bus, and a bus that comes later finds them served.
 #[test]
 fn a_bus_that_comes_later() {
     let mut host = Host::new("tesla-p40");

@@ -59,7 +59,7 @@ fn complaints(spec: &Value) -> String {
     if output.status.success() { String::new() } else { text(&output) }
 }
 
-/// What the schema can't say.
+/// The rules that the schema can't express.
 fn assert_makes_sense(host: &Host, spec: &Value) {
     let names = devices(spec);
     assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len(), "{names:?}");
@@ -67,7 +67,7 @@ fn assert_makes_sense(host: &Host, spec: &Value) {
         let edits = &device["containerEdits"];
         let environment = edits["env"].as_array().unwrap().iter().map(|one| one.as_str().unwrap());
         let environment: BTreeMap<&str, &str> = environment.map(|one| one.split_once('=').unwrap()).collect();
-        // What the command says of that device, less what speaks to NVIDIA's runtime.
+        // The command's answer for that device, without the variables for NVIDIA's runtime.
         let name = device["name"].as_str().unwrap();
         let asked = host.mpsctl(&["env", name, "--format", "json"]);
         let asked: Value = serde_json::from_slice(&asked.stdout).unwrap();
@@ -235,7 +235,7 @@ fn a_spec_that_cannot_be_written_degrades() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// What the documentation has people type.
+/// The commands of the documentation.
 #[test]
 fn the_documented_command_finds_the_gpu_of_a_slice() {
     let documentation = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/cdi.md")).unwrap();

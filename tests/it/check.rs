@@ -52,7 +52,7 @@ fn end(mut client: Child) {
     client.wait().unwrap();
 }
 
-/// A control daemon that was on its way out is called back, with its clients: what comes next is no matter of theirs.
+/// A control daemon on its way out is called back with its clients: the next change does not concern them.
 #[test]
 fn a_change_that_was_taken_back_is_in_force() {
     let mut host = Host::serving("h200");
@@ -65,7 +65,7 @@ fn a_change_that_was_taken_back_is_in_force() {
     host.devices(&[&format!("{ENTRY} 2")]);
     let found = differences(&host);
     assert!(!found.is_empty() && found.iter().all(|difference| difference[4] == "live"), "{found:?}");
-    // What was said is what happens.
+    // The announcement comes true.
     assert!(host.call("Control.Reload").status.success());
     wait_for("no difference", || differences(&host).is_empty().then_some(()));
     host.wait_for_state("ready");
@@ -135,7 +135,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     let (status, said) = check(&host, &[]);
     assert_eq!(status, Some(0));
     assert!(said.contains("  00:06.0: threads 25 % -> 16 %: at once, for new clients\n"), "{said}");
-    // What was said is what happens.
+    // The announcement comes true.
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_state("ready");
     assert_eq!(differences(&host), [[""; 5]; 0]);
@@ -179,7 +179,7 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     let found = differences(&host);
     let count = |kind: &str| found.iter().filter(|one| one[0] == kind && one[4] == "waits 1").count();
     assert_eq!((count("control-daemon"), count("devices"), found.len()), (8, 1, 9), "{found:#?}");
-    // What has been loaded and waits is no difference any more.
+    // A change that has been loaded and waits is no difference any more.
     assert!(host.call("Control.Reload").status.success());
     assert_eq!(differences(&host), [[""; 5]; 0]);
     end(client);
@@ -246,7 +246,7 @@ fn warnings_stand_beside_errors() {
     assert!(log.contains(warning) && log.contains(error), "{log}");
 }
 
-/// Neither the file in the usual place nor the one that is missing there is the service's.
+/// The service has another file: neither a file in the usual place nor a missing one counts.
 #[test]
 fn the_file_that_the_service_reads_is_looked_at() {
     let host = Host::new("h200");

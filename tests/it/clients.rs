@@ -279,7 +279,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// What only draws is no bypass, nor is a client that comes or goes at the moment of a look.
+/// A program that only draws is no bypass, nor is a client that comes or goes at the moment of a look.
 #[test]
 fn drawing_coming_and_going_is_no_bypass() {
     let mut host = Host::serving("h200");
@@ -405,7 +405,7 @@ fn metrics_are_what_the_bus_says() {
     assert_eq!(of_slice(&samples, "yunion_mps_device_memory_used_bytes", "00:06.0-2"), 0.0);
     drop(clients);
 
-    // What breaks is counted.
+    // Failures are counted.
     let mut fault = host.command(host.path("bin/cuda-client"));
     fault.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).arg("fault").stdout(Stdio::null());
     assert_eq!(fault.status().unwrap().code(), Some(4));
@@ -506,7 +506,7 @@ fn the_textfile_example_works() {
     succeeded(&run(&host));
     let down = prom();
     assert_eq!(parsed(&down)["yunion_mps_up{}"], 0.0);
-    // What was collected last stays where nothing can be collected.
+    // The last collection stays if nothing can be collected.
     host.stop_bus();
     assert!(!run(&host).status.success());
     assert_eq!(prom(), down);

@@ -331,7 +331,7 @@ async fn run_passes_signals_on() {
     }
 }
 
-/// Signals that programs give a meaning: for the command, and not for those that it has started.
+/// Signals that programs give a meaning reach the command, and no process that the command has started.
 #[tokio::test]
 async fn run_passes_signals_on_that_mean_something() {
     let mut service = Service::start(p40_board()).await;

@@ -23,7 +23,7 @@ const MANAGER: &str = "/io/yunion/Mps1/Manager";
 const SLICE: &str = "/io/yunion/Mps1/devices/_00_06_0_1";
 const GPU: &str = "/io/yunion/Mps1/gpus/GPU_76aef7ff_372d_2432_b4b4_beca4d8d3400";
 
-/// What a slice and its GPU have in common: each value with its D-Bus type.
+/// The keys that a slice and its GPU share: each value with its D-Bus type.
 fn golden_common() -> Value {
     json!({
         "base_addr": ["s", "00:06.0"],

@@ -85,7 +85,7 @@ impl Scene {
         wait_for("the client", || self.host.front_end(&pipe, "ps").contains(&pid).then_some(()));
     }
 
-    /// A file that nobody who opens it ever gets to read, as on a file system whose server is gone.
+    /// A file that hangs when it is opened, as on a network file system without its server.
     fn hang(&self, path: &str) {
         let file = self.host.file(path);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -191,7 +191,7 @@ macro_rules! faults {
     };
 }
 
-/// The same of those that only root can plant.
+/// The same for obstacles that only root can plant.
 macro_rules! faults_for_root {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
         $(
@@ -424,7 +424,7 @@ fn other_server(scene: &mut Scene) {
     scene.chmod("bin/nvidia-cuda-mps-server", 0o755);
 }
 
-/// What a person reads.
+/// The text for people.
 #[test]
 fn a_healthy_host_is_told_so() {
     let mut scene = Scene::new("h200");
@@ -454,7 +454,7 @@ fn a_healthy_host_is_told_so() {
     assert_eq!(scene.host.stop().code(), Some(0));
 }
 
-/// What an agent of today does not survive is more than worth knowing, and no remedy leads to it.
+/// A setting that today's agent does not survive is a warning, and no remedy leads to such a setting.
 #[test]
 fn no_remedy_sends_an_administrator_round_in_a_circle() {
     let scene = Scene::new("h200x8");
@@ -495,7 +495,7 @@ fn a_remedy_does_not_let_others_type() {
     assert!(remedy.contains(&format!("CUDA_MPS_PIPE_DIRECTORY='{pipe}' ")), "{remedy}");
 }
 
-/// What only root can read is no finding for others.
+/// A file that only root can read is no finding for other users.
 #[test]
 fn what_is_for_root_is_not_judged() {
     if !root_or_skip("what_is_for_root_is_not_judged") {
@@ -526,7 +526,7 @@ fn what_is_for_root_is_not_judged() {
     assert!(!said.contains("configuration-wrong"), "{said}");
 }
 
-/// What the service publishes is compared with what it has confirmed.
+/// The published limits are compared with the confirmed ones.
 #[tokio::test]
 async fn limits_that_are_not_in_force() {
     let mut snapshot = p40_board();
@@ -542,7 +542,7 @@ async fn limits_that_are_not_in_force() {
     assert_eq!(unconfirmed["found"], "asked for 25 %, and in force are 100 %");
 }
 
-/// What systemd answers of our unit, at the place where it answers.
+/// An answer of systemd about the unit, at the place where systemd answers.
 struct Systemd;
 
 #[interface(name = "org.freedesktop.systemd1.Manager")]

@@ -1,4 +1,4 @@
-//! What can go wrong on a host while clients compute, at random times: the daemon heals it by itself, and says so.
+//! Accidents on a host while clients compute, at random times: the daemon heals them by itself, and says so.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -241,7 +241,7 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// What the bus tells, as gdbus prints it.
+/// The signals on the bus, as gdbus prints them.
 struct Listener {
     child: Child,
     file: PathBuf,
@@ -333,7 +333,7 @@ fn a_server_that_dies_is_not_taken_for_faulted() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A fatal GPU error whose clients all leave: told with everybody who was hit, and over by itself.
+/// A fatal GPU error after which all clients leave: it is told with every client that was hit, and over by itself.
 #[test]
 fn a_fault_is_told_and_heals_when_clients_leave() {
     let host = Host::serving("h200");
@@ -564,7 +564,7 @@ fn no_room_for_the_log() {
     a_client_is_served(&host);
     bystander.check();
     drop(bystander);
-    // One that has to start anew.
+    // A control daemon that has to start again.
     signal_pid(control_pid(&before), Signal::KILL);
     wait_for("another control daemon", || {
         let status = host.json(&["status"])?;
@@ -638,7 +638,7 @@ fn the_bus_restarts_while_clients_run() {
     });
 }
 
-/// What somebody changes or removes behind our back is put right, or said where it can't be, and no client is hurt.
+/// Changes and removals by others are put right, or told where they can't be, and no client is hurt.
 #[test]
 fn what_others_break_is_repaired() {
     let (mut random, _seed) = Random::seeded("what_others_break_is_repaired");
@@ -682,7 +682,7 @@ fn what_others_break_is_repaired() {
         assert_eq!(control_pid(&status), control_pid(&before));
         bystander.check();
     }
-    // Nobody makes it anew: that it is gone, since now or for a while, has been said once.
+    // Nobody makes it again. Its loss has been told once, whether it is new or old.
     let _ = fs::remove_file(host.path("mps/log/control.log"));
     reload(&host);
     waits_for_log(&host, "was removed; the control daemon writes to the removed file on");
@@ -722,7 +722,7 @@ fn a_journal_lost_while_down_costs_no_client() {
 }
 
 /// A pipe directory that is removed takes no client with it. Nobody new can come, which the state says, and the control
-/// daemon is started anew: at once without clients, after them otherwise.
+/// daemon is started again: at once without clients, after them otherwise.
 #[test]
 fn a_removed_pipe_directory_is_made_again() {
     for with_client in [false, true] {
@@ -767,7 +767,7 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
     front_end.wait().unwrap();
 }
 
-/// A log that outgrows its limit is started anew while it is written; what is said after that is understood, also by a
+/// A log that outgrows its limit is rotated while it is written; lines after that are understood, also by a
 /// daemon that takes over and finds the lines of the limits gone, and a fault is not missed.
 #[test]
 fn the_log_starts_anew_under_load() {
@@ -777,7 +777,7 @@ fn the_log_starts_anew_under_load() {
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
     for killed in [true, false, true] {
-        // Read far, and written down so, before it starts anew.
+        // It has been read far, and the state file says so, before it is rotated.
         let length = |name: &str| fs::metadata(host.path(name)).map(|file| file.len()).ok();
         while length("mps/log/control.log").unwrap() < 700_000 {
             flood(&host, &pipe(&host), 500);
@@ -785,7 +785,7 @@ fn the_log_starts_anew_under_load() {
         reload(&host);
         read_up_to(&host, 690_000);
         flood(&host, &pipe(&host), 4000);
-        wait_for("a log started anew", || {
+        wait_for("a rotated log", || {
             let done =
                 length("mps/log/control.log.1")? > 1 << 20 && length("mps/log/control.log")? <= 1 << 20;
             done.then_some(())
@@ -965,7 +965,7 @@ fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, 
 }
 
 /// 64 MiB at once in the log, as a tenant can have it written: nobody waits for the service meanwhile, the log is kept and
-/// started anew, a fault is understood after it, and a control daemon that dies in the middle is replaced.
+/// rotated, a fault is understood after it, and a control daemon that dies in the middle is replaced.
 #[test]
 fn a_burst_in_the_log_keeps_nobody_waiting() {
     let mut host = Host::new("h200");
@@ -1041,7 +1041,7 @@ fn waits_for_log_with_reloads(host: &Host, words: &str) {
     });
 }
 
-/// Whatever stands in the place of the log and is none of ours is neither written to nor waited for.
+/// A foreign file in the place of the log is neither written to nor waited for.
 #[test]
 fn only_a_file_of_ours_is_the_log() {
     for kind in ["link", "fifo", "hard link", "theirs"] {
@@ -1074,7 +1074,7 @@ fn only_a_file_of_ours_is_the_log() {
     }
 }
 
-/// A link to another file takes the place of the log while it is copied to be started anew: the other file is nobody's log.
+/// A link to another file takes the place of the log while the log is copied: the other file is no log.
 #[test]
 fn a_log_started_anew_empties_no_other_file() {
     for _ in 0..2 {
@@ -1091,7 +1091,7 @@ fn a_log_started_anew_empties_no_other_file() {
         let deadline = Instant::now() + DEADLINE;
         // A short pause: the copy takes milliseconds.
         while !kept.exists() {
-            assert!(Instant::now() < deadline, "the log is never started anew");
+            assert!(Instant::now() < deadline, "the log is never rotated");
             std::thread::sleep(Duration::from_micros(100));
         }
         fs::remove_file(&log).unwrap();
@@ -1223,7 +1223,8 @@ fn users_that_were_kept_out_are_let_in_again() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A socket that is not root's any more lets in whom its owner likes: not healthy, and made anew once nobody is there.
+/// A socket that is not root's any more lets its owner decide who gets in: the GPUs are not healthy, and it is made again
+/// as soon as there are no clients.
 #[test]
 fn a_socket_of_another_user_is_not_healthy() {
     if !root_or_skip("a_socket_of_another_user_is_not_healthy") {

@@ -1,10 +1,10 @@
-//! What every command prints on every simulated board, held byte for byte against the files in tests/golden.
+//! The output of every command on every simulated board, held byte for byte against the files in tests/golden.
 //!
 //!     UPDATE_GOLDEN=1 cargo test --test it golden::
 //!
-//! writes the files anew. Another subcommand is one more line in `CASES`.
+//! writes the files again. Another subcommand is one more line in `CASES`.
 //!
-//! What differs from run to run is replaced by a value that reads well, since the manual shows these files; all of it
+//! A value that differs from run to run is replaced by one that reads well, since the manual shows these files; all of it
 //! is in `Normal`:
 //!
 //! * The host's directory: its sysroot is `/`, its pipe and log directories are those of the defaults in /tmp.
@@ -27,7 +27,7 @@ use serde_json::Value;
 
 use crate::host::{Host, binaries, signal_pid};
 
-/// The name of a file without its extension, and the command whose output it holds. What prints JSON ends in `json`.
+/// The name of a file without its extension, and the command with this output. Names of JSON output end in `json`.
 /// DEVICE is the second slice, CLIENT the PID of one of its clients. One host sees all of them, in this order.
 const CASES: &[(&str, &[&str])] = &[
     ("yunion-mps-daemon-check", &["yunion-mps-daemon", "--check"]),
@@ -88,7 +88,7 @@ fn board(name: &str) {
     let mut host = Host::new(name);
     host.set("TZ", "UTC");
     host.install();
-    // What a user has set must not be in the environment that `run` shows.
+    // Variables of a user must not be in the environment that `run` shows.
     host.set("LC_ALL", "C");
     host.start();
     // The last word of a start: the GPU in MIG mode of one board is never served.
@@ -250,7 +250,7 @@ impl Normal {
         let text = text.replace(&format!("{}/", binaries().canonicalize().unwrap().display()), "");
         let text =
             replace(&text, r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}", |_| MOMENT.into());
-        // What stands behind it in a column begins where it would behind this one.
+        // The text behind it in a column begins where it would behind this one.
         let text = replace(&text, r"\([0-9]+ (?:s|min|h|days?) ago\)( *)", |found| {
             format!("({AGE} ago){}", if found[1].is_empty() { "" } else { "  " })
         });

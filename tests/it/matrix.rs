@@ -37,7 +37,7 @@ const STOP: [&str; 5] = ["quit", "ended", "forgotten", "mode-back", "mode-forgot
 /// A kill at no step: at any time at all.
 const ANY_TIME: &str = "any time";
 
-/// How often each step must have met its kill.
+/// The number of kills that each step must have met.
 const KILLS_PER_STEP: u32 = 3;
 
 /// Random numbers that a seed gives again (splitmix64).
@@ -111,13 +111,13 @@ struct Kill {
     delay: Duration,
 }
 
-/// What the daemon's log told.
+/// The news in the daemon's log.
 enum Heard {
     Step(String),
     Killed,
 }
 
-/// The daemon as a process of the test's own, whose log is read as it is written: a kill at a step can't wait.
+/// The daemon as a process of the test's own. Its log is read as it is written: a kill at a step can't wait.
 struct Service {
     child: Child,
     kill: Arc<Mutex<Option<Kill>>>,
@@ -157,7 +157,7 @@ impl Service {
     }
 
     fn arm(&self, kill: Kill) {
-        // What was heard before belongs to something else.
+        // Lines that were heard before belong to something else.
         while self.heard.try_recv().is_ok() {}
         *self.kill.lock().unwrap() = Some(kill);
     }
@@ -274,12 +274,12 @@ struct Row {
     random: Random,
     /// The compute modes of before, by GPU.
     modes: Vec<String>,
-    /// How many control daemons there are when all is well.
+    /// The number of control daemons when all is well.
     daemons: usize,
     /// The device file with so many slices for each GPU.
     entries: Box<dyn Fn(u64) -> Vec<String> + Send>,
     slices: u64,
-    /// How many devices may be listed now.
+    /// The numbers of devices that may be listed now.
     devices: Vec<usize>,
     service: Option<Service>,
     clients: Vec<Bystander>,
@@ -457,7 +457,7 @@ impl Row {
         assert_eq!(status.signal(), Some(9), "{phase} at {}: {status}", kill.step);
         *self.kills.entry((phase, met)).or_default() += 1;
         if self.random.below(2) == 0 {
-            // What waited for a word that never came has gone.
+            // The process that waited for a word that never came has gone.
             wait_for("the end of launchers", || launchers(&self.host).is_empty().then_some(()));
         }
         true
@@ -484,7 +484,7 @@ impl Row {
         *self.kills.entry(("serving", ANY_TIME)).or_default() += 1;
     }
 
-    /// What must hold at any moment.
+    /// The promises that hold at any moment.
     fn look(&mut self) {
         self.clients.retain_mut(|client| !client.done());
         if self.clients.is_empty() {

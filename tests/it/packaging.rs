@@ -1,4 +1,4 @@
-//! What is installed: the list of files, the manual pages and the completions.
+//! The installed files: their list, the manual pages and the completions.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ fn run(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
 }
 
-/// What it prints; anything on stderr is a complaint.
+/// Its standard output; anything on stderr is a complaint.
 fn printed(command: &mut Command) -> String {
     let output = run(command);
     let complaints = String::from_utf8_lossy(&output.stderr);
@@ -46,7 +46,7 @@ fn installed(prefix: Option<&str>, root: &Path) -> Vec<String> {
     fs::write(pages.path().join("copyright"), "").unwrap();
     let mut install = Command::new(source("packaging/install.sh"));
     install.env("DESTDIR", root).env("BIN", programs()).env("PAGES", pages.path());
-    // As Oh My Zsh exports it: no place of ours.
+    // As Oh My Zsh exports it: this is no place for our files.
     install.env("ZSH", root.join("home/.oh-my-zsh")).env_remove("ZSH_COMPLETIONS");
     match prefix {
         Some(prefix) => install.env("PREFIX", prefix),
@@ -95,7 +95,7 @@ fn exactly_these_files_are_installed() {
         "lrwxrwxrwx /usr/share/man/man5/yunion-mps-host_container_device.yml.5",
     ];
     assert_eq!(installed(None, root.path()), expected);
-    // What the unit names is there.
+    // The files that the unit names are there.
     let unit = fs::read_to_string(source("systemd/yunion-mps-daemon.service")).unwrap();
     for key in ["ExecStart=", "Documentation=file:"] {
         let paths: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix(key)).collect();
@@ -140,7 +140,7 @@ fn every_shell_completes_every_subcommand() {
     }
 }
 
-/// What bash offers for the last word of a line, as when a user presses the tabulator behind it.
+/// The words that bash offers for the last word of a line, as if a user pressed the tabulator behind it.
 fn completed(script: &Path, line: &str) -> Vec<String> {
     let asked = r#"source "$1"; program="$2"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
         function="$(complete -p "$program" | grep -o ' -F [^ ]*' | cut -c 5-)"

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::host::{Host, text, wait_for};
 use crate::skip::root_or_skip;
 
-/// What `probe --json` says, and its exit status.
+/// The answer of `probe --json`, and its exit status.
 fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {
     let output = host.mpsctl(&[&["probe", "--json"], arguments].concat());
     let reports = serde_json::from_slice(&output.stdout);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::host::{Host, assert_has, control_daemon, control_pid};
 
-/// A host with one H200 whose control daemon is that driver's, not the simulator's.
+/// A host with one H200 and the control daemon of that driver, not the simulator's.
 fn host(series: &str) -> Host {
     let programs = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);
     for program in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
@@ -89,7 +89,7 @@ fn start_in_the_longest_pipe_directory() {
     }
 }
 
-/// What an administrator asks for and a driver can't do is said, with the key to change, and not done by halves.
+/// If a driver can't do what an administrator asks for, the service names the key to change, and does nothing by halves.
 #[test]
 fn of_535_that_must_be_multi_user_waits() {
     let mut host = host("535");

@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::host::{Host, binaries, control_daemon, control_pid, process_state, signal_pid, text, wait_for};
 use crate::skip::{root_or_skip, skip};
 
-/// How often each way of ending a client is tried.
+/// The number of tries for each way of ending a client.
 const ROUNDS: usize = 4;
 
 const TERMINATED: &str = "the MPS client has been terminated by the server (810)";
@@ -343,7 +343,7 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &container.id[..12]]));
     assert_terminated(victim);
     assert!(scene.listed().contains(&stranger.id()));
-    // Where there is no other, it is the one that is meant.
+    // Without any other container, the caller means this one.
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &alike.id[..12]]));
     assert_terminated(stranger);
     assert!(scene.bystander_survives());
@@ -541,7 +541,7 @@ const STOP_AGAIN_AND_AGAIN: &str = "import os, signal, sys, time\n\
     except ProcessLookupError:\n\
     \x20   pass\n";
 
-/// A client whose companion stops it whenever it goes on is continued for as long as the control daemon waits for it.
+/// A client that a companion stops again and again is continued for as long as the control daemon waits for it.
 #[test]
 fn a_client_that_is_stopped_again_and_again_holds_up_nobody() {
     let mut scene = Scene::new();
@@ -744,7 +744,7 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     }
 }
 
-/// What the next service of ours has no use for is still a control daemon with clients: they are listed, and an answer
+/// A control daemon that the next service has no use for still has clients: they are listed, and an answer
 /// that none is left is not given before it is so. The same of one that was forgotten.
 #[test]
 fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
@@ -968,7 +968,7 @@ impl Terminal {
         self.keyboard.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// What runs in the foreground of the terminal, once it does: yunion-mpsctl.
+    /// The process in the foreground of the terminal, as soon as there is one: yunion-mpsctl.
     fn foreground(&self) -> u32 {
         let python = self.python.id();
         wait_for("a program on the terminal", || {

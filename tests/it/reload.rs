@@ -12,7 +12,7 @@ use crate::host::{Host, assert_has, control_daemon, control_pid, text, wait_for}
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
-/// How often a configuration has been put in force since the start.
+/// The number of configurations put in force since the start.
 fn reloads(status: &Value) -> usize {
     let events = status["events"].as_array().unwrap();
     events.iter().filter(|event| event["text"] == "configuration reloaded").count()
@@ -22,7 +22,7 @@ fn generation(status: &Value) -> u64 {
     status["service"]["generation"].as_u64().unwrap()
 }
 
-/// More slices: the new ones are listed, whoever listens is told so, and the list is never empty on the way.
+/// More slices: the new ones are listed, a signal tells of them, and the list is never empty on the way.
 #[test]
 fn more_slices() {
     let mut host = Host::serving("tesla-p40");
@@ -204,7 +204,7 @@ fn a_bad_configuration_changes_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Whoever meant one GPU and mistyped its type gets none of the others instead.
+/// A mistyped type of one GPU does not put all other GPUs in service.
 #[test]
 fn a_typing_error_in_a_type_takes_no_gpu() {
     let mut host = Host::new("h200x8");
@@ -494,7 +494,7 @@ fn disabled_and_enabled_again_at_once() {
     host.nothing_runs();
 }
 
-/// Without a plan, for want of a driver for one, what an earlier service of ours has left is ended by a stop all the same.
+/// Without a plan, for example for want of a driver, a stop still ends everything that an earlier service has left.
 #[test]
 fn a_stop_without_a_plan_ends_what_runs() {
     let mut host = Host::serving("h200");

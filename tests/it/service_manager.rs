@@ -1,4 +1,4 @@
-//! What the service manager is told, and when.
+//! The messages to the service manager, and their time.
 
 use std::collections::VecDeque;
 use std::os::unix::net::UnixDatagram;
@@ -137,7 +137,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
     assert_eq!(host.ended().code(), Some(0));
 }
 
-/// What keeps GPUs from being served is no reason to keep systemd waiting: the first pass has ended.
+/// A GPU that can't be served is no reason to keep systemd waiting: the first pass has ended.
 #[test]
 fn ready_is_said_even_without_a_driver() {
     let mut host = Host::new("tesla-p40");
@@ -193,7 +193,7 @@ fn ready_waits_for_the_next_control_daemon() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// What is told to the service manager is nobody else's affair: a control daemon that kept the socket could speak for
+/// Only the service talks to its service manager: a control daemon that kept the socket could speak for
 /// us, and one that kept the watchdog's variables would be measured by it.
 #[test]
 fn the_control_daemon_does_not_inherit_the_socket() {

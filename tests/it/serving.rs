@@ -1,4 +1,4 @@
-//! What the service is for: from two files to virtual devices, on every board.
+//! The purpose of the service: from two files to virtual devices, on every board.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -169,7 +169,7 @@ fn clients_are_listed_with_their_slices() {
     let pid = u32::try_from(client["pid"].as_u64().unwrap()).unwrap();
     let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
     assert!(command.ends_with("cuda-client\0hold\x00600\0"), "{command:?}");
-    // What the simulated driver has of it: `client MIB START`.
+    // The simulated driver's file about it: `client MIB START`.
     let entry = fs::read_to_string(host.path(&format!("gpus/0/processes/{pid}"))).unwrap();
     let memory: u64 = entry.split(' ').nth(1).unwrap().parse().unwrap();
     assert_eq!(client["memory_mib"], memory);

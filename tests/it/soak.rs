@@ -12,10 +12,10 @@ use rustix::process::Signal;
 use crate::host::{Host, control_pid, wait_for};
 use crate::matrix::{Bystander, Random, control_daemons, launchers};
 
-/// How much more memory than after the warm-up the daemon may hold at the end, in KiB.
+/// The most memory, in KiB, that the daemon may hold at the end beyond its memory after the warm-up.
 const GROWTH_KIB: u64 = 2048;
 
-/// What the daemon holds.
+/// The daemon's resources.
 #[derive(Debug, Clone, Copy)]
 struct Holdings {
     rss_kib: u64,
@@ -34,7 +34,7 @@ impl Holdings {
         Self { rss_kib: value("VmRSS:"), fds, threads: value("Threads:") }
     }
 
-    /// What it holds once it is at rest: nothing under way, and the threads that questions to NVML ran on have gone.
+    /// Its resources at rest: nothing is under way, and the threads of questions to NVML have gone.
     fn at_rest(host: &Host) -> Self {
         let pid = host.pid();
         let mut last = Self::of(pid);
@@ -89,7 +89,7 @@ impl Life {
         *self.happened.entry("reloads").or_default() += 1;
     }
 
-    /// A fault takes every client with it, so those that must not be lost are done first.
+    /// A fault ends every client, so clients that must not be lost end before.
     fn fault(&mut self) {
         self.bystanders.drain(..).for_each(Bystander::wait);
         let mut culprit = self.host.command("cuda-client");

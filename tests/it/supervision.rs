@@ -1,4 +1,4 @@
-//! What befalls a control daemon, and the daemon itself, while it serves.
+//! Accidents of a control daemon, and of the daemon itself, while it serves.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -17,7 +17,7 @@ use crate::host::{
     DEADLINE, Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text, wait_for,
 };
 
-/// A control daemon that dies is started anew, and meanwhile its devices are listed as not healthy: an empty list would
+/// A control daemon that dies is started again, and meanwhile its devices are listed as not healthy: an empty list would
 /// make the platform delete them.
 #[test]
 fn a_killed_control_daemon_comes_back() {
@@ -212,7 +212,7 @@ fn a_control_daemon_that_does_not_quit_is_terminated() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// What somebody has stopped is continued before it is asked to end, and ends in order.
+/// A stopped control daemon is continued before it is asked to end, and ends in order.
 #[test]
 fn a_stopped_control_daemon_is_continued_to_quit() {
     for both in [false, true] {
@@ -286,7 +286,7 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
     host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
     assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "100.0\n");
 
-    // With the client gone both make way for one of ours.
+    // With the client gone, both make way for the service's control daemon.
     client.kill().unwrap();
     client.wait().unwrap();
     assert!(host.call("Control.Reload").status.success());

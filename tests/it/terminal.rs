@@ -4,7 +4,7 @@ use crate::bus::printed;
 use crate::service::Service;
 use crate::snapshot::{P40, p40_board, serving, tesla_p40};
 
-/// What a command shows on a terminal that is so wide, with these variables.
+/// The output of a command on a terminal of this width, with these variables.
 async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], arguments: &str) -> String {
     let program = env!("CARGO_BIN_EXE_yunion-mpsctl");
     // A shell would set COLUMNS itself.
@@ -52,7 +52,7 @@ async fn no_line_is_longer_than_the_terminal_is_wide() {
             assert!(longest <= usize::try_from(columns).unwrap(), "{longest} > {columns}:\n{screen}");
             assert!(screen.contains("00:06.0") && screen.contains("Health"), "{screen}");
         }
-        // What is said of the width counts more than what the terminal says.
+        // The variable counts more than the terminal.
         let screen = shown(&service, 200, &[("COLUMNS", "80")], arguments).await;
         assert!((60..=80).contains(&longest(&screen)), "{screen}");
     }

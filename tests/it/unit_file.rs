@@ -17,7 +17,7 @@ fn run(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
 }
 
-/// What `systemd-analyze verify` says of this unit, complaints about other units of the machine left out.
+/// The complaints of `systemd-analyze verify` about this unit; those about other units of the machine are left out.
 fn verify(unit: &str) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("yunion-mps-daemon.service");
@@ -51,7 +51,7 @@ fn systemd_would_complain_about_a_misspelt_unit() {
     assert!(complaints.iter().any(|line| line.contains("WatchdgSec")), "{complaints:?}");
 }
 
-/// What clients and the daemon's own code depend on.
+/// The lines that clients and the daemon's own code depend on.
 #[test]
 fn the_unit_keeps_its_promises() {
     let unit = shipped("yunion-mps-daemon.service");
@@ -124,7 +124,7 @@ fn tree(root: &Path) -> Vec<String> {
     found
 }
 
-/// At boot, and when the package is installed, the directory in /tmp is root's, whoever has made it before.
+/// At boot, and when the package is installed, the directory in /tmp becomes root's, even if a user has made it before.
 #[test]
 fn the_directory_in_tmp_is_made_root_s() {
     if !root_or_skip("the_directory_in_tmp_is_made_root_s") {

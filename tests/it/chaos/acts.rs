@@ -119,7 +119,7 @@ impl Chaos {
         self.effects.len() - 1
     }
 
-    /// Nothing of what was done lasts: whoever is concerned can recover.
+    /// No act lasts: everything can recover.
     pub(super) fn over(&mut self, effect: usize) {
         self.effects[effect].course = Course::Recovers(ALLOWANCE);
         for gpu in self.effects[effect].gpus.clone() {

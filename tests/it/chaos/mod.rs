@@ -3,7 +3,7 @@
 //! was done forbids it.
 //!
 //! All time is counted in looks. A look takes a pause and two questions to the service, so a slow moment of the machine
-//! makes looks longer and gives whoever has to recover as much more time.
+//! makes looks longer, and the service gets as much more time to recover.
 
 mod acts;
 mod looks;
