@@ -1,9 +1,10 @@
-//! The control daemon's front end: one command at a time, with a deadline, its effect verified.
+//! The control daemon's front end: one command at a time, with a deadline, and with its effect verified.
 //!
-//! The front end is `nvidia-cuda-mps-control` reading commands from standard input. It exits with 0 for nearly
-//! everything, answers a bad value with the old one and most settings with nothing, so each setting here is read back.
-//! Asked in parallel the control daemon fails now and then; all calls in one pipe directory stand in one queue
-//! ([`FrontEnds`]), those made for callers on the bus ([`CallersControl`]) behind a supervisor's.
+//! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. It exits with 0 for nearly
+//! everything, answers a bad value with the old one, and answers most settings with nothing. So each setting here is
+//! read back. The control daemon sometimes fails when several front ends ask at once, so all calls for one pipe
+//! directory stand in one queue ([`FrontEnds`]). Calls made for callers on the bus ([`CallersControl`]) wait behind the
+//! supervisor's calls.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,21 +20,22 @@ use tokio::time::timeout;
 
 use super::turns::{Rank, Turns};
 
-/// How long an answer may take. Measured: 2 ms; a stopped control daemon never answers.
+/// The deadline for one answer. Measured: 2 ms. A stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a caller's question may wait for its turn. Each before it takes [`ANSWER_TIMEOUT`] at most.
+/// The longest time that a bus caller's question waits for its turn. Each question before it takes [`ANSWER_TIMEOUT`]
+/// at most.
 const TURN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often a command is sent that the control daemon does not take, and the pause between two tries. Asked by two front
-/// ends at once, it fails one of them now and then.
+/// The number of tries for a command that the control daemon does not accept, and the pause between two tries. The
+/// control daemon sometimes fails one of two front ends that ask at once.
 const SENDS: u32 = 20;
 const SEND_PAUSE: Duration = Duration::from_millis(25);
 
-/// One answer is a few lines per client; more than this is not an answer.
+/// An answer has a few lines per client. More than this is not an answer.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 
-/// Why a command had no verified effect.
+/// The reason why a command had no verified effect.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     /// The front end could not be run.
@@ -41,7 +43,7 @@ pub enum ControlError {
     NotRun {
         /// The program.
         program: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
     /// No control daemon listens in the pipe directory.
@@ -52,7 +54,7 @@ pub enum ControlError {
         /// The front end's own words.
         said: String,
     },
-    /// No answer in time; the control daemon hangs or is stopped.
+    /// The control daemon gave no answer in time: it hangs or is stopped.
     #[error("the control daemon did not answer `{command}` within {} s", after.as_secs())]
     Silent {
         /// The command.
@@ -60,43 +62,43 @@ pub enum ControlError {
         /// The deadline.
         after: Duration,
     },
-    /// Others come first, and there was no end of them.
+    /// Others with a higher rank kept asking until the deadline.
     #[error("`{command}` found no turn at the control daemon within {} s", TURN_TIMEOUT.as_secs())]
     Crowded {
         /// The command.
         command: String,
     },
-    /// No answer, where there must be one: the control daemon dropped the conversation, as it does with those that waited
-    /// while it hung.
+    /// The control daemon gave no answer to a command that always has one. It drops the conversations that waited while
+    /// it hung.
     #[error("the control daemon gave no answer to `{command}`")]
     Unanswered {
         /// The command.
         command: String,
     },
-    /// An answer that the command can't have.
+    /// The answer is none that the command can have.
     #[error("`{command}` was answered with {answer:?}, expected {expected}")]
     Unexpected {
         /// The command.
         command: String,
         /// The answer, cut to a readable length.
         answer: String,
-        /// What was expected.
+        /// The expected answer.
         expected: String,
     },
 }
 
-/// What a server says of itself.
+/// The status that a server reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerStatus {
-    /// Not ready yet.
+    /// The server is not ready yet.
     Initializing,
-    /// Takes clients.
+    /// The server takes clients.
     Active,
-    /// Met a fatal GPU error; takes no client until the present ones are gone.
+    /// The server met a fatal GPU error. It takes no client until the present clients are gone.
     Fault,
     /// There is no such server.
     Gone,
-    /// The control daemon is older than the command (535 and before).
+    /// The control daemon does not know the command (driver 535 and before).
     Unsupported,
 }
 
@@ -108,25 +110,26 @@ pub type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
 pub struct Client {
     /// The client's PID on the host.
     pub pid: u32,
-    /// What tells its connections apart: a process that starts over has another. None where it is not known.
+    /// The number that distinguishes the client's connections: a process that starts over gets another number. None if
+    /// it is not known.
     pub id: Option<u64>,
     /// Its server's PID.
     pub server: u32,
-    /// The beginning of its GPU's UUID; empty where it is not known.
+    /// The beginning of its GPU's UUID. Empty if it is not known.
     pub gpu_prefix: String,
 }
 
 impl Client {
-    /// Whether it is on one of these GPUs.
+    /// Whether the client uses one of these GPUs.
     pub fn is_on<'a>(&self, mut uuids: impl Iterator<Item = &'a String>) -> bool {
         !self.gpu_prefix.is_empty() && uuids.any(|uuid| uuid.starts_with(&self.gpu_prefix))
     }
 }
 
-/// What became of a wish to end a client's GPU work.
+/// The result of the request to end a client's GPU work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Terminated {
-    /// Its GPU work has been ended; the program gets CUDA error 810.
+    /// The client's GPU work has ended. The program gets CUDA error 810.
     Done,
     /// The server has no such client.
     NoSuchClient,
@@ -134,24 +137,24 @@ pub enum Terminated {
     NoSuchServer,
 }
 
-/// On whose behalf a control daemon is asked something.
+/// The user for whom the control daemon is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller {
-    /// Root's, who waits for no other user.
+    /// Root, who waits for no other user.
     Root,
-    /// Another user's.
+    /// Any other user.
     User,
 }
 
 impl Caller {
-    /// Which one a user is. Whoever runs the service without being root has root's part.
+    /// The kind of this user. If the service does not run as root, its own user counts as root.
     pub fn of(uid: u32) -> Self {
         let is_root = uid == 0 || uid == rustix::process::geteuid().as_raw();
         if is_root { Self::Root } else { Self::User }
     }
 }
 
-/// One control daemon, as its supervisor asks it: before everybody else.
+/// One control daemon, for its supervisor, who asks before everybody else.
 #[derive(Debug)]
 pub struct Control {
     front_end: Arc<FrontEnd>,
@@ -165,7 +168,7 @@ struct FrontEnd {
     turns: Arc<Turns>,
 }
 
-/// The one way to a [`Control`]: it knows the queue in each pipe directory. Its clones are the same.
+/// The only way to a [`Control`]: it has one queue for each pipe directory. All its clones share the queues.
 #[derive(Debug, Clone)]
 pub struct FrontEnds {
     program: PathBuf,
@@ -178,7 +181,8 @@ impl FrontEnds {
         Self { program, queues: Arc::default() }
     }
 
-    /// Talks to the control daemon that has this pipe directory, whoever started it, in the queue of all who do.
+    /// The way to the control daemon of this pipe directory, whoever started that control daemon. All calls share one
+    /// queue.
     pub fn of(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let turns = self.queue(&pipe_directory);
@@ -196,7 +200,7 @@ impl FrontEnds {
     }
 }
 
-/// The PID of the control daemon that listens in a pipe directory, told by the kernel.
+/// The PID of the control daemon that listens in a pipe directory, as the kernel reports it.
 pub fn listener(pipe_directory: &Path) -> Option<u32> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
@@ -205,43 +209,43 @@ pub fn listener(pipe_directory: &Path) -> Option<u32> {
     u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
 }
 
-/// The same control daemon, as it is asked for a caller on the bus: in his turn, and only what callers may want.
+/// The same control daemon for a caller on the bus: the caller waits for a turn and can only ask what callers may ask.
 #[derive(Debug)]
 pub struct CallersControl(Control);
 
 /// The way to a supervised control daemon for callers on the bus.
 #[derive(Debug, Clone)]
 pub struct Access {
-    /// None while none runs.
+    /// None while no control daemon runs.
     control: watch::Receiver<Option<Arc<Control>>>,
     caller: Caller,
 }
 
 impl Access {
-    /// For that caller.
+    /// The access for this caller.
     pub fn new(control: watch::Receiver<Option<Arc<Control>>>, caller: Caller) -> Self {
         Self { control, caller }
     }
 
-    /// The control daemon of this moment; None while none runs.
+    /// The control daemon that runs now, or None.
     pub fn now(&self) -> Option<CallersControl> {
         self.control.borrow().as_ref().map(|control| control.on_behalf(self.caller))
     }
 
-    /// Waits until the one that was asked runs no more.
+    /// Waits until the control daemon behind `asked` no longer runs.
     pub async fn replaced(&self, asked: &CallersControl) {
         let mut control = self.control.clone();
         let is_it = |now: &Arc<Control>| Arc::ptr_eq(&now.front_end, &asked.0.front_end);
-        // An error is the end of whoever supervised it.
+        // An error means that its supervisor has ended.
         let _ = control.wait_for(|now| !now.as_ref().is_some_and(is_it)).await;
     }
 }
 
 impl CallersControl {
-    /// What a server says of itself.
+    /// The status that a server reports.
     ///
     /// # Errors
-    /// No answer, or one that the command can't have.
+    /// The control daemon gave no answer, or one that the command can't have.
     pub async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
         self.0.server_status(server).await
     }
@@ -249,7 +253,7 @@ impl CallersControl {
     /// The servers, each with the PIDs of its clients.
     ///
     /// # Errors
-    /// No answer, or one that the command can't have.
+    /// The control daemon gave no answer, or one that the command can't have.
     pub async fn client_pids(&self) -> Result<ClientPids, ControlError> {
         self.0.client_pids().await
     }
@@ -257,7 +261,7 @@ impl CallersControl {
     /// See [`Control::connections`].
     ///
     /// # Errors
-    /// No answer, or one that the command can't have.
+    /// The control daemon gave no answer, or one that the command can't have.
     pub async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
         self.0.connections(known).await
     }
@@ -265,16 +269,16 @@ impl CallersControl {
     /// The clients of every server.
     ///
     /// # Errors
-    /// No answer, or one that the command can't have.
+    /// The control daemon gave no answer, or one that the command can't have.
     pub async fn clients(&self) -> Result<Vec<Client>, ControlError> {
         self.0.clients().await
     }
 
-    /// Ends the GPU work of a client of a server, both by their PIDs, and leaves the other clients alone. Measured:
-    /// 12 ms, even in a kernel that would run for long.
+    /// Ends the GPU work of one client of a server and leaves the server's other clients alone. Both are given by their
+    /// PIDs. Measured: 12 ms, even during a long kernel.
     ///
     /// # Errors
-    /// No answer, or one that the command can't have.
+    /// The control daemon gave no answer, or one that the command can't have.
     pub async fn terminate_client(&self, server: u32, client: u32) -> Result<Terminated, ControlError> {
         let command = format!("terminate_client {server} {client}");
         let answer = self.0.ask_for_something(&command).await?;
@@ -283,7 +287,7 @@ impl CallersControl {
 }
 
 impl Control {
-    /// The same for a caller on the bus.
+    /// The same control daemon for a caller on the bus.
     pub fn on_behalf(&self, caller: Caller) -> CallersControl {
         let rank = match caller {
             Caller::Root => Rank::Root,
@@ -292,12 +296,12 @@ impl Control {
         CallersControl(Self { front_end: Arc::clone(&self.front_end), rank })
     }
 
-    /// One command, its answer without the last newline.
+    /// Asks one command and returns its answer without the last newline.
     async fn ask(&self, command: &str) -> Result<String, ControlError> {
         self.ask_within(command, ANSWER_TIMEOUT).await
     }
 
-    /// A command to which there always is an answer.
+    /// Asks a command that always has an answer.
     async fn ask_for_something(&self, command: &str) -> Result<String, ControlError> {
         let answer = self.ask(command).await?;
         if answer.is_empty() {
@@ -309,7 +313,7 @@ impl Control {
     async fn ask_within(&self, command: &str, patience: Duration) -> Result<String, ControlError> {
         let turn = self.front_end.turns.next(self.rank);
         let _turn = match self.rank {
-            // It waits for one question at most.
+            // A supervisor waits for one question at most.
             Rank::Supervisor => turn.await,
             Rank::Root | Rank::User => timeout(TURN_TIMEOUT, turn)
                 .await
@@ -326,22 +330,22 @@ impl Control {
         listener(&self.front_end.pipe_directory)
     }
 
-    /// The PIDs of the servers. Also the proof that the control daemon answers.
+    /// The PIDs of the servers. The answer also proves that the control daemon responds.
     pub async fn servers(&self) -> Result<Vec<u32>, ControlError> {
         const COMMAND: &str = "get_server_list";
         let answer = self.ask(COMMAND).await?;
         parse_pids(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a PID on each line"))
     }
 
-    /// What a server says of itself.
+    /// The status that a server reports.
     pub async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
         let command = format!("get_server_status {server}");
         let answer = self.ask_for_something(&command).await?;
         parse_status(&answer).ok_or_else(|| unexpected(&command, &answer, "INITIALIZING, ACTIVE or FAULT"))
     }
 
-    /// The servers, each with the PIDs of its clients, which is all that nobody else has a say in: `ps` prints the names
-    /// of programs as they are, line breaks included.
+    /// The servers, each with the PIDs of its clients. No tenant can influence these answers, unlike that of `ps`,
+    /// which prints the names of programs as they are, line breaks included.
     pub async fn client_pids(&self) -> Result<ClientPids, ControlError> {
         const COMMAND: &str = "get_server_list";
         let answer = self.ask_again_if_empty(COMMAND).await?;
@@ -363,8 +367,8 @@ impl Control {
         self.connections(&self.client_pids().await?).await
     }
 
-    /// The connections of these clients. A program's name can't make a client of who is none, but can add a connection to
-    /// those of a real one.
+    /// The connections of these clients. A program can choose its name so that `ps` shows a further connection of a
+    /// known client, but not so that `ps` shows a further client.
     pub async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
         const COMMAND: &str = "ps";
         if known.values().all(BTreeSet::is_empty) {
@@ -374,7 +378,7 @@ impl Control {
         let mut rows =
             parse_clients(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))?;
         rows.retain(|row| known.get(&row.server).is_some_and(|pids| pids.contains(&row.pid)));
-        // One without a row has come or gone this moment.
+        // A client without a row has just come or gone.
         for (server, pids) in known {
             for pid in pids {
                 if !rows.iter().any(|row| (row.server, row.pid) == (*server, *pid)) {
@@ -385,19 +389,20 @@ impl Control {
         Ok(rows)
     }
 
-    /// Nothing is the answer where there is nobody, and that of a control daemon that hung and dropped those who waited.
-    /// Nobody may be ended, or be told that it is over, for the latter: one that answers again drops nobody.
+    /// Asks again after an empty answer. The control daemon answers nothing if there is no client, but also if it hung
+    /// and dropped the conversation. A caller that took the second case for the first could end a server that has
+    /// clients. A control daemon that answers again does not drop the second question.
     async fn ask_again_if_empty(&self, command: &str) -> Result<String, ControlError> {
         let answer = self.ask(command).await?;
         if answer.is_empty() { self.ask(command).await } else { Ok(answer) }
     }
 
-    /// Sets the active thread percentage of the servers to come.
+    /// Sets the active thread percentage of future servers.
     pub async fn set_default_thread_percentage(&self, percentage: u8) -> Result<(), ControlError> {
         self.set_percentage(&format!("set_default_active_thread_percentage {percentage}"), percentage).await
     }
 
-    /// The answer to either command is the value now in force.
+    /// The answer to either command is the value that now applies.
     async fn set_percentage(&self, command: &str, percentage: u8) -> Result<(), ControlError> {
         let answer = self.ask_for_something(command).await?;
         if is_percentage(&answer, percentage) {
@@ -406,9 +411,9 @@ impl Control {
         Err(unexpected(command, &answer, &format!("{percentage}.0, the value now in force")))
     }
 
-    /// Sets the device pinned memory limit, in MiB, of the servers to come, for the GPU of this ordinal. The control
-    /// daemon accepts anything in silence; what it reads back it floors to GiB, so this is verified to the GiB. The
-    /// exact value shows in the log once a server runs.
+    /// Sets the device pinned memory limit, in MiB, of future servers, for the GPU of this ordinal. The control daemon
+    /// accepts anything and answers nothing. It reports the limit in whole GiB, so the check is only as exact as that.
+    /// The log has the exact value once a server runs.
     pub async fn set_default_memory_limit(&self, ordinal: usize, mib: u64) -> Result<(), ControlError> {
         self.ask(&format!("set_default_device_pinned_mem_limit {ordinal} {mib}M")).await?;
         self.check_memory_limit(&format!("get_default_device_pinned_mem_limit {ordinal}"), mib).await
@@ -420,50 +425,50 @@ impl Control {
         if answer.trim() == expected { Ok(()) } else { Err(unexpected(command, &answer, &expected)) }
     }
 
-    /// Starts the server of a user ahead of the first client. It answers nothing, whatever happens; nothing happens
-    /// when there is one.
+    /// Starts the server of a user before the first client comes. The command has no answer, and no effect if the
+    /// server exists already.
     pub async fn start_server(&self, uid: u32) -> Result<(), ControlError> {
         self.ask(&format!("start_server -uid {uid}")).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end as soon as it has no client, which it does by itself however long that takes. The
-    /// error is [`ControlError::Silent`] when it has one after `timeout`.
+    /// Asks the control daemon to end as soon as it has no client. The control daemon obeys however long that takes.
+    /// The error is [`ControlError::Silent`] if it still has a client after `timeout`.
     pub async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
         self.ask_within("quit", timeout).await.map(|_| ())
     }
 
-    /// Sets the active thread percentage of a running server's clients to come.
+    /// Sets the active thread percentage of a running server's future clients.
     pub async fn set_thread_percentage(&self, server: u32, percentage: u8) -> Result<(), ControlError> {
         self.set_percentage(&format!("set_active_thread_percentage {server} {percentage}"), percentage).await
     }
 
-    /// Sets the device pinned memory limit, in MiB, of a running server's clients to come. Verified to the GiB, as
-    /// [`Control::set_default_memory_limit`]; the server writes the exact value to its log.
+    /// Sets the device pinned memory limit, in MiB, of a running server's future clients. It is verified to the GiB,
+    /// like [`Control::set_default_memory_limit`]. The server writes the exact value to its log.
     pub async fn set_memory_limit(&self, server: u32, ordinal: usize, mib: u64) -> Result<(), ControlError> {
         self.ask(&format!("set_device_pinned_mem_limit {server} {ordinal} {mib}M")).await?;
         self.check_memory_limit(&format!("get_device_pinned_mem_limit {server} {ordinal}"), mib).await
     }
 
-    /// Ends a server that has no client. One that has stays, without a word.
+    /// Ends a server that has no client. A server with clients stays, and the command has no answer either way.
     pub async fn shut_down_idle_server(&self, server: u32) -> Result<(), ControlError> {
         self.ask(&format!("shutdown_server {server}")).await.map(|_| ())
     }
 
-    /// Ends a server, with its clients. Answers before the server is gone.
+    /// Ends a server and its clients. The control daemon answers before the server is gone.
     pub async fn shut_down_server(&self, server: u32) -> Result<(), ControlError> {
         self.ask(&format!("shutdown_server {server} -f")).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end, giving its clients `timeout`. It can hang for longer; the error is then
-    /// [`ControlError::Silent`].
+    /// Asks the control daemon to end after it has given its clients `timeout`. The control daemon can hang for longer.
+    /// The error is [`ControlError::Silent`] then.
     pub async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())
     }
 
-    /// Reads the limits back that hold for the clients to come of a server, or without one for the servers to come, and
-    /// says in words what of them is not as given. A server that has ended has none. Memory is compared to the GiB, as
-    /// everywhere it is read back.
+    /// Reads the limits of a server's future clients back, or without `server` the limits of future servers, and
+    /// describes each that differs from the given value. A server that has ended has no limits. Memory is compared in
+    /// whole GiB.
     pub async fn differing_limits(
         &self,
         server: Option<u32>,
@@ -474,7 +479,7 @@ impl Control {
             Some(server) => ("", format!(" {server}")),
             None => ("default_", String::new()),
         };
-        // One front end for all of it.
+        // One front end asks for all of the limits.
         let mut commands = format!("get_{of}active_thread_percentage{server}");
         for ordinal in memory_mib.keys() {
             commands.push_str(&format!("\nget_{of}device_pinned_mem_limit{server} {ordinal}"));
@@ -484,7 +489,7 @@ impl Control {
     }
 }
 
-/// What of a line for the percentage and one for the limit of each GPU is not as it should be.
+/// The differences in an answer that has one line for the percentage and one for the memory limit of each GPU.
 fn differences(answer: &str, percentage: u8, memory_mib: &BTreeMap<usize, u64>) -> Vec<String> {
     let mut lines = answer.lines().map(|line| shorten(line.trim()));
     let said = lines.next().unwrap_or_default();
@@ -505,7 +510,7 @@ fn differences(answer: &str, percentage: u8, memory_mib: &BTreeMap<usize, u64>) 
             format!("device pinned memory limit {said} instead of {mib} MiB on device {ordinal}")
         }));
     } else {
-        // One that is not set is answered with nothing.
+        // The control daemon answers nothing for a limit that is not set.
         found.push("no device pinned memory limit on some device".to_owned());
     }
     found
@@ -515,13 +520,14 @@ fn is_percentage(said: &str, percentage: u8) -> bool {
     said.trim().parse().is_ok_and(|value: f64| (value - f64::from(percentage)).abs() < 0.05)
 }
 
-/// The beginning of an answer's line, for people.
+/// The beginning of a line of an answer, for a message.
 fn shorten(line: &str) -> String {
     line.chars().take(40).collect()
 }
 
 impl FrontEnd {
-    /// Has a command answered, which takes more than one try where others ask at the same moment: every local user may.
+    /// Asks until the control daemon accepts the command. Every local user may ask at the same moment, so one try may
+    /// fail.
     async fn ask(&self, command: &str) -> Result<String, ControlError> {
         for _ in 0..SENDS {
             if let Some(answer) = self.run(command).await? {
@@ -532,8 +538,8 @@ impl FrontEnd {
         Err(ControlError::Unanswered { command: command.to_owned() })
     }
 
-    /// Runs it with one command; what it prints, without the last newline. None: the control daemon did not take the
-    /// command.
+    /// Runs the front end with one command and returns its output without the last newline. None if the control daemon
+    /// did not accept the command.
     async fn run(&self, command: &str) -> Result<Option<String>, ControlError> {
         let not_run = |source| ControlError::NotRun { program: self.program.clone(), source };
         let mut front_end = Command::new(&self.program)
@@ -541,12 +547,13 @@ impl FrontEnd {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
-            // A front end that waits for a stopped control daemon ends with the call that gave up on it.
+            // A front end that waits for a stopped control daemon ends when the caller gives up.
             .kill_on_drop(true)
             .spawn()
             .map_err(not_run)?;
         if let Some(mut stdin) = front_end.stdin.take() {
-            // A front end that finds no control daemon may end before it reads: its answer tells, not this error.
+            // A front end that finds no control daemon may end before it reads the command. Its output then tells the
+            // reason.
             let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
         }
         let (stdout, stderr) = (front_end.stdout.take(), front_end.stderr.take());
@@ -568,7 +575,7 @@ impl FrontEnd {
     }
 }
 
-/// Everything a front end prints, up to one byte more than it may.
+/// Reads everything that a front end prints, up to one byte more than the allowed size.
 async fn read(stream: Option<impl AsyncRead + Unpin>) -> std::io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     if let Some(stream) = stream {
@@ -585,7 +592,8 @@ fn unexpected(command: &str, answer: &str, expected: &str) -> ControlError {
     ControlError::Unexpected { command: command.to_owned(), answer: short, expected: expected.to_owned() }
 }
 
-/// How a limit set in MiB reads back: in MiB below 1 GiB, floored to GiB from there on.
+/// A memory limit, set in MiB, in the form in which the control daemon reports it: in MiB below 1 GiB, otherwise in
+/// whole GiB.
 fn memory_limit_as_read_back(mib: u64) -> String {
     if mib < 1024 { format!("{mib}M") } else { format!("{}G", mib / 1024) }
 }
@@ -594,7 +602,7 @@ fn parse_pids(answer: &str) -> Option<Vec<u32>> {
     answer.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| line.parse().ok()).collect()
 }
 
-/// The PIDs of a server's clients; none of one that has gone.
+/// The PIDs of a server's clients. A server that has gone has none.
 fn parse_client_list(answer: &str) -> Option<BTreeSet<u32>> {
     let is_gone = answer.starts_with("Server") && answer.trim_end().ends_with("not found");
     if is_gone { Some(BTreeSet::new()) } else { Some(parse_pids(answer)?.into_iter().collect()) }
@@ -611,7 +619,7 @@ fn parse_status(answer: &str) -> Option<ServerStatus> {
     }
 }
 
-/// A line `0`, or a line `1` behind the reason.
+/// The answer is a line `0`, or a reason and a line `1`.
 fn parse_terminated(answer: &str) -> Option<Terminated> {
     let mut lines = answer.lines().map(str::trim).filter(|line| !line.is_empty());
     let reason = lines.next()?;
@@ -628,18 +636,18 @@ fn parse_terminated(answer: &str) -> Option<Terminated> {
 fn parse_clients(answer: &str) -> Option<Vec<Client>> {
     let mut lines = answer.lines().filter(|line| !line.trim().is_empty());
     match lines.next() {
-        // Nothing, or `Server not found`: no server, no client.
+        // An empty answer or `Server not found` means that there is no server, so there is no client.
         None => return Some(Vec::new()),
         Some(first) if first.trim() == "Server not found" => return Some(Vec::new()),
         Some(header)
             if header.split_whitespace().eq(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]) => {}
         Some(_) => return None,
     }
-    // What is no row is the rest of a name with a line break in it.
+    // A line that is no row is the rest of a program's name with a line break in it.
     Some(lines.filter_map(parse_client).collect())
 }
 
-/// A row of `ps`, up to the GPU. What follows is the client's own to choose.
+/// A row of `ps`, up to the GPU. The tenant can choose the rest of the row.
 fn parse_client(line: &str) -> Option<Client> {
     let mut fields = line.split_whitespace();
     let pid = fields.next()?.parse().ok()?;
@@ -655,7 +663,7 @@ mod tests {
 
     use super::*;
 
-    // The answers below were given by control daemons of drivers 535, 550, 555 and 580.
+    // Control daemons of drivers 535, 550, 555 and 580 gave the answers below.
 
     #[test]
     fn server_lists() {
@@ -729,7 +737,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_in_force_are_put_beside_those_ordered() {
+    fn limits_that_differ_are_described() {
         let memory = BTreeMap::from([(0, 35942), (1, 512)]);
         let found = |answer: &str| differences(answer, 25, &memory);
         assert_eq!(found("25.0\n35G\n512M"), Vec::<String>::new());
@@ -747,17 +755,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_that_dropped_a_conversation_is_not_without_clients() {
+    async fn a_dropped_conversation_does_not_mean_no_clients() {
         let directory = tempfile::tempdir().unwrap();
         let (program, dropped) = (directory.path().join("front-end"), directory.path().join("dropped"));
-        // Of each command the first conversation is dropped.
+        // The control daemon drops the first conversation about each command.
         let script = format!(
             "#!/bin/sh\nread -r command rest\nif mkdir {0}-$command 2>/dev/null; then exit 0; fi\n\
              case $command in get_server_list) echo 939;; get_client_list) echo 1153;;\n\
              ps) echo PID ID SERVER DEVICE NAMESPACE COMMAND; echo 1153 33 939 GPU-168acfc9 4026531836 work;;\nesac\n",
             dropped.display()
         );
-        // Not written by us: what another thread forks meanwhile would hold the file open, and no such file can be executed.
+        // The shell writes the program. If this process wrote it, a child that another thread forks meanwhile could
+        // hold the file open, and the kernel executes no file that is open for writing.
         let write = "printf %s \"$2\" >\"$1\" && chmod 755 \"$1\"";
         let written =
             std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
@@ -769,7 +778,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_answer_is_survived(answer in "\\PC{0,300}(\n\\PC{0,80}){0,5}") {
+        fn no_answer_makes_the_parsers_panic(answer in "\\PC{0,300}(\n\\PC{0,80}){0,5}") {
             let _ = (parse_pids(&answer), parse_status(&answer), parse_clients(&answer));
             let _ = (parse_terminated(&answer), parse_client_list(&answer));
             let _ = unexpected("ps", &answer, "").to_string();

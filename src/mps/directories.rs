@@ -1,5 +1,5 @@
-//! The pipe and log directories, which stand in /tmp by default: made and checked so that no other user can have put
-//! something there that we would follow or that clients would trust.
+//! The pipe directory and the log directory, which are in /tmp by default. They are made and checked so that no other
+//! user can have put something there that the service would follow or that clients would trust.
 
 use crate::host::proc;
 use std::fs::File;
@@ -10,26 +10,27 @@ use std::path::{Component, Path, PathBuf};
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-/// Why a directory can't be used, with the remedy.
+/// The reason why a directory can't be used, with the remedy.
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {what}", path = path.display())]
 pub struct BadDirectory {
-    /// Which one, or which of its parents.
+    /// The directory, or one of its parents.
     pub path: PathBuf,
-    /// What is wrong, and behind the last semicolon what to do.
+    /// The fault, and after the last semicolon the remedy.
     pub what: String,
 }
 
-/// What everybody may do in a pipe directory: look, not write.
+/// The mode of both directories: everybody may look into them, and only the owner may write.
 const MODE: u32 = 0o755;
 
-/// Where clients connect, and the mode that the control daemon gives it: to connect is to write.
+/// The socket to which clients connect, and the mode that the control daemon gives it. To connect takes the right to
+/// write.
 const SOCKET: &str = "control";
 const SOCKET_MODE: u32 = 0o666;
 
-/// Makes `path` and its parents where they don't exist, all 0755, and opens it. Refused: a symbolic link in a place
-/// where others can write, another owner, something that is no directory, a parent that another user owns or that all
-/// can rename things in.
+/// Makes `path` and its missing parents, all with mode 0755, and opens `path`. It refuses a symbolic link in a
+/// directory where others can write, a directory of another owner, anything that is no directory, and a parent that
+/// another user owns or in which everybody can rename things.
 pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     let directory = walk(path, true)?.ok_or_else(|| bad(path, "has just been removed".to_owned()))?;
     claim(&directory).map_err(|what| bad(path, what))?;
@@ -39,14 +40,14 @@ pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     Ok(directory)
 }
 
-/// Whether [`open`] would take the directory as it is, for whoever only looks: nothing is made or changed. True also
-/// where it does not exist yet.
+/// Whether the directory exists, if [`open`] would accept it as it is. Nothing is made or changed, so `--check` can use
+/// it. A missing directory is no error.
 ///
 /// # Errors
-/// As [`open`].
+/// The same as for [`open`].
 pub fn look(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
-    // The service is root's, whoever looks.
+    // The service runs as root, whoever runs this check.
     let stat =
         rustix::fs::fstat(&directory).map_err(|error| bad(path, format!("can't be looked at: {error}")))?;
     if stat.st_uid == 0 { Ok(true) } else { owner(&stat).map(|()| true).map_err(|what| bad(path, what)) }
@@ -56,7 +57,7 @@ fn bad(at: &Path, what: String) -> BadDirectory {
     BadDirectory { path: at.to_owned(), what }
 }
 
-/// Goes down to the directory, and makes what is missing on the way if `make`. None: it is missing.
+/// Walks down to the directory, and makes the missing directories on the way if `make` is true. None if it is missing.
 fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     let mut at = PathBuf::from("/");
     let mut directory =
@@ -82,13 +83,13 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
         let kind = file_type(&entry).map_err(|error| bad(&at, format!("can't be looked at: {error}")))?;
         let last = at == path;
         directory = match kind {
-            // The last one is the caller's to judge.
+            // The caller checks the last directory itself.
             FileType::Directory if last => entry,
             FileType::Directory => {
                 others_rule(&entry).map_err(|what| bad(&at, what))?;
                 entry
             }
-            // A link like /var/run that root made where only root can is as good as a directory.
+            // A link that only root can make, such as /var/run, is as good as a directory.
             FileType::Symlink if !last && only_root_writes(&directory).unwrap_or(false) => {
                 let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
                 rustix::fs::openat(&directory, name, flags, Mode::empty())
@@ -112,7 +113,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     Ok(Some(directory))
 }
 
-/// What to do about a file system that can't be written, most often because the unit says so.
+/// The remedy for a read-only file system. Most often only the unit makes it read-only.
 fn read_only(path: &Path) -> String {
     format!(
         "the file system is read-only; if it is so for this service alone, allow the directory with \
@@ -121,8 +122,7 @@ fn read_only(path: &Path) -> String {
     )
 }
 
-/// Checks that the directory is ours, and sees to it that everybody may look into it and nobody else write. The mode that
-/// it had if that was another.
+/// Checks that the directory is ours, and sets its mode to 0755. It returns the former mode if that was different.
 fn claim(directory: &OwnedFd) -> Result<Option<u32>, String> {
     let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
     owner(&stat)?;
@@ -146,8 +146,9 @@ fn owner(stat: &Stat) -> Result<(), String> {
     ))
 }
 
-/// Whoever can rename what is in a directory can put another directory in the place of ours, later than any look at it.
-/// /tmp is not meant: there only the owner of a thing can. Nor is a group, which root has made: /var/log has one.
+/// A user who can rename things in a directory can put another directory in the place of ours after any check. /tmp
+/// passes, since only the owner of a thing can rename it there. A directory that root lets a group write to, such as
+/// /var/log, passes too.
 fn others_rule(directory: &OwnedFd) -> Result<(), String> {
     let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
@@ -176,11 +177,12 @@ fn only_root_writes(directory: &OwnedFd) -> io::Result<bool> {
     Ok(stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
 }
 
-/// Whether clients of every user can get to the socket in a pipe directory that a control daemon of ours has; what
-/// somebody has done to the modes is put right, and said. A directory or a socket that is missing is no error here.
+/// Sees to it that clients of every user can reach the socket in the pipe directory of a control daemon that this
+/// service started. It repairs the modes of the directory and the socket, and describes each repair. A missing
+/// directory or socket is no error.
 ///
 /// # Errors
-/// They are not ours, or can't be put right.
+/// The directory or the socket belongs to another user, or can't be repaired.
 pub fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDirectory> {
     let Some(directory) = walk(pipe_directory, false)? else { return Ok(Vec::new()) };
     let mut repaired = Vec::new();
@@ -215,19 +217,20 @@ pub fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDirectory> 
 /// A control daemon's log.
 #[derive(Debug)]
 pub struct LogFile {
-    /// For whoever appends to it.
+    /// The file, opened for appending.
     pub output: File,
-    /// The same file, to be read and to be started anew.
+    /// The same file, opened for reading and truncating.
     pub file: File,
-    /// What stood in its place and where that is now, for people.
+    /// A message about another file that stood in its place: the fault of that file and its new name.
     pub moved_away: Option<String>,
 }
 
-/// Opens the log of this name in such a directory, made if need be. In its place only a regular file of ours is accepted
-/// that has no other name: all else could be read or written by others, or is theirs, and is renamed.
+/// Opens the log of this name in a directory that [`open`] returned, and makes it if it is missing. It accepts only a
+/// regular file that we own and that has no second name. Others could read or write anything else, so anything else is
+/// renamed.
 ///
 /// # Errors
-/// It can be neither opened nor renamed.
+/// The log can be neither opened nor renamed.
 pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     let mut moved_away = None;
     loop {
@@ -235,7 +238,7 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
             Found::Ours(entry) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
             Found::Nothing => match create(&directory, Path::new(name)) {
                 Ok(output) => output,
-                // Somebody was faster.
+                // Another process made the file first.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(error),
             },
@@ -250,7 +253,7 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     }
 }
 
-/// What stands in the place of a log.
+/// The thing that stands in the place of a log.
 enum Found {
     Ours(OwnedFd),
     Nothing,
@@ -258,7 +261,8 @@ enum Found {
 }
 
 fn find_log(directory: impl AsFd, name: &str) -> io::Result<Found> {
-    // Nothing is opened before it is known what it is: who opens a FIFO waits, and a device may do anything.
+    // O_PATH finds out what the thing is before it is opened: opening a FIFO blocks, and opening a device may have
+    // effects.
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let entry = match rustix::fs::openat(directory, name, flags, Mode::empty()) {
         Ok(entry) => entry,
@@ -283,7 +287,7 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Found> {
     Ok(Found::Refused(why))
 }
 
-/// How many things in the place of a log are kept.
+/// The number of refused files that are kept under other names.
 const MOVED_AWAY: u32 = 9;
 
 fn move_away(directory: impl AsFd, name: &str) -> io::Result<String> {
@@ -301,10 +305,10 @@ fn move_away(directory: impl AsFd, name: &str) -> io::Result<String> {
     )))
 }
 
-/// A new and empty file in a directory that was made by [`open`], in place of the one before, for writing.
+/// Makes a new, empty file in a directory that [`open`] made, and removes the former file of that name.
 ///
 /// # Errors
-/// In words for an administrator.
+/// The reason, in words for an administrator.
 pub fn replace(directory: &Path, name: &Path) -> Result<File, String> {
     let directory = walk(directory, false).map_err(|bad| bad.to_string())?.ok_or("its directory has gone")?;
     match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
@@ -319,7 +323,7 @@ fn create(directory: impl AsFd, name: &Path) -> io::Result<File> {
     Ok(File::from(rustix::fs::openat(directory, name, flags, Mode::from_raw_mode(0o644))?))
 }
 
-/// Opens what a descriptor stands for once more, whatever its path leads to now.
+/// Opens the file of a descriptor once more, even if its path now leads elsewhere.
 fn reopen(file: impl AsFd, flags: OFlags) -> io::Result<File> {
     let link = own_link(file.as_fd());
     Ok(File::from(rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())?))
@@ -329,7 +333,7 @@ fn own_link(file: BorrowedFd<'_>) -> PathBuf {
     proc::open_file(proc::OWN, file.as_raw_fd())
 }
 
-/// chmod(2) of an O_PATH descriptor goes through /proc; it is still that very file.
+/// chmod(2) does not accept an O_PATH descriptor, so the call goes through /proc. It still reaches the same file.
 fn chmod(file: impl AsFd, mode: u32) -> io::Result<()> {
     Ok(rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))?)
 }
@@ -366,7 +370,7 @@ mod tests {
         symlink(&target, &link).unwrap();
         assert!(message(&link).contains("symbolic link"), "{}", message(&link));
 
-        // In the middle of a path a link is refused where others could have made it.
+        // A link in the middle of a path is refused if others could have made it.
         let open_to_all = base.path().join("open");
         std::fs::create_dir(&open_to_all).unwrap();
         std::fs::set_permissions(&open_to_all, PermissionsExt::from_mode(0o1777)).unwrap();
@@ -378,7 +382,7 @@ mod tests {
         std::fs::write(&file, "").unwrap();
         assert!(message(&file).contains("not a directory"), "{}", message(&file));
 
-        // Whoever has a parent can put another directory in the place of the one below it.
+        // A user who can write to a parent can replace the directory below it.
         let for_all = base.path().join("for all");
         std::fs::create_dir(&for_all).unwrap();
         std::fs::set_permissions(&for_all, PermissionsExt::from_mode(0o777)).unwrap();
@@ -395,9 +399,9 @@ mod tests {
         }
     }
 
-    /// Whatever stands in the place of a log and is none of ours is out of the way, and unharmed.
+    /// Anything else in the place of a log is moved out of the way, unharmed.
     #[test]
-    fn only_a_file_of_ours_is_taken_for_a_log() {
+    fn only_a_regular_file_of_the_service_is_used_as_a_log() {
         let base = tempfile::tempdir().unwrap();
         let (log, elsewhere) = (base.path().join("log"), base.path().join("elsewhere"));
         let directory = open(&log).unwrap();
@@ -439,7 +443,7 @@ mod tests {
         }
         symlink(&elsewhere, log.join("full")).unwrap();
         assert!(open_log(&directory, "full").is_err());
-        // One that everybody may write to could have been written by anybody.
+        // Anybody could have written to a log that is writable for everybody.
         std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
         opened("control.log");
         assert_eq!(log.join("control.log").metadata().unwrap().mode() & 0o777, 0o644);

@@ -1,4 +1,4 @@
-//! Control groups whose processes the kernel holds still, as `docker pause` has it do: no signal lets those go on.
+//! Control groups whose processes the kernel has frozen, for example after `docker pause`. No signal continues them.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -8,21 +8,21 @@ use std::path::{Path, PathBuf};
 
 use crate::host::proc;
 
-/// Where each kind of hierarchy is, on every host with systemd.
+/// The mount points of each hierarchy on a host with systemd.
 const UNIFIED: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 const FREEZER: &str = "/sys/fs/cgroup/freezer";
 
-/// The files of a kind of hierarchy.
+/// A kind of hierarchy, with its own files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// Control groups, version 2.
     Unified,
-    /// The freezer of version 1.
+    /// The freezer of control groups, version 1.
     Freezer,
 }
 
 impl Kind {
-    /// Whether the processes of a group are held, by that group or by one around it.
+    /// Whether the processes of a group are frozen, by this group or by one of its parents.
     fn is_held(self, group: &Path) -> bool {
         let says = |file: &str| fs::read_to_string(group.join(file)).unwrap_or_default();
         match self {
@@ -31,7 +31,7 @@ impl Kind {
         }
     }
 
-    /// Whether it is this group that holds them.
+    /// Whether this group itself is set to freeze its processes.
     fn holds(self, group: &Path) -> bool {
         let file = match self {
             Self::Unified => "cgroup.freeze",
@@ -51,7 +51,7 @@ impl Kind {
     }
 }
 
-/// A control group that holds its processes still.
+/// A control group that freezes its processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Frozen {
     kind: Kind,
@@ -59,13 +59,13 @@ pub(super) struct Frozen {
 }
 
 impl Frozen {
-    /// Lets its processes go on, for as long as it is among `thawed`.
+    /// Thaws the group until the entry that this adds to `thawed` is dropped.
     ///
     /// # Errors
-    /// What the kernel says: the hierarchy may be mounted read-only.
+    /// The kernel refused: for example, the hierarchy is mounted read-only.
     pub(super) fn thaw(self, thawed: &mut Vec<Thawed>) -> io::Result<()> {
         self.kind.set(&self.group, false)?;
-        // Somebody may freeze it again and again.
+        // Another program may freeze the group again and again. One entry is enough.
         if !thawed.iter().any(|known| known.0 == self) {
             thawed.push(Thawed(self));
         }
@@ -73,7 +73,7 @@ impl Frozen {
     }
 }
 
-/// The innermost control group that holds a process still, if one does.
+/// The innermost control group that freezes this process, if there is one.
 pub(super) fn holds(pid: u32) -> Option<Frozen> {
     let own = proc::cgroups(pid).ok()?;
     own.split(|byte| *byte == b'\n').flat_map(groups).find_map(|(kind, root, group)| {
@@ -86,7 +86,8 @@ pub(super) fn holds(pid: u32) -> Option<Frozen> {
     })
 }
 
-/// The control groups in a line of /proc/PID/cgroup that may hold the process, each behind its hierarchy's root.
+/// The control groups in a line of /proc/PID/cgroup that may freeze the process, each with its kind and its hierarchy's
+/// root.
 fn groups(line: &[u8]) -> Vec<(Kind, PathBuf, PathBuf)> {
     let mut fields = line.splitn(3, |byte| *byte == b':').skip(1);
     let (Some(controllers), Some([b'/', path @ ..])) = (fields.next(), fields.next()) else {
@@ -103,15 +104,15 @@ fn groups(line: &[u8]) -> Vec<(Kind, PathBuf, PathBuf)> {
     }
 }
 
-/// A control group that was let go on for a while: it is as it was again when this is dropped, since whoever froze it
-/// wants that.
+/// A control group that is thawed for a while. It is frozen again when this value is dropped, since another program
+/// wanted it frozen.
 #[derive(Debug)]
 pub(super) struct Thawed(Frozen);
 
 impl Drop for Thawed {
     fn drop(&mut self) {
         if let Err(error) = self.0.kind.set(&self.0.group, true) {
-            tracing::debug!("{} is not frozen again: {error}", self.0.group.display());
+            tracing::debug!("{} can't be frozen again: {error}", self.0.group.display());
         }
     }
 }
@@ -121,7 +122,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_some_hierarchies_freeze() {
+    fn only_the_unified_and_the_freezer_hierarchies_freeze() {
         assert_eq!(
             groups(b"7:freezer:/docker/a"),
             [(Kind::Freezer, FREEZER.into(), "/sys/fs/cgroup/freezer/docker/a".into())]
@@ -137,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_runs_is_held_by_none() {
+    fn no_group_freezes_a_running_process() {
         assert_eq!(holds(std::process::id()), None);
     }
 }

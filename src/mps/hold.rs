@@ -1,6 +1,7 @@
-//! A process that is held: whoever has its PID, signals reach it or nobody. By a pidfd, which Linux has from 5.3 on; the
-//! 4.18 and 4.19 of RHEL 8, Debian 10 and openEuler 20.03 have none. There it is looked at again and again, and its
-//! identity is compared before each signal, which leaves another process that got its PID microseconds to be hit.
+//! A hold on a process: a signal reaches this process or none, even if another process gets its PID. The hold is a
+//! pidfd, which Linux has from 5.3 on. The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have none.
+//! There the process is polled, and its identity is compared before each signal. Between the comparison and the signal
+//! another process can get the PID, but only within microseconds.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,14 +15,14 @@ use super::identity::Identity;
 use super::readable::Readable;
 use crate::host::proc;
 
-/// How often a process without a pidfd is looked at.
+/// The pause between two looks at a process without a pidfd.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// A hold on a process.
 #[derive(Debug)]
 pub(super) struct Hold<Fd> {
     identity: Identity,
-    /// None where the kernel has none.
+    /// None if the kernel has no pidfds.
     pidfd: Option<Fd>,
 }
 
@@ -29,23 +30,25 @@ impl Hold<OwnedFd> {
     /// Holds the process that has this PID now.
     ///
     /// # Errors
-    /// It has ended, as [`is_gone`] tells, or what the kernel says: it may be out of file descriptors.
+    /// The process has ended (see [`is_gone`]), or the kernel refused, for example because the service has no file
+    /// descriptors left.
     pub(super) fn of(pid: u32) -> io::Result<Self> {
         let pidfd = match pidfd_open(number(pid)?, PidfdFlags::empty()) {
             Ok(pidfd) => Some(pidfd),
             Err(Errno::NOSYS) => None,
             Err(error) => return Err(error.into()),
         };
-        // In this order: the identity read last is that of the process the pidfd holds, unless that has gone.
+        // The pidfd comes first. The identity that is read afterwards is the identity of the held process, unless it
+        // has ended.
         Ok(Self { identity: Identity::of(pid)?, pidfd })
     }
 
-    /// The same, to be waited for on the running runtime.
+    /// The same hold, for waiting on the running runtime.
     pub(super) fn watched(self) -> io::Result<Hold<Readable>> {
         Ok(Hold { identity: self.identity, pidfd: self.pidfd.map(Readable::new).transpose()? })
     }
 
-    /// Whether it lives; a zombie doesn't.
+    /// Whether the process lives. A zombie does not.
     pub(super) fn is_alive(&self) -> bool {
         let Some(pidfd) = &self.pidfd else { return is_alive(self.identity) };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -60,7 +63,7 @@ impl Hold<OwnedFd> {
 }
 
 impl Hold<Readable> {
-    /// Waits until it has ended.
+    /// Waits until the process has ended.
     pub(super) async fn ended(&self) {
         let Some(pidfd) = &self.pidfd else {
             while is_alive(self.identity) {
@@ -68,7 +71,8 @@ impl Hold<Readable> {
             }
             return;
         };
-        // A pidfd turns readable when its process ends, and stays so. Only a runtime on its way down says otherwise.
+        // A pidfd becomes readable when its process ends, and stays readable. Only a runtime that shuts down returns an
+        // error.
         if pidfd.until(|_| Ok(())).await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -76,12 +80,12 @@ impl Hold<Readable> {
 }
 
 impl<Fd: std::os::fd::AsFd> Hold<Fd> {
-    /// Which process this is.
+    /// The identity of the held process.
     pub(super) fn identity(&self) -> Identity {
         self.identity
     }
 
-    /// Sends it a signal. A process that has ended already is no error.
+    /// Sends the process a signal. It is no error if the process has already ended.
     pub(super) fn signal(&self, signal: Signal) -> io::Result<()> {
         let sent = match &self.pidfd {
             Some(pidfd) => pidfd_send_signal(pidfd, signal),
@@ -95,7 +99,7 @@ impl<Fd: std::os::fd::AsFd> Hold<Fd> {
     }
 }
 
-/// Whether this is how it is told that there is no such process, and not that there may be one.
+/// Whether this error says that there is no such process. With any other error the process may exist.
 pub(crate) fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
@@ -103,7 +107,8 @@ pub(crate) fn is_gone(error: &io::Error) -> bool {
 fn is_alive(identity: Identity) -> bool {
     match proc::stat(identity.pid) {
         Ok(now) => now.start_time == identity.start_time && !now.has_ended(),
-        // Out of file descriptors, for one: nothing is known, and it was there.
+        // Nothing is known about the process, for example because the service has no file descriptors left, so it
+        // counts as alive.
         Err(error) => !is_gone(&error),
     }
 }
@@ -119,7 +124,7 @@ mod tests {
 
     use super::*;
 
-    /// A hold as an old kernel lets one have it.
+    /// A hold as an old kernel gives it.
     fn without_pidfd(pid: u32) -> Hold<OwnedFd> {
         Hold { identity: Identity::of(pid).unwrap(), pidfd: None }
     }
@@ -133,7 +138,7 @@ mod tests {
             assert_eq!(held.identity(), Identity::of(child.id()).unwrap());
             let watched = hold(child.id()).watched().unwrap();
             let waiting = tokio::spawn(async move { watched.ended().await });
-            // With each turn it is asked again, and the runtime looks for what has become readable.
+            // With each turn the task polls again, and the runtime looks for descriptors that have become readable.
             for _ in 0..10 {
                 tokio::task::yield_now().await;
             }
@@ -148,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_gone_is_told_from_who_can_not_be_held() {
+    fn an_ended_process_is_told_from_one_that_can_not_be_held() {
         let mut child = Command::new("true").spawn().unwrap();
         let held = without_pidfd(child.id());
         child.wait().unwrap();
@@ -159,9 +164,9 @@ mod tests {
         assert!(!is_gone(&Errno::MFILE.into()));
     }
 
-    /// Without a pidfd, who got the PID later is not taken for it.
+    /// Without a pidfd, a later process with the same PID is not mistaken for the held one.
     #[test]
-    fn another_process_of_that_pid_is_left_alone() {
+    fn a_later_process_with_the_same_pid_is_left_alone() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let mut held = without_pidfd(child.id());
         held.identity.start_time -= 1;

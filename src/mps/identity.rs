@@ -1,4 +1,4 @@
-//! What a process is told apart by.
+//! The identity of a process.
 
 use std::io;
 
@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::host::proc;
 
-/// Which process, beyond doubt: PIDs are used again, a PID and a start time are not.
+/// The identity of a process. PIDs are reused, but no two processes have the same PID and start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
     /// The PID.
     pub pid: u32,
-    /// When it started, in clock ticks since boot (field 22 of /proc/PID/stat).
+    /// The start time in clock ticks since boot (field 22 of /proc/PID/stat).
     pub start_time: u64,
 }
 
 impl Identity {
-    /// The identity of the process that has this PID now; an error when there is none.
+    /// The identity of the process that has this PID now. An error if there is none.
     pub fn of(pid: u32) -> io::Result<Self> {
         Ok(Self { pid, start_time: proc::stat(pid)?.start_time })
     }

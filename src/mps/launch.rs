@@ -1,9 +1,9 @@
 //! The last step before a process becomes the control daemon.
 //!
-//! The service starts itself again as `yunion-mps-daemon launch-control PROGRAM ARGS...`; that process leaves the
-//! service's session, waits for a byte on its standard input and only then becomes PROGRAM, keeping its PID. So the
-//! service can write down and hand over a PID before anything runs under it: if the service dies in between, the
-//! input ends and nothing was started.
+//! The service starts its own program as `yunion-mps-daemon launch-control PROGRAM ARGS...`. The new process leaves the
+//! service's session, waits for a byte on its standard input, and then becomes PROGRAM with the same PID. So the
+//! service knows the PID, and can record it and pass it on, before PROGRAM runs. If the service dies first, the input
+//! ends and the new process ends without starting PROGRAM.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
@@ -12,11 +12,11 @@ use std::process::{Command, Stdio};
 
 use crate::host::oom;
 
-/// The first argument that asks for this step.
+/// The first argument, which selects this step.
 pub const ARGUMENT: &str = "launch-control";
 
-/// Waits for the word to go and becomes the program that `arguments` names. Returns only when that can't be: without
-/// an error when the word never came.
+/// Waits for the byte and becomes the program that `arguments` name. It returns an error if it can't, and Ok if the
+/// input ends without a byte.
 pub fn become_program(mut arguments: impl Iterator<Item = OsString>) -> io::Result<()> {
     let program = arguments.next().ok_or_else(|| io::Error::other("no program named"))?;
     rustix::process::setsid()?;
@@ -24,7 +24,7 @@ pub fn become_program(mut arguments: impl Iterator<Item = OsString>) -> io::Resu
     if io::stdin().read(&mut word)? == 0 {
         return Ok(());
     }
-    // By hand and without root's rights it can't be done, and is no reason to serve nobody.
+    // This fails if the service runs without root's rights. The control daemon serves nevertheless.
     let _ = oom::adjust(oom::OF_CONTROL_DAEMONS);
     let error = Command::new(&program).args(arguments).stdin(Stdio::null()).exec();
     Err(io::Error::new(error.kind(), format!("{}: {error}", program.display())))

@@ -1,7 +1,7 @@
-//! The control daemon's log: followed while it is written, understood, passed on.
+//! The control daemon's log: it is followed while it is written, parsed, and passed on.
 //!
-//! A control daemon in the foreground and its servers write to one file. What a server has in force, that it is
-//! ready, and what befell it, is said there and nowhere else.
+//! A control daemon in the foreground and its servers write to one file. Only this file says which limits a server
+//! applies, that a server is ready, and which faults it met.
 
 use crate::host::proc;
 use std::fs::File;
@@ -18,18 +18,18 @@ use tracing::Level;
 use super::directories;
 use super::readable::Readable;
 
-/// A line, taken apart.
+/// A parsed line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Line {
-    /// The process that wrote it, where the line says so.
+    /// The process that wrote the line, if the line names it.
     pub writer: Option<Writer>,
-    /// The text behind the prefix.
+    /// The text after the prefix.
     pub text: String,
-    /// What it means to us.
+    /// The meaning of the line for this service.
     pub meaning: Meaning,
 }
 
-/// Who wrote a line.
+/// The process that wrote a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Writer {
     /// The control daemon, by its PID.
@@ -38,14 +38,14 @@ pub enum Writer {
     Server(u32),
 }
 
-/// What a line means.
+/// The meaning of a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Meaning {
-    /// Nothing that changes what we know.
+    /// The line changes nothing that the service knows.
     Ordinary,
-    /// It speaks of a failure, in words that mean nothing else to us.
+    /// The line speaks of a failure that has no other meaning here.
     Trouble,
-    /// Said where all is in good order, as of every client that comes or goes.
+    /// The line appears in normal operation too, for example whenever a client comes or goes.
     Noise,
     /// A server is being started for a user.
     ServerStarting {
@@ -79,14 +79,14 @@ pub enum Meaning {
         /// Bytes.
         bytes: u64,
     },
-    /// A client met a fatal GPU error. Not proof that it caused it: every client on that GPU is hit.
+    /// A client met a fatal GPU error. It did not necessarily cause the error, which hits every client on that GPU.
     Fault {
         /// The server.
         server: u32,
         /// The client that the line names.
         client: u32,
     },
-    /// A server ends every client on the GPUs in question and starts over.
+    /// A server ends every client on the GPUs with the error, and starts over.
     FaultHandling {
         /// The server.
         server: u32,
@@ -100,28 +100,28 @@ pub enum Meaning {
         /// The GPU's ordinal.
         ordinal: usize,
     },
-    /// A client process has gone.
+    /// A client process has ended.
     ClientLeft(u32),
-    /// A client waits, most often for a server of another user to become idle.
+    /// A client waits, most often until the server of another user is idle.
     ClientPending {
         /// The client.
         client: u32,
         /// Its user.
         uid: u32,
     },
-    /// A client goes to a server.
+    /// The control daemon assigns a client to a server.
     ClientAdmitted(u32),
-    /// A client was turned away: the server holds as many as it can.
+    /// A client was turned away, since the server has as many clients as it can hold.
     ClientRefused {
         /// The server.
         server: u32,
-        /// How many it can hold.
+        /// The number of clients that the server can hold.
         capacity: u32,
     },
 }
 
 impl Meaning {
-    /// Whether it is about what servers there are, or what they have in force.
+    /// Whether the line is about which servers exist or which limits they apply.
     pub fn is_of_servers(&self) -> bool {
         matches!(
             self,
@@ -135,14 +135,15 @@ impl Meaning {
 }
 
 impl Line {
-    /// Takes a line apart. Never fails: what it can't read is ordinary text.
+    /// Parses a line. It never fails: a line that it does not know is ordinary text.
     pub fn parse(line: &str) -> Self {
         let (writer, text) = split_prefix(line).unwrap_or((None, line));
         let meaning = meaning(writer, text);
         Self { writer, text: text.to_owned(), meaning }
     }
 
-    /// Whether it may say why a control daemon or a server ends: it is no control daemon's, or speaks of a failure.
+    /// Whether the line may explain why a control daemon or a server ended: a server wrote it, or it speaks of a
+    /// failure.
     pub fn may_explain_an_end(&self) -> bool {
         match (&self.meaning, self.writer) {
             (Meaning::Trouble, _) => true,
@@ -151,7 +152,7 @@ impl Line {
         }
     }
 
-    /// Passes it on, with the fields that journalctl can filter by.
+    /// Passes the line on, with the fields by which journalctl can filter.
     pub fn trace(&self, control_daemon: &str) {
         let text = self.text.as_str();
         let (server, client, ordinal) = self.subjects();
@@ -176,7 +177,7 @@ impl Line {
         }
     }
 
-    /// How much it says to an administrator.
+    /// The importance of the line for an administrator.
     pub fn level(&self) -> Level {
         match &self.meaning {
             Meaning::Ordinary | Meaning::Noise | Meaning::ClientAdmitted(_) | Meaning::ClientLeft(_) => {
@@ -217,7 +218,7 @@ impl Line {
     }
 }
 
-/// `[2026-11-21 02:13:53.814 Control   879] text`. The answer to one command spans lines that carry no prefix.
+/// Splits `[2026-11-21 02:13:53.814 Control   879] text`. The answer to one command spans lines without a prefix.
 fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let (prefix, text) = line.strip_prefix('[')?.split_once(']')?;
     let mut words = prefix.split_ascii_whitespace();
@@ -226,7 +227,7 @@ fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let kind: Vec<&str> = words.collect();
     let writer = match kind.as_slice() {
         ["Control"] => Some(Writer::Control(pid)),
-        // A server calls itself Other until it knows that it is one, and Legacy Server where it does not become one.
+        // A server calls itself Other until it knows that it is a server, and Legacy Server if it does not become one.
         ["Server" | "Other"] | ["Legacy", "Server"] => Some(Writer::Server(pid)),
         _ => None,
     };
@@ -239,16 +240,18 @@ fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
         Some(Writer::Control(_)) => said_by_control(text),
         None => None,
     };
-    // `Starting new server` is written by the new process under the control daemon's name, whence by either.
+    // The new process writes `Starting new server`, sometimes under the control daemon's name, so the line is accepted
+    // from any writer.
     let understood = understood.or_else(|| server_starting(text));
     understood.or_else(|| trouble(writer, text)).unwrap_or(Meaning::Ordinary)
 }
 
-/// The beginnings of words that speak of a failure.
+/// The beginnings of the words that speak of a failure.
 const OF_FAILURE: [&str; 9] =
     ["fatal", "fail", "error", "invalid", "cannot", "can't", "unable", "exception", "denied"];
 
-/// The control daemon logs what it is asked and the table that it answers, with the names of programs: neither is its own.
+/// The control daemon logs each command, and for `ps` the table of clients. Both hold text that tenants choose, so
+/// neither counts as trouble.
 fn trouble(writer: Option<Writer>, text: &str) -> Option<Meaning> {
     let repeated = text.starts_with("Cmd:") || text.starts_with(|first: char| first.is_ascii_digit());
     if repeated && !matches!(writer, Some(Writer::Server(_))) {
@@ -289,7 +292,7 @@ fn said_by_control(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
-    // The misspelling is the server's own.
+    // The server's own message has this misspelling.
     if text.starts_with("Server failed to recevie command with status 806")
         || text.starts_with("Server was unable to shutdown due to")
     {
@@ -328,38 +331,38 @@ fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
     })
 }
 
-/// `25.0` as 250.
+/// Parses `25.0` as 250.
 fn tenths(value: &str) -> Option<u32> {
     let (whole, part) = value.split_once('.').unwrap_or((value, "0"));
     let first = part.chars().next().and_then(|digit| digit.to_digit(10))?;
     whole.parse::<u32>().ok()?.checked_mul(10)?.checked_add(first)
 }
 
-/// The end of a line that never comes: a file that isn't a log must not fill our memory.
+/// The length at which a line is cut. A file that is no log must not fill the memory.
 const LINE_MAX_BYTES: usize = 16 << 10;
 
-/// As much as is read at a time. Beside the beginning of a line it is all that is held of the file.
+/// The number of bytes per read. At most this and the beginning of a line are held in memory.
 const CHUNK_BYTES: usize = 16 << 10;
 
-/// As much of a log as explains an end.
+/// The last bytes of a log, in which the reason for an end is looked for.
 const END_BYTES: u64 = 256 << 10;
 
-/// How many lines are handed out before everybody else has a turn: a tenant can have a control daemon write thousands of
-/// lines a second.
+/// The number of lines after which other tasks have a turn. A tenant can make a control daemon write thousands of lines
+/// a second.
 const LINES_AT_A_TIME: u32 = 256;
 
-/// As much as is copied before everybody else has a turn.
+/// The number of bytes that are copied before other tasks have a turn.
 const COPIED_AT_A_TIME: u64 = 1 << 20;
 
-/// Follows a file to which others append, from a given place on.
+/// Follows a file to which others append, from a given offset on.
 #[derive(Debug)]
 pub struct Follower {
     path: PathBuf,
-    /// Nothing is ever opened by the path again: somebody may have put another file there.
+    /// The file is never opened by its path again, since somebody may have put another file there.
     file: File,
-    /// How far the file was read.
+    /// The offset up to which the file has been read.
     read: u64,
-    /// What was read last, handed out up to `handed_out`.
+    /// The bytes of the last reads. They have been handed out up to `handed_out`.
     unread: Vec<u8>,
     handed_out: usize,
     lines_since_pause: u32,
@@ -368,16 +371,16 @@ pub struct Follower {
     changes: Readable,
 }
 
-/// The file is being started anew.
+/// The rotation of the file, while it lasts.
 #[derive(Debug)]
 struct Rotation {
-    /// Takes its contents, or why nothing can.
+    /// The file that takes the contents, or the reason why there is none.
     copy: io::Result<File>,
     copied: u64,
 }
 
 impl Follower {
-    /// Follows `file`, which is or was at `path`, from `offset` in bytes. It is started anew only if it is open for
+    /// Follows `file`, which is or was at `path`, from `offset` in bytes. It can be rotated only if it is open for
     /// writing too.
     pub fn new(file: File, path: &Path, offset: u64) -> io::Result<Self> {
         let changes = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC).map_err(
@@ -391,7 +394,7 @@ impl Follower {
                 }
             },
         )?;
-        // By the descriptor, so that it is this very file that is watched, whatever is at the path now.
+        // The watch uses the descriptor, so it watches this file, whatever the path leads to now.
         let this_file = proc::open_file(proc::OWN, file.as_raw_fd());
         inotify::add_watch(&changes, this_file, inotify::WatchFlags::MODIFY)?;
         Ok(Self {
@@ -412,18 +415,18 @@ impl Follower {
         &self.path
     }
 
-    /// How far lines have been handed out, in bytes.
+    /// The offset up to which lines have been handed out, in bytes.
     pub fn offset(&self) -> u64 {
         let held = self.unread.len().saturating_sub(self.handed_out);
         self.read.saturating_sub(held as u64)
     }
 
-    /// How long the file is, in bytes.
+    /// The length of the file, in bytes.
     pub fn length(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())
     }
 
-    /// Passes over all but the end of what was not handed out yet.
+    /// Skips all lines that are not handed out yet, except at the end of the file.
     pub fn skip_to_end(&mut self) -> io::Result<()> {
         let end = self.length()?.saturating_sub(END_BYTES);
         if self.offset() < end {
@@ -434,7 +437,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Whether the file is still the one at its path.
+    /// Whether the file is still the file at its path.
     pub fn is_in_place(&self) -> bool {
         let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::symlink_metadata(&self.path)) else {
             return false;
@@ -442,10 +445,10 @@ impl Follower {
         (ours.dev(), ours.ino()) == (there.dev(), there.ino())
     }
 
-    /// What keeps the control daemon from writing to it, if anything does.
+    /// The reason why the control daemon can't write to the file, if there is one.
     pub fn trouble(&self) -> Option<&'static str> {
         if !self.is_in_place() {
-            return Some("was removed; the control daemon writes to the removed file on");
+            return Some("was removed; the control daemon still writes to the removed file");
         }
         let full = rustix::fs::fstatvfs(&self.file).is_ok_and(|statistics| statistics.f_bfree == 0);
         full.then_some(
@@ -453,9 +456,9 @@ impl Follower {
         )
     }
 
-    /// Has the file started anew if it has grown beyond `max_bytes`: its contents become `<path>.1`, in place of the one
-    /// before. It is copied and truncated, since the processes that write to it can't be told of another. That is done
-    /// in steps while its lines are waited for; [`Follower::rotated`] says when.
+    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and
+    /// truncated, since the processes that write to it can't be told to use another. That happens in steps while its
+    /// lines are waited for. [`Follower::rotated`] reports the end.
     pub fn rotate(&mut self, max_bytes: u64) {
         let writable = || rustix::fs::fcntl_getfl(&self.file).is_ok_and(|flags| flags.contains(OFlags::RDWR));
         let due = || self.length().is_ok_and(|length| length > max_bytes) && writable();
@@ -464,12 +467,12 @@ impl Follower {
         }
     }
 
-    /// Whether it has been started anew since this was asked last; an error when its contents could not be kept.
+    /// Whether a rotation has finished since the last call. An error if the contents could not be kept.
     pub fn rotated(&mut self) -> Option<io::Result<()>> {
         self.rotated.take()
     }
 
-    /// A new and empty `<path>.1`. The one before goes first: on a full disk there is room for one of the two at most.
+    /// Makes a new, empty `<path>.1`. The former one is removed first, since a full disk may have room for only one.
     fn place_of_copy(&self) -> io::Result<File> {
         let (Some(directory), Some(name)) = (self.path.parent(), self.path.file_name()) else {
             return Err(io::Error::other("it is in no directory"));
@@ -479,7 +482,7 @@ impl Follower {
         directories::replace(directory, Path::new(&old)).map_err(io::Error::other)
     }
 
-    /// The next step of starting the file anew.
+    /// Takes the next step of a rotation.
     fn copy_on(&mut self) -> io::Result<()> {
         let Some(rotation) = &mut self.rotation else { return Ok(()) };
         let length = self.file.metadata()?.len();
@@ -491,7 +494,7 @@ impl Follower {
             }
         }
         let copied = rotation.copy.is_err() || rotation.copied >= length;
-        // What was not read yet is not in the file any more. It is little, or else there are lines to hand out first.
+        // Truncation removes the bytes that were not read yet, so they must be few enough to be read first.
         if !copied || length.saturating_sub(self.read) > CHUNK_BYTES as u64 {
             return Ok(());
         }
@@ -502,14 +505,14 @@ impl Follower {
         Ok(())
     }
 
-    /// Reads on. False: there is nothing.
+    /// Reads the next bytes. False if there are none.
     fn fill(&mut self) -> io::Result<bool> {
         self.unread.drain(..self.handed_out.min(self.unread.len()));
         self.handed_out = 0;
         let mut chunk = [0; CHUNK_BYTES];
         let mut count = self.file.read_at(&mut chunk, self.read)?;
         if count == 0 && self.file.metadata()?.len() < self.read {
-            // Truncated under us: whoever did it starts it anew.
+            // Somebody else truncated the file and writes it from the beginning.
             (self.read, self.rotation) = (0, None);
             self.unread.clear();
             count = self.file.read_at(&mut chunk, 0)?;
@@ -519,7 +522,7 @@ impl Follower {
         Ok(count > 0)
     }
 
-    /// The next line that is there already, if there is one.
+    /// The next line that is already in the file, if there is one.
     fn try_next(&mut self) -> io::Result<Option<Line>> {
         loop {
             let held = self.unread.get(self.handed_out..).unwrap_or_default();
@@ -535,7 +538,7 @@ impl Follower {
         }
     }
 
-    /// The same, with a turn for everybody else now and then. Nothing is lost when it is given up.
+    /// The same, but other tasks have a turn now and then. Nothing is lost if the call is cancelled.
     pub async fn next_there(&mut self) -> io::Result<Option<Line>> {
         if self.lines_since_pause >= LINES_AT_A_TIME {
             self.pause().await?;
@@ -551,7 +554,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Waits for the next line. Nothing is lost when the wait is given up.
+    /// Waits for the next line. Nothing is lost if the call is cancelled.
     pub async fn next(&mut self) -> io::Result<Line> {
         loop {
             if let Some(line) = self.next_there().await? {
@@ -572,7 +575,7 @@ impl Follower {
                 let mut buffer = [MaybeUninit::uninit(); 1024];
                 let mut events = inotify::Reader::new(queue, &mut buffer);
                 events.next()?;
-                // What else was read says the same.
+                // Further events say the same.
                 while !events.is_buffer_empty() && events.next().is_ok() {}
                 Ok(())
             })
@@ -580,7 +583,7 @@ impl Follower {
     }
 }
 
-/// Copies what stands in `from` between two places, or as much of it as is there.
+/// Copies the bytes between two offsets, or as many of them as the file has.
 fn copy_between(from: &File, to: &mut File, begin: u64, end: u64) -> io::Result<()> {
     let mut chunk = [0; CHUNK_BYTES];
     let mut at = begin;
@@ -610,7 +613,7 @@ mod tests {
         Line::parse(line).meaning
     }
 
-    // Lines as written by control daemons and servers of drivers 535 to 580.
+    // Control daemons and servers of drivers 535 to 580 wrote these lines.
     #[test]
     fn recorded_lines() {
         let server = 939;
@@ -678,7 +681,7 @@ mod tests {
                 "[2026-11-21 02:24:21.335 Server   939] Server was unable to shutdown due to 2 active clients",
                 Meaning::Noise,
             ),
-            // Neither a program's name nor a user's command is a failure.
+            // The name of a program and the command of a user are no failures.
             ("[2026-11-21 02:14:03.189 Control   879] Cmd:fail", Meaning::Ordinary),
             (
                 "[2026-11-21 02:14:03.190 Control   879] 1153  33  939  GPU-168acfc9  4026531836  ./fatal",
@@ -740,7 +743,7 @@ mod tests {
             let line = format!("line of round {round}");
             writer.write_all(format!("{line}\n").as_bytes()).unwrap();
             follower.rotate(10);
-            // It is read before it goes.
+            // The line is read before the file is truncated.
             assert_eq!(follower.next().await.unwrap().text, line);
             let kept = loop {
                 assert_eq!(follower.next_there().await.unwrap(), None);
@@ -764,7 +767,7 @@ mod tests {
         assert!(follower.rotation.is_none());
     }
 
-    /// While it is copied, somebody puts a link to another file in its place: that one is nobody's log.
+    /// While the file is copied, somebody replaces it with a link to another file. That other file must stay unharmed.
     #[tokio::test]
     async fn rotation_follows_no_link_that_takes_the_place_of_the_file() {
         for _ in 0..5 {
@@ -789,7 +792,7 @@ mod tests {
         }
     }
 
-    /// Everybody else has a turn while a great many lines are read and copied, and all of them are read.
+    /// Other tasks have a turn while many lines are read and copied, and no line is lost.
     #[tokio::test]
     async fn a_burst_is_read_and_kept_in_steps() {
         const LINES: usize = 100_000;
@@ -838,13 +841,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_line_is_survived(line in "\\PC{0,200}") {
+        fn no_line_makes_the_parser_panic(line in "\\PC{0,200}") {
             let _ = Line::parse(&line);
             let _ = Line::parse(&format!("[d t Server 1] {line}")).subjects();
         }
 
         #[test]
-        fn any_percentage_is_survived(text in "[0-9.]{0,30}") {
+        fn no_percentage_makes_the_parser_panic(text in "[0-9.]{0,30}") {
             let _ = tenths(&text);
         }
 

@@ -1,7 +1,7 @@
-//! NVIDIA's MPS control daemon: how it is started and stopped, asked and listened to.
+//! NVIDIA's MPS control daemon: its process, its front end, its directories and its log.
 //!
-//! An exit status of its front end says nothing (it is 0 for unknown commands and bad values alike), so every setting
-//! is verified by reading it back, and its log is the only exact account of what a server has in force.
+//! The front end's exit status says nothing: it is 0 for unknown commands and for bad values. So the service verifies
+//! each setting by reading it back, and it learns from the log which limits a server really applies.
 
 pub mod control;
 pub mod directories;

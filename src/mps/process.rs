@@ -1,4 +1,4 @@
-//! Processes of the control daemon: started, watched, signalled, stopped. The only module that does any of these.
+//! Processes of the control daemon. Only this module starts, watches, signals and stops them.
 
 use std::convert::Infallible;
 use std::ffi::OsStr;
@@ -22,11 +22,11 @@ use super::launch;
 use super::readable::Readable;
 use crate::host::proc;
 
-/// A live process that is held: a signal can't hit another process that got its PID.
+/// A held process: a signal can't hit another process that got its PID.
 #[derive(Debug)]
 pub struct Process {
     hold: Hold<Readable>,
-    /// There while it is our child, for its exit status.
+    /// Present if the process is our child. It gives the exit status.
     child: Option<Child>,
 }
 
@@ -35,15 +35,15 @@ impl Process {
         Ok(Self { hold: Hold::of(pid)?.watched()?, child })
     }
 
-    /// Holds a process that is not our child; None if it has ended.
+    /// Holds a process that is not our child. None if it has ended.
     ///
     /// # Errors
-    /// What the kernel says, when it is out of file descriptors for one. The process may live.
+    /// The kernel refused, for example because the service has no file descriptors left. The process may live.
     pub fn adopt(identity: Identity) -> io::Result<Option<Self>> {
         Ok(Self::of(identity.pid)?.filter(|process| process.identity() == identity))
     }
 
-    /// Holds the process that has this PID now; None if there is none.
+    /// Holds the process that has this PID now. None if there is no such process.
     ///
     /// # Errors
     /// See [`Process::adopt`].
@@ -55,26 +55,27 @@ impl Process {
         }
     }
 
-    /// Whether it is held by SIGSTOP or a debugger.
+    /// Whether SIGSTOP or a debugger has stopped the process.
     pub fn is_stopped(&self) -> bool {
         is_stopped(self.identity().pid)
     }
 
-    /// The file that is its standard output, even if it was removed since; to be read alone where its mode forbids more.
+    /// The file of its standard output, even if that file was removed. It is opened read-only if its mode forbids
+    /// writing.
     pub fn output_file(&self) -> io::Result<File> {
         let output = proc::open_file(self.identity().pid, 1);
         File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
     }
 
-    /// Which process this is.
+    /// The identity of this process.
     pub fn identity(&self) -> Identity {
         self.hold.identity()
     }
 
-    /// Waits until it has ended, and returns how: None for a process that is not our child.
+    /// Waits until the process has ended, and returns its exit status. None for a process that is not our child.
     pub async fn exited(&mut self) -> Option<ExitStatus> {
         match &mut self.child {
-            // Where there is no pidfd, it is a zombie until this.
+            // If the kernel has no pidfds, the process stays a zombie until this call.
             Some(child) => child.wait().await.ok(),
             None => {
                 self.hold.ended().await;
@@ -83,13 +84,13 @@ impl Process {
         }
     }
 
-    /// Sends it a signal. A process that has ended already is no error.
+    /// Sends the process a signal. It is no error if the process has already ended.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
         self.hold.signal(signal)
     }
 }
 
-/// How often it is tried to hold a process, where there is no file descriptor for it.
+/// The pause between two attempts to hold a process while the service has no file descriptors left.
 const HOLD_AGAIN: Duration = Duration::from_secs(1);
 
 /// Waits until a process that is not our child has ended.
@@ -109,38 +110,39 @@ pub async fn ended(pid: u32) {
     }
 }
 
-/// How often, and how far apart, it is looked at whether a process goes on. A debugger stops one again and again that it
-/// lets go on at once.
+/// The number of looks at whether a process continues, and the pause between two looks. A debugger can stop a process
+/// again and again and continue it at once.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 
-/// The same of one that must not stop again. Who stops it every 300 us leaves it a part of the time then.
+/// The same pause for a process that must not stop again. A program that stops it every 300 us still leaves it part of
+/// the time.
 const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
     proc::stat(pid).is_ok_and(|stat| stat.is_stopped())
 }
 
-/// SIGSTOP stops all threads of a process, a debugger can stop one alone.
+/// SIGSTOP stops all threads of a process. A debugger can stop a single thread.
 fn is_any_thread_stopped(pid: u32) -> bool {
     proc::threads(pid).iter().any(proc::Stat::is_stopped)
 }
 
-/// What to start, and around what.
+/// The program to start, and its surroundings.
 #[derive(Debug)]
 pub struct Launch<'a> {
     /// The control daemon's program.
     pub program: &'a Path,
     /// Its arguments.
     pub arguments: &'a [&'a str],
-    /// Set on top of our own environment: the server needs PATH and LD_LIBRARY_PATH as much as we do.
+    /// Added to the service's own environment, since the server needs PATH and LD_LIBRARY_PATH as the service does.
     pub environment: &'a [(&'a str, String)],
-    /// Where its standard output and error go.
+    /// The file for its standard output and standard error.
     pub output: File,
 }
 
-/// Variables that must not reach the control daemon: systemd's talk with us, and client limits, which a server would
-/// take for its own.
+/// Variables that must not reach the control daemon: systemd's variables for this service, and client limits, which a
+/// server would apply to itself.
 const NOT_PASSED_ON: [&str; 8] = [
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
@@ -152,7 +154,7 @@ const NOT_PASSED_ON: [&str; 8] = [
     "RUNTIME_DIRECTORY",
 ];
 
-/// A process that has its PID and waits for the word to become the control daemon.
+/// A process that has its PID and waits for the signal to become the control daemon.
 #[derive(Debug)]
 pub struct Waiting {
     process: Process,
@@ -160,7 +162,7 @@ pub struct Waiting {
 }
 
 impl Waiting {
-    /// Starts it, in a session of its own, as a copy of our own program (see [`launch`]).
+    /// Starts the process in a session of its own. It runs our own program until [`Waiting::go`] (see [`launch`]).
     pub fn start(launch: Launch<'_>) -> io::Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
         command.arg(launch::ARGUMENT).arg(launch.program).args(launch.arguments);
@@ -175,24 +177,24 @@ impl Waiting {
         Ok(Self { process: Process::hold(pid, Some(child))?, word })
     }
 
-    /// Which process it is; the same before and after [`Waiting::go`].
+    /// The identity of the process. It does not change with [`Waiting::go`].
     pub fn identity(&self) -> Identity {
         self.process.identity()
     }
 
-    /// Gives the word. Dropped without it, the process ends by itself.
+    /// Lets the process become the control daemon. If this value is dropped instead, the process ends.
     pub async fn go(mut self) -> io::Result<Process> {
         self.word.write_all(b"\n").await?;
         Ok(self.process)
     }
 }
 
-/// The absolute path of a program in the directories of `PATH`, if one there may be executed.
+/// The absolute path of a program that the directories of `PATH` contain and that may be executed.
 pub fn find_program(name: &str) -> Result<PathBuf, String> {
     find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
 }
 
-/// The same with another `PATH`.
+/// The same for another `PATH`.
 pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, String> {
     let mut unusable = None;
     for directory in std::env::split_paths(path) {
@@ -217,14 +219,14 @@ pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, String> {
     })
 }
 
-/// How a control daemon ended when it was asked to.
+/// The way in which a control daemon ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stopped {
-    /// It followed `quit`.
+    /// It obeyed `quit`.
     Quit,
-    /// It took SIGTERM.
+    /// It ended on SIGTERM.
     Terminated,
-    /// It took SIGKILL.
+    /// It ended on SIGKILL.
     Killed,
 }
 
@@ -238,17 +240,17 @@ impl fmt::Display for Stopped {
     }
 }
 
-/// What a control daemon gets to end once it has answered `quit`. Measured: 81 ms.
+/// The time that a control daemon has to end after it has answered `quit`. Measured: 81 ms.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What one gets that has not answered.
+/// The time that a control daemon has to end if it has not answered `quit`.
 const SILENT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What SIGTERM gets before SIGKILL. Measured: 4 ms.
+/// The time between SIGTERM and SIGKILL. Measured: 4 ms.
 const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Ends a control daemon: `quit` first, which lets idle servers end in order, then SIGTERM, then SIGKILL. `quit -t`
-/// alone can hang for as long as a client runs, so it has a deadline of its own.
+/// Ends a control daemon: first with `quit`, which lets idle servers end in order, then with SIGTERM, then with
+/// SIGKILL. `quit -t` alone can hang for as long as a client runs, so it has a deadline of its own.
 pub async fn stop(process: &mut Process, control: &Control, quit_timeout: Duration) -> io::Result<Stopped> {
     let patience = match listens(process, control) {
         true => patience_after(control.quit(quit_timeout).await, process),
@@ -276,16 +278,16 @@ fn patience_after(quit: Result<(), ControlError>, process: &Process) -> Duration
     }
 }
 
-/// Whether it is this process that a front end would talk to: another may have taken the pipe directory.
+/// Whether a front end would reach this process. Another control daemon may have taken over the pipe directory.
 fn listens(process: &Process, control: &Control) -> bool {
     control.daemon_pid() == Some(process.identity().pid)
 }
 
-/// What a control daemon without clients gets to answer `quit`. Measured: 81 ms.
+/// The time that a control daemon without clients has to answer `quit`. Measured: 81 ms.
 const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Asks a control daemon that seems to have no client to end, and says whether it has. One that does have a client
-/// stays until that is done: nobody is hurt who comes in between.
+/// Asks a control daemon that seems to have no client to end, and returns whether it has ended. If a client comes in
+/// between, the control daemon stays until that client has ended, so no client is harmed.
 pub async fn stop_idle(process: &mut Process, control: &Control) -> bool {
     if !listens(process, control) {
         return false;
@@ -294,16 +296,16 @@ pub async fn stop_idle(process: &mut Process, control: &Control) -> bool {
     tokio::time::timeout(patience, process.exited()).await.is_ok()
 }
 
-/// A process of someone else's that is held. As long as it lives its PID is its own, so what /proc says under that PID is
-/// about this process, if it was [`Held::alive`] afterwards.
+/// A hold on a process that the service did not start. While the process lives, no other process has its PID. So what
+/// was read below /proc/PID is about this process if [`Held::alive`] is true afterwards.
 #[derive(Debug)]
 pub struct Held(Hold<OwnedFd>);
 
 impl Held {
-    /// Holds the process that has this PID now; None when there is none.
+    /// Holds the process that has this PID now. None if there is no such process.
     ///
     /// # Errors
-    /// What the kernel says, when it is out of file descriptors for one.
+    /// The kernel refused, for example because the service has no file descriptors left.
     pub fn open(pid: u32) -> io::Result<Option<Self>> {
         match Hold::of(pid) {
             Ok(hold) => Ok(Some(Self(hold))),
@@ -312,15 +314,16 @@ impl Held {
         }
     }
 
-    /// Lets it go on if SIGSTOP or a control group holds it still.
+    /// Continues the process if SIGSTOP or a control group stops it.
     ///
     /// # Errors
-    /// What the kernel says against that, or that it stays as it is.
+    /// The kernel refused, or the process stays stopped.
     pub async fn go_on(&self) -> io::Result<GoingOn<'_>> {
         let pid = self.0.identity().pid;
         let mut going_on = GoingOn { held: self, thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
-            // One that is stopped again every 300 us is on its way right after SIGCONT, and only then.
+            // A process that is stopped again every 300 us runs only right after SIGCONT, so the second look follows at
+            // once.
             if !going_on.look(is_any_thread_stopped(pid))? || !going_on.look(is_any_thread_stopped(pid))? {
                 return Ok(going_on);
             }
@@ -329,14 +332,14 @@ impl Held {
         Err(io::Error::other("it stays stopped; a debugger may hold it"))
     }
 
-    /// Whether it lives; a zombie doesn't.
+    /// Whether the process lives. A zombie does not.
     pub fn alive(&self) -> bool {
         self.0.is_alive()
     }
 }
 
-/// A process that goes on, whatever stops it. A control group that had to go on for that is frozen again when this is
-/// dropped.
+/// A process that continues, whatever stops it. When this value is dropped, the control groups that were thawed for it
+/// are frozen again.
 #[derive(Debug)]
 pub struct GoingOn<'a> {
     held: &'a Held,
@@ -345,12 +348,13 @@ pub struct GoingOn<'a> {
 }
 
 impl GoingOn<'_> {
-    /// Whether something had to be done for it.
+    /// Whether the process had to be continued.
     pub fn was_held(&self) -> bool {
         self.was_held
     }
 
-    /// Lets it go on each time that something stops it again. It takes a tenth of a processor at most, and never ends.
+    /// Continues the process each time that something stops it. This takes a tenth of a processor at most, and never
+    /// returns.
     pub async fn keep(&mut self) -> Infallible {
         let pid = self.held.0.identity().pid;
         let mut refused = String::new();
@@ -366,7 +370,7 @@ impl GoingOn<'_> {
         }
     }
 
-    /// Whether it was held still; then it has been let go on.
+    /// Continues the process if it is stopped, and returns whether it was.
     fn look(&mut self, stopped: bool) -> io::Result<bool> {
         let frozen = frozen::holds(self.held.0.identity().pid);
         let held = stopped || frozen.is_some();
@@ -385,7 +389,7 @@ impl GoingOn<'_> {
 mod tests {
     use super::*;
 
-    /// What the program of the next test does.
+    /// The program that the next test runs.
     #[test]
     #[ignore = "waits until it is killed"]
     fn waits() {
@@ -393,13 +397,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_that_is_no_text_hides_nobody() {
+    async fn a_process_with_a_name_that_is_no_text_is_found() {
         use std::os::unix::ffi::OsStrExt;
         use std::os::unix::process::CommandExt;
 
         let directory = tempfile::tempdir().unwrap();
         let program = directory.path().join(OsStr::from_bytes(b"\xff) \xfe"));
-        // A program that is what it is under any name.
+        // The link lets the test's own program run under this name.
         std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &program).unwrap();
         let mut child = std::process::Command::new(&program)
             .arg0("waits")

@@ -1,4 +1,4 @@
-//! A file descriptor that turns readable some day: a pidfd, an inotify queue.
+//! A file descriptor that becomes readable later: a pidfd or an inotify queue.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -6,20 +6,20 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Waits on the runtime's own poll, so that nothing wakes up before there is a reason to.
+/// Waits on the runtime's own poll, so no timer is needed.
 #[derive(Debug)]
 pub(super) struct Readable(AsyncFd<OwnedFd>);
 
 impl Readable {
     /// Registers the descriptor with the running runtime.
     pub(super) fn new(fd: OwnedFd) -> io::Result<Self> {
-        // tokio deprecates this for types whose AsRawFd may lie and offers an unsafe function in its place. An
-        // OwnedFd can't lie.
+        // tokio deprecates this function for types whose AsRawFd may return another descriptor each time, and offers an
+        // unsafe function instead. An OwnedFd always returns the same descriptor.
         #[expect(deprecated, reason = "sound for OwnedFd")]
         AsyncFd::with_interest(fd, Interest::READABLE).map(Self)
     }
 
-    /// Waits until it is readable, and for as long as `read` finds nothing to read after all.
+    /// Waits until `read` finds something to read.
     pub(super) async fn until<T>(
         &self,
         mut read: impl FnMut(BorrowedFd<'_>) -> io::Result<T>,

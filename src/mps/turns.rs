@@ -1,9 +1,9 @@
-//! Whose turn it is to ask a control daemon, which fails now and then when it is asked several things at once. Who stands
-//! higher goes first, however many wait below.
+//! The queue for one control daemon, which sometimes fails if it is asked several things at once. A caller of a higher
+//! rank goes first, however many callers of a lower rank wait.
 
 use tokio::sync::watch;
 
-/// Who asks, the first of them first.
+/// The caller's rank, the highest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Rank {
     Supervisor,
@@ -16,7 +16,7 @@ const RANKS: usize = 3;
 #[derive(Debug, Default)]
 struct State {
     taken: bool,
-    /// How many wait, by rank.
+    /// The number of waiting callers, by rank.
     waiting: [usize; RANKS],
 }
 
@@ -25,7 +25,7 @@ impl State {
         self.waiting.iter_mut().skip(rank as usize).take(1)
     }
 
-    /// Takes the turn for one who waits, if nobody has it and nobody above waits.
+    /// Takes the turn for a waiting caller, if nobody has the turn and nobody of a higher rank waits.
     fn take(&mut self, rank: Rank) -> bool {
         let free = !self.taken && self.waiting.iter().take(rank as usize).all(|above| *above == 0);
         self.taken |= free;
@@ -38,12 +38,12 @@ impl State {
 pub(super) struct Turns(watch::Sender<State>);
 
 impl Turns {
-    /// Waits for one's turn.
+    /// Waits for the caller's turn.
     pub(super) async fn next(&self, rank: Rank) -> Turn<'_> {
         let waiting = Waiting::new(self, rank);
         let mut changes = self.0.subscribe();
         while !self.0.send_if_modified(|state| state.take(rank)) {
-            // It ends with the sender, which is ours.
+            // The channel closes only with `self`.
             let _ = changes.changed().await;
         }
         drop(waiting);
@@ -51,7 +51,7 @@ impl Turns {
     }
 }
 
-/// One who waits, or has lost patience.
+/// A caller that waits. Dropping it gives up the wait.
 struct Waiting<'a>(&'a Turns, Rank);
 
 impl<'a> Waiting<'a> {
@@ -68,7 +68,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// A turn, until it is dropped.
+/// A turn, held until it is dropped.
 #[derive(Debug)]
 pub(super) struct Turn<'a>(&'a Turns);
 
@@ -99,7 +99,7 @@ mod tests {
             }));
             tokio::task::yield_now().await;
         }
-        // Who gives up while it waits is in nobody's way.
+        // A caller that gives up its wait holds up nobody.
         let gives_up = tokio::time::timeout(std::time::Duration::ZERO, turns.next(Rank::Supervisor));
         assert!(gives_up.await.is_err());
         drop(first);

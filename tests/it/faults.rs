@@ -685,7 +685,7 @@ fn what_others_break_is_repaired() {
     // Nobody makes it again. Its loss has been told once, whether it is new or old.
     let _ = fs::remove_file(host.path("mps/log/control.log"));
     reload(&host);
-    waits_for_log(&host, "was removed; the control daemon writes to the removed file on");
+    waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
     drop(bystander);
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Default");
@@ -1097,7 +1097,7 @@ fn a_log_started_anew_empties_no_other_file() {
         fs::remove_file(&log).unwrap();
         std::os::unix::fs::symlink(&elsewhere, &log).unwrap();
         wait_for("the whole copy", || (kept.metadata().unwrap().len() >= burst.len() as u64).then_some(()));
-        waits_for_log_with_reloads(&host, "was removed; the control daemon writes to the removed file on");
+        waits_for_log_with_reloads(&host, "was removed; the control daemon still writes to the removed file");
         assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "not a log\n");
         assert_eq!(host.stop().code(), Some(0));
     }
