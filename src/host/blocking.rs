@@ -1,6 +1,6 @@
-//! Questions that may never be answered: to NVML about a GPU that fell off its bus, to the kernel about a process that is
-//! stuck in the driver. One that hangs keeps its thread, and nobody can take that back. So each kind of question has
-//! few: more that hang could not keep those about anything else from being asked.
+//! Questions that may never be answered: to NVML about a GPU that fell off its bus, to the kernel about a process that
+//! is stuck in the driver. A question that hangs keeps its thread for good. So each kind of question has only a few
+//! threads, and questions of one kind that hang can't block the other kinds.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,13 +13,13 @@ use tokio::time::timeout;
 pub struct Blocking(Arc<Semaphore>);
 
 impl Blocking {
-    /// So many questions at a time.
+    /// Allows this many questions at a time.
     pub fn new(threads: usize) -> Self {
         Self(Arc::new(Semaphore::new(threads)))
     }
 
-    /// Asks off the runtime's own threads. None if there is no answer within `patience`, be it that the question hangs
-    /// or that others do which have all the threads, or if asking panicked.
+    /// Asks on a thread of its own. None if there is no answer within `patience`, since the question hangs or since
+    /// other hanging questions have all threads, or if the question panicked.
     pub async fn ask<T: Send + 'static>(
         &self,
         patience: Duration,
@@ -27,7 +27,7 @@ impl Blocking {
     ) -> Option<T> {
         let answer = async {
             let thread = Arc::clone(&self.0).acquire_owned().await.ok()?;
-            // Given back by the thread itself: we may have lost patience by then.
+            // The thread itself gives the permit back, since the caller may have stopped waiting by then.
             let asked = tokio::task::spawn_blocking(move || (question(), thread));
             asked.await.ok().map(|(answer, _)| answer)
         };
@@ -43,7 +43,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[tokio::test]
-    async fn those_that_hang_keep_their_threads_and_no_others() {
+    async fn hanging_questions_block_only_their_own_kind() {
         let blocking = Blocking::new(2);
         let (let_go, held) = mpsc::channel::<()>();
         let held = Arc::new(std::sync::Mutex::new(held));

@@ -10,10 +10,10 @@ use super::{nvml, pci_ids, sysfs};
 /// NVIDIA's PCI vendor number.
 pub const NVIDIA: u16 = 0x10de;
 
-/// A PCI address: numbers, never text, so that `1A` and `1a` are one and `0000:` and nothing too.
+/// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
-    /// The domain; above 0xffff behind some host bridges.
+    /// The domain. Above 0xffff behind some host bridges.
     pub domain: u32,
     /// The bus.
     pub bus: u8,
@@ -24,7 +24,7 @@ pub struct PciAddress {
 }
 
 impl PciAddress {
-    /// The platform's name: the domain left out when it is 0000, lower case. Never contains `-`.
+    /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`.
     pub fn short(&self) -> String {
         if self.domain == 0 {
             format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
@@ -33,11 +33,12 @@ impl PciAddress {
         }
     }
 
-    /// Which of these addresses is meant by this one, written without a domain: itself, in domain 0000, or the only one
-    /// that is the same in another domain. Itself where there is none.
+    /// Finds the address among `all` that is meant by this one, which is written without a domain: the same address in
+    /// domain 0000, or the only address that differs in nothing but the domain. If there is none, it returns the
+    /// address itself.
     ///
     /// # Errors
-    /// The addresses among which nobody can choose.
+    /// Several addresses differ only in the domain.
     pub fn in_any_domain(self, all: impl Iterator<Item = Self>) -> Result<Self, Vec<Self>> {
         let same: Vec<Self> = all.filter(|one| Self { domain: self.domain, ..*one } == self).collect();
         match same.as_slice() {
@@ -48,7 +49,7 @@ impl PciAddress {
         }
     }
 
-    /// Whether an address is written without its domain, as `00:06.0`.
+    /// Whether an address is written without its domain, such as `00:06.0`.
     pub fn is_short(text: &str) -> bool {
         text.matches(':').count() == 1
     }
@@ -61,7 +62,7 @@ impl fmt::Display for PciAddress {
     }
 }
 
-/// Text that is no PCI address.
+/// The text is no PCI address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a PCI address like 0000:00:06.0 or 00:06.0")]
 pub struct BadPciAddress;
@@ -90,21 +91,21 @@ impl FromStr for PciAddress {
     }
 }
 
-/// What decides who may open a context on a GPU.
+/// The mode that decides which processes may open a context on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ComputeMode {
-    /// Any number of processes.
+    /// Any number of processes may.
     Default,
-    /// Deprecated by NVIDIA: one thread.
+    /// One thread may. NVIDIA has deprecated this mode.
     ExclusiveThread,
-    /// No process at all.
+    /// No process may.
     Prohibited,
-    /// One process, such as an MPS server.
+    /// One process may, such as an MPS server.
     ExclusiveProcess,
 }
 
 impl fmt::Display for ComputeMode {
-    /// As `nvidia-smi --query-gpu=compute_mode` prints it.
+    /// The text that `nvidia-smi --query-gpu=compute_mode` prints.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Default => "Default",
@@ -115,28 +116,28 @@ impl fmt::Display for ComputeMode {
     }
 }
 
-/// What the PCI Express link of a GPU can do (its capability, not its state of the moment).
+/// The capability of a GPU's PCI Express link, not its state of the moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PcieLink {
-    /// `8GT/s`, as lspci writes it.
+    /// The rate in lspci's spelling, `8GT/s`.
     pub rate: String,
-    /// Lanes; 0 where unknown.
+    /// The number of lanes. 0 if unknown.
     pub width: u32,
 }
 
 impl PcieLink {
-    /// The PCI Express version that has this rate, as the platform writes it: `3.0`, or `unknown`.
+    /// The PCI Express version with this rate, in the platform's spelling: `3.0`, or `unknown`.
     pub fn version(&self) -> &'static str {
         self.version_and_lane().0
     }
 
-    /// What all lanes carry together, as the platform writes it: `15.76 GB/s`.
+    /// The throughput of all lanes together, in the platform's spelling: `15.76 GB/s`.
     pub fn throughput(&self) -> String {
         format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
     }
 
-    /// The version and the GB/s of one lane. The platform compares these texts, so its rounding is kept, the -1 for
-    /// an unknown rate too.
+    /// The version, and the GB/s of one lane. The platform compares these texts, so its rounding is kept, and its -1
+    /// for an unknown rate too.
     fn version_and_lane(&self) -> (&'static str, f64) {
         match self.rate.as_str() {
             "2.5GT/s" => ("1.0", 0.25),
@@ -151,72 +152,72 @@ impl PcieLink {
     }
 }
 
-/// A display device that the PCI bus lists, whoever made it. Known without any driver.
+/// A display device on the PCI bus, from any vendor. It is known without any driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PciDevice {
     /// Its address.
     pub address: PciAddress,
     /// The vendor, 0x10de for NVIDIA.
     pub vendor: u16,
-    /// The device.
+    /// The PCI device number.
     pub device: u16,
-    /// The kernel driver that holds it: `nvidia`, `vfio-pci`. None where no driver does or /sys doesn't say.
+    /// The kernel driver that holds the device: `nvidia`, `vfio-pci`. None if no driver holds it or /sys doesn't say.
     pub driver: Option<String>,
-    /// `/dev/dri/renderDN`.
+    /// The render node, `/dev/dri/renderDN`.
     pub render_node: Option<PathBuf>,
-    /// `/dev/dri/cardN`.
+    /// The card node, `/dev/dri/cardN`.
     pub card_node: Option<PathBuf>,
-    /// The NUMA node; -1 where there is none.
+    /// The NUMA node. -1 if there is none.
     pub numa_node: i32,
-    /// The link's capability; None where the device shows none.
+    /// The link's capability. None if the device shows none.
     pub link: Option<PcieLink>,
-    /// The marketing name of pci.ids, the text in its square brackets: `Tesla P40`.
+    /// The marketing name from pci.ids: the text in its square brackets, such as `Tesla P40`.
     pub pci_ids_name: Option<String>,
 }
 
-/// What NVML says of a GPU. Each value stands alone: one that failed doesn't hide the others.
+/// The facts that NVML reports about a GPU. If one value can't be read, the others are still there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NvmlFacts {
     /// The GPU's UUID, `GPU-` and 36 characters.
     pub uuid: String,
-    /// NVML's name: `NVIDIA H200`.
+    /// NVML's name, such as `NVIDIA H200`.
     pub name: String,
     /// The index that nvidia-smi shows.
     pub index: u32,
     /// The N of `/dev/nvidiaN`.
     pub minor: Option<u32>,
-    /// The memory in MiB, the part that is reserved included. None: `[N/A]`, as on GPUs with unified memory.
+    /// The memory in MiB, with the reserved part. None if NVML reports `[N/A]`, as on GPUs with unified memory.
     pub memory_total_mib: Option<u64>,
-    /// Major and minor.
+    /// The compute capability, major and minor.
     pub compute_capability: Option<(u32, u32)>,
     /// The compute mode at the time of the query.
     pub compute_mode: Option<ComputeMode>,
-    /// Whether MIG is on.
+    /// Whether MIG mode is enabled.
     pub mig_enabled: bool,
-    /// Processes that would keep an MPS server out, PID and command: they have a context on it, are no clients of a
-    /// server, and none is there yet.
+    /// The processes that would keep an MPS server from starting, each with PID and command: they have a context on the
+    /// GPU, they are no MPS clients, and no server is there yet.
     pub foreign_processes: Vec<(u32, String)>,
 }
 
 impl PciDevice {
-    /// The kernel driver that holds it, where that is another than NVIDIA's: a GPU passed through to a virtual machine
-    /// is in the hands of `vfio-pci`.
+    /// The kernel driver that holds the device, if it is not NVIDIA's. `vfio-pci` holds a GPU that is passed through to
+    /// a virtual machine.
     pub fn foreign_driver(&self) -> Option<&str> {
         self.driver.as_deref().filter(|driver| *driver != "nvidia")
     }
 }
 
-/// One NVIDIA GPU: what the bus says and what the driver says.
+/// One NVIDIA GPU: the facts from the bus and the facts from the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
-    /// The bus's view.
+    /// The facts from the bus.
     pub pci: PciDevice,
-    /// The driver's view, or why there is none, in words for an administrator (`GPU is lost ...`).
+    /// The facts from the driver, or the reason why there are none, in words for an administrator (`GPU is lost ...`).
     pub nvml: Result<NvmlFacts, String>,
 }
 
 impl Gpu {
-    /// The published model: the name in pci.ids first, NVML's otherwise (as the platform has it from lspci).
+    /// The published model: the name from pci.ids, otherwise NVML's name. The platform takes it from lspci.
     pub fn model(&self) -> String {
         let nvml = self.nvml.as_ref().map(|facts| facts.name.as_str());
         match &self.pci.pci_ids_name {
@@ -225,7 +226,7 @@ impl Gpu {
         }
     }
 
-    /// `10de:1b38`.
+    /// The vendor and the device number, `10de:1b38`.
     pub fn vendor_device_id(&self) -> String {
         format!("{:04x}:{:04x}", self.pci.vendor, self.pci.device)
     }
@@ -234,19 +235,19 @@ impl Gpu {
 /// Everything known of this host's GPUs at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inventory {
-    /// The driver's version, `580.159.04`, or why NVML can't be used, in words for an administrator.
+    /// The driver's version, `580.159.04`, or the reason why NVML can't be used, in words for an administrator.
     pub driver: Result<String, String>,
-    /// The NVIDIA GPUs in PCI order: those on the bus and those that NVML knows.
+    /// The NVIDIA GPUs in the order of their addresses: the GPUs on the bus and the GPUs that NVML knows.
     pub gpus: Vec<Gpu>,
-    /// Display devices of other makers, so that an entry naming one gets a true answer.
+    /// Display devices of other vendors, so that the message about an entry that names such a device can say so.
     pub others: Vec<PciDevice>,
 }
 
 impl Inventory {
-    /// Reads what the bus, the driver and pci.ids say at this moment. Never fails: what can't be read is missing from
-    /// the answer, with its reason where there is a place for one.
+    /// Reads the facts from the bus, the driver and pci.ids. It never fails. A fact that can't be read is missing, and
+    /// if the result has a place for the reason, the reason is there.
     ///
-    /// `driver` is the open NVML, or why there is none.
+    /// `driver` is the open NVML, or the reason why there is none.
     pub fn read(sysroot: &Path, driver: Result<&nvml::Driver, &str>) -> Self {
         let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
@@ -256,7 +257,7 @@ impl Inventory {
         match listed {
             Err(reason) => Self::without_driver(devices, &reason),
             Ok((driver, listed)) => {
-                // All else works, so a version that can't be read is no reason to serve nothing.
+                // The version is not needed to serve GPUs.
                 let version = driver.version().unwrap_or_else(|reason| {
                     tracing::warn!("{reason}");
                     "unknown".to_owned()
@@ -273,7 +274,7 @@ impl Inventory {
         Self { driver: Err(reason.to_owned()), gpus, others }
     }
 
-    /// `ask` is for the GPUs that NVML did not list: it mostly learns why.
+    /// `ask` is called for the GPUs that NVML did not list. It usually returns the reason.
     fn merged(
         sysroot: &Path,
         devices: Vec<PciDevice>,
@@ -299,7 +300,7 @@ impl Inventory {
             };
             gpus.push(Gpu { pci, nvml });
         }
-        // What is left has no entry in /sys, as in a container that hides it.
+        // The remaining GPUs have no entry in /sys, for example in a container that hides it.
         let wanted: BTreeSet<_> = listed.values().map(|gpu| (gpu.vendor, gpu.device)).collect();
         let names = pci_ids::names(sysroot, &wanted);
         gpus.extend(listed.into_values().map(|gpu| Gpu {
@@ -443,7 +444,7 @@ mod tests {
             on_bus("00:08.0", NVIDIA, Some("nvidia")),
             on_bus("03:00.0", 0x1002, Some("amdgpu")),
         ];
-        // NVML's order is its own, and 0001:1a:00.0 is not in /sys.
+        // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
         let inventory = Inventory::merged(root.path(), devices, "580.159.04".to_owned(), known, |missing| {
             Err(format!("{missing} is lost"))

@@ -1,4 +1,4 @@
-//! The host as it is: its GPUs, as the PCI bus and NVIDIA's driver tell of them, its processes and its service manager.
+//! The host: its GPUs, as the PCI bus and NVIDIA's driver report them, its processes and its service manager.
 
 pub mod blocking;
 pub mod gpu;

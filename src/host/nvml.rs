@@ -1,4 +1,4 @@
-//! NVIDIA's driver, asked through NVML. The only module that names `nvml_wrapper`.
+//! NVIDIA's driver, asked through NVML. Only this module names `nvml_wrapper`.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -17,21 +17,23 @@ use rustix::process::Resource;
 use super::gpu::{ComputeMode, NvmlFacts, PciAddress};
 use crate::host::proc;
 
-/// The library's name that every driver installs; the one without a number comes with development packages.
+/// The library's name that every driver installs. The name without a number comes only with development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
 
 const MIB: u64 = 1 << 20;
 
-/// The name of an MPS server, cut to the 15 characters that the kernel keeps. The control daemon's is cut to the same.
+/// The name of an MPS server, cut to the 15 characters that the kernel keeps. The control daemon's name is cut to the
+/// same text.
 const MPS_SERVER: &str = "nvidia-cuda-mps";
 
-/// How often a list of processes is asked for again when it grew while it was copied.
+/// The number of tries for a list of processes that grows while it is copied.
 const TRIES: u32 = 5;
 
-/// How long one wait for a critical error lasts. Nobody waits for its end.
+/// The length of one wait for a critical error. Nobody waits for its end.
 const XID_WAIT_MS: u32 = 60_000;
 
-/// The loaded library. Stays good while processes and compute modes change; a driver that is reloaded needs a new one.
+/// The loaded library. It stays valid while processes and compute modes change. A driver that is reloaded needs a new
+/// one.
 #[derive(Debug)]
 pub struct Driver {
     nvml: Nvml,
@@ -42,31 +44,31 @@ pub struct Driver {
 pub struct Listed {
     /// Its address.
     pub address: PciAddress,
-    /// The PCI vendor.
+    /// The PCI vendor number.
     pub vendor: u16,
-    /// The PCI device.
+    /// The PCI device number.
     pub device: u16,
-    /// What NVML says of it, or why it can't, in words for an administrator.
+    /// The facts that NVML reports, or the reason why it can't, in words for an administrator.
     pub facts: Result<NvmlFacts, String>,
 }
 
 /// A process with a context on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuProcess {
-    /// The host's PID.
+    /// The PID on the host.
     pub pid: u32,
-    /// The GPU memory that it holds; None where the driver doesn't say.
+    /// The GPU memory that it holds. None if the driver doesn't report it.
     pub memory_mib: Option<u64>,
-    /// Whether it is a client of an MPS server. A server itself is not.
+    /// Whether the process is a client of an MPS server. A server itself is not.
     pub via_mps: bool,
 }
 
-/// The two lists of processes that NVML keeps of a GPU.
+/// The two lists of processes that NVML keeps for a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Contexts {
-    /// All of them by PID, with their memory in MiB.
+    /// All processes by PID, each with its memory in MiB.
     compute: BTreeMap<u32, Option<u64>>,
-    /// The clients of MPS servers, likewise; None where the GPU keeps no such list, as before Volta.
+    /// The clients of MPS servers, in the same form. None if the GPU has no such list, as before Volta.
     mps: Option<BTreeMap<u32, Option<u64>>>,
 }
 
@@ -74,12 +76,12 @@ impl Driver {
     /// Loads NVML and connects to the driver.
     ///
     /// # Errors
-    /// Why that can't be, with what to do, in words for an administrator.
+    /// The reason, with the remedy, in words for an administrator.
     pub fn open() -> Result<Self, String> {
         let nvml =
             Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
         if nvml.lib().nvmlShutdown.is_err() {
-            // Dropping it would call the missing function, which the wrapper answers with a panic.
+            // Dropping `nvml` would call the missing function, and the wrapper would panic.
             std::mem::forget(nvml);
             return Err(format!(
                 "{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown; reinstall the driver"
@@ -91,7 +93,7 @@ impl Driver {
     /// The driver's version, `580.159.04`.
     ///
     /// # Errors
-    /// NVML can't say, in words for an administrator.
+    /// NVML can't report it. The error is in words for an administrator.
     pub fn version(&self) -> Result<String, String> {
         self.nvml
             .sys_driver_version()
@@ -101,7 +103,7 @@ impl Driver {
     /// The CUDA version of the driver, 13000 for 13.0.
     ///
     /// # Errors
-    /// NVML can't say, in words for an administrator.
+    /// NVML can't report it. The error is in words for an administrator.
     pub fn cuda_version(&self) -> Result<u32, String> {
         let version = self.nvml.sys_cuda_driver_version();
         let version =
@@ -109,11 +111,11 @@ impl Driver {
         u32::try_from(version).map_err(|_| format!("a CUDA version of {version}"))
     }
 
-    /// Every GPU that NVML lists and whose address it knows, in NVML's order. A GPU without a handle is left out: NVML
-    /// doesn't say where it is. [`Driver::facts_at`] tells the reason for an address.
+    /// Every GPU that NVML lists and whose address it knows, in NVML's order. A GPU without a handle is left out, since
+    /// NVML doesn't report its address. [`Driver::facts_at`] gives the reason for an address.
     ///
     /// # Errors
-    /// The GPUs can't be listed at all, in words for an administrator.
+    /// The GPUs can't be listed at all. The error is in words for an administrator.
     pub fn facts(&self) -> Result<Vec<Listed>, String> {
         let count = self
             .nvml
@@ -139,10 +141,10 @@ impl Driver {
         Ok(listed)
     }
 
-    /// What NVML says of the GPU at this address.
+    /// The facts that NVML reports about the GPU at this address.
     ///
     /// # Errors
-    /// Why NVML can't serve it, in words for an administrator.
+    /// The reason why NVML can't report them, in words for an administrator.
     pub fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, String> {
         let device = self.nvml.device_by_pci_bus_id(address.to_string()).map_err(|error| match error {
             NvmlError::NotFound | NvmlError::InvalidArg => {
@@ -157,25 +159,25 @@ impl Driver {
     /// The compute mode of the GPU with this UUID.
     ///
     /// # Errors
-    /// In words for an administrator.
+    /// The reason, in words for an administrator.
     pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
         let mode = self.device(uuid)?.compute_mode();
         mode.map(ours).map_err(|error| format!("the compute mode can't be read: {}", words(&error)))
     }
 
-    /// Whether the driver keeps the GPU's state, its compute mode too, while no program has the GPU open.
+    /// Whether the driver keeps the GPU's state, including its compute mode, while no program has the GPU open.
     ///
     /// # Errors
-    /// In words for an administrator.
+    /// The reason, in words for an administrator.
     pub fn persistence_mode(&self, uuid: &str) -> Result<bool, String> {
         let mode = self.device(uuid)?.is_in_persistent_mode();
         mode.map_err(|error| format!("the persistence mode can't be read: {}", words(&error)))
     }
 
-    /// Sets the compute mode and reads it back.
+    /// Sets the compute mode and verifies it by reading it back.
     ///
     /// # Errors
-    /// It can't be set or reads otherwise afterwards, in words for an administrator.
+    /// It can't be set, or another mode is read back. The error is in words for an administrator.
     pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
         self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
             NvmlError::NoPermission => {
@@ -191,10 +193,10 @@ impl Driver {
         }
     }
 
-    /// The processes with a context on the GPU with this UUID, servers and clients of MPS included, by PID.
+    /// The processes with a context on the GPU with this UUID, by PID. MPS servers and clients are included.
     ///
     /// # Errors
-    /// In words for an administrator.
+    /// The reason, in words for an administrator.
     pub fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
         let device = self.device(uuid)?;
         let contexts = contexts(&device)
@@ -202,11 +204,11 @@ impl Driver {
         Ok(contexts.processes(proc::name))
     }
 
-    /// Waits for critical errors of every GPU that can tell of them, and hands each to `seen`: the GPU's UUID and the
-    /// Xid number. Ends when `seen` returns false.
+    /// Waits for critical errors of every GPU that can report them, and passes each to `seen`: the GPU's UUID and the
+    /// Xid number. It ends when `seen` returns false.
     ///
     /// # Errors
-    /// No GPU can tell, or none can any more, in words for an administrator.
+    /// No GPU can report critical errors, or none can any longer. The error is in words for an administrator.
     pub fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
         let (events, uuids) = self.xid_events()?;
         loop {
@@ -220,7 +222,8 @@ impl Driver {
                 Some(XidError::Unknown) => 999,
                 None => continue,
             };
-            // One that has fallen off its bus need not say which it is: it is among those that don't answer.
+            // NVML may not know the UUID of a GPU that has fallen off its bus. Then the error is passed on for every
+            // GPU that does not answer.
             let met = event.device.uuid().map_or_else(
                 |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
                 |uuid| vec![uuid],
@@ -231,13 +234,13 @@ impl Driver {
         }
     }
 
-    /// A set of the critical errors of all GPUs that have them, and the UUIDs of those. A failed registration takes the
-    /// set with it, so the next one is made without that GPU.
+    /// A set of the critical errors of all GPUs that report them, and the UUIDs of these GPUs. A failed registration
+    /// consumes the set, so the next set is made without that GPU.
     fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), String> {
         let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
-        'anew: loop {
+        'without_refused: loop {
             if gpus.is_empty() {
-                return Err("no GPU tells of critical errors".to_owned());
+                return Err("no GPU reports critical errors".to_owned());
             }
             let mut events = self.nvml.create_event_set().map_err(|error| words(&error))?;
             let mut uuids = Vec::new();
@@ -253,7 +256,7 @@ impl Driver {
                     Ok(registered) => events = registered,
                     Err(_) => {
                         gpus.remove(place);
-                        continue 'anew;
+                        continue 'without_refused;
                     }
                 }
             }
@@ -270,8 +273,8 @@ impl Driver {
 }
 
 impl Contexts {
-    /// Whether this is the client of a server. Where the GPU keeps no list of them: whatever stands beside a server,
-    /// since nothing else could tell.
+    /// Whether this process is a client of a server. If the GPU keeps no list of clients, every process beside a server
+    /// counts as a client, since nothing else could tell.
     fn is_client(&self, pid: u32, command: &impl Fn(u32) -> Option<String>) -> bool {
         match &self.mps {
             Some(clients) => clients.contains_key(&pid),
@@ -283,7 +286,7 @@ impl Contexts {
     }
 
     fn processes(&self, command: impl Fn(u32) -> Option<String>) -> Vec<GpuProcess> {
-        // A client that has just come may be in the second list alone.
+        // A new client may be in the second list only.
         let mut all = self.mps.clone().unwrap_or_default();
         all.extend(&self.compute);
         all.into_iter()
@@ -291,8 +294,8 @@ impl Contexts {
             .collect()
     }
 
-    /// Those that would keep a server out: they are no clients of one, and none is there yet. One that has ended
-    /// meanwhile is skipped.
+    /// The processes that would keep a server from starting: they are no clients of a server, and no server is there
+    /// yet. A process that has just ended is left out.
     fn foreign(&self, command: impl Fn(u32) -> Option<String>) -> Vec<(u32, String)> {
         let strangers = self.compute.keys().filter(|pid| !self.is_client(**pid, &command));
         let strangers: Vec<_> = strangers.filter_map(|pid| Some((*pid, command(*pid)?))).collect();
@@ -300,7 +303,7 @@ impl Contexts {
     }
 }
 
-/// The address, the vendor and the device.
+/// The address, the PCI vendor number and the PCI device number.
 fn identity(device: &Device<'_>) -> Result<(PciAddress, u16, u16), String> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
@@ -333,7 +336,7 @@ fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, String> {
     })
 }
 
-/// A value that fails alone is None; an error that says that the whole GPU is gone is one.
+/// The value, or None if only this value can't be read. An error if the whole GPU is gone.
 fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, String> {
     match value {
         Ok(value) => Ok(Some(value)),
@@ -352,7 +355,7 @@ fn is_gone(error: &NvmlError) -> bool {
 fn foreign_processes(device: &Device<'_>) -> Result<Vec<(u32, String)>, NvmlError> {
     let mut foreign = contexts(device)?.foreign(proc::name);
     if !foreign.is_empty() {
-        // A client that went away between the two lists looks foreign while it ends.
+        // A client that ends between the two lists looks foreign for a moment.
         let still = list(|| device.running_compute_processes())?;
         foreign.retain(|(pid, _)| still.contains_key(pid));
     }
@@ -371,7 +374,7 @@ fn contexts(device: &Device<'_>) -> Result<Contexts, NvmlError> {
     Ok(Contexts { compute, mps })
 }
 
-/// PID and memory in MiB.
+/// Each process's PID and its memory in MiB.
 fn list(
     mut ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
 ) -> Result<BTreeMap<u32, Option<u64>>, NvmlError> {
@@ -407,9 +410,9 @@ fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
     }
 }
 
-/// Why NVML can't be used at all, and what to do.
+/// The reason why NVML can't be used at all, with the remedy.
 fn why_not_open(error: &NvmlError) -> String {
-    // NVML has no word for it, and its errors then name anything but this.
+    // NVML has no error code for this, and reports some other error.
     if let Some(reason) = no_descriptors() {
         return reason;
     }
@@ -435,7 +438,7 @@ fn why_not_open(error: &NvmlError) -> String {
     }
 }
 
-/// Why no file can be opened, if none can.
+/// The reason why no file can be opened, if none can.
 fn no_descriptors() -> Option<String> {
     let error = fs::File::open("/dev/null").err()?;
     match Errno::from_io_error(&error)? {
@@ -454,7 +457,7 @@ fn no_descriptors() -> Option<String> {
     }
 }
 
-/// The dynamic linker's error, told apart by its text: it has no number.
+/// The dynamic linker's error has no number, so its text decides.
 fn why_not_loaded(error: &impl fmt::Display) -> String {
     let text = error.to_string();
     if text.contains("Too many open files") {
@@ -466,7 +469,7 @@ fn why_not_loaded(error: &impl fmt::Display) -> String {
     }
 }
 
-/// An error in words for an administrator.
+/// The error in words for an administrator.
 fn words(error: &NvmlError) -> String {
     match error {
         NvmlError::GpuLost => {
@@ -497,7 +500,7 @@ mod tests {
         Contexts { compute: list(compute), mps: mps.map(list) }
     }
 
-    /// 9 and 10 are servers, 404 has ended.
+    /// 9 and 10 are servers. 404 has ended.
     fn names(pid: u32) -> Option<String> {
         match pid {
             9 | 10 => Some("nvidia-cuda-mps".to_owned()),
@@ -511,12 +514,12 @@ mod tests {
     }
 
     #[test]
-    fn nobody_keeps_a_server_out_that_is_there() {
+    fn no_process_is_foreign_once_a_server_is_there() {
         assert_eq!(foreign(&[9, 21, 30], Some(&[21])), Vec::<u32>::new());
     }
 
     #[test]
-    fn foreign_is_who_is_neither_server_nor_client() {
+    fn a_process_that_is_neither_server_nor_client_is_foreign() {
         assert_eq!(foreign(&[], Some(&[])), Vec::<u32>::new());
         assert_eq!(foreign(&[9, 21, 22], Some(&[21, 22])), Vec::<u32>::new());
         assert_eq!(foreign(&[21, 30, 404], Some(&[21])), [30]);
@@ -525,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_list_of_clients_nobody_beside_a_server_is_called_foreign() {
+    fn without_a_list_of_clients_a_process_beside_a_server_is_not_foreign() {
         assert_eq!(foreign(&[9, 21, 22], None), Vec::<u32>::new());
         assert_eq!(foreign(&[21, 22], None), [21, 22]);
         assert_eq!(foreign(&[404], None), Vec::<u32>::new());

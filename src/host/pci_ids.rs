@@ -5,10 +5,11 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-/// Where distributions keep the list; the first that can be opened counts.
+/// The places where distributions keep the list. The first file that can be opened is used.
 const PLACES: [&str; 3] = ["usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids", "usr/share/pci.ids"];
 
-/// The names of these devices (vendor, device), the text in the square brackets; those without one are left out.
+/// The names of these devices (vendor, device): the text in the square brackets. A device without such a text is left
+/// out.
 pub(super) fn names(sysroot: &Path, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16, u16), String> {
     if wanted.is_empty() {
         return BTreeMap::new();
@@ -17,7 +18,7 @@ pub(super) fn names(sysroot: &Path, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(
     file.map(|file| parse(BufReader::new(file), wanted)).unwrap_or_default()
 }
 
-/// Ends quietly where the text can't be read on: a name is a nicety.
+/// Stops without an error if the list can't be read further, since names are optional.
 fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16, u16), String> {
     let mut names = BTreeMap::new();
     let mut vendor = None;
@@ -26,7 +27,7 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
         let text = String::from_utf8_lossy(&line);
         let text = text.trim_end();
         if let Some(entry) = text.strip_prefix('\t') {
-            // A second tab starts a subsystem, whose number would not parse.
+            // A second tab starts a subsystem, whose line does not begin with a number then.
             let device = vendor.zip(numbered(entry)).map(|(vendor, (device, name))| ((vendor, device), name));
             if let Some((id, name)) = device
                 && wanted.contains(&id)
@@ -35,7 +36,8 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
                 names.insert(id, name.to_owned());
             }
         } else if !text.is_empty() && !text.starts_with('#') {
-            // A line of the class list at the end (`C 03 ...`) has no such number and ends the vendor before it.
+            // A line of the class list at the end (`C 03 ...`) does not begin with such a number, so it ends the vendor
+            // before it.
             vendor = numbered(text).map(|(vendor, _)| vendor);
         }
         line.clear();
@@ -43,15 +45,15 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
     names
 }
 
-/// Four hexadecimal digits, white space, a name.
+/// Splits a line into its four hexadecimal digits and the name after white space.
 fn numbered(text: &str) -> Option<(u16, &str)> {
     let (digits, name) = text.split_at_checked(4)?;
     let plain = digits.bytes().all(|byte| byte.is_ascii_hexdigit()) && name.starts_with([' ', '\t']);
     if plain { Some((u16::from_str_radix(digits, 16).ok()?, name.trim_start())) } else { None }
 }
 
-/// The platform's rule: `code name [model]`, from the last opening bracket that follows a blank to the last closing
-/// one.
+/// The name in the brackets, by the platform's rule for `code name [model]`: from the last opening bracket after a
+/// blank to the last closing bracket.
 fn in_brackets(name: &str) -> Option<&str> {
     let (inside, _) = name.rsplit_once(']')?;
     let (code_name, model) = inside.rsplit_once(" [")?;
@@ -89,7 +91,7 @@ C 03  Display controller
     }
 
     #[test]
-    fn names_are_those_in_brackets() {
+    fn names_are_taken_from_the_brackets() {
         assert_eq!(name(0x1b38).as_deref(), Some("Tesla P40"));
         assert_eq!(name(0x2335).as_deref(), Some("H200 SXM 141GB"));
         assert_eq!(name(0x1eb8).as_deref(), Some("Tesla T4"));
@@ -100,7 +102,7 @@ C 03  Display controller
     }
 
     #[test]
-    fn the_first_list_counts() {
+    fn the_first_list_is_used() {
         let root = tempfile::tempdir().unwrap();
         let wanted = BTreeSet::from([(0x10de, 0x1b38)]);
         assert!(names(root.path(), &wanted).is_empty());
@@ -115,7 +117,7 @@ C 03  Display controller
 
     proptest! {
         #[test]
-        fn no_bytes_disturb_it(bytes: Vec<u8>, device: u16) {
+        fn no_bytes_break_the_parser(bytes: Vec<u8>, device: u16) {
             let mut list = b"10de  NVIDIA\n\t1b38  GP102GL [Tesla P40]\n".to_vec();
             list.extend(bytes);
             let names = parse(list.as_slice(), &BTreeSet::from([(0x10de, 0x1b38), (0x10de, device)]));

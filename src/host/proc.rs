@@ -1,8 +1,8 @@
-//! What the kernel says under /proc. The only module that reads there.
+//! The files under /proc. Only this module reads there.
 //!
-//! A process gives itself any name it likes, and the kernel cuts a name wherever 15 bytes end: none of these files need
-//! be text. So all of them are read as bytes, and only as much as is sensible. Whoever reads about a process that may
-//! end meanwhile holds it (see `mps::hold`): its PID may be another's the next moment.
+//! A process can give itself any name, and the kernel cuts a name after 15 bytes, in the middle of a character too. So
+//! none of these files need be text. All of them are read as bytes, up to a bound. A caller that reads about a process
+//! which may end holds that process (see `mps::hold`), since another process may get its PID at any moment.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
@@ -12,20 +12,20 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// This process, in place of a PID.
+/// Stands for this process in place of a PID.
 pub const OWN: &str = "self";
 
-/// The program of this process, to be started once more.
+/// The program of this process, for starting it once more.
 pub const OWN_PROGRAM: &str = "/proc/self/exe";
 
-/// The file systems that are mounted, below a root directory.
+/// The list of mounted file systems, relative to a root directory.
 pub const MOUNTS: &str = "/proc/mounts";
 
-/// Of each file, no more is read. The kernel gives a new process less than that for its arguments and its environment,
-/// but a process can say that its environment is somewhere else, and how long.
+/// The most bytes that are read of a file. The kernel allows less for the arguments and the environment of a new
+/// process, but a process can declare any part of its memory to be its environment.
 const MAX_BYTES: u64 = 8 << 20;
 
-/// As much of a program's name as is shown.
+/// The most characters of a program's name that are shown.
 const PROGRAM_CHARACTERS: usize = 200;
 
 fn path(process: impl Display, file: &str) -> PathBuf {
@@ -42,37 +42,38 @@ fn beginning(path: impl AsRef<Path>, max_bytes: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// As text, with a mark in the place of what is none.
+/// Decodes bytes as text, with a replacement character for bytes that are no text.
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// What stands in this line of a file, behind the line's name.
+/// The text after this name on its line.
 fn line<'a>(file: &'a [u8], name: &str) -> Option<&'a str> {
     let found = file.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name.as_bytes()))?;
     std::str::from_utf8(found).ok().map(str::trim)
 }
 
-/// The PIDs of all processes of this machine.
+/// The PIDs of all processes of this host.
 pub fn pids() -> Vec<u32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Of /proc/PID/stat as much as is used here.
+/// The parts of /proc/PID/stat that the service uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stat {
     state: char,
-    /// The PID of its parent; 0 where that is none of ours.
+    /// The PID of its parent. 0 if the parent is in another PID namespace.
     pub parent: u32,
-    /// The session that it is in; None while it is being taken away.
+    /// The session of the process. None while the kernel removes the process.
     pub session: Option<u32>,
-    /// When it started, in clock ticks since the host was booted (field 22).
+    /// The start time in clock ticks since boot (field 22).
     pub start_time: u64,
 }
 
 impl Stat {
-    /// The name in field 2 may hold spaces, brackets and what is no text, so counting starts behind its last bracket.
+    /// The name in field 2 may hold spaces, brackets and bytes that are no text, so the fields are counted from its
+    /// last bracket.
     fn parse(stat: &[u8]) -> Option<Self> {
         let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
         let fields = std::str::from_utf8(stat.get(name_ends + 1..)?).ok()?;
@@ -85,12 +86,12 @@ impl Stat {
         })
     }
 
-    /// Whether SIGSTOP or a debugger holds it.
+    /// Whether SIGSTOP or a debugger has stopped the process.
     pub fn is_stopped(&self) -> bool {
         matches!(self.state, 'T' | 't')
     }
 
-    /// Whether it has ended, and only waits for its parent to take note.
+    /// Whether the process has ended and only waits for its parent to collect the exit status.
     pub fn has_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X')
     }
@@ -99,14 +100,14 @@ impl Stat {
 /// The state of a process, its parent, and so on.
 ///
 /// # Errors
-/// It has ended, or can't be read.
+/// The process has ended, or the file can't be read.
 pub fn stat(pid: u32) -> io::Result<Stat> {
     let file = path(pid, "stat");
     Stat::parse(&read(&file)?)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{} is cut short", file.display())))
 }
 
-/// The same of each of its threads; of one that has ended, none.
+/// The state of each of its threads. Threads that have ended are left out.
 pub fn threads(pid: u32) -> Vec<Stat> {
     let threads = fs::read_dir(path(pid, "task")).into_iter().flatten().flatten();
     threads.filter_map(|thread| Stat::parse(&read(thread.path().join("stat")).ok()?)).collect()
@@ -117,7 +118,7 @@ pub fn threads(pid: u32) -> Vec<Stat> {
 pub struct Status(Vec<u8>);
 
 impl Status {
-    /// The user ids: the real one, the effective one, the saved one and that of the file system.
+    /// The user ids: real, effective, saved and file system.
     pub fn uids(&self) -> Vec<u32> {
         let ids = line(&self.0, "Uid:").unwrap_or_default();
         ids.split_ascii_whitespace().filter_map(|id| id.parse().ok()).collect()
@@ -128,12 +129,12 @@ impl Status {
         self.uids().first().copied()
     }
 
-    /// Whether it ignores a signal.
+    /// Whether the process ignores a signal.
     pub fn ignores(&self, signal: i32) -> bool {
         self.has(signal, "SigIgn:")
     }
 
-    /// Whether it does something of its own on a signal.
+    /// Whether the process has a handler for a signal.
     pub fn catches(&self, signal: i32) -> bool {
         self.has(signal, "SigCgt:")
     }
@@ -147,18 +148,18 @@ impl Status {
 /// The user ids and the signals of a process.
 ///
 /// # Errors
-/// It has ended, or can't be read.
+/// The process has ended, or the file can't be read.
 pub fn status(process: impl Display) -> io::Result<Status> {
     read(path(process, "status")).map(Status)
 }
 
-/// The name of a process as the kernel keeps it, 15 bytes at most; None when it has ended.
+/// The name of a process as the kernel keeps it, 15 bytes at most. None if the process has ended.
 pub fn name(pid: u32) -> Option<String> {
     Some(text(&read(path(pid, "comm")).ok()?).trim_end().to_owned())
 }
 
-/// The program of a process, by its file, or else by the name that the kernel keeps; empty when there is no such process.
-/// A file may have any name: what could break a line or command a terminal is replaced.
+/// The program of a process: the path of its file, otherwise the name that the kernel keeps. Empty if there is no such
+/// process. A file may have any name, so characters that could break a line or control a terminal are replaced.
 pub fn program(pid: u32) -> String {
     let file = fs::read_link(path(pid, "exe")).map(|file| file.to_string_lossy().into_owned());
     let program = file.unwrap_or_else(|_| name(pid).unwrap_or_default());
@@ -166,37 +167,37 @@ pub fn program(pid: u32) -> String {
     program.trim_end_matches('\n').chars().take(PROGRAM_CHARACTERS).map(printable).collect()
 }
 
-/// The arguments of a process, the first of which says how it was called. They are in its memory, and whoever asks one
-/// that hangs for them hangs too.
+/// The arguments of a process, the program's name first. They are in the memory of the process, so this call hangs if
+/// the process hangs in the driver.
 pub fn arguments(pid: u32) -> Vec<String> {
     let all = read(path(pid, "cmdline")).unwrap_or_default();
     all.split(|byte| *byte == 0).map(text).collect()
 }
 
-/// The arguments as they are, one after the other.
+/// The arguments as bytes, without empty ones.
 pub fn arguments_as_given(pid: u32) -> Vec<OsString> {
     let all = read(path(pid, "cmdline")).unwrap_or_default();
     let arguments = all.split(|byte| *byte == 0).filter(|argument| !argument.is_empty());
     arguments.map(|argument| OsStr::from_bytes(argument).to_owned()).collect()
 }
 
-/// A path to what a descriptor of a process stands for, wherever its own path leads now.
+/// The path by which a process's descriptor can be opened again, even if the file has moved.
 pub fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
     path(process, &format!("fd/{descriptor}"))
 }
 
-/// Gives this process, and the children that it will have, an oom_score_adj.
+/// Gives this process and its future children an oom_score_adj.
 ///
 /// # Errors
-/// The kernel refuses a value below what root has set.
+/// The kernel refuses a value below the value that root has set.
 pub fn set_oom_score_adj(score: i16) -> io::Result<()> {
     fs::write(path(OWN, "oom_score_adj"), score.to_string())
 }
 
-/// The environment that a process has been given, or says that it has. It may hang like [`arguments`].
+/// The environment that a process was given or declares to have. This call may hang like [`arguments`].
 ///
 /// # Errors
-/// It has ended, or can't be read.
+/// The process has ended, or the file can't be read.
 pub fn environment(pid: u32) -> io::Result<Vec<u8>> {
     read(path(pid, "environ"))
 }
@@ -207,16 +208,16 @@ pub fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
     variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
 }
 
-/// The control groups of a process, one line for each hierarchy: `0::/system.slice/a.service`. Who may make some gives
-/// them any names.
+/// The control groups of a process, one line for each hierarchy: `0::/system.slice/a.service`. Users who may make
+/// control groups can give them any name.
 ///
 /// # Errors
-/// It has ended, or can't be read.
+/// The process has ended, or the file can't be read.
 pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
     read(path(process, "cgroup"))
 }
 
-/// The same as text, with a mark in the place of what is none.
+/// The same as text, with a replacement character for bytes that are no text.
 ///
 /// # Errors
 /// See [`cgroups`].
@@ -224,15 +225,15 @@ pub fn cgroups_text(process: impl Display) -> io::Result<String> {
     cgroups(process).map(|cgroups| text(&cgroups))
 }
 
-/// Which file systems a process sees: two that see the same have the same.
+/// The identity of the mount namespace of a process. Two processes that see the same file systems have the same one.
 pub fn mount_namespace(process: impl Display) -> Option<PathBuf> {
     fs::read_link(path(process, "ns/mnt")).ok()
 }
 
-/// How many files a process may open; more than anybody needs where it is unlimited.
+/// The number of files that a process may open. The largest number if there is no limit.
 ///
 /// # Errors
-/// It has ended, or can't be read.
+/// The process has ended, or the file can't be read.
 pub fn open_files_limit(pid: u32) -> io::Result<u64> {
     let file = path(pid, "limits");
     soft_limit(&read(&file)?, "Max open files").ok_or_else(|| {
@@ -245,7 +246,8 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
     if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
 }
 
-/// Whether something is mounted at a place, by a file like /proc/mounts, which is another one below a sysroot.
+/// Whether something is mounted at a place, according to a file like /proc/mounts. Below a sysroot that is another
+/// file.
 ///
 /// # Errors
 /// The file can't be read.
@@ -255,19 +257,19 @@ pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     Ok(lines.any(|line| line.split(|byte| *byte == b' ').nth(1) == Some(place.as_bytes())))
 }
 
-/// The time since the host was booted.
+/// The time since boot.
 pub fn uptime() -> Option<Duration> {
     let uptime = text(&read("/proc/uptime").ok()?);
     Duration::try_from_secs_f64(uptime.split_ascii_whitespace().next()?.parse().ok()?).ok()
 }
 
-/// When the host was booted.
+/// The time of the last boot.
 pub fn booted() -> Option<SystemTime> {
     let seconds = line(&read("/proc/stat").ok()?, "btime ")?.parse().ok()?;
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
 }
 
-/// When a process started, from when the host was booted on.
+/// The start time of a process, counted from boot.
 pub fn started(pid: u32) -> Option<Duration> {
     let ticks = stat(pid).ok()?.start_time;
     let per_second = rustix::param::clock_ticks_per_second();
@@ -279,7 +281,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counting_starts_behind_any_name() {
+    fn fields_are_counted_after_any_name() {
         let numbers = "1 12 13 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 98765 2000 1\n";
         for name in [&b"work"[..], b"a) (b c", b") S 7 8", b"x\xe8\xae\xad\xe7\xbb\x83\xe4", b"\xff\n"] {
             let stat = [b"12 (", name, b") S ", numbers.as_bytes()].concat();
@@ -295,13 +297,13 @@ mod tests {
     }
 
     #[test]
-    fn a_status_may_hold_what_is_no_text() {
+    fn a_status_may_hold_bytes_that_are_no_text() {
         let status = Status(
             b"Name:\tx\xe8\xae\nUid:\t1000\t0\t1\t2\nSigIgn:\t0000000000000001\nSigCgt:\t0000000000000200\n"
                 .to_vec(),
         );
         assert_eq!((status.real_uid(), status.uids()), (Some(1000), vec![1000, 0, 1, 2]));
-        // SIGHUP and SIGUSR1.
+        // Signal 1 is SIGHUP and signal 10 is SIGUSR1.
         assert!(status.ignores(1) && !status.catches(1));
         assert!(status.catches(10) && !status.ignores(10));
         assert_eq!(Status(b"Name:\twork\n".to_vec()).real_uid(), None);
@@ -321,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn the_soft_limit_counts() {
+    fn the_soft_limit_is_read() {
         let limits = b"Limit  Soft Limit  Hard Limit  Units\nMax open files            1024                 524288               files\n";
         let of = |limits: &[u8]| soft_limit(limits, "Max open files");
         assert_eq!(of(limits), Some(1024));
@@ -331,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts_are_told_by_their_place() {
+    fn a_mount_is_found_by_its_place() {
         let directory = tempfile::tempdir().unwrap();
         let mounts = directory.path().join("mounts");
         fs::write(&mounts, b"none / ext4 rw 0 0\nx\xff /dev/shm tmpfs rw 0 0\n").unwrap();
@@ -340,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_is_as_it_is() {
+    fn the_facts_about_this_process_are_right() {
         let own = std::process::id();
         let stat = stat(own).unwrap();
         assert_eq!(stat.parent, std::os::unix::process::parent_id());

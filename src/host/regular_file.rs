@@ -1,4 +1,4 @@
-//! Reads a file that may not be what it should be: a regular file of bounded size, and nothing that could be waited for.
+//! Reads a file that may not be the expected one. It accepts only a regular file of bounded size, and never blocks.
 
 use std::fs::{self, File, FileType};
 use std::io::{self, Read};
@@ -7,28 +7,28 @@ use std::path::Path;
 
 use rustix::fs::{OFlags, PROC_SUPER_MAGIC, fstatfs};
 
-/// Why a file is not read.
+/// The reason why a file is not read.
 #[derive(Debug, thiserror::Error)]
 pub enum Unreadable {
-    /// It can't be opened or read.
+    /// The file can't be opened or read.
     #[error("can't be read: {0}")]
     Failed(#[from] io::Error),
-    /// It is something else than a file with a content.
+    /// The file is no regular file.
     #[error("is {0} and no regular file")]
     NotRegular(&'static str),
-    /// It has more bytes than that.
+    /// The file has more bytes than this.
     #[error("is larger than {0} bytes")]
     TooLarge(u64),
 }
 
-/// The whole content, of `limit` bytes at most.
+/// The whole content, which has `limit` bytes at most.
 pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>, Unreadable> {
-    // Before it is opened: to open a device can be an order to it.
+    // This check comes before the file is opened, since opening a device may have effects.
     check(fs::metadata(path)?.file_type())?;
-    // A FIFO that has taken the file's place in between would wait for somebody to write into it.
+    // With NONBLOCK, a FIFO that took the file's place in between does not block.
     let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path)?;
     check(file.metadata()?.file_type())?;
-    // Some of these wait for the kernel to say something, and what is read out of /proc/kmsg nobody reads again.
+    // Some files of /proc block until the kernel has news, and each line of /proc/kmsg can be read only once.
     if fstatfs(&file).map_err(io::Error::from)?.f_type == PROC_SUPER_MAGIC {
         return Err(Unreadable::NotRegular("a file of /proc"));
     }

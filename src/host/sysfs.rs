@@ -1,4 +1,4 @@
-//! What /sys knows of display devices, whoever made them and whether or not a driver is loaded.
+//! The display devices in /sys, of any vendor, with or without a loaded driver.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -11,7 +11,7 @@ use super::pci_ids;
 /// The PCI base class of display controllers.
 const DISPLAY: u32 = 0x03;
 
-/// Every display device on the PCI bus, in the order of addresses. One that can't be read doesn't hide the others.
+/// Every display device on the PCI bus, in the order of addresses. A device that can't be read doesn't hide the others.
 ///
 /// # Errors
 /// The list of PCI devices can't be read at all.
@@ -36,7 +36,7 @@ pub fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     Ok(devices)
 }
 
-/// None: another class of device, or one that doesn't say what it is.
+/// None for a device of another class, or a device whose files can't be read.
 fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
     if number(&directory.join("class"))? >> 16 != DISPLAY {
         return None;
@@ -59,7 +59,7 @@ fn text(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// `0x030200`.
+/// Parses `0x030200`.
 fn number(path: &Path) -> Option<u32> {
     u32::from_str_radix(text(path)?.strip_prefix("0x")?, 16).ok()
 }
@@ -69,7 +69,7 @@ fn driver(directory: &Path) -> Option<String> {
     Some(target.file_name()?.to_str()?.to_owned())
 }
 
-/// The device node below /dev/dri whose name has this prefix; the lowest number of several.
+/// The device node in /dev/dri with this prefix, with the lowest number if there are several.
 fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     let numbers = fs::read_dir(drm).ok()?.flatten().filter_map(|entry| {
         let name = entry.file_name();
@@ -79,34 +79,34 @@ fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     numbers.min().map(|number| PathBuf::from(format!("/dev/dri/{prefix}{number}")))
 }
 
-/// What lspci would print for it where its registers can be read, the kernel's word otherwise.
+/// The link that lspci would print if the registers can be read, otherwise the link that the kernel reports.
 fn link(directory: &Path) -> Option<PcieLink> {
     match link_in_config(&config(directory)) {
         Ok(link) => link,
         Err(Unreadable) => {
             let rate = rate_in_words(&text(&directory.join("max_link_speed"))?)?;
             let width = text(&directory.join("max_link_width")).and_then(|text| text.parse().ok());
-            // The kernel's word for an unknown width is 255.
+            // The kernel reports 255 for an unknown width.
             Some(PcieLink { rate, width: width.filter(|lanes| *lanes != 255).unwrap_or(0) })
         }
     }
 }
 
-/// The first 256 bytes, which hold every capability that matters here; users other than root get 64.
+/// The first 256 bytes, which hold every capability that matters here. Users other than root get 64 bytes.
 fn config(directory: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok(file) = File::open(directory.join("config")) {
-        // What could be read before an error is still good.
+        // The bytes before an error are still good.
         let _ = file.take(256).read_to_end(&mut bytes);
     }
     bytes
 }
 
-/// The registers don't reach as far as needed, or the device answers with nothing but ones.
+/// The registers are cut short, or the device answers with ones only.
 #[derive(Debug, PartialEq, Eq)]
 struct Unreadable;
 
-/// The Link Capabilities register, found as lspci finds it.
+/// Finds the Link Capabilities register in the way lspci finds it.
 fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, Unreadable> {
     let byte = |at: usize| config.get(at).copied().ok_or(Unreadable);
     let word = |at: usize| Ok(u16::from_le_bytes([byte(at)?, byte(at + 1)?]));
@@ -142,7 +142,7 @@ fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, Unreadable> {
     Ok(None)
 }
 
-/// As lspci prints it.
+/// The rate in lspci's spelling.
 fn rate_in_register(speed: u16) -> Option<&'static str> {
     match speed {
         1 => Some("2.5GT/s"),
@@ -156,7 +156,7 @@ fn rate_in_register(speed: u16) -> Option<&'static str> {
     }
 }
 
-/// The kernel's `8.0 GT/s PCIe` (older ones: `8 GT/s`) in lspci's spelling; `Unknown` is none.
+/// Changes the kernel's `8.0 GT/s PCIe` (in older kernels `8 GT/s`) into lspci's spelling. `Unknown` becomes None.
 fn rate_in_words(words: &str) -> Option<String> {
     let (number, _) = words.split_once(" GT/s")?;
     number.parse::<f32>().ok().filter(|rate| rate.is_finite())?;
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn the_link_is_the_one_that_lspci_prints() {
+    fn the_link_equals_lspcis() {
         // Port #0, Speed 8GT/s, Width x16, ASPM L0s L1.
         assert_eq!(link_in_config(&registers(0, 0x0045_7d03)), Ok(Some(link("8GT/s", 16))));
         let rates = ["2.5GT/s", "5GT/s", "8GT/s", "16GT/s", "32GT/s", "64GT/s"];
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_s_words_become_lspci_s() {
+    fn the_kernels_rate_gets_lspcis_spelling() {
         assert_eq!(rate_in_words("2.5 GT/s PCIe").as_deref(), Some("2.5GT/s"));
         assert_eq!(rate_in_words("8.0 GT/s PCIe").as_deref(), Some("8GT/s"));
         assert_eq!(rate_in_words("8 GT/s").as_deref(), Some("8GT/s"));
@@ -236,7 +236,7 @@ mod tests {
         }
     }
 
-    /// A host's /sys below a directory of its own.
+    /// A host's /sys in a temporary directory.
     struct Host(tempfile::TempDir);
 
     impl Host {
@@ -246,7 +246,7 @@ mod tests {
             host
         }
 
-        /// As in a real /sys, the bus lists links to directories elsewhere.
+        /// As in a real /sys, the bus directory has links to directories elsewhere.
         fn device(&self, address: &str, files: &[(&str, &[u8])]) -> PathBuf {
             let directory = self.0.path().join("sys/devices/pci0000:00").join(address);
             fs::create_dir_all(&directory).unwrap();
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn without_registers_the_kernel_s_word_counts() {
+    fn without_registers_the_kernels_link_is_used() {
         let host = Host::new();
         let directory = host.device("0000:00:06.0", &P40);
         let whole = registers(0, 0x0103);
@@ -349,7 +349,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_registers_disturb_it(mut config in prop::collection::vec(any::<u8>(), 0..=256), list: bool) {
+        fn no_registers_break_the_parser(mut config in prop::collection::vec(any::<u8>(), 0..=256), list: bool) {
             if list && config.len() > 0x0e {
                 config[0x06] |= 0x10;
                 config[0x0e] = 0;

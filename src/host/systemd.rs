@@ -1,8 +1,8 @@
-//! What is asked of systemd: a scope for a control daemon, and why it wants us to stop.
+//! The requests to systemd: a scope for a control daemon, and the reason why systemd stops this service.
 //!
-//! A control daemon has to outlive this service, but what is in a unit's control group is systemd's to end. So each
-//! control daemon gets a scope of its own, a unit that holds processes which systemd has not started. `systemctl stop`
-//! of such a scope ends the control daemon with all of its servers and clients.
+//! A control daemon must outlive this service, but systemd ends every process in a unit's control group when the unit
+//! stops. So each control daemon gets a scope of its own: a unit for processes that systemd has not started. `systemctl
+//! stop` of such a scope ends the control daemon with all of its servers and clients.
 
 use std::time::Duration;
 
@@ -14,57 +14,58 @@ use zbus::{Connection, OwnedObjectPath, Variant, fdo};
 use super::variant::json;
 use crate::host::proc;
 
-/// What systemd gets to say what it knows of a unit: somebody waits for that.
+/// The deadline for systemd's answer about a unit. Somebody waits for it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What it gets to say why we stop. While it reads its units anew it answers nobody for a while, and a stop that we don't
-/// know for one leaves the control daemons running. A bus that is gone is known at once.
+/// The deadline for systemd's answer about the reason to stop. systemd answers nobody while it reloads its units, and
+/// after a stop with an unknown reason the control daemons would be left running. If the bus is gone, the call fails at
+/// once.
 const WHY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What it gets to answer a request for a scope, and then to move the process there. It needs milliseconds, but while it
-/// reads its units anew, which can take seconds on a large host, it answers nobody.
+/// The deadline for systemd's answer to a request for a scope, and then for the move of the process. systemd needs
+/// milliseconds, but it answers nobody while it reloads its units, which can take seconds on a large host.
 const SCOPE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a scope of the same name may take to go away.
+/// The longest wait for another scope of the same name to go away.
 const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The pause between two requests while a namesake is there.
+/// The pause between two requests while another scope has the name.
 const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
 
 /// The pause between two looks at a process that is being moved. systemd needs about a millisecond.
 const MOVE_PAUSE: Duration = Duration::from_millis(2);
 
-/// What a control daemon and its servers get to end by SIGTERM when systemd stops the scope. Measured: 4 ms; systemd's
-/// own default of 90 s would only hold up a shutdown.
+/// The time that a control daemon and its servers have to end on SIGTERM when systemd stops the scope. Measured: 4 ms.
+/// systemd's own default of 90 s would only delay a shutdown.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why this process has got SIGTERM.
+/// The reason why this process got SIGTERM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stopping {
     /// The unit is being stopped, alone or with the host.
     Stop,
-    /// The unit is wanted up again at once: `systemctl restart`, an upgrade, a start that took too long.
+    /// The unit will be started again at once: `systemctl restart`, an upgrade, a start that took too long.
     Restart,
-    /// No systemd runs this process as a service, so SIGTERM means what it says: stop.
+    /// This process is no service of systemd, so SIGTERM means that it should stop.
     NotUnderSystemd,
-    /// It can't be told, for this reason: systemd did not answer, or nothing was asked of it (somebody's `kill`,
-    /// `systemctl kill`, a limit such as `RuntimeMaxSec=`). Clients should be left running then, as for a restart: a
-    /// control daemon that is left too long can still be stopped, a job that was ended is lost.
+    /// The reason is unknown, with an explanation: systemd did not answer, or systemd has no job for the unit
+    /// (somebody's `kill`, `systemctl kill`, a limit such as `RuntimeMaxSec=`). The clients should be left running
+    /// then, as for a restart: a control daemon can still be stopped later, but a job that was ended is lost.
     Unknown(String),
 }
 
-/// Whether systemd runs this process as a service of the system. Started by hand, it is not systemd's to look after,
-/// even where systemd is there.
+/// Whether systemd runs this process as a system service. False if somebody started it by hand, even on a host with
+/// systemd.
 pub fn runs_us() -> bool {
     own_service().is_some()
 }
 
-/// Moves a process into a scope of its own, `yunion-mps-control-<id>.scope`, and returns that name. It is there when
-/// this returns.
+/// Moves a process into a scope of its own, `yunion-mps-control-<id>.scope`, and returns that name once the process is
+/// there.
 ///
 /// # Errors
-/// No systemd runs us, or it does not do it, with the reason. The process is then most likely where it was; it may also
-/// be in the scope a moment later.
+/// This process is no service of systemd, or systemd refuses or does not answer. The process is most likely still in
+/// its old unit, but may also move into the scope a moment later.
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     let own = own_service().ok_or("this process is not a service of systemd's")?;
     let name = scope_name(id);
@@ -74,7 +75,7 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
         Err(_) => return Err(format!("systemd has not made {name} within {} s", SCOPE_TIMEOUT.as_secs())),
     }
     let deadline = Instant::now() + SCOPE_TIMEOUT;
-    // The answer says that the job is queued. That it is done shows where the process is.
+    // systemd's answer only says that the job is queued. The process's control group shows that the job is done.
     loop {
         let cgroup = proc::cgroups_text(pid)
             .map_err(|error| format!("process {pid} has ended on its way to {name}: {error}"))?;
@@ -93,11 +94,11 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     }
 }
 
-/// Lifts the limits of our unit until the host is booted again, since a control daemon stays in its control group: for
-/// memory, the kernel would end servers, and tenants' jobs with them.
+/// Lifts the limits of this service's unit until the next boot, for a control daemon that stays in the unit's control
+/// group. Otherwise the kernel could end servers, and tenants' jobs with them, to free memory.
 ///
 /// # Errors
-/// systemd does not do it, with the reason.
+/// systemd refuses or does not answer.
 pub async fn lift_limits() -> Result<(), String> {
     let own = own_service().ok_or("this process is not a service of systemd's")?;
     let lifted = async {
@@ -116,7 +117,7 @@ pub async fn lift_limits() -> Result<(), String> {
     }
 }
 
-/// Asks systemd what it is doing with our unit. Takes 10 s at most.
+/// Asks systemd which job it has for this service's unit. Takes 10 s at most.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
     match timeout(WHY_TIMEOUT, own_job()).await {
@@ -128,12 +129,12 @@ pub async fn why_stopping() -> Stopping {
     }
 }
 
-/// What a job on our unit says of its future.
+/// The reason that systemd's job for this unit implies.
 fn classify(job: Option<&str>, unit: &str) -> Stopping {
     match job {
         Some("stop") => Stopping::Stop,
-        // A start job that still runs while we are told to stop has taken too long, and systemd starts anew. One that
-        // waits comes right after us.
+        // A start job that still runs while the service is told to stop has taken too long, and systemd starts the
+        // service again. A start job that waits comes right after the stop.
         Some("restart" | "try-restart" | "start" | "reload-or-start") => Stopping::Restart,
         Some(other) => {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
@@ -144,13 +145,13 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
     }
 }
 
-/// What systemd knows of a unit: the properties of its Unit and Service interfaces, under systemd's names.
+/// The properties of a unit's Unit and Service interfaces, under systemd's names.
 pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
 
 /// Asks systemd about a service, installed or not. Takes 2 s at most.
 ///
 /// # Errors
-/// No systemd is on the system bus, or it does not answer.
+/// There is no systemd on the system bus, or it does not answer.
 pub async fn unit(name: &str) -> Result<UnitProperties, String> {
     let asked = async {
         let connection = connect().await?;
@@ -202,7 +203,7 @@ trait Systemd {
 
 #[zbus::proxy(interface = "org.freedesktop.systemd1.Unit", default_service = "org.freedesktop.systemd1")]
 trait Unit {
-    /// Number and path; 0 for no job.
+    /// The job's number and path. The number is 0 if there is no job.
     #[zbus(property)]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }
@@ -213,7 +214,7 @@ trait Job {
     fn job_type(&self) -> zbus::Result<String>;
 }
 
-/// A connection of its own: the one that serves our name may just be coming or going.
+/// Opens a connection of its own, since the connection that serves the bus name may not be open yet or may be closing.
 async fn connect() -> zbus::Result<Connection> {
     Builder::system().build().await
 }
@@ -235,8 +236,8 @@ async fn start_scope(name: &str, properties: &[Property]) -> zbus::Result<()> {
     let connection = connect().await?;
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
     let systemd = SystemdProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
-    // A victim of the kernel's OOM killer in the scope is no reason to stop the rest of it. Scopes know this since
-    // systemd 253, and before that they behave so anyway.
+    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. Scopes know this
+    // property since systemd 253. Earlier versions behave so anyway.
     let mut extended = vec![("OOMPolicy", Variant::from("continue"))];
     extended.extend(properties.iter().cloned());
     let mut properties = extended.as_slice();
@@ -251,7 +252,7 @@ async fn start_scope(name: &str, properties: &[Property]) -> zbus::Result<()> {
             {
                 properties = properties.get(1..).unwrap_or_default();
             }
-            // The control daemon that this one replaces has ended, its servers may be about to.
+            // The former control daemon with this name has ended, but its servers may still be about to end.
             zbus::Error::MethodError(name, _, _)
                 if *name == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
             {
@@ -262,23 +263,24 @@ async fn start_scope(name: &str, properties: &[Property]) -> zbus::Result<()> {
     }
 }
 
-/// Of the defaults, two are meant: `KillMode=control-group`, since servers and clients end with their control daemon
-/// anyway, and no `BindsTo=` or the like that would end the scope with our unit.
+/// Two defaults are left as they are on purpose. `KillMode=control-group` fits, since servers and clients end with
+/// their control daemon anyway. There is no `BindsTo=` or the like, which would end the scope with this service's unit.
 fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
     let stop_timeout = u64::try_from(STOP_TIMEOUT.as_micros()).unwrap_or(u64::MAX);
     vec![
         ("Description", Variant::from(format!("NVIDIA MPS control daemon {id} of {own_unit}"))),
         ("PIDs", Variant::from(vec![pid])),
-        // Stopping goes the other way round: at shutdown we stop first, and end the control daemon in order.
+        // systemd stops units in the reverse order: at shutdown this service stops first, and ends the control daemon
+        // in order.
         ("Before", Variant::from(vec![own_unit.to_owned()])),
-        // A scope that failed must not keep its name.
+        // A failed scope must not keep its name.
         ("CollectMode", Variant::from("inactive-or-failed")),
         ("TimeoutStopUSec", Variant::from(stop_timeout)),
     ]
 }
 
-/// The scope's name. Whatever a unit's name can't have is written as systemd writes it, `\x` and two digits; a `-`
-/// stays, as it has no meaning here.
+/// The scope's name. Characters that a unit's name can't have are escaped as systemd does it: `\x` and two digits. A
+/// `-` stays, since it has no special meaning here.
 fn scope_name(id: &str) -> String {
     let mut name = "yunion-mps-control-".to_owned();
     for byte in id.bytes() {
@@ -291,19 +293,19 @@ fn scope_name(id: &str) -> String {
     name + ".scope"
 }
 
-/// The service that systemd runs this process as.
+/// The service as which systemd runs this process.
 fn own_service() -> Option<String> {
     if !sd_notify::booted().unwrap_or(false) {
         return None;
     }
     let cgroup = proc::cgroups_text(proc::OWN).ok()?;
     let unit = unit_of(&cgroup)?;
-    // user@1000.service is the manager of that user's services, none of which is ours to be.
+    // user@1000.service is the manager of a user's services, and this service is not one of them.
     (unit.ends_with(".service") && !unit.starts_with("user@")).then(|| unit.to_owned())
 }
 
-/// The unit that a process is in, from its /proc/PID/cgroup. systemd keeps its units in the unified hierarchy, or on
-/// older hosts in one named systemd. Slices are the way to a unit, and what is below one is the unit's own business.
+/// The unit of a process, from its /proc/PID/cgroup. systemd keeps its units in the unified hierarchy, or on older
+/// hosts in the hierarchy named systemd. Slices lead to a unit, and the groups below a unit belong to that unit.
 fn unit_of(cgroup: &str) -> Option<&str> {
     cgroup.lines().find_map(|line| {
         let (_, hierarchy_and_path) = line.split_once(':')?;
@@ -335,7 +337,7 @@ mod tests {
         assert_eq!(unit_of(unified), Some("yunion-mps-daemon.service"));
         let legacy = "9:name=systemd:/system.slice/a.service\n4:memory:/system.slice\n0::/\n";
         assert_eq!(unit_of(legacy), Some("a.service"));
-        // Another controller's group has a name of its own, and a slice is no unit that holds processes.
+        // The groups of other controllers have names of their own, and a slice holds no processes itself.
         assert_eq!(unit_of("4:memory:/system.slice/a.service\n0::/system.slice\n"), None);
         assert_eq!(
             unit_of("0::/system.slice/yunion-mps-control-a:b.scope/sub\n"),
@@ -354,7 +356,7 @@ mod tests {
         for job in ["restart", "try-restart", "start", "reload-or-start"] {
             assert_eq!(of(Some(job)), Stopping::Restart, "{job}");
         }
-        for job in [Some("reload"), Some("nop"), Some("news to us"), None] {
+        for job in [Some("reload"), Some("nop"), Some("a later kind"), None] {
             let Stopping::Unknown(reason) = of(job) else { panic!("{job:?}") };
             assert!(reason.contains("a.service"), "{reason}");
         }
