@@ -1,7 +1,7 @@
-//! What is right for this service, and stops the platform's host agent or its containers.
+//! Settings that are right for this service, but stop the platform's host agent or its containers.
 //!
-//! The agent reads the same files by itself and knows less, unless it reads D-Bus: it takes no name of a GPU but its render
-//! node, and gives every container the configured pipe directory.
+//! The agent reads the same files itself. Unless it reads D-Bus, it accepts only a render node as the name of a GPU,
+//! and gives every container the configured pipe directory.
 
 use std::path::Path;
 
@@ -24,25 +24,25 @@ const TYPES: [&str; 13] = [
     "HYGON_DCU_HAMI",
 ];
 
-/// Something with which the agent or its containers fail.
+/// A setting with which the agent or its containers fail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trouble {
-    /// Its name, which never changes.
+    /// The stable name of this kind of trouble.
     pub name: &'static str,
-    /// Where it stands, what happens, and what to write instead.
+    /// The place, the effect and the remedy.
     pub problem: Problem,
-    /// The path that the agent does not know, where it is one.
+    /// The path that the agent does not know, if the trouble is a path.
     pub path: Option<DevicePath>,
 }
 
 impl Trouble {
-    /// Names the render node to write, once it is known.
+    /// Puts the render node into the remedy, once it is known.
     pub fn name_render_node(&mut self, node: &Path) {
         self.problem.remedy = format!("name the GPU by its render node, {}", node.display());
     }
 }
 
-/// All of it in these settings. Where MPS is off, the agent leaves entries of its type alone.
+/// All troubles of these settings. If MPS is off, there are none: the agent then ignores entries of its type.
 pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>) -> Vec<Trouble> {
     let mut troubles = Vec::new();
     if !settings.enabled {

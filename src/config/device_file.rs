@@ -1,9 +1,9 @@
-//! `host_container_device.yml`: which GPUs are cut into how many slices.
+//! `host_container_device.yml`: the GPUs to serve, and the number of slices of each.
 //!
-//! The file is the host agent's and lists devices of many types. Ours is `NVIDIA_MPS`; an entry of another type only
-//! tells us that somebody else claims its device, and whatever is wrong with it is not our business. An entry that may
-//! have been meant for us is an error, though: without any of ours every GPU of the host is served, and that must never
-//! follow from a slip.
+//! The file belongs to the host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An
+//! entry of another type only says that somebody else uses the device, so mistakes in such an entry are ignored. But an
+//! entry that may have been meant as NVIDIA_MPS is an error: without any NVIDIA_MPS entry every GPU of the host is
+//! served, and a typing error must not have that effect.
 
 use std::path::{Path, PathBuf};
 
@@ -12,11 +12,11 @@ use super::{DeviceEntry, DevicePath, Findings, MpsEntry, Origin, Problem};
 use super::{percentage, slices};
 use crate::host::gpu::PciAddress;
 
-/// The type of our entries; the host agent compares it exactly.
+/// The type of the entries that this service serves. The host agent compares it exactly.
 const MPS_TYPE: &str = "NVIDIA_MPS";
 
-/// The most entries there may be, of all types. A host has some dozens of devices, and each entry can be a problem of its
-/// own to tell.
+/// The largest number of entries, of all types. A host has some dozens of devices, and each entry may add a problem to
+/// the report.
 const MAX_ENTRIES: usize = 1024;
 
 /// The entries of the file, in its order.
@@ -104,27 +104,27 @@ pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<Dev
 
 /// One element of the list.
 struct Item<'t> {
-    /// `devices[2]`.
+    /// The name for messages, `devices[2]`.
     name: String,
-    /// Where it begins; where the list does, if YAML doesn't tell.
+    /// The first line of the entry, or that of the list if YAML doesn't report the entry's.
     origin: Origin,
     value: Value<'t>,
 }
 
-/// A key of an entry and its value.
+/// The value of a key in an entry, with its place.
 struct Field<'t> {
     origin: Origin,
     value: Value<'t>,
 }
 
-/// An entry's keys, each in the spellings that the host agent takes.
+/// An entry's keys. Each key may have any of the spellings that the host agent accepts.
 #[derive(Default)]
 struct Fields<'t> {
     path: Option<Field<'t>>,
     device_type: Option<Field<'t>>,
     virtual_number: Option<Field<'t>>,
     thread_percentage: Option<Field<'t>>,
-    /// About keys that are unknown or stand twice.
+    /// Warnings about unknown keys and keys that appear twice.
     warnings: Vec<Problem>,
 }
 
@@ -139,7 +139,7 @@ impl<'t> Item<'t> {
         Problem { origin: origin.clone(), key, found, remedy: remedy.to_owned() }
     }
 
-    /// The entry; None where it is unusable, with a problem noted.
+    /// The entry. None if it is unusable. `findings` has the problem then.
     fn read(mut self, findings: &mut Findings) -> Option<DeviceEntry> {
         let pairs = match std::mem::replace(&mut self.value, Value::Null) {
             Value::Map(pairs) => pairs,
@@ -250,9 +250,10 @@ impl<'t> Item<'t> {
     }
 }
 
-/// The words of a key as the host agent tells them apart, in lower case with `_` between them: `virtual-number`,
-/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital and behind whatever is neither letter nor
-/// digit; capitals in a row are one word, of which the last begins the next where small letters follow (`VIRTUALNumber`).
+/// Splits a key into words as the host agent does, and joins them in lower case with `_`: `virtual-number`,
+/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital letter, and after any character that is
+/// neither letter nor digit. Several capitals in a row form one word, but if small letters follow, the last capital
+/// begins the next word (`VIRTUALNumber`).
 fn words(key: &str) -> String {
     let bytes = key.as_bytes();
     let mut words = String::new();
@@ -279,7 +280,8 @@ fn words(key: &str) -> String {
     words
 }
 
-/// The reason why a type that is not ours can't stand, and the remedy: there is none, or it was probably meant to be ours.
+/// The problem with a type other than `NVIDIA_MPS`, and the remedy: the type is missing, or is probably a misspelt
+/// `NVIDIA_MPS`.
 fn slip(field: Option<&Field<'_>>, device_type: &str) -> Option<(String, &'static str)> {
     let Some(field) = field else {
         return Some(("missing".to_owned(), "write a type such as NVIDIA_MPS"));
@@ -291,20 +293,21 @@ fn slip(field: Option<&Field<'_>>, device_type: &str) -> Option<(String, &'stati
         .then(|| (field.value.found(), "write NVIDIA_MPS, or the other type that is meant"))
 }
 
-/// No text of more bytes is nearly ours.
+/// A text with more bytes is never taken for a misspelt type.
 const LONGEST_SLIP: usize = 64;
 
-/// Whether it is ours but for capitals, for what stands between the words, and for one letter too many, too few, wrong or
-/// in its neighbour's place. Two wrong ones would make NVIDIA_GPU ours.
+/// Whether the type differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in one letter
+/// that is added, missing, wrong or swapped with its neighbour. With two wrong letters NVIDIA_GPU would be accepted
+/// too.
 fn is_near_miss(device_type: &str) -> bool {
     let letters = |text: &str| text.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "");
     let (found, ours) = (letters(device_type), letters(MPS_TYPE));
     found == "mps" || strsim::osa_distance(&found, &ours) <= 1
 }
 
-/// What kind of name a path is.
+/// The kind of name that a path is.
 fn classify(text: &str) -> DevicePath {
-    // A device's number has no leading zero; `/dev/nvidia01` is no device.
+    // The number of a device has no leading zero, so `/dev/nvidia01` is no device.
     let number = |prefix| {
         let digits =
             text.strip_prefix(prefix).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
@@ -350,13 +353,13 @@ mod tests {
         entries
     }
 
-    /// Line, key and what was found, of problems or warnings.
+    /// Line, key and finding of each problem or warning.
     fn told(problems: &[Problem]) -> Vec<(usize, &str, &str)> {
         let line = |problem: &Problem| problem.origin.line.unwrap_or_default();
         problems.iter().map(|p| (line(p), p.key.as_str(), p.found.as_str())).collect()
     }
 
-    /// One NVIDIA_MPS entry with this line in it, on line 4.
+    /// One NVIDIA_MPS entry with this line as line 4.
     fn mps(line: &str) -> String {
         format!("devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  {line}\n")
     }
@@ -488,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_entry_is_a_slip() {
+    fn an_empty_entry_is_an_error() {
         let text = "devices:\n- null\n-\n- {path: /dev/nvidia0, type: NVIDIA_MPS, virtual_number: 2}\n";
         let (entries, findings) = read(text);
         assert_eq!(entries.len(), 1);
@@ -497,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_told_apart_by_their_words_as_the_host_agent_does() {
+    fn keys_are_compared_by_their_words_as_the_host_agent_does() {
         for key in [
             "virtual_number",
             "virtual-number",
@@ -553,7 +556,7 @@ mod tests {
         for text in ["", "# nothing\n", "---\n", "devices:\n", "devices: []\n", "devices: ~\n", "{}"] {
             assert_eq!(entries(text), [], "{text:?}");
         }
-        // Without entries every GPU is ours, so a misspelt `devices` must not pass.
+        // Without NVIDIA_MPS entries every GPU is served, so a misspelt `devices` must be an error.
         let (_, findings) = read("device:\n- path: x\n");
         assert_eq!(told(&findings.problems), [(0, "devices", "no such list")]);
         assert_eq!(findings.unknown_keys.len(), 1);
@@ -633,7 +636,7 @@ mod tests {
     }
 
     #[test]
-    fn every_problem_is_told_at_once() {
+    fn every_problem_is_reported_at_once() {
         let text = concat!(
             "devices:\n",
             "- type: NVIDIA_MPS\n",
@@ -704,7 +707,7 @@ mod tests {
         }
     }
 
-    /// Whatever the bytes: an end without a panic, and entries of ours are whole.
+    /// Reading never panics on any bytes, and each NVIDIA_MPS entry is complete.
     fn survives(bytes: Vec<u8>) {
         let mut findings = Findings::default();
         let entries = match text_of(Path::new(FILE), bytes) {

@@ -1,7 +1,7 @@
-//! `host.conf` and `host_local.conf`: their two syntaxes, and every key of ours in them.
+//! `host.conf` and `host_local.conf`: their two syntaxes, and every key that this service reads.
 //!
-//! The files belong to the platform's host agent, which keeps dozens of other keys in them: those are not ours to
-//! judge.
+//! The files belong to the platform's host agent, which has dozens of other keys in them. This service does not check
+//! the agent's keys.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -12,18 +12,18 @@ use super::yaml::{self, Node, Value};
 use super::{Findings, LogLevel, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 
-/// What the layers read so far add up to.
+/// The result of the files that are read so far.
 pub(super) struct Draft {
     pub(super) settings: Settings,
     /// `container_device_config_file`.
     pub(super) device_file: Option<PathBuf>,
     /// `local_config_file`.
     pub(super) local_file: Option<PathBuf>,
-    /// Where each key's value stands; a key that isn't here has its default.
+    /// The place of each key's value. A key without a place has its default.
     origins: BTreeMap<&'static str, Origin>,
 }
 
-/// Takes a value over into the draft, or says what is allowed.
+/// Stores a value in the draft. The error names the allowed values.
 type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), String>;
 
 pub(super) const ENABLE_KEY: &str = "enable_cuda_mps";
@@ -32,7 +32,7 @@ const PIPE_KEY: &str = "cuda_mps_pipe_directory";
 const LOG_KEY: &str = "cuda_mps_log_directory";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
-/// Every key of ours, as the documentation spells it.
+/// Every key that this service reads, in the documented spelling.
 const KEYS: [(&str, Setter); 16] = [
     (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
@@ -64,17 +64,18 @@ const KEYS: [(&str, Setter); 16] = [
     }),
 ];
 
-/// What a socket's path may have. Tried with 535, 550 and 555: they refuse the last byte that `sockaddr_un` has room for.
+/// The most bytes that a socket's path may have. Control daemons of 535, 550 and 555 refuse the last byte that
+/// `sockaddr_un` has room for.
 const SOCKET_PATH_BYTES: usize = 106;
 
-/// The control daemon's socket with the longest name, without which it doesn't start.
+/// The control daemon's socket with the longest name. The control daemon does not start without this socket.
 const LONGEST_SOCKET: &str = "control_privileged";
 
 /// The length of `GPU-` and a UUID.
 const GPU_UUID_BYTES: usize = 40;
 
 impl Draft {
-    /// Before any file: the defaults.
+    /// The draft before any file is read: the defaults.
     pub(super) fn new() -> Self {
         Self {
             settings: Settings::default(),
@@ -84,12 +85,12 @@ impl Draft {
         }
     }
 
-    /// Where the value of a key stands, if a file sets it.
+    /// The place of a key's value, if a file sets the key.
     pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
         self.origins.get(key)
     }
 
-    /// Lays one file over what is there.
+    /// Reads one file. Its values override the present ones.
     pub(super) fn overlay(&mut self, file: &Path, text: &str, findings: &mut Findings) {
         let (syntax, lines) = match read(file, text) {
             Ok(read) => read,
@@ -116,7 +117,7 @@ impl Draft {
         }
     }
 
-    /// What can only be judged when all layers are read.
+    /// The checks that need all files.
     pub(super) fn check_together(&self, findings: &mut Findings) {
         let Settings { pipe_directory, log_directory, topology, .. } = &self.settings;
         if pipe_directory == log_directory
@@ -158,16 +159,16 @@ impl Draft {
     }
 }
 
-/// How a file is written.
+/// The syntax of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Syntax {
-    /// Of a key that stands twice, the last one counts.
+    /// If a key appears twice, the last one counts.
     Yaml,
-    /// `key = value`, an older form that the host agent still reads. Of a key that stands twice, the first one counts.
+    /// `key = value`, an older form that the host agent still reads. If a key appears twice, the first one counts.
     KeyValue,
 }
 
-/// One `key: value` or `key = value`.
+/// One `key: value` or `key = value` line.
 #[derive(Debug, PartialEq)]
 struct Line<'t> {
     number: Option<usize>,
@@ -196,11 +197,11 @@ fn read<'t>(file: &Path, text: &'t str) -> Result<(Syntax, Vec<Line<'t>>), Probl
     key_value_lines(text).map(|lines| (Syntax::KeyValue, lines)).ok_or(refused)
 }
 
-/// The `key = value` form: None where a line is neither that nor a `[section]`, or none is that.
+/// Reads the `key = value` form. None if a line is neither that nor a `[section]`, or if there is no such line.
 fn key_value_lines(text: &str) -> Option<Vec<Line<'_>>> {
     let mut lines = Vec::new();
     for (at, line) in text.lines().enumerate() {
-        // Even a # in quotes starts a comment there.
+        // In this form even a # in quotes starts a comment.
         let line = line.split('#').next().unwrap_or_default().trim();
         if line.is_empty() || line.starts_with('[') {
             continue;
@@ -215,7 +216,7 @@ fn key_value_lines(text: &str) -> Option<Vec<Line<'_>>> {
     if lines.is_empty() { None } else { Some(lines) }
 }
 
-/// Takes the quotes off a value that has them, and the escapes that only count within them.
+/// Removes the quotes around a value, and replaces the escapes, which only count within quotes.
 fn unquoted(value: &str) -> String {
     let within = ['"', '\''].iter().find_map(|quote| value.strip_prefix(*quote)?.strip_suffix(*quote));
     match within {
@@ -224,7 +225,7 @@ fn unquoted(value: &str) -> String {
     }
 }
 
-/// The lines that count for us, in file order, each of our keys once.
+/// The lines with keys of this service, in file order. Each key appears once.
 fn ours<'l, 't>(
     file: &Path,
     syntax: Syntax,
@@ -272,22 +273,22 @@ fn ours<'l, 't>(
     chosen
 }
 
-/// The most letters that may be wrong in a key that is still meant to name the device file.
+/// The largest number of wrong letters in a key that is still taken for the device file's key.
 const SLIPS: usize = 3;
 
-/// Whether an unknown key was meant to name the device file.
+/// Whether an unknown key was meant to be the device file's key.
 fn is_nearly_device_file(name: &str) -> bool {
     name.len() <= 2 * DEVICE_FILE_KEY.len()
         && strsim::osa_distance(&name.to_lowercase(), DEVICE_FILE_KEY) <= SLIPS
 }
 
-/// What to do about a key that is unknown but looks as if it was meant for us.
+/// The remedy for an unknown key that looks like a key of this service.
 fn meant_for_us(name: &str) -> Option<String> {
     let lower = name.to_lowercase();
     if let Some((key, _)) = KEYS.iter().find(|(key, _)| *key == lower) {
         return Some(format!("keys are written in lower case: {key}"));
     }
-    // The platform's own keys with this prefix are in KEYS.
+    // KEYS also has the platform's own keys with this prefix.
     lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove it".to_owned())
 }
 
@@ -299,12 +300,12 @@ fn seconds(value: &Value<'_>, range: RangeInclusive<u32>) -> Result<Duration, St
     whole(value, range, "seconds").map(|seconds| Duration::from_secs(seconds.into()))
 }
 
-/// A text that may be empty, which is the same as not set.
+/// A text that may be empty, which means the same as an unset key.
 fn optional<T>(value: &Value<'_>, read: fn(&Value<'_>) -> Result<T, String>) -> Result<Option<T>, String> {
     if value.as_text().is_some_and(|text| text.is_empty()) { Ok(None) } else { read(value).map(Some) }
 }
 
-/// The absolute path of a file. It is shown as it is written, hence not normalised.
+/// The absolute path of a file. It is not normalised, since messages show it as it is written.
 fn file(value: &Value<'_>) -> Result<PathBuf, String> {
     let text = value.as_text().unwrap_or_default();
     if text.starts_with('/') && !text.contains(char::is_control) {
@@ -314,7 +315,7 @@ fn file(value: &Value<'_>) -> Result<PathBuf, String> {
     }
 }
 
-/// The absolute path of a directory, normalised, so that two spellings of one directory are equal.
+/// The absolute path of a directory. It is normalised, so that two spellings of one directory are equal.
 fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
     let text = value.as_text().unwrap_or_default();
     let parts: Vec<&str> = text.split('/').filter(|part| !matches!(*part, "" | ".")).collect();
@@ -376,7 +377,7 @@ mod tests {
 
     const FILE: &str = "/etc/yunion/host.conf";
 
-    /// One file alone, over the defaults.
+    /// Reads one file over the defaults.
     fn overlaid(text: &str) -> (Draft, Findings) {
         let mut draft = Draft::new();
         let mut findings = Findings::default();
@@ -397,7 +398,7 @@ mod tests {
         findings.problems
     }
 
-    /// The only problem: its line, key and what was found.
+    /// The only problem: its line, its key, and the text that was found.
     fn problem(text: &str) -> (Option<usize>, String, String) {
         let [problem] = <[Problem; 1]>::try_from(problems(text)).unwrap();
         assert_eq!(problem.origin.file, Path::new(FILE));
@@ -437,7 +438,7 @@ mod tests {
     fn a_quoted_yes_is_text() {
         assert_eq!(problem("# x\nenable_cuda_mps: \"yes\"\n"), bad(2, "enable_cuda_mps", "found \"yes\""));
         assert_eq!(problem("enable-cuda-mps: 'on'"), bad(1, "enable_cuda_mps", "found \"on\""));
-        // The older form knows no YAML at all.
+        // The older form has no YAML words.
         assert_eq!(problem("enable_cuda_mps = yes"), bad(1, "enable_cuda_mps", "found \"yes\""));
     }
 
@@ -452,7 +453,7 @@ mod tests {
         let (draft, _) =
             overlaid("container_device_config_file: \"\"\ncuda_mps_cdi_directory: ''\nlocal_config_file: ''");
         assert_eq!((draft.device_file, draft.local_file), (None, None));
-        // A later nothing takes an earlier value back, as it would for the host agent.
+        // A later empty value removes an earlier value, as it does for the host agent.
         assert_eq!(settings("cuda_mps_replicas: 3\ncuda_mps_replicas:\n").replicas.get(), 10);
     }
 
@@ -508,7 +509,7 @@ mod tests {
                 "{FILE}:3: cuda_mps_replicas: already set on line 1; the last one counts; remove one of them"
             )
         );
-        // What doesn't count isn't judged.
+        // A value that does not count is not checked.
         assert_eq!(settings("log_level: loud\nlog_level: warn\n").log_level, LogLevel::Warn);
     }
 
@@ -548,7 +549,7 @@ mod tests {
 
     #[test]
     fn neither_form_is_an_error_with_its_line() {
-        // One line without `=` spoils the older form, and the file was never YAML.
+        // One line without `=` makes the older form invalid, and the file is no YAML either.
         let found = problems("enable_cuda_mps = true\nnonsense: here\nlog_level = info\n");
         assert!(found[0].found.starts_with("not valid YAML"), "{}", found[0]);
         assert!(found[0].origin.line.is_some());
@@ -727,7 +728,7 @@ mod tests {
         }
     }
 
-    /// The defaults as the manual page gives them, read as a file, are the defaults.
+    /// The defaults in the manual page, read as a file, equal the defaults in the code.
     #[test]
     fn the_manual_page_has_every_key_with_its_default() {
         let page = include_str!("../../packaging/man/yunion-mps-host.conf.5");
@@ -751,7 +752,7 @@ mod tests {
         assert_eq!((draft.device_file, draft.local_file), (default.device_file, default.local_file));
     }
 
-    /// A directory that both forms can write: # begins a comment in the older one even within quotes.
+    /// A directory that both forms can write. In the older form # begins a comment even within quotes.
     fn any_directory() -> impl Strategy<Value = PathBuf> {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.:, é-]{0,20}[a-z]".prop_map(PathBuf::from)
     }
@@ -796,7 +797,7 @@ mod tests {
         }
     }
 
-    /// What an administrator would write for these settings: key, value, and whether the value needs quotes.
+    /// The lines that an administrator would write for these settings: key, value, and whether the value needs quotes.
     fn written(settings: &Settings) -> Vec<(&'static str, String)> {
         let path = |path: &Path| format!("\"{}\"", path.display());
         let mut lines = vec![
@@ -844,7 +845,7 @@ mod tests {
         })
     }
 
-    /// Whatever the bytes: an end without a panic, and what is wrong is told where there is nothing to read.
+    /// Reading never panics on any bytes, and a file that can't be read has a problem.
     fn survives(bytes: Vec<u8>) {
         let mut draft = Draft::new();
         let mut findings = Findings::default();

@@ -1,7 +1,7 @@
-//! Settings: what the administrator wrote, checked, with every problem named at once.
+//! The settings: read from the configuration files and checked, with every problem reported at once.
 //!
-//! `host.conf` is overlaid by `host_local.conf`, which names the device file. All three are read on each load; nothing
-//! is remembered between loads.
+//! `host.conf` is read first. `host_local.conf` overrides it, and the result names the device file. Each load reads all
+//! three files again.
 
 pub mod agent;
 mod device_file;
@@ -19,16 +19,16 @@ use crate::host::regular_file;
 use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
 use yaml::Value;
 
-/// Everything the two configuration files say, checked and with defaults filled in.
+/// All settings of the configuration files, checked and with defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// `enable_cuda_mps`: false publishes no device.
+    /// `enable_cuda_mps`. If it is false, no device is published.
     pub enabled: bool,
-    /// `cuda_mps_pipe_directory`: where clients find the control daemon.
+    /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
     pub pipe_directory: PathBuf,
-    /// `cuda_mps_log_directory`: where control.log is written.
+    /// `cuda_mps_log_directory`: the directory of control.log.
     pub log_directory: PathBuf,
-    /// `cuda_mps_replicas`: slices of a GPU that no entry of the device file names.
+    /// `cuda_mps_replicas`: the number of slices of each GPU if no entry of the device file says which GPUs to serve.
     pub replicas: NonZeroU32,
     /// `log_level`.
     pub log_level: LogLevel,
@@ -40,24 +40,24 @@ pub struct Settings {
     pub multiuser: MultiUser,
     /// `cuda_mps_prewarm`: start the server before the first client comes.
     pub prewarm: bool,
-    /// `cuda_mps_set_compute_mode`: false leaves the compute mode alone.
+    /// `cuda_mps_set_compute_mode`. If it is false, the compute mode is left alone.
     pub set_compute_mode: bool,
-    /// `cuda_mps_quit_timeout`: what `quit` gets before SIGTERM.
+    /// `cuda_mps_quit_timeout`: the time between `quit` and SIGTERM.
     pub quit_timeout: Duration,
-    /// `cuda_mps_fault_grace`: what the clients of a faulted server get before it is ended with them.
+    /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
     pub fault_grace: Duration,
     /// `cuda_mps_log_max_size`, in bytes (the key is in MiB).
     pub log_max_bytes: u64,
     /// `cuda_mps_cdi_directory`.
     pub cdi_directory: Option<PathBuf>,
-    /// What the device file says; empty when `container_device_config_file` is not set.
+    /// The entries of the device file. Empty if `container_device_config_file` is not set.
     pub devices: Vec<DeviceEntry>,
     /// The files that were read, in the order in which they were layered.
     pub sources: Vec<PathBuf>,
 }
 
 impl Default for Settings {
-    /// What holds where no file says anything: nothing is served.
+    /// The settings without any file: nothing is served.
     fn default() -> Self {
         Self {
             enabled: false,
@@ -80,48 +80,49 @@ impl Default for Settings {
     }
 }
 
-/// One entry of the device file, of whatever type: the other types' entries claim GPUs that are then not ours.
+/// One entry of the device file, of any type. An entry of another type claims a GPU that this service must then leave
+/// alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceEntry {
-    /// Where it stands, for messages.
+    /// The entry's place, for messages.
     pub origin: Origin,
     /// `type`, verbatim.
     pub device_type: String,
-    /// `path`, classified; None where the entry has none (some other types don't).
+    /// `path`, classified. None if the entry has no path, which some other types allow.
     pub path: Option<DevicePath>,
     /// Present on `NVIDIA_MPS` entries only.
     pub mps: Option<MpsEntry>,
 }
 
-/// What only an `NVIDIA_MPS` entry has.
+/// The keys that only an `NVIDIA_MPS` entry has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MpsEntry {
-    /// `virtual_number`: how many slices the GPU is cut into.
+    /// `virtual_number`: the number of slices of the GPU.
     pub slices: NonZeroU32,
     /// `thread_percentage`, 1 to 100, if the entry overrides the policy.
     pub thread_percentage: Option<u8>,
 }
 
-/// How an entry's `path` names its GPU.
+/// The kind of name by which an entry's `path` names its GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DevicePath {
     /// `/dev/dri/renderDN`.
     RenderNode(PathBuf),
     /// A PCI address with its domain.
     Pci(crate::host::gpu::PciAddress),
-    /// A PCI address without one: in domain 0000, or the only one in another.
+    /// A PCI address without a domain: the GPU in domain 0000, or the only GPU with this address in any domain.
     ShortPci(crate::host::gpu::PciAddress),
     /// A GPU UUID, `GPU-` and 36 characters, lower case.
     Uuid(String),
     /// `/dev/nvidiaN`, by its N.
     NvidiaMinor(u32),
-    /// Anything else, verbatim: for an `NVIDIA_MPS` entry an error that the plan words, since it knows the GPUs and
-    /// can name the right path.
+    /// Any other text, verbatim. For an `NVIDIA_MPS` entry this is an error. The plan writes the message, since it
+    /// knows the GPUs and can name the right path.
     Other(String),
 }
 
 impl fmt::Display for DevicePath {
-    /// As the user would write it.
+    /// The spelling that a user would write.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::RenderNode(node) => write!(f, "{}", node.display()),
@@ -139,7 +140,7 @@ impl fmt::Display for DevicePath {
 pub struct Origin {
     /// The file, as it was opened.
     pub file: PathBuf,
-    /// The line, from 1; None where the problem is the file itself.
+    /// The line, from 1. None if the problem is the file itself.
     pub line: Option<usize>,
 }
 
@@ -152,16 +153,16 @@ impl fmt::Display for Origin {
     }
 }
 
-/// Something wrong with the configuration: where, what was found and what to do.
+/// A mistake in the configuration: its place, what was found there, and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
     /// The file and line.
     pub origin: Origin,
-    /// The key or the entry, as a user would name it: `cuda_mps_replicas`, `devices[2].virtual_number`.
+    /// The key or the entry, in a user's spelling: `cuda_mps_replicas`, `devices[2].virtual_number`.
     pub key: String,
-    /// What was found there.
+    /// The text that was found there.
     pub found: String,
-    /// What is allowed, or what to do.
+    /// The allowed values, or another remedy.
     pub remedy: String,
 }
 
@@ -199,7 +200,7 @@ pub enum Topology {
     PerGpu,
 }
 
-/// `cuda_mps_thread_percentage`: what share of a GPU's threads one of N slices may have active.
+/// `cuda_mps_thread_percentage`: the share of a GPU's threads that one of N slices may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ThreadPolicy {
     /// 100/N.
@@ -216,62 +217,62 @@ pub enum ThreadPolicy {
 /// `cuda_mps_multiuser`: one root server for the clients of every user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MultiUser {
-    /// Where every GPU of the control daemon allows it and the driver knows the option.
+    /// On if every GPU of the control daemon allows it and the driver knows the option.
     #[default]
     Auto,
-    /// Always; a driver that refuses it is an error.
+    /// Always on. A driver that refuses it is an error.
     On,
-    /// Never.
+    /// Always off.
     Off,
 }
 
-/// Where the configuration is looked for.
+/// The places of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sources {
-    /// The main file, if the command line names it; otherwise it is searched for.
+    /// The main file, if the command line names it. Otherwise the service searches for it.
     pub config: Option<PathBuf>,
-    /// Every path, those written inside the files too, is looked up below this directory: `/` on a real host.
+    /// The directory below which every path is looked up, also the paths in the files: `/` on a real host.
     pub sysroot: PathBuf,
 }
 
 /// A configuration without problems.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
-    /// What it says.
+    /// The settings.
     pub settings: Settings,
-    /// Whether `enable_cuda_mps` stands anywhere; it may be false for want of a word.
+    /// Whether any file sets `enable_cuda_mps`. It may be false only because no file mentions it.
     pub says_enabled: bool,
-    /// What an administrator should look at, though it doesn't stop anything.
+    /// Problems that an administrator should look at, although they stop nothing.
     pub warnings: Vec<Problem>,
-    /// What is right for this service, and stops the platform's host agent or its containers.
+    /// Settings that are right for this service, but stop the platform's host agent or its containers.
     pub agent: Vec<agent::Trouble>,
-    /// The keys that aren't ours, with their places: of interest to nobody but a searcher of typing errors.
+    /// The keys that this service does not know, with their places. They help only in a search for a typing error.
     pub unknown_keys: Vec<(Origin, String)>,
-    /// The keys that a later file sets again: the place that doesn't count, and the one that does.
+    /// The keys that a later file sets again, each with the overridden place and the place that counts.
     pub overridden: Vec<(&'static str, Origin, Origin)>,
 }
 
-/// Why the files are no configuration.
+/// The reason why the files are no configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Every problem of every file, at least one, in the order of the files and their lines.
+    /// Every problem of every file, in the order of the files and their lines. There is at least one.
     pub problems: Vec<Problem>,
-    /// What an administrator should look at too: it is often the reason for a problem.
+    /// The warnings, one of which is often the reason for a problem.
     pub warnings: Vec<Problem>,
 }
 
-/// What reading the files brings to light besides their values.
+/// The findings of reading the files, besides the settings.
 #[derive(Debug, Default)]
 struct Findings {
     problems: Vec<Problem>,
     warnings: Vec<Problem>,
     unknown_keys: Vec<(Origin, String)>,
     overridden: Vec<(&'static str, Origin, Origin)>,
-    /// An unknown key that was probably meant to name the device file.
+    /// An unknown key that was probably meant to be the key of the device file.
     nearly_device_file: Option<Problem>,
 }
 
-/// Reads the main file, lays the local one over it, and reads the device file that they name.
+/// Reads the main file, then the local file that overrides it, then the device file that they name.
 ///
 /// # Errors
 /// A file is wrong or can't be read.
@@ -282,7 +283,7 @@ pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     if let Some(file) = draft.local_file.clone() {
         match read_text(&sources.sysroot, &file) {
             Ok(text) => overlay(&mut draft, file, &text, &mut findings),
-            // It is optional, whether its name is the default or not.
+            // The local file is optional, even if a key names it.
             Err(Unreadable::Missing) => {}
             Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
         }
@@ -304,23 +305,25 @@ fn overlay(draft: &mut Draft, file: PathBuf, text: &str, findings: &mut Findings
     draft.settings.sources.push(file);
 }
 
-/// The default place of the main file, and the one to name when there is none.
+/// The default place of the main file. Messages name it if there is no main file.
 const MAIN_FILE: &str = "/etc/yunion/host.conf";
 
-/// Where the platform's programs look before that: ./etc/host.conf, in the directory that all of them run in. It is not
-/// taken from our own working directory: that is / under systemd, and /etc/host.conf belongs to the C library.
+/// The first place of the main file. The platform's programs read ./etc/host.conf, and all of them run in this
+/// directory. The service's own working directory is no substitute: under systemd it is /, and /etc/host.conf belongs
+/// to the C library.
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
 impl Loaded {
-    /// The files that were read, for people; where there is none, the one that was looked for.
+    /// The files that were read, for a message. If there are none, the main file that was looked for.
     pub fn files(&self) -> String {
         let files: Vec<String> =
             self.settings.sources.iter().map(|file| file.display().to_string()).collect();
         if files.is_empty() { MAIN_FILE.to_owned() } else { files.join(", ") }
     }
 
-    /// Why it can't replace a configuration under which GPUs are served, though it is right: it would end everybody's
-    /// work, and nobody has said that it should. Such a host.conf is most often one that is being written, or is gone.
+    /// The reason why this configuration must not replace one that serves GPUs, although it has no mistake: it would
+    /// end the work of all tenants, and nobody has written `enable_cuda_mps: false`. Most often such a host.conf is
+    /// being written, or was removed.
     pub fn silent_end(&self) -> Option<Problem> {
         (!self.settings.enabled && !self.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
@@ -335,7 +338,7 @@ impl Loaded {
 }
 
 impl Sources {
-    /// Where the main file is looked for; the first that exists is it.
+    /// The possible places of the main file. The first file that exists is used.
     pub fn main_files(&self) -> Vec<&Path> {
         match &self.config {
             Some(file) => vec![file],
@@ -369,15 +372,15 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
 fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
     let before = findings.problems.len();
     match (&draft.device_file, findings.nearly_device_file.take()) {
-        // Without a device file every GPU is served, which must not follow from a slip.
+        // Without a device file every GPU is served, and a typing error must not have that effect.
         (None, problem) => findings.problems.extend(problem),
         (Some(_), problem) => findings.warnings.extend(problem),
     }
     if let Some(file) = draft.device_file.clone() {
         read_named_device_file(sources, file, draft, findings);
     }
-    // A host that doesn't use MPS keeps this file for devices of other types, or has forgotten it: no reason to fail.
-    // Where something else is wrong, `enabled` may not be what was meant.
+    // A host without MPS may keep this file for devices of other types, or may have forgotten it, so its problems
+    // become warnings. If there is another problem, `enabled` may be false by mistake, so they stay problems.
     if !draft.settings.enabled && before == 0 {
         findings.warnings.extend(findings.problems.drain(before..));
     }
@@ -402,7 +405,7 @@ fn read_named_device_file(sources: &Sources, file: PathBuf, draft: &mut Draft, f
     }
 }
 
-/// The largest file that is read. A real one has a few KiB.
+/// The largest file that is read. A normal file has a few KiB.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
 enum Unreadable {
@@ -430,7 +433,7 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
     text_of(file, bytes).map_err(Unreadable::Bad)
 }
 
-/// The path below the sysroot; as it is where that is the real root, so that a relative one stays relative.
+/// The path below the sysroot. A relative path stays relative if the sysroot is the real root.
 pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
     if sysroot == Path::new("/") {
         file.to_owned()
@@ -439,7 +442,7 @@ pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
     }
 }
 
-/// What a file holds, if that can be one of our files at all.
+/// The text of a file, if the bytes can be the text of a configuration file at all.
 fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, Problem> {
     let bad = |line: Option<usize>, found: &str, remedy: &str| Problem {
         origin: Origin { file: file.to_owned(), line },
@@ -450,18 +453,18 @@ fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, Problem> {
     let line_of =
         |bytes: &[u8], at: usize| Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
     if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
-        let remedy = "the file is binary or damaged: check the path, or write it anew";
+        let remedy = "the file is binary or damaged: check the path, or write the file again";
         return Err(bad(line_of(&bytes, at), "a NUL byte", remedy));
     }
     let text = String::from_utf8(bytes).map_err(|error| {
         let line = line_of(error.as_bytes(), error.utf8_error().valid_up_to());
         bad(line, "bytes that are not UTF-8", "save the file as UTF-8")
     })?;
-    // Some editors begin a file with a byte order mark.
+    // Some editors write a byte order mark at the beginning of a file.
     Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
 }
 
-/// A whole number within a range, or what is allowed.
+/// A whole number within a range. The error names the allowed values.
 fn whole(value: &Value<'_>, range: RangeInclusive<u32>, unit: &str) -> Result<u32, String> {
     let number = value.as_integer().and_then(|number| u32::try_from(number).ok());
     number.filter(|number| range.contains(number)).ok_or_else(|| {
@@ -470,8 +473,8 @@ fn whole(value: &Value<'_>, range: RangeInclusive<u32>, unit: &str) -> Result<u3
     })
 }
 
-/// A number of slices. The platform's `addr` column has 16 characters: in a PCI domain other than 0000 the name of a
-/// slice is `0001:1a:00.0-999` at most, so an ordinal has three digits.
+/// A number of slices. The platform's `addr` column has 16 characters. In a PCI domain other than 0000 the longest name
+/// of a slice is `0001:1a:00.0-999`, so a slice's number has at most three digits.
 fn slices(value: &Value<'_>) -> Result<NonZeroU32, String> {
     whole(value, 1..=999, "slices")
         .and_then(|n| NonZeroU32::new(n).ok_or_else(|| "write 1 or more".to_owned()))
@@ -520,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn without_any_file_the_defaults_hold() {
+    fn without_any_file_the_defaults_apply() {
         let loaded = load_files(&[]).unwrap();
         assert_eq!(loaded.settings, Settings::default());
         assert_eq!(
@@ -568,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn the_platforms_own_file_comes_first_and_the_c_librarys_is_none_of_them() {
+    fn the_platforms_own_file_comes_first_and_the_c_librarys_is_never_read() {
         let files: [(&str, &[u8]); 3] = [
             ("/etc/host.conf", b"multi on\n"),
             (MAIN_FILE, b"cuda_mps_replicas: 3\n"),
@@ -591,7 +594,7 @@ mod tests {
             texts(&refused.problems),
             ["/opt/y.conf: no such file; create it or correct the path on the command line"]
         );
-        // On a real host a relative name belongs to the working directory.
+        // On a real host a relative name is relative to the working directory.
         assert_eq!(below(Path::new("/"), Path::new("etc/host.conf")), Path::new("etc/host.conf"));
         let absolute = root.path().join("opt/x.conf");
         assert!(load(&Sources { config: Some(absolute), sysroot: "/".into() }).is_ok());
@@ -620,7 +623,7 @@ mod tests {
         }
     }
 
-    /// A slip in the name of a key is often why there is a problem at all.
+    /// A typing error in a key is often the reason for a problem.
     #[test]
     fn problems_hide_no_warning() {
         let main = b"enable_cuda_mps: true\ncuda_mps_replica: 4\ncuda_mps_replicas: 0\n".as_slice();
@@ -637,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_host_agent_does_not_know_is_told() {
+    fn settings_that_the_host_agent_does_not_know_are_reported() {
         let told = |main: &str, devices: &str| -> Vec<String> {
             let main = format!("{main}\n{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let files = [(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices.as_bytes())];
@@ -681,7 +684,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_device_file_is_told_where_it_is_named() {
+    fn a_missing_device_file_is_reported_at_its_key() {
         let main = b"enable_cuda_mps: true\n\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
         let problems = load_files(&[(MAIN_FILE, main)]).unwrap_err();
         assert_eq!(
@@ -693,18 +696,18 @@ mod tests {
     }
 
     #[test]
-    fn where_mps_is_off_the_device_file_is_nobodys_problem() {
+    fn while_mps_is_off_a_missing_device_file_is_a_warning() {
         let main = b"container_device_config_file: /etc/none.yml\n".as_slice();
         let loaded = load_files(&[(MAIN_FILE, main)]).unwrap();
         assert_eq!(loaded.warnings.len(), 1);
         assert_eq!(loaded.warnings[0].key, DEVICE_FILE_KEY);
-        // Unless that isn't certain.
+        // They are problems if it is not certain that MPS is off.
         let main = b"enable_cuda_mps: maybe\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
         assert_eq!(load_files(&[(MAIN_FILE, main)]).unwrap_err().len(), 2);
     }
 
     #[test]
-    fn a_device_file_that_a_slip_hides_is_told() {
+    fn a_misspelt_device_file_key_is_reported() {
         for slip in
             ["container_device_config_fil", "Container-Device-Config-File", "containers_device_conf_file"]
         {
@@ -713,7 +716,7 @@ mod tests {
             let [problem] = problems.as_slice() else { panic!("{problems:?}") };
             assert_eq!((problem.origin.line, problem.key.as_str()), (Some(2), slip));
             assert!(problem.remedy.contains(DEVICE_FILE_KEY), "{problem}");
-            // Where it is named as well, or nothing is served, it hides nothing.
+            // The typing error hides nothing if the right key is there too, or if nothing is served.
             let named = format!("{main}{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, b"devices:\n")]).unwrap();
             assert_eq!(loaded.warnings, problems);
@@ -723,7 +726,7 @@ mod tests {
     }
 
     #[test]
-    fn content_that_is_no_text_is_named() {
+    fn content_that_is_no_text_is_reported() {
         let long = b"# a comment\n".repeat(1024 * 1024);
         let cases: [(&[u8], Option<usize>, &str); 5] = [
             (b"\x7fELF\0\0\n", Some(1), "NUL"),
@@ -743,7 +746,7 @@ mod tests {
             let [problem] = <[Problem; 1]>::try_from(problems).unwrap();
             assert_eq!(problem.origin, Origin { file: DEVICE_FILE.into(), line }, "{problem}");
         }
-        // The largest file that is read, of whatever makes the parser slow.
+        // Each text is repeated up to the largest size that is read. Texts like these make the parser slow.
         for unit in ["[", "- ", "a: ", "a\n", "- a\n", "? ", "&a ", "! ", "'", "\u{e9}"] {
             let mut content = unit.repeat(1024 * 1024 / unit.len()).into_bytes();
             content.truncate(1024 * 1024);
@@ -757,14 +760,14 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_order_mark_is_no_key() {
+    fn a_byte_order_mark_is_skipped() {
         for content in ["\u{feff}enable_cuda_mps: true\n", "\u{feff}enable_cuda_mps = true\n"] {
             assert!(load_files(&[(MAIN_FILE, content.as_bytes())]).unwrap().settings.enabled);
         }
     }
 
     #[test]
-    fn what_is_not_a_readable_file_is_named() {
+    fn an_unreadable_file_is_reported() {
         let root = sysroot(&[(LOCAL_FILE, b"")]);
         let main = below(root.path(), Path::new(MAIN_FILE));
         fs::create_dir(&main).unwrap();
@@ -773,20 +776,20 @@ mod tests {
             problem.to_string(),
             "/etc/yunion/host.conf: is a directory and no regular file; put a regular file there"
         );
-        // A loop of links can't be read by root either, unlike a file without permissions.
+        // Unlike a file without permissions, a loop of links can't be read by root either.
         fs::remove_dir(&main).unwrap();
         symlink("host.conf", &main).unwrap();
         let [problem] = <[Problem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
         assert_eq!(problem.origin, Origin { file: MAIN_FILE.into(), line: None });
         assert!(problem.found.starts_with("can't be read: "), "{problem}");
-        // A device would be read for ever, a FIFO waited for.
+        // Reading a device would never end, and opening a FIFO would block.
         fs::remove_file(&main).unwrap();
         symlink("/dev/zero", &main).unwrap();
         let [problem] = <[Problem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
         assert_eq!(problem.found, "is a device and no regular file");
     }
 
-    /// The example with the # taken off every line that holds a key and not prose.
+    /// The example with each line that holds a key uncommented.
     fn uncommented(example: &str) -> String {
         let line = |line: &str| match line.strip_prefix('#') {
             Some(rest) if rest.starts_with(|c: char| !c.is_whitespace()) || rest.starts_with("  type:") => {

@@ -1,8 +1,8 @@
-//! YAML as the settings need it: every key with its line, duplicates in their order, and texts that know whether they
-//! were quoted, since YAML 1.1 reads a plain `yes` as true and a quoted one as text.
+//! YAML as the settings need it: every key with its line, duplicate keys in their order, and for each text whether it
+//! was quoted, since YAML 1.1 reads a plain `yes` as true and a quoted one as text.
 //!
-//! serde_yaml's own `Value` has none of these. It does lend texts out of its input instead of copying them, though:
-//! where such a text lies tells its line, and the byte behind it whether a quotation mark ended it.
+//! serde_yaml's own `Value` has none of these. But serde_yaml lends texts out of its input instead of copying them, so
+//! the address of such a text gives its line, and the byte after it shows whether a quotation mark ended it.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -14,17 +14,17 @@ use serde::de::{self, DeserializeSeed, EnumAccess, MapAccess, SeqAccess, Variant
 
 use super::{Origin, Problem};
 
-/// One value and where it stands.
+/// One value and its place.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
-    /// The line, from 1: of a text itself, of a list or mapping the first line known in it. None for a number, a
-    /// boolean or nothing: their key has the line.
+    /// The line, from 1. For a text it is the text's own, for a list or mapping the first line that is known in it.
+    /// None for a number, a boolean or null, since their key has the line.
     pub(super) line: Option<usize>,
     /// The value.
     pub(super) value: Value<'t>,
 }
 
-/// A value, with YAML 1.2's idea of what a plain scalar is. `as_bool` and its like know the platform's.
+/// A value. YAML 1.2 decides the type of a plain scalar. `as_bool` and the like apply the platform's rules.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Value<'t> {
     Null,
@@ -36,14 +36,14 @@ pub(super) enum Value<'t> {
     Map(Vec<(Node<'t>, Node<'t>)>),
 }
 
-/// How much of a text a message repeats.
+/// The most characters of a text that a message repeats.
 const SHOWN_CHARS: usize = 80;
 
-/// How much of what the YAML parser says.
+/// The most characters of the YAML parser's own message.
 const ERROR_CHARS: usize = 300;
 
 impl Value<'_> {
-    /// A boolean as the platform reads it: YAML 1.1's words where they are plain, Go's `ParseBool` otherwise.
+    /// A boolean by the platform's rules: a plain word of YAML 1.1, or any text that Go's `ParseBool` accepts.
     pub(super) fn as_bool(&self) -> Option<bool> {
         match self {
             Self::Bool(value) => Some(*value),
@@ -60,12 +60,12 @@ impl Value<'_> {
         }
     }
 
-    /// A whole number: `4`, `"4"` or `4.0`. A plain one with a leading zero is none: YAML 1.1 makes it octal, and
-    /// nobody means that.
+    /// A whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as
+    /// octal and hardly anybody means that.
     pub(super) fn as_integer(&self) -> Option<i128> {
         match self {
             Self::Integer(value) => Some(*value),
-            // Through its decimal digits, which are exact for a whole number.
+            // The decimal digits of a whole number are exact.
             Self::Float(value) if value.fract() == 0.0 => format!("{value:.0}").parse().ok(),
             Self::Text { text, quoted } => {
                 let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
@@ -76,7 +76,7 @@ impl Value<'_> {
         }
     }
 
-    /// A scalar as text; None for nothing, a list or a mapping.
+    /// A scalar as text. None for null, a list or a mapping.
     pub(super) fn as_text(&self) -> Option<Cow<'_, str>> {
         match self {
             Self::Bool(value) => Some(value.to_string().into()),
@@ -101,12 +101,12 @@ impl Value<'_> {
     }
 }
 
-/// A text from outside, fit for a message.
+/// A text from a file, made safe for a message.
 pub(super) fn quoted(text: &str) -> String {
     format!("{:?}", cut(text, SHOWN_CHARS))
 }
 
-/// The name of a key from outside, fit for a message.
+/// The name of a key from a file, made safe for a message.
 pub(super) fn printable(key: &str) -> String {
     without_controls(&cut(key, SHOWN_CHARS))
 }
@@ -126,7 +126,7 @@ fn without_controls(text: &str) -> String {
     shown
 }
 
-/// Reads the first document of a file. Null where there is none.
+/// Reads the first document of a file. Null if there is none.
 pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, Problem> {
     let brackets = text.bytes().filter(|byte| matches!(byte, b'[' | b'{')).count();
     if brackets > MAX_BRACKETS {
@@ -161,27 +161,28 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> Problem {
     Problem {
         origin: Origin { file: file.to_owned(), line: tabbed.or(line) },
         key: String::new(),
-        // It may name keys of the file.
+        // The parser's message may repeat keys of the file.
         found: format!("{found} ({})", without_controls(&cut(&error.to_string(), ERROR_CHARS))),
         remedy: remedy.to_owned(),
     }
 }
 
-/// How many values aliases may add to those that the file spells out.
+/// The number of values that aliases may add to the values in the file.
 const ALIAS_ALLOWANCE: usize = 65_536;
 
-/// The scanner's time grows with the square of how many brackets are open, so a file full of them would take hours.
+/// The parser's time grows with the square of the number of open brackets, so a file full of brackets would take hours.
 const MAX_BRACKETS: usize = 1024;
 
-/// How deep lists and mappings nest at most. An alias that contains itself has no bottom.
+/// The greatest depth of nested lists and mappings. An alias that contains itself would have no end.
 const MAX_DEPTH: u8 = 32;
 
-/// What every node needs to know of the input.
+/// The facts about the input that every node needs.
 struct Source<'t> {
     text: &'t str,
     newlines: Vec<usize>,
-    /// What may still be built. An alias repeats what it names, so a small file can ask for any amount; one without
-    /// aliases never reaches this limit, as each value and each copied byte takes at least half a byte of it.
+    /// The amount that may still be built. An alias repeats its value, so a small file could ask for any amount. A file
+    /// without aliases never reaches the limit, since each value and each copied byte takes at least half a byte of the
+    /// file.
     budget: Cell<usize>,
 }
 
@@ -224,7 +225,7 @@ impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
 }
 
 impl NodeSeed<'_, '_> {
-    /// The seed of what this one contains.
+    /// The seed for the values inside this one.
     fn inner(self) -> Self {
         Self { depth: self.depth.saturating_add(1), ..self }
     }
@@ -266,7 +267,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
-        // Too large for any setting; as text it can still be shown as it is.
+        // The number is too large for any setting. As text it can be shown as it is.
         let text = || Value::Text { text: value.to_string().into(), quoted: false };
         Self::plain(i128::try_from(value).map_or_else(|_| text(), Value::Integer))
     }
@@ -279,8 +280,8 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
         Ok(self.source.lent(text))
     }
 
-    /// A text that isn't in the input as it is: with escapes, folded or over several lines. A plain one of that kind
-    /// is no boolean and no number either, so all of them count as quoted.
+    /// A text that is not in the input in this form: it has escapes, is folded or spans several lines. Such a plain
+    /// text is neither a boolean nor a number, so all of these texts count as quoted.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
         self.source.spend(text.len())?;
         Self::plain(Value::Text { text: text.to_owned().into(), quoted: true })
@@ -305,7 +306,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
         Ok(Node { line, value: Value::Map(pairs.finish()) })
     }
 
-    /// A value with a tag of somebody's own: the value counts.
+    /// A value with a tag. The tag is ignored.
     fn visit_enum<A: EnumAccess<'t>>(self, access: A) -> Result<Node<'t>, A::Error> {
         let (_tag, content) = access.variant::<String>()?;
         content.newtype_variant_seed(self)
@@ -315,13 +316,13 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
 /// A key and its value.
 type Pair<'t> = (Node<'t>, Node<'t>);
 
-/// The pairs of a mapping in the order in which they count, the last most. A merge key, `<<`, stands for the pairs of
-/// the mappings that are its value. As the platform's parser has it, they count at their place: less than a key behind
-/// them, and more than one before.
+/// The pairs of a mapping. A later pair overrides an earlier one. A merge key, `<<`, stands for the pairs of the
+/// mappings in its value. As in the platform's parser, these pairs count at the place of the merge key: a later key
+/// overrides them, and they override an earlier one.
 #[derive(Default)]
 struct Pairs<'t> {
     all: Vec<Pair<'t>>,
-    /// The places in `all` of those that a merge key brought.
+    /// The places in `all` of the pairs that a merge key brought.
     merged: BTreeSet<usize>,
 }
 
@@ -334,7 +335,7 @@ impl<'t> Pairs<'t> {
         }
         match value.value {
             Value::Map(pairs) => self.merge(pairs),
-            // The first of several counts most.
+            // Of several mappings the first one counts most.
             Value::List(items) => {
                 for item in items.into_iter().rev() {
                     let Value::Map(pairs) = item.value else { return Err(BAD_MERGE) };
@@ -352,7 +353,8 @@ impl<'t> Pairs<'t> {
         self.merged.extend(first..self.all.len());
     }
 
-    /// Without what was merged and then written otherwise: that is what merging is for, and no key that stands twice.
+    /// Removes the merged pairs that a key overrides. Overriding is the purpose of merging, so such a key is no
+    /// duplicate.
     fn finish(self) -> Vec<Pair<'t>> {
         let Self { all, merged } = self;
         if merged.is_empty() {
@@ -381,7 +383,7 @@ mod tests {
         parse(Path::new("/etc/x.yml"), text)
     }
 
-    /// Key, its line and its value, of a mapping.
+    /// Each key of a mapping with its line and its value.
     fn pairs(text: &str) -> Vec<(String, Option<usize>, Value<'_>)> {
         let Value::Map(pairs) = read(text).unwrap().value else { panic!("not a mapping: {text}") };
         let name = |node: &Node<'_>| node.value.as_text().unwrap_or_default().into_owned();
@@ -442,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn booleans_are_those_of_the_platform() {
+    fn booleans_follow_the_platforms_rules() {
         for word in [
             "y", "Y", "yes", "Yes", "YES", "on", "On", "ON", "true", "True", "TRUE", "1", "t", "\"true\"",
             "'1'",
@@ -528,7 +530,7 @@ mod tests {
         }
         let problem = read(&laughs).unwrap_err();
         assert!(problem.found.contains("aliases repeat too much"), "{problem}");
-        // One large list, named very often, is no better, nor is a long text that has to be copied.
+        // The limit also holds for one large list that is named very often, and for a long text that has to be copied.
         let wide = format!("a: &a\n{}b:\n{}", "- x\n".repeat(2_000), "- *a\n".repeat(2_000));
         assert!(read(&wide).unwrap_err().found.contains("aliases repeat too much"));
         let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(20_000), "- *a\n".repeat(2_000));
