@@ -1,5 +1,5 @@
-//! The plan: which control daemons run, with which GPUs, slices and limits. A pure function of what the administrator
-//! wrote and what the host has.
+//! The plan: the control daemons to run, with their GPUs, slices and limits. It is a pure function of the settings and
+//! the host's GPUs.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -9,45 +9,47 @@ use std::path::{Path, PathBuf};
 use crate::config::{DeviceEntry, DevicePath, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
 use crate::host::gpu::{ComputeMode, Gpu, Inventory, NvmlFacts, PciAddress, PciDevice};
 
-/// From this compute capability on (Volta) a GPU enforces limits and one server can serve several users.
+/// A GPU of this compute capability (Volta) or a later one enforces limits, and one server on it can serve several
+/// users.
 const VOLTA: (u32, u32) = (7, 0);
 
-/// The control daemons, GPUs and slices that there shall be, and why some of them can't. The default is that of a configuration which names no GPU.
+/// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the
+/// plan of a configuration without GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Plan {
-    /// Every GPU that the configuration names, in its order, served or not.
+    /// Every GPU of the configuration, in its order, served or not.
     pub gpus: Vec<GpuPlan>,
-    /// The entries of the device file for which this host has no GPU now.
+    /// The entries of the device file without a GPU on this host now.
     pub missing: Vec<Missing>,
     /// The control daemons that serve the GPUs.
     pub control_daemons: Vec<ControlDaemonPlan>,
-    /// The GPUs that the configuration names, by UUID.
+    /// The GPUs of the configuration, by UUID.
     pub configured: Configured,
-    /// Why there is no GPU, in words for an administrator; empty where there is one, or none is asked for.
+    /// The reason why there is no GPU, in words for an administrator. Empty if there is a GPU, or if none is asked for.
     pub nothing: String,
 }
 
-/// An entry of the device file for which this host has no GPU now. One may come, or come back.
+/// An entry of the device file without a GPU on this host now. The GPU may come, or come back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Missing {
-    /// The entry, what was found, and what to do.
+    /// The entry, the finding and the remedy.
     pub problem: Problem,
     /// Its path.
     pub path: DevicePath,
-    /// Whether it is certain. It is not while a GPU can't be asked that may be the one.
+    /// Whether this is certain. It is not while a GPU that may be the right one can't be asked.
     pub certain: bool,
 }
 
-/// The GPUs that a configuration names, as far as that can be told by UUID.
+/// The GPUs that a configuration names, as far as their UUIDs are known.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configured {
     certainly: BTreeSet<String>,
-    /// While an entry's GPU can't be told: the GPUs that it can't be. None: every entry's can.
+    /// Set while some entry's GPU has no known UUID: the GPUs that are certainly not that GPU. None if all are known.
     others: Option<BTreeSet<String>>,
 }
 
 impl Configured {
-    /// Whether the GPU with this UUID is named, or may be.
+    /// Whether the configuration names the GPU with this UUID, or may name it.
     pub fn may_have(&self, uuid: &str) -> bool {
         self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
     }
@@ -62,7 +64,7 @@ impl Configured {
     }
 }
 
-/// Whether a path that leads nowhere may be a GPU's that is there: what it goes by is not known of that GPU.
+/// Whether a path without a GPU may belong to this GPU, since the host does not report the GPU's name of that kind.
 fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     match path {
         DevicePath::RenderNode(_) => gpu.pci.render_node.is_none(),
@@ -74,39 +76,40 @@ fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
 /// One configured GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuPlan {
-    /// What is known of it.
+    /// The facts about it.
     pub gpu: Gpu,
-    /// How many slices it is cut into.
+    /// The number of its slices.
     pub slices: u32,
-    /// The memory of one slice in MiB: the total divided, whole MiB. 0 where the total is not known.
+    /// The memory of one slice: the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory is not
+    /// known.
     pub memory_limit_mib: u64,
     /// The active thread percentage of one slice, 1 to 100.
     pub thread_percentage: u8,
-    /// Whether the GPU enforces the two limits: from compute capability 7.0 on.
+    /// Whether the GPU enforces the two limits, as GPUs from compute capability 7.0 on do.
     pub limits_enforced: bool,
-    /// Why it can't be served now; None: it can.
+    /// The reason why it can't be served now, if there is one.
     pub unusable: Option<String>,
-    /// What an administrator should know, though it is served.
+    /// Facts that an administrator should know, although the GPU is served.
     pub warnings: Vec<Warning>,
-    /// Where its clients connect.
+    /// The directory in which its clients connect.
     pub pipe_directory: PathBuf,
 }
 
-/// What an administrator should know of a GPU, though it is served.
+/// A fact about a GPU that an administrator should know, although the GPU is served.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Warning {
-    /// Nobody says whether it enforces limits.
-    #[error("NVML does not say its compute capability; taken for a GPU that enforces no limits")]
+    /// Nobody knows whether the GPU enforces limits.
+    #[error("NVML does not report its compute capability, so it counts as a GPU that enforces no limits")]
     NoComputeCapability,
-    /// Some slices would never get a client in.
+    /// The GPU can't hold a client for each slice.
     #[error("{slices} slices, but the GPU can hold {clients} clients at once")]
     MoreSlicesThanClients {
-        /// The slices.
+        /// The number of slices.
         slices: u32,
-        /// The clients.
+        /// The number of clients that the GPU can hold.
         clients: u32,
     },
-    /// It is older than Volta.
+    /// The GPU is older than Volta.
     #[error(
         "compute capability {}.{} enforces neither the memory limit nor the thread percentage",
         capability.0, capability.1
@@ -115,34 +118,34 @@ pub enum Warning {
         /// Major and minor.
         capability: (u32, u32),
     },
-    /// An entry of another type has the same GPU: its user finds a compute mode that it can't work with.
-    #[error("{origin} gives it out as {device_type} too")]
+    /// An entry of another type names the same GPU. That entry's user can't work with the compute mode for MPS.
+    #[error("{origin} lists it as {device_type} too")]
     GivenOutTwice {
-        /// That entry.
+        /// The other entry.
         origin: Origin,
         /// Its type.
         device_type: String,
     },
-    /// The control daemon's default percentage is that of a GPU with larger slices.
+    /// The control daemon's default percentage belongs to another GPU, which has larger slices.
     #[error(
         "the shared control daemon's default is {default} %, so only clients that set \
          CUDA_MPS_ACTIVE_THREAD_PERCENTAGE keep to {own} %"
     )]
     LooseThreads {
-        /// The control daemon's.
+        /// The control daemon's percentage.
         default: u8,
-        /// A slice's.
+        /// The percentage of this GPU's slices.
         own: u8,
     },
-    /// The same of the memory limit.
+    /// The control daemon's default memory limit belongs to another GPU, which has larger slices.
     #[error(
         "the shared control daemon's default is {default_mib} MiB, so only clients that set \
          CUDA_MPS_PINNED_DEVICE_MEM_LIMIT keep to {own_mib} MiB"
     )]
     LooseMemory {
-        /// The control daemon's.
+        /// The control daemon's limit.
         default_mib: u64,
-        /// A slice's.
+        /// The limit of this GPU's slices.
         own_mib: u64,
     },
 }
@@ -156,19 +159,20 @@ pub struct ControlDaemonPlan {
     pub pipe_directory: PathBuf,
     /// CUDA_MPS_LOG_DIRECTORY.
     pub log_directory: PathBuf,
-    /// CUDA_VISIBLE_DEVICES: the GPUs in PCI order, so that ordinals don't depend on the order of entries.
+    /// The GPUs, in the order of CUDA_VISIBLE_DEVICES. They are sorted by address, so ordinals don't depend on the
+    /// order of entries.
     pub gpus: Vec<ServedGpu>,
-    /// The default active thread percentage: the largest of its GPUs'.
+    /// The default active thread percentage: the largest percentage of its GPUs.
     pub thread_percentage: u8,
     /// Whether to ask for one server for the clients of every user.
     pub multiuser: bool,
-    /// Whether a driver that refuses that is asked again without it.
+    /// Whether a control daemon whose driver refuses that is started without it.
     pub multiuser_optional: bool,
     /// Whether the server is started before the first client.
     pub prewarm: bool,
 }
 
-/// A control daemon as it runs: what can't be changed without another one.
+/// A running control daemon: the properties that only another control daemon can change.
 #[derive(Debug, Clone, Copy)]
 pub struct Present<'a> {
     /// Its `CUDA_MPS_PIPE_DIRECTORY`.
@@ -182,7 +186,7 @@ pub struct Present<'a> {
 }
 
 impl ControlDaemonPlan {
-    /// The GPUs that a control daemon serves as planned only after it has been told more than it was told for `before`.
+    /// The GPUs that the control daemon serves as planned only after it has been told more than for `before`.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         self.gpus
             .iter()
@@ -190,8 +194,8 @@ impl ControlDaemonPlan {
             .map(|gpu| gpu.uuid.as_str())
     }
 
-    /// What of this plan that control daemon can't be made to do, so that another has to take its place. A GPU that is
-    /// not `reachable` is not waited for.
+    /// The part of this plan that a running control daemon can't fulfil, so that another must take its place. A GPU
+    /// that is not `reachable` is ignored.
     pub fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
         let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
         let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
@@ -213,14 +217,14 @@ impl ControlDaemonPlan {
     }
 }
 
-/// A GPU in a control daemon's hands; its position is its ordinal.
+/// A GPU of a control daemon. Its position is its ordinal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServedGpu {
     /// The UUID.
     pub uuid: String,
-    /// The address, for messages and journals.
+    /// The address, for messages and the state file.
     pub pci: PciAddress,
-    /// The default device pinned memory limit in MiB: the largest of the control daemon's slices.
+    /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
     /// The memory of one of its slices in MiB.
     pub slice_memory_mib: u64,
@@ -228,16 +232,17 @@ pub struct ServedGpu {
     pub slice_thread_percentage: u8,
     /// Whether the GPU enforces limits.
     pub limits_enforced: bool,
-    /// How many clients it can hold at once.
+    /// The number of clients that it can hold at once.
     pub places: u32,
 }
 
 impl ServedGpu {
-    /// Whether a client of one of its slices gets the planned limits only after the control daemon has other defaults
-    /// than those of `before`. A slice that keeps its limits waits for nothing, though defaults change around it.
+    /// Whether the clients of its slices get the planned limits only after the control daemon has other defaults than
+    /// in `before`. A slice whose own limits don't change waits for nothing, even if the defaults change.
     fn needs_other_defaults(&self, plan: &ControlDaemonPlan, before: &ControlDaemonPlan) -> bool {
         let Some(known) = before.gpus.iter().find(|known| known.uuid == self.uuid) else { return true };
-        // A default below a slice's limit gives it too little; its own, when new, does not hold it yet.
+        // A default below the slice's new limit gives its clients too little. If the slice's new limit is also the new
+        // default, the old default does not limit its clients to it.
         let memory = known.slice_memory_mib != self.slice_memory_mib
             && known.memory_limit_mib != self.memory_limit_mib
             && (self.slice_memory_mib > known.memory_limit_mib
@@ -250,21 +255,21 @@ impl ServedGpu {
     }
 }
 
-/// Why there is no plan.
+/// The reason why there is no plan.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// The configuration is wrong, and stays so until someone corrects it. Every problem that can be seen, at least one.
+    /// The configuration is wrong until someone corrects it. This has every problem, at least one.
     #[error("{}", Lines(.0))]
     Problems(Vec<Problem>),
-    /// This host has none of the GPUs that the configuration names, at least one.
+    /// The host has none of the configured GPUs. This has their entries, at least one.
     #[error("{}", Lines(&problems(.0)))]
     Missing(Vec<Missing>),
-    /// The host can't say yet whether the configuration is right: there is no driver. In words for an administrator.
+    /// The configuration can't be checked yet, since there is no driver. The reason is in words for an administrator.
     #[error("{0}")]
     NotYet(String),
 }
 
-/// The problems of those entries.
+/// The problems of these entries.
 pub fn problems(missing: &[Missing]) -> Vec<Problem> {
     missing.iter().map(|missing| missing.problem.clone()).collect()
 }
@@ -284,7 +289,7 @@ impl fmt::Display for Lines<'_> {
 }
 
 impl GpuPlan {
-    /// Whether it can be served at all, though perhaps not now. If not, an administrator has to change the GPU first.
+    /// Whether the GPU can be served, even if not now. If not, an administrator has to change the GPU first.
     pub fn servable(&self) -> bool {
         match &self.gpu.nvml {
             Ok(facts) => obstacles(&self.gpu, facts).is_empty(),
@@ -292,7 +297,7 @@ impl GpuPlan {
         }
     }
 
-    /// The processes without MPS that alone keep it from being served.
+    /// The processes without MPS, if they alone keep the GPU from being served.
     pub fn holders(&self) -> &[(u32, String)] {
         match &self.gpu.nvml {
             Ok(facts) if self.unusable.is_some() && ailments(&self.gpu).is_empty() => {
@@ -303,11 +308,11 @@ impl GpuPlan {
     }
 }
 
-/// Makes the plan. A GPU that is out of order or not there is a state of that GPU or of its entry, and no error. One that
-/// was in the plan `before` and has gone keeps its place: its devices are not healthy, and not gone.
+/// Makes the plan. A GPU that does not work or is not there is a state of that GPU or of its entry, and no error. A GPU
+/// from the plan `before` that has gone keeps its place, so its devices become unhealthy but still exist.
 ///
 /// # Errors
-/// The configuration is wrong, or can't be judged yet.
+/// The configuration is wrong, or can't be checked yet.
 pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
     let before = Inventory {
         driver: Ok(String::new()),
@@ -325,29 +330,29 @@ pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> R
     Ok(Plan { gpus, missing, control_daemons, configured, nothing })
 }
 
-/// A GPU to be served, as far as the configuration goes.
+/// A GPU that the configuration asks for.
 struct Wanted<'a> {
     gpu: &'a Gpu,
     slices: NonZeroU32,
-    /// The entry's own.
+    /// The percentage in the GPU's own entry.
     thread_percentage: Option<u8>,
-    /// Why it is not there any more; None: it is.
+    /// The reason why the GPU has gone. None if it is there.
     gone: Option<String>,
 }
 
-/// Why a path leads to no GPU of ours.
+/// The reason why a path leads to no NVIDIA GPU.
 enum Miss {
-    /// It never will: what was found, and what to do.
+    /// The path never leads to one: the finding and the remedy.
     Wrong { found: String, remedy: String },
-    /// It is that of several, of which nobody can choose one: what was found, and what to do.
+    /// The path leads to several: the finding and the remedy.
     Ambiguous { found: String, remedy: String },
-    /// It does not now: what was found, what to do, and whether that is certain.
+    /// The path leads to none now: the finding, the remedy, and whether this is certain.
     Absent { found: String, remedy: String, certain: bool },
-    /// Nothing can be said without a driver: why there is none.
+    /// Nothing is known without a driver: the reason why there is none.
     NotYet(String),
 }
 
-/// The configured GPUs in the order of the configuration, and the entries without one.
+/// The configured GPUs in the order of the configuration, and the entries without a GPU.
 fn wanted<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
@@ -409,7 +414,7 @@ fn wanted<'a>(
     }
     match not_yet {
         _ if !problems.is_empty() => {
-            // Whoever corrects the others wants to know of these too.
+            // The report has these too, so that all problems can be corrected at once.
             let certain = missing.into_iter().filter(|missing| missing.certain);
             problems.extend(certain.map(|missing| missing.problem));
             Err(PlanError::Problems(problems))
@@ -420,15 +425,16 @@ fn wanted<'a>(
     }
 }
 
-/// A GPU of the plan before that an entry still means.
+/// A GPU of the former plan that an entry still means.
 #[derive(Clone, Copy)]
 struct Known<'a> {
     gpu: &'a Gpu,
-    /// Whether it is as it was then, since it is not there any more.
+    /// Whether the GPU has gone, so that the facts about it are those of the former plan.
     gone: bool,
 }
 
-/// An address without a domain keeps to the GPU that it was before, so that no other is taken for it when that one has gone.
+/// An address without a domain keeps its former GPU, so that no other GPU is served in its place after that GPU has
+/// gone.
 fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     match (path, find(path, before)) {
         (DevicePath::ShortPci(_), Ok(gpu)) => DevicePath::Pci(gpu.pci.address),
@@ -436,7 +442,7 @@ fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     }
 }
 
-/// The GPU that a path led to in the plan before. Where there is another in its place now, nobody knows.
+/// The GPU to which the path led in the former plan. None if another GPU has its address now.
 fn known_before<'a>(path: &DevicePath, inventory: &'a Inventory, before: &'a Inventory) -> Option<Known<'a>> {
     let known = find(path, before).ok()?;
     let in_place = inventory.gpus.iter().find(|gpu| gpu.pci.address == known.pci.address);
@@ -448,16 +454,16 @@ fn known_before<'a>(path: &DevicePath, inventory: &'a Inventory, before: &'a Inv
     }
 }
 
-/// The entries that came before, to find the second of two.
+/// The earlier entries, for finding two entries of one GPU.
 #[derive(Default)]
 struct Earlier<'a> {
-    /// Without a driver the text alone can tell.
+    /// Without a driver, only the text can show that two entries are equal.
     by_path: HashMap<&'a DevicePath, &'a Origin>,
     by_address: HashMap<PciAddress, (&'a Origin, &'a DevicePath)>,
 }
 
 impl<'a> Earlier<'a> {
-    /// Takes an entry in, unless one that came before names the same GPU: gives that one then.
+    /// Adds an entry. If an earlier entry names the same GPU, it returns that entry instead.
     fn insert(
         &mut self,
         origin: &'a Origin,
@@ -475,7 +481,7 @@ impl<'a> Earlier<'a> {
     }
 }
 
-/// Every NVIDIA GPU that no entry claims, in PCI order. One in the hands of another kernel driver has its use already.
+/// Every NVIDIA GPU that no entry claims, in PCI order. A GPU that another kernel driver holds is left out.
 fn unclaimed<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
@@ -486,7 +492,7 @@ fn unclaimed<'a>(
     for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
         match claim(path, inventory) {
             Ok(address) => claimed.extend(address),
-            // Served by mistake, a GPU would be taken from someone else.
+            // If the GPU of the claim is unknown, serving any GPU might take it from its user.
             Err(reason) => {
                 not_yet.get_or_insert(reason);
             }
@@ -509,7 +515,7 @@ fn unclaimed<'a>(
     wanted
 }
 
-/// What became of each GPU where all have their use already.
+/// The use of each GPU, if none is left to serve.
 fn why_nothing(settings: &Settings, inventory: &Inventory) -> String {
     let claims = |gpu: &Gpu| {
         settings.devices.iter().find(|entry| {
@@ -525,7 +531,7 @@ fn why_nothing(settings: &Settings, inventory: &Inventory) -> String {
             others.push(format!("{address} is {} in {}", entry.device_type, entry.origin));
             remedy = "; write type: NVIDIA_MPS in the entry of a GPU that is to be served";
         } else if let Some(driver) = gpu.pci.foreign_driver() {
-            others.push(format!("{address} is in the hands of {driver}"));
+            others.push(format!("{address} is held by the kernel driver {driver}"));
         }
     }
     if others.is_empty() {
@@ -538,7 +544,7 @@ fn problem(entry: &DeviceEntry, index: usize, field: &str, found: String, remedy
     Problem { origin: entry.origin.clone(), key: format!("devices[{index}].{field}"), found, remedy }
 }
 
-/// A slice must have some memory.
+/// Each slice needs at least 1 MiB.
 fn too_many(gpu: &Gpu, slices: NonZeroU32) -> Option<(String, String)> {
     let total = gpu.nvml.as_ref().ok()?.memory_total_mib?;
     if slice_of(total, slices) > 0 {
@@ -592,7 +598,7 @@ fn list(addresses: &[PciAddress]) -> String {
     addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ")
 }
 
-/// A display device that was looked for.
+/// A display device, found by its path.
 enum Device<'a> {
     Nvidia(&'a Gpu),
     Other(&'a PciDevice),
@@ -612,7 +618,7 @@ fn with_device(inventory: &Inventory, is_it: impl Fn(&PciDevice) -> bool) -> Opt
     gpu.or_else(|| inventory.others.iter().find(|device| is_it(device)).map(Device::Other))
 }
 
-/// By what only NVML knows. A GPU that NVML can't ask may be the one.
+/// Finds a GPU by a fact that only NVML knows. A GPU that NVML can't ask may be the right one.
 fn with_facts<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
@@ -635,7 +641,7 @@ fn with_facts<'a>(
     }
 }
 
-/// Not there, provided that the driver had its say.
+/// The GPU is not there if the driver works. Otherwise nothing is known yet.
 fn known_missing(inventory: &Inventory, found: String) -> Miss {
     match &inventory.driver {
         Ok(_) => Miss::Absent { found, remedy: choices(inventory), certain: true },
@@ -676,7 +682,7 @@ fn not_nvidia(path: String, device: &PciDevice, inventory: &Inventory) -> Miss {
     }
 }
 
-/// A path that is none of the four kinds.
+/// A path of none of the accepted kinds.
 fn no_path(text: &str, inventory: &Inventory) -> Miss {
     let quoted = format!("{text:?}");
     let kind = if is_card_node(text) {
@@ -684,7 +690,7 @@ fn no_path(text: &str, inventory: &Inventory) -> Miss {
     } else if by_path_address(text).is_some() {
         "a link to a device node"
     } else {
-        let found = format!("{quoted} is no path of a GPU");
+        let found = format!("{quoted} is not the path of a GPU");
         return Miss::Wrong { found, remedy: choices(inventory) };
     };
     match behind(text, inventory) {
@@ -700,7 +706,7 @@ fn no_path(text: &str, inventory: &Inventory) -> Miss {
     }
 }
 
-/// The device behind a card node or a link, which are no proper paths but still tell what is meant.
+/// The device behind a card node or a link. Neither is accepted, but the message can name the right path.
 fn behind<'a>(text: &str, inventory: &'a Inventory) -> Option<Device<'a>> {
     let address = by_path_address(text);
     with_device(inventory, |device| {
@@ -719,7 +725,7 @@ fn by_path_address(text: &str) -> Option<PciAddress> {
     address.parse().ok()
 }
 
-/// The GPU that an entry of another type claims; None where it claims none of ours.
+/// The NVIDIA GPU that an entry of another type claims. None if it claims none.
 fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>, String> {
     if let DevicePath::Other(text) = path {
         return Ok(behind(text, inventory).map(|device| device.pci().address));
@@ -765,7 +771,7 @@ fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> 
     let mut gpu = (*gpu).clone();
     let unusable = match gone {
         Some(reason) => {
-            // Whoever was on it then is no more to be ended.
+            // The processes that used the GPU must not be ended any more.
             gpu.nvml.as_mut().into_iter().for_each(|facts| facts.foreign_processes.clear());
             Some(reason.clone())
         }
@@ -794,8 +800,8 @@ fn share(policy: ThreadPolicy, slices: NonZeroU32) -> u8 {
     u8::try_from(percent.clamp(1, 100)).unwrap_or(100)
 }
 
-/// The reasons besides the processes on it that keep it from being served: all at once, so that nobody mends one to meet
-/// the next.
+/// The reasons why the GPU can't be served, except for processes that hold it. It gives all of them at once, so that
+/// nobody corrects one only to meet the next.
 fn ailments(gpu: &Gpu) -> Vec<String> {
     match &gpu.nvml {
         Ok(facts) => obstacles(gpu, facts),
@@ -821,14 +827,14 @@ fn obstacles(gpu: &Gpu, facts: &NvmlFacts) -> Vec<String> {
     reasons
 }
 
-/// Every reason at once.
+/// All reasons why the GPU can't be served, in one text.
 fn why_unusable(gpu: &Gpu, settings: &Settings) -> Option<String> {
     let mut reasons = ailments(gpu);
     reasons.extend(gpu.nvml.as_ref().ok().and_then(|facts| held(facts, settings)));
     if reasons.is_empty() { None } else { Some(reasons.join("; ")) }
 }
 
-/// Who would keep an MPS server out.
+/// The reason if processes would keep an MPS server from starting.
 fn held(facts: &NvmlFacts, settings: &Settings) -> Option<String> {
     let exclusive =
         matches!(facts.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread));
@@ -857,7 +863,7 @@ fn warnings(facts: &NvmlFacts, slices: u32, inventory: &Inventory) -> Vec<Warnin
     warnings
 }
 
-/// How many clients a GPU can hold at once: 48 since Volta, 60 since the driver of CUDA 13.1.
+/// The number of clients that a GPU can hold at once: 48 since Volta, 60 since the driver of CUDA 13.1.
 fn most_clients(volta_or_later: bool, inventory: &Inventory) -> u32 {
     let version = inventory.driver.as_deref().unwrap_or_default();
     let driver: u32 = version.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0);
@@ -868,7 +874,7 @@ fn most_clients(volta_or_later: bool, inventory: &Inventory) -> u32 {
     }
 }
 
-/// An entry of another type for a GPU of ours: its user finds a compute mode that it can't work with.
+/// Warns of entries of another type for a GPU that is served. Their users can't work with its compute mode.
 fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &Inventory) {
     for entry in settings.devices.iter().filter(|entry| entry.mps.is_none()) {
         let claimed = entry.path.as_ref().and_then(|path| claim(path, inventory).ok().flatten());
@@ -880,7 +886,7 @@ fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &I
 }
 
 fn control_daemons(gpus: &[GpuPlan], settings: &Settings, inventory: &Inventory) -> Vec<ControlDaemonPlan> {
-    // By address, so that ordinals don't depend on the order of entries.
+    // The GPUs are sorted by address, so ordinals don't depend on the order of entries.
     let usable: BTreeMap<PciAddress, (&GpuPlan, &NvmlFacts)> = gpus
         .iter()
         .filter(|gpu| gpu.unusable.is_none())
@@ -913,15 +919,16 @@ fn control_daemon(
 ) -> ControlDaemonPlan {
     let (multiuser, multiuser_optional) = match settings.multiuser {
         MultiUser::On => (true, false),
-        // What makes a GPU enforce limits, Volta's way of scheduling, is also what this needs.
+        // Multi-user mode needs Volta's way of scheduling, as enforced limits do.
         MultiUser::Auto => {
             let all = gpus.iter().all(|(gpu, _)| gpu.limits_enforced);
             (all, all)
         }
         MultiUser::Off => (false, false),
     };
-    // Which GPU a default is for is counted by the client: in a container that sees one GPU it is that of ordinal 0,
-    // whichever GPU that is. A client's own limit can only tighten, so no default may be less than any slice.
+    // The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to
+    // that GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be
+    // below the limit of any slice.
     let memory_limit_mib = gpus.iter().map(|(gpu, _)| gpu.memory_limit_mib).max().unwrap_or(0);
     ControlDaemonPlan {
         id: id.to_owned(),
@@ -946,7 +953,7 @@ fn control_daemon(
     }
 }
 
-/// The defaults of a control daemon are those of its largest slice; the others' slices need their own values.
+/// Warns of slices for which the control daemon's defaults, which fit its largest slice, are too large.
 fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
         let percentage = control_daemon.thread_percentage;
@@ -972,7 +979,7 @@ mod tests {
 
     const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
-    /// The first plan.
+    /// Makes a first plan.
     fn plan(settings: &Settings, inventory: &Inventory) -> Result<Plan, PlanError> {
         super::plan(settings, inventory, &[])
     }
@@ -1002,7 +1009,7 @@ mod tests {
         }
     }
 
-    /// Entries of the device file, one a line from line 2 on.
+    /// Settings with these entries in the device file, one per line from line 2 on.
     fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
         let mut settings = settings();
         for (line, (path, slices)) in (2..).zip(entries) {
@@ -1016,7 +1023,7 @@ mod tests {
         settings
     }
 
-    /// An entry of another type, on line 90.
+    /// Adds an entry of another type, on line 90.
     fn and_other(mut settings: Settings, path: Option<DevicePath>) -> Settings {
         settings.devices.push(DeviceEntry {
             origin: Origin { file: "devices.yml".into(), line: Some(90) },
@@ -1099,7 +1106,7 @@ mod tests {
         inventory
     }
 
-    /// Whether it is certain, and the text of what is missing, where that is all.
+    /// The missing entries of a plan without any GPU: whether each is certain, and its text.
     fn missing(settings: &Settings, inventory: &Inventory) -> Vec<(bool, String)> {
         match plan(settings, inventory) {
             Err(PlanError::Missing(missing)) => {
@@ -1123,14 +1130,14 @@ mod tests {
         }
     }
 
-    /// Memory limit and thread percentage of each GPU.
+    /// The memory limit and the thread percentage of each GPU.
     fn limits(plan: &Plan) -> Vec<(u64, u8)> {
         plan.gpus.iter().map(|gpu| (gpu.memory_limit_mib, gpu.thread_percentage)).collect()
     }
 
-    /// A slice waits for the control daemon only where its own limits change, and the default that it needs with them.
+    /// A slice waits for the control daemon only if its own limits change, and with them the default that it needs.
     #[test]
-    fn slices_that_keep_their_limits_wait_for_nothing() {
+    fn a_slice_with_unchanged_limits_waits_for_nothing() {
         let plan_of = |slices: [(u64, u8); 3]| {
             let gpus = slices.iter().enumerate().map(|(n, (memory, threads))| ServedGpu {
                 uuid: format!("GPU-{n}"),
@@ -1155,14 +1162,14 @@ mod tests {
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
         for (before, after, expected) in [
             ([quarter; 3], [quarter; 3], &[][..]),
-            // The default is larger than the new limits before and after.
+            // The default is larger than the new limits before and after the change.
             ([quarter; 3], [quarter, eighth, quarter], &[]),
             ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
-            // The default grows around the others, which keep their own limits.
+            // The default grows, but the other slices keep their own limits.
             ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
-            // It was smaller than what the second one gets.
+            // The default was smaller than the second slice's new limit.
             ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
-            // It shrinks.
+            // The default shrinks.
             ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0"]),
             ([quarter; 3], [(4000, 12), quarter, quarter], &[]),
             ([quarter; 3], [(4000, 30), quarter, quarter], &["GPU-0"]),
@@ -1176,7 +1183,7 @@ mod tests {
     }
 
     #[test]
-    fn the_p40_of_the_platform_s_documentation() {
+    fn the_p40_of_the_platforms_documentation() {
         let inventory = p40();
         let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
         let expected = Plan {
@@ -1216,7 +1223,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_are_whole_and_never_nothing() {
+    fn shares_are_whole_and_at_least_one_percent() {
         let one = |policy, slices| share(policy, NonZeroU32::new(slices).unwrap());
         let golden = [
             (ThreadPolicy::Equal, [(1, 100), (3, 33), (4, 25), (100, 1), (101, 1), (u32::MAX, 1)]),
@@ -1235,7 +1242,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_s_own_percentage_counts() {
+    fn an_entrys_own_percentage_overrides_the_policy() {
         let mut settings = with(vec![(node(128), 3), (node(129), 3)]);
         settings.devices[0].mps.as_mut().unwrap().thread_percentage = Some(80);
         let plan = plan(&settings, &h200s()).unwrap();
@@ -1286,7 +1293,7 @@ mod tests {
         );
         assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
         assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
-        // Each default is one GPU's own.
+        // With one GPU each, the defaults are the limits of its slices.
         assert_eq!(plan.gpus[0].warnings, []);
     }
 
@@ -1309,7 +1316,7 @@ mod tests {
     }
 
     #[test]
-    fn every_spelling_finds_its_gpu() {
+    fn every_spelling_finds_the_gpu() {
         let inventory = h200s();
         let spellings =
             [node(129), pci("1B:00.0"), DevicePath::Uuid("gpu-1".to_owned()), DevicePath::NvidiaMinor(1)];
@@ -1349,9 +1356,9 @@ mod tests {
         );
     }
 
-    /// The service serves nothing then, and whoever has mistyped a type finds it in the reason.
+    /// The service then serves nothing, and the reason shows a mistyped type.
     #[test]
-    fn gpus_that_all_have_another_use_are_named_with_it() {
+    fn if_all_gpus_have_another_use_each_use_is_named() {
         let settings = and_other(settings(), Some(pci("1a:00.0")));
         let mut all = h200s();
         for gpu in &mut all.gpus[1..] {
@@ -1363,7 +1370,8 @@ mod tests {
         assert_eq!(
             plan.nothing,
             "every NVIDIA GPU of this host has another use: 0000:1a:00.0 is NVIDIA_GPU_SHARE in devices.yml:90, \
-             0000:1b:00.0 is in the hands of vfio-pci; write type: NVIDIA_MPS in the entry of a GPU that is to be served"
+             0000:1b:00.0 is held by the kernel driver vfio-pci; write type: NVIDIA_MPS in the entry of a GPU that is to \
+             be served"
         );
     }
 
@@ -1401,8 +1409,8 @@ mod tests {
                     .to_owned(),
                 "write its render node, /dev/dri/renderD129",
             ),
-            (other("/dev/null"), "\"/dev/null\" is no path of a GPU".to_owned(), all),
-            (other("a\nb"), "\"a\\nb\" is no path of a GPU".to_owned(), all),
+            (other("/dev/null"), "\"/dev/null\" is not the path of a GPU".to_owned(), all),
+            (other("a\nb"), "\"a\\nb\" is not the path of a GPU".to_owned(), all),
         ];
         for (path, found, remedy) in golden {
             let expected = format!("devices.yml:2: devices[0].path: {found}; {remedy}");
@@ -1411,7 +1419,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_is_not_there_is_its_entry_s_state() {
+    fn a_missing_gpu_is_a_state_of_its_entry() {
         let all = "the NVIDIA GPUs of this host are /dev/dri/renderD128 (0000:1a:00.0), \
                    /dev/dri/renderD129 (0000:1b:00.0)";
         let mut inventory = h200s();
@@ -1425,7 +1433,7 @@ mod tests {
         for (path, found) in golden {
             let expected = format!("devices.yml:2: devices[0].path: {found}; {all}");
             assert_eq!(missing(&with(vec![(path.clone(), 4)]), &inventory), [(true, expected)]);
-            // The others are served.
+            // The other GPUs are served.
             let plan = plan(&with(vec![(node(128), 4), (path.clone(), 4)]), &inventory).unwrap();
             assert_eq!((plan.gpus.len(), plan.gpus[0].unusable.clone()), (1, None));
             let [missing] = plan.missing.as_slice() else { panic!("{:?}", plan.missing) };
@@ -1435,7 +1443,7 @@ mod tests {
                 format!("devices.yml:3: devices[1].path: {found}; {all}")
             );
             assert_eq!(plan.control_daemons[0].gpus.len(), 1);
-            // An entry of ours is one even if its GPU is not there: nobody takes the other.
+            // An entry counts as NVIDIA_MPS even if its GPU is not there, so the other GPU is not served instead.
             assert!(plan.configured.may_have("GPU-0") && plan.configured.may_have("GPU-x"));
             assert!(!plan.configured.may_have("GPU-1"));
         }
@@ -1462,15 +1470,15 @@ mod tests {
         assert_eq!((after.gpus[1].slices, after.gpus[1].memory_limit_mib), (2, 71885));
         assert_eq!(after.control_daemons[0].gpus.len(), 1);
         assert!(after.configured.may_have("GPU-1") && !after.configured.may_have("GPU-2"));
-        // Asked again and again it stays so, and back it is as before.
+        // The plan stays the same if it is made again, and it is as before when the GPU is back.
         assert_eq!(super::plan(&settings, &without, &after.gpus).unwrap(), after);
         assert_eq!(super::plan(&settings, &whole, &after.gpus).unwrap(), before);
-        // Another one in its place is another one.
+        // A different GPU at its address does not take its place.
         let mut other = without;
         other.gpus.push(gpu("1b:00.0", 140, "GPU-9", 143_771, (9, 0)));
         let after = super::plan(&settings, &other, &before.gpus).unwrap();
         assert_eq!((after.gpus.len(), after.missing.len()), (1, 1));
-        // The same one by another name of its own is the same one.
+        // The same GPU under another name keeps its place.
         let mut renamed = h200s();
         renamed.gpus[1].pci.render_node = None;
         let after = super::plan(&settings, &renamed, &before.gpus).unwrap();
@@ -1478,23 +1486,23 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_nobody_can_tell_may_be_named() {
+    fn a_gpu_with_an_unknown_uuid_may_be_configured() {
         let settings = with(vec![(node(128), 4), (node(129), 4)]);
         let mut inventory = h200s();
         let named = plan(&settings, &inventory).unwrap().configured;
         let told = |named: &Configured| ["GPU-0", "GPU-1", "GPU-2", "GPU-x"].map(|uuid| named.may_have(uuid));
         assert_eq!(told(&named), [true, true, false, false]);
-        // Without its UUID it may be any but those that are known to be others.
+        // A GPU without a known UUID may be any GPU except the GPUs that are known.
         inventory.gpus[1].nvml = Err("an error".to_owned());
         assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
-        // Held by others it is named as well as any.
+        // A GPU that foreign processes hold is named as well.
         let mut inventory = h200s();
         facts(&mut inventory, 1).foreign_processes = vec![(7, "x".to_owned())];
         let held = plan(&settings, &inventory).unwrap();
         assert_eq!(told(&held.configured), [true, true, false, false]);
         assert_eq!((held.gpus[0].holders().len(), held.gpus[1].holders().len()), (0, 1));
         assert_eq!(told(&Configured::default()), [false; 4]);
-        // A minor number that NVML does not say is not another one.
+        // The GPU with an unknown minor number may be the right one.
         let settings = with(vec![(node(128), 4), (DevicePath::NvidiaMinor(1), 4)]);
         let mut inventory = h200s();
         facts(&mut inventory, 1).minor = None;
@@ -1505,9 +1513,9 @@ mod tests {
         DevicePath::ShortPci(address.parse().unwrap())
     }
 
-    /// As the platform itself names a GPU in another domain.
+    /// The platform itself leaves out the domain of a GPU's address.
     #[test]
-    fn an_address_without_a_domain_is_the_only_one_of_all_domains() {
+    fn an_address_without_a_domain_finds_the_only_gpu_in_any_domain() {
         let one = gpu("0001:1a:00.0", 128, "GPU-1", 143_771, (9, 0));
         let settings = with(vec![(short("1a:00.0"), 4)]);
         let alone = inventory(vec![one.clone()]);
@@ -1515,9 +1523,9 @@ mod tests {
             |plan: &Plan| plan.gpus.iter().map(|gpu| gpu.gpu.pci.address.to_string()).collect::<Vec<_>>();
         let before = plan(&settings, &alone).unwrap();
         assert_eq!(served(&before), ["0001:1a:00.0"]);
-        // With a domain it is that domain's.
+        // An address with a domain does not match another domain.
         assert_eq!(missing(&with(vec![(pci("1a:00.0"), 4)]), &alone).len(), 1);
-        // Domain 0000 is the one that is never written.
+        // An address without a domain means domain 0000 if there is such a GPU.
         let both = inventory(vec![gpu("0000:1a:00.0", 129, "GPU-0", 143_771, (9, 0)), one.clone()]);
         assert_eq!(served(&plan(&settings, &both).unwrap()), ["0000:1a:00.0"]);
         let several = inventory(vec![one, gpu("0002:1a:00.0", 129, "GPU-2", 143_771, (9, 0))]);
@@ -1527,11 +1535,11 @@ mod tests {
                 "devices.yml:2: devices[0].path: 1a:00.0 may be 0001:1a:00.0 or 0002:1a:00.0; write the address with its domain"
             ]
         );
-        // Nobody knows whose GPU another entry claims then, and none is taken from anybody.
+        // If the GPU of another entry's claim is ambiguous, no GPU is served.
         let claimed = and_other(self::settings(), Some(short("1a:00.0")));
         assert!(not_yet(&claimed, &several).contains("1a:00.0 may be"));
         assert_eq!(served(&plan(&claimed, &both).unwrap()), ["0001:1a:00.0"]);
-        // When the GPU goes, no other takes its place.
+        // When the GPU goes, no other GPU takes its place.
         let other = inventory(vec![gpu("0002:1a:00.0", 129, "GPU-2", 143_771, (9, 0))]);
         let after = super::plan(&settings, &other, &before.gpus).unwrap();
         assert_eq!(served(&after), ["0001:1a:00.0"]);
@@ -1556,7 +1564,7 @@ mod tests {
         }
     }
 
-    /// Sixteen times as many take about sixteen times as long, and not 256 times.
+    /// The time for sixteen times as many entries is about sixteen times as long, not 256 times.
     #[test]
     fn the_time_grows_with_the_number_of_entries_and_not_with_its_square() {
         let inventory = without_driver(h200s());
@@ -1604,7 +1612,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_driver_what_the_bus_knows_is_still_checked() {
+    fn without_a_driver_the_facts_from_the_bus_are_checked() {
         let mut inventory = without_driver(h200s());
         inventory.others.push(device("03:00.0", 0x1002, 132));
         for path in [node(128), pci("1a:00.0"), pci("00:06.0"), DevicePath::Uuid("GPU-0".to_owned())] {
@@ -1620,7 +1628,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_a_silent_gpu_can_tell_waits() {
+    fn an_entry_waits_for_a_gpu_that_can_not_be_asked() {
         let mut inventory = h200s();
         inventory.gpus[2].nvml = Err("GPU is lost".to_owned());
         let alone = |path: DevicePath, inventory: &Inventory| {
@@ -1634,20 +1642,20 @@ mod tests {
                 !certain && reason.contains("0000:1c:00.0") && reason.contains("GPU is lost"),
                 "{reason}"
             );
-            // It stops no other.
+            // The other GPU is served.
             let both = plan(&with(vec![(node(128), 4), (path, 4)]), &inventory).unwrap();
             assert_eq!((both.gpus.len(), both.missing.len(), both.control_daemons.len()), (1, 1, 1));
         }
         inventory.gpus[2].pci.render_node = None;
         let (certain, reason) = alone(node(130), &inventory);
         assert!(!certain && reason.contains("modprobe nvidia-drm"), "{reason}");
-        // A GPU in a virtual machine gets no render node, however long one waits.
+        // A GPU in a virtual machine never gets a render node on the host.
         inventory.gpus[2].pci.driver = Some("vfio-pci".to_owned());
         assert!(alone(node(130), &inventory).0);
     }
 
     #[test]
-    fn what_ails_one_gpu_does_not_stop_the_others() {
+    fn an_unusable_gpu_does_not_stop_the_others() {
         let entries = || with(vec![(node(128), 4), (node(129), 2)]);
         type Ailment = fn(&mut Inventory);
         let ailments: [(Ailment, &str); 5] = [
@@ -1681,7 +1689,7 @@ mod tests {
             assert_eq!(plan.gpus[1].slices, 2);
             let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
             assert_eq!(daemon.gpus.len(), 1);
-            // The percentage of a GPU that is left out counts for nothing.
+            // The percentage of a GPU that is left out does not count.
             assert_eq!(daemon.thread_percentage, 25);
             assert_eq!(plan.gpus[0].warnings, []);
         }
@@ -1699,7 +1707,7 @@ mod tests {
     }
 
     #[test]
-    fn all_that_ails_a_gpu_is_said_at_once() {
+    fn all_reasons_of_an_unusable_gpu_are_given_at_once() {
         let mut inventory = p40();
         facts(&mut inventory, 0).mig_enabled = true;
         facts(&mut inventory, 0).memory_total_mib = None;
@@ -1709,7 +1717,7 @@ mod tests {
     }
 
     #[test]
-    fn foreign_processes_matter_where_the_mode_is_or_becomes_exclusive() {
+    fn foreign_processes_matter_if_the_mode_is_or_becomes_exclusive() {
         let mut settings = with(vec![(node(128), 4)]);
         let mut inventory = p40();
         facts(&mut inventory, 0).foreign_processes = vec![(4711, "python3".to_owned())];
@@ -1746,7 +1754,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_compute_capability_is_taken_for_an_old_one() {
+    fn an_unknown_compute_capability_counts_as_an_old_one() {
         let mut inventory = h200s();
         facts(&mut inventory, 0).compute_capability = None;
         let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
@@ -1761,7 +1769,7 @@ mod tests {
         let plan = plan(&settings, &h200s()).unwrap();
         assert_eq!(plan.gpus[0].warnings, []);
         let [twice] = plan.gpus[1].warnings.as_slice() else { panic!("{:?}", plan.gpus[1].warnings) };
-        assert_eq!(text(twice), "devices.yml:90 gives it out as NVIDIA_GPU_SHARE too");
+        assert_eq!(text(twice), "devices.yml:90 lists it as NVIDIA_GPU_SHARE too");
     }
 
     proptest! {
@@ -1790,7 +1798,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_disturbs_it(text: String, slices in 1u32..) {
+        fn any_other_text_is_a_problem(text: String, slices in 1u32..) {
             for text in [text.clone(), format!("/dev/dri/card{text}"), format!("/dev/dri/by-path/pci-{text}")] {
                 let settings = with(vec![(other(&text), slices)]);
                 prop_assert!(matches!(plan(&settings, &h200s()), Err(PlanError::Problems(_))));
@@ -1798,7 +1806,7 @@ mod tests {
         }
 
         #[test]
-        fn slices_never_add_up_to_more_than_there_is(total in 1u64..1 << 40, slices: u32) {
+        fn slices_never_add_up_to_more_than_the_memory(total in 1u64..1 << 40, slices: u32) {
             let slices = NonZeroU32::new(slices).unwrap_or(NonZeroU32::MIN);
             let slice = slice_of(total, slices);
             prop_assert!(slice * u64::from(slices.get()) <= total);
