@@ -1,4 +1,4 @@
-//! yunion-mps-daemon's command line. It is here and not in main.rs because the manual page is written from it too.
+//! The command line of yunion-mps-daemon. It is in the library, since the manual page is written from it too.
 
 use std::path::PathBuf;
 

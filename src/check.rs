@@ -1,4 +1,4 @@
-//! `--check`: the plan or the errors, and nothing changed.
+//! `--check`: shows the plan or the errors, and changes nothing.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -11,36 +11,37 @@ use crate::host::gpu::Inventory;
 use crate::host::nvml::Driver;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 
-/// How long NVML may take. A GPU that is about to fall off the bus can hold a question for ever.
+/// The time limit for NVML. A GPU that falls off the bus can make a question hang for ever.
 const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// What a start would do.
+/// The result of the check: what a start would do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Checked {
-    /// The files are wrong.
+    /// The files have mistakes.
     Refused(Refused),
-    /// The files are right in themselves, and wrong for this host.
+    /// The files have no mistakes in themselves, but don't fit this host.
     Wrong {
-        /// What is wrong, at least one.
+        /// The problems, at least one.
         problems: Vec<Problem>,
-        /// What was read.
+        /// The settings.
         loaded: Loaded,
     },
-    /// It is right in itself, whether or not this host can serve it now.
+    /// The configuration is right, whether or not this host can serve its GPUs now.
     Right {
-        /// What was read.
+        /// The settings.
         loaded: Loaded,
-        /// The driver's version, or why there is none; None where nobody has asked for it.
+        /// The driver's version, or the reason why there is none. None if the driver was not asked.
         driver: Option<Result<String, String>>,
-        /// The plan, or why there can be none now. Without `enable_cuda_mps` it is empty.
+        /// The plan, or the reason why there is none now. Without `enable_cuda_mps` it is empty.
         plan: Result<Plan, String>,
-        /// The entries for which this host has no GPU now. The service waits for one; who asks may have mistyped.
+        /// The entries without a GPU on this host now. The service waits for such a GPU, but the path may also be
+        /// mistyped.
         missing: Vec<Missing>,
     },
 }
 
 impl Checked {
-    /// The mistakes: those in the files, and the entries that certainly name no GPU of this host.
+    /// The mistakes: problems of the files, and entries that certainly name no GPU of this host.
     pub fn problems(&self) -> Vec<Problem> {
         match self {
             Self::Refused(Refused { problems, .. }) | Self::Wrong { problems, .. } => problems.clone(),
@@ -50,7 +51,7 @@ impl Checked {
         }
     }
 
-    /// What was read, where the files in themselves are right.
+    /// The settings, if the files have no mistakes in themselves.
     pub fn loaded(&self) -> Option<&Loaded> {
         match self {
             Self::Refused(_) => None,
@@ -58,7 +59,7 @@ impl Checked {
         }
     }
 
-    /// What an administrator should look at in the files, besides what the host agent makes of them.
+    /// The warnings about the files, without the troubles of the host agent.
     pub fn warnings(&self) -> &[Problem] {
         match self {
             Self::Refused(refused) => &refused.warnings,
@@ -66,7 +67,7 @@ impl Checked {
         }
     }
 
-    /// With what the platform's host agent or its containers fail.
+    /// The settings with which the platform's host agent or its containers fail.
     pub fn agent(&self) -> &[Trouble] {
         self.loaded().map(|loaded| loaded.agent.as_slice()).unwrap_or_default()
     }
@@ -76,16 +77,16 @@ impl Checked {
     }
 }
 
-/// What the check has found.
+/// The verdict of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// The configuration is right, as far as this host can tell now.
     Right,
-    /// It is not, or an entry names no GPU of this host; the problems have been written.
+    /// The configuration is wrong, or an entry names no GPU of this host. The problems have been written.
     Wrong,
 }
 
-/// Reads the configuration and, where it asks for GPUs, looks at them.
+/// Reads the configuration, and asks the driver if the configuration asks for GPUs.
 pub fn look(sources: &Sources) -> Checked {
     match config::load(sources) {
         Err(refused) => Checked::Refused(refused),
@@ -98,7 +99,7 @@ pub fn look(sources: &Sources) -> Checked {
     }
 }
 
-/// Asks NVML. The error says that it hangs, and behind the last semicolon what to do.
+/// Asks NVML. If NVML hangs, the error says so, and names the remedy after the last semicolon.
 pub(crate) fn ask_driver<T: Send + 'static>(
     ask: impl FnOnce(Result<&Driver, &str>) -> T + Send + 'static,
 ) -> Result<T, String> {
@@ -108,32 +109,33 @@ pub(crate) fn ask_driver<T: Send + 'static>(
     });
     answer.ok_or_else(|| {
         format!(
-            "NVML did not answer within {} s; look for NVRM lines in dmesg: where a GPU hangs nothing but a reboot helps, \
-             which ends every job on this host",
+            "NVML did not answer within {} s; look for NVRM lines in dmesg: if a GPU hangs, only a reboot helps, which \
+             ends every job on this host",
             NVML_TIMEOUT.as_secs()
         )
     })
 }
 
-/// What there is to see without NVML.
+/// The facts about the GPUs that are known without NVML.
 pub(crate) fn without_driver(sysroot: &Path, reason: &str) -> Inventory {
     Inventory::read(sysroot, Err(reason))
 }
 
-/// Has something done that may hang, by a thread that is then left behind. None: no end of it in time.
+/// Runs something that may hang, on a thread of its own. None if it does not end in time. The thread is then left
+/// behind.
 pub(crate) fn within<T: Send + 'static>(
     deadline: Duration,
     what: impl FnOnce() -> T + Send + 'static,
 ) -> Option<T> {
     let (tell, answer) = mpsc::channel();
     std::thread::spawn(move || {
-        // Nobody waits any more: too late.
+        // This fails if the caller no longer waits.
         let _ = tell.send(what());
     });
     answer.recv_timeout(deadline).ok()
 }
 
-/// What the configuration comes to with these GPUs.
+/// The result of this configuration on a host with these GPUs.
 pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     let Some(inventory) = inventory.filter(|_| loaded.settings.enabled) else {
         return Checked::Right { loaded, driver: None, plan: Ok(Plan::default()), missing: Vec::new() };
@@ -155,12 +157,12 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     Checked::Right { loaded, driver, plan, missing }
 }
 
-/// Writes what a start would do. The error is that of writing.
+/// Writes what a start would do. An error means that writing failed.
 pub fn run(sources: &Sources, out: &mut dyn Write) -> io::Result<Verdict> {
     write(&look(sources), out)
 }
 
-/// Writes it in words.
+/// Writes the result in words.
 pub fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
     for warning in checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem)) {
         writeln!(out, "warning: {warning}")?;

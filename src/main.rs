@@ -1,4 +1,4 @@
-//! yunion-mps-daemon: its logging, its runtime and its exit status, nothing else.
+//! yunion-mps-daemon: its logging, its runtime and its exit status.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -44,7 +44,7 @@ fn main() -> ExitCode {
         Err(error) => return fail(&format!("the runtime can't be started: {error}")),
     };
     let exit = runtime.block_on(daemon::run(Options { sources, runtime_directory }, level));
-    // A question to NVML may hang for ever; it must not hold up the end.
+    // A question to NVML may hang for ever. It must not delay the end.
     runtime.shutdown_background();
     match exit {
         Exit::Stopped => ExitCode::SUCCESS,

@@ -1,5 +1,5 @@
-//! A CUDA context, for the subcommands of yunion-mpsctl that look at a GPU as a client does. It belongs into a process
-//! of its own: what the driver hands out depends on that process's environment, and it can't be undone there.
+//! A CUDA context, for the subcommands of yunion-mpsctl that look at a GPU as a client does. Each use needs a process of
+//! its own, since the driver takes a slice's limits from the environment of the process and keeps them until it ends.
 
 mod raw;
 
@@ -11,18 +11,19 @@ use cudarc::driver::sys::{CUdevice_attribute, CUresult};
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError};
 use cudarc::nvrtc::Ptx;
 
-/// The kernel's text. It is for the oldest GPUs that drivers still serve; every driver compiles it for the GPU it has.
+/// The kernel's source. It is written for the oldest GPUs that drivers still support, and every driver compiles it for
+/// its own GPU.
 const MULTIPLY_ADD: &str = include_str!("multiply_add.ptx");
 
-/// The threads of one block of the kernel: four warps, one for each scheduler of a multiprocessor.
+/// The threads of one block: four warps, one for each scheduler of a multiprocessor.
 pub const THREADS: u32 = 128;
 
 const MIB: usize = 1 << 20;
 
-/// What is allocated at a time, first this much and then smaller pieces until the last one fits.
+/// The sizes of allocations. Each size is tried until it fails, then the next smaller one.
 const STEPS_MIB: [usize; 5] = [256, 64, 16, 4, 1];
 
-/// What the driver said.
+/// An error of the CUDA driver.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}: {text} ({code})")]
 pub struct Error {
@@ -39,8 +40,8 @@ impl Error {
     }
 }
 
-/// The binding panics where the driver's library, or a function in it, isn't there. That is a message here, and the end
-/// of this process: call it before anything else.
+/// Ends the process with a message if the driver's library, or a function in it, is missing. The binding panics then,
+/// so this must be called before any other function here.
 pub fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload().downcast_ref::<String>().map(String::as_str);
@@ -55,10 +56,10 @@ pub fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
     }));
 }
 
-/// The multiprocessors of the first GPU that this process sees, without a context on it.
+/// The number of multiprocessors of the first GPU that this process sees, found without a context.
 ///
 /// # Errors
-/// What the driver said.
+/// The driver's error.
 pub fn multiprocessors_without_context() -> Result<u32, Error> {
     let count = CudaContext::device_count().and_then(|_| raw::multiprocessors(0));
     count.map(number).map_err(|error| Error::new("finding the GPU", error))
@@ -70,32 +71,32 @@ pub struct Gpu {
     context: Arc<CudaContext>,
 }
 
-/// Memory in MiB.
+/// Memory of a GPU, in MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
-    /// What is left for this process.
+    /// The memory that is free for this process.
     pub free_mib: u64,
-    /// What the GPU has.
+    /// The whole memory.
     pub total_mib: u64,
 }
 
 impl Gpu {
-    /// Makes the context: from now on this process is a client.
+    /// Makes the context. From then on this process is an MPS client.
     ///
     /// # Errors
-    /// What the driver said.
+    /// The driver's error.
     pub fn open() -> Result<Self, Error> {
         let failed = |error| Error::new("opening a CUDA context", error);
         let context = CudaContext::new(0).map_err(failed)?;
-        // Waiting for a kernel must not cost the host a processor.
+        // Without this the wait for a kernel would keep a processor busy.
         context.set_blocking_synchronize().map_err(failed)?;
         Ok(Self { context })
     }
 
-    /// The multiprocessors that this process may use.
+    /// The number of multiprocessors that this process may use.
     ///
     /// # Errors
-    /// What the driver said.
+    /// The driver's error.
     pub fn multiprocessors(&self) -> Result<u32, Error> {
         let count = self.context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         count.map(number).map_err(|error| Error::new("counting the multiprocessors", error))
@@ -104,17 +105,17 @@ impl Gpu {
     /// The memory that this process sees.
     ///
     /// # Errors
-    /// What the driver said.
+    /// The driver's error.
     pub fn memory(&self) -> Result<Memory, Error> {
         let (free, total) =
             self.context.mem_get_info().map_err(|error| Error::new("asking for the free memory", error))?;
         Ok(Memory { free_mib: (free / MIB) as u64, total_mib: (total / MIB) as u64 })
     }
 
-    /// Allocates until the driver refuses or `most_mib` is reached, gives everything back, and says how much it was.
+    /// Allocates memory until the driver refuses or `most_mib` is reached, frees it, and returns the amount.
     ///
     /// # Errors
-    /// What the driver said, unless that memory ran out.
+    /// The driver's error, unless it is that the memory is used up.
     pub fn allocate_up_to(&self, most_mib: u64) -> Result<u64, Error> {
         let failed = |error| Error::new("allocating memory", error);
         let most = usize::try_from(most_mib).unwrap_or(usize::MAX);
@@ -131,7 +132,7 @@ impl Gpu {
             }
         }
         drop(blocks);
-        // What could not be given back shows here.
+        // This reports an error that occurred while the memory was freed.
         self.context.check_err().map_err(failed)?;
         Ok(got as u64)
     }
@@ -139,7 +140,7 @@ impl Gpu {
     /// Loads the kernel.
     ///
     /// # Errors
-    /// What the driver said.
+    /// The driver's error.
     pub fn kernel(&self) -> Result<Kernel, Error> {
         let failed = |error| Error::new("loading the kernel", error);
         let module = self.context.load_module(Ptx::from_src(MULTIPLY_ADD)).map_err(failed)?;
@@ -149,7 +150,7 @@ impl Gpu {
     }
 }
 
-/// A kernel that does nothing but multiply and add, and needs no memory to speak of.
+/// A kernel that only multiplies and adds, and uses hardly any memory.
 #[derive(Debug)]
 pub struct Kernel {
     function: CudaFunction,
@@ -158,10 +159,10 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Runs it once, and waits for its end.
+    /// Runs the kernel once, and waits until it ends.
     ///
     /// # Errors
-    /// What the driver said.
+    /// The driver's error.
     pub fn run(&self, blocks: u32, rounds: u32) -> Result<(), Error> {
         raw::launch(&self.stream, &self.function, &self.results, blocks, rounds)
             .and_then(|()| self.stream.synchronize())
