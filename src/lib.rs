@@ -31,7 +31,7 @@
 //! | 4 | `check`, `arguments` | `yunion-mps-daemon --check`, and the service's command line |
 //! | 3 | `plan` | from configuration and inventory to the plan; pure |
 //! | 2 | `config` | the configuration files |
-//! | 1 | `host` | GPUs, processes and systemd as they are |
+//! | 1 | `host` | GPUs, processes and systemd as they are, and what differs by driver |
 //! | 0 | `counted`, `cuda` | "1 client", "2 clients"; the CUDA driver for `probe` and `bench` |
 
 pub mod arguments;

@@ -7,11 +7,8 @@ use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use crate::config::{DeviceEntry, DevicePath, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
+use crate::host::driver::{self, LIMITS, MULTI_USER, Series};
 use crate::host::gpu::{ComputeMode, Gpu, Inventory, NvmlFacts, PciAddress, PciDevice};
-
-/// A GPU of this compute capability (Volta) or a later one enforces limits, and one server on it can serve several
-/// users.
-const VOLTA: (u32, u32) = (7, 0);
 
 /// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the
 /// plan of a configuration without GPUs.
@@ -85,7 +82,7 @@ pub struct GpuPlan {
     pub memory_limit_mib: u64,
     /// The active thread percentage of one slice, 1 to 100.
     pub thread_percentage: u8,
-    /// Whether the GPU enforces the two limits, as GPUs from compute capability 7.0 on do.
+    /// Whether the GPU enforces the two limits.
     pub limits_enforced: bool,
     /// The reason why it can't be served now, if there is one.
     pub unusable: Option<String>,
@@ -162,6 +159,8 @@ pub struct ControlDaemonPlan {
     /// The GPUs, in the order of CUDA_VISIBLE_DEVICES. They are sorted by address, so ordinals don't depend on the
     /// order of entries.
     pub gpus: Vec<ServedGpu>,
+    /// The driver's series.
+    pub driver: Series,
     /// The default active thread percentage: the largest percentage of its GPUs.
     pub thread_percentage: u8,
     /// Whether to ask for one server for the clients of every user.
@@ -762,8 +761,7 @@ fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> 
     let facts = gpu.nvml.as_ref().ok();
     let total = facts.and_then(|facts| facts.memory_total_mib);
     let warnings = facts.map(|facts| warnings(facts, slices.get(), inventory)).unwrap_or_default();
-    let limits_enforced =
-        facts.and_then(|facts| facts.compute_capability).is_some_and(|capability| capability >= VOLTA);
+    let limits_enforced = LIMITS.holds(inventory.series(), facts.and_then(|facts| facts.compute_capability));
     let pipe_directory = match (settings.topology, facts) {
         (Topology::PerGpu, Some(facts)) => settings.pipe_directory.join(&facts.uuid),
         _ => settings.pipe_directory.clone(),
@@ -852,26 +850,14 @@ fn warnings(facts: &NvmlFacts, slices: u32, inventory: &Inventory) -> Vec<Warnin
         warnings.push(Warning::NoComputeCapability);
         return warnings;
     };
-    let enforces = (major, minor) >= VOLTA;
-    let clients = most_clients(enforces, inventory);
+    let clients = driver::most_clients(inventory.series(), facts.compute_capability);
     if slices > clients {
         warnings.push(Warning::MoreSlicesThanClients { slices, clients });
     }
-    if !enforces {
+    if !LIMITS.holds(inventory.series(), facts.compute_capability) {
         warnings.push(Warning::NotEnforced { capability: (major, minor) });
     }
     warnings
-}
-
-/// The number of clients that a GPU can hold at once: 48 since Volta, 60 since the driver of CUDA 13.1.
-fn most_clients(volta_or_later: bool, inventory: &Inventory) -> u32 {
-    let version = inventory.driver.as_deref().unwrap_or_default();
-    let driver: u32 = version.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0);
-    match (volta_or_later, driver) {
-        (false, _) => 16,
-        (true, 590..) => 60,
-        (true, _) => 48,
-    }
 }
 
 /// Warns of entries of another type for a GPU that is served. Their users can't work with its compute mode.
@@ -919,9 +905,8 @@ fn control_daemon(
 ) -> ControlDaemonPlan {
     let (multiuser, multiuser_optional) = match settings.multiuser {
         MultiUser::On => (true, false),
-        // Multi-user mode needs Volta's way of scheduling, as enforced limits do.
         MultiUser::Auto => {
-            let all = gpus.iter().all(|(gpu, _)| gpu.limits_enforced);
+            let all = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
             (all, all)
         }
         MultiUser::Off => (false, false),
@@ -943,9 +928,10 @@ fn control_daemon(
                 slice_memory_mib: gpu.memory_limit_mib,
                 slice_thread_percentage: gpu.thread_percentage,
                 limits_enforced: gpu.limits_enforced,
-                places: most_clients(gpu.limits_enforced, inventory),
+                places: driver::most_clients(inventory.series(), facts.compute_capability),
             })
             .collect(),
+        driver: inventory.series(),
         thread_percentage: gpus.iter().map(|(gpu, _)| gpu.thread_percentage).max().unwrap_or(100),
         multiuser,
         multiuser_optional,
@@ -973,9 +959,8 @@ fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemon
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{LogLevel, MpsEntry};
+    use crate::config::MpsEntry;
     use proptest::prelude::*;
-    use std::time::Duration;
 
     const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
@@ -989,24 +974,7 @@ mod tests {
     }
 
     fn settings() -> Settings {
-        Settings {
-            enabled: true,
-            pipe_directory: "/tmp/nvidia-mps/pipe".into(),
-            log_directory: "/tmp/nvidia-mps/log".into(),
-            replicas: NonZeroU32::new(10).unwrap(),
-            log_level: LogLevel::Info,
-            topology: Topology::Shared,
-            thread_policy: ThreadPolicy::Equal,
-            multiuser: MultiUser::Auto,
-            prewarm: true,
-            set_compute_mode: true,
-            quit_timeout: Duration::from_secs(10),
-            fault_grace: Duration::from_secs(30),
-            log_max_bytes: 16 << 20,
-            cdi_directory: None,
-            devices: Vec::new(),
-            sources: vec!["/etc/yunion/host.conf".into()],
-        }
+        Settings { enabled: true, sources: vec!["/etc/yunion/host.conf".into()], ..Settings::default() }
     }
 
     /// Settings with these entries in the device file, one per line from line 2 on.
@@ -1153,6 +1121,7 @@ mod tests {
                 pipe_directory: "/tmp/nvidia-mps/pipe".into(),
                 log_directory: "/tmp/nvidia-mps/log".into(),
                 gpus: gpus.collect(),
+                driver: Series::default(),
                 thread_percentage: slices.iter().map(|(_, threads)| *threads).max().unwrap(),
                 multiuser: true,
                 multiuser_optional: true,
@@ -1212,6 +1181,7 @@ mod tests {
                     limits_enforced: false,
                     places: 16,
                 }],
+                driver: Series::of("580.159.04"),
                 thread_percentage: 25,
                 multiuser: false,
                 multiuser_optional: false,

@@ -8,6 +8,7 @@ use tokio::task::{JoinHandle, JoinSet};
 
 use crate::config::Settings;
 use crate::dbus::RequestError;
+use crate::host::driver::Series;
 use crate::host::gpu::PciAddress;
 use crate::mps::control::{Caller, CallersControl};
 use crate::mps::identity::Identity;
@@ -357,6 +358,7 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         pipe_directory: running.pipe_directory.clone(),
         log_directory: running.log_directory.clone(),
         gpus: gpus.collect(),
+        driver: Series::default(),
         thread_percentage: 100,
         multiuser: running.multiuser,
         multiuser_optional: true,

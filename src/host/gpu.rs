@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use super::driver::Series;
 use super::{nvml, pci_ids, sysfs};
 
 /// NVIDIA's PCI vendor number.
@@ -244,6 +245,11 @@ pub struct Inventory {
 }
 
 impl Inventory {
+    /// The series of the driver.
+    pub fn series(&self) -> Series {
+        Series::of(self.driver.as_deref().unwrap_or_default())
+    }
+
     /// Reads the facts from the bus, the driver and pci.ids. It never fails. A fact that can't be read is missing, and
     /// if the result has a place for the reason, the reason is there.
     ///

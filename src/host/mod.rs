@@ -1,6 +1,7 @@
 //! The host: its GPUs, as the PCI bus and NVIDIA's driver report them, its processes and its service manager.
 
 pub mod blocking;
+pub mod driver;
 pub mod gpu;
 pub mod nvml;
 pub mod oom;

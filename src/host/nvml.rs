@@ -10,10 +10,12 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::structs::device::CudaComputeCapability;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use rustix::io::Errno;
 use rustix::process::Resource;
 
+use super::driver::NVML_LISTS_CLIENTS;
 use super::gpu::{ComputeMode, NvmlFacts, PciAddress};
 use crate::host::proc;
 
@@ -327,13 +329,16 @@ fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, String> {
         index,
         minor: known("minor number", device.minor_number())?,
         memory_total_mib: known("memory", device.memory_info())?.map(|memory| memory.total / MIB),
-        compute_capability: compute_capability.and_then(|capability| {
-            Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
-        }),
+        compute_capability: compute_capability.as_ref().and_then(numbers),
         compute_mode: known("compute mode", device.compute_mode())?.map(ours),
         mig_enabled: known("MIG mode", device.mig_mode())?.is_some_and(|mode| mode.current == 1),
         foreign_processes: known("processes", foreign_processes(device))?.unwrap_or_default(),
     })
+}
+
+/// Major and minor.
+fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> {
+    Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
 }
 
 /// The value, or None if only this value can't be read. An error if the whole GPU is gone.
@@ -364,9 +369,11 @@ fn foreign_processes(device: &Device<'_>) -> Result<Vec<(u32, String)>, NvmlErro
 
 fn contexts(device: &Device<'_>) -> Result<Contexts, NvmlError> {
     let compute = list(|| device.running_compute_processes())?;
-    let before_volta = device.cuda_compute_capability().is_ok_and(|capability| capability.major < 7);
+    // Without a capability, NVML's answer decides.
+    let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
+    let too_old = capability.is_some() && !NVML_LISTS_CLIENTS.holds_on(capability);
     let mps = match list(|| device.mps_running_compute_processes()) {
-        _ if before_volta => None,
+        _ if too_old => None,
         Ok(clients) => Some(clients),
         Err(error) if is_gone(&error) => return Err(error),
         Err(_) => None,

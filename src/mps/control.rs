@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::turns::{Rank, Turns};
+use crate::host::driver::is_unknown_command;
 
 /// The deadline for one answer. Measured: 2 ms. A stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -98,7 +99,7 @@ pub enum ServerStatus {
     Fault,
     /// There is no such server.
     Gone,
-    /// The control daemon does not know the command (driver 535 and before).
+    /// The control daemon does not know the command.
     Unsupported,
 }
 
@@ -493,7 +494,7 @@ impl Control {
 fn differences(answer: &str, percentage: u8, memory_mib: &BTreeMap<usize, u64>) -> Vec<String> {
     let mut lines = answer.lines().map(|line| shorten(line.trim()));
     let said = lines.next().unwrap_or_default();
-    if said.starts_with("Server") || said.starts_with("Unknown command") {
+    if said.starts_with("Server") || is_unknown_command(&said) {
         return Vec::new();
     }
     let mut found = Vec::new();
@@ -614,7 +615,7 @@ fn parse_status(answer: &str) -> Option<ServerStatus> {
         "ACTIVE" => Some(ServerStatus::Active),
         "FAULT" => Some(ServerStatus::Fault),
         other if other.starts_with("Server") && other.ends_with("not found") => Some(ServerStatus::Gone),
-        other if other.starts_with("Unknown command") => Some(ServerStatus::Unsupported),
+        other if is_unknown_command(other) => Some(ServerStatus::Unsupported),
         _ => None,
     }
 }

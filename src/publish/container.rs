@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
 use crate::publish::snapshot::{GpuView, Snapshot};
 
 /// The settings that a container runtime adds to a container.
@@ -25,10 +26,6 @@ pub struct Mount {
     /// Whether the container must not write to it.
     pub read_only: bool,
 }
-
-/// The first driver series with clients that need no right to write to the pipe directory. Older series were not tried,
-/// nor were GPUs before Volta, where the server does all the work of the clients.
-const READ_ONLY_FROM: u32 = 580;
 
 /// Why there is no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -130,15 +127,11 @@ pub fn container_config(
         |directory: PathBuf, read_only| Mount { host: directory.clone(), container: directory, read_only };
     // If the root user of a container may write there, it can take the control daemon's sockets away from everybody or
     // replace them: `rm -rf /tmp/*` at the start of a container is enough.
-    let read_only = gpus.iter().all(|gpu| gpu.plan.limits_enforced)
-        && driver_series(&snapshot.driver_version).is_some_and(|series| series >= READ_ONLY_FROM);
+    let driver = Series::of(&snapshot.driver_version);
+    let capability = |gpu: &GpuView| gpu.plan.gpu.nvml.as_ref().ok()?.compute_capability;
+    let read_only = gpus.iter().all(|gpu| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     let mounts = vec![mount(PathBuf::from("/dev/shm"), false), mount(pipe_directory.clone(), read_only)];
     Ok(ContainerConfig { environment, mounts, gpus: uuids })
-}
-
-/// The 580 of 580.159.04.
-fn driver_series(version: &str) -> Option<u32> {
-    version.split('.').next()?.parse().ok()
 }
 
 /// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
@@ -195,7 +188,8 @@ mod tests {
             for volta in [true, false] {
                 let mut snapshot = two_gpus();
                 driver.clone_into(&mut snapshot.driver_version);
-                snapshot.gpus.as_mut().unwrap()[0].plan.limits_enforced = volta;
+                let nvml = snapshot.gpus.as_mut().unwrap()[0].plan.gpu.nvml.as_mut().unwrap();
+                nvml.compute_capability = Some(if volta { (7, 0) } else { (6, 1) });
                 let config = container_config(&snapshot, ["00:06.0-1"]).unwrap();
                 let pipe = mount("/tmp/nvidia-mps/pipe", volta && read_only);
                 assert_eq!(config.mounts, [mount("/dev/shm", false), pipe]);

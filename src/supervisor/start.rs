@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::counted::counted;
-use crate::host::systemd;
+use crate::host::{driver, systemd};
 use crate::mps::control::{Control, ControlError, ServerStatus};
 use crate::mps::directories::{self, LogFile};
 use crate::mps::log::Follower;
@@ -222,9 +222,10 @@ impl Worker {
             ("CUDA_MPS_LOG_DIRECTORY", plan.log_directory.display().to_string()),
             ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
         ];
-        let arguments: &[&str] = if multiuser { &["-f", "-multiuser-server"] } else { &["-f"] };
-        let waiting = Waiting::start(Launch { program, arguments, environment: &environment, output })
-            .map_err(not_started)?;
+        let arguments = driver::control_daemon_arguments(plan.driver, multiuser);
+        let waiting =
+            Waiting::start(Launch { program, arguments: &arguments, environment: &environment, output })
+                .map_err(not_started)?;
         let running = Running {
             process: waiting.identity(),
             pipe_directory: plan.pipe_directory.clone(),
@@ -298,13 +299,9 @@ impl Worker {
         }
     }
 
-    /// Whether the process that has just ended did not know the multi-user option: it then takes itself for a front
-    /// end and finds nobody to talk to.
+    /// Whether the process that has just ended did not know the multi-user option.
     fn option_refused(&self) -> bool {
-        self.process.is_none()
-            && self.last_words.iter().any(|line| {
-                line.contains("Cannot find MPS control daemon") || line.contains("Unrecognized option")
-            })
+        self.process.is_none() && self.last_words.iter().any(|line| driver::refuses_an_option(line))
     }
 
     /// Makes the control daemon that runs serve the order, as far as it can without ending a client.

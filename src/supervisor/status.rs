@@ -240,6 +240,7 @@ fn gpus(plan: &ControlDaemonPlan, known: &BTreeMap<String, GpuStatus>) -> BTreeM
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::driver::Series;
 
     fn plan(thread_percentage: u8) -> ControlDaemonPlan {
         ControlDaemonPlan {
@@ -247,6 +248,7 @@ mod tests {
             pipe_directory: "/tmp/pipe".into(),
             log_directory: "/tmp/log".into(),
             gpus: Vec::new(),
+            driver: Series::default(),
             thread_percentage,
             multiuser: true,
             multiuser_optional: true,

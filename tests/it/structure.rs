@@ -19,7 +19,7 @@ const FLOORS: [&[&str]; 10] = [
 ];
 
 /// Words that stand in the code of few files only, with the beginnings of these files' paths.
-const HOMES: [(&str, &[&str]); 8] = [
+const HOMES: [(&str, &[&str]); 11] = [
     ("nvml_wrapper", &["host/nvml.rs"]),
     ("serde_yaml", &["config/"]),
     ("zbus", &["dbus/", "host/systemd.rs", "host/variant.rs"]),
@@ -28,6 +28,9 @@ const HOMES: [(&str, &[&str]); 8] = [
     ("comfy_table", &["ctl/show/table.rs"]),
     ("tracing_journald", &["daemon/logging.rs"]),
     ("/proc/", &["host/proc.rs"]),
+    ("(7, 0)", &["host/driver.rs"]),
+    ("multiuser-server", &["host/driver.rs"]),
+    ("Unknown command", &["host/driver.rs"]),
 ];
 
 struct Source {

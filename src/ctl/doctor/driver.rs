@@ -71,8 +71,8 @@ fn service_path(facts: &Facts) -> Outcome {
     Ok(PROGRAMS.iter().filter_map(hidden).collect())
 }
 
-/// Servers before 580 carry the version of the driver that they were built with; from 580 on the control daemon's program
-/// says the version of CUDA.
+/// A server may carry the version of the driver that it was built with; a newer control daemon's program says the version
+/// of CUDA.
 fn versions(facts: &Facts) -> Outcome {
     let driver = facts.inventory.driver.as_ref().map_err(|_| "there is no driver to compare with")?;
     let server = program("nvidia-cuda-mps-server", None).map_err(|_| "there is no program to compare")?;

@@ -10,6 +10,7 @@ use tokio::process::Command;
 use crate::check::{self, Checked};
 use crate::config::{self, Loaded, Origin, Problem, Refused, Settings, Sources};
 use crate::ctl::published::{Bus, Published, pid};
+use crate::host::driver;
 use crate::host::gpu::{Gpu, Inventory, NvmlFacts};
 use crate::host::nvml::Driver;
 use crate::host::proc;
@@ -45,7 +46,7 @@ pub(super) struct Facts {
     pub(super) gpus: BTreeMap<String, GpuNow>,
     /// The driver's CUDA version, 13000 for 13.0.
     pub(super) cuda: Option<u32>,
-    /// That of the control daemon's program, which says it from 580 on.
+    /// That of the control daemon's program, if it says one.
     pub(super) program_cuda: Option<u32>,
     pub(super) bus: Bus,
     pub(super) unit: Result<UnitProperties, String>,
@@ -245,7 +246,11 @@ fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u3
 /// must not find a control daemon then.
 async fn program_cuda() -> Option<u32> {
     let mut command = Command::new(program("nvidia-cuda-mps-control", None).ok()?);
-    command.arg("-v").env("CUDA_MPS_PIPE_DIRECTORY", "/dev/null").stdin(Stdio::null()).kill_on_drop(true);
+    command
+        .arg(driver::VERSION_OPTION)
+        .env("CUDA_MPS_PIPE_DIRECTORY", "/dev/null")
+        .stdin(Stdio::null())
+        .kill_on_drop(true);
     let answer = tokio::time::timeout(PROGRAM_TIMEOUT, command.output()).await.ok()?.ok()?;
     let text = String::from_utf8_lossy(&answer.stdout).into_owned();
     text.split_once("Binary version: ")?.1.split_whitespace().next()?.parse().ok()

@@ -7,6 +7,7 @@ use super::{Check, Finding, Outcome, error, info, told_apart, warning};
 use crate::counted::counted;
 use crate::ctl::published::{Published, number, pid, text};
 use crate::dbus::proxy::Object;
+use crate::host::driver::MULTI_USER;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the control daemons", control_daemons),
@@ -185,8 +186,11 @@ fn waiting(facts: &Facts) -> Outcome {
                 text(client, "command"),
                 text(client, "user")
             ),
-            "cuda_mps_multiuser: auto with a driver from 555 on and GPUs from Volta on; otherwise run the clients as one \
-             user, or use cuda_mps_topology: per_gpu",
+            format!(
+                "cuda_mps_multiuser: auto with a driver from {} on and GPUs from Volta on; otherwise run the clients as \
+                 one user, or use cuda_mps_topology: per_gpu",
+                MULTI_USER.series
+            ),
         )
     };
     Ok(clients.filter(|client| is_true(client, "waiting")).map(of).collect())
