@@ -174,7 +174,7 @@ mod tests {
     #[test]
     fn the_documents_name_the_same_series() {
         for (file, said) in [
-            ("README.md", format!("Drivers before {} know no multi-user mode", MULTI_USER.series)),
+            ("README.md", format!("Drivers before {} have no multi-user mode", MULTI_USER.series)),
             ("docs/cdi.md", format!("driver {} or newer", READ_ONLY_PIPE_DIRECTORY.series)),
             (
                 "config/io.yunion.Mps1.Manager.xml",
