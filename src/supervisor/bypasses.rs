@@ -55,7 +55,7 @@ impl Worker {
         processes: &BTreeMap<String, Vec<GpuProcess>>,
     ) {
         let all = || processes.values().flatten();
-        let mut servers = self.servers.alive();
+        let mut servers = self.run.as_ref().map(|run| run.servers.alive()).unwrap_or_default();
         let mut clients: BTreeSet<u32> =
             all().filter(|process| process.via_mps).map(|process| process.pid).collect();
         let others = all().any(|process| !servers.contains(&process.pid));

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use tokio::sync::mpsc;
 use tokio::time::Instant;
 
 use crate::counted::counted;
@@ -10,7 +11,9 @@ use crate::host::proc;
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
 use crate::mps::process;
 
-use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker, limits};
+use super::run::Run;
+use super::status::Reporter;
+use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker};
 
 /// How often a faulted server is asked whether it is well again. Measured: 0.2 s after its last client has gone.
 const FAULT_PAUSE: Duration = Duration::from_millis(250);
@@ -73,21 +76,52 @@ impl Revival {
     }
 }
 
+impl Run {
+    /// Says who was hit, each once.
+    pub(super) fn tell_fault(&mut self, reporter: &Reporter, faults: &mpsc::Sender<ClientFault>) {
+        let Some(fault) = &mut self.fault else { return };
+        let new = &fault.clients - &fault.told;
+        fault.told.clone_from(&fault.clients);
+        let ordinals: BTreeSet<usize> = new.iter().map(|(ordinal, _)| *ordinal).collect();
+        for ordinal in ordinals {
+            let pids: Vec<u32> =
+                new.iter().filter(|(of, _)| *of == ordinal).map(|(_, client)| *client).collect();
+            let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
+            let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
+            tracing::error!(
+                mps_server_pid = u64::from(fault.server),
+                mps_device = u64::try_from(ordinal).unwrap_or_default(),
+                gpu_uuid,
+                "{reason}; clients that were hit: {pids:?}; the log can't tell which of them caused it"
+            );
+            reporter.event(format!("{reason}; clients that were hit: {pids:?}"));
+            if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason }) {
+                tracing::debug!("a fault is not told: {error}");
+            }
+        }
+    }
+}
+
 impl Worker {
     /// The log, or the server itself, says that it met a fatal GPU error.
     pub(super) fn fault_seen(&mut self, server: u32) {
-        if self.fault.as_ref().is_none_or(|fault| fault.server != server) {
-            self.fault = Some(Fault::new(server));
+        let Some(run) = &mut self.run else { return };
+        if run.fault.as_ref().is_none_or(|fault| fault.server != server) {
+            run.fault = Some(Fault::new(server));
             self.reporter.update(|status| status.view.faults += 1);
             self.reporter.warning(format!("server {server} met a fatal GPU error"));
             self.show_state();
         }
     }
 
+    fn fault(&mut self) -> Option<&mut Fault> {
+        self.run.as_mut()?.fault.as_mut()
+    }
+
     /// The log says that a client is torn down for it.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
-        if let Some(fault) = &mut self.fault {
+        if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
         }
     }
@@ -95,7 +129,7 @@ impl Worker {
     /// The next step against a fault.
     pub(super) async fn heal(&mut self, control: &Control) -> Result<(), Failure> {
         self.tell_fault();
-        let Some(fault) = &mut self.fault else { return Ok(()) };
+        let Some(fault) = self.fault() else { return Ok(()) };
         fault.look_at =
             Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
         let server = fault.server;
@@ -115,7 +149,7 @@ impl Worker {
     async fn wait_for_those_hit(&mut self, control: &Control, server: u32) -> Result<(), ControlError> {
         let mut clients = control.clients().await?;
         self.read_on().await;
-        let Some(fault) = &mut self.fault else { return Ok(()) };
+        let Some(fault) = self.fault() else { return Ok(()) };
         if fault.clients.is_empty() && fault.since.elapsed() < NAMES_TIMEOUT {
             return Ok(());
         }
@@ -140,7 +174,7 @@ impl Worker {
         if self.clients_hit() > known {
             return;
         }
-        self.fault = None;
+        self.note(|run| run.fault = None);
         self.reporter.event(format!("server {server} is well again"));
     }
 
@@ -157,37 +191,19 @@ impl Worker {
     }
 
     fn clients_hit(&self) -> usize {
-        self.fault.as_ref().map_or(0, |fault| fault.clients.len())
+        self.run.iter().flat_map(|run| &run.fault).map(|fault| fault.clients.len()).sum()
     }
 
     /// The GPUs that the log has named; none where others have read that, or where it could not be written.
     fn gpus_hit(&self) -> BTreeSet<String> {
-        let (Some(fault), Some(running)) = (&self.fault, &self.running) else { return BTreeSet::new() };
-        fault.clients.iter().filter_map(|(ordinal, _)| running.gpus.get(*ordinal)).cloned().collect()
+        let Some(run) = &self.run else { return BTreeSet::new() };
+        let hit = run.fault.iter().flat_map(|fault| &fault.clients);
+        hit.filter_map(|(ordinal, _)| run.running.gpus.get(*ordinal)).cloned().collect()
     }
 
-    /// Says who was hit, each once.
-    pub(super) fn tell_fault(&mut self) {
-        let Some(running) = &self.running else { return };
-        let Some(fault) = &mut self.fault else { return };
-        let new = &fault.clients - &fault.told;
-        fault.told.clone_from(&fault.clients);
-        let ordinals: BTreeSet<usize> = new.iter().map(|(ordinal, _)| *ordinal).collect();
-        for ordinal in ordinals {
-            let pids: Vec<u32> =
-                new.iter().filter(|(of, _)| *of == ordinal).map(|(_, client)| *client).collect();
-            let gpu_uuid = running.gpus.get(ordinal).cloned().unwrap_or_default();
-            let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
-            tracing::error!(
-                mps_server_pid = u64::from(fault.server),
-                mps_device = u64::try_from(ordinal).unwrap_or_default(),
-                gpu_uuid,
-                "{reason}; clients that were hit: {pids:?}; the log can't tell which of them caused it"
-            );
-            self.reporter.event(format!("{reason}; clients that were hit: {pids:?}"));
-            if let Err(error) = self.tools.faults.try_send(ClientFault { gpu_uuid, pids, reason }) {
-                tracing::debug!("a fault is not told: {error}");
-            }
+    fn tell_fault(&mut self) {
+        if let Some(run) = &mut self.run {
+            run.tell_fault(&self.reporter, &self.tools.faults);
         }
     }
 
@@ -197,7 +213,7 @@ impl Worker {
     async fn move_clients_out(&mut self, control: &Control) -> Result<(), Failure> {
         let grace = self.order.fault_grace;
         let Some(server) =
-            self.fault.as_ref().filter(|fault| fault.since.elapsed() >= grace).map(|fault| fault.server)
+            self.fault().filter(|fault| fault.since.elapsed() >= grace).map(|fault| fault.server)
         else {
             return Ok(());
         };
@@ -219,7 +235,7 @@ impl Worker {
             ))
         };
         if held_up.is_some() {
-            if let Some(fault) = &mut self.fault {
+            if let Some(fault) = self.fault() {
                 fault.held_up = held_up;
             }
             return Ok(());
@@ -232,13 +248,14 @@ impl Worker {
 
     /// Sees to it that a server's end is told.
     pub(super) fn watch_server(&mut self, server: u32) {
-        if !self.watched_servers.insert(server) {
+        let Some(run) = self.run.as_mut().filter(|run| !run.watched_servers.contains(&server)) else {
             return;
-        }
+        };
+        run.watched_servers.insert(server);
+        let ended = run.server_ended.clone();
         if std::mem::replace(&mut self.has_served, true) {
             self.reporter.update(|status| status.view.server_restarts += 1);
         }
-        let ended = self.server_ended.clone();
         tokio::spawn(async move {
             process::ended(server).await;
             // Nobody there to be told: the control daemon is not watched any more.
@@ -247,33 +264,34 @@ impl Worker {
     }
 
     pub(super) async fn forget_server(&mut self, server: u32) {
-        if self.fault.as_ref().is_some_and(|fault| fault.server == server) {
+        if self.fault().is_some_and(|fault| fault.server == server) {
             self.read_on().await;
             self.tell_fault();
-            self.fault = self.fault.take().filter(|fault| fault.server != server);
         }
-        self.servers.forget(server);
-        self.watched_servers.remove(&server);
+        self.note(|run| {
+            run.fault = run.fault.take().filter(|fault| fault.server != server);
+            run.servers.forget(server);
+            run.watched_servers.remove(&server);
+        });
     }
 
     /// A server has ended. In multi-user mode the next one is started ahead of its first client.
     pub(super) async fn server_gone(&mut self, server: u32) {
-        let known = self.watched_servers.contains(&server);
+        let known = self.run.as_ref().is_some_and(|run| run.watched_servers.contains(&server));
         self.forget_server(server).await;
         if !known {
             return;
         }
         self.reporter.event(format!("server {server} has ended"));
+        let Some(run) = &mut self.run else { return };
         // Its clients have gone with it.
-        self.look_at_clients = true;
-        let wanted = !self.retiring
-            && self.order.plan.prewarm
-            && self.running.as_ref().is_some_and(|running| running.multiuser);
-        if wanted && self.servers.alive().is_empty() {
-            if self.revival.last_success.elapsed() >= HEALTHY_AGAIN {
-                self.revival.pause = FIRST_PAUSE;
+        run.client_left = true;
+        let wanted = !self.retiring && self.order.plan.prewarm && run.running.multiuser;
+        if wanted && run.servers.alive().is_empty() {
+            if run.revival.last_success.elapsed() >= HEALTHY_AGAIN {
+                run.revival.pause = FIRST_PAUSE;
             }
-            self.revival.schedule(format!("server {server} has ended{}", self.words()));
+            run.revival.schedule(format!("server {server} has ended{}", run.words()));
         }
         self.compare_servers();
         self.show_state();
@@ -281,25 +299,23 @@ impl Worker {
 
     /// Starts the next server, unless a client was faster.
     pub(super) async fn revive(&mut self, control: &Control) -> Result<(), Failure> {
-        let Some(running) = self.running.clone() else { return Ok(()) };
-        let limits = limits(&self.order, &running);
+        let limits = self.limits()?;
         // Or the server would come with what others have made of them.
         self.keep_defaults(control, &limits).await?;
-        match self.prewarm(control, &limits).await {
-            Ok(()) => {
-                self.revival.at = None;
-                self.revival.last_success = Instant::now();
+        let prewarmed = self.prewarm(control, &limits).await;
+        match (prewarmed, &mut self.run) {
+            (prewarmed, None) => return prewarmed,
+            (Ok(()), Some(run)) => {
+                run.revival.at = None;
+                run.revival.last_success = Instant::now();
             }
-            Err(failure) if self.process.is_none() => return Err(failure),
-            Err(failure) => {
+            (Err(failure), Some(run)) => {
                 let reason = failure.into_text();
-                if self.revival.reason != reason {
-                    self.reporter.warning(format!(
-                        "{reason}; tried again in {:.1} s",
-                        self.revival.pause.as_secs_f64()
-                    ));
+                if run.revival.reason != reason {
+                    let pause = run.revival.pause.as_secs_f64();
+                    self.reporter.warning(format!("{reason}; tried again in {pause:.1} s"));
                 }
-                self.revival.schedule(reason);
+                run.revival.schedule(reason);
             }
         }
         self.compare_servers();

@@ -9,20 +9,25 @@ use crate::mps::control::{Control, ControlError, ServerStatus};
 
 use super::heal::still_faulted;
 use super::servers::Limits;
-use super::{Failure, Worker, limits};
+use super::{Failure, Worker};
 
 /// How long a server may take to write its limits down. Measured: within the same millisecond.
 pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Worker {
+    /// The limits that the order has for the GPUs of the control daemon that runs.
+    pub(super) fn limits(&self) -> Result<Limits, Failure> {
+        self.run.as_ref().map(|run| run.limits(&self.order)).ok_or_else(Failure::not_running)
+    }
+
     /// Reads back what is in force, and sets again what others have changed.
     pub(super) async fn keep_limits(&mut self, control: &Control) -> Result<(), Failure> {
-        let Some(running) = self.running.clone().filter(|_| self.configured && !self.retiring) else {
+        if self.retiring || !self.present()?.configured {
             return Ok(());
-        };
-        let limits = limits(&self.order, &running);
+        }
+        let limits = self.limits()?;
         self.keep_defaults(control, &limits).await?;
-        for server in self.servers.alive() {
+        for server in self.present()?.servers.alive() {
             let Some(found) = self.difference(control, server, &limits).await? else { continue };
             if self.takes_limits(control, server).await? {
                 self.reporter
@@ -56,7 +61,7 @@ impl Worker {
         if !self.takes_limits(control, server).await? {
             return Ok(());
         }
-        let has_written = self.servers.get(server).is_some_and(|known| known.has_written(limits));
+        let has_written = self.present()?.servers.get(server).is_some_and(|known| known.has_written(limits));
         if has_written && self.difference(control, server, limits).await?.is_none() {
             return Ok(());
         }
@@ -82,12 +87,12 @@ impl Worker {
     /// What a server has in force that is not as it shall be. The log is exact, but says nothing of a percentage that is
     /// changed while the server runs.
     async fn difference(
-        &self,
+        &mut self,
         control: &Control,
         server: u32,
         limits: &Limits,
     ) -> Result<Option<String>, Failure> {
-        let written = self.servers.get(server).and_then(|known| known.differs_from(limits));
+        let written = self.present()?.servers.get(server).and_then(|known| known.differs_from(limits));
         if written.is_some() || limits.enforced.is_empty() {
             return Ok(written);
         }
@@ -98,9 +103,9 @@ impl Worker {
     }
 
     async fn give(&mut self, control: &Control, server: u32, limits: &Limits) -> Result<(), Failure> {
-        self.servers.expect_limits(server);
+        self.present()?.servers.expect_limits(server);
         control.set_thread_percentage(server, limits.thread_percentage).await?;
-        self.servers.thread_percentage_answered(server, limits.thread_percentage);
+        self.present()?.servers.thread_percentage_answered(server, limits.thread_percentage);
         for (ordinal, mib) in &limits.memory_mib {
             control.set_memory_limit(server, *ordinal, *mib).await?;
         }
@@ -134,11 +139,11 @@ impl Worker {
         let deadline = Instant::now() + LIMITS_TIMEOUT;
         // What it writes first may be the answer to an order that was replaced by this one a moment ago.
         let in_force = |worker: &Self| {
-            let server = worker.servers.get(server);
+            let server = worker.run.as_ref().and_then(|run| run.servers.get(server));
             server.is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none())
         };
         while !in_force(self) && self.step(deadline).await? {}
-        if !self.servers.get(server).is_some_and(|known| known.has_written(limits)) {
+        if !self.present()?.servers.get(server).is_some_and(|known| known.has_written(limits)) {
             // On a full disk, for one. What was set is read back, to the GiB.
             control.set_thread_percentage(server, limits.thread_percentage).await?;
             for (ordinal, mib) in &limits.memory_mib {
@@ -149,7 +154,7 @@ impl Worker {
             ));
             return Ok(None);
         }
-        Ok(self.servers.get(server).and_then(|known| known.differs_from(limits)))
+        Ok(self.present()?.servers.get(server).and_then(|known| known.differs_from(limits)))
     }
 }
 

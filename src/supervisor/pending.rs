@@ -84,17 +84,17 @@ fn runs_as(pid: u32, uid: u32) -> bool {
 impl Worker {
     /// Looks who still waits, and says it: once for each user.
     pub(super) fn look_at_pending(&mut self) {
-        let waiting = self.pending.look();
+        let Some(run) = &mut self.run else { return };
+        let waiting = run.pending.look();
         let uids: BTreeSet<u32> = waiting.iter().map(|(_, uid)| *uid).collect();
-        self.pending.told.retain(|uid| uids.contains(uid));
+        run.pending.told.retain(|uid| uids.contains(uid));
         for (process, uid) in &waiting {
-            if !self.pending.told.insert(*uid) {
+            if !run.pending.told.insert(*uid) {
                 continue;
             }
             let (pid, command) = (process.pid, proc::name(process.pid).unwrap_or_default());
-            let multiuser = self.running.as_ref().is_some_and(|running| running.multiuser);
-            let why = match self.servers.user_served() {
-                Some(served) if !multiuser && served != *uid => format!(
+            let why = match run.servers.user_served() {
+                Some(served) if !run.running.multiuser && served != *uid => format!(
                     "until the clients of user {served} have ended: this control daemon serves one user at a time"
                 ),
                 _ => "and no server takes it".to_owned(),

@@ -93,7 +93,7 @@ impl Worker {
     /// Counts the clients on each GPU. A control daemon that can't say them is the regular check's business, unless it says
     /// nothing at all.
     pub(super) async fn look_at_places(&mut self, control: &Control) -> Result<(), Failure> {
-        self.places.look_at = None;
+        self.present()?.places.look_at = None;
         let clients = match control.clients().await.map_err(Failure::from) {
             Ok(clients) => clients,
             Err(silence @ Failure::Silent(_)) => return Err(silence),
@@ -102,9 +102,10 @@ impl Worker {
                 return Ok(());
             }
         };
-        for (gpu, is_full) in self.places.count(&self.order.plan.gpus, &clients) {
+        let Some(run) = &mut self.run else { return Ok(()) };
+        for (gpu, is_full) in run.places.count(&self.order.plan.gpus, &clients) {
             let name = gpu.pci.short();
-            if let Some(reason) = self.places.reason(&gpu.uuid).filter(|_| is_full) {
+            if let Some(reason) = run.places.reason(&gpu.uuid).filter(|_| is_full) {
                 self.reporter.warning(format!("GPU {name}: {reason}"));
             } else {
                 self.reporter.event(format!("GPU {name} has a place for a client again"));

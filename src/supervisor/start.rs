@@ -18,8 +18,9 @@ use crate::supervisor::state_file::Running;
 use crate::supervisor::view::ControlDaemonState;
 
 use super::limits::{LIMITS_TIMEOUT, set_defaults};
+use super::run::Run;
 use super::servers::Limits;
-use super::{Failure, PROGRAM, Silence, Worker, limits};
+use super::{Failure, PROGRAM, Silence, Worker};
 
 /// How long a new control daemon may take to answer. Measured: 20 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -44,7 +45,7 @@ impl Worker {
             Ok(Some(process)) => process,
             Ok(None) => {
                 // It ended while nobody looked. What it held is free, and the entry stands for nothing.
-                self.forget_process();
+                self.end_run();
                 return Ok(());
             }
             Err(error) => {
@@ -55,7 +56,8 @@ impl Worker {
             }
         };
         // It has clients, perhaps: whoever lists or releases them must not miss them, whatever comes of the rest.
-        let control = self.hold_front_end(&running.pipe_directory);
+        let control = Arc::new(self.tools.front_ends.of(&running.pipe_directory));
+        self.control.send_replace(Some(Arc::clone(&control)));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
         // Its standard output, since the file may have been removed; from the beginning, for what it says of servers.
@@ -64,11 +66,9 @@ impl Worker {
             Ok((Follower::new(file, &log_path, 0)?, length))
         });
         let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
-        self.log = Some(log);
         // A log that was started anew is shorter than that; what is written from now on must not count as known.
-        self.quiet_until = running.log_offset.min(length);
-        self.process = Some(process);
-        self.running = Some(running);
+        let quiet_until = running.log_offset.min(length);
+        self.run = Some(Run::new(process, running, Arc::clone(&control), log, quiet_until));
         self.has_run = true;
         self.reporter.update(|status| status.view.pid = Some(pid));
         self.continue_if_stopped();
@@ -80,10 +80,10 @@ impl Worker {
                 )));
             }
             // It hangs, or can't be reached. Its clients need it all the same, and `watch` knows what to do.
-            Err(failure) if self.process.is_some() => {
-                self.silence = Some(Silence::first(failure.into_text()));
-            }
-            Err(_) => return Ok(()),
+            Err(failure) => match &mut self.run {
+                Some(run) => run.silence = Some(Silence { looks: 1, error: failure.into_text() }),
+                None => return Ok(()),
+            },
         }
         self.read_on().await;
         self.reporter.event(format!("control daemon {id} (PID {pid}) taken over"));
@@ -96,7 +96,7 @@ impl Worker {
         self.reporter.enter(ControlDaemonState::Starting, false, "");
         let plan = self.order.plan.clone();
         let program = process::find_program(PROGRAM).map_err(Failure::Waiting)?;
-        let control = self.tools.front_ends.of(&plan.pipe_directory);
+        let control = Arc::new(self.tools.front_ends.of(&plan.pipe_directory));
         self.make_way(&control, &plan.pipe_directory).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
         directories::open(&plan.pipe_directory).map_err(bad_directory)?;
@@ -116,17 +116,17 @@ impl Worker {
 
         let mut multiuser = plan.multiuser && !self.multiuser_refused;
         loop {
-            self.spawn(&program, &gpus, multiuser).await?;
+            self.spawn(&program, &control, &gpus, multiuser).await?;
             match self.answers(&control).await {
                 Ok(()) => break,
-                Err(Failure::Failed(_)) if multiuser && plan.multiuser_optional && self.option_refused() => {
+                Err(Failure::RefusesMultiuser(_)) if multiuser && plan.multiuser_optional => {
                     self.reporter.event(
                         "this driver's control daemon refuses multi-user mode; it runs without".to_owned(),
                     );
                     self.multiuser_refused = true;
                     multiuser = false;
                 }
-                Err(Failure::Failed(_)) if multiuser && self.option_refused() => {
+                Err(Failure::RefusesMultiuser(_)) if multiuser => {
                     return Err(Failure::Waiting(
                         "this driver's control daemon refuses multi-user mode; set cuda_mps_multiuser to auto".to_owned(),
                     ));
@@ -135,7 +135,7 @@ impl Worker {
             }
         }
         tracing::debug!(step = "answers", "the control daemon answers");
-        self.hold_front_end(&plan.pipe_directory);
+        self.control.send_replace(Some(control));
         if std::mem::replace(&mut self.has_run, true) {
             self.reporter.update(|status| status.view.restarts += 1);
         }
@@ -200,7 +200,13 @@ impl Worker {
     }
 
     /// Starts the process and follows its log from where it begins.
-    async fn spawn(&mut self, program: &Path, gpus: &[String], multiuser: bool) -> Result<(), Failure> {
+    async fn spawn(
+        &mut self,
+        program: &Path,
+        control: &Arc<Control>,
+        gpus: &[String],
+        multiuser: bool,
+    ) -> Result<(), Failure> {
         let plan = &self.order.plan;
         let id = self.reporter.id();
         let not_started =
@@ -261,26 +267,13 @@ impl Worker {
         }
         let process = waiting.go().await.map_err(not_started)?;
         tracing::debug!(step = "started", "PID {pid} has the word");
-        self.log = Some(log);
-        self.quiet_until = 0;
-        self.log_trouble = None;
-        self.last_words.clear();
-        self.servers = super::servers::Servers::default();
-        self.process = Some(process);
-        self.running = Some(running);
+        self.run = Some(Run::new(process, running, Arc::clone(control), log, 0));
         self.reporter.update(|status| {
             status.view.pid = Some(pid);
             status.view.starts += 1;
         });
         self.reporter.event(format!("control daemon {id} started as PID {pid}"));
         Ok(())
-    }
-
-    /// From now on there is one front end of the control daemon that runs, for all who ask it something.
-    fn hold_front_end(&self, pipe_directory: &Path) -> Arc<Control> {
-        let control = Arc::new(self.tools.front_ends.of(pipe_directory));
-        self.control.send_replace(Some(Arc::clone(&control)));
-        control
     }
 
     /// Waits until the control daemon answers its front end.
@@ -299,21 +292,16 @@ impl Worker {
         }
     }
 
-    /// Whether the process that has just ended did not know the multi-user option.
-    fn option_refused(&self) -> bool {
-        self.process.is_none() && self.last_words.iter().any(|line| driver::refuses_an_option(line))
-    }
-
     /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
     pub(super) async fn configure(&mut self) -> Result<(), Failure> {
-        let Some(running) = self.running.clone() else {
-            return Err(Failure::Failed("the control daemon does not run".to_owned()));
-        };
+        let run = self.present()?;
+        let (running, control, silent) =
+            (run.running.clone(), Arc::clone(&run.control), run.silence.is_some());
         self.reporter.update(|status| {
             status.view.pipe_directory.clone_from(&running.pipe_directory);
             status.view.log_directory.clone_from(&running.log_directory);
         });
-        if self.silence.is_some() {
+        if silent {
             self.show_state();
             return Ok(());
         }
@@ -327,15 +315,12 @@ impl Worker {
         }
         self.give_back_gpus(&running).await;
         self.find_misfit();
-        let Some(control) = self.control() else {
-            return Err(Failure::Failed("the control daemon does not run".to_owned()));
-        };
         if self.place_is_taken(&control) {
             self.show_state();
             return Ok(());
         }
         self.let_users_in();
-        let limits = limits(&self.order, &running);
+        let limits = self.limits()?;
         if self.retiring {
             // Whoever comes until it ends gets what those before have got.
             self.show_state();
@@ -344,7 +329,7 @@ impl Worker {
         set_defaults(&control, &limits).await?;
         tracing::debug!(step = "defaults", "defaults are set");
         let servers = control.servers().await?;
-        self.servers.keep(&servers);
+        self.present()?.servers.keep(&servers);
         for server in &servers {
             self.watch_server(*server);
             self.set_live(&control, *server, &limits).await?;
@@ -360,12 +345,14 @@ impl Worker {
                 gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
             }
         });
-        self.configured = true;
+        let run = self.present()?;
+        run.configured = true;
+        let stuck = run.stuck.is_some();
         // Whoever slipped in before is found by the first look.
         self.bypasses.look_at = Some(Instant::now());
         self.compare_servers();
         self.keep_journal();
-        if self.stuck.is_none() {
+        if !stuck {
             self.reporter.event(format!("control daemon {} is ready", self.reporter.id()));
         }
         self.show_state();
@@ -386,7 +373,8 @@ impl Worker {
 
     /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
     pub(super) async fn prewarm(&mut self, control: &Control, limits: &Limits) -> Result<(), Failure> {
-        self.servers.keep(&control.servers().await?);
+        let servers = control.servers().await?;
+        self.present()?.servers.keep(&servers);
         control.start_server(0).await?;
         tracing::debug!(step = "prewarm", "a server was asked for");
         let deadline = Instant::now() + SERVER_TIMEOUT;
@@ -405,8 +393,9 @@ impl Worker {
                 break server;
             }
             self.pause(SERVER_PAUSE).await?;
-            if self.servers.alive().is_empty()
-                && let Some((server, status)) = self.servers.last_exit()
+            let servers = &self.present()?.servers;
+            if servers.alive().is_empty()
+                && let Some((server, status)) = servers.last_exit()
             {
                 return Err(Failure::Failed(format!(
                     "server {server} exited with status {status} before it was ready{}",
@@ -424,14 +413,17 @@ impl Worker {
         self.watch_server(server);
         // The list is ahead of the log by a moment.
         let deadline = Instant::now() + LIMITS_TIMEOUT;
-        while !self.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
+        while !self.present()?.servers.get(server).is_some_and(|known| known.ready)
+            && self.step(deadline).await?
+        {}
         self.confirm_or_correct(control, server, limits).await
     }
 
     /// What of the order the control daemon that runs can't be made to do.
     pub(super) fn find_misfit(&mut self) {
-        let Some(running) = &self.running else { return };
-        self.misfit = if self.retiring {
+        let Some(run) = &mut self.run else { return };
+        let running = &run.running;
+        run.misfit = if self.retiring {
             Some("it is not needed any more".to_owned())
         } else {
             let present = Present {

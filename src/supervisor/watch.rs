@@ -18,7 +18,8 @@ use crate::supervisor::compute_modes::SERVED;
 use crate::supervisor::view::ControlDaemonState;
 
 use super::heal::still_faulted;
-use super::{Command, Ended, Failure, Goal, Occurrence, Silence, Worker, limits};
+use super::run::{Occurrence, Run};
+use super::{Command, Ended, Failure, Goal, Silence, Worker};
 
 /// How often a control daemon is checked that gives no reason to, and how often one that has clients: it may have come to
 /// hang, and then the next client does too.
@@ -48,20 +49,25 @@ const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 impl Worker {
     /// Watches until the control daemon ends or gives way to another.
     pub(super) async fn watch(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
-        let mut check_at =
-            Instant::now() + if self.silence.is_some() { Duration::ZERO } else { CHECK_PERIOD };
+        let silent = self.run.as_ref().is_some_and(|run| run.silence.is_some());
+        let mut check_at = Instant::now() + if silent { Duration::ZERO } else { CHECK_PERIOD };
         let mut clients_at = Instant::now();
         loop {
+            let Some(run) = &mut self.run else { return Ended::Failure(Failure::not_running()) };
             let mut due = check_at;
-            if self.misfit.is_some() || self.stuck.is_some() {
-                if std::mem::take(&mut self.look_at_clients) {
+            if run.gives_way_when_idle() {
+                if std::mem::take(&mut run.client_left) {
                     clients_at = clients_at.min(Instant::now() + CLIENT_LEFT_PAUSE);
                 }
                 due = due.min(clients_at);
             }
-            due = self.revival.at.map_or(due, |at| due.min(at));
-            due = self.fault.as_ref().map_or(due, |fault| due.min(fault.look_at));
-            let looks = [self.bypasses.look_at, self.places.look_at, self.pending.look_at];
+            let looks = [
+                run.revival.at,
+                run.fault.as_ref().map(|fault| fault.look_at),
+                self.bypasses.look_at,
+                run.places.look_at,
+                run.pending.look_at,
+            ];
             due = looks.into_iter().flatten().fold(due, Instant::min);
             let occurrence = tokio::select! {
                 occurrence = self.next(due) => occurrence,
@@ -87,7 +93,7 @@ impl Worker {
                     if line.meaning.is_of_servers() && self.compare_servers() {
                         check_at = check_at.min(now + CHECK_SOON);
                     }
-                    if self.in_use {
+                    if self.run.as_ref().is_some_and(|run| run.in_use) {
                         check_at = check_at.min(now + CHECK_PERIOD_IN_USE);
                     }
                     self.rotate_log();
@@ -114,7 +120,7 @@ impl Worker {
                 }
                 Err(failure) => return Ended::Failure(failure),
             }
-            if (self.misfit.is_some() || self.stuck.is_some()) && now >= clients_at {
+            if self.run.as_ref().is_some_and(Run::gives_way_when_idle) && now >= clients_at {
                 clients_at = Instant::now() + CLIENTS_PERIOD;
                 if self.in_use().await == Ok(0) && self.end_idle().await {
                     self.reporter.unsettled();
@@ -128,83 +134,66 @@ impl Worker {
 
     /// What is due besides the regular check.
     async fn act(&mut self, now: Instant) -> Result<(), Failure> {
-        let Some(control) = self.control() else { return Ok(()) };
-        if self.fault.as_ref().is_some_and(|fault| now >= fault.look_at) {
+        let Some(run) = &mut self.run else { return Ok(()) };
+        let control = Arc::clone(&run.control);
+        if run.fault.as_ref().is_some_and(|fault| now >= fault.look_at) {
             return self.heal(&control).await;
         }
-        if self.revival.at.is_some_and(|at| now >= at) {
-            self.revival.at = None;
+        if run.revival.at.take_if(|at| now >= *at).is_some() {
             return self.revive(&control).await;
         }
-        if self.bypasses.look_at.is_some_and(|at| now >= at) {
-            self.bypasses.look_at = None;
-            if self.silence.is_none() && self.stuck.is_none() && self.fault.is_none() {
-                let processes = self.look_at_gpus().await;
-                self.look_for_bypasses(Some(&control), &processes).await;
-            }
+        let well = run.silence.is_none() && run.stuck.is_none() && run.fault.is_none();
+        let places = run.places.look_at.is_some_and(|at| now >= at);
+        let pending = run.pending.look_at.is_some_and(|at| now >= at);
+        if self.bypasses.look_at.take_if(|at| now >= *at).is_some() && well {
+            let processes = self.look_at_gpus().await;
+            self.look_for_bypasses(Some(&control), &processes).await;
         }
-        if self.places.look_at.is_some_and(|at| now >= at) {
+        if places {
             self.look_at_places(&control).await?;
         }
-        if self.pending.look_at.is_some_and(|at| now >= at) {
+        if pending {
             self.look_at_pending();
         }
         Ok(())
     }
 
     fn check_period(&self) -> Duration {
-        match (&self.silence, self.in_use) {
-            (Some(_), _) => MISSED_PERIOD,
-            (None, true) => CHECK_PERIOD_IN_USE,
-            (None, false) => CHECK_PERIOD,
+        match &self.run {
+            Some(run) if run.silence.is_some() => MISSED_PERIOD,
+            Some(run) if run.in_use => CHECK_PERIOD_IN_USE,
+            _ => CHECK_PERIOD,
         }
     }
 
     /// Takes note of a look that ended without an answer.
     fn missed(&mut self, error: String) {
-        let looks = self.silence.as_ref().map_or(0, |silence| silence.looks) + 1;
+        let Some(run) = &mut self.run else { return };
+        let looks = run.silence.as_ref().map_or(0, |silence| silence.looks) + 1;
         if looks == 1 {
             self.reporter.warning(error.clone());
         }
         if looks >= MISSES {
-            self.stuck = Some(format!("{error}, {looks} times in a row"));
+            run.stuck = Some(format!("{error}, {looks} times in a row"));
         }
-        self.silence = Some(Silence { looks, error });
-    }
-
-    /// Ends a control daemon that nobody uses, without harm to a client that comes this moment: it then stays until
-    /// that one is done. Whether it has ended.
-    pub(super) async fn end_idle(&mut self) -> bool {
-        self.continue_if_stopped();
-        let (Some(process), Some(running)) = (&mut self.process, &self.running) else { return true };
-        let pid = process.identity().pid;
-        let control = self.tools.front_ends.of(&running.pipe_directory);
-        if process::stop_idle(process, &control).await {
-            let why = if self.retiring { ": it had no client" } else { ", to start anew" };
-            self.reporter.event(format!("control daemon {} (PID {pid}) ended{why}", self.reporter.id()));
-            self.forget_process();
-            return true;
-        }
-        // It hangs, or somebody has come after all.
-        if self.in_use().await == Ok(0) {
-            self.stop_control_daemon().await;
-        }
-        self.process.is_none()
+        run.silence = Some(Silence { looks, error });
     }
 
     /// The regular look: does it answer, are its servers well, are the compute modes still ours, is everything in place.
     async fn check(&mut self) -> Result<Check, Failure> {
         self.continue_if_stopped();
-        let Some(control) = self.control() else { return Ok(Check::Done) };
+        let run = self.present()?;
+        let control = Arc::clone(&run.control);
         let mut answers = false;
-        let known = self.fault.as_ref().map(|fault| fault.server);
+        let known = run.fault.as_ref().map(|fault| fault.server);
         match servers_and_faults(&control, known).await {
             Ok(_) if self.place_is_taken(&control) => {}
             Ok((servers, faulted)) => {
-                let missed = self.silence.take().is_some();
-                self.stuck = None;
+                let run = self.present()?;
+                let missed = run.silence.take().is_some();
+                run.stuck = None;
                 answers = true;
-                self.servers.keep(&servers);
+                run.servers.keep(&servers);
                 for server in servers {
                     self.watch_server(server);
                 }
@@ -223,19 +212,21 @@ impl Worker {
             }
             Err(error @ ControlError::NoDaemon { .. }) => {
                 // It lives, so its sockets have gone: it can't make them again.
-                self.stuck = Some(format!("its pipe directory was removed or replaced ({error})"));
+                let stuck = format!("its pipe directory was removed or replaced ({error})");
+                self.present()?.stuck = Some(stuck);
             }
             Err(error) => return Err(error.into()),
         }
-        if answers && self.stuck.is_none() {
+        if answers && self.present()?.stuck.is_none() {
             self.keep_limits(&control).await?;
         }
         let processes = self.look_at_gpus().await;
-        self.in_use = processes.values().flatten().any(|process| process.via_mps);
-        self.places.suspect(&self.order.plan.gpus, &processes);
+        let Some(run) = &mut self.run else { return Err(Failure::not_running()) };
+        run.in_use = processes.values().flatten().any(|process| process.via_mps);
+        run.places.suspect(&self.order.plan.gpus, &processes);
         self.keep_compute_modes().await;
         // Clients of a server that met a fatal error are between being its clients and not.
-        if answers && self.fault.is_none() {
+        if answers && self.present()?.fault.is_none() {
             self.look_for_bypasses(Some(&control), &processes).await;
         }
         self.find_misfit();
@@ -249,40 +240,35 @@ impl Worker {
 
     /// Whether another control daemon answers in the place of ours: nothing of what it says or is told is ours.
     pub(super) fn place_is_taken(&mut self, control: &Control) -> bool {
-        let ours = self.running.as_ref().map(|running| running.process.pid);
-        let other = control.daemon_pid().filter(|listener| Some(*listener) != ours);
+        let Some(run) = &mut self.run else { return false };
+        let other = control.daemon_pid().filter(|listener| *listener != run.running.process.pid);
         if let Some(other) = other {
-            self.stuck = Some(format!("another control daemon (PID {other}) has taken its pipe directory"));
+            run.stuck = Some(format!("another control daemon (PID {other}) has taken its pipe directory"));
         }
         other.is_some()
     }
 
     /// Sees to it that clients of every user can get to the socket.
     pub(super) fn let_users_in(&mut self) {
-        let Some(running) = &self.running else { return };
-        match directories::let_users_in(&running.pipe_directory) {
+        let Some(run) = &mut self.run else { return };
+        match directories::let_users_in(&run.running.pipe_directory) {
             Ok(repaired) => {
                 for what in repaired {
                     self.reporter.warning(format!("{what}; clients of other users were kept out"));
                 }
             }
-            Err(bad) => self.stuck = Some(bad.to_string()),
+            Err(bad) => run.stuck = Some(bad.to_string()),
         }
-    }
-
-    /// The front end of the control daemon that runs, whether or not it serves.
-    pub(super) fn control(&self) -> Option<Arc<Control>> {
-        self.control.borrow().clone()
     }
 
     /// A process that somebody stopped serves nobody. Its servers hold clients' work just as much.
     pub(super) fn continue_if_stopped(&mut self) {
-        let Some(process) = &self.process else { return };
+        let Some(run) = &self.run else { return };
         let mut stopped = Vec::new();
-        if process.is_stopped() {
-            stopped.push((process.identity().pid, process.signal(Signal::CONT)));
+        if run.process.is_stopped() {
+            stopped.push((run.process.identity().pid, run.process.signal(Signal::CONT)));
         }
-        for server in self.servers.alive() {
+        for server in run.servers.alive() {
             let server = process::Process::of(server);
             if let Some(server) = server.ok().flatten().filter(process::Process::is_stopped) {
                 stopped.push((server.identity().pid, server.signal(Signal::CONT)));
@@ -333,8 +319,8 @@ impl Worker {
 
     /// Sets a compute mode again that somebody else has changed.
     async fn keep_compute_modes(&mut self) {
-        let Some(running) = self.running.clone().filter(|_| self.order.set_compute_mode) else { return };
-        for uuid in running.gpus.iter().filter(|uuid| !self.unreachable.contains(*uuid)) {
+        let Some(run) = self.run.as_ref().filter(|_| self.order.set_compute_mode) else { return };
+        for uuid in run.running.gpus.iter().filter(|uuid| !self.unreachable.contains(*uuid)) {
             match self.tools.compute_modes.take(uuid).await {
                 Ok(false) => {}
                 Ok(true) => {
@@ -350,22 +336,18 @@ impl Worker {
 
     /// Keeps the journal there and its view of the log's offset fresh, for whoever takes over.
     pub(super) fn keep_journal(&mut self) {
-        let Some(log) = &self.log else { return };
-        let trouble = log.trouble().filter(|_| self.misfit.is_none());
-        if trouble != self.log_trouble {
-            self.log_trouble = trouble;
-            let path = log.path().display();
+        let Some(run) = &mut self.run else { return };
+        let trouble = run.log.trouble().filter(|_| run.misfit.is_none());
+        if trouble != run.log_trouble {
+            run.log_trouble = trouble;
+            let path = run.log.path().display();
             match trouble {
                 Some(trouble) => self.reporter.warning(format!("{path}: {trouble}")),
                 None => self.reporter.event(format!("{path} can be written again")),
             }
         }
-        let offset = log.offset();
-        let id = self.reporter.id();
-        if let Some(running) = &mut self.running {
-            running.log_offset = offset;
-        }
-        let Some(running) = self.running.clone() else { return };
+        run.running.log_offset = run.log.offset();
+        let (id, running) = (self.reporter.id(), run.running.clone());
         let kept = self.with_journal(|journal| {
             let repaired = journal.repair()?;
             journal.remember_control_daemon(&id, running)?;
@@ -379,7 +361,7 @@ impl Worker {
     }
 
     fn rotate_log(&mut self) {
-        let Some(log) = &mut self.log else { return };
+        let Some(log) = self.run.as_mut().map(|run| &mut run.log) else { return };
         match log.rotated() {
             Some(Ok(())) => tracing::debug!("{} is started anew", log.path().display()),
             Some(Err(error)) => {
@@ -394,10 +376,10 @@ impl Worker {
 
     /// Puts what the servers have written of their limits beside the order. Whether it differs.
     pub(super) fn compare_servers(&mut self) -> bool {
-        let Some(running) = &self.running else { return false };
-        let limits = limits(&self.order, running);
-        let alive = self.servers.alive();
-        let newest = alive.iter().rev().find_map(|pid| Some((*pid, self.servers.get(*pid)?)));
+        let Some(run) = &self.run else { return false };
+        let limits = run.limits(&self.order);
+        let alive = run.servers.alive();
+        let newest = alive.iter().rev().find_map(|pid| Some((*pid, run.servers.get(*pid)?)));
         let difference = newest
             .filter(|(_, server)| server.has_written(&limits))
             .and_then(|(pid, server)| Some(format!("server {pid}: {}", server.differs_from(&limits)?)));
@@ -405,13 +387,13 @@ impl Worker {
         self.reporter.update(|status| {
             status.view.servers.clone_from(&alive);
             for (uuid, gpu) in &mut status.gpus {
-                let ordinal = running.gpus.iter().position(|served| served == uuid);
+                let ordinal = run.running.gpus.iter().position(|served| served == uuid);
                 gpu.memory_limit_mib =
                     ordinal.and_then(|ordinal| confirmed.get(&ordinal)).map(|bytes| bytes >> 20);
                 gpu.reason = match (ordinal, &difference) {
                     (None, _) => "not in the control daemon's hands until it starts anew".to_owned(),
                     (Some(_), Some(difference)) => difference.clone(),
-                    (Some(_), None) => self.places.reason(uuid).unwrap_or_default(),
+                    (Some(_), None) => run.places.reason(uuid).unwrap_or_default(),
                 };
             }
         });
@@ -420,25 +402,23 @@ impl Worker {
 
     /// Says in what state all this leaves the control daemon.
     pub(super) fn show_state(&mut self) {
-        let in_place = self
-            .running
-            .as_ref()
-            .is_some_and(|running| running.pipe_directory == self.order.plan.pipe_directory);
+        let Some(run) = &self.run else { return };
+        let in_place = run.running.pipe_directory == self.order.plan.pipe_directory;
         let ended = if self.retiring { "ended" } else { "started anew" };
-        if let Some(fault) = &self.fault {
+        if let Some(fault) = &run.fault {
             self.reporter.enter(ControlDaemonState::Faulted, false, &fault.reason());
-        } else if let Some(stuck) = &self.stuck {
+        } else if let Some(stuck) = &run.stuck {
             let reason = format!("{stuck}; it is {ended} when its clients have ended");
             self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
-        } else if let Some(silence) = &self.silence {
+        } else if let Some(silence) = &run.silence {
             let reason = format!(
                 "{}; it is asked again and again, and {ended} if it stays so and has no clients",
                 silence.error
             );
             self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
-        } else if self.revival.at.is_some() {
-            self.reporter.enter(ControlDaemonState::Backoff, false, &self.revival.reason);
-        } else if let Some(misfit) = &self.misfit {
+        } else if run.revival.at.is_some() {
+            self.reporter.enter(ControlDaemonState::Backoff, false, &run.revival.reason);
+        } else if let Some(misfit) = &run.misfit {
             let then = match self.retiring {
                 true => " and ends",
                 false => ", for which the control daemon has to start anew",
@@ -448,7 +428,7 @@ impl Worker {
             );
             // Nobody has asked yet whether it has clients.
             self.reporter.pass_through(ControlDaemonState::Waiting, in_place, &reason);
-        } else if self.configured {
+        } else if run.configured {
             self.reporter.enter(ControlDaemonState::Ready, in_place, "");
         }
     }
@@ -457,7 +437,9 @@ impl Worker {
         // Whoever asked may have gone; what was asked is done all the same.
         match command {
             Command::Apply { force, reply } => {
-                let Some(change) = self.misfit.clone().or_else(|| self.stuck.clone()) else {
+                let change =
+                    self.run.as_ref().and_then(|run| run.misfit.clone().or_else(|| run.stuck.clone()));
+                let Some(change) = change else {
                     let _ = reply.send(Ok(()));
                     return None;
                 };
@@ -468,7 +450,7 @@ impl Worker {
                     } else {
                         self.end_idle().await;
                     }
-                    let done = self.process.is_none();
+                    let done = self.run.is_none();
                     if done {
                         self.reporter.unsettled();
                     }
@@ -489,7 +471,8 @@ impl Worker {
     }
 
     async fn restart_servers(&mut self) -> Result<(), String> {
-        let control = self.control().ok_or("no control daemon runs")?;
+        let control =
+            self.run.as_ref().map(|run| Arc::clone(&run.control)).ok_or("no control daemon runs")?;
         match self.in_use().await? {
             0 => {}
             clients => return Err(format!("in the way: {}", counted(clients, "client"))),

@@ -1,0 +1,323 @@
+//! One run of a control daemon, from its start or its take-over to its end, and what is learnt of it meanwhile.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::process::ExitStatus;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep_until};
+use tracing::level_filters::LevelFilter;
+
+use crate::counted::counted;
+use crate::host::driver;
+use crate::mps::control::Control;
+use crate::mps::log::{Follower, Line, Meaning};
+use crate::mps::process::Process;
+use crate::supervisor::state_file::Running;
+
+use super::heal::{Fault, Revival};
+use super::pending::Pending;
+use super::places::Places;
+use super::servers::{Limits, Servers};
+use super::{Failure, Order, Silence, Worker};
+
+/// The longest part of a line that is kept as last words, in characters.
+const WORDS_MAX: usize = 200;
+
+/// How many lines are kept as last words.
+const LAST_WORDS: usize = 3;
+
+/// What happens to a control daemon next.
+#[derive(Debug)]
+pub(super) enum Occurrence {
+    /// It or a server writes a line to the log.
+    Line(Line),
+    /// It ends.
+    Ended(Option<ExitStatus>),
+    /// One of its servers ends.
+    ServerEnded(u32),
+    /// Nothing happens until the deadline.
+    Nothing,
+}
+
+/// Everything that belongs to one run of a control daemon, and ends with it.
+#[derive(Debug)]
+pub(super) struct Run {
+    pub(super) process: Process,
+    /// What runs, as the state file has it. The order may want something else.
+    pub(super) running: Running,
+    pub(super) control: Arc<Control>,
+    pub(super) log: Follower,
+    /// The service that ran before has passed on the lines before this offset.
+    quiet_until: u64,
+    /// What is wrong with the log, as it was last said.
+    pub(super) log_trouble: Option<&'static str>,
+    /// The last lines that may explain an end. None of them is older than the newest server.
+    last_words: VecDeque<String>,
+    pub(super) servers: Servers,
+    /// The servers that are watched: `server_ends` tells of their end.
+    pub(super) watched_servers: BTreeSet<u32>,
+    pub(super) server_ended: mpsc::Sender<u32>,
+    server_ends: mpsc::Receiver<u32>,
+    /// It has been made to serve.
+    pub(super) configured: bool,
+    /// It has clients, or had some a moment ago.
+    pub(super) in_use: bool,
+    /// A client has left: it may have been the last.
+    pub(super) client_left: bool,
+    /// What of the order needs another control daemon than the one that runs.
+    pub(super) misfit: Option<String>,
+    /// Why the control daemon can't take clients though it lives.
+    pub(super) stuck: Option<String>,
+    /// There while it does not answer.
+    pub(super) silence: Option<Silence>,
+    pub(super) places: Places,
+    pub(super) pending: Pending,
+    pub(super) fault: Option<Fault>,
+    pub(super) revival: Revival,
+}
+
+impl Run {
+    pub(super) fn new(
+        process: Process,
+        running: Running,
+        control: Arc<Control>,
+        log: Follower,
+        quiet_until: u64,
+    ) -> Self {
+        let (server_ended, server_ends) = mpsc::channel(16);
+        Self {
+            process,
+            running,
+            control,
+            log,
+            quiet_until,
+            log_trouble: None,
+            last_words: VecDeque::new(),
+            servers: Servers::default(),
+            watched_servers: BTreeSet::new(),
+            server_ended,
+            server_ends,
+            configured: false,
+            in_use: false,
+            client_left: false,
+            misfit: None,
+            stuck: None,
+            silence: None,
+            places: Places::default(),
+            pending: Pending::default(),
+            fault: None,
+            revival: Revival::default(),
+        }
+    }
+
+    /// Waits for what happens next, until `deadline`.
+    async fn next(&mut self, deadline: Instant) -> Result<Occurrence, Failure> {
+        tokio::select! {
+            biased;
+            line = self.log.next() => match line {
+                Ok(line) => Ok(Occurrence::Line(line)),
+                Err(error) => Err(Failure::Failed(format!("{}: {error}", self.log.path().display()))),
+            },
+            status = self.process.exited() => Ok(Occurrence::Ended(status)),
+            Some(server) = self.server_ends.recv() => Ok(Occurrence::ServerEnded(server)),
+            () = sleep_until(deadline) => Ok(Occurrence::Nothing),
+        }
+    }
+
+    /// The limits that the order has for its GPUs, by their ordinals.
+    pub(super) fn limits(&self, order: &Order) -> Limits {
+        let planned = |uuid: &String| order.plan.gpus.iter().find(|gpu| gpu.uuid == *uuid);
+        let held: Vec<_> = self
+            .running
+            .gpus
+            .iter()
+            .map(planned)
+            .enumerate()
+            .filter_map(|(n, gpu)| Some((n, gpu?)))
+            .collect();
+        let enforced = held.iter().filter(|(_, gpu)| gpu.limits_enforced);
+        Limits {
+            thread_percentage: order.plan.thread_percentage,
+            memory_mib: held.iter().map(|(ordinal, gpu)| (*ordinal, gpu.memory_limit_mib)).collect(),
+            enforced: enforced.map(|(ordinal, _)| *ordinal).collect(),
+        }
+    }
+
+    /// Whether it is to be ended as soon as it has no client.
+    pub(super) fn gives_way_when_idle(&self) -> bool {
+        self.misfit.is_some() || self.stuck.is_some()
+    }
+
+    fn remember_words(&mut self, line: &Line) {
+        if let Meaning::ServerStarting { .. } = line.meaning {
+            self.last_words.clear();
+        }
+        if line.may_explain_an_end() {
+            self.last_words.push_back(line.text.chars().take(WORDS_MAX).collect());
+            if self.last_words.len() > LAST_WORDS {
+                self.last_words.pop_front();
+            }
+        }
+    }
+
+    /// The last words of the log, as the end of a sentence.
+    pub(super) fn words(&self) -> String {
+        if self.last_words.is_empty() {
+            return String::new();
+        }
+        format!("; its log ends: {}", self.last_words.iter().cloned().collect::<Vec<_>>().join(" | "))
+    }
+
+    /// Whether the process did not know the multi-user option.
+    fn refuses_multiuser(&self) -> bool {
+        self.last_words.iter().any(|line| driver::refuses_an_option(line))
+    }
+}
+
+impl Worker {
+    /// The control daemon that runs.
+    pub(super) fn present(&mut self) -> Result<&mut Run, Failure> {
+        self.run.as_mut().ok_or_else(Failure::not_running)
+    }
+
+    /// Waits for what happens next, until `deadline`.
+    pub(super) async fn next(&mut self, deadline: Instant) -> Result<Occurrence, Failure> {
+        let occurrence = self.present()?.next(deadline).await?;
+        if let Occurrence::Line(line) = &occurrence {
+            self.take_in(line);
+        }
+        Ok(occurrence)
+    }
+
+    /// Lets time pass, and watches the log and the process meanwhile. False once `deadline` is reached.
+    pub(super) async fn step(&mut self, deadline: Instant) -> Result<bool, Failure> {
+        match self.next(deadline).await? {
+            Occurrence::Line(_) => Ok(true),
+            Occurrence::ServerEnded(server) => {
+                self.forget_server(server).await;
+                Ok(true)
+            }
+            Occurrence::Ended(status) => Err(self.control_daemon_ended(status).await),
+            Occurrence::Nothing => Ok(false),
+        }
+    }
+
+    pub(super) async fn pause(&mut self, duration: Duration) -> Result<(), Failure> {
+        let deadline = Instant::now() + duration;
+        while self.step(deadline).await? {}
+        Ok(())
+    }
+
+    /// Ends the run after the control daemon has ended, and says how it ended.
+    pub(super) async fn control_daemon_ended(&mut self, status: Option<ExitStatus>) -> Failure {
+        // Its last lines explain its end. The next one does not wait for the rest.
+        if let Some(Err(error)) = self.run.as_mut().map(|run| run.log.skip_to_end()) {
+            tracing::debug!("the end of the log can't be found: {error}");
+        }
+        self.read_on().await;
+        let how = status.map(|status| format!(" ({status})")).unwrap_or_default();
+        let text = format!("the control daemon ended{how}{}", self.words());
+        let refuses_multiuser = self.run.as_ref().is_some_and(Run::refuses_multiuser);
+        self.end_run();
+        if refuses_multiuser { Failure::RefusesMultiuser(text) } else { Failure::Failed(text) }
+    }
+
+    /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said.
+    pub(super) fn end_run(&mut self) {
+        if let Some(mut run) = self.run.take() {
+            run.tell_fault(&self.reporter, &self.tools.faults);
+        }
+        self.control.send_replace(None);
+        let id = self.reporter.id();
+        if let Err(error) = self.with_journal(|journal| journal.forget_control_daemon(&id)) {
+            self.reporter.warning(format!("the journal can't be written: {error}"));
+        }
+        tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
+        self.reporter.update(|status| {
+            status.view.pid = None;
+            status.view.servers.clear();
+            status.waiting.clear();
+            status.serving = false;
+            for gpu in status.gpus.values_mut() {
+                gpu.thread_percentage = None;
+                gpu.memory_limit_mib = None;
+            }
+        });
+    }
+
+    /// Takes in what the log has at this moment.
+    pub(super) async fn read_on(&mut self) {
+        let Some(end) = self.run.as_ref().and_then(|run| run.log.length().ok()) else { return };
+        while let Some(run) = self.run.as_mut().filter(|run| run.log.offset() < end)
+            && let Ok(Some(line)) = run.log.next_there().await
+        {
+            self.take_in(&line);
+        }
+    }
+
+    fn take_in(&mut self, line: &Line) {
+        let Some(run) = &mut self.run else { return };
+        run.servers.take_in(&line.meaning);
+        run.pending.take_in(&line.meaning);
+        if run.log.offset() <= run.quiet_until {
+            return;
+        }
+        run.quiet_until = 0;
+        run.remember_words(line);
+        let news = run.places.take_in(&line.meaning);
+        self.pass_on(line);
+        match line.meaning {
+            Meaning::ServerReady(server) => {
+                self.reporter.event(format!("server {server} is ready"));
+                // The process that kept it out has gone.
+                self.bypasses.look_at = Some(Instant::now());
+            }
+            Meaning::ServerExited { server, status: 0 } => {
+                self.reporter.event(format!("server {server} exited with status 0"));
+            }
+            Meaning::ServerExited { server, status } => {
+                self.reporter.warning(format!("server {server} exited with status {status}{}", self.words()));
+            }
+            Meaning::FaultHandling { server } => self.fault_seen(server),
+            Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
+            Meaning::ClientAdmitted(_) => self.note(|run| run.in_use = true),
+            Meaning::ClientLeft(_) => self.note(|run| run.client_left = true),
+            Meaning::ClientRefused { server, capacity } if news => self
+                .reporter
+                .warning(format!("server {server} turned a client away: it holds {capacity}, no more")),
+            _ => {}
+        }
+    }
+
+    /// Changes what is known of the run, if there still is one.
+    pub(super) fn note(&mut self, change: impl FnOnce(&mut Run)) {
+        if let Some(run) = &mut self.run {
+            change(run);
+        }
+    }
+
+    /// Passes a line on to our own log, as long as there are not too many.
+    fn pass_on(&mut self, line: &Line) {
+        self.tell_left_out();
+        if line.level() <= LevelFilter::current() && self.allowance.one_more() {
+            line.trace(&self.reporter.id());
+        }
+    }
+
+    pub(super) fn tell_left_out(&mut self) {
+        let Some(run) = &self.run else { return };
+        if let Some(count) = self.allowance.left_out(Instant::now()) {
+            let path = run.log.path().display();
+            let lines = counted(usize::try_from(count).unwrap_or(usize::MAX), "line");
+            self.reporter
+                .warning(format!("too much is written to {path}: {lines} not passed on; they are there"));
+        }
+    }
+
+    /// The last words of the log, as the end of a sentence.
+    pub(super) fn words(&self) -> String {
+        self.run.as_ref().map(Run::words).unwrap_or_default()
+    }
+}
