@@ -11,6 +11,7 @@ use crate::host::proc;
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
 use crate::mps::process;
 
+use super::hindrance::{ClearedBy, Hindrance};
 use super::run::Run;
 use super::status::Reporter;
 use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker};
@@ -37,7 +38,7 @@ pub(super) struct Fault {
 }
 
 impl Fault {
-    fn new(server: u32) -> Self {
+    pub(super) fn new(server: u32) -> Self {
         let since = Instant::now();
         let look_at = since + FAULT_PAUSE;
         Self { server, since, clients: BTreeSet::new(), told: BTreeSet::new(), look_at, held_up: None }
@@ -53,33 +54,31 @@ impl Fault {
     }
 }
 
-/// The next start of a server, ahead of the first client.
+/// How soon a server that has ended is followed by the next one, ahead of the first client.
 #[derive(Debug)]
 pub(super) struct Revival {
-    pub(super) at: Option<Instant>,
-    pub(super) reason: String,
     pause: Duration,
     last_success: Instant,
 }
 
 impl Default for Revival {
     fn default() -> Self {
-        Self { at: None, reason: String::new(), pause: FIRST_PAUSE, last_success: Instant::now() }
+        Self { pause: FIRST_PAUSE, last_success: Instant::now() }
     }
 }
 
 impl Revival {
-    fn schedule(&mut self, reason: String) {
-        self.at = Some(Instant::now() + self.pause);
-        self.reason = reason;
+    fn schedule(&mut self, reason: String) -> Hindrance {
+        let revive_at = Instant::now() + self.pause;
         self.pause = (self.pause * 2).min(LAST_PAUSE);
+        Hindrance::ServerEnded { reason, revive_at }
     }
 }
 
 impl Run {
     /// Says who was hit, each once.
     pub(super) fn tell_fault(&mut self, reporter: &Reporter, faults: &mpsc::Sender<ClientFault>) {
-        let Some(fault) = &mut self.fault else { return };
+        let Some(fault) = self.hindrances.fault_mut() else { return };
         let new = &fault.clients - &fault.told;
         fault.told.clone_from(&fault.clients);
         let ordinals: BTreeSet<usize> = new.iter().map(|(ordinal, _)| *ordinal).collect();
@@ -106,8 +105,8 @@ impl Worker {
     /// The log, or the server itself, says that it met a fatal GPU error.
     pub(super) fn fault_seen(&mut self, server: u32) {
         let Some(run) = &mut self.run else { return };
-        if run.fault.as_ref().is_none_or(|fault| fault.server != server) {
-            run.fault = Some(Fault::new(server));
+        if run.hindrances.fault().is_none_or(|fault| fault.server != server) {
+            run.hindrances.put(Hindrance::Faulted(Fault::new(server)));
             self.reporter.update(|status| status.view.faults += 1);
             self.reporter.warning(format!("server {server} met a fatal GPU error"));
             self.show_state();
@@ -115,7 +114,7 @@ impl Worker {
     }
 
     fn fault(&mut self) -> Option<&mut Fault> {
-        self.run.as_mut()?.fault.as_mut()
+        self.run.as_mut()?.hindrances.fault_mut()
     }
 
     /// The log says that a client is torn down for it.
@@ -174,7 +173,7 @@ impl Worker {
         if self.clients_hit() > known {
             return;
         }
-        self.note(|run| run.fault = None);
+        self.note(|run| run.hindrances.clear(ClearedBy::Healing));
         self.reporter.event(format!("server {server} is well again"));
     }
 
@@ -191,13 +190,13 @@ impl Worker {
     }
 
     fn clients_hit(&self) -> usize {
-        self.run.iter().flat_map(|run| &run.fault).map(|fault| fault.clients.len()).sum()
+        self.run.iter().filter_map(|run| run.hindrances.fault()).map(|fault| fault.clients.len()).sum()
     }
 
     /// The GPUs that the log has named; none where others have read that, or where it could not be written.
     fn gpus_hit(&self) -> BTreeSet<String> {
         let Some(run) = &self.run else { return BTreeSet::new() };
-        let hit = run.fault.iter().flat_map(|fault| &fault.clients);
+        let hit = run.hindrances.fault().into_iter().flat_map(|fault| &fault.clients);
         hit.filter_map(|(ordinal, _)| run.running.gpus.get(*ordinal)).cloned().collect()
     }
 
@@ -269,7 +268,9 @@ impl Worker {
             self.tell_fault();
         }
         self.note(|run| {
-            run.fault = run.fault.take().filter(|fault| fault.server != server);
+            if run.hindrances.fault().is_some_and(|fault| fault.server == server) {
+                run.hindrances.clear(ClearedBy::Healing);
+            }
             run.servers.forget(server);
             run.watched_servers.remove(&server);
         });
@@ -291,7 +292,8 @@ impl Worker {
             if run.revival.last_success.elapsed() >= HEALTHY_AGAIN {
                 run.revival.pause = FIRST_PAUSE;
             }
-            run.revival.schedule(format!("server {server} has ended{}", run.words()));
+            let reason = format!("server {server} has ended{}", run.words());
+            run.hindrances.put(run.revival.schedule(reason));
         }
         self.compare_servers();
         self.show_state();
@@ -299,6 +301,9 @@ impl Worker {
 
     /// Starts the next server, unless a client was faster.
     pub(super) async fn revive(&mut self, control: &Control) -> Result<(), Failure> {
+        let run = self.present()?;
+        let before = run.hindrances.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
+        run.hindrances.clear(ClearedBy::Revival);
         let limits = self.limits()?;
         // Or the server would come with what others have made of them.
         self.keep_defaults(control, &limits).await?;
@@ -306,16 +311,16 @@ impl Worker {
         match (prewarmed, &mut self.run) {
             (prewarmed, None) => return prewarmed,
             (Ok(()), Some(run)) => {
-                run.revival.at = None;
+                run.hindrances.clear(ClearedBy::Revival);
                 run.revival.last_success = Instant::now();
             }
             (Err(failure), Some(run)) => {
                 let reason = failure.into_text();
-                if run.revival.reason != reason {
+                if before != reason {
                     let pause = run.revival.pause.as_secs_f64();
                     self.reporter.warning(format!("{reason}; tried again in {pause:.1} s"));
                 }
-                run.revival.schedule(reason);
+                run.hindrances.put(run.revival.schedule(reason));
             }
         }
         self.compare_servers();

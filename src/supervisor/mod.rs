@@ -10,6 +10,7 @@ pub mod bypass;
 mod bypasses;
 pub mod compute_modes;
 mod heal;
+mod hindrance;
 mod limits;
 mod pass_on;
 mod pending;
@@ -331,15 +332,6 @@ async fn run(
         }
     }
     worker.reporter.wake();
-}
-
-/// A control daemon that lives and does not answer.
-#[derive(Debug)]
-struct Silence {
-    /// How many looks in a row have ended without an answer.
-    looks: u32,
-    /// How the last one ended.
-    error: String,
 }
 
 /// One control daemon's supervisor: what it shall be, and what is known of it beyond one run.

@@ -16,11 +16,12 @@ use crate::mps::log::{Follower, Line, Meaning};
 use crate::mps::process::Process;
 use crate::supervisor::state_file::Running;
 
-use super::heal::{Fault, Revival};
+use super::heal::Revival;
+use super::hindrance::Hindrances;
 use super::pending::Pending;
 use super::places::Places;
 use super::servers::{Limits, Servers};
-use super::{Failure, Order, Silence, Worker};
+use super::{Failure, Order, Worker};
 
 /// The longest part of a line that is kept as last words, in characters.
 const WORDS_MAX: usize = 200;
@@ -66,16 +67,12 @@ pub(super) struct Run {
     pub(super) in_use: bool,
     /// A client has left: it may have been the last.
     pub(super) client_left: bool,
-    /// What of the order needs another control daemon than the one that runs.
-    pub(super) misfit: Option<String>,
-    /// Why the control daemon can't take clients though it lives.
-    pub(super) stuck: Option<String>,
-    /// There while it does not answer.
-    pub(super) silence: Option<Silence>,
+    /// What keeps it from serving the order.
+    pub(super) hindrances: Hindrances,
+    /// When its next server may come, if this one ends.
+    pub(super) revival: Revival,
     pub(super) places: Places,
     pub(super) pending: Pending,
-    pub(super) fault: Option<Fault>,
-    pub(super) revival: Revival,
 }
 
 impl Run {
@@ -102,13 +99,10 @@ impl Run {
             configured: false,
             in_use: false,
             client_left: false,
-            misfit: None,
-            stuck: None,
-            silence: None,
+            hindrances: Hindrances::default(),
+            revival: Revival::default(),
             places: Places::default(),
             pending: Pending::default(),
-            fault: None,
-            revival: Revival::default(),
         }
     }
 
@@ -143,11 +137,6 @@ impl Run {
             memory_mib: held.iter().map(|(ordinal, gpu)| (*ordinal, gpu.memory_limit_mib)).collect(),
             enforced: enforced.map(|(ordinal, _)| *ordinal).collect(),
         }
-    }
-
-    /// Whether it is to be ended as soon as it has no client.
-    pub(super) fn gives_way_when_idle(&self) -> bool {
-        self.misfit.is_some() || self.stuck.is_some()
     }
 
     fn remember_words(&mut self, line: &Line) {

@@ -17,10 +17,11 @@ use crate::plan::Present;
 use crate::supervisor::state_file::Running;
 use crate::supervisor::view::ControlDaemonState;
 
+use super::hindrance::{ClearedBy, Hindrance, Look};
 use super::limits::{LIMITS_TIMEOUT, set_defaults};
 use super::run::Run;
 use super::servers::Limits;
-use super::{Failure, PROGRAM, Silence, Worker};
+use super::{Failure, PROGRAM, Worker};
 
 /// How long a new control daemon may take to answer. Measured: 20 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
@@ -81,7 +82,7 @@ impl Worker {
             }
             // It hangs, or can't be reached. Its clients need it all the same, and `watch` knows what to do.
             Err(failure) => match &mut self.run {
-                Some(run) => run.silence = Some(Silence { looks: 1, error: failure.into_text() }),
+                Some(run) => _ = run.hindrances.take_in(Look::NoAnswer(failure.into_text())),
                 None => return Ok(()),
             },
         }
@@ -295,13 +296,13 @@ impl Worker {
     /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
     pub(super) async fn configure(&mut self) -> Result<(), Failure> {
         let run = self.present()?;
-        let (running, control, silent) =
-            (run.running.clone(), Arc::clone(&run.control), run.silence.is_some());
+        let (running, control, unreached) =
+            (run.running.clone(), Arc::clone(&run.control), run.hindrances.is_unreached());
         self.reporter.update(|status| {
             status.view.pipe_directory.clone_from(&running.pipe_directory);
             status.view.log_directory.clone_from(&running.log_directory);
         });
-        if silent {
+        if unreached {
             self.show_state();
             return Ok(());
         }
@@ -347,12 +348,12 @@ impl Worker {
         });
         let run = self.present()?;
         run.configured = true;
-        let stuck = run.stuck.is_some();
+        let hindered = run.hindrances.has(ClearedBy::Check);
         // Whoever slipped in before is found by the first look.
         self.bypasses.look_at = Some(Instant::now());
         self.compare_servers();
         self.keep_journal();
-        if !stuck {
+        if !hindered {
             self.reporter.event(format!("control daemon {} is ready", self.reporter.id()));
         }
         self.show_state();
@@ -423,7 +424,7 @@ impl Worker {
     pub(super) fn find_misfit(&mut self) {
         let Some(run) = &mut self.run else { return };
         let running = &run.running;
-        run.misfit = if self.retiring {
+        let misfit = if self.retiring {
             Some("it is not needed any more".to_owned())
         } else {
             let present = Present {
@@ -434,5 +435,9 @@ impl Worker {
             };
             self.order.plan.misfit(&present, |uuid| !self.unreachable.contains(uuid))
         };
+        match misfit {
+            Some(why) => run.hindrances.put(Hindrance::Misfit { why }),
+            None => run.hindrances.clear(ClearedBy::Order),
+        }
     }
 }

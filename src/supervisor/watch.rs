@@ -15,11 +15,11 @@ use crate::mps::directories;
 use crate::mps::log::Meaning;
 use crate::mps::process;
 use crate::supervisor::compute_modes::SERVED;
-use crate::supervisor::view::ControlDaemonState;
 
 use super::heal::still_faulted;
-use super::run::{Occurrence, Run};
-use super::{Command, Ended, Failure, Goal, Silence, Worker};
+use super::hindrance::{ClearedBy, Look, News, Progress};
+use super::run::Occurrence;
+use super::{Command, Ended, Failure, Goal, Worker};
 
 /// How often a control daemon is checked that gives no reason to, and how often one that has clients: it may have come to
 /// hang, and then the next client does too.
@@ -28,10 +28,6 @@ const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
 
 /// How soon one is asked again that did not answer; it then has as long to answer as ever.
 const MISSED_PERIOD: Duration = Duration::from_secs(1);
-
-/// How many looks in a row must end without an answer before one that nobody uses is started anew. It is not healthy from
-/// the first one on.
-const MISSES: u32 = 5;
 
 /// How soon one is checked after its log has said something that is not as it shall be.
 const CHECK_SOON: Duration = Duration::from_millis(100);
@@ -49,21 +45,21 @@ const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 impl Worker {
     /// Watches until the control daemon ends or gives way to another.
     pub(super) async fn watch(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
-        let silent = self.run.as_ref().is_some_and(|run| run.silence.is_some());
-        let mut check_at = Instant::now() + if silent { Duration::ZERO } else { CHECK_PERIOD };
+        let unreached = self.run.as_ref().is_some_and(|run| run.hindrances.is_unreached());
+        let mut check_at = Instant::now() + if unreached { Duration::ZERO } else { CHECK_PERIOD };
         let mut clients_at = Instant::now();
         loop {
             let Some(run) = &mut self.run else { return Ended::Failure(Failure::not_running()) };
             let mut due = check_at;
-            if run.gives_way_when_idle() {
+            if run.hindrances.ends_when_idle() {
                 if std::mem::take(&mut run.client_left) {
                     clients_at = clients_at.min(Instant::now() + CLIENT_LEFT_PAUSE);
                 }
                 due = due.min(clients_at);
             }
             let looks = [
-                run.revival.at,
-                run.fault.as_ref().map(|fault| fault.look_at),
+                run.hindrances.revival().map(|(at, _)| at),
+                run.hindrances.fault().map(|fault| fault.look_at),
                 self.bypasses.look_at,
                 run.places.look_at,
                 run.pending.look_at,
@@ -120,7 +116,7 @@ impl Worker {
                 }
                 Err(failure) => return Ended::Failure(failure),
             }
-            if self.run.as_ref().is_some_and(Run::gives_way_when_idle) && now >= clients_at {
+            if self.run.as_ref().is_some_and(|run| run.hindrances.ends_when_idle()) && now >= clients_at {
                 clients_at = Instant::now() + CLIENTS_PERIOD;
                 if self.in_use().await == Ok(0) && self.end_idle().await {
                     self.reporter.unsettled();
@@ -136,13 +132,13 @@ impl Worker {
     async fn act(&mut self, now: Instant) -> Result<(), Failure> {
         let Some(run) = &mut self.run else { return Ok(()) };
         let control = Arc::clone(&run.control);
-        if run.fault.as_ref().is_some_and(|fault| now >= fault.look_at) {
+        if run.hindrances.fault().is_some_and(|fault| now >= fault.look_at) {
             return self.heal(&control).await;
         }
-        if run.revival.at.take_if(|at| now >= *at).is_some() {
+        if run.hindrances.revival().is_some_and(|(at, _)| now >= at) {
             return self.revive(&control).await;
         }
-        let well = run.silence.is_none() && run.stuck.is_none() && run.fault.is_none();
+        let well = !run.hindrances.has(ClearedBy::Check) && !run.hindrances.has(ClearedBy::Healing);
         let places = run.places.look_at.is_some_and(|at| now >= at);
         let pending = run.pending.look_at.is_some_and(|at| now >= at);
         if self.bypasses.look_at.take_if(|at| now >= *at).is_some() && well {
@@ -160,7 +156,7 @@ impl Worker {
 
     fn check_period(&self) -> Duration {
         match &self.run {
-            Some(run) if run.silence.is_some() => MISSED_PERIOD,
+            Some(run) if run.hindrances.is_silent() => MISSED_PERIOD,
             Some(run) if run.in_use => CHECK_PERIOD_IN_USE,
             _ => CHECK_PERIOD,
         }
@@ -169,14 +165,9 @@ impl Worker {
     /// Takes note of a look that ended without an answer.
     fn missed(&mut self, error: String) {
         let Some(run) = &mut self.run else { return };
-        let looks = run.silence.as_ref().map_or(0, |silence| silence.looks) + 1;
-        if looks == 1 {
-            self.reporter.warning(error.clone());
+        if run.hindrances.take_in(Look::NoAnswer(error.clone())) == News::FirstMiss {
+            self.reporter.warning(error);
         }
-        if looks >= MISSES {
-            run.stuck = Some(format!("{error}, {looks} times in a row"));
-        }
-        run.silence = Some(Silence { looks, error });
     }
 
     /// The regular look: does it answer, are its servers well, are the compute modes still ours, is everything in place.
@@ -185,13 +176,12 @@ impl Worker {
         let run = self.present()?;
         let control = Arc::clone(&run.control);
         let mut answers = false;
-        let known = run.fault.as_ref().map(|fault| fault.server);
+        let known = run.hindrances.fault().map(|fault| fault.server);
         match servers_and_faults(&control, known).await {
             Ok(_) if self.place_is_taken(&control) => {}
             Ok((servers, faulted)) => {
                 let run = self.present()?;
-                let missed = run.silence.take().is_some();
-                run.stuck = None;
+                let news = run.hindrances.take_in(Look::Answers);
                 answers = true;
                 run.servers.keep(&servers);
                 for server in servers {
@@ -201,7 +191,7 @@ impl Worker {
                     self.fault_seen(server);
                 }
                 self.let_users_in();
-                if missed {
+                if news == News::AnswersAgain {
                     self.reporter.event("the control daemon answers again".to_owned());
                     // What was asked of it meanwhile may not be in force.
                     return Ok(Check::ConfigureAgain);
@@ -212,12 +202,11 @@ impl Worker {
             }
             Err(error @ ControlError::NoDaemon { .. }) => {
                 // It lives, so its sockets have gone: it can't make them again.
-                let stuck = format!("its pipe directory was removed or replaced ({error})");
-                self.present()?.stuck = Some(stuck);
+                self.present()?.hindrances.take_in(Look::Nobody(error.to_string()));
             }
             Err(error) => return Err(error.into()),
         }
-        if answers && self.present()?.stuck.is_none() {
+        if answers && !self.present()?.hindrances.has(ClearedBy::Check) {
             self.keep_limits(&control).await?;
         }
         let processes = self.look_at_gpus().await;
@@ -226,7 +215,7 @@ impl Worker {
         run.places.suspect(&self.order.plan.gpus, &processes);
         self.keep_compute_modes().await;
         // Clients of a server that met a fatal error are between being its clients and not.
-        if answers && self.present()?.fault.is_none() {
+        if answers && !self.present()?.hindrances.has(ClearedBy::Healing) {
             self.look_for_bypasses(Some(&control), &processes).await;
         }
         self.find_misfit();
@@ -243,7 +232,7 @@ impl Worker {
         let Some(run) = &mut self.run else { return false };
         let other = control.daemon_pid().filter(|listener| *listener != run.running.process.pid);
         if let Some(other) = other {
-            run.stuck = Some(format!("another control daemon (PID {other}) has taken its pipe directory"));
+            run.hindrances.take_in(Look::Another(other));
         }
         other.is_some()
     }
@@ -257,7 +246,7 @@ impl Worker {
                     self.reporter.warning(format!("{what}; clients of other users were kept out"));
                 }
             }
-            Err(bad) => run.stuck = Some(bad.to_string()),
+            Err(bad) => _ = run.hindrances.take_in(Look::KeptOut(bad.to_string())),
         }
     }
 
@@ -337,7 +326,7 @@ impl Worker {
     /// Keeps the journal there and its view of the log's offset fresh, for whoever takes over.
     pub(super) fn keep_journal(&mut self) {
         let Some(run) = &mut self.run else { return };
-        let trouble = run.log.trouble().filter(|_| run.misfit.is_none());
+        let trouble = run.log.trouble().filter(|_| !run.hindrances.has(ClearedBy::Order));
         if trouble != run.log_trouble {
             run.log_trouble = trouble;
             let path = run.log.path().display();
@@ -403,33 +392,15 @@ impl Worker {
     /// Says in what state all this leaves the control daemon.
     pub(super) fn show_state(&mut self) {
         let Some(run) = &self.run else { return };
-        let in_place = run.running.pipe_directory == self.order.plan.pipe_directory;
-        let ended = if self.retiring { "ended" } else { "started anew" };
-        if let Some(fault) = &run.fault {
-            self.reporter.enter(ControlDaemonState::Faulted, false, &fault.reason());
-        } else if let Some(stuck) = &run.stuck {
-            let reason = format!("{stuck}; it is {ended} when its clients have ended");
-            self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
-        } else if let Some(silence) = &run.silence {
-            let reason = format!(
-                "{}; it is asked again and again, and {ended} if it stays so and has no clients",
-                silence.error
-            );
-            self.reporter.enter(ControlDaemonState::Waiting, false, &reason);
-        } else if run.revival.at.is_some() {
-            self.reporter.enter(ControlDaemonState::Backoff, false, &run.revival.reason);
-        } else if let Some(misfit) = &run.misfit {
-            let then = match self.retiring {
-                true => " and ends",
-                false => ", for which the control daemon has to start anew",
-            };
-            let reason = format!(
-                "{misfit}{then} when its clients have ended; `yunion-mpsctl apply --force` ends them"
-            );
-            // Nobody has asked yet whether it has clients.
-            self.reporter.pass_through(ControlDaemonState::Waiting, in_place, &reason);
-        } else if run.configured {
-            self.reporter.enter(ControlDaemonState::Ready, in_place, "");
+        let progress = Progress {
+            configured: run.configured,
+            in_place: run.running.pipe_directory == self.order.plan.pipe_directory,
+            retiring: self.retiring,
+        };
+        match run.hindrances.shown(progress) {
+            Some(shown) if shown.settled => self.reporter.enter(shown.state, shown.serving, &shown.reason),
+            Some(shown) => self.reporter.pass_through(shown.state, shown.serving, &shown.reason),
+            None => {}
         }
     }
 
@@ -437,8 +408,7 @@ impl Worker {
         // Whoever asked may have gone; what was asked is done all the same.
         match command {
             Command::Apply { force, reply } => {
-                let change =
-                    self.run.as_ref().and_then(|run| run.misfit.clone().or_else(|| run.stuck.clone()));
+                let change = self.run.as_ref().and_then(|run| run.hindrances.why_it_ends());
                 let Some(change) = change else {
                     let _ = reply.send(Ok(()));
                     return None;
