@@ -6,7 +6,7 @@ use std::io::{self, Write};
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::dbus::proxy::{Client, ClientError};
+use crate::dbus::proxy::{BusError, DaemonProxy};
 
 mod act;
 mod check;
@@ -162,7 +162,7 @@ enum Command {
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
-    Client(#[from] ClientError),
+    Bus(#[from] BusError),
     #[error("can't start: {0}")]
     Runtime(#[source] io::Error),
     #[error("can't write the output: {0}")]
@@ -182,8 +182,8 @@ enum Error {
 impl Error {
     fn exit_status(&self) -> u8 {
         match self {
-            Self::Client(ClientError::NotRunning) => NOT_RUNNING,
-            Self::Client(_)
+            Self::Bus(BusError::NotRunning) => NOT_RUNNING,
+            Self::Bus(_)
             | Self::Runtime(_)
             | Self::Output(_)
             | Self::Json(_)
@@ -246,7 +246,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
     // `check` and `doctor` have something to say without the daemon too, and look for it themselves.
-    let daemon = Client::connect;
+    let daemon = DaemonProxy::connect;
     let mut status = 0;
     match command {
         Command::List(arguments) => show::list::list(&daemon().await?, &arguments, out).await?,
@@ -261,10 +261,10 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
         Command::Reload(arguments) => act::apply::reload(&daemon().await?, &arguments, out).await?,
         Command::Apply(arguments) => act::apply::apply(&daemon().await?, &arguments, out).await?,
         Command::Probe(arguments) => {
-            status = measure::probe::probe(&daemon().await?, &arguments, out).await?
+            status = measure::probe::probe(&daemon().await?, &arguments, out).await?;
         }
         Command::Bench(arguments) => {
-            status = measure::bench::bench(&daemon().await?, &arguments, out).await?
+            status = measure::bench::bench(&daemon().await?, &arguments, out).await?;
         }
     }
     out.flush()?;

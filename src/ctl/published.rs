@@ -1,16 +1,18 @@
 //! What the daemon publishes at this moment, all of it together.
 
-use crate::host::proc;
+use std::collections::BTreeSet;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Parser;
-use serde_json::Value;
 use tokio::time::timeout;
 
 use crate::arguments::Arguments;
-use crate::dbus::proxy::{ACCESS_DENIED, Client, ClientError, Object};
+use crate::dbus::proxy::{ACCESS_DENIED, BusError, DaemonProxy, Listed};
+use crate::dbus::rows::{Client, ControlDaemon, Device, Gpu, Service};
 use crate::host::gpu::PciAddress;
+use crate::host::proc;
 
 /// How long the daemon may take to say how it is, which it always knows. One that is stopped or hangs is not waited for
 /// as long as one that has something to do.
@@ -37,13 +39,13 @@ pub(in crate::ctl) enum Bus {
 #[derive(Debug)]
 pub(in crate::ctl) struct Published {
     /// Its properties.
-    pub(in crate::ctl) service: Object,
-    pub(in crate::ctl) control_daemons: Vec<Object>,
+    pub(in crate::ctl) service: Listed<Service>,
+    pub(in crate::ctl) control_daemons: Vec<Listed<ControlDaemon>>,
     /// None before the daemon knows its GPUs.
-    pub(in crate::ctl) devices: Option<Vec<Object>>,
-    pub(in crate::ctl) gpus: Vec<Object>,
+    pub(in crate::ctl) devices: Option<Vec<Listed<Device>>>,
+    pub(in crate::ctl) gpus: Vec<Listed<Gpu>>,
     /// The error is for people.
-    pub(in crate::ctl) clients: Result<Vec<Object>, String>,
+    pub(in crate::ctl) clients: Result<Vec<Listed<Client>>, String>,
     /// The daemon's process.
     pub(in crate::ctl) pid: Option<u32>,
 }
@@ -51,17 +53,17 @@ pub(in crate::ctl) struct Published {
 impl Bus {
     /// Asks for everything. That the daemon is not there is an answer too.
     pub(in crate::ctl) async fn ask() -> Self {
-        let client = match Client::connect().await {
-            Ok(client) => client,
+        let daemon = match DaemonProxy::connect().await {
+            Ok(daemon) => daemon,
             Err(error) => return Self::Unreachable(error.to_string()),
         };
-        match published(&client).await {
+        match published(&daemon).await {
             Ok(published) => Self::Answers(Box::new(published)),
-            Err(ClientError::NotRunning) => Self::NotRunning,
-            Err(ClientError::Silent) => Self::Silent,
-            Err(ClientError::Refused { name, text }) if name == ACCESS_DENIED => Self::Denied(text),
-            Err(error @ ClientError::Refused { .. }) => Self::Refuses(error.to_string()),
-            Err(error @ ClientError::Bus(_)) => Self::Unreachable(error.to_string()),
+            Err(BusError::NotRunning) => Self::NotRunning,
+            Err(BusError::Silent) => Self::Silent,
+            Err(BusError::Refused { name, text }) if name == ACCESS_DENIED => Self::Denied(text),
+            Err(error @ BusError::Refused { .. }) => Self::Refuses(error.to_string()),
+            Err(error @ BusError::Bus(_)) => Self::Unreachable(error.to_string()),
         }
     }
 
@@ -81,47 +83,26 @@ impl Bus {
     }
 }
 
-async fn published(client: &Client) -> Result<Published, ClientError> {
-    let service = timeout(SIGN_OF_LIFE, client.service()).await.map_err(|_| ClientError::Silent)??;
-    let control_daemons = client.control_daemons().await?;
-    let (devices, gpus) = match client.devices().await {
-        Err(ClientError::Refused { name, .. }) if name.ends_with(".NotReady") => (None, Vec::new()),
-        devices => (Some(devices?), client.gpus().await?),
+async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
+    let service = timeout(SIGN_OF_LIFE, daemon.service()).await.map_err(|_| BusError::Silent)??;
+    let control_daemons = daemon.control_daemons().await?;
+    let (devices, gpus) = match daemon.devices().await {
+        Err(error) if error.is("NotReady") => (None, Vec::new()),
+        devices => (Some(devices?), daemon.gpus().await?),
     };
     // The control daemons are asked for them, and may hang.
     let clients = match &devices {
-        Some(_) => client.clients().await.map_err(|error| error.to_string()),
+        Some(_) => daemon.clients().await.map_err(|error| error.to_string()),
         None => Ok(Vec::new()),
     };
-    let pid = client.service_pid().await.ok();
+    let pid = daemon.service_pid().await.ok();
     Ok(Published { service, control_daemons, devices, gpus, clients, pid })
 }
 
-/// A text of a dictionary; empty where there is none.
-pub(in crate::ctl) fn text<'a>(object: &'a Object, key: &str) -> &'a str {
-    object.get(key).and_then(Value::as_str).unwrap_or_default()
-}
-
-/// A number of a dictionary.
-pub(in crate::ctl) fn number(object: &Object, key: &str) -> Option<u64> {
-    object.get(key).and_then(Value::as_u64)
-}
-
-/// A number that is a PID.
-pub(in crate::ctl) fn pid(object: &Object) -> Option<u32> {
-    number(object, "pid").and_then(|pid| u32::try_from(pid).ok())
-}
-
-/// The texts of a list in a dictionary.
-pub(in crate::ctl) fn texts(object: &Object, key: &str) -> Vec<String> {
-    let items = object.get(key).and_then(Value::as_array);
-    items.into_iter().flatten().filter_map(Value::as_str).map(str::to_owned).collect()
-}
-
 /// A name as it is published, however its address is written.
-pub(in crate::ctl) fn published_name(name: &str, devices: &[Object]) -> String {
+pub(in crate::ctl) fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     let (address, ordinal) = name.split_at(name.find('-').unwrap_or(name.len()));
-    let known = devices.iter().filter_map(|device| text(device, "pci_bdf").parse::<PciAddress>().ok());
+    let known = devices.iter().filter_map(|device| device.pci_bdf.parse::<PciAddress>().ok());
     match address.parse::<PciAddress>() {
         Ok(short) if PciAddress::is_short(address) => short.in_any_domain(known).ok(),
         whole => whole.ok(),
@@ -137,17 +118,16 @@ impl Published {
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 
-    /// The PIDs of the clients on these GPUs, each once.
-    pub(in crate::ctl) fn clients_on(&self, gpus: &[String]) -> Result<usize, String> {
-        let clients = self.clients.as_ref().map_err(Clone::clone)?;
-        let mut pids: Vec<u64> = clients
-            .iter()
-            .filter(|client| gpus.iter().any(|gpu| gpu == text(client, "gpu")))
-            .filter_map(|client| number(client, "pid"))
-            .collect();
-        pids.sort_unstable();
-        pids.dedup();
-        Ok(pids.len())
+    /// The number of clients on these GPUs, by their UUIDs; a process that uses several counts once.
+    pub(in crate::ctl) fn clients_on(&self, gpus: &[String]) -> Option<usize> {
+        let clients = self.clients.as_ref().ok()?;
+        let pids = clients.iter().filter(|client| gpus.contains(&client.gpu)).map(|client| client.pid);
+        Some(pids.collect::<BTreeSet<u32>>().len())
+    }
+
+    /// The GPUs that a control daemon serves, by its id.
+    pub(in crate::ctl) fn served_by<'p>(&'p self, id: &'p str) -> impl Iterator<Item = &'p Gpu> {
+        self.gpus.iter().map(Deref::deref).filter(move |gpu| gpu.control_daemon == id)
     }
 }
 
@@ -159,9 +139,9 @@ mod tests {
 
     #[test]
     fn a_device_is_found_however_its_address_is_written() {
-        let devices: Vec<Object> = ["0000:3b:00.0", "0001:1a:00.0", "0001:5e:00.0", "0002:5e:00.0"]
-            .map(|address| json!({"pci_bdf": address}).as_object().unwrap().clone())
-            .to_vec();
+        let device = |address| json!({"pci_bdf": address}).as_object().unwrap().clone();
+        let devices = ["0000:3b:00.0", "0001:1a:00.0", "0001:5e:00.0", "0002:5e:00.0"]
+            .map(|address| Listed::read(device(address)).unwrap());
         for (name, expected) in [
             ("3B:00.0-1", "3b:00.0-1"),
             ("0000:3b:00.0", "3b:00.0"),

@@ -9,11 +9,9 @@ use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{ObjectPath, Variant, interface};
 
 use super::control::Control;
-use super::device::{self, Device};
-use super::dict::{self, Dict};
-use super::gpu::{self, Gpu};
 use super::manager::Manager;
 use super::manager_path;
+use super::rows::{Device, Dict, Gpu, Object, Row, Service, property_name};
 use crate::publish::snapshot::Snapshot;
 
 /// The properties of an object, by interface, under the names that they have on D-Bus.
@@ -35,34 +33,40 @@ pub(super) struct Answers {
 
 impl Answers {
     fn new(snapshot: &Arc<Snapshot>) -> zbus::Result<Self> {
-        let devices: Vec<Dict> = snapshot.slices().map(|(gpu, ordinal)| dict::device(gpu, ordinal)).collect();
-        let gpus: Vec<Dict> = snapshot.gpus.iter().flatten().map(dict::gpu).collect();
+        let devices: Vec<Device> = snapshot.slices().map(|(gpu, slice)| Device::of(gpu, slice)).collect();
+        let gpus: Vec<Gpu> = snapshot.gpus.iter().flatten().map(Gpu::of).collect();
         let mut objects = ManagedObjects::new();
-        let manager = properties(&dict::manager(snapshot))?;
+        let manager = properties(&Service::of(snapshot));
         objects.insert(
             manager_path(),
             Interfaces::from([(Manager::name(), manager), (Control::name(), BTreeMap::new())]),
         );
-        for (view, dict) in snapshot.gpus.iter().flatten().zip(&gpus) {
-            let path = ObjectPath::try_from(gpu::path(view))?;
-            objects.insert(path, Interfaces::from([(Gpu::name(), properties(dict)?)]));
-        }
-        for ((view, ordinal), dict) in snapshot.slices().zip(&devices) {
-            let path = ObjectPath::try_from(device::path(&view.slice_name(ordinal)))?;
-            objects.insert(path, Interfaces::from([(Device::name(), properties(dict)?)]));
-        }
+        add_objects(&mut objects, &gpus)?;
+        add_objects(&mut objects, &devices)?;
         let known = snapshot.gpus.is_some();
         Ok(Self {
             of: Arc::clone(snapshot),
-            devices: known.then(|| Arc::new(devices)),
-            gpus: known.then(|| Arc::new(gpus)),
+            devices: known.then(|| dicts(&devices)),
+            gpus: known.then(|| dicts(&gpus)),
             objects: Arc::new(objects),
         })
     }
 }
 
-fn properties(dict: &Dict) -> zbus::Result<BTreeMap<String, Variant<'static>>> {
-    dict.iter().map(|(key, value)| Ok((dict::property_name(key), value.try_clone()?))).collect()
+fn dicts(rows: &[impl Row]) -> Arc<Vec<Dict>> {
+    Arc::new(rows.iter().map(Row::dict).collect())
+}
+
+fn add_objects<R: Object>(objects: &mut ManagedObjects, rows: &[R]) -> zbus::Result<()> {
+    for row in rows {
+        let path = ObjectPath::try_from(row.path())?;
+        objects.insert(path, Interfaces::from([(R::name(), properties(row))]));
+    }
+    Ok(())
+}
+
+fn properties(row: &impl Row) -> BTreeMap<String, Variant<'static>> {
+    row.dict().into_iter().map(|(key, value)| (property_name(key), value)).collect()
 }
 
 /// The answers that the present Snapshot gives.

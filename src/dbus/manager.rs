@@ -10,8 +10,8 @@ use zbus::object_server::SignalEmitter;
 
 use super::answers::{Answers, Present};
 use super::callers::is_privileged;
-use super::dict::{self, Dict, value};
 use super::gate::Gate;
+use super::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service, clean};
 use super::{Request, RequestError};
 use crate::publish::container::{ContainerError, container_config};
 use crate::publish::snapshot::{Named, Snapshot};
@@ -39,11 +39,8 @@ impl Manager {
         self.present.answers().map_err(|error| RequestError::Failed(error.to_string()))
     }
 
-    fn property<T>(&self, key: &str) -> Result<T, RequestError>
-    where
-        T: TryFrom<zbus::Variant<'static>, Error = zbus::Error>,
-    {
-        value(&dict::manager(&self.snapshot()), key)
+    fn service(&self) -> Service {
+        Service::of(&self.snapshot())
     }
 }
 
@@ -102,7 +99,7 @@ pub(super) fn bounded_names(names: &[String]) -> Result<(), RequestError> {
 
 impl From<ContainerError> for RequestError {
     fn from(error: ContainerError) -> Self {
-        let text = dict::clean(&error.to_string());
+        let text = clean(&error.to_string());
         match error {
             ContainerError::NotReady => Self::NotReady(text),
             ContainerError::NoSuchDevice(_) => Self::NoSuchDevice(text),
@@ -132,8 +129,8 @@ impl Manager {
         let snapshot = self.snapshot();
         known(&snapshot)?;
         match snapshot.find(name) {
-            Some(Named::Gpu(gpu)) => Ok(dict::gpu(gpu)),
-            Some(Named::Slice(gpu, ordinal)) => Ok(dict::device(gpu, ordinal)),
+            Some(Named::Gpu(gpu)) => Ok(Gpu::of(gpu).dict()),
+            Some(Named::Slice(gpu, ordinal)) => Ok(Device::of(gpu, ordinal).dict()),
             None => Err(ContainerError::NoSuchDevice(name.to_owned()).into()),
         }
     }
@@ -150,9 +147,9 @@ impl Manager {
         bounded_names(&devices)?;
         let config = container_config(&self.snapshot(), devices)?;
         let environment =
-            config.environment.into_iter().map(|(name, value)| (name.to_owned(), dict::clean(&value)));
+            config.environment.into_iter().map(|(name, value)| (name.to_owned(), clean(&value)));
         let mounts = config.mounts.into_iter().map(|mount| {
-            let text = |path: std::path::PathBuf| dict::clean(&path.to_string_lossy());
+            let text = |path: std::path::PathBuf| clean(&path.to_string_lossy());
             (text(mount.host), text(mount.container), mount.read_only)
         });
         Ok((environment.collect(), mounts.collect(), config.gpus))
@@ -163,7 +160,7 @@ impl Manager {
         known(&self.snapshot())?;
         let uid = self.gate.request(&header)?.uid;
         let clients = ask(&self.requests, |reply| Request::Clients { uid, reply }).await?;
-        Ok(clients.iter().map(dict::client).collect())
+        Ok(clients.iter().map(|client| Client::of(client).dict()).collect())
     }
 
     async fn terminate_client(
@@ -187,52 +184,53 @@ impl Manager {
     #[zbus(out_args("control_daemons"))]
     fn list_control_daemons(&self) -> Vec<Dict> {
         let snapshot = self.snapshot();
-        snapshot.control_daemons.iter().map(|daemon| dict::control_daemon(daemon, &snapshot)).collect()
+        let row = |daemon| ControlDaemon::of(daemon, &snapshot).dict();
+        snapshot.control_daemons.iter().map(row).collect()
     }
 
     #[zbus(out_args("events"))]
     fn list_events(&self) -> Vec<Dict> {
-        self.snapshot().events.iter().map(dict::event).collect()
+        self.snapshot().events.iter().map(|event| Event::of(event).dict()).collect()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]
-    fn version(&self) -> Result<String, RequestError> {
-        self.property("version")
+    fn version(&self) -> String {
+        self.service().version
     }
 
     #[zbus(property)]
-    fn state(&self) -> Result<String, RequestError> {
-        self.property("state")
+    fn state(&self) -> String {
+        self.service().state
     }
 
     #[zbus(property)]
-    fn state_reason(&self) -> Result<String, RequestError> {
-        self.property("state_reason")
+    fn state_reason(&self) -> String {
+        self.service().state_reason
     }
 
     #[zbus(property)]
-    fn generation(&self) -> Result<u64, RequestError> {
-        self.property("generation")
+    fn generation(&self) -> u64 {
+        self.service().generation
     }
 
     #[zbus(property)]
-    fn enabled(&self) -> Result<bool, RequestError> {
-        self.property("enabled")
+    fn enabled(&self) -> bool {
+        self.service().enabled
     }
 
     #[zbus(property)]
-    fn pipe_directory(&self) -> Result<String, RequestError> {
-        self.property("pipe_directory")
+    fn pipe_directory(&self) -> String {
+        self.service().pipe_directory
     }
 
     #[zbus(property)]
-    fn log_directory(&self) -> Result<String, RequestError> {
-        self.property("log_directory")
+    fn log_directory(&self) -> String {
+        self.service().log_directory
     }
 
     #[zbus(property)]
-    fn driver_version(&self) -> Result<String, RequestError> {
-        self.property("driver_version")
+    fn driver_version(&self) -> String {
+        self.service().driver_version
     }
 
     #[zbus(signal)]

@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use zbus::connection::Builder;
 use zbus::fdo::{DBusProxy, Properties, RequestNameFlags};
 use zbus::message::{Header, Message};
-use zbus::names::ErrorName;
+use zbus::names::{ErrorName, InterfaceName};
 use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{Address, Connection, DBusError};
 
@@ -29,22 +29,18 @@ use crate::tenants::clients::ClientView;
 mod answers;
 mod callers;
 mod control;
-mod device;
-mod dict;
 mod gate;
-mod gpu;
 mod manager;
 pub mod presence;
-pub mod proxy;
+pub(crate) mod proxy;
+pub(crate) mod rows;
 mod wire;
 
 use answers::{Objects, Present};
 use control::Control;
-use device::Device;
-use dict::Dict;
 use gate::Gate;
-use gpu::Gpu;
 use manager::Manager;
+use rows::{Device, Gpu, Object, Row, Service, clean};
 
 /// The name on the system bus.
 pub const NAME: &str = "io.yunion.Mps1";
@@ -116,13 +112,13 @@ impl RequestError {
     /// The same with text that the bus can carry.
     fn cleaned(self) -> Self {
         match self {
-            Self::NotReady(text) => Self::NotReady(dict::clean(&text)),
-            Self::NoSuchDevice(text) => Self::NoSuchDevice(dict::clean(&text)),
-            Self::NoSuchClient(text) => Self::NoSuchClient(dict::clean(&text)),
-            Self::InvalidConfig(text) => Self::InvalidConfig(dict::clean(&text)),
-            Self::Busy(text) => Self::Busy(dict::clean(&text)),
-            Self::AccessDenied(text) => Self::AccessDenied(dict::clean(&text)),
-            Self::Failed(text) => Self::Failed(dict::clean(&text)),
+            Self::NotReady(text) => Self::NotReady(clean(&text)),
+            Self::NoSuchDevice(text) => Self::NoSuchDevice(clean(&text)),
+            Self::NoSuchClient(text) => Self::NoSuchClient(clean(&text)),
+            Self::InvalidConfig(text) => Self::InvalidConfig(clean(&text)),
+            Self::Busy(text) => Self::Busy(clean(&text)),
+            Self::AccessDenied(text) => Self::AccessDenied(clean(&text)),
+            Self::Failed(text) => Self::Failed(clean(&text)),
         }
     }
 }
@@ -183,16 +179,15 @@ pub enum Request {
 #[derive(Debug)]
 pub struct Bus {
     connection: Connection,
-    published: Published,
+    told: Told,
 }
 
-/// What clients have been told, so that they are told of differences only.
+/// Everything that clients have been told, so that they are told of differences only.
 #[derive(Debug, Default)]
-struct Published {
-    generation: u64,
-    manager: Dict,
-    gpus: BTreeMap<String, Arc<Dict>>,
-    devices: BTreeMap<String, Arc<Dict>>,
+struct Told {
+    service: Service,
+    gpus: BTreeMap<String, Gpu>,
+    devices: BTreeMap<String, Device>,
 }
 
 impl Bus {
@@ -227,12 +222,8 @@ impl Bus {
             .serve_at(MANAGER, Control::new(requests, gate))
             .build()
             .await?;
-        let published = Published {
-            generation: first.generation,
-            manager: dict::manager(&first),
-            ..Published::default()
-        };
-        let mut bus = Self { connection, published };
+        let told = Told { service: Service::of(&first), ..Told::default() };
+        let mut bus = Self { connection, told };
         bus.mirror(&first).await?;
         match bus.connection.request_name_with_flags(NAME, RequestNameFlags::DO_NOT_QUEUE).await {
             Ok(_) => Ok(bus),
@@ -260,7 +251,7 @@ impl Bus {
     /// culprit.
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
         let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
-        let (gpu_uuid, reason) = (dict::clean(gpu_uuid), dict::clean(reason));
+        let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
         if let Err(e) = Manager::client_fault(&emitter, &gpu_uuid, pids, &reason).await {
             tracing::debug!("the bus was not told of a fault on {gpu_uuid}: {e}");
         }
@@ -273,20 +264,18 @@ impl Bus {
     }
 
     async fn mirror(&mut self, new: &Snapshot) -> Result<(), zbus::Error> {
-        let gpus = new.gpus.iter().flatten().map(|gpu| (gpu::path(gpu), Arc::new(dict::gpu(gpu))));
-        let devices = new.slices().map(|(gpu, ordinal)| {
-            (device::path(&gpu.slice_name(ordinal)), Arc::new(dict::device(gpu, ordinal)))
-        });
-        mirror_objects::<Gpu>(&self.connection, &mut self.published.gpus, gpus.collect()).await?;
-        mirror_objects::<Device>(&self.connection, &mut self.published.devices, devices.collect()).await?;
+        let gpus = new.gpus.iter().flatten().map(Gpu::of);
+        mirror_objects(&self.connection, &mut self.told.gpus, gpus).await?;
+        let devices = new.slices().map(|(gpu, slice)| Device::of(gpu, slice));
+        mirror_objects(&self.connection, &mut self.told.devices, devices).await?;
 
         let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
-        let manager = dict::manager(new);
-        tell_changes::<Manager>(&emitter, &self.published.manager, &manager).await?;
-        self.published.manager = manager;
-        if new.generation > self.published.generation {
+        let service = Service::of(new);
+        tell_changes(&emitter, Manager::name(), &self.told.service, &service).await?;
+        let grown = service.generation > self.told.service.generation;
+        self.told.service = service;
+        if grown {
             Manager::devices_changed(&emitter, new.generation).await?;
-            self.published.generation = new.generation;
         }
         Ok(())
     }
@@ -307,50 +296,47 @@ fn manager_path() -> zbus::ObjectPath<'static> {
     zbus::ObjectPath::from_static_str_unchecked(MANAGER)
 }
 
-/// An object that shows one dictionary.
-trait Mirror: Interface + From<Arc<Dict>> {
-    /// Shows another one.
-    fn replace(&mut self, dict: Arc<Dict>);
-}
-
-/// Makes the objects of one kind those in `wanted`. The object server announces those that come and go.
-async fn mirror_objects<I: Mirror>(
+/// Makes the objects of one kind show these rows. The object server announces those that come and go.
+async fn mirror_objects<R: Object>(
     connection: &Connection,
-    published: &mut BTreeMap<String, Arc<Dict>>,
-    wanted: BTreeMap<String, Arc<Dict>>,
+    told: &mut BTreeMap<String, R>,
+    rows: impl Iterator<Item = R>,
 ) -> Result<(), zbus::Error> {
     let server = connection.object_server();
-    let gone: Vec<String> = published.keys().filter(|path| !wanted.contains_key(*path)).cloned().collect();
+    let wanted: BTreeMap<String, R> = rows.map(|row| (row.path(), row)).collect();
+    let gone: Vec<String> = told.keys().filter(|path| !wanted.contains_key(*path)).cloned().collect();
     for path in gone {
-        server.remove::<I, _>(path.as_str()).await?;
-        published.remove(&path);
+        server.remove::<R, _>(path.as_str()).await?;
+        told.remove(&path);
     }
     for (path, new) in wanted {
-        match published.get(&path) {
+        match told.get(&path) {
             None => {
-                server.at(path.as_str(), I::from(Arc::clone(&new))).await?;
+                server.at(path.as_str(), new.clone()).await?;
             }
             Some(old) => {
-                let object = server.interface::<_, I>(path.as_str()).await?;
-                object.get_mut().await.replace(Arc::clone(&new));
-                tell_changes::<I>(object.signal_emitter(), old, &new).await?;
+                let object = server.interface::<_, R>(path.as_str()).await?;
+                *object.get_mut().await = new.clone();
+                tell_changes(object.signal_emitter(), R::name(), old, &new).await?;
             }
         }
-        published.insert(path, new);
+        told.insert(path, new);
     }
     Ok(())
 }
 
 /// Emits `PropertiesChanged` once, with all that differs; a value that is no longer known is invalidated.
-async fn tell_changes<I: Interface>(
+async fn tell_changes(
     emitter: &SignalEmitter<'_>,
-    old: &Dict,
-    new: &Dict,
+    interface: InterfaceName<'_>,
+    old: &impl Row,
+    new: &impl Row,
 ) -> Result<(), zbus::Error> {
-    let differs = new.iter().filter(|(key, value)| old.get(*key) != Some(value));
-    let changed: Vec<_> = differs.map(|(key, value)| (dict::property_name(key), value)).collect();
+    let (old, new) = (old.dict(), new.dict());
     let lost = old.keys().filter(|key| !new.contains_key(*key));
-    let lost: Vec<String> = lost.map(|key| dict::property_name(key)).collect();
+    let lost: Vec<String> = lost.map(|key| rows::property_name(key)).collect();
+    let differs = new.into_iter().filter(|(key, value)| old.get(key) != Some(value));
+    let changed: Vec<_> = differs.map(|(key, value)| (rows::property_name(key), value)).collect();
     if changed.is_empty() && lost.is_empty() {
         return Ok(());
     }
@@ -359,32 +345,12 @@ async fn tell_changes<I: Interface>(
         values.insert(name.as_str(), value.try_clone()?);
     }
     let lost: Vec<&str> = lost.iter().map(String::as_str).collect();
-    Properties::properties_changed(emitter, I::name(), values, Cow::Owned(lost)).await
-}
-
-/// `00:06.0-1` as an element of an object path, `_00_06_0_1`: letters and digits stay, and the first is no digit, since
-/// some languages make identifiers of them.
-fn path_element(name: &str) -> String {
-    let mut element: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
-    if !element.starts_with(|c: char| c.is_ascii_alphabetic()) {
-        element.insert(0, '_');
-    }
-    element
+    Properties::properties_changed(emitter, interface, values, Cow::Owned(lost)).await
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn names_become_path_elements() {
-        assert_eq!(path_element("00:06.0-1"), "_00_06_0_1");
-        assert_eq!(path_element("0001:1a:00.0-12"), "_0001_1a_00_0_12");
-        assert_eq!(
-            path_element("GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"),
-            "GPU_76aef7ff_372d_2432_b4b4_beca4d8d3400"
-        );
-    }
 
     #[test]
     fn errors_have_their_names_and_no_nul() {

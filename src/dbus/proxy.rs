@@ -1,16 +1,21 @@
-//! The client's side of `io.yunion.Mps1`, as yunion-mpsctl uses it: answers are JSON values under the keys that the
-//! bus has, so that nothing outside `dbus` knows D-Bus types.
+//! The daemon as yunion-mpsctl asks it: answers are rows with the bus's keys, so that nothing outside `dbus` knows D-Bus
+//! types.
 
-use crate::host::variant::json;
 use std::collections::HashMap;
 use std::io;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::de::DeserializeOwned;
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use zbus::connection::Builder;
 use zbus::fdo::{self, PropertiesProxy};
 use zbus::{DBusError, OwnedVariant};
+
+use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
+use crate::host::variant::json;
 
 /// A little more than what the daemon itself takes before it gives up on a request.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
@@ -20,7 +25,7 @@ const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
-pub enum ClientError {
+pub(crate) enum BusError {
     /// Nobody owns the bus name.
     #[error("yunion-mps-daemon is not running; start it with: systemctl start yunion-mps-daemon")]
     NotRunning,
@@ -40,7 +45,7 @@ pub enum ClientError {
     Bus(zbus::Error),
 }
 
-impl From<zbus::Error> for ClientError {
+impl From<zbus::Error> for BusError {
     fn from(error: zbus::Error) -> Self {
         let refused = |name: &str, text: Option<&str>| Self::Refused {
             name: name.to_owned(),
@@ -59,7 +64,7 @@ impl From<zbus::Error> for ClientError {
     }
 }
 
-impl From<fdo::Error> for ClientError {
+impl From<fdo::Error> for BusError {
     fn from(error: fdo::Error) -> Self {
         Self::from(match error {
             fdo::Error::ZBus(error) => error,
@@ -68,18 +73,52 @@ impl From<fdo::Error> for ClientError {
     }
 }
 
-/// One dictionary of the bus.
-pub type Object = Map<String, Value>;
+impl BusError {
+    /// Whether the daemon has answered with this one of its errors: `NotReady`.
+    pub(crate) fn is(&self, error: &str) -> bool {
+        matches!(self, Self::Refused { name, .. } if name.strip_prefix("io.yunion.Mps1.Error.") == Some(error))
+    }
+}
 
-/// What `GetContainerConfig` answers.
+/// A row of an answer. As JSON it has every key of the dictionary, also one that this version does not know.
+#[derive(Debug, Clone)]
+pub(crate) struct Listed<R> {
+    row: R,
+    all: Map<String, Value>,
+}
+
+impl<R> Deref for Listed<R> {
+    type Target = R;
+
+    fn deref(&self) -> &R {
+        &self.row
+    }
+}
+
+impl<R> Serialize for Listed<R> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.all.serialize(serializer)
+    }
+}
+
+impl<R: DeserializeOwned> Listed<R> {
+    /// Fails if a value has another type than this version knows.
+    pub(crate) fn read(all: Map<String, Value>) -> Result<Self, BusError> {
+        let row = serde_json::from_value(Value::Object(all.clone()));
+        let row = row.map_err(|e| BusError::Bus(zbus::Error::Failure(format!("unreadable answer: {e}"))))?;
+        Ok(Self { row, all })
+    }
+}
+
+/// The answer of `GetContainerConfig`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ContainerAnswer {
+pub(crate) struct ContainerAnswer {
     /// Environment variables and their values, in order.
-    pub environment: Vec<(String, String)>,
+    pub(crate) environment: Vec<(String, String)>,
     /// Directories: on the host, in the container, read-only.
-    pub mounts: Vec<(String, String, bool)>,
+    pub(crate) mounts: Vec<(String, String, bool)>,
     /// The UUIDs of the GPUs.
-    pub gpus: Vec<String>,
+    pub(crate) gpus: Vec<String>,
 }
 
 #[zbus::proxy(
@@ -113,37 +152,34 @@ trait Control {
 }
 
 /// What a call of Control came to. The bus refuses everybody but root, in words about its own rules.
-fn for_root<T>(answer: zbus::Result<T>) -> Result<T, ClientError> {
-    answer.map_err(|error| match ClientError::from(error) {
-        ClientError::Refused { name, .. } if name == ACCESS_DENIED => {
-            ClientError::Refused { name, text: "only root may do this".to_owned() }
+fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
+    answer.map_err(|error| match BusError::from(error) {
+        BusError::Refused { name, .. } if name == ACCESS_DENIED => {
+            BusError::Refused { name, text: "only root may do this".to_owned() }
         }
         other => other,
     })
 }
 
 /// The name of the bus's own error for a call that its policy does not allow.
-pub const ACCESS_DENIED: &str = "org.freedesktop.DBus.Error.AccessDenied";
+pub(crate) const ACCESS_DENIED: &str = "org.freedesktop.DBus.Error.AccessDenied";
 
 /// A connection to the daemon.
 #[derive(Debug, Clone)]
-pub struct Client {
+pub(crate) struct DaemonProxy {
     manager: ManagerProxy<'static>,
     control: ControlProxy<'static>,
 }
 
-impl Client {
+impl DaemonProxy {
     /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set). Whether the daemon is there shows with the
     /// first question.
-    ///
-    /// # Errors
-    /// [`ClientError::Bus`]: the bus can't be reached.
-    pub async fn connect() -> Result<Self, ClientError> {
+    pub(crate) async fn connect() -> Result<Self, BusError> {
         let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
         let connection = tokio::time::timeout(CONNECT_DEADLINE, joined).await.map_err(|_| {
             let seconds = CONNECT_DEADLINE.as_secs();
             let silent = io::Error::other(format!("it did not let us in within {seconds} s"));
-            ClientError::Bus(zbus::Error::InputOutput(Arc::new(silent)))
+            BusError::Bus(zbus::Error::InputOutput(Arc::new(silent)))
         })??;
         let manager = ManagerProxy::builder(&connection);
         let manager = manager.cache_properties(zbus::proxy::CacheProperties::No).build().await?;
@@ -153,90 +189,57 @@ impl Client {
     }
 
     /// The slices, in the order of the configuration.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn devices(&self) -> Result<Vec<Object>, ClientError> {
-        Ok(objects(&self.manager.list_devices().await?))
+    pub(crate) async fn devices(&self) -> Result<Vec<Listed<Device>>, BusError> {
+        rows(&self.manager.list_devices().await?)
     }
 
     /// The GPUs, in the order of the configuration.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn gpus(&self) -> Result<Vec<Object>, ClientError> {
-        Ok(objects(&self.manager.list_gpus().await?))
+    pub(crate) async fn gpus(&self) -> Result<Vec<Listed<Gpu>>, BusError> {
+        rows(&self.manager.list_gpus().await?)
     }
 
     /// The control daemons.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn control_daemons(&self) -> Result<Vec<Object>, ClientError> {
-        Ok(objects(&self.manager.list_control_daemons().await?))
+    pub(crate) async fn control_daemons(&self) -> Result<Vec<Listed<ControlDaemon>>, BusError> {
+        rows(&self.manager.list_control_daemons().await?)
     }
 
     /// The last things that happened, oldest first.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn events(&self) -> Result<Vec<Object>, ClientError> {
-        Ok(objects(&self.manager.list_events().await?))
+    pub(crate) async fn events(&self) -> Result<Vec<Listed<Event>>, BusError> {
+        rows(&self.manager.list_events().await?)
     }
 
     /// Who uses the GPUs at this moment.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn clients(&self) -> Result<Vec<Object>, ClientError> {
-        Ok(objects(&self.manager.list_clients().await?))
+    pub(crate) async fn clients(&self) -> Result<Vec<Listed<Client>>, BusError> {
+        rows(&self.manager.list_clients().await?)
     }
 
     /// Ends the GPU work of a process, and returns when it is no client any more.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn terminate_client(&self, pid: u32) -> Result<(), ClientError> {
+    pub(crate) async fn terminate_client(&self, pid: u32) -> Result<(), BusError> {
         Ok(self.manager.terminate_client(pid).await?)
     }
 
     /// Ends the GPU work of the clients of these slices, and returns when none is left. For root.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn release_devices(&self, devices: &[String]) -> Result<(), ClientError> {
+    pub(crate) async fn release_devices(&self, devices: &[String]) -> Result<(), BusError> {
         for_root(self.control.release_devices(devices).await)
     }
 
     /// Ends the GPU work of the clients in a container, and returns when none is left. For root.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn release_container(&self, id: &str) -> Result<(), ClientError> {
+    pub(crate) async fn release_container(&self, id: &str) -> Result<(), BusError> {
         for_root(self.control.release_container(id).await)
     }
 
     /// Has the configuration read again; the generation then in force. For root.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn reload(&self) -> Result<u64, ClientError> {
+    pub(crate) async fn reload(&self) -> Result<u64, BusError> {
         for_root(self.control.reload().await)
     }
 
     /// Has the changes carried out that wait for clients to leave. For root.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn apply(&self, force: bool) -> Result<(), ClientError> {
+    pub(crate) async fn apply(&self, force: bool) -> Result<(), BusError> {
         for_root(self.control.apply(force).await)
     }
 
     /// The Manager's properties, under names like the keys of the other answers: `state_reason`.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn service(&self) -> Result<Object, ClientError> {
+    pub(crate) async fn service(&self) -> Result<Listed<Service>, BusError> {
         let proxy = self.manager.inner();
         let properties = PropertiesProxy::builder(proxy.connection())
             .destination(proxy.destination())
@@ -244,34 +247,28 @@ impl Client {
             .build()
             .await?;
         let values = properties.get_all(proxy.interface().to_owned()).await?;
-        Ok(values.iter().map(|(name, value)| (key(name), json(value))).collect())
+        Listed::read(values.iter().map(|(name, value)| (key(name), json(value))).collect())
     }
 
     /// The PID of the service, as the bus has it from the kernel.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn service_pid(&self) -> Result<u32, ClientError> {
+    pub(crate) async fn service_pid(&self) -> Result<u32, BusError> {
         let proxy = self.manager.inner();
         let bus = fdo::DBusProxy::new(proxy.connection()).await?;
         Ok(bus.get_connection_unix_process_id(proxy.destination().to_owned()).await?)
     }
 
     /// What a container needs to use these devices.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, ClientError> {
+    pub(crate) async fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError> {
         let (environment, mounts, gpus) = self.manager.get_container_config(devices).await?;
         Ok(ContainerAnswer { environment, mounts, gpus })
     }
 }
 
-fn objects(dicts: &[HashMap<String, OwnedVariant>]) -> Vec<Object> {
-    let object = |dict: &HashMap<String, OwnedVariant>| {
-        dict.iter().map(|(key, value)| (key.clone(), json(value))).collect()
+fn rows<R: DeserializeOwned>(dicts: &[HashMap<String, OwnedVariant>]) -> Result<Vec<Listed<R>>, BusError> {
+    let read = |dict: &HashMap<String, OwnedVariant>| {
+        Listed::read(dict.iter().map(|(key, value)| (key.clone(), json(value))).collect())
     };
-    dicts.iter().map(object).collect()
+    dicts.iter().map(read).collect()
 }
 
 /// A property's name as a key: `StateReason` is `state_reason`.
@@ -289,6 +286,17 @@ fn key(property: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_key_that_is_not_known_is_kept_and_one_that_is_missing_has_no_value() {
+        let all = serde_json::json!({"addr": "00:06.0-1", "colour": "green"});
+        let device: Listed<Device> = Listed::read(all.as_object().unwrap().clone()).unwrap();
+        assert_eq!((device.addr.as_str(), &device.model), ("00:06.0-1", &None));
+        assert_eq!(serde_json::to_value(&device).unwrap(), all);
+        let wrong = serde_json::json!({"addr": 7}).as_object().unwrap().clone();
+        let error = Listed::<Device>::read(wrong).unwrap_err().to_string();
+        assert!(error.contains("unreadable answer: invalid type: integer `7`"), "{error}");
+    }
 
     #[test]
     fn property_names_become_keys() {

@@ -3,11 +3,11 @@
 use std::io::Write;
 
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::ctl::show::table::printable;
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::Client;
+use crate::dbus::proxy::DaemonProxy;
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct ReloadArguments {
@@ -27,11 +27,11 @@ pub(in crate::ctl) struct Arguments {
 }
 
 pub(in crate::ctl) async fn apply(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    client.apply(arguments.force).await?;
+    daemon.apply(arguments.force).await?;
     if arguments.json {
         return print_json(out, &json!({"applied": true, "forced": arguments.force}));
     }
@@ -40,14 +40,13 @@ pub(in crate::ctl) async fn apply(
 }
 
 pub(in crate::ctl) async fn reload(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &ReloadArguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    let generation = client.reload().await?;
-    let service = client.service().await?;
-    let text = |key: &str| service.get(key).and_then(Value::as_str).unwrap_or_default();
-    let (state, reason) = (text("state"), text("state_reason"));
+    let generation = daemon.reload().await?;
+    let service = daemon.service().await?;
+    let (state, reason) = (&service.state, &service.state_reason);
     if arguments.json {
         let answer = json!({"generation": generation, "state": state, "state_reason": reason});
         return print_json(out, &answer);

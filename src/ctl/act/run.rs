@@ -26,7 +26,7 @@ use tokio::time::timeout;
 use crate::ctl::show::env::host_environment;
 use crate::ctl::show::table::printable;
 use crate::ctl::{Error, FAILED};
-use crate::dbus::proxy::{Client, ClientError};
+use crate::dbus::proxy::{BusError, DaemonProxy};
 use crate::host::proc;
 
 /// How long the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
@@ -45,10 +45,10 @@ pub(in crate::ctl) struct Arguments {
     command: Vec<OsString>,
 }
 
-pub(in crate::ctl) async fn run(client: Client, arguments: &Arguments) -> Result<u8, Error> {
-    let answer = client.container_config(&arguments.devices).await?;
+pub(in crate::ctl) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8, Error> {
+    let answer = daemon.container_config(&arguments.devices).await?;
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
-    drop(client);
+    drop(daemon);
     // Caught first: a signal that arrives while the command starts must not end us alone.
     let mut signals = Signals::catch()?;
     let mut child = Command::new(proc::OWN_PROGRAM)
@@ -229,24 +229,23 @@ async fn release(command: Group) {
     );
 }
 
-async fn terminate_clients(command: Group) -> Result<(), ClientError> {
-    let client = Client::connect().await?;
+async fn terminate_clients(command: Group) -> Result<(), BusError> {
+    let daemon = DaemonProxy::connect().await?;
     let root = u32::try_from(command.0.as_raw_nonzero().get()).unwrap_or_default();
-    let listed = client.clients().await?;
-    let pids = listed.iter().filter_map(|client| u32::try_from(client.get("pid")?.as_u64()?).ok());
+    let listed = daemon.clients().await?;
     let mut terminations = JoinSet::new();
     // One process may be listed for several GPUs.
-    for pid in pids.collect::<BTreeSet<u32>>() {
+    for pid in listed.iter().map(|client| client.pid).collect::<BTreeSet<u32>>() {
         if descends(pid, root) {
-            let client = client.clone();
-            terminations.spawn(async move { client.terminate_client(pid).await });
+            let daemon = daemon.clone();
+            terminations.spawn(async move { daemon.terminate_client(pid).await });
         }
     }
     let mut result = Ok(());
     while let Some(ended) = terminations.join_next().await {
         match ended {
             // It had gone by itself in the meantime.
-            Ok(Err(ClientError::Refused { name, .. })) if name.ends_with(".NoSuchClient") => {}
+            Ok(Err(error)) if error.is("NoSuchClient") => {}
             Ok(Err(error)) => result = Err(error),
             Ok(Ok(())) | Err(_) => {}
         }

@@ -5,10 +5,11 @@ use std::io::Write;
 use clap::Args;
 use serde_json::json;
 
-use crate::ctl::published::{published_name, text};
-use crate::ctl::show::table::{cell, printable};
+use crate::ctl::published::published_name;
+use crate::ctl::show::table::printable;
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::{Client, Object};
+use crate::dbus::proxy::{DaemonProxy, Listed};
+use crate::dbus::rows::Client;
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
@@ -34,20 +35,20 @@ struct Whom {
 }
 
 pub(in crate::ctl) async fn terminate(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     let Whom { pid, device, container } = &arguments.whom;
     let (ended, words) = if let Some(pid) = pid {
-        client.terminate_client(*pid).await?;
+        daemon.terminate_client(*pid).await?;
         (json!({"pid": pid}), format!("Process {pid} uses no GPU any more."))
     } else if let Some(id) = container {
-        client.release_container(id).await?;
+        daemon.release_container(id).await?;
         (json!({"container": id}), format!("No process in container {} uses a GPU any more.", printable(id)))
     } else {
-        client.release_devices(device).await?;
-        refuse_unnamed(client, device).await?;
+        daemon.release_devices(device).await?;
+        refuse_unnamed(daemon, device).await?;
         (json!({"devices": device}), format!("No process uses {} any more.", printable(&device.join(", "))))
     };
     if arguments.json {
@@ -59,18 +60,14 @@ pub(in crate::ctl) async fn terminate(
 
 /// Fails where a client has a GPU of these devices and does not say which of them it was given: nobody has ended its work,
 /// and nobody can know whether that was wanted.
-async fn refuse_unnamed(client: &Client, devices: &[String]) -> Result<(), Error> {
-    let gpus: Vec<String> = gpus_of(client, devices).await?;
-    let is_unnamed = |one: &&Object| {
-        !one.contains_key("device")
-            && one.get("bypass") != Some(&json!(true))
-            && gpus.iter().any(|gpu| gpu == text(one, "gpu"))
-    };
-    let listed = client.clients().await?;
+async fn refuse_unnamed(daemon: &DaemonProxy, devices: &[String]) -> Result<(), Error> {
+    let gpus: Vec<String> = gpus_of(daemon, devices).await?;
+    let is_unnamed = |one: &&Listed<Client>| one.device.is_none() && !one.bypass && gpus.contains(&one.gpu);
+    let listed = daemon.clients().await?;
     let who: Vec<String> = listed
         .iter()
         .filter(is_unnamed)
-        .map(|one| format!("{} ({})", cell(one, "pid"), cell(one, "command")))
+        .map(|one| format!("{} ({})", one.pid, printable(&one.command)))
         .collect();
     if who.is_empty() {
         return Ok(());
@@ -84,9 +81,9 @@ async fn refuse_unnamed(client: &Client, devices: &[String]) -> Result<(), Error
 }
 
 /// The UUIDs of the GPUs of these devices.
-async fn gpus_of(client: &Client, devices: &[String]) -> Result<Vec<String>, Error> {
-    let known = client.devices().await?;
+async fn gpus_of(daemon: &DaemonProxy, devices: &[String]) -> Result<Vec<String>, Error> {
+    let known = daemon.devices().await?;
     let names: Vec<String> = devices.iter().map(|name| published_name(name, &known)).collect();
-    let is_one = |device: &&Object| names.iter().any(|name| name == text(device, "addr"));
-    Ok(known.iter().filter(is_one).map(|device| text(device, "device_path").to_owned()).collect())
+    let named = known.iter().filter(|device| names.contains(&device.addr));
+    Ok(named.filter_map(|device| device.device_path.clone()).collect())
 }

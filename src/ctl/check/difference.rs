@@ -7,7 +7,9 @@ use serde::Serialize;
 
 use crate::config::Loaded;
 use crate::counted::counted;
-use crate::ctl::published::{Published, number, text, texts};
+use crate::ctl::published::Published;
+use crate::dbus::proxy::Listed;
+use crate::dbus::rows::{self, Gpu};
 use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 
 /// One thing that a reload would change.
@@ -118,11 +120,10 @@ impl fmt::Display for Difference {
 /// Everything that a reload with this plan would change.
 pub(in crate::ctl) fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Vec<Difference> {
     let settings = &loaded.settings;
-    let enabled = published.service.get("enabled").and_then(serde_json::Value::as_bool).unwrap_or(true);
-    let all: Vec<String> =
-        published.control_daemons.iter().flat_map(|daemon| texts(daemon, "gpus")).collect();
+    let enabled = published.service.enabled;
     if enabled != settings.enabled {
-        let clients = published.clients_on(&all).ok();
+        let all = published.control_daemons.iter().flat_map(|daemon| daemon.gpus.clone());
+        let clients = published.clients_on(&all.collect::<Vec<_>>());
         return vec![Difference {
             kind: Kind::Enabled,
             subject: "enable_cuda_mps".to_owned(),
@@ -141,15 +142,13 @@ pub(in crate::ctl) fn differences(loaded: &Loaded, plan: &Plan, published: &Publ
         gpu_differences(gpu, plan, published, &mut differences);
     }
     for gpu in &published.gpus {
-        let name = text(gpu, "addr");
-        if !plan.gpus.iter().any(|planned| planned.gpu.pci.address.short() == name) {
-            let count = number(gpu, "virtual_num").unwrap_or(0);
+        if !plan.gpus.iter().any(|planned| planned.gpu.pci.address.short() == gpu.addr) {
             differences.push(Difference {
                 kind: Kind::Devices,
-                subject: name.to_owned(),
-                from: slices(name, 0, count),
+                subject: gpu.addr.clone(),
+                from: slices(&gpu.addr, 0, count(gpu)),
                 to: String::new(),
-                effect: effect_for(text(gpu, "device_path"), plan, published),
+                effect: effect_for(gpu.device_path.as_deref().unwrap_or_default(), plan, published),
             });
         }
     }
@@ -161,7 +160,7 @@ fn control_daemons(plan: &Plan, published: &Published, differences: &mut Vec<Dif
         let (subject, from, to) = (id.to_owned(), from.to_owned(), to.to_owned());
         differences.push(Difference { kind, subject, from, to, effect });
     };
-    let ids: Vec<&str> = published.control_daemons.iter().map(|daemon| text(daemon, "id")).collect();
+    let ids: Vec<&str> = published.control_daemons.iter().map(|daemon| daemon.id.as_str()).collect();
     for planned in &plan.control_daemons {
         if !ids.contains(&planned.id.as_str()) && !ordered(planned, published) {
             let uuid = planned.gpus.first().map(|gpu| gpu.uuid.as_str()).unwrap_or_default();
@@ -169,11 +168,11 @@ fn control_daemons(plan: &Plan, published: &Published, differences: &mut Vec<Dif
         }
     }
     for daemon in &published.control_daemons {
-        let id = text(daemon, "id");
-        let clients = published.clients_on(&texts(daemon, "gpus")).ok();
+        let id = daemon.id.as_str();
+        let clients = published.clients_on(&daemon.gpus);
         let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == id) else {
             // One that is on its way out already has no GPU that is published as its own.
-            if !published.gpus.iter().any(|gpu| text(gpu, "control_daemon") == id) {
+            if published.served_by(id).next().is_none() {
                 continue;
             }
             let reason = "it is not needed any more".to_owned();
@@ -181,12 +180,12 @@ fn control_daemons(plan: &Plan, published: &Published, differences: &mut Vec<Dif
             continue;
         };
         // On its way out it has no GPUs as its own any more, and another one of its name takes its place without a reload.
-        if texts(daemon, "gpus").is_empty() && ordered(planned, published) {
+        if daemon.gpus.is_empty() && ordered(planned, published) {
             continue;
         }
         let Some(reason) = misfit(planned, daemon) else { continue };
         let effect = Effect::Waits { clients, reason };
-        let (from, to) = (text(daemon, "pipe_directory"), planned.pipe_directory.display().to_string());
+        let (from, to) = (daemon.pipe_directory.as_str(), planned.pipe_directory.display().to_string());
         if from == to {
             push(Kind::ControlDaemon, id, "present", "new", effect);
         } else {
@@ -199,54 +198,52 @@ fn control_daemons(plan: &Plan, published: &Published, differences: &mut Vec<Dif
 fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     planned.gpus.iter().all(|served| {
         published.gpus.iter().any(|gpu| {
-            text(gpu, "device_path") == served.uuid
-                && text(gpu, "control_daemon").is_empty()
-                && Path::new(text(gpu, "pipe_directory")) == planned.pipe_directory
+            gpu.device_path.as_ref() == Some(&served.uuid)
+                && gpu.control_daemon.is_empty()
+                && Path::new(&gpu.pipe_directory) == planned.pipe_directory
         })
     })
 }
 
-fn misfit(planned: &ControlDaemonPlan, daemon: &crate::dbus::proxy::Object) -> Option<String> {
+fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<String> {
     let present = Present {
-        pipe_directory: Path::new(text(daemon, "pipe_directory")),
-        log_directory: Path::new(text(daemon, "log_directory")),
-        gpus: &texts(daemon, "gpus"),
+        pipe_directory: Path::new(&daemon.pipe_directory),
+        log_directory: Path::new(&daemon.log_directory),
+        gpus: &daemon.gpus,
         // Not known before it has started; then nothing is to be switched.
-        multiuser: daemon.get("multiuser").and_then(serde_json::Value::as_bool).unwrap_or(planned.multiuser),
+        multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
     };
     planned.misfit(&present, |_| true)
 }
 
 /// When something about this GPU takes effect.
 fn effect_for(uuid: &str, plan: &Plan, published: &Published) -> Effect {
-    let holds = |daemon: &&crate::dbus::proxy::Object| texts(daemon, "gpus").iter().any(|gpu| gpu == uuid);
+    let holds = |daemon: &&Listed<rows::ControlDaemon>| daemon.gpus.iter().any(|gpu| gpu == uuid);
     let planned = plan.control_daemons.iter().find(|planned| planned.gpus.iter().any(|gpu| gpu.uuid == uuid));
     let holder = published.control_daemons.iter().find(holds);
     let same = planned.and_then(|planned| {
-        let daemon = published.control_daemons.iter().find(|daemon| text(daemon, "id") == planned.id)?;
+        let daemon = published.control_daemons.iter().find(|daemon| daemon.id == planned.id)?;
         Some((planned, daemon))
     });
-    // One on its way out is not said to have GPUs, but its clients are on this one.
-    let gpus_of = |daemon| match texts(daemon, "gpus") {
-        none if none.is_empty() => vec![uuid.to_owned()],
-        gpus => gpus,
-    };
     let (daemon, reason) = match (same, holder) {
         (Some((planned, daemon)), _) => match misfit(planned, daemon) {
             Some(reason) => (daemon, reason),
             None => return Effect::Live,
         },
-        (None, Some(holder)) => (holder, format!("control daemon {} holds the GPU", text(holder, "id"))),
+        (None, Some(holder)) => (holder, format!("control daemon {} holds the GPU", holder.id)),
         (None, None) => return Effect::Live,
     };
-    Effect::Waits { clients: published.clients_on(&gpus_of(daemon)).ok(), reason }
+    // A control daemon on its way out is published without GPUs, but its clients are on this one.
+    let own = [uuid.to_owned()];
+    let gpus = if daemon.gpus.is_empty() { &own } else { daemon.gpus.as_slice() };
+    Effect::Waits { clients: published.clients_on(gpus), reason }
 }
 
 fn gpu_differences(gpu: &GpuPlan, plan: &Plan, published: &Published, differences: &mut Vec<Difference>) {
     let name = gpu.gpu.pci.address.short();
     let uuid = gpu.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default();
-    let now = published.gpus.iter().find(|now| text(now, "addr") == name);
-    let before = now.and_then(|now| number(now, "virtual_num")).unwrap_or(0);
+    let now = published.gpus.iter().find(|now| now.addr == name);
+    let before = now.map_or(0, |now| count(now));
     let after = u64::from(gpu.slices);
     let mut push = |kind, from: String, to: String| {
         let effect = effect_for(uuid, plan, published);
@@ -258,14 +255,20 @@ fn gpu_differences(gpu: &GpuPlan, plan: &Plan, published: &Published, difference
         push(Kind::Devices, slices(&name, after, before), String::new());
     }
     let Some(now) = now else { return };
-    let mut limit = |kind, key, planned: u64| {
+    let mut limit = |kind, present: Option<i32>, planned: u64| {
         // 0 stands for: not known.
-        if let Some(present) = number(now, key).filter(|present| planned > 0 && *present != planned) {
+        if let Some(present) = present.filter(|present| planned > 0 && u64::try_from(*present) != Ok(planned))
+        {
             push(kind, present.to_string(), planned.to_string());
         }
     };
-    limit(Kind::MemoryLimit, "mps_memory_limit", gpu.memory_limit_mib);
-    limit(Kind::ThreadPercentage, "mps_thread_percentage", gpu.thread_percentage.into());
+    limit(Kind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib);
+    limit(Kind::ThreadPercentage, Some(now.mps_thread_percentage), gpu.thread_percentage.into());
+}
+
+/// The number of slices of a published GPU.
+fn count(gpu: &Gpu) -> u64 {
+    u64::try_from(gpu.virtual_num).unwrap_or_default()
 }
 
 /// The names of some slices: `00:06.0-4`, or `00:06.0-4 to 00:06.0-7`.

@@ -9,8 +9,8 @@ use rustix::fs::{StatVfs, StatVfsMountFlags};
 
 use super::facts::{CUDA_DEFAULT, Facts};
 use super::{Check, Finding, Outcome, error, info, told_apart, warning};
-use crate::ctl::published::{pid, text};
-use crate::dbus::proxy::Object;
+use crate::dbus::proxy::Listed;
+use crate::dbus::rows::ControlDaemon;
 use crate::host::proc;
 use crate::mps::control::listener;
 use crate::mps::directories::look;
@@ -71,9 +71,9 @@ fn refused(facts: &Facts) -> Outcome {
 /// Whether a control daemon of ours that runs has it.
 fn in_use(facts: &Facts, directory: &Path) -> bool {
     let daemons = facts.published().map(|published| published.control_daemons.as_slice()).unwrap_or_default();
-    let has = |daemon: &Object| {
-        let directories = [text(daemon, "pipe_directory"), text(daemon, "log_directory")];
-        pid(daemon).is_some() && directories.iter().any(|path| Path::new(path) == directory)
+    let has = |daemon: &Listed<ControlDaemon>| {
+        let directories = [&daemon.pipe_directory, &daemon.log_directory];
+        daemon.pid.is_some() && directories.iter().any(|path| Path::new(path) == directory)
     };
     daemons.iter().any(has)
 }
@@ -173,8 +173,8 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
 fn sockets(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     for daemon in &facts.published()?.control_daemons {
-        let directory = Path::new(text(daemon, "pipe_directory"));
-        let (Some(pid), "ready" | "waiting") = (pid(daemon), text(daemon, "state")) else { continue };
+        let directory = Path::new(&daemon.pipe_directory);
+        let (Some(pid), "ready" | "waiting") = (daemon.pid, daemon.state.as_str()) else { continue };
         // Without the directory, that is what is wrong.
         if !directory.is_dir() {
             continue;

@@ -9,7 +9,7 @@ use tokio::process::Command;
 
 use crate::check::{self, Checked};
 use crate::config::{self, Loaded, Origin, Problem, Refused, Settings, Sources};
-use crate::ctl::published::{Bus, Published, pid};
+use crate::ctl::published::{Bus, Published};
 use crate::host::driver;
 use crate::host::gpu::{Gpu, Inventory, NvmlFacts};
 use crate::host::nvml::Driver;
@@ -171,7 +171,7 @@ impl Facts {
     pub(super) fn is_ours(&self, daemon: u32) -> bool {
         let published = self.bus.published().map(|published| published.control_daemons.as_slice());
         let written = self.journal.as_deref().unwrap_or_default();
-        published.unwrap_or_default().iter().any(|published| pid(published) == Some(daemon))
+        published.unwrap_or_default().iter().any(|published| published.pid == Some(daemon))
             || written.iter().any(|running| Identity::of(daemon).is_ok_and(|now| now == running.process))
     }
 

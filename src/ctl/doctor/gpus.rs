@@ -1,10 +1,7 @@
 //! The GPUs: what keeps one from being served, and what its users will meet.
 
-use serde_json::Value;
-
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, info, warning};
-use crate::ctl::published::{pid, text};
 use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts};
 use crate::plan::{GpuPlan, Warning};
 use crate::supervisor::compute_modes::SERVED;
@@ -93,10 +90,9 @@ fn pids(known: &NvmlFacts) -> String {
 /// Whether a control daemon of ours that runs has the GPU.
 fn served(facts: &Facts, uuid: &str) -> bool {
     let Some(published) = facts.bus.published() else { return false };
-    let runs = |id: &str| {
-        published.control_daemons.iter().any(|daemon| text(daemon, "id") == id && pid(daemon).is_some())
-    };
-    published.gpus.iter().any(|gpu| text(gpu, "device_path") == uuid && runs(text(gpu, "control_daemon")))
+    let runs =
+        |id: &str| published.control_daemons.iter().any(|daemon| daemon.id == id && daemon.pid.is_some());
+    published.gpus.iter().any(|gpu| gpu.device_path.as_deref() == Some(uuid) && runs(&gpu.control_daemon))
 }
 
 fn compute_modes(facts: &Facts) -> Outcome {
@@ -139,12 +135,9 @@ fn bypassing(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();
     for (gpu, known) in facts.known_gpus() {
-        let on_it =
-            published.clients.iter().flatten().filter(|one| {
-                one.get("bypass") == Some(&Value::Bool(true)) && text(one, "gpu") == known.uuid
-            });
-        let programs: Vec<(u32, &str)> =
-            on_it.filter_map(|one| Some((pid(one)?, text(one, "command")))).collect();
+        let clients = published.clients.iter().flatten();
+        let on_it = clients.filter(|one| one.bypass && one.gpu == known.uuid);
+        let programs: Vec<(u32, &str)> = on_it.map(|one| (one.pid, one.command.as_str())).collect();
         if programs.is_empty() {
             continue;
         }

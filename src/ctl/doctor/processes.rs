@@ -2,7 +2,7 @@
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, warning};
-use crate::ctl::published::{Published, number, pid, text};
+use crate::ctl::published::Published;
 use crate::ctl::show::env::quoted;
 use crate::host::proc;
 
@@ -59,14 +59,14 @@ fn open_files(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();
     for daemon in &published.control_daemons {
-        let Some(pid) = pid(daemon) else { continue };
+        let Some(pid) = daemon.pid else { continue };
         let limit = proc::open_files_limit(pid)
             .map_err(|error| format!("the limits of PID {pid} can't be read: {error}"))?;
-        let (slices, needed) = needed(text(daemon, "id"), published);
+        let (slices, needed) = needed(&daemon.id, published);
         if limit < needed {
             findings.push(warning(
                 "open-files-too-few",
-                format!("control daemon {} (PID {pid})", text(daemon, "id")),
+                format!("control daemon {} (PID {pid})", daemon.id),
                 format!("it may open {limit} files, and {slices} clients at once need about {needed}"),
                 "systemctl edit yunion-mps-daemon, add [Service] and LimitNOFILE=500000, then systemctl restart \
                  yunion-mps-daemon; for this control daemon: prlimit --nofile=500000 --pid of it and its server",
@@ -77,7 +77,6 @@ fn open_files(facts: &Facts) -> Outcome {
 }
 
 fn needed(id: &str, published: &Published) -> (u64, u64) {
-    let served = published.gpus.iter().filter(|gpu| text(gpu, "control_daemon") == id);
-    let slices: u64 = served.filter_map(|gpu| number(gpu, "virtual_num")).sum();
+    let slices: u64 = published.served_by(id).filter_map(|gpu| u64::try_from(gpu.virtual_num).ok()).sum();
     (slices, slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES))
 }

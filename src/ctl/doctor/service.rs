@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::facts::{Facts, UNIT};
 use super::{Check, Outcome, error, info, warning};
-use crate::ctl::published::{Bus, text};
+use crate::ctl::published::Bus;
 use crate::host::proc;
 use crate::host::systemd::UnitProperties;
 
@@ -77,7 +77,7 @@ fn bus(facts: &Facts) -> Outcome {
 }
 
 fn word<'u>(unit: &'u UnitProperties, key: &str) -> &'u str {
-    text(unit, key)
+    unit.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
 fn unit_state(facts: &Facts) -> Outcome {
@@ -263,7 +263,7 @@ fn upstream(facts: &Facts) -> Outcome {
 }
 
 fn version(facts: &Facts) -> Outcome {
-    let running = text(&facts.published()?.service, "version");
+    let running = &facts.published()?.service.version;
     let ours = env!("CARGO_PKG_VERSION");
     if running.is_empty() || running == ours {
         return Ok(Vec::new());

@@ -1,12 +1,11 @@
 //! What the service itself says is not as it should be, and what its clients will notice.
 
-use serde_json::Value;
-
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, info, told_apart, warning};
 use crate::counted::counted;
-use crate::ctl::published::{Published, number, pid, text};
-use crate::dbus::proxy::Object;
+use crate::ctl::published::Published;
+use crate::dbus::proxy::Listed;
+use crate::dbus::rows::{Client, ControlDaemon, Gpu};
 use crate::host::driver::MULTI_USER;
 
 pub(super) const CHECKS: &[Check] = &[
@@ -18,14 +17,14 @@ pub(super) const CHECKS: &[Check] = &[
     ("clients that wait for those of other users", waiting),
 ];
 
-fn name(daemon: &Object) -> String {
-    format!("control daemon {}", text(daemon, "id"))
+fn name(daemon: &ControlDaemon) -> String {
+    format!("control daemon {}", daemon.id)
 }
 
 fn control_daemons(facts: &Facts) -> Outcome {
-    let of = |daemon: &Object| -> Option<Finding> {
-        let reason = text(daemon, "reason");
-        match text(daemon, "state") {
+    let of = |daemon: &Listed<ControlDaemon>| -> Option<Finding> {
+        let reason = &daemon.reason;
+        match daemon.state.as_str() {
             "faulted" => Some(error(
                 "control-daemon-faulted",
                 name(daemon),
@@ -40,7 +39,7 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 format!(
                     "it is tried again by itself; journalctl -u yunion-mps-daemon has what it said of failures, \
                      {}/control.log every line",
-                    text(daemon, "log_directory")
+                    daemon.log_directory
                 ),
             )),
             "waiting" => {
@@ -59,43 +58,40 @@ fn control_daemons(facts: &Facts) -> Outcome {
 /// Those for which nothing else has said why.
 fn gpus(facts: &Facts) -> Outcome {
     let published = facts.published()?;
-    let planned = |gpu: &&Object| {
+    let planned = |gpu: &&Listed<Gpu>| {
         let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
         plans.iter().any(|plan| {
-            plan.gpu.pci.address.short() == text(gpu, "addr")
-                && plan.unusable.is_none()
-                && plan.gpu.nvml.is_ok()
+            plan.gpu.pci.address.short() == gpu.addr && plan.unusable.is_none() && plan.gpu.nvml.is_ok()
         })
     };
-    let sick = |gpu: &&Object| gpu.get("healthy") == Some(&Value::Bool(false));
-    let unexplained = |gpu: &&Object| match daemon_of(gpu, published) {
-        Some(daemon) => text(daemon, "state") == "ready",
+    let sick = |gpu: &&Listed<Gpu>| !gpu.healthy;
+    let unexplained = |gpu: &&Listed<Gpu>| match daemon_of(gpu, published) {
+        Some(daemon) => daemon.state == "ready",
         None => published.control_daemons.is_empty(),
     };
-    let of = |gpu: &Object| {
-        let (found, remedy) =
-            told_apart(text(gpu, "reason"), "yunion-mpsctl status and the journal say more");
-        error("gpu-not-served", text(gpu, "addr"), found, remedy)
+    let of = |gpu: &Listed<Gpu>| {
+        let (found, remedy) = told_apart(&gpu.reason, "yunion-mpsctl status and the journal say more");
+        error("gpu-not-served", &gpu.addr, found, remedy)
     };
     Ok(published.gpus.iter().filter(sick).filter(planned).filter(unexplained).map(of).collect())
 }
 
-fn daemon_of<'p>(gpu: &Object, published: &'p Published) -> Option<&'p Object> {
-    let id = text(gpu, "control_daemon");
-    published.control_daemons.iter().find(|daemon| !id.is_empty() && text(daemon, "id") == id)
+fn daemon_of<'p>(gpu: &Gpu, published: &'p Published) -> Option<&'p Listed<ControlDaemon>> {
+    let id = &gpu.control_daemon;
+    published.control_daemons.iter().find(|daemon| !id.is_empty() && daemon.id == *id)
 }
 
 /// What concerns no GPU and no control daemon, such as a new configuration that was refused.
 fn service(facts: &Facts) -> Outcome {
     let published = facts.published()?;
-    let state = text(&published.service, "state");
-    let all_well = published.gpus.iter().all(|gpu| gpu.get("healthy") == Some(&Value::Bool(true)))
-        && published.control_daemons.iter().all(|daemon| text(daemon, "state") == "ready");
+    let state = published.service.state.as_str();
+    let all_well = published.gpus.iter().all(|gpu| gpu.healthy)
+        && published.control_daemons.iter().all(|daemon| daemon.state == "ready");
     if matches!(state, "ready" | "disabled" | "stopping") || !all_well || facts.inventory.driver.is_err() {
         return Ok(Vec::new());
     }
     let (found, remedy) =
-        told_apart(text(&published.service, "state_reason"), "yunion-mpsctl status and the journal say more");
+        told_apart(&published.service.state_reason, "yunion-mpsctl status and the journal say more");
     let finding = if state == "failed" { error } else { warning };
     Ok(vec![finding("service-not-ready", format!("the service is {state}"), found, remedy)])
 }
@@ -104,32 +100,29 @@ fn service(facts: &Facts) -> Outcome {
 fn limits(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();
-    for daemon in published.control_daemons.iter().filter(|daemon| text(daemon, "state") == "ready") {
-        let id = text(daemon, "id");
-        let served: Vec<&Object> =
-            published.gpus.iter().filter(|gpu| text(gpu, "control_daemon") == id).collect();
-        let largest = |key| served.iter().filter_map(|gpu| number(gpu, key)).max();
-        let has_server = daemon.get("servers").and_then(Value::as_array).is_some_and(|list| !list.is_empty());
-        for gpu in &served {
-            let enforced = gpu.get("limits_enforced") == Some(&Value::Bool(true));
+    for daemon in published.control_daemons.iter().filter(|daemon| daemon.state == "ready") {
+        let served = || published.served_by(&daemon.id);
+        let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
+        let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
+        for gpu in served() {
             let pairs = [
-                ("mps_thread_percentage", "confirmed_thread_percentage", "%"),
-                ("mps_memory_limit", "confirmed_memory_limit", "MiB"),
+                (percentage, gpu.confirmed_thread_percentage, "%"),
+                (memory, gpu.confirmed_memory_limit, "MiB"),
             ];
             for (asked, confirmed, unit) in pairs {
-                let (Some(asked), confirmed) = (largest(asked), number(gpu, confirmed)) else { continue };
+                let Some(asked) = asked else { continue };
                 let found = match confirmed {
                     Some(confirmed) if confirmed != asked => {
                         format!("asked for {asked} {unit}, and in force are {confirmed} {unit}")
                     }
-                    None if enforced && has_server => {
+                    None if gpu.limits_enforced && !daemon.servers.is_empty() => {
                         format!("asked for {asked} {unit}, and no server has confirmed it")
                     }
                     _ => continue,
                 };
                 findings.push(warning(
                     "limits-unconfirmed",
-                    text(gpu, "addr"),
+                    &gpu.addr,
                     found,
                     "yunion-mpsctl reload sets them again; a server that keeps others is replaced, once it has no clients, by \
                      busctl call io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s GPU",
@@ -156,10 +149,8 @@ fn devices(facts: &Facts) -> Outcome {
     let nameless: Vec<String> = clients
         .iter()
         // Those that bypass MPS or wait have a finding of their own.
-        .filter(|client| {
-            text(client, "device").is_empty() && !is_true(client, "bypass") && !is_true(client, "waiting")
-        })
-        .filter_map(|client| Some(format!("{} ({})", pid(client)?, text(client, "command"))))
+        .filter(|client| client.device.is_none() && !client.bypass && !client.waiting)
+        .map(|client| format!("{} ({})", client.pid, client.command))
         .collect();
     if nameless.is_empty() {
         return Ok(Vec::new());
@@ -176,15 +167,15 @@ fn devices(facts: &Facts) -> Outcome {
 /// Without multi-user mode the users of a control daemon take turns, and a client that waits says nothing.
 fn waiting(facts: &Facts) -> Outcome {
     let clients = facts.published()?.clients.iter().flatten();
-    let of = |client: &Object| {
+    let of = |client: &Listed<Client>| {
         warning(
             "client-waits-for-other-user",
-            format!("process {}", pid(client).unwrap_or_default()),
+            format!("process {}", client.pid),
             format!(
                 "{} of user {} waits for a server; a control daemon without multi-user mode serves one user until the \
                  clients of that user have all ended",
-                text(client, "command"),
-                text(client, "user")
+                client.command,
+                client.user.as_deref().unwrap_or_default()
             ),
             format!(
                 "cuda_mps_multiuser: auto with a driver from {} on and GPUs from Volta on; otherwise run the clients as \
@@ -193,9 +184,5 @@ fn waiting(facts: &Facts) -> Outcome {
             ),
         )
     };
-    Ok(clients.filter(|client| is_true(client, "waiting")).map(of).collect())
-}
-
-fn is_true(client: &Object, key: &str) -> bool {
-    client.get(key) == Some(&Value::Bool(true))
+    Ok(clients.filter(|client| client.waiting).map(of).collect())
 }

@@ -1,9 +1,9 @@
 //! `yunion-mpsctl bench`: the same work by one CUDA process and by several at once, with MPS and without.
 
 use std::io::{self, IsTerminal, Write};
+use std::ops::Deref;
 
 use clap::Args;
-use serde_json::json;
 use tokio::signal::unix::{self, SignalKind};
 use tokio::task::JoinSet;
 
@@ -12,9 +12,10 @@ use crate::ctl::measure::bench_report::{Measured, Results, Row, document, print,
 use crate::ctl::measure::cuda_client::{Answer, CudaClient, Environment, Request, Work, unexpected};
 use crate::ctl::measure::probe::refuse_to_queue;
 use crate::ctl::published::published_name;
-use crate::ctl::show::table::cell;
+use crate::ctl::show::table::{Shown, health};
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::{Client, Object};
+use crate::dbus::proxy::{DaemonProxy, Listed};
+use crate::dbus::rows::{Client, Device};
 
 /// The blocks of the narrow kernel: as many multiprocessors at most, which leaves room for many beside it.
 const NARROW_BLOCKS: u32 = 4;
@@ -56,22 +57,23 @@ pub(in crate::ctl) struct Arguments {
 }
 
 pub(in crate::ctl) async fn bench(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<u8, Error> {
-    let devices = client.devices().await?;
+    let devices = daemon.devices().await?;
     let slices = slices(&arguments.device, &devices)?;
     let Some(first) = slices.first() else {
         return Err(Error::Failed("there is no healthy device; see: yunion-mpsctl status".to_owned()));
     };
     if !arguments.beside_clients {
-        refuse_beside(&client.clients().await?, first)?;
+        refuse_beside(&daemon.clients().await?, first)?;
     }
-    refuse_to_queue(client, first).await?;
+    refuse_to_queue(daemon, first).await?;
     let mut environments = Vec::new();
     for slice in &slices {
-        environments.push(Environment::of_slice(&client.container_config(&[cell(slice, "addr")]).await?));
+        environments
+            .push(Environment::of_slice(&daemon.container_config(std::slice::from_ref(&slice.addr)).await?));
     }
     let why_not = why_not_without_mps(first);
     let mut bench = Bench {
@@ -103,30 +105,29 @@ pub(in crate::ctl) async fn bench(
 }
 
 /// The slices to use, all of one GPU.
-fn slices<'a>(names: &[String], devices: &'a [Object]) -> Result<Vec<&'a Object>, Error> {
-    let gpu = |device: &Object| device.get("device_path").cloned();
-    let healthy = |device: &&Object| device.get("healthy") == Some(&json!(true));
+fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a Device>, Error> {
+    let all = || devices.iter().map(Deref::deref);
     if names.is_empty() {
-        let first = devices.iter().find(healthy).and_then(gpu);
-        return Ok(devices.iter().filter(|device| first.is_some() && gpu(device) == first).collect());
+        let first = all().find(|device| device.healthy).and_then(|first| first.device_path.as_ref());
+        return Ok(all().filter(|device| first.is_some() && device.device_path.as_ref() == first).collect());
     }
-    let mut chosen: Vec<&Object> = Vec::new();
+    let mut chosen: Vec<&Device> = Vec::new();
     for name in names {
         let published = published_name(name, devices);
-        let keys = ["addr", "base_addr", "device_path"];
-        let called = |device: &&Object| keys.iter().any(|key| device.get(*key) == Some(&json!(published)));
         let before = chosen.len();
-        chosen.extend(devices.iter().filter(called));
+        chosen.extend(all().filter(|device| {
+            [Some(&device.addr), Some(&device.base_addr), device.device_path.as_ref()]
+                .contains(&Some(&published))
+        }));
         if chosen.len() == before {
             return Err(Error::Failed(format!("there is no device {name}; see: yunion-mpsctl list")));
         }
     }
-    if let Some(ill) = chosen.iter().find(|device| !healthy(device)) {
-        let (name, health) = (cell(ill, "addr"), crate::ctl::show::table::health(ill));
-        return Err(Error::Failed(format!("{name} is {health}")));
+    if let Some(ill) = chosen.iter().find(|device| !device.healthy) {
+        return Err(Error::Failed(format!("{} is {}", ill.addr.shown(), health(ill.healthy, &ill.reason))));
     }
-    match chosen.first().map(|first| gpu(first)) {
-        Some(first) if chosen.iter().any(|device| gpu(device) != first) => {
+    match chosen.first() {
+        Some(first) if chosen.iter().any(|device| device.device_path != first.device_path) => {
             Err(Error::Failed("these devices are of several GPUs; name those of one".to_owned()))
         }
         _ => Ok(chosen),
@@ -134,14 +135,14 @@ fn slices<'a>(names: &[String], devices: &'a [Object]) -> Result<Vec<&'a Object>
 }
 
 /// Tenants come first.
-fn refuse_beside(clients: &[Object], device: &Object) -> Result<(), Error> {
-    let here = |other: &&Object| other.get("gpu").is_some() && other.get("gpu") == device.get("device_path");
+fn refuse_beside(clients: &[Listed<Client>], device: &Device) -> Result<(), Error> {
+    let here = |other: &&Listed<Client>| device.device_path.as_ref() == Some(&other.gpu);
     let named: Vec<String> = clients
         .iter()
         .filter(here)
-        .map(|other| match cell(other, "device") {
-            device if device == "-" => format!("{} ({})", cell(other, "pid"), cell(other, "command")),
-            device => format!("{} ({}, {device})", cell(other, "pid"), cell(other, "command")),
+        .map(|other| match &other.device {
+            None => format!("{} ({})", other.pid, other.command.shown()),
+            Some(device) => format!("{} ({}, {})", other.pid, other.command.shown(), device.shown()),
         })
         .collect();
     if named.is_empty() {
@@ -155,8 +156,8 @@ fn refuse_beside(clients: &[Object], device: &Object) -> Result<(), Error> {
 }
 
 /// Why a process without MPS can't be had on that GPU.
-fn why_not_without_mps(device: &Object) -> Option<String> {
-    let mode = cell(device, "compute_mode");
+fn why_not_without_mps(device: &Device) -> Option<String> {
+    let mode = device.compute_mode.shown();
     (mode != "Default").then(|| {
         format!(
             "Not measured without MPS: the compute mode is {mode}, in which only the MPS server may use the GPU. To \

@@ -6,9 +6,9 @@ use serde_json::{Value, json};
 
 use crate::ctl::Error;
 use crate::ctl::measure::cuda_client::Work;
-use crate::ctl::show::table::{cell, printable, table};
+use crate::ctl::show::table::{Shown, printable, table};
 use crate::cuda::THREADS;
-use crate::dbus::proxy::Object;
+use crate::dbus::rows::Device;
 
 /// The width of the longest line where the terminal doesn't tell its own.
 const COLUMNS: usize = 80;
@@ -57,9 +57,9 @@ pub(in crate::ctl) fn slowest(seconds: &[f64]) -> f64 {
     seconds.iter().copied().fold(f64::MIN_POSITIVE, f64::max)
 }
 
-pub(in crate::ctl) fn document(slices: &[&Object], why_not: Option<&str>, result: &Results) -> Value {
-    let names: Vec<String> = slices.iter().map(|slice| cell(slice, "addr")).collect();
-    let of = |key| slices.first().and_then(|slice| slice.get(key));
+pub(in crate::ctl) fn document(slices: &[&Device], why_not: Option<&str>, result: &Results) -> Value {
+    let names: Vec<&String> = slices.iter().map(|slice| &slice.addr).collect();
+    let first = slices.first();
     let kernels: serde_json::Map<String, Value> = result
         .kernels
         .iter()
@@ -91,10 +91,10 @@ pub(in crate::ctl) fn document(slices: &[&Object], why_not: Option<&str>, result
         .collect();
     json!({
         "devices": names,
-        "device_path": of("device_path"),
-        "model": of("model"),
+        "device_path": first.map(|first| &first.device_path),
+        "model": first.map(|first| &first.model),
         "sms": result.all_sms,
-        "compute_mode": of("compute_mode"),
+        "compute_mode": first.map(|first| &first.compute_mode),
         "why_not_without_mps": why_not,
         "kernels": kernels,
     })
@@ -102,13 +102,15 @@ pub(in crate::ctl) fn document(slices: &[&Object], why_not: Option<&str>, result
 
 pub(in crate::ctl) fn print(
     out: &mut dyn Write,
-    slices: &[&Object],
+    slices: &[&Device],
     why_not: Option<&str>,
     result: &Results,
 ) -> Result<(), Error> {
-    let of = |key| slices.first().map(|slice| cell(slice, key)).unwrap_or_default();
     let (count, all) = (slices.len(), result.all_sms);
-    writeln!(out, "{} {}, {all} SMs, slices used: {count}", of("model"), of("device_path"))?;
+    if let Some(first) = slices.first() {
+        let (model, uuid) = (first.model.shown(), first.device_path.shown());
+        writeln!(out, "{model} {uuid}, {all} SMs, slices used: {count}")?;
+    }
     for measured in &result.kernels {
         let Work { blocks, launches, .. } = measured.work;
         writeln!(

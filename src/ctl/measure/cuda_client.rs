@@ -18,7 +18,7 @@ use tokio::time::timeout;
 
 use crate::ctl::Error;
 use crate::cuda::{self, Gpu, Kernel};
-use crate::dbus::proxy::{Client, ContainerAnswer};
+use crate::dbus::proxy::{ContainerAnswer, DaemonProxy};
 
 /// The first argument of the process that becomes a CUDA client.
 const BECOME: &str = "become-cuda-client";
@@ -181,8 +181,8 @@ impl CudaClient {
             return;
         }
         let terminate = async {
-            let client = Client::connect().await?;
-            client.terminate_client(pid.unwrap_or_default()).await
+            let daemon = DaemonProxy::connect().await?;
+            daemon.terminate_client(pid.unwrap_or_default()).await
         };
         let _ = timeout(LEAVE_DEADLINE, terminate).await;
         // One that hangs in the driver does not end by that either.

@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use crate::counted::counted;
 use crate::ctl::measure::cuda_client::{Answer, CudaClient, Environment, Request, unexpected};
-use crate::ctl::published::{number, text, texts};
-use crate::ctl::show::table::{cell, health, printable, table};
+use crate::ctl::show::table::{Shown, health, printable, table};
 use crate::ctl::{Error, FAILED, print_json};
-use crate::dbus::proxy::{Client, Object};
+use crate::dbus::proxy::{DaemonProxy, Listed};
+use crate::dbus::rows::{ControlDaemon, Device};
 
 /// How many multiprocessors more or less than the percentage gives are none of our business: GPUs hand them out in pairs.
 const SMS_TOLERANCE: u32 = 2;
@@ -35,27 +35,29 @@ pub(in crate::ctl) struct Arguments {
 }
 
 pub(in crate::ctl) async fn probe(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<u8, Error> {
-    let devices = client.devices().await?;
-    let chosen: Vec<&Object> = match &arguments.device {
-        Some(name) => vec![named(client, name, &devices).await?],
-        None => devices.iter().filter(|device| device.get("ordinal") == Some(&json!(0))).collect(),
+    let devices = daemon.devices().await?;
+    let chosen: Vec<&Listed<Device>> = match &arguments.device {
+        Some(name) => vec![named(daemon, name, &devices).await?],
+        None => devices.iter().filter(|device| device.ordinal == 0).collect(),
     };
     if chosen.is_empty() {
         return Err(Error::Failed("there is no device to probe; see: yunion-mpsctl status".to_owned()));
     }
-    let clients = client.clients().await?;
+    let clients = daemon.clients().await?;
     let mut reports = Vec::new();
     for device in chosen {
         let mut report = Report::new(device, &devices);
-        report.clients = clients.iter().filter(|other| same(other, "gpu", device, "device_path")).count();
+        report.clients =
+            clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
         // One that was named is tried in any case.
-        if arguments.device.is_none() && device.get("healthy") != Some(&json!(true)) {
-            report.error = Some(format!("{}; name it to have it probed all the same", health(device)));
-        } else if let Err(error) = report.fill(client, arguments.beside_clients).await {
+        if arguments.device.is_none() && !device.healthy {
+            let health = health(device.healthy, &device.reason);
+            report.error = Some(format!("{health}; name it to have it probed all the same"));
+        } else if let Err(error) = report.fill(daemon, arguments.beside_clients).await {
             report.error = Some(error.to_string());
         }
         if !arguments.json {
@@ -72,42 +74,40 @@ pub(in crate::ctl) async fn probe(
 }
 
 /// The slice that the daemon knows by that name.
-async fn named<'a>(client: &Client, name: &str, devices: &'a [Object]) -> Result<&'a Object, Error> {
-    let answer = client.container_config(&[name.to_owned()]).await?;
+async fn named<'a>(
+    daemon: &DaemonProxy,
+    name: &str,
+    devices: &'a [Listed<Device>],
+) -> Result<&'a Listed<Device>, Error> {
+    let answer = daemon.container_config(&[name.to_owned()]).await?;
     let slice = answer.environment.iter().find(|(name, _)| name == "YUNION_MPS_DEVICE");
     let slice = slice.map(|(_, slice)| slice.as_str()).unwrap_or_default();
-    let device = devices.iter().find(|device| device.get("addr").and_then(Value::as_str) == Some(slice));
+    let device = devices.iter().find(|device| device.addr == slice);
     device.ok_or_else(|| Error::Failed(format!("device {slice} has gone")))
 }
 
 /// A control daemon that knows no multi-user mode serves one user, until the last client of that one has ended. To be
 /// another user's client is to wait for that, which can be weeks.
-pub(in crate::ctl) async fn refuse_to_queue(client: &Client, device: &Object) -> Result<(), Error> {
-    let gpu = text(device, "device_path");
-    let daemons = client.control_daemons().await?;
-    let serves = |daemon: &&Object| texts(daemon, "gpus").iter().any(|other| other == gpu);
-    let Some(daemon) = daemons.iter().find(serves) else { return Ok(()) };
-    if daemon.get("multiuser") != Some(&json!(false)) {
+pub(in crate::ctl) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<(), Error> {
+    let daemons = daemon.control_daemons().await?;
+    let serves = |daemon: &&Listed<ControlDaemon>| {
+        daemon.gpus.iter().any(|gpu| device.device_path.as_ref() == Some(gpu))
+    };
+    let Some(control_daemon) = daemons.iter().find(serves) else { return Ok(()) };
+    if control_daemon.multiuser != Some(false) {
         return Ok(());
     }
-    let gpus = texts(daemon, "gpus");
-    let us = u64::from(rustix::process::geteuid().as_raw());
-    let clients = client.clients().await?;
+    let us = rustix::process::geteuid().as_raw();
+    let clients = daemon.clients().await?;
     let other = clients.iter().find(|one| {
-        one.get("bypass") != Some(&json!(true))
-            && gpus.iter().any(|gpu| gpu == text(one, "gpu"))
-            && number(one, "uid").is_some_and(|uid| uid != us)
+        !one.bypass && control_daemon.gpus.contains(&one.gpu) && one.uid.is_some_and(|uid| uid != us)
     });
     let Some(other) = other else { return Ok(()) };
-    let (user, pid) = (cell(other, "user"), cell(other, "pid"));
+    let (user, pid) = (other.user.shown(), other.pid);
     Err(Error::Failed(format!(
         "its control daemon serves user {user} (PID {pid}), and nobody else until the clients of that user have ended: \
          try again then, or as that user"
     )))
-}
-
-fn same(one: &Object, one_key: &str, other: &Object, other_key: &str) -> bool {
-    one.get(one_key).is_some_and(|value| Some(value) == other.get(other_key))
 }
 
 /// Limits, of a slice or of a control daemon.
@@ -119,10 +119,11 @@ struct Limits {
 }
 
 impl Limits {
-    fn of(device: &Object) -> Self {
-        let number = |key| device.get(key).and_then(Value::as_u64);
-        let percentage = number("mps_thread_percentage").and_then(|percentage| percentage.try_into().ok());
-        Self { thread_percentage: percentage.unwrap_or(100), memory: number("mps_memory_limit") }
+    fn of(device: &Device) -> Self {
+        Self {
+            thread_percentage: u32::try_from(device.mps_thread_percentage).unwrap_or(100),
+            memory: device.mps_memory_limit.and_then(|limit| limit.try_into().ok()),
+        }
     }
 
     /// The multiprocessors of `all` that the percentage is worth: whole pairs.
@@ -143,7 +144,7 @@ struct Seen {
 
 /// All that is found out about one slice.
 struct Report<'a> {
-    device: &'a Object,
+    device: &'a Device,
     enforced: bool,
     slice: Limits,
     /// A control daemon's own limits are those of the largest of its slices.
@@ -158,14 +159,13 @@ struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    fn new(device: &'a Object, devices: &[Object]) -> Self {
-        let served_with =
-            devices.iter().filter(|other| same(other, "pipe_directory", device, "pipe_directory"));
-        let all: Vec<Limits> = served_with.map(Limits::of).collect();
+    fn new(device: &'a Device, devices: &[Listed<Device>]) -> Self {
+        let served_with = devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
+        let all: Vec<Limits> = served_with.map(|other| Limits::of(other)).collect();
         let slice = Limits::of(device);
         Self {
             device,
-            enforced: device.get("limits_enforced") == Some(&json!(true)),
+            enforced: device.limits_enforced,
             slice,
             control_daemon: Limits {
                 thread_percentage: all
@@ -184,10 +184,10 @@ impl<'a> Report<'a> {
         }
     }
 
-    async fn fill(&mut self, client: &Client, beside_clients: bool) -> Result<(), Error> {
-        refuse_to_queue(client, self.device).await?;
-        let name = cell(self.device, "addr");
-        let environment = Environment::of_slice(&client.container_config(&[name]).await?);
+    async fn fill(&mut self, daemon: &DaemonProxy, beside_clients: bool) -> Result<(), Error> {
+        refuse_to_queue(daemon, self.device).await?;
+        let name = self.device.addr.clone();
+        let environment = Environment::of_slice(&daemon.container_config(&[name]).await?);
         let all = count(&environment.without_mps()).await?;
         self.all_sms = Some(all);
         let allocate = self.clients == 0 || beside_clients;
@@ -228,9 +228,9 @@ impl<'a> Report<'a> {
             })
         };
         json!({
-            "addr": self.device.get("addr"),
-            "device_path": self.device.get("device_path"),
-            "model": self.device.get("model"),
+            "addr": self.device.addr,
+            "device_path": self.device.device_path,
+            "model": self.device.model,
             "limits_enforced": self.enforced,
             "sms": self.all_sms,
             "clients": self.clients,
@@ -243,8 +243,8 @@ impl<'a> Report<'a> {
     }
 
     fn print(&self, out: &mut dyn Write) -> Result<(), Error> {
-        let text = |key| cell(self.device, key);
-        writeln!(out, "{} on {} {}", text("addr"), text("model"), text("device_path"))?;
+        let Device { addr, model, device_path, .. } = self.device;
+        writeln!(out, "{} on {} {}", addr.shown(), model.shown(), device_path.shown())?;
         if let (Some(all), Some(as_slice), Some(without_limits)) =
             (self.all_sms, self.as_slice, self.without_limits)
         {

@@ -4,12 +4,12 @@ use std::io::Write;
 use std::time::SystemTime;
 
 use clap::Args;
-use serde_json::Value;
 
-use crate::ctl::show::table::{cell, printable, table};
+use crate::ctl::show::table::{Shown, printable, table};
 use crate::ctl::show::time;
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::{Client, Object};
+use crate::dbus::proxy::{DaemonProxy, Listed};
+use crate::dbus::rows::{Client, Gpu, Service};
 
 const HEADS: [&str; 10] =
     ["PID", "User", "Command", "MPS", "Device", "GPU", "Container", "Memory (MiB)", "Since", "Age"];
@@ -25,46 +25,46 @@ pub(in crate::ctl) struct Arguments {
 }
 
 pub(in crate::ctl) async fn clients(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    let listed = client.clients().await?;
+    let listed = daemon.clients().await?;
     if arguments.json {
         return print_json(out, &listed);
     }
     if listed.is_empty() {
-        writeln!(out, "{}", why_none(&client.service().await?))?;
+        writeln!(out, "{}", why_none(&*daemon.service().await?))?;
         return Ok(());
     }
-    let gpus = client.gpus().await?;
+    let gpus = daemon.gpus().await?;
     let now = SystemTime::now();
     let mut table = table(&HEADS).leave_out(&["Container", "Since", "GPU", "User"]);
     for one in &listed {
-        let since = one.get("since").and_then(Value::as_u64).map(time::from_seconds);
+        let since = one.since.map(time::from_seconds);
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         table.add_row([
-            cell(one, "pid"),
-            cell(one, "user"),
-            cell(one, "command"),
+            one.pid.shown(),
+            one.user.shown(),
+            one.command.shown(),
             mps(one).to_owned(),
-            cell(one, "device"),
+            one.device.shown(),
             gpu_name(one, &gpus),
-            cell(one, "container_id").chars().take(SHORT_ID).collect(),
-            cell(one, "memory_mib"),
+            one.container_id.shown().chars().take(SHORT_ID).collect(),
+            one.memory_mib.shown(),
             or_dash(since.map(time::local)),
             or_dash(since.map(|since| time::age(since, now))),
         ]);
     }
     writeln!(out, "{table}")?;
-    let bypassing = listed.iter().filter(|one| bypasses(one)).count();
+    let bypassing = listed.iter().filter(|one| one.bypass).count();
     if bypassing > 0 {
         writeln!(
             out,
             "BYPASS: {bypassing} of these use a GPU without our MPS server; nothing holds them to a share."
         )?;
     }
-    let waiting = listed.iter().filter(|one| waits(one)).count();
+    let waiting = listed.iter().filter(|one| one.waiting).count();
     if waiting > 0 {
         writeln!(
             out,
@@ -74,37 +74,34 @@ pub(in crate::ctl) async fn clients(
     Ok(())
 }
 
-fn waits(client: &Object) -> bool {
-    client.get("waiting") == Some(&Value::Bool(true))
-}
-
-fn bypasses(client: &Object) -> bool {
-    client.get("bypass") == Some(&Value::Bool(true))
-}
-
-fn mps(client: &Object) -> &'static str {
-    if bypasses(client) {
+fn mps(client: &Client) -> &'static str {
+    if client.bypass {
         "BYPASS"
-    } else if waits(client) {
+    } else if client.waiting {
         "WAITS"
     } else {
         "yes"
     }
 }
 
-/// The address of the GPU, by which its slices are named; its UUID where it is none of those that are configured now.
-fn gpu_name(client: &Object, gpus: &[Object]) -> String {
-    let gpu = gpus.iter().find(|gpu| gpu.get("device_path") == client.get("gpu"));
-    gpu.map_or_else(|| cell(client, "gpu"), |gpu| cell(gpu, "addr"))
+/// The address of the GPU, by which its slices are named; its UUID if it is not configured now.
+fn gpu_name(client: &Client, gpus: &[Listed<Gpu>]) -> String {
+    let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(&client.gpu));
+    gpu.map_or(&client.gpu, |gpu| &gpu.addr).shown()
 }
 
 /// An empty list in words.
-fn why_none(service: &Object) -> String {
-    let text = |key| service.get(key).and_then(Value::as_str).map(printable).unwrap_or_default();
-    let state = text("state");
-    match text("state_reason") {
-        _ if state == "ready" => "No clients: no process uses a GPU that is served.".to_owned(),
-        reason if reason.is_empty() => format!("No clients: the service is {state}."),
-        reason => format!("No clients: the service is {state}: {reason}"),
+fn why_none(service: &Service) -> String {
+    match service.state.as_str() {
+        "ready" => "No clients: no process uses a GPU that is served.".to_owned(),
+        _ => format!("No clients: {}", state_in_words(service)),
+    }
+}
+
+/// The state of the service, for a list that it leaves empty.
+pub(super) fn state_in_words(service: &Service) -> String {
+    match (printable(&service.state), printable(&service.state_reason)) {
+        (state, reason) if reason.is_empty() => format!("the service is {state}."),
+        (state, reason) => format!("the service is {state}: {reason}"),
     }
 }

@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use serde_json::{Map, Value, json};
 
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::{Client, ContainerAnswer};
+use crate::dbus::proxy::{ContainerAnswer, DaemonProxy};
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
@@ -29,11 +29,11 @@ enum Format {
 }
 
 pub(in crate::ctl) async fn env(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    let answer = client.container_config(&arguments.devices).await?;
+    let answer = daemon.container_config(&arguments.devices).await?;
     match arguments.format {
         Format::Shell => {
             for (name, value) in host_environment(&answer) {

@@ -2,39 +2,43 @@
 
 use std::io::Write;
 
-use clap::Args;
-use serde_json::Value;
-
-use crate::ctl::show::table::{cell, health, printable, table};
+use crate::ctl::show::clients::state_in_words;
+use crate::ctl::show::table::{Shown, health, table};
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::{Client, Object};
+use crate::dbus::proxy::{DaemonProxy, Listed};
+use crate::dbus::rows::{Device, Gpu};
+use clap::Args;
 
-/// Column heads as the platform has them, and the keys that they show.
-const DEVICES: [(&str, &str); 9] = [
-    ("Addr", "addr"),
-    ("Dev_type", "dev_type"),
-    ("Model", "model"),
-    ("Vendor_device_id", "vendor_device_id"),
-    ("numa_node", "numa_node"),
-    ("Device_path", "device_path"),
-    ("PCIE_Info", "pcie_info"),
-    ("Index", "index"),
-    ("Device_minor", "device_minor"),
+/// A column: its head, as the platform has it, and the text of a row.
+type Column<R> = (&'static str, fn(&R) -> String);
+
+const DEVICES: [Column<Device>; 10] = [
+    ("Addr", |device| device.addr.shown()),
+    ("Dev_type", |device| device.dev_type.shown()),
+    ("Model", |device| device.model.shown()),
+    ("Vendor_device_id", |device| device.vendor_device_id.shown()),
+    ("numa_node", |device| device.numa_node.shown()),
+    ("Device_path", |device| device.device_path.shown()),
+    ("PCIE_Info", |device| device.pcie_info.shown()),
+    ("Index", |device| device.index.shown()),
+    ("Device_minor", |device| device.device_minor.shown()),
+    ("Health", |device| health(device.healthy, &device.reason)),
 ];
 
-const GPUS: [(&str, &str); 9] = [
-    ("Addr", "addr"),
-    ("Dev_type", "dev_type"),
-    ("Sharing_mode", "sharing_mode"),
-    ("Virtual_num", "virtual_num"),
-    ("Model", "model"),
-    ("Vendor_device_id", "vendor_device_id"),
-    ("numa_node", "numa_node"),
-    ("Device_path", "device_path"),
-    ("PCIE_Info", "pcie_info"),
+const GPUS: [Column<Gpu>; 10] = [
+    ("Addr", |gpu| gpu.addr.shown()),
+    ("Dev_type", |gpu| gpu.dev_type.shown()),
+    ("Sharing_mode", |gpu| gpu.sharing_mode.shown()),
+    ("Virtual_num", |gpu| gpu.virtual_num.shown()),
+    ("Model", |gpu| gpu.model.shown()),
+    ("Vendor_device_id", |gpu| gpu.vendor_device_id.shown()),
+    ("numa_node", |gpu| gpu.numa_node.shown()),
+    ("Device_path", |gpu| gpu.device_path.shown()),
+    ("PCIE_Info", |gpu| gpu.pcie_info.shown()),
+    ("Health", |gpu| health(gpu.healthy, &gpu.reason)),
 ];
 
-/// What a narrow terminal does without: what is the same everywhere first.
+/// Columns that a narrow terminal does without: the ones with the same text in every row first.
 const EXPENDABLE: [&str; 9] = [
     "PCIE_Info",
     "Index",
@@ -58,34 +62,37 @@ pub(in crate::ctl) struct Arguments {
 }
 
 pub(in crate::ctl) async fn list(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    let (objects, columns) =
-        if arguments.gpus { (client.gpus().await?, &GPUS) } else { (client.devices().await?, &DEVICES) };
-    if arguments.json {
-        return print_json(out, &objects);
+    let empty = if arguments.gpus {
+        show(&daemon.gpus().await?, &GPUS, arguments.json, out)?.then_some("GPUs")
+    } else {
+        show(&daemon.devices().await?, &DEVICES, arguments.json, out)?.then_some("devices")
+    };
+    if let Some(empty) = empty {
+        writeln!(out, "No {empty}: {}", state_in_words(&*daemon.service().await?))?;
     }
-    if objects.is_empty() {
-        let what = if arguments.gpus { "GPUs" } else { "devices" };
-        writeln!(out, "No {what}: {}", why_none(&client.service().await?))?;
-        return Ok(());
-    }
-    let heads: Vec<&str> = columns.iter().map(|(head, _)| *head).chain(["Health"]).collect();
-    let mut table = table(&heads).leave_out(&EXPENDABLE);
-    for object in &objects {
-        table.add_row(columns.iter().map(|(_, key)| cell(object, key)).chain([health(object)]));
-    }
-    writeln!(out, "{table}")?;
     Ok(())
 }
 
-/// An empty list in words.
-fn why_none(service: &Object) -> String {
-    let text = |key| service.get(key).and_then(Value::as_str).map(printable).unwrap_or_default();
-    match (text("state"), text("state_reason")) {
-        (state, reason) if reason.is_empty() => format!("the service is {state}."),
-        (state, reason) => format!("the service is {state}: {reason}"),
+/// Shows the rows. True: there are none, and nothing was written.
+fn show<R>(
+    rows: &[Listed<R>],
+    columns: &[Column<R>],
+    json: bool,
+    out: &mut dyn Write,
+) -> Result<bool, Error> {
+    if json {
+        print_json(out, &rows)?;
+    } else if !rows.is_empty() {
+        let heads: Vec<&str> = columns.iter().map(|(head, _)| *head).collect();
+        let mut table = table(&heads).leave_out(&EXPENDABLE);
+        for row in rows {
+            table.add_row(columns.iter().map(|(_, text)| text(row)));
+        }
+        writeln!(out, "{table}")?;
     }
+    Ok(rows.is_empty() && !json)
 }

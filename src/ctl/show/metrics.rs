@@ -9,11 +9,11 @@ use prometheus_client::encoding::text::encode;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, MetricEncoder};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
-use serde_json::Value;
 
 use crate::ctl::Error;
 use crate::ctl::show::table::printable;
-use crate::dbus::proxy::{Client, ClientError, Object};
+use crate::dbus::proxy::{BusError, DaemonProxy, Listed};
+use crate::dbus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 
 /// The states of the service and of a control daemon, in the order of their documentation.
 const SERVICE_STATES: [&str; 6] = ["disabled", "starting", "ready", "degraded", "failed", "stopping"];
@@ -22,9 +22,9 @@ const CONTROL_DAEMON_STATES: [&str; 6] = ["starting", "ready", "faulted", "backo
 type Labels = Vec<(&'static str, String)>;
 
 /// Prints the metrics. A service that does not run is one of the things that they say: `yunion_mps_up 0`.
-pub(in crate::ctl) async fn metrics(client: &Client, out: &mut dyn Write) -> Result<(), Error> {
-    let facts = match facts(client).await {
-        Err(Error::Client(ClientError::NotRunning)) => None,
+pub(in crate::ctl) async fn metrics(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(), Error> {
+    let facts = match facts(daemon).await {
+        Err(Error::Bus(BusError::NotRunning)) => None,
         facts => Some(facts?),
     };
     let mut registry = Registry::with_prefix("yunion_mps");
@@ -39,32 +39,36 @@ pub(in crate::ctl) async fn metrics(client: &Client, out: &mut dyn Write) -> Res
 /// Everything that the metrics are made from.
 #[derive(Debug)]
 struct Facts {
-    service: Object,
-    control_daemons: Vec<Object>,
-    events: Vec<Object>,
+    service: Listed<Service>,
+    control_daemons: Vec<Listed<ControlDaemon>>,
+    events: Vec<Listed<Event>>,
     /// Empty before the GPUs are known.
-    gpus: Vec<Object>,
-    devices: Vec<Object>,
-    /// None where a control daemon didn't say who they are.
-    clients: Option<Vec<Object>>,
+    gpus: Vec<Listed<Gpu>>,
+    devices: Vec<Listed<Device>>,
+    /// None if a control daemon did not name its clients.
+    clients: Option<Vec<Listed<Client>>>,
 }
 
-async fn facts(client: &Client) -> Result<Facts, Error> {
-    let service = client.service().await?;
-    let control_daemons = client.control_daemons().await?;
-    let events = client.events().await?;
-    let known = |answer: Result<Vec<Object>, ClientError>| match answer {
-        Err(ClientError::Refused { name, .. }) if name.ends_with(".NotReady") => Ok(Vec::new()),
-        answer => answer,
-    };
-    let gpus = known(client.gpus().await)?;
-    let devices = known(client.devices().await)?;
-    let clients = match known(client.clients().await) {
+async fn facts(daemon: &DaemonProxy) -> Result<Facts, Error> {
+    let service = daemon.service().await?;
+    let control_daemons = daemon.control_daemons().await?;
+    let events = daemon.events().await?;
+    let gpus = known(daemon.gpus().await)?;
+    let devices = known(daemon.devices().await)?;
+    let clients = match known(daemon.clients().await) {
         Ok(clients) => Some(clients),
-        Err(ClientError::Refused { .. }) => None,
+        Err(BusError::Refused { .. }) => None,
         Err(error) => return Err(error.into()),
     };
     Ok(Facts { service, control_daemons, events, gpus, devices, clients })
+}
+
+/// The rows of an answer; none before the GPUs are known.
+fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Vec<R>, BusError> {
+    match answer {
+        Err(error) if error.is("NotReady") => Ok(Vec::new()),
+        answer => answer,
+    }
 }
 
 /// None: the service does not run.
@@ -97,29 +101,23 @@ impl Facts {
     }
 
     fn service(&self, to: &mut Families<'_>) -> fmt::Result {
-        let text = |key| text(&self.service, key);
-        let version = [("version", text("version")), ("driver_version", text("driver_version"))];
+        let Service { version, driver_version, state, enabled, generation, .. } = &*self.service;
+        let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
         to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()])?;
         to.gauge(
             "service_state",
             "1 for the state that the service is in.",
             None,
-            states(&SERVICE_STATES, &text("state"), &Vec::new()),
+            states(&SERVICE_STATES, &printable(state), &Vec::new()),
         )?;
-        to.gauge(
-            "enabled",
-            "Whether enable_cuda_mps is true.",
-            None,
-            [(Vec::new(), flag(is_true(&self.service, "enabled")))],
-        )?;
-        let generation = number(&self.service, "generation").unwrap_or_default();
+        to.gauge("enabled", "Whether enable_cuda_mps is true.", None, [(Vec::new(), flag(*enabled))])?;
         to.gauge(
             "generation",
             "Grows with every change of the published devices; starts again with the service.",
             None,
-            [(Vec::new(), generation)],
+            [(Vec::new(), *generation)],
         )?;
-        let last = self.events.iter().filter_map(|event| number(event, "at")).max();
+        let last = self.events.iter().map(|event| event.at).max();
         to.gauge(
             "last_event_timestamp",
             "When something happened last that an administrator would want to know.",
@@ -129,35 +127,34 @@ impl Facts {
     }
 
     fn control_daemons(&self, to: &mut Families<'_>) -> fmt::Result {
-        let labels = |daemon: &Object| vec![("control_daemon", text(daemon, "id"))];
+        let labels = |daemon: &ControlDaemon| vec![("control_daemon", printable(&daemon.id))];
         let daemons = &self.control_daemons;
         to.gauge(
             "control_daemon_state",
             "1 for the state that the control daemon is in.",
             None,
-            daemons
-                .iter()
-                .flat_map(|daemon| states(&CONTROL_DAEMON_STATES, &text(daemon, "state"), &labels(daemon))),
+            daemons.iter().flat_map(|daemon| {
+                states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &labels(daemon))
+            }),
         )?;
         to.gauge(
             "control_daemon_servers",
             "The MPS servers that run.",
             None,
-            daemons.iter().map(|daemon| {
-                let servers = daemon.get("servers").and_then(Value::as_array).map_or(0, Vec::len);
-                (labels(daemon), servers)
-            }),
+            daemons.iter().map(|daemon| (labels(daemon), daemon.servers.len())),
         )?;
-        for (name, help, key) in [
-            ("control_daemon_restarts", "How often the control daemon was started anew.", "restarts"),
-            (
-                "server_restarts",
-                "How often another MPS server took the place of the one before.",
-                "server_restarts",
-            ),
-            ("faults", "Fatal GPU errors of MPS servers.", "faults"),
-        ] {
-            let values = daemons.iter().filter_map(|daemon| Some((labels(daemon), number(daemon, key)?)));
+        type Count = fn(&ControlDaemon) -> u32;
+        let counts: [(&str, &str, Count); 3] = [
+            ("control_daemon_restarts", "How often the control daemon was started anew.", |daemon| {
+                daemon.restarts
+            }),
+            ("server_restarts", "How often another MPS server took the place of the one before.", |daemon| {
+                daemon.server_restarts
+            }),
+            ("faults", "Fatal GPU errors of MPS servers.", |daemon| daemon.faults),
+        ];
+        for (name, help, count) in counts {
+            let values = daemons.iter().map(|daemon| (labels(daemon), count(daemon).into()));
             to.counter(name, help, values)?;
         }
         Ok(())
@@ -170,9 +167,9 @@ impl Facts {
             "The GPUs that are configured.",
             gpus.iter().map(|gpu| {
                 let mut labels = gpu_labels(gpu);
-                labels.push(("model", text(gpu, "model")));
-                labels.push(("pci", text(gpu, "pci_bdf")));
-                labels.push(("control_daemon", text(gpu, "control_daemon")));
+                labels.push(("model", text(gpu.model.as_ref())));
+                labels.push(("pci", printable(&gpu.pci_bdf)));
+                labels.push(("control_daemon", printable(&gpu.control_daemon)));
                 labels
             }),
         )?;
@@ -180,30 +177,30 @@ impl Facts {
             "gpu_healthy",
             "Whether a client of the GPU that starts now is served with its limits.",
             None,
-            gpus.iter().map(|gpu| (gpu_labels(gpu), flag(is_true(gpu, "healthy")))),
+            gpus.iter().map(|gpu| (gpu_labels(gpu), flag(gpu.healthy))),
         )?;
         to.gauge(
             "gpu_devices",
             "The virtual devices that the GPU is cut into.",
             None,
-            gpus.iter().filter_map(|gpu| Some((gpu_labels(gpu), number(gpu, "virtual_num")?))),
+            gpus.iter().map(|gpu| (gpu_labels(gpu), i64::from(gpu.virtual_num))),
         )?;
         to.gauge(
             "gpu_memory",
             "The memory of the GPU.",
             Some(Unit::Bytes),
-            gpus.iter().filter_map(|gpu| Some((gpu_labels(gpu), bytes(gpu, "mps_memory_total")?))),
+            gpus.iter().filter_map(|gpu| Some((gpu_labels(gpu), bytes(gpu.mps_memory_total?)))),
         )
     }
 
     fn devices(&self, to: &mut Families<'_>) -> fmt::Result {
         let devices = &self.devices;
-        to.info("device_info", "The virtual devices.", devices.iter().map(device_labels))?;
+        to.info("device_info", "The virtual devices.", devices.iter().map(|device| device_labels(device)))?;
         to.gauge(
             "device_healthy",
             "Whether a client of the virtual device that starts now is served with its limits.",
             None,
-            devices.iter().map(|device| (device_labels(device), flag(is_true(device, "healthy")))),
+            devices.iter().map(|device| (device_labels(device), flag(device.healthy))),
         )?;
         to.gauge(
             "device_memory_limit",
@@ -211,21 +208,21 @@ impl Facts {
             Some(Unit::Bytes),
             devices
                 .iter()
-                .filter_map(|device| Some((device_labels(device), bytes(device, "mps_memory_limit")?))),
+                .filter_map(|device| Some((device_labels(device), bytes(device.mps_memory_limit?)))),
         )?;
         to.gauge(
             "device_threads_limit",
             "The share of the GPU's threads that each client of the virtual device may have active.",
             Some(Unit::Other("ratio".to_owned())),
-            devices.iter().filter_map(|device| {
-                Some((device_labels(device), number(device, "mps_thread_percentage")? as f64 / 100.0))
-            }),
+            devices
+                .iter()
+                .map(|device| (device_labels(device), f64::from(device.mps_thread_percentage) / 100.0)),
         )?;
         to.gauge(
             "device_limits_enforced",
             "Whether the GPU enforces the two limits.",
             None,
-            devices.iter().map(|device| (device_labels(device), flag(is_true(device, "limits_enforced")))),
+            devices.iter().map(|device| (device_labels(device), flag(device.limits_enforced))),
         )
     }
 
@@ -237,12 +234,9 @@ impl Facts {
             [(Vec::new(), flag(self.clients.is_some()))],
         )?;
         let Some(clients) = &self.clients else { return Ok(()) };
-        let of_gpu = |gpu: &Object, bypass: bool| {
-            let uuid = gpu.get("device_path");
-            let there = clients.iter().filter(|client| {
-                uuid.is_some() && client.get("gpu") == uuid && is_true(client, "bypass") == bypass
-            });
-            there.count()
+        let of_gpu = |gpu: &Gpu, bypass: bool| {
+            let on_it = |client: &&Listed<Client>| gpu.device_path.as_ref() == Some(&client.gpu);
+            clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count()
         };
         to.gauge(
             "gpu_clients",
@@ -257,7 +251,7 @@ impl Facts {
             self.gpus.iter().map(|gpu| (gpu_labels(gpu), of_gpu(gpu, true))),
         )?;
         let used = self.used(clients);
-        let of_device = |device: &Object| used.get(&text(device, "addr")).copied().unwrap_or_default();
+        let of_device = |device: &Device| used.get(device.addr.as_str()).copied().unwrap_or_default();
         to.gauge(
             "device_clients",
             "The processes that say that they were given the virtual device.",
@@ -272,21 +266,20 @@ impl Facts {
         )
     }
 
-    /// What the clients use, by the slice that each was given on its GPU.
-    fn used(&self, clients: &[Object]) -> BTreeMap<String, Used> {
-        let mut used: BTreeMap<String, Used> = BTreeMap::new();
-        for client in clients.iter().filter(|client| !is_true(client, "bypass")) {
-            let given = text(client, "device");
-            let given: BTreeSet<&str> = given.split(',').map(str::trim).collect();
-            // Two slices of one GPU can't be joined: whoever names both has one.
+    /// The clients of each slice and their memory, by the slice that each client was given on its GPU.
+    fn used(&self, clients: &[Listed<Client>]) -> BTreeMap<&str, Used> {
+        let mut used: BTreeMap<&str, Used> = BTreeMap::new();
+        for client in clients.iter().filter(|client| !client.bypass) {
+            let given: BTreeSet<&str> =
+                client.device.iter().flat_map(|all| all.split(',')).map(str::trim).collect();
+            // Two slices of one GPU can't be joined: a client that names both has one.
             let device = self.devices.iter().find(|device| {
-                given.contains(text(device, "addr").as_str())
-                    && device.get("device_path") == client.get("gpu")
+                given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
             });
             if let Some(device) = device {
-                let used = used.entry(text(device, "addr")).or_default();
+                let used = used.entry(&device.addr).or_default();
                 used.clients += 1;
-                used.bytes += bytes(client, "memory_mib").unwrap_or_default();
+                used.bytes += client.memory_mib.map(bytes).unwrap_or_default();
             }
         }
         used
@@ -296,19 +289,19 @@ impl Facts {
 #[derive(Debug, Clone, Copy, Default)]
 struct Used {
     clients: usize,
-    bytes: u64,
+    bytes: i64,
 }
 
 /// The address goes with the UUID: the platform has the one, NVIDIA's exporters have the other.
-fn gpu_labels(gpu: &Object) -> Labels {
-    vec![("gpu", text(gpu, "addr")), ("uuid", text(gpu, "device_path"))]
+fn gpu_labels(gpu: &Gpu) -> Labels {
+    vec![("gpu", printable(&gpu.addr)), ("uuid", text(gpu.device_path.as_ref()))]
 }
 
-fn device_labels(device: &Object) -> Labels {
+fn device_labels(device: &Device) -> Labels {
     vec![
-        ("device", text(device, "addr")),
-        ("gpu", text(device, "base_addr")),
-        ("uuid", text(device, "device_path")),
+        ("device", printable(&device.addr)),
+        ("gpu", printable(&device.base_addr)),
+        ("uuid", text(device.device_path.as_ref())),
     ]
 }
 
@@ -324,21 +317,12 @@ fn states(known: &[&str], current: &str, labels: &Labels) -> Vec<(Labels, u64)> 
     all.map(sample).collect()
 }
 
-fn text(object: &Object, key: &str) -> String {
-    object.get(key).and_then(Value::as_str).map(printable).unwrap_or_default()
+fn text(known: Option<&String>) -> String {
+    known.map(|text| printable(text)).unwrap_or_default()
 }
 
-fn number(object: &Object, key: &str) -> Option<u64> {
-    object.get(key).and_then(Value::as_u64)
-}
-
-/// Of a value in MiB.
-fn bytes(object: &Object, key: &str) -> Option<u64> {
-    number(object, key).map(|mib| mib << 20)
-}
-
-fn is_true(object: &Object, key: &str) -> bool {
-    object.get(key) == Some(&Value::Bool(true))
+fn bytes(mib: i32) -> i64 {
+    i64::from(mib) << 20
 }
 
 fn flag(is: bool) -> u64 {

@@ -4,12 +4,13 @@ use std::io::Write;
 use std::time::SystemTime;
 
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::ctl::show::table::{cell, cell_with_unit, health, pairs, table};
+use crate::ctl::show::table::{Shown, health, pairs, table, with_unit};
 use crate::ctl::show::time;
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::{Client, ClientError, Object};
+use crate::dbus::proxy::{DaemonProxy, Listed};
+use crate::dbus::rows::{ControlDaemon, Event, Gpu, Service};
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
@@ -19,16 +20,16 @@ pub(in crate::ctl) struct Arguments {
 }
 
 pub(in crate::ctl) async fn status(
-    client: &Client,
+    daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    let service = client.service().await?;
-    let control_daemons = client.control_daemons().await?;
-    let events = client.events().await?;
-    let gpus = match client.gpus().await {
+    let service = daemon.service().await?;
+    let control_daemons = daemon.control_daemons().await?;
+    let events = daemon.events().await?;
+    let gpus = match daemon.gpus().await {
         // The service's own state says that it is still starting; the rest of the screen is worth showing.
-        Err(ClientError::Refused { name, .. }) if name.ends_with(".NotReady") => Vec::new(),
+        Err(error) if error.is("NotReady") => Vec::new(),
         answer => answer?,
     };
     if arguments.json {
@@ -44,28 +45,31 @@ pub(in crate::ctl) async fn status(
     print_events(out, &events, now)
 }
 
-fn print_service(out: &mut dyn Write, service: &Object) -> Result<(), Error> {
-    let text = |key| cell(service, key);
-    let driver = match (text("driver_version"), text("state").as_str()) {
-        (version, "disabled") if version.is_empty() => "not looked for".to_owned(),
-        (version, _) if version.is_empty() => "none".to_owned(),
-        (version, _) => version,
+fn print_service(out: &mut dyn Write, service: &Service) -> Result<(), Error> {
+    let driver = match (service.driver_version.as_str(), service.state.as_str()) {
+        ("", "disabled") => "not looked for".to_owned(),
+        ("", _) => "none".to_owned(),
+        _ => service.driver_version.shown(),
     };
     let mut lines = pairs();
-    lines.add_row(["State:".to_owned(), text("state")]);
-    if !text("state_reason").is_empty() {
-        lines.add_row(["Reason:".to_owned(), text("state_reason")]);
+    lines.add_row(["State:".to_owned(), service.state.shown()]);
+    if !service.state_reason.is_empty() {
+        lines.add_row(["Reason:".to_owned(), service.state_reason.shown()]);
     }
-    lines.add_row(["Version:".to_owned(), text("version")]);
+    lines.add_row(["Version:".to_owned(), service.version.shown()]);
     lines.add_row(["Driver:".to_owned(), driver]);
-    lines.add_row(["Generation:".to_owned(), text("generation")]);
-    lines.add_row(["Pipe directory:".to_owned(), text("pipe_directory")]);
-    lines.add_row(["Log directory:".to_owned(), text("log_directory")]);
+    lines.add_row(["Generation:".to_owned(), service.generation.shown()]);
+    lines.add_row(["Pipe directory:".to_owned(), service.pipe_directory.shown()]);
+    lines.add_row(["Log directory:".to_owned(), service.log_directory.shown()]);
     writeln!(out, "{lines}")?;
     Ok(())
 }
 
-fn print_control_daemons(out: &mut dyn Write, daemons: &[Object], now: SystemTime) -> Result<(), Error> {
+fn print_control_daemons(
+    out: &mut dyn Write,
+    daemons: &[Listed<ControlDaemon>],
+    now: SystemTime,
+) -> Result<(), Error> {
     if daemons.is_empty() {
         return Ok(());
     }
@@ -73,25 +77,24 @@ fn print_control_daemons(out: &mut dyn Write, daemons: &[Object], now: SystemTim
         ["Control daemon", "State", "Since", "For", "PID", "Servers", "Multi-user", "Starts", "Reason"];
     let mut table = table(&heads).leave_out(&["Since", "Multi-user", "Starts", "Servers", "For"]);
     for daemon in daemons {
-        let text = |key| cell(daemon, key);
-        let since = daemon.get("since").and_then(Value::as_u64).map(time::from_seconds);
+        let since = time::from_seconds(daemon.since);
         table.add_row([
-            text("id"),
-            text("state"),
-            since.map_or_else(|| "-".to_owned(), time::local),
-            since.map_or_else(|| "-".to_owned(), |since| time::age(since, now)),
-            text("pid"),
-            text("servers"),
-            text("multiuser"),
-            text("starts"),
-            text("reason"),
+            daemon.id.shown(),
+            daemon.state.shown(),
+            time::local(since),
+            time::age(since, now),
+            daemon.pid.shown(),
+            daemon.servers.shown(),
+            daemon.multiuser.shown(),
+            daemon.starts.shown(),
+            daemon.reason.shown(),
         ]);
     }
     writeln!(out, "\n{table}")?;
     Ok(())
 }
 
-fn print_gpus(out: &mut dyn Write, gpus: &[Object]) -> Result<(), Error> {
+fn print_gpus(out: &mut dyn Write, gpus: &[Listed<Gpu>]) -> Result<(), Error> {
     if gpus.is_empty() {
         return Ok(());
     }
@@ -110,31 +113,30 @@ fn print_gpus(out: &mut dyn Write, gpus: &[Object]) -> Result<(), Error> {
     let mut table = table(&heads).leave_out(&["Enforced", "Compute mode", "Model", "confirmed"]);
     for gpu in gpus {
         table.add_row([
-            cell(gpu, "addr"),
-            cell(gpu, "model"),
-            cell(gpu, "compute_mode"),
-            cell(gpu, "virtual_num"),
-            cell_with_unit(gpu, "mps_thread_percentage", "%"),
-            cell_with_unit(gpu, "confirmed_thread_percentage", "%"),
-            cell_with_unit(gpu, "mps_memory_limit", "MiB"),
-            cell_with_unit(gpu, "confirmed_memory_limit", "MiB"),
-            cell(gpu, "limits_enforced"),
-            health(gpu),
+            gpu.addr.shown(),
+            gpu.model.shown(),
+            gpu.compute_mode.shown(),
+            gpu.virtual_num.shown(),
+            with_unit(Some(gpu.mps_thread_percentage), "%"),
+            with_unit(gpu.confirmed_thread_percentage, "%"),
+            with_unit(gpu.mps_memory_limit, "MiB"),
+            with_unit(gpu.confirmed_memory_limit, "MiB"),
+            gpu.limits_enforced.shown(),
+            health(gpu.healthy, &gpu.reason),
         ]);
     }
     writeln!(out, "\n{table}")?;
     Ok(())
 }
 
-fn print_events(out: &mut dyn Write, events: &[Object], now: SystemTime) -> Result<(), Error> {
+fn print_events(out: &mut dyn Write, events: &[Listed<Event>], now: SystemTime) -> Result<(), Error> {
     if events.is_empty() {
         return Ok(());
     }
     let mut lines = pairs();
     for event in events {
-        let at = event.get("at").and_then(Value::as_u64).map(time::from_microseconds);
-        let at = at.map_or_else(|| "-".to_owned(), |at| time::local_and_age(at, now));
-        lines.add_row([format!("  {at}"), cell(event, "text")]);
+        let at = time::local_and_age(time::from_microseconds(event.at), now);
+        lines.add_row([format!("  {at}"), event.text.shown()]);
     }
     writeln!(out, "\nLast events:\n{lines}")?;
     Ok(())

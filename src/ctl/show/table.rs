@@ -4,9 +4,8 @@
 use std::fmt;
 
 use comfy_table::{Cell, Color, ColumnConstraint, ContentArrangement};
-use serde_json::Value;
 
-use crate::dbus::proxy::Object;
+use crate::dbus::rows::PcieInfo;
 
 /// Borders of `+---+`, nothing between the rows.
 const LOOK: &str = "||--+-++|    ++++++";
@@ -159,39 +158,52 @@ fn state_colour(text: &str) -> Option<Color> {
     }
 }
 
-/// The text of one value of a dictionary; `-` where it is not known, JSON where it is a dictionary itself.
-pub(in crate::ctl) fn cell(object: &Object, key: &str) -> String {
-    match object.get(key) {
-        None => "-".to_owned(),
-        Some(Value::String(text)) => printable(text),
-        Some(Value::Array(items)) if items.is_empty() => "-".to_owned(),
-        Some(Value::Array(items)) => {
-            let texts: Vec<String> = items.iter().map(|item| printable(&plain(item))).collect();
-            texts.join(" ")
+/// A value that a table can show.
+pub(in crate::ctl) trait Shown {
+    /// Its text; `-` if it is not known, or an empty list.
+    fn shown(&self) -> String;
+}
+
+impl Shown for String {
+    fn shown(&self) -> String {
+        printable(self)
+    }
+}
+
+macro_rules! shown {
+    ($($plain:ty),*) => { $(
+        impl Shown for $plain {
+            fn shown(&self) -> String {
+                printable(&self.to_string())
+            }
         }
-        Some(other) => printable(&other.to_string()),
+    )* };
+}
+
+shown!(bool, i32, u32, u64, PcieInfo);
+
+impl<T: Shown> Shown for Option<T> {
+    fn shown(&self) -> String {
+        self.as_ref().map_or_else(|| "-".to_owned(), Shown::shown)
     }
 }
 
-/// The same with a unit behind it, where it is known.
-pub(in crate::ctl) fn cell_with_unit(object: &Object, key: &str, unit: &str) -> String {
-    if object.contains_key(key) { format!("{} {unit}", cell(object, key)) } else { "-".to_owned() }
-}
-
-/// Whether it works, and what there is to know.
-pub(in crate::ctl) fn health(object: &Object) -> String {
-    let word = if object.get("healthy") == Some(&Value::Bool(true)) { "healthy" } else { "not healthy" };
-    match object.get("reason").and_then(Value::as_str) {
-        None | Some("") => word.to_owned(),
-        Some(reason) => format!("{word}: {}", printable(reason)),
+impl<T: Shown> Shown for Vec<T> {
+    fn shown(&self) -> String {
+        let texts: Vec<String> = self.iter().map(Shown::shown).collect();
+        if texts.is_empty() { "-".to_owned() } else { texts.join(" ") }
     }
 }
 
-fn plain(value: &Value) -> String {
-    match value {
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    }
+/// The text of a number with a unit behind it; `-` if it is not known.
+pub(in crate::ctl) fn with_unit(number: Option<i32>, unit: &str) -> String {
+    number.map_or_else(|| "-".to_owned(), |number| format!("{number} {unit}"))
+}
+
+/// Whether a GPU or a slice works, and what there is to know.
+pub(in crate::ctl) fn health(healthy: bool, reason: &str) -> String {
+    let word = if healthy { "healthy" } else { "not healthy" };
+    if reason.is_empty() { word.to_owned() } else { format!("{word}: {}", printable(reason)) }
 }
 
 /// Text without control characters: some of it comes from other processes, and none of it may command the terminal.
@@ -300,9 +312,10 @@ mod tests {
     }
 
     #[test]
-    fn a_dictionary_is_shown_as_json_with_sorted_keys() {
-        let object = serde_json::json!({"pcie_info": {"version": "3.0", "lane_width": 16}});
-        assert_eq!(cell(object.as_object().unwrap(), "pcie_info"), r#"{"lane_width":16,"version":"3.0"}"#);
+    fn a_value_that_is_not_known_is_a_dash() {
+        let known = (Some(7), "a\u{1b}".to_owned(), vec![1u32, 2]);
+        assert_eq!([known.0.shown(), known.1.shown(), known.2.shown()], ["7", "a\u{fffd}", "1 2"]);
+        assert_eq!([None::<u32>.shown(), Vec::<u32>::new().shown(), with_unit(None, "%")], ["-"; 3]);
     }
 
     #[test]
