@@ -10,7 +10,7 @@ bus = dbus.SystemBus()
 def show(generation=None):
     proxy = bus.get_object("io.yunion.Mps1", "/io/yunion/Mps1/Manager", follow_name_owner_changes=True)
     for device in dbus.Interface(proxy, "io.yunion.Mps1.Manager").ListDevices():
-        # What is not known is left out: ask for such keys with get.
+        # An unknown value has no key, so such keys are read with get.
         health = "healthy" if device["healthy"] else "not healthy: " + device["reason"]
         print(device["addr"], device.get("device_path", "-"), device.get("mps_memory_limit", "-"), "MiB", health)
     print(flush=True)

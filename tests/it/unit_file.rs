@@ -83,7 +83,7 @@ fn a_stop_may_take_as_long_as_the_configuration_allows() {
     let time = unit.lines().find_map(|line| line.strip_prefix("TimeoutStopSec=")).unwrap();
     let minutes: u64 = time.strip_suffix("min").unwrap().parse().unwrap();
     let longest = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/config/host.conf")).unwrap();
-    let longest = longest.lines().find(|line| line.contains("is sent SIGTERM.")).unwrap();
+    let longest = longest.lines().find(|line| line.contains("and SIGTERM for a control daemon.")).unwrap();
     let longest: u64 = longest.split("1 to ").nth(1).unwrap().trim_end_matches('.').parse().unwrap();
     assert!(minutes * 60 >= longest + 60, "TimeoutStopSec={time}, cuda_mps_quit_timeout up to {longest} s");
 }
