@@ -1,4 +1,4 @@
-//! What a simulated host is made of: the cards on its PCI bus and its driver.
+//! The parts of a simulated host: the cards on its PCI bus and its driver.
 
 use serde::Deserialize;
 
@@ -8,7 +8,7 @@ use serde::Deserialize;
 pub struct Board {
     /// The driver's version, `580.159.04`.
     pub driver: String,
-    /// Which version of the MPS control daemon answers: 535, 550, 555 or 580.
+    /// The version of the MPS control daemon: 535, 550, 555 or 580.
     pub mps: u32,
     /// The cards, in PCI order.
     pub cards: Vec<Card>,
@@ -23,21 +23,21 @@ pub struct Board {
 pub struct Card {
     /// The full address, `0000:00:06.0`.
     pub pci: String,
-    /// Vendor and device, `10de:1b38`.
+    /// The vendor and the device number, `10de:1b38`.
     pub id: String,
     /// The vendor's name in pci.ids.
     pub vendor_name: String,
     /// The device's name in pci.ids, `GP102GL [Tesla P40]`.
     pub device_name: String,
-    /// The NUMA node, -1 for none.
+    /// The NUMA node. -1 if there is none.
     pub numa_node: i32,
     /// The PCI Express generation of the link: 3 is 8 GT/s, 5 is 32 GT/s.
     pub link_gen: u32,
-    /// The lanes of the link.
+    /// The number of lanes of the link.
     pub link_width: u32,
-    /// Its entry in the device file, the path apart.
+    /// Its entry in the device file, without the path.
     pub entry: Entry,
-    /// What NVML knows of it; none for the cards of others.
+    /// The facts that NVML reports about it. None for the cards of other vendors.
     pub gpu: Option<GpuFacts>,
 }
 
@@ -48,11 +48,11 @@ pub struct Entry {
     /// `NVIDIA_MPS` and the like.
     #[serde(rename = "type")]
     pub kind: String,
-    /// How many virtual devices it is cut into.
+    /// The number of its virtual devices.
     pub virtual_number: u32,
 }
 
-/// What the driver says of an NVIDIA GPU.
+/// The facts that the driver reports about an NVIDIA GPU.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GpuFacts {
@@ -60,15 +60,15 @@ pub struct GpuFacts {
     pub uuid: String,
     /// NVML's name, `NVIDIA H200`.
     pub name: String,
-    /// Total memory in MiB, the reserved part included.
+    /// The total memory in MiB, with the reserved part.
     pub memory_total_mib: u64,
     /// The reserved part in KiB.
     pub memory_reserved_kib: u64,
-    /// `9.0`.
+    /// The compute capability, `9.0`.
     pub compute_capability: String,
-    /// Streaming multiprocessors.
+    /// The number of streaming multiprocessors.
     pub sms: u32,
-    /// Whether MIG is on; none where the GPU can't do MIG.
+    /// Whether MIG mode is enabled. None if the GPU has no MIG mode.
     pub mig: Option<bool>,
 }
 
@@ -79,10 +79,10 @@ const BOARDS: [(&str, &str); 4] = [
     ("mixed", include_str!("../boards/mixed.yaml")),
 ];
 
-/// The board of that name.
+/// The board with this name.
 ///
 /// # Errors
-/// Names the boards there are when this one is unknown.
+/// The board is unknown. The error lists the known boards.
 pub fn load(name: &str) -> Result<Board, String> {
     let Some((_, text)) = BOARDS.iter().find(|(known, _)| *known == name) else {
         let known: Vec<&str> = BOARDS.iter().map(|(known, _)| *known).collect();

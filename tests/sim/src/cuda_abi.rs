@@ -1,6 +1,5 @@
-//! The C ABI of CUDA's driver, as far as a program needs it that looks at its first GPU, allocates, and runs kernels one
-//! after the other. A kernel computes nothing; it takes the time that its second parameter, a number of rounds, stands
-//! for.
+//! The C ABI of CUDA's driver for a program that looks at its first GPU, allocates memory, and runs kernels one after
+//! the other. A kernel computes nothing. It takes the time that belongs to its second parameter, a number of rounds.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -24,24 +23,25 @@ const INVALID_CONTEXT: c_uint = 201;
 const INVALID_PTX: c_uint = 218;
 const NOT_FOUND: c_uint = 500;
 
-/// The attributes that are asked for.
+/// The attributes that programs ask for.
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const MEMORY_POOLS_SUPPORTED: c_int = 115;
 
-/// What a kernel takes for each of its rounds.
+/// The duration of one round of a kernel.
 const NANOSECONDS_A_ROUND: u64 = 40;
 
 const MIB: u64 = 1024 * 1024;
 
-/// What the process has of its first GPU.
+/// The state of the process on its first GPU.
 struct Process {
     context: Option<Context>,
-    /// Blocks of memory by address, in bytes.
+    /// The allocated blocks of memory by address, with their sizes in bytes.
     memory: BTreeMap<u64, u64>,
     next_address: u64,
-    /// The text of the loaded module.
+    /// The source of the loaded module.
     module: String,
-    /// How long the kernels take that were launched and not waited for, and whether they fill what the process has.
+    /// The duration of the launched kernels that nobody has waited for yet, and whether they fill the GPU as the
+    /// process sees it.
     launched: Duration,
     wide: bool,
 }
@@ -71,7 +71,7 @@ unsafe fn put<T>(place: *mut T, value: T) -> Answer {
     if place.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: not null, and the caller vouches for the rest.
+    // SAFETY: the pointer is not null, and the caller guarantees the rest.
     unsafe { place.write(value) };
     Ok(())
 }
@@ -126,7 +126,7 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _
     finish(found.and_then(|found| unsafe { put(value, found) }))
 }
 
-/// The one context there is.
+/// The only context.
 const CONTEXT: *mut c_void = 0x10 as *mut c_void;
 
 #[unsafe(no_mangle)]
@@ -223,7 +223,7 @@ extern "C" fn cuMemFree_v2(address: u64) -> c_uint {
     finish(freed.map(|_| ()).ok_or(INVALID_VALUE))
 }
 
-/// The one module and the one function there are.
+/// The only module and the only function.
 const MODULE: *mut c_void = 0x20 as *mut c_void;
 const FUNCTION: *mut c_void = 0x30 as *mut c_void;
 
@@ -233,7 +233,7 @@ unsafe fn text(text: *const c_char) -> Result<String, c_uint> {
     if text.is_null() {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: not null, and the caller vouches for the rest.
+    // SAFETY: the pointer is not null, and the caller guarantees the rest.
     Ok(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
@@ -307,7 +307,8 @@ unsafe extern "C" fn cuLaunchKernel(
     0
 }
 
-/// Waits for the kernels. One that fills what its process has, or that runs without MPS, has the GPU to itself.
+/// Waits for the kernels. A kernel that fills its process's multiprocessors, or that runs without MPS, has the GPU to
+/// itself.
 #[unsafe(no_mangle)]
 extern "C" fn cuStreamSynchronize(_stream: *mut c_void) -> c_uint {
     let mut process = process();
@@ -323,7 +324,7 @@ extern "C" fn cuStreamSynchronize(_stream: *mut c_void) -> c_uint {
     }
     let worked = context.work(Instant::now() + time);
     drop(turn);
-    // Who waits for its turn gets it before this process comes again.
+    // The pause lets a waiting process have its turn first.
     std::thread::sleep(Duration::from_micros(200));
     finish(worked)
 }
@@ -331,7 +332,7 @@ extern "C" fn cuStreamSynchronize(_stream: *mut c_void) -> c_uint {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(error: c_uint, place: *mut *const c_char) -> c_uint {
     let text = std::ffi::CString::new(client::text(error)).unwrap_or_default();
-    // The caller keeps it for good: errors are few.
+    // The caller keeps the text for ever. Errors are rare.
     // SAFETY: CUDA's caller gives a valid pointer or null.
     finish(unsafe { put(place, text.into_raw().cast_const()) })
 }

@@ -1,4 +1,4 @@
-//! Makes the files of a simulated host: what the kernel, udev and an administrator would have put there.
+//! Makes the files of a simulated host, which the kernel, udev and an administrator make on a real one.
 
 use std::fs;
 use std::io;
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use crate::board::{Board, Card, GpuFacts};
 use crate::state::{Pci, write};
 
-/// Makes the host of a board in a directory that doesn't exist yet or is empty. `slices` replaces the number of slices
-/// of every GPU; `programs` is where this crate's programs and its library are.
+/// Makes the host of a board in a directory that is empty or does not exist yet. `slices` replaces the number of slices
+/// of every GPU. `programs` is the directory with this crate's programs and its library.
 ///
 /// # Errors
-/// Names what couldn't be written.
+/// Something can't be written. The error names it.
 pub fn create(board: &Board, root: &Path, slices: Option<u32>, programs: &Path) -> Result<(), String> {
     let taken = fs::read_dir(root).is_ok_and(|mut entries| entries.next().is_some());
     if taken {
@@ -29,7 +29,7 @@ pub fn create(board: &Board, root: &Path, slices: Option<u32>, programs: &Path) 
     made().map_err(|error| format!("{}: {error}", root.display()))
 }
 
-/// What a shell has to export to be on the host.
+/// The variables that a shell has to export to use the host.
 pub fn exports(root: &Path) -> String {
     let root = format!("'{}'", root.display().to_string().replace('\'', r"'\''"));
     format!(
@@ -38,7 +38,7 @@ pub fn exports(root: &Path) -> String {
     )
 }
 
-/// /sys, /dev and pci.ids.
+/// Makes /sys, /dev and pci.ids.
 fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
     let dev = sysroot.join("dev");
     let by_path = dev.join("dri/by-path");
@@ -72,13 +72,13 @@ fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
     fs::write(hwdata.join("pci.ids"), pci_ids(board))
 }
 
-/// A device node that every user may open, as the driver makes it.
+/// Makes a device node that every user may open, as the driver does.
 fn for_everybody(path: &Path) -> io::Result<()> {
     fs::write(path, "")?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o666))
 }
 
-/// One device's directory, as the kernel lays it out; gives its path below /sys.
+/// Makes one device's directory in the kernel's layout, and returns its path below /sys.
 fn device(card: &Card, sysroot: &Path, nodes: &[&str]) -> io::Result<String> {
     let (bus, _) = card.pci.rsplit_once(':').unwrap_or_default();
     let path = format!("devices/pci{bus}/{}", card.pci);
@@ -107,7 +107,7 @@ fn device(card: &Card, sysroot: &Path, nodes: &[&str]) -> io::Result<String> {
     Ok(path)
 }
 
-/// The rate in GT/s as sysfs writes it, and its code in the Link Capabilities register.
+/// The rate in GT/s in the spelling of sysfs, and its code in the Link Capabilities register.
 fn link_speed(generation: u32) -> (&'static str, u32) {
     match generation {
         1 => ("2.5", 1),
@@ -119,7 +119,7 @@ fn link_speed(generation: u32) -> (&'static str, u32) {
     }
 }
 
-/// 256 bytes of PCI configuration space: the identification, a power management capability, and behind it the PCI
+/// 256 bytes of PCI configuration space: the identification, a power management capability, and after it the PCI
 /// Express capability with the link's speed and width.
 fn config_space(card: &Card) -> Vec<u8> {
     const POWER: u8 = 0x60;
@@ -136,13 +136,13 @@ fn config_space(card: &Card) -> Vec<u8> {
     };
     put(0x00, &hex(vendor));
     put(0x02, &hex(model));
-    // Status: there is a list of capabilities.
+    // Status: the device has a list of capabilities.
     put(0x06, &[0x10, 0x00]);
     // Class 0302, a 3D controller.
     put(0x09, &[0x00, 0x02, 0x03]);
     put(0x34, &[POWER]);
     put(POWER, &[0x01, EXPRESS]);
-    // Version 2, a legacy endpoint, the last in the list.
+    // Version 2, a legacy endpoint, the last capability in the list.
     put(EXPRESS, &[0x10, 0x00, 0x12, 0x00]);
     put(EXPRESS + 0x0c, &link_capabilities);
     space
@@ -176,7 +176,7 @@ fn pci_ids(board: &Board) -> String {
     text + "C 03  Display controller\n\t02  3D controller\n"
 }
 
-/// host.conf and the device file.
+/// Makes host.conf and the device file.
 fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<()> {
     let yunion = root.join("sysroot/etc/yunion");
     fs::create_dir_all(&yunion)?;
@@ -209,7 +209,7 @@ fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<
     fs::write(yunion.join(file), devices)
 }
 
-/// What the driver keeps: the GPUs' state, and that of MPS.
+/// Makes the state that the driver keeps: for the GPUs and for MPS.
 fn driver(board: &Board, root: &Path) -> io::Result<()> {
     write(&root.join("driver"), &board.driver)?;
     fs::create_dir_all(root.join("mps/fault"))?;
@@ -220,7 +220,7 @@ fn driver(board: &Board, root: &Path) -> io::Result<()> {
         let processes = directory.join("processes");
         fs::create_dir_all(&processes)?;
         fs::create_dir_all(directory.join("error"))?;
-        // CUDA programs of every user enter themselves.
+        // CUDA programs of every user add themselves here.
         fs::set_permissions(&processes, fs::Permissions::from_mode(0o1777))?;
         for (name, text) in values(index, card, facts) {
             write(&directory.join(name), &text)?;
@@ -249,7 +249,7 @@ fn values(index: usize, card: &Card, facts: &GpuFacts) -> Vec<(&'static str, Str
     values
 }
 
-/// The programs and the libraries, under the names that a host has them.
+/// Links the programs and the libraries under the names that they have on a real host.
 fn links(root: &Path, programs: &Path) -> io::Result<()> {
     let (bin, lib) = (root.join("bin"), root.join("lib"));
     fs::create_dir_all(&bin)?;
@@ -257,19 +257,19 @@ fn links(root: &Path, programs: &Path) -> io::Result<()> {
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-smi", "cuda-client"] {
         symlink(programs.join(name), bin.join(name))?;
     }
-    // One file with the functions of both.
+    // One library has the functions of both.
     ["libnvidia-ml.so.1", "libcuda.so.1"]
         .into_iter()
         .try_for_each(|name| symlink(library(programs), lib.join(name)))
 }
 
-/// The library beside the programs. `cargo test` leaves it in deps/ only, and there it is never older.
+/// The library beside the programs. `cargo test` writes it only to deps/, and that file is never older.
 fn library(programs: &Path) -> PathBuf {
     let [deps, beside] = ["deps/libnvidia_ml.so", "libnvidia_ml.so"].map(|name| programs.join(name));
     if deps.exists() { deps } else { beside }
 }
 
-/// Replaces the host's library by a copy in which that function can't be looked up, as with a driver that is too old.
+/// Replaces the host's library by a copy in which a function can't be found, as with a driver that is too old.
 ///
 /// # Errors
 /// The library has no such function, or a file can't be read or written.
@@ -277,7 +277,8 @@ pub fn without_function(root: &Path, function: &str) -> Result<(), String> {
     let library = root.join("lib/libnvidia-ml.so.1");
     let failed = |error: io::Error| format!("{}: {error}", library.display());
     let mut bytes = fs::read(&library).map_err(failed)?;
-    // The dynamic linker finds the name by its hash and then compares the text: another text, no such function.
+    // The dynamic linker finds the name by its hash and then compares the text. With another text, it finds no
+    // function.
     let name = [b"\0", function.as_bytes(), b"\0"].concat();
     let places: Vec<usize> =
         bytes.windows(name.len()).enumerate().filter(|(_, text)| *text == name).map(|(at, _)| at).collect();

@@ -1,4 +1,4 @@
-//! NVML's C ABI over the state files: the functions that nvml-wrapper looks up, with NVIDIA's structure layouts.
+//! NVML's C ABI on top of the state files: the functions that nvml-wrapper calls, with NVIDIA's structure layouts.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -14,11 +14,11 @@ use rustix::fs::inotify::{self, CreateFlags};
 use crate::state::{COMPUTE_MODES, Gpu, Host, Kind, Pci, code, injected};
 
 type Return = c_uint;
-/// The index plus one, so that it is never null.
+/// The index plus one, so that the handle is never null.
 type Device = *mut c_void;
 type Answer = Result<(), Return>;
 
-/// How often nvmlInit was called without a nvmlShutdown.
+/// The number of calls of nvmlInit without a nvmlShutdown.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
 #[repr(C)]
@@ -65,15 +65,15 @@ struct EventData {
     compute_instance_id: c_uint,
 }
 
-/// A set of events, which one thread at a time uses.
+/// A set of events. Only one thread at a time uses it.
 struct EventSet {
-    /// Turns readable when a file of one of its GPUs changes.
+    /// Becomes readable when a file of one of its GPUs changes.
     changes: OwnedFd,
-    /// Its GPUs, each with how many of its critical errors have been told.
+    /// Its GPUs, each with the number of its critical errors that have been reported.
     gpus: Vec<(Gpu, usize)>,
 }
 
-/// The kind of event that a critical error is, the only one there is here.
+/// The event type of critical errors, the only type that is simulated.
 const XID: c_ulonglong = 8;
 
 const MIB: u64 = 1024 * 1024;
@@ -82,7 +82,7 @@ fn finish(answer: Answer) -> Return {
     answer.err().unwrap_or(0)
 }
 
-/// The host, for a function that asks about no GPU.
+/// The host, for a function that needs no GPU.
 fn host(function: &str) -> Result<Host, Return> {
     let host = Host::from_env().map_err(|_| code::UNKNOWN)?;
     if USERS.load(Ordering::Relaxed) == 0 {
@@ -91,7 +91,7 @@ fn host(function: &str) -> Result<Host, Return> {
     injected(host.root(), function).map_or(Ok(host), Err)
 }
 
-/// Answers a function that asks about one GPU.
+/// Answers a function about one GPU.
 fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> Return {
     let gpu = || {
         let index = device.addr().checked_sub(1).and_then(|index| u32::try_from(index).ok());
@@ -102,7 +102,7 @@ fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> R
     finish(gpu().and_then(|gpu| answer(&gpu)))
 }
 
-/// What keeps that GPU from answering that function.
+/// The error that this GPU returns for this function, if there is one.
 fn check(function: &str, gpu: &Gpu) -> Answer {
     if let Some(code) = gpu.injected(function) {
         return Err(code);
@@ -116,7 +116,7 @@ unsafe fn put<T>(out: *mut T, value: T) -> Answer {
     if out.is_null() {
         return Err(code::INVALID_ARGUMENT);
     }
-    // SAFETY: not null, and the caller vouches for the rest.
+    // SAFETY: the pointer is not null, and the caller guarantees the rest.
     unsafe { out.write(value) };
     Ok(())
 }
@@ -144,7 +144,7 @@ unsafe fn text<'a>(text: *const c_char) -> Result<&'a str, Return> {
     if text.is_null() {
         return Err(code::INVALID_ARGUMENT);
     }
-    // SAFETY: not null, and the caller vouches for the end.
+    // SAFETY: the pointer is not null, and the caller guarantees that the string ends.
     unsafe { CStr::from_ptr(text) }.to_str().map_err(|_| code::INVALID_ARGUMENT)
 }
 
@@ -160,7 +160,7 @@ unsafe fn put_handle(
         let gpu = host(function)?.gpus().into_iter().find(wanted).ok_or(none)?;
         check(function, &gpu)?;
         let handle = usize::try_from(gpu.index).map_err(|_| code::UNKNOWN)? + 1;
-        // SAFETY: as the caller vouches.
+        // SAFETY: guaranteed by the caller.
         unsafe { put(device, std::ptr::without_provenance_mut(handle)) }
     };
     finish(find())
@@ -214,7 +214,7 @@ extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
 unsafe extern "C" fn nvmlSystemGetDriverVersion(version: *mut c_char, length: c_uint) -> Return {
     let answer = host("nvmlSystemGetDriverVersion").and_then(|host| {
         let driver = host.driver().ok_or(code::DRIVER_NOT_LOADED)?;
-        // SAFETY: NVML's caller gives `length` characters.
+        // SAFETY: NVML's caller provides `length` characters.
         unsafe { put_text(version, length, &driver) }
     });
     finish(answer)
@@ -225,7 +225,7 @@ unsafe extern "C" fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: c_ui
     let answer = host("nvmlSystemGetNVMLVersion").and_then(|host| {
         let driver = host.driver().ok_or(code::DRIVER_NOT_LOADED)?;
         let text = format!("{}.{driver}", host.cuda_version() / 1000);
-        // SAFETY: NVML's caller gives `length` characters.
+        // SAFETY: NVML's caller provides `length` characters.
         unsafe { put_text(version, length, &text) }
     });
     finish(answer)
@@ -235,7 +235,7 @@ unsafe extern "C" fn nvmlSystemGetNVMLVersion(version: *mut c_char, length: c_ui
 unsafe extern "C" fn nvmlSystemGetCudaDriverVersion_v2(version: *mut c_int) -> Return {
     let answer = host("nvmlSystemGetCudaDriverVersion_v2").and_then(|host| {
         let cuda = c_int::try_from(host.cuda_version()).map_err(|_| code::UNKNOWN)?;
-        // SAFETY: NVML's caller gives a valid pointer or null.
+        // SAFETY: NVML's caller passes a valid pointer or null.
         unsafe { put(version, cuda) }
     });
     finish(answer)
@@ -243,7 +243,7 @@ unsafe extern "C" fn nvmlSystemGetCudaDriverVersion_v2(version: *mut c_int) -> R
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlSystemGetCudaDriverVersion(version: *mut c_int) -> Return {
-    // SAFETY: the same function by its older name.
+    // SAFETY: this is the same function under its older name.
     unsafe { nvmlSystemGetCudaDriverVersion_v2(version) }
 }
 
@@ -251,7 +251,7 @@ unsafe extern "C" fn nvmlSystemGetCudaDriverVersion(version: *mut c_int) -> Retu
 unsafe extern "C" fn nvmlSystemGetProcessName(pid: c_uint, name: *mut c_char, length: c_uint) -> Return {
     let answer = host("nvmlSystemGetProcessName").and_then(|_| {
         let command = crate::mps::command_of(pid).ok_or(code::NOT_FOUND)?;
-        // SAFETY: NVML's caller gives `length` characters.
+        // SAFETY: NVML's caller provides `length` characters.
         unsafe { put_text(name, length, &command) }
     });
     finish(answer)
@@ -316,14 +316,14 @@ unsafe extern "C" fn nvmlDeviceGetIndex(device: Device, index: *mut c_uint) -> R
     ask("nvmlDeviceGetIndex", device, |gpu| unsafe { put(index, gpu.index) })
 }
 
-/// Answers a function that gives one number out of a file.
+/// Answers a function that returns one number from a file.
 ///
 /// # Safety
 /// `out` is null or may be written.
 unsafe fn put_number(function: &str, device: Device, file: &str, out: *mut c_uint) -> Return {
     ask(function, device, |gpu| {
         let number = gpu.number(file).ok_or(code::NOT_SUPPORTED)?;
-        // SAFETY: as the caller vouches.
+        // SAFETY: guaranteed by the caller.
         unsafe { put(out, c_uint::try_from(number).map_err(|_| code::UNKNOWN)?) }
     })
 }
@@ -390,7 +390,7 @@ unsafe extern "C" fn nvmlDeviceGetPciInfo_v3(device: Device, info: *mut PciInfo)
     })
 }
 
-/// The text with its end in a field of fixed size, cut if need be.
+/// The text with a NUL byte in a field of fixed size. The text is cut if it does not fit.
 fn characters<const N: usize>(text: &str) -> [c_char; N] {
     let mut field = [0; N];
     for (place, byte) in field.iter_mut().take(N - 1).zip(text.bytes()) {
@@ -399,7 +399,7 @@ fn characters<const N: usize>(text: &str) -> [c_char; N] {
     field
 }
 
-/// Total, reserved and used memory in bytes.
+/// The total, the reserved and the used memory, in bytes.
 fn memory(gpu: &Gpu) -> Result<(u64, u64, u64), Return> {
     let total = gpu.number("memory_total_mib").ok_or(code::NOT_SUPPORTED)? * MIB;
     let reserved = gpu.number("memory_reserved_kib").unwrap_or_default() * 1024;
@@ -411,7 +411,7 @@ fn memory(gpu: &Gpu) -> Result<(u64, u64, u64), Return> {
 unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, info: *mut Memory) -> Return {
     ask("nvmlDeviceGetMemoryInfo", device, |gpu| {
         let (total, reserved, used) = memory(gpu)?;
-        // The first version of the structure has no reserved part and counts it as used.
+        // The first version of the structure has no reserved part and counts that part as used.
         let used = used + reserved;
         // SAFETY: NVML's caller gives a valid pointer or null.
         unsafe { put(info, Memory { total, free: total - used, used }) }
@@ -422,7 +422,7 @@ unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, info: *mut Memory) 
 unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, info: *mut MemoryV2) -> Return {
     ask("nvmlDeviceGetMemoryInfo_v2", device, |gpu| {
         let version = c_uint::try_from(size_of::<MemoryV2>()).map_err(|_| code::UNKNOWN)? | 2 << 24;
-        // SAFETY: NVML's caller gives a structure whose version it has set, or null.
+        // SAFETY: NVML's caller passes null or a structure with its version set.
         if info.is_null() || unsafe { (*info).version } != version {
             return Err(code::ARGUMENT_VERSION_MISMATCH);
         }
@@ -493,7 +493,7 @@ unsafe fn put_processes(
         if count.is_null() {
             return Err(code::INVALID_ARGUMENT);
         }
-        // SAFETY: not null, and the caller vouches for it.
+        // SAFETY: the pointer is not null, and the caller guarantees the rest.
         let room = unsafe { count.replace(c_uint::try_from(wanted.len()).unwrap_or(c_uint::MAX)) };
         if usize::try_from(room).is_ok_and(|room| room < wanted.len()) {
             return Err(code::INSUFFICIENT_SIZE);
@@ -505,7 +505,7 @@ unsafe fn put_processes(
                 gpu_instance_id: c_uint::MAX,
                 compute_instance_id: c_uint::MAX,
             };
-            // SAFETY: there is room for as many entries as were found, by the check above.
+            // SAFETY: the check above ensures that there is room for all entries.
             unsafe { put(infos.wrapping_add(place), info)? };
         }
         Ok(())
@@ -519,7 +519,7 @@ unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
     infos: *mut ProcessInfo,
 ) -> Return {
     let kinds = [Kind::Server, Kind::Client, Kind::Compute];
-    // SAFETY: NVML's caller gives room for as many entries as it says.
+    // SAFETY: NVML's caller provides room for the stated number of entries.
     unsafe { put_processes("nvmlDeviceGetComputeRunningProcesses_v3", device, count, infos, &kinds) }
 }
 
@@ -529,7 +529,7 @@ unsafe extern "C" fn nvmlDeviceGetMPSComputeRunningProcesses_v3(
     count: *mut c_uint,
     infos: *mut ProcessInfo,
 ) -> Return {
-    // SAFETY: NVML's caller gives room for as many entries as it says.
+    // SAFETY: NVML's caller provides room for the stated number of entries.
     unsafe {
         put_processes("nvmlDeviceGetMPSComputeRunningProcesses_v3", device, count, infos, &[Kind::Client])
     }
@@ -541,7 +541,7 @@ unsafe extern "C" fn nvmlDeviceGetGraphicsRunningProcesses_v3(
     count: *mut c_uint,
     infos: *mut ProcessInfo,
 ) -> Return {
-    // SAFETY: NVML's caller gives room for as many entries as it says.
+    // SAFETY: NVML's caller provides room for the stated number of entries.
     unsafe {
         put_processes("nvmlDeviceGetGraphicsRunningProcesses_v3", device, count, infos, &[Kind::Graphics])
     }
@@ -555,7 +555,7 @@ unsafe extern "C" fn nvmlEventSetCreate(set: *mut *mut EventSet) -> Return {
         }
         let changes = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC);
         let made = EventSet { changes: changes.map_err(|_| code::UNKNOWN)?, gpus: Vec::new() };
-        // SAFETY: NVML's caller gives a valid pointer or null. nvmlEventSetFree frees it.
+        // SAFETY: NVML's caller passes a valid pointer or null. nvmlEventSetFree frees the set.
         unsafe { put(set, Box::into_raw(Box::new(made))) }
     });
     finish(answer)
@@ -566,7 +566,7 @@ unsafe extern "C" fn nvmlEventSetFree(set: *mut EventSet) -> Return {
     if set.is_null() {
         return code::INVALID_ARGUMENT;
     }
-    // SAFETY: it is from nvmlEventSetCreate, and NVML's caller frees it once.
+    // SAFETY: nvmlEventSetCreate made the set, and NVML's caller frees it once.
     drop(unsafe { Box::from_raw(set) });
     0
 }
@@ -574,11 +574,11 @@ unsafe extern "C" fn nvmlEventSetFree(set: *mut EventSet) -> Return {
 /// # Safety
 /// `set` is null or from nvmlEventSetCreate, not freed, and nobody else uses it.
 unsafe fn event_set<'a>(set: *mut EventSet) -> Result<&'a mut EventSet, Return> {
-    // SAFETY: as the caller vouches.
+    // SAFETY: guaranteed by the caller.
     unsafe { set.as_mut() }.ok_or(code::INVALID_ARGUMENT)
 }
 
-/// Only what happens from now on is told.
+/// Only later errors are reported.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlDeviceRegisterEvents(
     device: Device,
@@ -597,7 +597,7 @@ unsafe extern "C" fn nvmlDeviceRegisterEvents(
     })
 }
 
-/// The first event that has not been told.
+/// The first event that has not been reported.
 fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     let next = set.gpus.iter_mut().find_map(|(gpu, told)| {
         let xid = *gpu.xids().get(*told)?;
@@ -615,10 +615,10 @@ fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     }))
 }
 
-/// Waits until something has changed, or so long.
+/// Waits until something has changed or the time is over.
 fn wait_for_change(changes: &OwnedFd, longest: Duration) -> Answer {
     let longest = Timespec::try_from(longest).map_err(|_| code::INVALID_ARGUMENT)?;
-    // An interruption is a change like any other.
+    // An interruption counts as a change.
     _ = poll(&mut [PollFd::new(changes, PollFlags::IN)], Some(&longest));
     let mut buffer = [MaybeUninit::uninit(); 1024];
     let mut queue = inotify::Reader::new(changes, &mut buffer);

@@ -1,4 +1,4 @@
-//! nvidia-smi: `--query-gpu=FIELDS --format=csv[,noheader][,nounits]` and `-i GPU -c MODE`, nothing else.
+//! nvidia-smi: only `--query-gpu=FIELDS --format=csv[,noheader][,nounits]` and `-i GPU -c MODE`.
 
 use std::io::Write;
 
@@ -15,10 +15,10 @@ pub fn set_compute_mode(gpu: &Gpu, mode: &str) -> Result<(), u32> {
     gpu.write("compute_mode", mode).map_err(|_| code::NO_PERMISSION)
 }
 
-/// Runs it with those arguments; gives the exit status.
+/// Runs nvidia-smi with these arguments, and returns the exit status.
 ///
 /// # Errors
-/// Nowhere to write to.
+/// The output can't be written.
 pub fn run(arguments: &[String], out: &mut dyn Write) -> std::io::Result<u8> {
     let Ok(host) = Host::from_env() else {
         writeln!(out, "{} is not set; yunion-mps-sim create prints it", crate::state::ENV)?;
@@ -70,7 +70,7 @@ pub fn run(arguments: &[String], out: &mut dyn Write) -> std::io::Result<u8> {
     }
 }
 
-/// By index, UUID or PCI address; every GPU when none is named.
+/// Whether `wanted` names this GPU by index, UUID or PCI address. True for every GPU if it names none.
 fn is_wanted(gpu: &Gpu, wanted: Option<&str>) -> bool {
     wanted.is_none_or(|wanted| {
         wanted.split(',').any(|one| {
@@ -134,7 +134,7 @@ fn query(host: &Host, gpus: &[Gpu], fields: &str, format: &str, out: &mut dyn Wr
     Ok(0)
 }
 
-/// The name in the head line: the fields have aliases.
+/// The field's name in the head line, for fields with aliases.
 fn head(field: &str) -> Option<&'static str> {
     Some(match field {
         "index" => "index",

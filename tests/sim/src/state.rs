@@ -1,5 +1,5 @@
-//! What the host's GPUs are at the moment: one small file per value below `gpus/<n>/`, replaced by rename, so that
-//! every process of the simulated host sees the same and a test can change any of it with `echo`.
+//! The present state of the host's GPUs: one small file per value below `gpus/<n>/`. Each write replaces the file by a
+//! rename, so every process of the simulated host sees the same values, and a test can change each of them with `echo`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,36 +10,36 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::inotify::{self, WatchFlags};
 
-/// The environment variable that says where the simulated host is.
+/// The environment variable with the directory of the simulated host.
 pub const ENV: &str = "YUNION_MPS_SIM";
 
-/// NVML's return codes, those that are given here.
+/// The NVML return codes that the library uses.
 pub mod code {
-    /// Not initialised.
+    /// NVML is not initialised.
     pub const UNINITIALIZED: u32 = 1;
-    /// A null pointer, a bad handle.
+    /// A null pointer or a bad handle.
     pub const INVALID_ARGUMENT: u32 = 2;
-    /// The GPU can't do that.
+    /// The GPU does not support this.
     pub const NOT_SUPPORTED: u32 = 3;
-    /// Only root may.
+    /// Only root may do this.
     pub const NO_PERMISSION: u32 = 4;
-    /// No such GPU.
+    /// There is no such GPU.
     pub const NOT_FOUND: u32 = 6;
-    /// Nothing came in the time that there was.
+    /// Nothing happened within the time limit.
     pub const TIMEOUT: u32 = 10;
     /// The buffer is too small.
     pub const INSUFFICIENT_SIZE: u32 = 7;
-    /// The kernel module isn't there.
+    /// The kernel module is not loaded.
     pub const DRIVER_NOT_LOADED: u32 = 9;
-    /// The GPU fell off the bus.
+    /// The GPU has fallen off the bus.
     pub const GPU_IS_LOST: u32 = 15;
-    /// A structure of another version.
+    /// The structure has another version.
     pub const ARGUMENT_VERSION_MISMATCH: u32 = 25;
-    /// Anything else, such as a simulated host that isn't there.
+    /// Any other error, such as a missing simulated host.
     pub const UNKNOWN: u32 = 999;
 }
 
-/// The compute modes by NVML's number, as nvidia-smi prints them.
+/// The compute modes by NVML's number, in nvidia-smi's spelling.
 pub const COMPUTE_MODES: [&str; 4] = ["Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process"];
 
 /// A simulated host.
@@ -49,7 +49,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// The host below that directory.
+    /// The host in this directory.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -57,7 +57,7 @@ impl Host {
     /// The host that the environment names.
     ///
     /// # Errors
-    /// Says which variable to set when there is none.
+    /// The variable is not set. The error names it.
     pub fn from_env() -> Result<Self, String> {
         match std::env::var_os(ENV) {
             Some(root) if Path::new(&root).is_dir() => Ok(Self::at(root)),
@@ -66,7 +66,7 @@ impl Host {
         }
     }
 
-    /// Where it is.
+    /// The host's directory.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -76,17 +76,17 @@ impl Host {
         read(&self.root.join(name))
     }
 
-    /// The driver's version; none: not loaded.
+    /// The driver's version. None if the driver is not loaded.
     pub fn driver(&self) -> Option<String> {
         self.text("driver")
     }
 
-    /// The version of the MPS control daemon in force.
+    /// The version of the MPS control daemon.
     pub fn mps_version(&self) -> u32 {
         self.text("mps/version").and_then(|text| text.parse().ok()).unwrap_or(580)
     }
 
-    /// The CUDA version that belongs to the driver, 13000 for 13.0.
+    /// The driver's CUDA version, 13000 for 13.0.
     pub fn cuda_version(&self) -> u32 {
         match self.mps_version() {
             535 => 12020,
@@ -96,7 +96,7 @@ impl Host {
         }
     }
 
-    /// What an injected fault of the control daemon says; empty text where its file is empty.
+    /// The contents of the file that injects this fault into the control daemon. None without such a file.
     pub fn fault(&self, name: &str) -> Option<String> {
         self.text(&format!("mps/fault/{name}"))
     }
@@ -110,7 +110,7 @@ impl Host {
         indices.into_iter().map(|index| self.gpu(index)).collect()
     }
 
-    /// The GPU of that index, there or not.
+    /// The GPU with this index, which need not exist.
     pub fn gpu(&self, index: u32) -> Gpu {
         Gpu { directory: self.root.join("gpus").join(index.to_string()), index }
     }
@@ -124,7 +124,7 @@ pub struct Gpu {
     pub index: u32,
 }
 
-/// What a process does on a GPU.
+/// The way in which a process uses a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// An MPS server.
@@ -151,7 +151,7 @@ impl Kind {
 }
 
 impl Gpu {
-    /// Something of the GPU's that processes can take in turn.
+    /// Opens a file of the GPU that processes can lock.
     pub(crate) fn open(&self) -> io::Result<fs::File> {
         fs::File::open(&self.directory)
     }
@@ -161,7 +161,7 @@ impl Gpu {
         read(&self.directory.join(name))
     }
 
-    /// A value that is a number.
+    /// A numeric value.
     pub fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.parse().ok()
     }
@@ -174,79 +174,79 @@ impl Gpu {
         write(&self.directory.join(name), text)
     }
 
-    /// The numbers of the critical errors that it has told so far, in their order.
+    /// The numbers of the GPU's critical errors so far, in their order.
     pub fn xids(&self) -> Vec<u64> {
         let text = fs::read_to_string(self.directory.join("xids")).unwrap_or_default();
-        // A line that has no end yet is still being written.
+        // A line without an end is still being written.
         let lines = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
         lines.filter_map(|line| line.trim().parse().ok()).collect()
     }
 
-    /// Has an inotify queue told when one of its values changes.
+    /// Makes an inotify queue report changes of the GPU's values.
     pub(crate) fn watch(&self, changes: &OwnedFd) -> io::Result<()> {
         inotify::add_watch(changes, &self.directory, WatchFlags::MODIFY | WatchFlags::MOVED_TO)?;
         Ok(())
     }
 
-    /// A text that is always there; empty if someone removed it.
+    /// A text that is always there, unless someone removed it. Empty then.
     fn fixed(&self, name: &str) -> String {
         self.text(name).unwrap_or_default()
     }
 
-    /// `GPU-` and 36 characters.
+    /// The UUID, `GPU-` and 36 characters.
     pub fn uuid(&self) -> String {
         self.fixed("uuid")
     }
 
-    /// `NVIDIA H200`.
+    /// NVML's name, `NVIDIA H200`.
     pub fn name(&self) -> String {
         self.fixed("name")
     }
 
-    /// Its address.
+    /// The GPU's address.
     pub fn pci(&self) -> Pci {
         Pci::parse(&self.fixed("pci")).unwrap_or_default()
     }
 
-    /// Major and minor.
+    /// The compute capability, major and minor.
     pub fn compute_capability(&self) -> (u32, u32) {
         let text = self.fixed("compute_capability");
         let (major, minor) = text.split_once('.').unwrap_or((text.as_str(), "0"));
         (major.parse().unwrap_or_default(), minor.parse().unwrap_or_default())
     }
 
-    /// Whether MPS enforces limits on it: from Volta on.
+    /// Whether MPS enforces limits on the GPU, as on all GPUs from Volta on.
     pub fn enforces_limits(&self) -> bool {
         self.compute_capability() >= (7, 0)
     }
 
-    /// Streaming multiprocessors.
+    /// The number of streaming multiprocessors.
     pub fn sms(&self) -> u32 {
         self.number("sms").and_then(|sms| sms.try_into().ok()).unwrap_or_default()
     }
 
-    /// The memory a program can see, in MiB: the total without the reserved part.
+    /// The memory that a program can see, in MiB: the total without the reserved part.
     pub fn usable_mib(&self) -> u64 {
         let total = self.number("memory_total_mib").unwrap_or_default() * 1024;
         total.saturating_sub(self.number("memory_reserved_kib").unwrap_or_default()) / 1024
     }
 
-    /// The compute mode, as nvidia-smi prints it.
+    /// The compute mode, in nvidia-smi's spelling.
     pub fn compute_mode(&self) -> String {
         self.text("compute_mode").unwrap_or_else(|| "Default".to_owned())
     }
 
-    /// Whether it fell off the bus.
+    /// Whether the GPU has fallen off the bus.
     pub fn lost(&self) -> bool {
         self.directory.join("lost").exists()
     }
 
-    /// Whether MIG is on; none where it can't be.
+    /// Whether MIG mode is enabled. None if the GPU has no MIG mode.
     pub fn mig(&self) -> Option<bool> {
         self.text("mig").map(|text| text == "Enabled")
     }
 
-    /// Why no CUDA context can be opened on it.
+    /// Whether no CUDA context can be opened on the GPU.
     pub fn unusable(&self) -> bool {
         self.lost()
             || !self.directory.is_dir()
@@ -254,13 +254,13 @@ impl Gpu {
             || self.compute_mode() == "Prohibited"
     }
 
-    /// The return code that a fault file asks for in that NVML function: `error/<function>`, with or without the
+    /// The return code that a fault file sets for this NVML function: `error/<function>`, with or without the
     /// function's version suffix.
     pub fn injected(&self, function: &str) -> Option<u32> {
         injected(&self.directory, function)
     }
 
-    /// The living processes on it by PID: what they do and how many MiB they hold.
+    /// The living processes on the GPU by PID, with their kind and their memory in MiB.
     pub fn processes(&self) -> BTreeMap<u32, (Kind, u64)> {
         let entries = fs::read_dir(self.directory.join("processes")).into_iter().flatten().flatten();
         let living = entries.filter_map(|entry| {
@@ -275,26 +275,26 @@ impl Gpu {
         living.collect()
     }
 
-    /// Whether a process computes on it: in exclusive mode there can be no second one.
+    /// Whether a process computes on the GPU. In exclusive mode no second process can.
     pub fn computes(&self) -> bool {
         self.processes().values().any(|(kind, _)| *kind != Kind::Graphics)
     }
 
-    /// Enters a process, or changes how much memory it holds.
+    /// Adds a process, or changes the amount of memory that it holds.
     pub fn enter(&self, pid: u32, kind: Kind, mib: u64) {
         let text = format!("{} {mib} {}", kind.word(), start_time(pid).unwrap_or_default());
-        // A process that can't be entered is one that NVML doesn't show; nothing else depends on it.
+        // If the file can't be written, only NVML's list of processes lacks the process.
         _ = write(&self.directory.join("processes").join(pid.to_string()), &text);
     }
 
-    /// Takes a process out.
+    /// Removes a process.
     pub fn leave(&self, pid: u32) {
         _ = fs::remove_file(self.directory.join("processes").join(pid.to_string()));
     }
 }
 
-/// What a CUDA_VISIBLE_DEVICES names, in its order: indices into `gpus` or UUIDs, which may be cut; None for a name that
-/// fits no GPU. All of them when there is no such variable.
+/// The GPUs in a CUDA_VISIBLE_DEVICES, in its order. It has indices into `gpus` or UUIDs, which may be cut. None for a
+/// name that fits no GPU. Without the variable, all GPUs are visible.
 pub fn visible(gpus: &[Gpu], names: Option<&str>) -> Vec<Option<Gpu>> {
     let Some(names) = names else { return gpus.iter().cloned().map(Some).collect() };
     let find = |name: &str| match name.parse::<usize>() {
@@ -318,7 +318,7 @@ pub struct Pci {
 }
 
 impl Pci {
-    /// From `0000:00:06.0` or `00000000:00:06.0`, whatever the case.
+    /// Parses `0000:00:06.0` or `00000000:00:06.0`, in upper or lower case.
     pub fn parse(text: &str) -> Option<Self> {
         let (slot, function) = text.split_once('.')?;
         let mut numbers = slot.split(':').map(|part| u32::from_str_radix(part, 16).ok());
@@ -331,20 +331,20 @@ impl Pci {
         numbers.next().is_none().then_some(address)
     }
 
-    /// As NVML and nvidia-smi print it: eight digits of domain, upper case.
+    /// The address in the spelling of NVML and nvidia-smi: eight digits of domain, upper case.
     pub fn nvml(&self) -> String {
         format!("{:08X}:{:02X}:{:02X}.{:X}", self.domain, self.bus, self.device, self.function)
     }
 }
 
-/// The code that `error/<function>` below a directory asks for.
+/// The return code that `error/<function>` in this directory sets.
 pub(crate) fn injected(directory: &Path, function: &str) -> Option<u32> {
     let plain = function.rsplit_once("_v").map_or(function, |(plain, _)| plain);
     let file = |name: &str| read(&directory.join("error").join(name));
     file(function).or_else(|| file(plain))?.parse().ok()
 }
 
-/// When a living process started, in ticks since boot: its PID alone may have been another's.
+/// The start time of a living process in ticks since boot. Its PID alone may have belonged to another process.
 fn start_time(pid: u32) -> Option<String> {
     let fields = behind_name(pid)?;
     let mut fields = fields.split_whitespace();
@@ -352,7 +352,7 @@ fn start_time(pid: u32) -> Option<String> {
     if dead { None } else { fields.nth(18).map(str::to_owned) }
 }
 
-/// What stands in /proc/PID/stat behind the name, which need be no text.
+/// The text of /proc/PID/stat after the name, since the name need not be text.
 pub(crate) fn behind_name(pid: u32) -> Option<String> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
@@ -363,12 +363,12 @@ fn read(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// Writes beside the file and renames, so that no reader sees half a value.
+/// Writes to another file and renames that, so that no reader sees half a value.
 pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let new = path.with_file_name(format!(".{name}.{}", std::process::id()));
     fs::write(&new, format!("{text}\n"))?;
-    // A server that runs as another user enters its clients as well.
+    // A server that runs as another user adds its clients too.
     fs::set_permissions(&new, fs::Permissions::from_mode(0o666))?;
     fs::rename(&new, path)
 }

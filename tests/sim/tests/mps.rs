@@ -1,7 +1,7 @@
-//! The simulated control daemon, servers and clients against what was recorded on H200 with driver 580, and on 535,
+//! The simulated control daemon, servers and clients, compared with records from an H200 with driver 580, and from 535,
 //! 550 and 555 without a GPU.
 
-// The helpers below are tests too, though clippy takes only functions marked as such for tests.
+// The helpers below belong to tests, but clippy only knows functions with a test attribute.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../support/skip.rs"]
@@ -26,7 +26,7 @@ const PROGRAMS: [&str; 5] = [
     env!("CARGO_BIN_EXE_cuda-client"),
 ];
 
-/// Long enough for a loaded machine, short enough to end.
+/// Long enough for a busy machine, and not endless.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
@@ -52,7 +52,7 @@ impl Host {
 
     fn made_by(sim: &Path, board: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        // Another user's programs look into it too.
+        // Another user's programs read it too.
         fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
         let made = Command::new(sim).args(["create", board]).arg(directory.path()).output().unwrap();
         assert!(made.status.success(), "{made:?}");
@@ -82,7 +82,7 @@ impl Host {
         command
     }
 
-    /// Starts a control daemon in the foreground and waits until its front end is answered.
+    /// Starts a control daemon in the foreground, and waits until it answers a front end.
     fn control(&self, options: &[&str], visible: Option<&str>) -> Control<'_> {
         let mut command = self.command("nvidia-cuda-mps-control");
         command.arg("-f").args(options).stdout(File::create(self.path("control.out")).unwrap());
@@ -98,12 +98,12 @@ impl Host {
         let mut command = self.command("nvidia-cuda-mps-control");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut front_end = command.spawn().unwrap();
-        // One that finds no control daemon doesn't read.
+        // A front end that finds no control daemon does not read its input.
         _ = writeln!(front_end.stdin.take().unwrap(), "{commands}");
         front_end.wait_with_output().unwrap()
     }
 
-    /// Runs a CUDA program to its end: what it printed and its exit status.
+    /// Runs a CUDA program to its end, and returns its output and its exit status.
     fn cuda(&self, arguments: &[&str], environment: &[(&str, &str)]) -> (String, i32) {
         let mut command = self.command("cuda-client");
         finished(&command.args(arguments).envs(environment.iter().copied()).output().unwrap())
@@ -118,7 +118,7 @@ impl Host {
         String::from_utf8_lossy(&fs::read(self.path("control.out")).unwrap()).into_owned()
     }
 
-    /// The texts of the log without time and PID.
+    /// The texts of the log, without times and PIDs.
     fn texts(&self) -> Vec<String> {
         self.log().lines().filter_map(|line| Some(line.split_once("] ")?.1.to_owned())).collect()
     }
@@ -133,7 +133,7 @@ fn finished(output: &Output) -> (String, i32) {
     (text, output.status.code().unwrap_or(-1))
 }
 
-/// A CUDA program that ends with the test.
+/// A CUDA program, ended when the test ends.
 struct Client(Option<Child>);
 
 impl Client {
@@ -167,14 +167,14 @@ struct Control<'a> {
 }
 
 impl Control<'_> {
-    /// What the front end prints; its exit status is always 0.
+    /// Asks a front end, and returns its output. The exit status is always 0.
     fn ask(&self, commands: &str) -> String {
         let output = self.host.front_end(commands);
         assert_eq!(output.status.code(), Some(0), "{commands}: {output:?}");
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// Starts a server and waits until it is ready; gives its PID.
+    /// Starts a server, waits until it is ready, and returns its PID.
     fn start_server(&self) -> String {
         assert_eq!(self.ask("start_server -uid 0"), "");
         self.active_server()
@@ -334,7 +334,7 @@ fn a_server_and_its_client_are_listed_as_recorded() {
 }
 
 #[test]
-fn limits_reach_the_next_server_and_only_it() {
+fn limits_apply_to_the_next_server_only() {
     let host = Host::new("h200");
     let control = host.control(&[], None);
     let seen = |environment: &[(&str, &str)]| {
@@ -398,7 +398,7 @@ fn a_gpu_before_volta_enforces_nothing() {
 }
 
 #[test]
-fn ordinals_are_those_of_the_control_daemon_s_environment() {
+fn the_control_daemons_environment_decides_the_ordinals() {
     let host = Host::new("h200x8");
     let [first, second] =
         ["gpus/0/uuid", "gpus/1/uuid"].map(|file| fs::read_to_string(host.path(file)).unwrap());
@@ -426,7 +426,7 @@ fn ordinals_are_those_of_the_control_daemon_s_environment() {
         text.lines().map(|line| (field(line, "pci "), field(line, "free "))).collect::<Vec<_>>()
     };
     let pair = |pci: &str, free: &str| (pci.to_owned(), free.to_owned());
-    // As measured with two GPUs: the client's order is PCI's, and the limit goes by the client's ordinal.
+    // As measured with two GPUs: the client's order is by address, and the limit belongs to the client's ordinal.
     assert_eq!(seen(None), [pair("1b:00", "9726"), pair("2d:00", "6654")]);
     assert_eq!(seen(Some(first)), [pair("1b:00", "9726")]);
     assert_eq!(seen(Some(second)), [pair("2d:00", "9726")]);
@@ -454,7 +454,7 @@ fn the_end_of_the_control_daemon_is_the_end_of_its_clients() {
         let none = host.front_end("get_server_list");
         assert_eq!(String::from_utf8(none.stderr).unwrap(), "Cannot find MPS control daemon process\n");
         assert_eq!(none.status.code(), Some(1));
-        // What is left behind keeps nobody from starting again: the loop's second round.
+        // The files that stay don't prevent the next start, as the second round of the loop shows.
         for file in ["control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"] {
             assert!(host.path("mps/pipe").join(file).exists(), "{file}");
         }
@@ -478,7 +478,7 @@ fn the_end_of_a_server_leaves_the_control_daemon() {
 }
 
 #[test]
-fn a_fault_is_everybody_s() {
+fn a_fault_hits_every_client() {
     let host = Host::new("h200");
     let control = host.control(&[], None);
     let server = control.start_server();
@@ -519,7 +519,7 @@ fn a_client_that_stays_keeps_the_server_faulted() {
 }
 
 #[test]
-fn a_client_killed_in_a_long_kernel_takes_its_neighbours_with_it() {
+fn a_client_killed_in_a_long_kernel_ends_its_neighbours() {
     use rustix::process::Signal;
     let host = Host::new("h200");
     let control = host.control(&[], None);
@@ -666,7 +666,7 @@ fn a_gpu_takes_48_clients() {
 }
 
 #[test]
-fn a_server_initialises_and_dies_with_its_control_daemon_even_then() {
+fn an_initialising_server_dies_with_its_control_daemon() {
     let host = Host::new("h200");
     host.write("mps/start-ms", "600000");
     let control = host.control(&[], None);
@@ -676,7 +676,7 @@ fn a_server_initialises_and_dies_with_its_control_daemon_even_then() {
     drop(control);
     let stat = format!("/proc/{server}/stat");
     wait_for("the server's end", || {
-        // A zombie where nobody takes in orphans.
+        // The process stays a zombie if nobody adopts orphans.
         fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z ")).then_some(())
     });
 }
@@ -774,14 +774,15 @@ fn injected_faults_happen() {
 
 #[test]
 fn one_user_at_a_time_or_all_at_once() {
-    // Nobody else can start programs as another user.
+    // Only root can start programs as another user.
     if !skip::root_or_skip("one_user_at_a_time_or_all_at_once") {
         return;
     }
     // Another user must be able to read the programs, wherever the target directory is.
     let programs = tempfile::tempdir().unwrap();
     fs::set_permissions(&programs, fs::Permissions::from_mode(0o755)).unwrap();
-    // By another process: one that we fork meanwhile would hold the files open for writing, and they could not be run.
+    // `cp` writes the files. If this process wrote them, a child that another thread forks meanwhile could hold them
+    // open, and the kernel executes no file that is open for writing.
     let copied = Command::new("cp").args(PROGRAMS).arg(programs.path()).status().unwrap();
     assert!(copied.success());
     let host = Host::made_by(&programs.path().join("yunion-mps-sim"), "h200");

@@ -1,9 +1,9 @@
-//! The simulated NVML as nvml-wrapper sees it.
+//! The simulated NVML, as nvml-wrapper sees it.
 //!
-//! The library finds its host by an environment variable, so each case runs in a process of its own: the test starts
-//! this binary again with the case's name.
+//! The library finds its host by an environment variable, so each case needs a process of its own. The test starts this
+//! binary again with the name of the case.
 
-// The helpers below are tests too, though clippy takes only functions marked as such for tests.
+// The helpers below belong to tests, but clippy only knows functions with a test attribute.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
@@ -20,7 +20,7 @@ use nvml_wrapper::error::NvmlError;
 
 const SIM: &str = env!("CARGO_BIN_EXE_yunion-mps-sim");
 
-/// Makes a host of that board, changes it, and runs a case on it.
+/// Makes a host of this board, changes it, and runs a case on it.
 fn on(board: &str, prepare: impl FnOnce(&Path), case: &str) {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();
@@ -160,14 +160,14 @@ fn case_faults() {
     assert_eq!(odd.name().unwrap(), "NVIDIA H200");
 }
 
-/// One that has happened before is told to nobody, every other to whoever waits, and a set has room for several GPUs.
+/// Errors that have happened before are not reported, every later error is, and one set can watch several GPUs.
 #[test]
-fn critical_errors_are_told_as_they_happen() {
+fn critical_errors_are_reported_as_they_happen() {
     on("h200x8", |root| fs::write(root.join("gpus/1/xids"), "13\n").unwrap(), "case_xids");
 }
 
 #[test]
-#[ignore = "run by critical_errors_are_told_as_they_happen"]
+#[ignore = "run by critical_errors_are_reported_as_they_happen"]
 fn case_xids() {
     let nvml = nvml().unwrap();
     let mut events = nvml.create_event_set().unwrap();
@@ -202,12 +202,12 @@ fn case_xids() {
 }
 
 #[test]
-fn a_host_without_driver_can_be_asked_nothing() {
+fn without_a_driver_nvml_can_not_be_opened() {
     on("h200", |root| fs::remove_file(root.join("driver")).unwrap(), "case_no_driver");
 }
 
 #[test]
-#[ignore = "run by a_host_without_driver_can_be_asked_nothing"]
+#[ignore = "run by without_a_driver_nvml_can_not_be_opened"]
 fn case_no_driver() {
     assert!(matches!(nvml(), Err(NvmlError::DriverNotLoaded)));
 }

@@ -1,5 +1,5 @@
-//! A CUDA program: `cuda-client hold SECONDS [--stay | --tell] | props | alloc MIB | fault | long SECONDS`. It is a client
-//! of MPS where a control daemon answers, and uses the GPU by itself otherwise.
+//! A CUDA program: `cuda-client hold SECONDS [--stay | --tell] | props | alloc MIB | fault | long SECONDS`. If a
+//! control daemon answers, the program is an MPS client. Otherwise it uses the GPU directly.
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::wire::{self, ClientHello, Device, Event, Hello, Request};
 use crate::state::{Gpu, Host, Kind, visible};
 
-/// CUDA's errors, those that are given here.
+/// The CUDA errors that the program can get.
 pub(super) const BUSY: u32 = 46;
 pub(super) const NO_DEVICE: u32 = 100;
 pub(crate) const ILLEGAL_ADDRESS: u32 = 700;
@@ -19,10 +19,10 @@ const SERVER_GONE: u32 = 806;
 pub(super) const NOT_READY: u32 = 807;
 pub(super) const TERMINATED: u32 = 810;
 
-/// What a program without MPS holds before it allocates anything.
+/// The memory that a program without MPS holds before it allocates any.
 const ALONE_MIB: u64 = 526;
 
-/// `cudaMalloc` at a time.
+/// The size of one `cudaMalloc`.
 const STEP_MIB: u64 = 256;
 
 const USAGE: &str =
@@ -46,14 +46,14 @@ pub(crate) fn text(error: u32) -> &'static str {
     }
 }
 
-/// Streaming multiprocessors at a percentage of them: whole pairs.
+/// The number of streaming multiprocessors at a percentage, in whole pairs.
 pub(super) fn sms(all: u32, percentage: f64) -> u32 {
     let fits = |sms: &u32| f64::from(*sms) * 100.0 <= f64::from(all) * percentage;
     (1..=all / 2).map(|pairs| pairs * 2).take_while(fits).last().unwrap_or(2)
 }
 
-/// What a context of that many multiprocessors takes of a client's memory: a straight line through what was measured
-/// with 12, 32, 66 and 132 of them.
+/// The part of a client's memory that a context with this many multiprocessors takes: a straight line through the
+/// values that were measured with 12, 32, 66 and 132 multiprocessors.
 pub(super) fn context_mib(sms: u32) -> u64 {
     (28_000 + 3_683 * u64::from(sms)) / 1000
 }
@@ -73,16 +73,16 @@ pub(super) fn device(gpu: &Gpu, sms: u32, free_mib: u64) -> Device {
 /// A CUDA context.
 pub(crate) struct Context {
     server: Option<Server>,
-    /// Without a server: the GPU that the program has entered itself on.
+    /// Without a server: the GPU to which the program has added itself.
     gpu: Option<Gpu>,
     devices: Vec<Device>,
 }
 
-/// A client's end of its connection. A thread of CUDA's own takes part in what the server does, whatever the program does
-/// meanwhile.
+/// A client's end of its connection. As in CUDA, a separate thread takes part in the server's actions, whatever the
+/// program does meanwhile.
 struct Server {
     connection: Arc<OwnedFd>,
-    /// What concerns the program itself.
+    /// The events for the program itself.
     events: Receiver<Event>,
 }
 
@@ -152,20 +152,20 @@ impl Context {
         Ok(Self { server: None, gpu: Some(gpu), devices })
     }
 
-    /// Tells the server, if there is one.
+    /// Sends a request to the server, if there is one.
     fn request(&self, request: &Request) {
         if let Some(server) = &self.server {
-            // A server that is gone is noticed by whoever waits.
+            // If the server has gone, the thread that waits for its events notices it.
             _ = wire::send(&*server.connection, request);
         }
     }
 
-    /// Whether it is a client of a server.
+    /// Whether the program is a client of a server.
     pub(crate) fn is_client(&self) -> bool {
         self.server.is_some()
     }
 
-    /// Of its first device: multiprocessors, free and total memory in MiB, as they were when the context was made.
+    /// The first device's multiprocessors, and its free and total memory in MiB, at the time when the context was made.
     pub(crate) fn first_device(&self) -> Option<(u32, u64, u64)> {
         self.devices.first().map(|device| (device.sms, device.free_mib, device.total_mib))
     }
@@ -178,7 +178,7 @@ impl Context {
         self.request(&Request::Free { mib });
     }
 
-    /// Works until then, or until CUDA gives an error.
+    /// Works until this time, or until CUDA returns an error.
     pub(crate) fn work(&self, until: Instant) -> Result<(), u32> {
         let Some(server) = &self.server else {
             thread::sleep(until.saturating_duration_since(Instant::now()));
@@ -195,7 +195,7 @@ impl Context {
     }
 }
 
-/// Runs it with those arguments; gives the exit status.
+/// Runs the program with these arguments, and returns the exit status.
 pub fn run(arguments: &[String]) -> u8 {
     let start = Instant::now();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -238,7 +238,7 @@ pub fn run(arguments: &[String]) -> u8 {
 }
 
 fn say(line: &str) {
-    // Who closed our stdout doesn't want it.
+    // The output can't be written if the reader has closed it, and nobody needs it then.
     _ = writeln!(io::stdout(), "{line}");
 }
 
@@ -259,7 +259,7 @@ fn props(context: &Context, start: Instant) -> u8 {
     0
 }
 
-/// Allocates in steps until it has that much.
+/// Allocates memory in steps up to this amount.
 fn alloc(context: &Context, mib: u64) -> u8 {
     let free = context.devices.first().map_or(0, |device| device.free_mib);
     let wanted = mib.div_ceil(STEP_MIB).saturating_mul(STEP_MIB);
@@ -284,7 +284,7 @@ fn fault(context: &Context) -> u8 {
     4
 }
 
-/// Short kernels, one after the other, about 1750 of them a second. With `stay` it doesn't go when they fail.
+/// Runs short kernels, one after the other, about 1750 per second. With `stay` it continues after an error.
 fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     let start = Instant::now();
     let end = start + time;
@@ -303,11 +303,11 @@ fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     4
 }
 
-/// One kernel that runs for so long. Its end without `terminate_client` is a fault for everybody.
+/// Runs one kernel of this duration. If it ends without `terminate_client`, that is a fault for every client.
 fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let init = start.elapsed().as_secs_f64();
     context.request(&Request::LongKernel(true));
-    // The server has it before anything that happens from now on.
+    // By now the server knows of the kernel.
     let _ = writeln!(io::stderr(), "long pid {} runs", std::process::id());
     if let Err(error) = context.work(Instant::now() + time) {
         say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));

@@ -1,4 +1,4 @@
-//! The control daemon's commands and their answers, to the letter. Every line of an answer is logged as well.
+//! The control daemon's commands and their exact answers. Every line of an answer is logged as well.
 
 use std::sync::Arc;
 use std::thread;
@@ -10,7 +10,7 @@ use super::{memory_limit, memory_text, percentage};
 use crate::state::Gpu;
 
 impl Daemon {
-    /// Carries out a command; gives what the front end prints.
+    /// Carries out a command, and returns the front end's output.
     pub(super) fn command(&'static self, line: &str) -> String {
         self.log(&format!("Cmd:{line}"));
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -122,14 +122,14 @@ impl Daemon {
         }
     }
 
-    /// A line of the answer.
+    /// Adds a line to the answer.
     fn say(&'static self, answer: &mut String, line: &str) {
         self.log(line);
         *answer += line;
         *answer += "\n";
     }
 
-    /// The server of that PID, or the answer that there is none.
+    /// The server with this PID. Without one, it adds the answer that there is none.
     fn named(&'static self, pid: &str, answer: &mut String) -> Option<Arc<Server>> {
         let pid: u32 = pid.parse().unwrap_or_default();
         let found = self.server().filter(|server| server.pid == pid);
@@ -143,7 +143,7 @@ impl Daemon {
         self.named(pid, answer)?.ask(&Order::Query)
     }
 
-    /// The ordinal that a device is named by. A UUID is understood from 580 on; before, it is taken without a word.
+    /// The ordinal of a device. From 580 on a UUID is understood too. Before 580, a UUID is accepted in silence.
     fn ordinal(&'static self, device: &str) -> Option<usize> {
         if self.version >= 580 && device.starts_with("GPU-") {
             return self.gpus.iter().position(|gpu| gpu.uuid() == device);
@@ -226,8 +226,8 @@ impl Daemon {
         let client: u32 = client.parse().unwrap_or_default();
         let Some(status) = server.ask(&Order::Query) else { return };
         if status.clients.iter().any(|known| known.pid == client) {
-            // The client has to take part. One that is torn down for a fault does so only when it ends, one that is stopped
-            // when it goes on, and until then the control daemon does nothing else for anybody.
+            // The client has to take part. A client that is torn down for a fault does so only when it ends, and a
+            // stopped client when it continues. Until then the control daemon does nothing else.
             let _nothing_else = self.nothing_else();
             while alive(client) && server.ask(&Order::Query).is_some_and(|status| status.fault) {
                 thread::sleep(Duration::from_millis(10));
@@ -239,7 +239,7 @@ impl Daemon {
         self.say(answer, "1");
     }
 
-    /// Asks a server to end; gives the number of its threads that keep it from that, two for each client.
+    /// Asks a server to end, and returns the number of its threads that prevent it, two for each client.
     pub(super) fn try_shutdown(&'static self, server: &Server) -> usize {
         self.log(&format!("Try shutting down server {}, backoff is disabled", server.pid));
         let threads = server.ask(&Order::Shutdown).map_or(0, |status| status.clients.len() * 2);
@@ -251,7 +251,7 @@ impl Daemon {
     }
 
     /// Ends the control daemon, which first waits for its clients. With a time limit and a client that stays, it does
-    /// what 580 does: announces force and then hangs for ever.
+    /// the same as 580: it announces force and then hangs for ever.
     fn quit(&'static self, rest: &[&str]) {
         let limit = match rest {
             ["-t", seconds, ..] => seconds.parse().ok(),
@@ -278,7 +278,7 @@ impl Daemon {
     }
 }
 
-/// `0000:00.06.00`, the control daemon's own way.
+/// The address in the control daemon's spelling, `0000:00.06.00`.
 fn dotted(gpu: &Gpu) -> String {
     let pci = gpu.pci();
     format!("{:04x}:{:02x}.{:02x}.{:02x}", pci.domain, pci.bus, pci.device, pci.function)
@@ -290,7 +290,7 @@ fn hang() -> ! {
     }
 }
 
-/// The letter of a process's state; None when there is none.
+/// The letter of a process's state. None if there is no such process.
 fn process_state(pid: u32) -> Option<char> {
     crate::state::behind_name(pid)?.trim_start().chars().next()
 }

@@ -18,10 +18,10 @@ use super::wire::{self, ClientHello, Event, Hello, Order, Report, Status};
 use super::{front_end, log_directory, pipe_directory};
 use crate::state::{Gpu, Host, visible};
 
-/// Set for the process that `-d` leaves in the background.
+/// Set in the process that `-d` leaves in the background.
 const BACKGROUND: &str = "YUNION_MPS_SIM_BACKGROUND";
 
-/// What that process writes to its stdout once it serves.
+/// The line that this process writes to its stdout when it serves.
 const SERVING: &str = "serving\n";
 
 /// CUDA's `MPS client failed to connect to the MPS control daemon or the MPS server`.
@@ -42,7 +42,7 @@ enum Mode {
     Background,
 }
 
-/// nvidia-cuda-mps-control with those arguments; gives the exit status.
+/// Runs nvidia-cuda-mps-control with these arguments, and returns the exit status.
 pub fn run(arguments: &[String]) -> u8 {
     let host = match Host::from_env() {
         Ok(host) => host,
@@ -77,7 +77,7 @@ pub fn run(arguments: &[String]) -> u8 {
                 return 1;
             }
             _ => {
-                // An option that it doesn't know makes it a front end.
+                // With an unknown option the program acts as a front end.
                 if version >= 580 {
                     _ = writeln!(io::stderr(), "Unrecognized option  ");
                 }
@@ -98,7 +98,7 @@ pub fn run(arguments: &[String]) -> u8 {
     })
 }
 
-/// Starts the same again in the background and waits until it serves or has failed.
+/// Starts the same program again in the background, and waits until it serves or has failed.
 fn to_background(arguments: &[String]) -> io::Result<u8> {
     let mut child = Command::new(std::env::current_exe()?)
         .arg0("nvidia-cuda-mps-control")
@@ -106,7 +106,7 @@ fn to_background(arguments: &[String]) -> io::Result<u8> {
         .env(BACKGROUND, "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        // Whoever waits for the end of our output must not wait for the daemon's.
+        // A reader that waits for the end of this output must not wait for the control daemon.
         .stderr(Stdio::piped())
         .spawn()?;
     let mut said = String::new();
@@ -130,14 +130,14 @@ fn exit_code(child: &mut Child) -> u8 {
     code.and_then(|code| code.try_into().ok()).unwrap_or(1)
 }
 
-/// What the next server starts with.
+/// The settings with which the next server starts.
 pub(super) struct Defaults {
     pub(super) percentage: f64,
-    /// Bytes by ordinal.
+    /// The limits in bytes, by ordinal.
     pub(super) limits: Vec<(usize, u64)>,
 }
 
-/// The one control daemon of this process.
+/// The control daemon of this process.
 pub(super) struct Daemon {
     pub(super) host: Host,
     pub(super) version: u32,
@@ -150,18 +150,18 @@ pub(super) struct Daemon {
     defaults: Mutex<Defaults>,
     state: Mutex<State>,
     changed: Condvar,
-    /// Held while the control daemon waits for something that keeps it from everything else.
+    /// Held while the control daemon waits for something and does nothing else.
     busy: Mutex<()>,
 }
 
 struct State {
     server: Option<Arc<Server>>,
     quitting: bool,
-    /// Of the server that ended last; the control daemon ends with the same.
+    /// The exit status of the last server. The control daemon ends with the same status.
     exit_status: u8,
 }
 
-/// A server, as its control daemon sees it.
+/// A server, from its control daemon's point of view.
 pub(super) struct Server {
     pub(super) pid: u32,
     uid: u32,
@@ -176,17 +176,17 @@ impl Server {
         self.ready.load(Ordering::SeqCst)
     }
 
-    /// Whether it has no client.
+    /// Whether the server has no client.
     pub(super) fn idle(&self) -> bool {
         self.clients.load(Ordering::SeqCst) == 0
     }
 
-    /// Tells it something. A server that is gone needs no orders.
+    /// Sends the server an order. If the server has gone, the order is lost.
     pub(super) fn order(&self, order: &Order) {
         _ = wire::send(&self.channel, order);
     }
 
-    /// Asks it something; None when it is gone.
+    /// Asks the server something. None if the server has gone.
     pub(super) fn ask(&self, order: &Order) -> Option<Status> {
         let answers = lock(&self.answers);
         wire::send(&self.channel, order).ok()?;
@@ -199,7 +199,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Daemon {
-    /// Serves until it is told to quit.
+    /// Serves until the `quit` command.
     fn serve(host: Host, multiuser: bool, background: bool) -> io::Result<u8> {
         if host.fault("start-exits").is_some() {
             return Ok(1);
@@ -222,7 +222,7 @@ impl Daemon {
         }
         let control = wire::listen(&pipe.join("control"))?;
         fs::set_permissions(pipe.join("control"), Permissions::from_mode(0o666))?;
-        // Nobody is known to talk to this one.
+        // No program is known that uses this socket.
         let _privileged = wire::listen(&pipe.join("control_privileged"))?;
         fs::set_permissions(pipe.join("control_privileged"), Permissions::from_mode(0o755))?;
         leave_files(&pipe, version)?;
@@ -273,7 +273,7 @@ impl Daemon {
         lock(&self.defaults)
     }
 
-    /// The server of the moment.
+    /// The present server.
     pub(super) fn server(&self) -> Option<Arc<Server>> {
         lock(&self.state).server.clone()
     }
@@ -296,7 +296,7 @@ impl Daemon {
         match hello {
             Some((Hello::FrontEnd, _)) => self.user_interface(connection),
             Some((Hello::Client(hello), (pid, uid))) => {
-                // A real client connects more than once and is greeted so every time.
+                // A real client connects more than once, and each time causes this line.
                 self.log("User did not send valid credentials");
                 self.log("Accepting connection...");
                 self.admit(connection, pid, uid, hello);
@@ -316,7 +316,7 @@ impl Daemon {
         self.log("UI closed");
     }
 
-    /// Hands a client on to a server, as soon as there is one for its user.
+    /// Passes a client on to a server, as soon as there is a server for its user.
     fn admit(&'static self, connection: &OwnedFd, pid: u32, uid: u32, hello: ClientHello) {
         let arrived = |end: &str| self.log(&format!("NEW CLIENT {pid} from user {uid}: {end}"));
         let (mut pending, mut started) = (false, false);
@@ -349,7 +349,7 @@ impl Daemon {
                     self.start(&mut state, uid);
                     started = true;
                 }
-                // Of another user and without a client: it makes room.
+                // The server belongs to another user and has no client, so it ends.
                 Some(server) if server.ready() && server.idle() => {
                     drop(state);
                     if self.try_shutdown(&server) == 0 {
@@ -362,7 +362,7 @@ impl Daemon {
         }
     }
 
-    /// Starts a server for that user, unless there is one.
+    /// Starts a server for this user, unless there is one.
     pub(super) fn start_server(&'static self, uid: u32) {
         let mut state = lock(&self.state);
         if state.server.is_none() {
@@ -410,7 +410,7 @@ impl Daemon {
         Ok((command.spawn()?, ours))
     }
 
-    /// Takes in what a server says, until its end.
+    /// Handles the server's reports until the server ends.
     fn follow(&self, server: &Server, child: &mut Child, answers: &Sender<Status>) {
         while let Some(report) = wire::receive(&server.channel) {
             match report {
@@ -424,7 +424,7 @@ impl Daemon {
         }
         let status = exit_code(child);
         self.note(|state| {
-            // Nobody who reads of its end finds it there still.
+            // By the time of this line the server's process no longer exists.
             self.log(&format!("Server {} exited with status {status}", server.pid));
             if self.version < 580 {
                 self.log("Removed Shm file at ");
@@ -434,13 +434,13 @@ impl Daemon {
         });
     }
 
-    /// Changes something that others may wait for.
+    /// Changes something for which others may wait.
     fn note(&self, change: impl FnOnce(&mut State)) {
         change(&mut lock(&self.state));
         self.changed.notify_all();
     }
 
-    /// Waits until the server is as wanted; false when the deadline came first.
+    /// Waits until the server is in the wanted state. False if the deadline comes first.
     pub(super) fn wait_until(
         &self,
         wanted: impl Fn(Option<&Server>) -> bool,
@@ -462,7 +462,7 @@ impl Daemon {
         self.note(|state| state.quitting = true);
     }
 
-    /// The end, after `quit`: two of the files go with it.
+    /// Ends the process after `quit`, and removes two of the files.
     pub(super) fn exit(&self) -> ! {
         let status = lock(&self.state).exit_status;
         self.log(&format!("Exit with status {status}"));
@@ -483,7 +483,7 @@ fn make_directory(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// control.log, and server.log for the servers.
+/// Opens control.log, and server.log for the servers.
 fn logs() -> io::Result<(Log, Option<File>)> {
     let directory = log_directory();
     make_directory(&directory)?;
@@ -491,7 +491,7 @@ fn logs() -> io::Result<(Log, Option<File>)> {
     Ok((Log::to(open("control.log")?), Some(open("server.log")?)))
 }
 
-/// The FIFO, and from 555 on the PID file, which anyone may write.
+/// Leaves the FIFO, and from 555 on the PID file, which everybody may write.
 fn leave_files(pipe: &Path, version: u32) -> io::Result<()> {
     let fifo = pipe.join("log");
     _ = fs::remove_file(&fifo);

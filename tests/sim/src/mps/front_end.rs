@@ -1,11 +1,11 @@
-//! The front end: commands from stdin to the control daemon, its answers to stdout.
+//! The front end: passes commands from stdin to the control daemon, and its answers to stdout.
 
 use std::io::{self, BufRead, Write};
 
 use super::wire::{self, Hello};
 use crate::state::Host;
 
-/// Runs it; gives the exit status, which says only whether a control daemon was there.
+/// Runs the front end and returns its exit status, which only says whether there was a control daemon.
 pub(super) fn run(host: &Host) -> u8 {
     if host.fault("front-end-hangs").is_some() {
         loop {

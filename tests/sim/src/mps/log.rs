@@ -4,7 +4,7 @@ use std::io::Write;
 use std::sync::Mutex;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Where a process writes its log.
+/// The log of a process.
 pub(super) struct Log {
     out: Mutex<Box<dyn Write + Send>>,
 }
@@ -14,8 +14,8 @@ impl Log {
         Self { out: Mutex::new(Box::new(out)) }
     }
 
-    /// Writes a line as one piece, since several processes share the file. A log that nobody reads any more stops
-    /// nobody.
+    /// Writes a line in one piece, since several processes share the file. If the log can't be written, the process
+    /// carries on.
     pub(super) fn line(&self, label: &str, pid: u32, text: &str) {
         let line = format!("[{} {label} {pid:>5}] {text}\n", time(now()));
         if let Ok(mut out) = self.out.lock() {
@@ -30,7 +30,7 @@ fn now() -> u64 {
     since.as_millis().try_into().unwrap_or_default()
 }
 
-/// UTC.
+/// The time in UTC.
 fn time(milliseconds: u64) -> String {
     let seconds = milliseconds / 1000;
     let (mut day, mut year) = (seconds / 86400, 1970);

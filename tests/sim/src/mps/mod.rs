@@ -1,8 +1,9 @@
 //! MPS: the control daemon, its servers, and the CUDA programs that are their clients.
 //!
-//! The control daemon listens in the pipe directory. A front end talks to it until it closes; a client says hello, and
-//! its connection is handed on to a server, so that it breaks when the server dies. A server is a child of the control
-//! daemon, with a channel to it as its stdin, and dies when that breaks. All messages are packets of JSON ([`wire`]).
+//! The control daemon listens in the pipe directory. A front end talks to it until it closes the connection. A client
+//! sends a hello, and the control daemon passes its connection on to a server, so the connection breaks when the server
+//! dies. A server is a child of the control daemon. Its stdin is a channel to the control daemon, and it dies when the
+//! channel breaks. All messages are packets of JSON ([`wire`]).
 
 pub mod client;
 pub mod control;
@@ -15,25 +16,25 @@ mod wire;
 
 use std::path::PathBuf;
 
-/// What a process calls itself, the first word of its command line.
+/// The first word of a process's command line.
 pub fn command_of(pid: u32) -> Option<String> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let word = line.split(|byte| *byte == 0).next()?;
     (!word.is_empty()).then(|| String::from_utf8_lossy(word).into_owned())
 }
 
-/// Where control daemon and clients meet.
+/// The directory where the control daemon and its clients meet.
 fn pipe_directory() -> PathBuf {
     std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").map_or_else(|| "/tmp/nvidia-mps".into(), PathBuf::from)
 }
 
-/// Where a control daemon in the background writes its logs.
+/// The directory in which a control daemon in the background writes its logs.
 fn log_directory() -> PathBuf {
     std::env::var_os("CUDA_MPS_LOG_DIRECTORY").map_or_else(|| "/var/log/nvidia-mps".into(), PathBuf::from)
 }
 
-/// A memory limit in bytes, read as the control daemon does: digits, then `G` for GiB, and whatever else for MiB.
-/// None where there are no digits, or nothing but zeros.
+/// A memory limit in bytes, parsed as the control daemon does: digits, then `G` for GiB, or anything else for MiB. None
+/// without digits, or if they are all zeros.
 fn memory_limit(text: &str) -> Option<u64> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at_checked(digits)?;
@@ -41,13 +42,13 @@ fn memory_limit(text: &str) -> Option<u64> {
     number.parse::<u64>().ok()?.checked_mul(mib * 1024 * 1024).filter(|limit| *limit > 0)
 }
 
-/// A memory limit as the control daemon prints it: floored to GiB from 1 GiB on.
+/// A memory limit in the control daemon's spelling: in whole GiB from 1 GiB on.
 fn memory_text(bytes: u64) -> String {
     let mib = bytes >> 20;
     if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") }
 }
 
-/// A percentage, if it is one that is allowed.
+/// A percentage. None if it is not allowed.
 fn percentage(text: &str) -> Option<f64> {
     text.parse().ok().filter(|percentage| *percentage > 0.0 && *percentage <= 100.0)
 }

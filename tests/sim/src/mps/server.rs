@@ -1,4 +1,4 @@
-//! A server: opens its GPUs, takes clients, keeps their limits, and hands a fault of one to all of them.
+//! A server: opens its GPUs, takes clients, applies their limits, and passes a fault of one client on to all of them.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -13,37 +13,37 @@ use super::wire::{self, ClientHello, ClientStatus, Device, Event, Order, Report,
 use super::{client, command_of, memory_limit, percentage};
 use crate::state::{Gpu, Host, Kind, visible};
 
-/// What a server holds of each of its GPUs, and a client of the one it uses, before it allocates anything.
+/// The memory that a server holds on each of its GPUs, and a client on its GPU, before it allocates any.
 const SERVER_MIB: u64 = 66;
 const CLIENT_MIB: u64 = 580;
 
-/// How many steps it takes to end a client's work: each waits for the client, so that one that runs for moments only gets
-/// on by as much.
+/// The number of steps for ending a client's work. Each step waits for the client, so a client that runs only for
+/// moments passes few steps each time.
 const STEPS: u32 = 20;
 
-/// How often it is looked at meanwhile whether the control daemon has gone.
+/// The interval at which the server checks in the meantime whether its control daemon has gone.
 const LOOK: Duration = Duration::from_millis(10);
 
 struct Server {
     host: Host,
-    /// By ordinal.
+    /// The GPUs, by ordinal.
     gpus: Vec<Gpu>,
     channel: OwnedFd,
     log: Log,
     state: Mutex<State>,
-    /// A client has taken part, or has gone.
+    /// Signalled when a client has taken part or has gone.
     taken_part: Condvar,
 }
 
 struct State {
     percentage: f64,
-    /// Bytes by ordinal.
+    /// The limits in bytes, by ordinal.
     limits: Vec<(usize, u64)>,
     clients: Vec<Client>,
     last_id: u32,
-    /// Which of the GPUs has a context of the server.
+    /// Whether the server has a context on each of the GPUs.
     contexts: Vec<bool>,
-    /// Whom the log's next `Received new client request` names, which is the one before.
+    /// The client in the log's next `Received new client request`, which names the client before.
     last_request: String,
 }
 
@@ -51,24 +51,24 @@ struct State {
 struct Client {
     pid: u32,
     id: u32,
-    /// Its GPU, by the server's ordinal.
+    /// The server's ordinal of the client's GPU.
     ordinal: usize,
     connection: Arc<OwnedFd>,
     allocated_mib: u64,
-    /// Whether it is in the middle of a long kernel.
+    /// Whether the client is in the middle of a long kernel.
     long_kernel: bool,
     terminated: bool,
     faulted: bool,
-    /// The steps that it has taken part in.
+    /// The number of steps in which the client has taken part.
     steps: u32,
 }
 
-/// nvidia-cuda-mps-server, with the channel to its control daemon as stdin; gives the exit status.
+/// Runs nvidia-cuda-mps-server, with the channel to its control daemon as stdin, and returns the exit status.
 pub fn run() -> u8 {
     start().map_or(1, Server::follow_orders)
 }
 
-/// Opens the GPUs. One that it can't have is the end of it, and as recorded without a word why.
+/// Opens the GPUs. If it can't open one, the server ends without a message, as recorded.
 fn start() -> Option<&'static Server> {
     let host = Host::from_env().ok()?;
     let channel = io::stdin().as_fd().try_clone_to_owned().ok()?;
@@ -119,7 +119,7 @@ fn start() -> Option<&'static Server> {
     Some(server)
 }
 
-/// Waits for that long, or until the control daemon is gone.
+/// Waits for this time. True if the control daemon went away meanwhile.
 fn lost_within(channel: &OwnedFd, time: Duration) -> bool {
     let mut hang_up = [PollFd::new(channel, PollFlags::empty())];
     let timeout = Timespec::try_from(time).ok();
@@ -159,7 +159,7 @@ impl Server {
         self.log.line("Server", std::process::id(), text);
     }
 
-    /// Not recorded below compute capability 7.0, where the limit does nothing.
+    /// Logs a limit. No such line was recorded below compute capability 7.0, where the limit has no effect.
     fn log_limit(&self, ordinal: usize, bytes: u64) {
         if self.gpus.get(ordinal).is_some_and(Gpu::enforces_limits) {
             self.log(&format!("Device pinned memory limit for device {ordinal} set to {bytes:#x} bytes"));
@@ -167,7 +167,7 @@ impl Server {
     }
 
     fn report(&self, report: &Report) {
-        // Without its control daemon the server ends anyway.
+        // If the control daemon has gone, the server is about to end.
         _ = wire::send(&self.channel, report);
     }
 
@@ -246,7 +246,7 @@ impl Server {
         }));
     }
 
-    /// Takes a client, and serves it until it is gone.
+    /// Takes a client, and serves it until it has gone.
     fn serve(&self, connection: &Arc<OwnedFd>, pid: u32, hello: &ClientHello) {
         match self.welcome(connection, pid, hello) {
             Ok(id) => {
@@ -260,7 +260,7 @@ impl Server {
         self.report(&Report::Gone);
     }
 
-    /// Lets a client in; gives its number, or the CUDA error that it is turned away with.
+    /// Accepts a client and returns its number, or returns the CUDA error with which the client is refused.
     fn welcome(&self, connection: &Arc<OwnedFd>, pid: u32, hello: &ClientHello) -> Result<u32, u32> {
         let mut state = self.state();
         if state.clients.iter().any(|client| client.faulted) {
@@ -306,8 +306,8 @@ impl Server {
         Ok(id)
     }
 
-    /// The ordinals of the GPUs that a client sees, in its order: it is the client's environment that counts, and
-    /// without one PCI order, whatever the order of the control daemon's.
+    /// The ordinals of the GPUs that a client sees, in its order. The client's environment decides the order. Without
+    /// it the order is by address, whatever the control daemon's order is.
     fn seen(&self, hello: &ClientHello) -> Vec<usize> {
         let mut in_order = self.gpus.clone();
         in_order.sort_unstable_by_key(|gpu| gpu.index);
@@ -315,8 +315,8 @@ impl Server {
         seen.filter_map(|gpu| self.gpus.iter().position(|own| *own == gpu)).collect()
     }
 
-    /// What a client sees of a GPU. The memory limit is that of the client's ordinal (`place`), not of the server's:
-    /// so it was measured.
+    /// A GPU as a client sees it. The memory limit belongs to the client's ordinal (`place`), not to the server's, as
+    /// measured.
     fn device(&self, state: &State, hello: &ClientHello, place: usize, ordinal: usize) -> Option<Device> {
         let gpu = self.gpus.get(ordinal)?;
         let asked = hello.percentage.as_deref().and_then(percentage).unwrap_or(100.0);
@@ -338,7 +338,7 @@ impl Server {
         Some(client::device(gpu, sms, most.saturating_sub(client::context_mib(sms))))
     }
 
-    /// Makes the server's context on a GPU, where there is none.
+    /// Makes the server's context on a GPU, if there is none.
     fn open(&self, state: &mut State, ordinal: usize) {
         if let (Some(open), Some(gpu)) = (state.contexts.get_mut(ordinal), self.gpus.get(ordinal))
             && !std::mem::replace(open, true)
@@ -373,8 +373,8 @@ impl Server {
         }
     }
 
-    /// Ends a client's work, with its help. It waits for one that is stopped, frozen or held for as long as that lasts, and
-    /// the control daemon waits for us.
+    /// Ends a client's work with the client's help. If the client is stopped, frozen or held, the server waits for it,
+    /// and the control daemon waits for the server.
     fn terminate(&self, pid: u32) -> bool {
         let mut state = self.state();
         for _ in 0..STEPS {
@@ -393,12 +393,12 @@ impl Server {
         true
     }
 
-    /// A fault on a GPU is everybody's there.
+    /// A fault on a GPU hits every client there.
     fn fault(&self, state: &mut State, ordinal: usize) {
         let hit: Vec<&mut Client> =
             state.clients.iter_mut().filter(|client| client.ordinal == ordinal).collect();
         let Some(first) = hit.first().map(|client| client.pid) else { return };
-        // Whom the log names first is the oldest client, not the culprit.
+        // The log names the oldest client first, whichever client caused the fault.
         self.log(&format!("Client {{PID: {first}, Context: 1}} encountered a fatal GPU error."));
         self.log("Server is handling a fatal GPU error.");
         for client in &hit {
@@ -427,7 +427,8 @@ impl Server {
         }
     }
 
-    /// A client is gone. What it leaves running is a fault; the last one hit by a fault ends that.
+    /// Removes a client that has gone. If its kernel still ran, that is a fault. When the last client that a fault hit
+    /// has gone, the fault is over.
     fn part_with(&self, id: u32) {
         let mut state = self.state();
         let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };
@@ -461,7 +462,7 @@ impl Server {
     }
 }
 
-/// The limit in bytes that a client sets itself for one of its devices: `0=2G,1=3G` or `GPU-...=4G`.
+/// The limit in bytes that a client sets for itself, for one of its devices: `0=2G,1=3G` or `GPU-...=4G`.
 fn own_limit(hello: &ClientHello, place: usize, uuid: &str) -> Option<u64> {
     let limits = hello.memory_limits.as_deref()?.split(',').filter_map(|limit| limit.trim().split_once('='));
     let mut own = limits.filter(|(device, _)| *device == uuid || device.parse() == Ok(place));

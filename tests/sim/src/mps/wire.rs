@@ -1,4 +1,4 @@
-//! What the programs say to each other: packets of JSON over SOCK_SEQPACKET, sometimes with a connection attached.
+//! The messages between the programs: packets of JSON over SOCK_SEQPACKET, sometimes with a connection attached.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -15,13 +15,13 @@ use serde::{Deserialize, Serialize};
 /// The first packet to a control daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Hello {
-    /// Commands follow, one a packet; each is answered by one packet of text.
+    /// Commands follow, one per packet. Each command is answered by one packet of text.
     FrontEnd,
     /// A CUDA program.
     Client(ClientHello),
 }
 
-/// What a CUDA program's environment says.
+/// The settings in a CUDA program's environment.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct ClientHello {
     pub(super) visible_devices: Option<String>,
@@ -29,56 +29,56 @@ pub(super) struct ClientHello {
     pub(super) memory_limits: Option<String>,
 }
 
-/// From the control daemon to a server.
+/// A message from the control daemon to a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Order {
     Start {
         percentage: f64,
         limits: Vec<(usize, u64)>,
     },
-    /// A client; its connection comes with the packet.
+    /// A client. Its connection is attached to the packet.
     Client {
         pid: u32,
         hello: ClientHello,
     },
     SetPercentage(f64),
     SetLimit(usize, Option<u64>),
-    /// The four that are answered by a [`Report::Status`].
+    /// A [`Report::Status`] answers each of the next four orders.
     Query,
     DeviceQuery,
     Terminate(u32),
     /// Ends the server if it has no client.
     Shutdown,
-    /// Ends it whatever its clients do.
+    /// Ends the server even if it has clients.
     ForceShutdown,
 }
 
-/// From a server to the control daemon.
+/// A message from a server to the control daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Report {
     Ready,
-    /// A client is gone or was refused.
+    /// A client has ended or was refused.
     Gone,
     Status(Status),
 }
 
-/// What a server knows.
+/// The status of a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Status {
     pub(super) fault: bool,
     pub(super) percentage: f64,
     pub(super) limits: Vec<(usize, u64)>,
     pub(super) clients: Vec<ClientStatus>,
-    /// Whether a client was there to be terminated.
+    /// Whether there was a client to terminate.
     pub(super) done: bool,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ClientStatus {
     pub(super) pid: u32,
-    /// Counts the clients of a server.
+    /// The client's number on its server.
     pub(super) id: u32,
-    /// Its device, by the server's ordinal and by UUID and name.
+    /// Its device: the server's ordinal, the UUID and the name.
     pub(super) ordinal: usize,
     pub(super) uuid: String,
     pub(super) name: String,
@@ -86,36 +86,36 @@ pub(super) struct ClientStatus {
     pub(super) command: String,
 }
 
-/// From a server (or a control daemon that has none) to a client.
+/// A message to a client from a server, or from a control daemon without a server.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Event {
     Welcome(Vec<Device>),
-    /// A step of ending its work, which the client has to take part in: it answers with [`Request::TakePart`].
+    /// A step of ending the client's work. The client has to take part, with the answer [`Request::TakePart`].
     TakePart,
     /// A CUDA error, after which the client can do nothing more.
     Error(u32),
 }
 
-/// From a client to its server.
+/// A message from a client to its server.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// It allocated that much.
+    /// The client allocated this amount.
     Allocate { mib: u64 },
-    /// It gave that much back.
+    /// The client freed this amount.
     Free { mib: u64 },
     /// A long kernel starts or ends.
     LongKernel(bool),
-    /// The kernel wrote where it must not.
+    /// The kernel wrote to a forbidden address.
     Fault,
     /// The answer to [`Event::TakePart`].
     TakePart,
 }
 
-/// What a CUDA program sees of one of its devices, limits applied.
+/// The properties of a device as a CUDA program sees them, with limits applied.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Device {
     pub(super) name: String,
-    /// Bus and device, `00:06`.
+    /// The bus and the device, `00:06`.
     pub(super) pci: String,
     pub(super) capability: String,
     pub(super) sms: u32,
@@ -128,14 +128,14 @@ fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Connects to the socket at that path.
+/// Connects to the socket at this path.
 pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket()?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
     Ok(socket)
 }
 
-/// Listens at that path, in place of whatever a dead control daemon left there.
+/// Listens at this path, in place of a dead control daemon's socket.
 pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket()?;
     match std::fs::remove_file(path) {
@@ -147,7 +147,7 @@ pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Two ends of a channel.
+/// Makes the two ends of a channel.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
     Ok(rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?)
@@ -174,7 +174,7 @@ pub(super) fn send_with(
     Ok(())
 }
 
-/// The next packet; None when the other end is gone, which is also how anything unreadable is taken.
+/// The next packet. None if the other end has closed, or if the packet can't be read.
 pub(super) fn receive<T: DeserializeOwned>(socket: impl AsFd) -> Option<T> {
     Some(receive_with(socket)?.0)
 }
@@ -197,14 +197,14 @@ pub(super) fn receive_with<T: DeserializeOwned>(socket: impl AsFd) -> Option<(T,
     Some((message, attached))
 }
 
-/// Says that nothing more comes, and waits until the other end has taken note and is gone too.
+/// Sends no more, and waits until the other end has closed too.
 pub(super) fn part(socket: impl AsFd) {
     if rustix::net::shutdown(&socket, rustix::net::Shutdown::Write).is_ok() {
         while receive::<serde_json::Value>(&socket).is_some() {}
     }
 }
 
-/// Whose connection it is: PID and user.
+/// The PID and the user of the process at the other end.
 pub(super) fn peer(socket: impl AsFd) -> Option<(u32, u32)> {
     let credentials = rustix::net::sockopt::socket_peercred(socket).ok()?;
     Some((credentials.pid.as_raw_nonzero().get().try_into().ok()?, credentials.uid.as_raw()))
