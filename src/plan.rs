@@ -165,7 +165,7 @@ pub struct ControlDaemonPlan {
     pub thread_percentage: u8,
     /// Whether to ask for one server for the clients of every user.
     pub multiuser: bool,
-    /// Whether a control daemon whose driver refuses that is started without it.
+    /// Whether the control daemon is started without that if its driver refuses it.
     pub multiuser_optional: bool,
     /// Whether the server is started before the first client.
     pub prewarm: bool,
@@ -428,7 +428,7 @@ fn wanted<'a>(
 #[derive(Clone, Copy)]
 struct Known<'a> {
     gpu: &'a Gpu,
-    /// Whether the GPU has gone, so that the facts about it are those of the former plan.
+    /// Whether the GPU has gone, so that the facts about it come from the former plan.
     gone: bool,
 }
 

@@ -176,7 +176,7 @@ impl<'t> Item<'t> {
         let path = self.path(fields.path.as_ref(), findings);
         let slices = self.number(fields.virtual_number.as_ref(), "virtual_number", slices, findings);
         if slices.is_none() && fields.virtual_number.is_none() {
-            let remedy = "say into how many slices the GPU is cut, 1 to 999";
+            let remedy = "write the number of slices of the GPU, 1 to 999";
             findings.problems.push(self.problem(&self.origin, "virtual_number", "missing".into(), remedy));
         }
         let set = fields.thread_percentage.filter(|field| field.value != Value::Null);
@@ -290,7 +290,7 @@ fn slip(field: Option<&Field<'_>>, device_type: &str) -> Option<(String, &'stati
         return Some((field.value.found(), "write a type such as NVIDIA_MPS"));
     }
     (device_type.len() <= LONGEST_SLIP && is_near_miss(device_type))
-        .then(|| (field.value.found(), "write NVIDIA_MPS, or the other type that is meant"))
+        .then(|| (field.value.found(), "write NVIDIA_MPS, or the intended other type"))
 }
 
 /// A text with more bytes is never taken for a misspelt type.
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_in_every_spelling_that_the_host_agent_takes() {
+    fn keys_may_have_every_spelling_that_the_host_agent_accepts() {
         for number in ["virtual_number", "virtualNumber", "VirtualNumber", "virtual-number"] {
             let text = format!("Devices:\n- Path: /dev/dri/renderD128\n  Type: NVIDIA_MPS\n  {number}: 3\n");
             assert_eq!(entries(&text)[0].mps.as_ref().unwrap().slices.get(), 3, "{number}");
@@ -590,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn a_type_that_is_nearly_ours_is_an_error() {
+    fn a_misspelt_type_is_an_error() {
         let typed = |device_type: &str| {
             read(&format!(
                 "devices:\n- path: /dev/dri/renderD128\n  type: {device_type}\n  virtual_number: 0\n"

@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_means_not_set() {
+    fn an_empty_value_means_not_set() {
         let none = "enable_cuda_mps:\ncuda_mps_replicas: null\ncuda_mps_pipe_directory: ~\nlog_level:\n";
         assert_eq!(settings(none), Settings::default());
         assert_eq!(settings("cuda_mps_replicas =\nlog_level = \n"), Settings::default());
@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_conf_of_the_platform_is_read_past_its_own_keys() {
+    fn the_platforms_own_keys_in_host_conf_are_skipped() {
         let text = concat!(
             "allow_switch_vms: true\n",
             "bridge_driver: openvswitch\n",
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_key_that_stands_twice_yaml_takes_the_last() {
+    fn in_yaml_the_last_of_two_equal_keys_counts() {
         let (draft, findings) = overlaid("cuda_mps_replicas: 4\nlog_level: warn\ncuda-mps-replicas: 6\n");
         assert_eq!(findings.problems, []);
         assert_eq!(draft.settings.replicas.get(), 6);
@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_key_that_stands_twice_the_older_form_takes_the_first() {
+    fn in_the_older_form_the_first_of_two_equal_keys_counts() {
         let (draft, findings) = overlaid("cuda_mps_replicas = 4\n\ncuda-mps-replicas = 6\n");
         assert_eq!(draft.settings.replicas.get(), 4);
         assert_eq!(findings.warnings.len(), 1);
@@ -564,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bad_value_is_named_at_once_with_line_key_and_what_was_found() {
+    fn every_bad_value_is_reported_with_line_key_and_finding() {
         let text = concat!(
             "enable_cuda_mps: maybe\n",
             "container_device_config_file: devices.yml\n",
@@ -612,7 +612,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_end_where_they_are_said_to() {
+    fn ranges_end_at_the_documented_values() {
         let ranges = [
             ("cuda_mps_replicas", 1, 999),
             ("cuda_mps_thread_percentage", 1, 100),
@@ -711,7 +711,7 @@ mod tests {
     }
 
     #[test]
-    fn a_misspelt_key_of_ours_is_a_warning() {
+    fn a_misspelt_key_is_a_warning() {
         let (_, findings) = overlaid("cuda_mps_replica: 4\nEnable_CUDA_mps: true\nreplicas: 4\n");
         let warned: Vec<_> =
             findings.warnings.iter().map(|w| (w.origin.line.unwrap(), w.key.as_str())).collect();

@@ -330,7 +330,7 @@ impl Loaded {
             Problem {
                 origin: Origin { file: file.to_owned(), line: None },
                 key: ENABLE_KEY.to_owned(),
-                found: "not there any more, while GPUs are served".to_owned(),
+                found: "no longer set, while GPUs are served".to_owned(),
                 remedy: format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work"),
             }
         })
@@ -425,7 +425,7 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
             Unreadable::Missing
         }
         regular_file::Unreadable::TooLarge(_) => {
-            bad("larger than 1 MiB".to_owned(), "it can't be what it should be: check the path")
+            bad("larger than 1 MiB".to_owned(), "this can't be the right file: check the path")
         }
         error @ regular_file::Unreadable::Failed(_) => bad(error.to_string(), "make it a readable file"),
         error @ regular_file::Unreadable::NotRegular(_) => bad(error.to_string(), "put a regular file there"),

@@ -156,7 +156,7 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> Problem {
     });
     let (found, remedy) = match tabbed {
         Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
-        None => ("not valid YAML", "correct it there or just before"),
+        None => ("not valid YAML", "correct that line or the line before it"),
     };
     Problem {
         origin: Origin { file: file.to_owned(), line: tabbed.or(line) },
@@ -217,7 +217,7 @@ impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
 
     fn deserialize<D: de::Deserializer<'t>>(self, deserializer: D) -> Result<Node<'t>, D::Error> {
         if self.depth > MAX_DEPTH {
-            return Err(de::Error::custom("nested too deeply, or an alias within what it stands for"));
+            return Err(de::Error::custom("nested too deeply, or an alias that contains itself"));
         }
         self.source.spend(1)?;
         deserializer.deserialize_any(self)
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn what_looks_like_a_key_inside_a_text_is_none() {
+    fn a_text_that_looks_like_a_key_is_no_key() {
         let found =
             pairs("a: |\n  enable: no\nb: \"x\n\n  enable: no\"\nc: {\nenable: no\n}\nd: [\n'x: y']\n");
         let keys: Vec<_> = found.iter().map(|(key, line, _)| (key.as_str(), *line)).collect();
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tab_in_the_indentation_is_called_that() {
+    fn a_tab_in_the_indentation_is_reported_as_such() {
         for (text, line) in [("a:\n\tb: 1\n", 2), ("a:\n  - b: c\n\td: e\n", 3), ("\ta: 1\n", 1)] {
             let problem = read(text).unwrap_err();
             assert_eq!(problem.origin.line, Some(line), "{text:?}");
@@ -519,10 +519,10 @@ mod tests {
     }
 
     #[test]
-    fn aliases_may_repeat_but_neither_forever_nor_without_measure() {
+    fn aliases_may_repeat_only_within_bounds() {
         assert_eq!(pairs("a: &x 5\nb: *x\n")[1].2, Value::Integer(5));
         let cyclic = read("a: &x\n  b: *x\n").unwrap_err();
-        assert!(cyclic.found.contains("alias within what it stands for"), "{cyclic}");
+        assert!(cyclic.found.contains("alias that contains itself"), "{cyclic}");
         let mut laughs = "a: &a [x, x, x, x, x, x, x, x, x]\n".to_owned();
         for (name, below) in ('b'..='z').zip('a'..) {
             let repeated = vec![format!("*{below}"); 9].join(", ");
@@ -538,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn merge_keys_count_where_they_stand() {
+    fn merge_keys_count_at_their_place() {
         let all = |text: &str| -> Vec<(String, String)> {
             let pairs = pairs(text).into_iter().filter(|(key, ..)| !key.starts_with('_'));
             pairs.map(|(key, _, value)| (key, value.as_text().unwrap_or_default().into_owned())).collect()
@@ -581,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_found_is_short_and_printable() {
+    fn findings_are_short_and_printable() {
         let long = "x".repeat(1000);
         assert_eq!(quoted(&long).chars().count(), SHOWN_CHARS + 5);
         assert_eq!(text("a\u{1b}[31m\n\"", true).found(), r#"found "a\u{1b}[31m\n\"""#);

@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_reads_as_on_the_platform() {
+    fn the_texts_about_a_link_equal_the_platforms() {
         let golden = [
             ("2.5GT/s", "1.0", ["0.25", "0.50", "1.00", "2.00", "4.00"]),
             ("5GT/s", "2.0", ["0.50", "1.00", "2.00", "4.00", "8.00"]),

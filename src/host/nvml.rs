@@ -113,7 +113,7 @@ impl Driver {
         u32::try_from(version).map_err(|_| format!("a CUDA version of {version}"))
     }
 
-    /// Every GPU that NVML lists and whose address it knows, in NVML's order. A GPU without a handle is left out, since
+    /// Every GPU that NVML lists and with an address that it knows, in NVML's order. A GPU without a handle is left out, since
     /// NVML doesn't report its address. [`Driver::facts_at`] gives the reason for an address.
     ///
     /// # Errors
@@ -452,13 +452,12 @@ fn no_descriptors() -> Option<String> {
         Errno::MFILE => {
             let most = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
             Some(format!(
-                "this process can open no more files ({most}), so NVML can't be used; raise its limit (LimitNOFILE= in \
+                "this process can't open more files ({most}), so NVML can't be used; raise its limit (LimitNOFILE= in \
                  systemctl edit yunion-mps-daemon, or ulimit -n)"
             ))
         }
         Errno::NFILE => Some(
-            "this host can open no more files, so NVML can't be used; raise the sysctl fs.file-max"
-                .to_owned(),
+            "this host can't open more files, so NVML can't be used; raise the sysctl fs.file-max".to_owned(),
         ),
         _ => None,
     }
@@ -542,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_know_whether_they_go_through_mps() {
+    fn processes_are_marked_as_clients_or_not() {
         let seen = |contexts: Contexts| -> Vec<(u32, bool)> {
             contexts.processes(names).iter().map(|process| (process.pid, process.via_mps)).collect()
         };
@@ -571,7 +570,7 @@ mod tests {
     }
 
     #[test]
-    fn values_fail_alone_but_a_lost_gpu_as_a_whole() {
+    fn a_value_fails_alone_and_a_lost_gpu_as_a_whole() {
         assert_eq!(known("name", Ok(1)), Ok(Some(1)));
         assert_eq!(known::<u32>("memory", Err(NvmlError::NotSupported)), Ok(None));
         assert_eq!(known::<u32>("memory", Err(NvmlError::FailedToLoadSymbol("x".to_owned()))), Ok(None));

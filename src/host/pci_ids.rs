@@ -27,7 +27,7 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
         let text = String::from_utf8_lossy(&line);
         let text = text.trim_end();
         if let Some(entry) = text.strip_prefix('\t') {
-            // A second tab starts a subsystem, whose line does not begin with a number then.
+            // A second tab starts a subsystem. The rest of such a line does not begin with a number.
             let device = vendor.zip(numbered(entry)).map(|(vendor, (device, name))| ((vendor, device), name));
             if let Some((id, name)) = device
                 && wanted.contains(&id)

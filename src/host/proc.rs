@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn of_an_endless_file_only_the_beginning_is_read() {
+    fn only_the_beginning_of_an_endless_file_is_read() {
         assert_eq!(beginning("/dev/zero", 7).unwrap(), [0; 7]);
     }
 

@@ -36,7 +36,7 @@ pub fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     Ok(devices)
 }
 
-/// None for a device of another class, or a device whose files can't be read.
+/// None for a device of another class, or a device with files that can't be read.
 fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
     if number(&directory.join("class"))? >> 16 != DISPLAY {
         return None;

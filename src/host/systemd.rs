@@ -67,11 +67,11 @@ pub fn runs_us() -> bool {
 /// This process is no service of systemd, or systemd refuses or does not answer. The process is most likely still in
 /// its old unit, but may also move into the scope a moment later.
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
-    let own = own_service().ok_or("this process is not a service of systemd's")?;
+    let own = own_service().ok_or("this process is no service of systemd")?;
     let name = scope_name(id);
     match timeout(SCOPE_TIMEOUT, start_scope(&name, &scope_properties(id, pid, &own))).await {
         Ok(Ok(())) => {}
-        Ok(Err(error)) => return Err(format!("systemd does not make {name}: {error}")),
+        Ok(Err(error)) => return Err(format!("systemd refuses to make {name}: {error}")),
         Err(_) => return Err(format!("systemd has not made {name} within {} s", SCOPE_TIMEOUT.as_secs())),
     }
     let deadline = Instant::now() + SCOPE_TIMEOUT;
@@ -100,7 +100,7 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
 /// # Errors
 /// systemd refuses or does not answer.
 pub async fn lift_limits() -> Result<(), String> {
-    let own = own_service().ok_or("this process is not a service of systemd's")?;
+    let own = own_service().ok_or("this process is no service of systemd")?;
     let lifted = async {
         let connection = connect().await?;
         let systemd =
@@ -110,7 +110,7 @@ pub async fn lift_limits() -> Result<(), String> {
     };
     match timeout(SCOPE_TIMEOUT, lifted).await {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) => Err(format!("systemd does not lift the limits of {own}: {error}")),
+        Ok(Err(error)) => Err(format!("systemd refuses to lift the limits of {own}: {error}")),
         Err(_) => {
             Err(format!("systemd has not lifted the limits of {own} within {} s", SCOPE_TIMEOUT.as_secs()))
         }
@@ -322,7 +322,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn scope_names_hold_what_unit_names_may() {
+    fn scope_names_are_valid_unit_names() {
         assert_eq!(scope_name("shared"), "yunion-mps-control-shared.scope");
         assert_eq!(
             scope_name("GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"),

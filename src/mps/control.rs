@@ -64,7 +64,7 @@ pub enum ControlError {
         after: Duration,
     },
     /// Others with a higher rank kept asking until the deadline.
-    #[error("`{command}` found no turn at the control daemon within {} s", TURN_TIMEOUT.as_secs())]
+    #[error("`{command}` did not get its turn at the control daemon within {} s", TURN_TIMEOUT.as_secs())]
     Crowded {
         /// The command.
         command: String,
@@ -138,7 +138,7 @@ pub enum Terminated {
     NoSuchServer,
 }
 
-/// The user for whom the control daemon is asked.
+/// The kind of user that asks the control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller {
     /// Root, who waits for no other user.
@@ -182,7 +182,7 @@ impl FrontEnds {
         Self { program, queues: Arc::default() }
     }
 
-    /// The way to the control daemon of this pipe directory, whoever started that control daemon. All calls share one
+    /// The way to the control daemon of this pipe directory, even if this service did not start it. All calls share one
     /// queue.
     pub fn of(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());

@@ -47,7 +47,7 @@ pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
 /// The same as for [`open`].
 pub fn look(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
-    // The service runs as root, whoever runs this check.
+    // The service runs as root, even if another user runs this check.
     let stat =
         rustix::fs::fstat(&directory).map_err(|error| bad(path, format!("can't be looked at: {error}")))?;
     if stat.st_uid == 0 { Ok(true) } else { owner(&stat).map(|()| true).map_err(|what| bad(path, what)) }
@@ -140,13 +140,13 @@ fn owner(stat: &Stat) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "belongs to user {}, not to user {us} as whom this service runs; remove it with all that is in it (rm -r), or \
-         configure another directory (docs/isolation.md)",
+        "belongs to user {}, but this service runs as user {us}; remove it and its contents (rm -r), or configure \
+         another directory (docs/isolation.md)",
         stat.st_uid
     ))
 }
 
-/// A user who can rename things in a directory can put another directory in the place of ours after any check. /tmp
+/// A user who can rename things in a directory can put another directory in the place of the service's directory after any check. /tmp
 /// passes, since only the owner of a thing can rename it there. A directory that root lets a group write to, such as
 /// /var/log, passes too.
 fn others_rule(directory: &OwnedFd) -> Result<(), String> {
@@ -154,14 +154,14 @@ fn others_rule(directory: &OwnedFd) -> Result<(), String> {
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
         return Err(format!(
-            "belongs to user {owner}, who could replace what is in it; remove it with all that is in it (rm -r), or \
+            "belongs to user {owner}, who could replace its contents; remove it and its contents (rm -r), or \
              configure a directory where only root can write (docs/isolation.md)"
         ));
     }
     if stat.st_mode & 0o1002 == 0o002 {
         return Err(
-            "everybody can replace what is in it; take that right away (chmod o-w, or chmod +t) or configure \
-             another directory"
+            "everybody can replace its contents; remove that right (chmod o-w, or chmod +t) or configure another \
+             directory"
                 .to_owned(),
         );
     }
@@ -301,7 +301,7 @@ fn move_away(directory: impl AsFd, name: &str) -> io::Result<String> {
         }
     }
     Err(io::Error::other(format!(
-        "is no log of ours and can't be renamed, since {name}.refused-1 to -{MOVED_AWAY} are there; remove those"
+        "is no log of this service and can't be renamed, since {name}.refused-1 to -{MOVED_AWAY} exist; remove them"
     )))
 }
 
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn makes_what_is_missing_with_0755() {
+    fn missing_directories_are_made_with_0755() {
         let base = tempfile::tempdir().unwrap();
         let path = base.path().join("nvidia-mps/pipe");
         open(&path).unwrap();

@@ -452,7 +452,7 @@ impl Follower {
         }
         let full = rustix::fs::fstatvfs(&self.file).is_ok_and(|statistics| statistics.f_bfree == 0);
         full.then_some(
-            "its file system is full; until there is room, what befalls servers and clients is not written down",
+            "its file system is full; until there is room, the control daemon and its servers can't log",
         )
     }
 
@@ -727,9 +727,9 @@ mod tests {
         writer.set_len(0).unwrap();
         let (line, ()) = tokio::join!(follower.next(), async {
             tokio::task::yield_now().await;
-            writer.write_all(b"anew\n").unwrap();
+            writer.write_all(b"again\n").unwrap();
         });
-        assert_eq!(line.unwrap().text, "anew");
+        assert_eq!(line.unwrap().text, "again");
     }
 
     #[tokio::test]

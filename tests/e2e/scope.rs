@@ -151,7 +151,7 @@ fn namesake_stays(machine: &mut Machine) {
     let cursor = machine.cursor();
     machine.sh(&format!("echo shared >/run/asker; systemctl restart {SERVICE}; rm /run/asker"));
     let said = said(machine, &cursor);
-    assert!(said[1].contains(&format!("Err(\"systemd does not make {SCOPE}: ")), "{said:?}");
+    assert!(said[1].contains(&format!("Err(\"systemd refuses to make {SCOPE}: ")), "{said:?}");
     assert!(said[1].contains("UnitExists"), "{said:?}");
     assert_eq!(held(machine), old);
     // The refused one is still in our own group.
@@ -178,7 +178,7 @@ fn scope_stopped(machine: &mut Machine) {
 }
 
 fn no_service(machine: &mut Machine) {
-    let answer = "not a service: NotUnderSystemd, Err(\"this process is not a service of systemd's\")\n";
+    let answer = "not a service: NotUnderSystemd, Err(\"this process is no service of systemd\")\n";
     let program = ["/usr/lib/yunion-mps-e2e", asker::ARGUMENT];
     assert_eq!(machine.printed(&program), answer);
     let in_scope = ["systemd-run", "--scope", "--quiet"].into_iter().chain(program);

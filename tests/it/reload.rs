@@ -404,7 +404,7 @@ fn nobody_s_work_ends_for_want_of_a_word() {
         let refusal = crate::host::text(&host.call("Control.Reload"));
         assert!(refusal.contains("Error.InvalidConfig"), "{text:?}: {refusal}");
         assert!(
-            refusal.contains("enable_cuda_mps: not there any more, while GPUs are served; write"),
+            refusal.contains("enable_cuda_mps: no longer set, while GPUs are served; write"),
             "{text:?}: {refusal}"
         );
         let said =
