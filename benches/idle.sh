@@ -46,17 +46,11 @@ echo quit | nvidia-cuda-mps-control
 wait "$bare"
 bare=''
 
-cat >"$host/bus.conf" <<END
-<busconfig><type>system</type><listen>unix:path=$host/bus</listen>
-<policy context="default"><allow user="*"/><allow own="*"/><allow send_type="method_call"/><allow send_type="signal"/>
-<allow send_requested_reply="true" send_type="method_return"/><allow send_requested_reply="true" send_type="error"/>
-<allow receive_type="method_call"/><allow receive_type="signal"/><allow receive_type="method_return"/>
-<allow receive_type="error"/></policy></busconfig>
-END
+scripts/bus-conf.sh "$host"
 dbus-daemon --config-file="$host/bus.conf" --nofork --nopidfile 2>/dev/null &
 bus=$!
-export DBUS_SYSTEM_BUS_ADDRESS="unix:path=$host/bus"
-until_true test -S "$host/bus"
+export DBUS_SYSTEM_BUS_ADDRESS="unix:path=$host/socket"
+until_true test -S "$host/socket"
 
 # Ready is what the log says: a question on the bus would be work for the daemon too.
 ready() { [ "$(grep -c 'ready: 4 devices' "$host/log")" -ge "$1" ]; }

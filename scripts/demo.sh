@@ -105,41 +105,14 @@ host=$dir/host
 exports=$(yunion-mps-sim create "$board" "$host") || fail "no simulated host of board $board"
 eval "$exports"
 
-# A bus as closed as the system's: nobody owns or calls anything that a policy file doesn't allow.
-{
-    cat <<END
-<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuration 1.0//EN"
- "http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd">
-<busconfig>
-  <type>system</type>
-  <listen>unix:path=$dir/bus</listen>
-  <auth>EXTERNAL</auth>
-  <policy context="default">
-    <allow user="*"/>
-    <deny own="*"/>
-    <deny send_type="method_call"/>
-    <allow send_type="signal"/>
-    <allow send_requested_reply="true" send_type="method_return"/>
-    <allow send_requested_reply="true" send_type="error"/>
-    <allow receive_type="method_call"/>
-    <allow receive_type="method_return"/>
-    <allow receive_type="error"/>
-    <allow receive_type="signal"/>
-    <allow send_destination="org.freedesktop.DBus"/>
-  </policy>
-  <include>$PWD/config/io.yunion.Mps1.conf</include>
-END
-    # The shipped policy gives the name to root. Here the user of the demo may have it, too.
-    [ "$(id -u)" -eq 0 ] ||
-        echo "  <policy user=\"$(id -un)\"><allow own=\"io.yunion.Mps1\"/><allow send_destination=\"io.yunion.Mps1\"/></policy>"
-    echo '</busconfig>'
-} >"$dir/bus.conf"
+# A bus as closed as the system's.
+scripts/bus-conf.sh "$dir"
 env YUNION_MPS_DEMO="$dir" dbus-daemon --config-file="$dir/bus.conf" --nofork --nopidfile --print-address \
     >"$dir/bus.address" 2>"$dir/bus.log" &
 bus=$!
 # It prints its address once it listens.
 wait_for 10 test -s "$dir/bus.address" || fail "dbus-daemon did not start: $(cat "$dir/bus.log")"
-export DBUS_SYSTEM_BUS_ADDRESS="unix:path=$dir/bus"
+export DBUS_SYSTEM_BUS_ADDRESS="unix:path=$dir/socket"
 # Nothing here reports to a systemd that may have started us.
 unset NOTIFY_SOCKET JOURNAL_STREAM WATCHDOG_USEC WATCHDOG_PID
 

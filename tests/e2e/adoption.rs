@@ -1,10 +1,11 @@
 //! A running CUDA program notices nothing of the service until the service is stopped.
 
 use crate::Check;
-use crate::machine::{Machine, text, wait_for};
+use crate::machine::{Machine, text};
 use crate::service::{
     HOST_CONF, ON_HOST, SERVICE, compute_mode, control_daemons, drop_in, no_left_overs, serving, state,
 };
+use crate::wait::wait_for;
 
 const SCOPE: &str = "yunion-mps-control-shared.scope";
 const CLIENT: &str = "client.service";

@@ -12,11 +12,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// The time that any step may take on a busy machine before it counts as hanging.
-const DEADLINE: Duration = Duration::from_secs(60);
-
-/// The pause between two looks at something that is waited for.
-const PAUSE: Duration = Duration::from_millis(20);
+use crate::wait::{DEADLINE, PAUSE};
 
 /// The kind of control groups that systemd has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -300,19 +296,6 @@ fn remove_groups(group: &Path) -> std::io::Result<()> {
         }
     }
     fs::remove_dir(group)
-}
-
-/// Waits until there is something, and returns it.
-#[track_caller]
-pub(crate) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + DEADLINE;
-    loop {
-        if let Some(found) = look() {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
-        sleep(PAUSE);
-    }
 }
 
 /// Output as text.

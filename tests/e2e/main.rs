@@ -20,6 +20,8 @@ mod scope;
 mod service;
 #[path = "../support/skip.rs"]
 mod skip;
+#[path = "../support/wait.rs"]
+mod wait;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;

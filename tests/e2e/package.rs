@@ -7,11 +7,12 @@ use std::process::Command;
 
 use crate::Check;
 use crate::adoption::Running;
-use crate::machine::{Machine, Stage, text, wait_for};
+use crate::machine::{Machine, Stage, text};
 use crate::service::{
     DEVICE_FILE, DEVICES, HOST, HOST_CONF, ON_HOST, SERVICE, UUID, compute_mode, control_daemons, devices,
     new_host, no_left_overs, on_the_simulated_host, serving, simulated, state,
 };
+use crate::wait::wait_for;
 
 pub(crate) const CHECKS: &[Check] = &[
     ("apt_get_install_enables_and_starts_nothing", install),
@@ -245,9 +246,12 @@ fn listing(machine: &mut Machine) {
 }
 
 fn looked_for(machine: &mut Machine) {
-    // The unit's own words lead to a file that is there.
+    // The unit names a file that is there; its manual pages are looked for below.
     let documentation = machine.property(SERVICE, "Documentation");
-    for path in documentation.split_ascii_whitespace().filter_map(|word| word.strip_prefix("file://")) {
+    let files: Vec<&str> =
+        documentation.split_ascii_whitespace().filter_map(|word| word.strip_prefix("file:")).collect();
+    assert!(!files.is_empty(), "{documentation}");
+    for path in files {
         machine.sh(&format!("test -s {path}"));
     }
     for page in ["yunion-mps-daemon.8", "yunion-mpsctl.1", "yunion-mps-host.conf.5"] {

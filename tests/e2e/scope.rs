@@ -1,7 +1,8 @@
 //! Our talk with systemd, where there is one: scopes, and the reason of a SIGTERM.
 
-use crate::machine::{Machine, Stage, wait_for};
+use crate::machine::{Machine, Stage};
 use crate::service::no_left_overs;
+use crate::wait::wait_for;
 use crate::{Check, asker};
 
 const SERVICE: &str = "asker.service";

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::Check;
-use crate::machine::{Machine, Stage, text, wait_for};
+use crate::machine::{Machine, Stage, text};
+use crate::wait::wait_for;
 
 pub(crate) const SERVICE: &str = "yunion-mps-daemon.service";
 

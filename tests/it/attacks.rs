@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, control_pid, signal_pid, text, wait_for};
-use crate::skip::root_or_skip;
+use crate::support::host::{Host, control_pid, signal_pid, text};
+use crate::support::skip::root_or_skip;
+use crate::support::wait::wait_for;
 
 /// The length of an attack, in seconds.
 const ATTACK: &str = "15";

@@ -10,8 +10,9 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::json;
 
-use crate::host::{Host, assert_has, binaries, control_daemon, control_pid, text, wait_for};
-use crate::skip::{root_or_skip, skip};
+use crate::support::host::{Host, assert_has, binaries, control_daemon, control_pid, text};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
 
 /// Every file and directory below, with what would show a change.
 fn tree(root: &Path) -> BTreeMap<PathBuf, (i64, i64, u64)> {

@@ -6,7 +6,8 @@ use std::process::{Child, Stdio};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::host::{Host, alive, signal_pid, text, wait_for};
+use crate::support::host::{Host, alive, signal_pid, text};
+use crate::support::wait::wait_for;
 
 fn bench(host: &Host, arguments: &[&str]) -> Child {
     let mut bench = host.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));

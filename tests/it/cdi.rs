@@ -10,7 +10,8 @@ use std::process::{Command, Stdio};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, text, wait_for};
+use crate::support::host::{Host, text};
+use crate::support::wait::wait_for;
 
 /// A host that is told to keep a spec in a directory that doesn't exist yet.
 fn host(board: &str) -> Host {
@@ -176,7 +177,7 @@ fn what_is_not_served_is_not_in_the_spec() {
     wait_for_devices(&host, &slices("00:06.0", 4));
     host.plant("mps/fault/start-exits", "");
     let status = host.json(&["status"]).unwrap();
-    crate::host::signal_pid(crate::host::control_pid(&status), Signal::KILL);
+    crate::support::host::signal_pid(crate::support::host::control_pid(&status), Signal::KILL);
     wait_for("no spec", || (!file(&host).exists()).then_some(()));
     host.clear("mps/fault/start-exits");
     wait_for_devices(&host, &slices("00:06.0", 4));

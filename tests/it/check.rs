@@ -1,12 +1,13 @@
 //! yunion-mpsctl check: what the configuration comes to, and what a reload would change.
 
 use std::fs;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::host::{Host, signal_pid, text, wait_for};
+use crate::support::host::{Host, signal_pid, text};
+use crate::support::wait::wait_for;
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
@@ -37,26 +38,11 @@ fn differences(host: &Host) -> Vec<[String; 5]> {
     document["differences"].as_array().unwrap().iter().map(of).collect()
 }
 
-/// A client, once it is served.
-fn client(host: &Host) -> Child {
-    let pipe = host.path("mps/pipe");
-    let mut command = host.command("cuda-client");
-    let client = command.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", &pipe).stdout(Stdio::null());
-    let client = client.spawn().unwrap();
-    wait_for("the client", || host.front_end(&pipe, "ps").contains(&client.id().to_string()).then_some(()));
-    client
-}
-
-fn end(mut client: Child) {
-    client.kill().unwrap();
-    client.wait().unwrap();
-}
-
 /// A control daemon on its way out is called back with its clients: the next change does not concern them.
 #[test]
 fn a_change_that_was_taken_back_is_in_force() {
     let mut host = Host::serving("h200");
-    let mut client = client(&host);
+    let mut client = host.client();
     for topology in ["per_gpu", "shared"] {
         host.configure(&format!("cuda_mps_topology: {topology}"));
         assert!(host.call("Control.Reload").status.success());
@@ -70,7 +56,7 @@ fn a_change_that_was_taken_back_is_in_force() {
     wait_for("no difference", || differences(&host).is_empty().then_some(()));
     host.wait_for_state("ready");
     assert_eq!(client.try_wait().unwrap(), None);
-    end(client);
+    client.end();
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -140,7 +126,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     host.wait_for_state("ready");
     assert_eq!(differences(&host), [[""; 5]; 0]);
 
-    let client = client(&host);
+    let client = host.client();
     host.configure("cuda_mps_multiuser: false");
     let waits = |kind: &str, from: &str, to: &str| [kind, "shared", from, to, "waits 1"].map(str::to_owned);
     assert_eq!(differences(&host), [waits("control-daemon", "present", "new")]);
@@ -156,7 +142,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
         [["enabled", "enable_cuda_mps", "true", "false", "ends 1"].map(str::to_owned)]
     );
     assert!(check(&host, &[]).1.contains("ENDS the GPU work of 1 client (CUDA error 806)"));
-    end(client);
+    client.end();
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -164,7 +150,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
 #[test]
 fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     let mut host = Host::serving("h200x8");
-    let client = client(&host);
+    let client = host.client();
     let entries: Vec<String> = (128..135)
         .map(|node| format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: 4"))
         .collect();
@@ -182,7 +168,7 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     // A change that has been loaded and waits is no difference any more.
     assert!(host.call("Control.Reload").status.success());
     assert_eq!(differences(&host), [[""; 5]; 0]);
-    end(client);
+    client.end();
     assert_eq!(host.stop().code(), Some(0));
 }
 

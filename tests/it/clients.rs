@@ -4,51 +4,36 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::host::{Host, control_daemon, control_pid, signal_pid, start_time, text, wait_for};
 use crate::release::{Container, NO_CONTAINER};
-use crate::skip::skip;
-
-/// Ended with the test.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+use crate::support::client::Client;
+use crate::support::host::{Host, control_daemon, control_pid, signal_pid, start_time, text};
+use crate::support::skip::skip;
+use crate::support::wait::wait_for;
 
 fn succeeded(output: &Output) -> String {
     assert!(output.status.success(), "{}", text(output));
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-/// A client of a slice, as a container would be.
-fn client(host: &Host, device: &str) -> Running {
-    let answer = succeeded(&host.mpsctl(&["env", device, "--format", "json"]));
-    let answer: Value = serde_json::from_str(&answer).unwrap();
-    let variables = answer["environment"].as_object().unwrap().iter();
-    let mut command = host.command(host.path("bin/cuda-client"));
-    command.envs(variables.map(|(name, value)| (name, value.as_str().unwrap())));
-    let client = Running(command.args(["hold", "600"]).stdout(Stdio::null()).spawn().unwrap());
-    // A client is known to its control daemon a moment before the driver knows its memory.
-    wait_for("the client", || listed(host, client.0.id()).filter(|client| client["memory_mib"].is_u64()));
+/// A client of a slice, as a container would be, once the driver knows its memory too.
+fn listed_client(host: &Host, device: &str) -> Client {
+    let client = Client::start(&mut host.program_of(device, &["hold", "600"]));
+    wait_for("the client", || listed(host, client.id()).filter(|client| client["memory_mib"].is_u64()));
     client
 }
 
 /// A CUDA program that knows nothing of MPS.
-fn bypassing(host: &Host) -> Running {
+fn bypassing(host: &Host) -> Client {
     let nowhere = host.path("nowhere");
-    let mut command = host.command(host.path("bin/cuda-client"));
-    command.env("CUDA_MPS_PIPE_DIRECTORY", nowhere).args(["hold", "600"]).stdout(Stdio::null());
-    let program = Running(command.spawn().unwrap());
-    let entry = host.path(&format!("gpus/0/processes/{}", program.0.id()));
+    let mut command = host.program(&["hold", "600"]);
+    let program = Client::start(command.env("CUDA_MPS_PIPE_DIRECTORY", nowhere));
+    let entry = host.path(&format!("gpus/0/processes/{}", program.id()));
     wait_for("the program on the GPU", || entry.exists().then_some(()));
     program
 }
@@ -120,8 +105,8 @@ fn clients_are_shown_with_their_users_and_slices() {
     let table = succeeded(&host.mpsctl(&["clients"]));
     assert_eq!(table, "No clients: no process uses a GPU that is served.\n");
 
-    let (one, two) = (client(&host, "00:06.0-1"), client(&host, "00:06.0-2"));
-    let known = listed(&host, one.0.id()).unwrap();
+    let (one, two) = (listed_client(&host, "00:06.0-1"), listed_client(&host, "00:06.0-2"));
+    let known = listed(&host, one.id()).unwrap();
     let uid = rustix::process::getuid().as_raw();
     assert_eq!((&known["bypass"], &known["uid"]), (&json!(false), &json!(uid)));
     let id = Command::new("id").args(["-un", &uid.to_string()]).output().unwrap();
@@ -130,13 +115,13 @@ fn clients_are_shown_with_their_users_and_slices() {
     assert!(known["memory_mib"].as_u64().unwrap() > 0);
 
     let table = succeeded(&host.mpsctl(&["clients"]));
-    let cells = row(&table, two.0.id());
+    let cells = row(&table, two.id());
     assert_eq!(cells[1], known["user"].as_str().unwrap());
     assert!(cells[2].ends_with("cuda-client"), "{cells:?}");
     assert_eq!(cells[3..6], ["yes", "00:06.0-2", "00:06.0"]);
     assert_eq!(cells[7], known["memory_mib"].to_string());
     assert!(!table.contains("BYPASS"), "{table}");
-    assert_eq!(row(&table, one.0.id())[4], "00:06.0-1");
+    assert_eq!(row(&table, one.id())[4], "00:06.0-1");
 
     host.configure("enable_cuda_mps: false");
     drop((one, two));
@@ -157,11 +142,11 @@ fn clients_are_shown_with_their_containers() {
         skip("clients_are_shown_with_their_containers", NO_CONTAINER);
         return;
     };
-    let client = client(&host, "00:06.0-1");
-    container.take(client.0.id(), "init");
-    assert_eq!(listed(&host, client.0.id()).unwrap()["container_id"], container.id);
+    let client = listed_client(&host, "00:06.0-1");
+    container.take(client.id(), "init");
+    assert_eq!(listed(&host, client.id()).unwrap()["container_id"], container.id);
     let table = succeeded(&host.mpsctl(&["clients"]));
-    assert_eq!(row(&table, client.0.id())[6], container.id[..12]);
+    assert_eq!(row(&table, client.id())[6], container.id[..12]);
     drop(client);
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -171,27 +156,26 @@ fn clients_are_shown_with_their_containers() {
 #[test]
 fn a_name_makes_nobody_a_client() {
     let mut host = Host::serving("h200");
-    let real = client(&host, "00:06.0-1");
-    let stranger = Running(Command::new("sleep").arg("600").spawn().unwrap());
+    let real = listed_client(&host, "00:06.0-1");
+    let stranger = Client::start(Command::new("sleep").arg("600"));
     let status = host.json(&["status"]).unwrap();
     let server = control_daemon(&status)["servers"][0].as_u64().unwrap();
     let uuid = host.list()[0]["device_path"].as_str().unwrap().to_owned();
     let row = |pid: u32, id: u32, gpu: &str| format!("\n{pid} {id} {server} {gpu} 4026531836 mine\x1b[2J");
-    let rows =
-        [row(stranger.0.id(), 77, &uuid[..22]), row(real.0.id(), 78, "GPU-00000000-0000-0000")].concat();
+    let rows = [row(stranger.id(), 77, &uuid[..22]), row(real.id(), 78, "GPU-00000000-0000-0000")].concat();
     let mut forger = host.command(host.path("bin/cuda-client"));
     std::os::unix::process::CommandExt::arg0(&mut forger, format!("work{rows}\nrest"));
     forger.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).env("YUNION_MPS_DEVICE", "00:06.0-2");
     forger.args(["hold", "600"]).stdout(Stdio::null());
-    let forger = Running(forger.spawn().unwrap());
-    wait_for("the forger", || listed(&host, forger.0.id()));
+    let forger = Client::start(&mut forger);
+    wait_for("the forger", || listed(&host, forger.id()));
     let table = host.front_end(&host.path("mps/pipe"), "ps");
     assert!(table.contains(&rows), "then this proves nothing: {table:?}");
 
     let all = clients(&host);
     let mut pids: Vec<u64> = all.iter().map(|client| client["pid"].as_u64().unwrap()).collect();
     pids.sort_unstable();
-    let mut expected = [u64::from(real.0.id()), u64::from(forger.0.id())];
+    let mut expected = [u64::from(real.id()), u64::from(forger.id())];
     expected.sort_unstable();
     assert_eq!(pids, expected);
     assert!(
@@ -203,10 +187,10 @@ fn a_name_makes_nobody_a_client() {
     assert!(!table.contains('\x1b') && !table.contains("mine"), "{table:?}");
 
     let begun = Instant::now();
-    let refusal = host.mpsctl(&["terminate", &stranger.0.id().to_string()]);
+    let refusal = host.mpsctl(&["terminate", &stranger.id().to_string()]);
     assert!(text(&refusal).contains("is no client of a GPU here"), "{}", text(&refusal));
     if let Some(container) = Container::new() {
-        container.take(stranger.0.id(), "init");
+        container.take(stranger.id(), "init");
         succeeded(&host.mpsctl(&["terminate", "--container", &container.id]));
         drop(stranger);
     } else {
@@ -230,10 +214,10 @@ fn a_name_makes_nobody_a_client() {
 fn a_bypass_is_told_and_nobody_loses_anything() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
-    let client = client(&host, "00:06.0-1");
+    let client = listed_client(&host, "00:06.0-1");
     host.plant("gpus/0/compute_mode", "Default");
     let program = bypassing(&host);
-    let pid = program.0.id();
+    let pid = program.id();
     check_now(&host);
     let sentence = format!("used without our MPS server by PID {pid} (cuda-client)");
     let status = host.wait_for_state("degraded");
@@ -250,7 +234,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     let known = listed(&host, pid).unwrap();
     assert_eq!((&known["bypass"], &known["command"]), (&json!(true), &json!("cuda-client")));
     assert_eq!((&known["gpu"], &known["memory_mib"]), (&host.list()[0]["device_path"], &json!(526)));
-    assert_eq!(listed(&host, client.0.id()).unwrap()["bypass"], false);
+    assert_eq!(listed(&host, client.id()).unwrap()["bypass"], false);
     let table = succeeded(&host.mpsctl(&["clients"]));
     assert_eq!(row(&table, pid)[3..6], ["BYPASS", "-", "00:06.0"]);
     assert!(table.contains("\nBYPASS: 1 of these use a GPU without our MPS server"), "{table}");
@@ -274,7 +258,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     let told = status["events"].as_array().unwrap();
     assert!(told.iter().any(|event| event["text"] == over), "{told:?}");
     assert!(host.list().iter().all(|device| device["reason"] == ""));
-    assert!(listed(&host, pid).is_none() && listed(&host, client.0.id()).is_some());
+    assert!(listed(&host, pid).is_none() && listed(&host, client.id()).is_some());
     drop(client);
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -283,18 +267,11 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
 #[test]
 fn drawing_coming_and_going_is_no_bypass() {
     let mut host = Host::serving("h200");
-    let display = Running(Command::new("sleep").arg("600").spawn().unwrap());
-    let pid = display.0.id();
+    let display = Client::start(Command::new("sleep").arg("600"));
+    let pid = display.id();
     host.plant(&format!("gpus/0/processes/{pid}"), &format!("graphics 40 {}\n", start_time(pid)));
     for _ in 0..8 {
-        let program = host
-            .command(host.path("bin/cuda-client"))
-            .env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"))
-            .args(["hold", "0.05"])
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
-        let program = Running(program);
+        let program = Client::start(&mut host.program(&["hold", "0.05"]));
         check_now(&host);
         assert!(clients(&host).iter().all(|client| client["bypass"] == false));
         drop(program);
@@ -324,7 +301,7 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     signal_pid(control_pid(&status), Signal::KILL);
     let blamed = format!(
         "used without our MPS server by PID {} (cuda-client); no server can start beside them: end them",
-        program.0.id()
+        program.id()
     );
     host.wait_for_failure(&format!("1 of 1 GPUs not served; 00:06.0: {blamed}"));
     for device in host.list() {
@@ -333,7 +310,7 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     wait_for("the table", || {
         // Not while the next control daemon is being tried.
         let output = host.mpsctl(&["clients"]);
-        let row = find_row(&text(&output), program.0.id()).filter(|_| output.status.success())?;
+        let row = find_row(&text(&output), program.id()).filter(|_| output.status.success())?;
         (row[3] == "BYPASS").then_some(())
     });
     drop(program);
@@ -348,7 +325,7 @@ fn a_bypass_before_the_first_server_is_the_reason() {
     let mut host = Host::serving("tesla-p40");
     let program = bypassing(&host);
     check_now(&host);
-    let pid = program.0.id();
+    let pid = program.id();
     host.wait_for_failure(&format!(
         "held by processes that do not go through MPS: {pid} (cuda-client); end them"
     ));
@@ -366,7 +343,11 @@ fn metrics_are_what_the_bus_says() {
     assert_eq!(parsed(&down), BTreeMap::from([("yunion_mps_up{}".to_owned(), 0.0)]));
     host.start();
     host.wait_for_state("ready");
-    let clients = [client(&host, "00:06.0-1"), client(&host, "00:06.0-1"), client(&host, "00:06.0")];
+    let clients = [
+        listed_client(&host, "00:06.0-1"),
+        listed_client(&host, "00:06.0-1"),
+        listed_client(&host, "00:06.0"),
+    ];
     let exposition = succeeded(&host.mpsctl(&["metrics"]));
     assert!(exposition.ends_with("\n# EOF\n"), "{exposition}");
     let samples = parsed(&exposition);
@@ -400,7 +381,7 @@ fn metrics_are_what_the_bus_says() {
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_bypass_processes"), 0.0);
     assert_eq!(of_slice(&samples, "yunion_mps_device_clients", "00:06.0-1"), 2.0);
     assert_eq!(of_slice(&samples, "yunion_mps_device_clients", "00:06.0-0"), 0.0);
-    let held = listed(&host, clients[0].0.id()).unwrap()["memory_mib"].as_f64().unwrap() * mib;
+    let held = listed(&host, clients[0].id()).unwrap()["memory_mib"].as_f64().unwrap() * mib;
     assert_eq!(of_slice(&samples, "yunion_mps_device_memory_used_bytes", "00:06.0-1"), 2.0 * held);
     assert_eq!(of_slice(&samples, "yunion_mps_device_memory_used_bytes", "00:06.0-2"), 0.0);
     drop(clients);
@@ -489,7 +470,7 @@ fn the_textfile_example_works() {
     let start = service.lines().find_map(|line| line.strip_prefix("ExecStart=/bin/sh -ec ")).unwrap();
     let script = start.trim_matches('\'');
     let run = |host: &Host| {
-        let binaries = crate::host::binaries();
+        let binaries = crate::support::host::binaries();
         let mut command = host.command("/bin/sh");
         let path = format!("{}:{}", binaries.display(), std::env::var("PATH").unwrap());
         command.args(["-ec", script]).env("PATH", path).current_dir(&directory).output().unwrap()
@@ -529,7 +510,7 @@ fn the_textfile_example_works() {
 #[test]
 fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
     let host = Host::serving("h200");
-    let client = client(&host, "00:06.0-1");
+    let client = listed_client(&host, "00:06.0-1");
     let before = control_pid(&host.json(&["status"]).unwrap());
     // One control daemon for each GPU takes another pipe directory, which waits for the last client.
     host.configure("cuda_mps_topology: per_gpu");
@@ -539,5 +520,5 @@ fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
         let daemons = status["control_daemons"].as_array()?.clone();
         daemons.iter().any(|daemon| daemon["pid"] == before && daemon["state"] == "waiting").then_some(())
     });
-    assert!(listed(&host, client.0.id()).is_some(), "{:?}", clients(&host));
+    assert!(listed(&host, client.id()).is_some(), "{:?}", clients(&host));
 }

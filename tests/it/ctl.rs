@@ -9,9 +9,10 @@ use tokio::process::Command;
 use tokio::time::timeout;
 use yunion_mps::publish::snapshot::{Snapshot, State};
 
-use crate::bus::{DEADLINE, PrivateBus, output, printed};
-use crate::service::Service;
-use crate::snapshot::{P40, p40_board, serving, starting, tesla_p40};
+use crate::support::bus::{PrivateBus, output, printed};
+use crate::support::service::Service;
+use crate::support::snapshot::{P40, p40_board, serving, starting, tesla_p40};
+use crate::support::wait::DEADLINE;
 
 fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
     let mut command = bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));

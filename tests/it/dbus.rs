@@ -12,10 +12,11 @@ use yunion_mps::dbus::{Bus, Request, RequestError};
 use yunion_mps::publish::snapshot::{GpuView, Snapshot, State};
 use yunion_mps::tenants::clients::ClientView;
 
-use crate::bus::{DEADLINE, PrivateBus, complained, output, printed};
-use crate::service::Service;
-use crate::skip::root_or_skip;
-use crate::snapshot::{P40, p40_board, serving, starting, tesla_p40};
+use crate::support::bus::{PrivateBus, complained, output, printed};
+use crate::support::service::Service;
+use crate::support::skip::root_or_skip;
+use crate::support::snapshot::{P40, p40_board, serving, starting, tesla_p40};
+use crate::support::wait::DEADLINE;
 
 const NAME: &str = "io.yunion.Mps1";
 const ROOT: &str = "/io/yunion/Mps1";

@@ -12,10 +12,11 @@ use yunion_mps::supervisor::view::ControlDaemonState;
 use zbus::{OwnedObjectPath, interface};
 
 use crate::faults::Mount;
-use crate::host::{DEADLINE, Host, binaries, control_pid, start_time, text, wait_for};
-use crate::service::Service;
-use crate::skip::root_or_skip;
-use crate::snapshot::p40_board;
+use crate::support::host::{Host, binaries, control_pid, start_time, text};
+use crate::support::service::Service;
+use crate::support::skip::root_or_skip;
+use crate::support::snapshot::p40_board;
+use crate::support::wait::{DEADLINE, wait_for};
 
 const RENDER: &str = "path: /dev/dri/renderD128";
 const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";

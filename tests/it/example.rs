@@ -3,7 +3,8 @@
 use std::fs::{self, File};
 use std::process::Stdio;
 
-use crate::host::{Host, wait_for};
+use crate::support::host::Host;
+use crate::support::wait::wait_for;
 
 #[test]
 fn the_example_prints_the_devices_and_what_becomes_of_them() {

@@ -10,39 +10,18 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{
-    DEADLINE, Host, alive, control_daemon, control_pid, process_state, signal_pid, start_time, text,
-    wait_for, wait_within,
-};
 use crate::matrix::{Bystander, Random, control_daemons, launchers};
-use crate::skip::root_or_skip;
+use crate::support::client::Client;
+use crate::support::host::{
+    Host, alive, control_daemon, control_pid, process_state, signal_pid, start_time, text,
+};
+use crate::support::skip::root_or_skip;
+use crate::support::wait::{DEADLINE, wait_for};
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
 fn pipe(host: &Host) -> PathBuf {
     host.path("mps/pipe")
-}
-
-/// A client in any of its ways, once it is served.
-fn client(host: &Host, arguments: &[&str], environment: &[(&str, &str)]) -> Child {
-    let child = host
-        .command("cuda-client")
-        .args(arguments)
-        .env("CUDA_MPS_PIPE_DIRECTORY", pipe(host))
-        .envs(environment.iter().copied())
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    wait_for("the client", || {
-        let ps = host.front_end(&pipe(host), "ps");
-        ps.lines().any(|line| line.split(' ').next() == Some(&child.id().to_string())).then_some(())
-    });
-    child
-}
-
-fn end(mut client: Child) {
-    client.kill().unwrap();
-    client.wait().unwrap();
 }
 
 /// A client that comes and goes in good order.
@@ -111,7 +90,7 @@ fn stopped_processes_are_continued() {
     host.start();
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
-    let paused = client(&host, &["hold", "600"], &[]);
+    let paused = host.client();
     signal_pid(paused.id(), Signal::STOP);
     let mut slices = 4;
     for _ in 0..8 {
@@ -147,7 +126,7 @@ fn stopped_processes_are_continued() {
     assert!(host.log().contains("was stopped by a signal; continued"));
     assert!(stopped(paused.id()));
     bystander.check();
-    end(paused);
+    paused.end();
 }
 
 /// SIGKILL for the control daemon, its server or a client, at any time, also in the middle of the recovery from the one
@@ -163,7 +142,7 @@ fn killed_processes_are_replaced() {
     let (mut daemons_left, mut servers_left) = (6, 6);
     for _ in 0..12 {
         let status = recovered(&host, 4);
-        let mut client = client(&host, &["hold", "600"], &[]);
+        let mut client = host.client();
         let mut killed = Vec::new();
         for _ in 0..1 + random.below(3) {
             let target = random.below(3);
@@ -287,7 +266,7 @@ impl Drop for Listener {
     }
 }
 
-fn exit_code(mut client: Child) -> Option<i32> {
+fn exit_code(mut client: Client) -> Option<i32> {
     wait_for("the client's end", || client.try_wait().unwrap()).code()
 }
 
@@ -340,11 +319,9 @@ fn a_fault_is_told_and_heals_when_clients_leave() {
     let before = host.wait_for_state("ready");
     let listener = Listener::start(&host);
     for _ in 0..3 {
-        let hit = [client(&host, &["hold", "600"], &[]), client(&host, &["hold", "600"], &[])];
+        let hit = [host.client(), host.client()];
         let pids = [hit[0].id(), hit[1].id()];
-        let mut culprit = host.command("cuda-client");
-        let culprit = culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
-        assert_eq!(culprit.status.code(), Some(4), "{}", text(&culprit));
+        host.fault();
         for client in hit {
             assert_eq!(exit_code(client), Some(4));
         }
@@ -364,10 +341,9 @@ fn a_fault_that_ends_the_control_daemon_is_told() {
     let before = host.wait_for_state("ready");
     host.plant("mps/fault/fault-ends-control", "");
     let listener = Listener::start(&host);
-    let hit = [client(&host, &["hold", "600"], &[]), client(&host, &["hold", "600"], &[])];
+    let hit = [host.client(), host.client()];
     let pids = [hit[0].id(), hit[1].id()];
-    let mut culprit = host.command("cuda-client");
-    culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    host.fault();
     for client in hit {
         assert_eq!(exit_code(client), Some(4));
     }
@@ -401,9 +377,8 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
         host.configure("cuda_mps_fault_grace: 600");
         host.start();
         let before = host.wait_for_state("ready");
-        let stays = client(&host, &["hold", "600", "--stay"], &[]);
-        let mut culprit = host.command("cuda-client");
-        culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+        let stays = host.served(&mut host.program(&["hold", "600", "--stay"]));
+        host.fault();
         host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
         assert!(host.list().iter().all(|device| device["healthy"] == false));
         if killed {
@@ -419,7 +394,7 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
         let ended = format!("ended: still there long after its fault: {} (", stays.id());
         assert!(log.contains(&ended), "{log}");
         a_client_is_served(&host);
-        end(stays);
+        stays.end();
     }
 }
 
@@ -433,17 +408,16 @@ fn a_fault_lasts_where_nobody_tells_of_its_end() {
     host.start();
     host.wait_for_state("ready");
     for round in 1..=2 {
-        let stays = client(&host, &["hold", "600", "--stay"], &[]);
+        let stays = host.served(&mut host.program(&["hold", "600", "--stay"]));
         let before = host.wait_for_status("a server", |status| some_server(status).is_some());
-        let mut culprit = host.command("cuda-client");
-        culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+        host.fault();
         let named = format!("still there: {} (", stays.id());
         host.wait_for_status("who is in the way", |status| {
             let daemon = control_daemon(status);
             daemon["state"] == "faulted" && daemon["reason"].as_str().unwrap().contains(&named)
         });
         assert_eq!(host.log().matches("is well again").count(), round - 1, "{}", host.log());
-        end(stays);
+        stays.end();
         let after = host.wait_for_state("ready");
         assert_eq!(host.log().matches("is well again").count(), round, "{}", host.log());
         assert_eq!(server(&after), server(&before));
@@ -468,7 +442,7 @@ fn a_fault_spares_clients_on_other_gpus() {
 }
 
 /// A server with a fault, a client on another of its GPUs, and one on the same GPU that stays.
-fn faulted_beside_a_client_that_is_well() -> (Host, Child, Child) {
+fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
     let mut host = Host::new("h200x8");
     host.configure("cuda_mps_fault_grace: 1");
     host.start();
@@ -476,20 +450,18 @@ fn faulted_beside_a_client_that_is_well() -> (Host, Child, Child) {
     let uuid =
         |gpu: usize| fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap().trim().to_owned();
     let (two, five) = (uuid(2), uuid(5));
-    let elsewhere = client(&host, &["hold", "600"], &[("CUDA_VISIBLE_DEVICES", &five)]);
-    let stays = client(&host, &["hold", "600", "--stay"], &[("CUDA_VISIBLE_DEVICES", &two)]);
-    let mut culprit = host.command("cuda-client");
-    culprit.arg("fault").envs([("CUDA_VISIBLE_DEVICES", two.as_str())]);
-    culprit.env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    let elsewhere = host.served(host.program(&["hold", "600"]).env("CUDA_VISIBLE_DEVICES", &five));
+    let stays = host.served(host.program(&["hold", "600", "--stay"]).env("CUDA_VISIBLE_DEVICES", &two));
+    host.program(&["fault"]).env("CUDA_VISIBLE_DEVICES", &two).output().unwrap();
     (host, elsewhere, stays)
 }
 
-fn only_ended_once_it_is_alone(host: &Host, before: u32, elsewhere: Child, stays: Child) {
+fn only_ended_once_it_is_alone(host: &Host, before: u32, elsewhere: Client, stays: Client) {
     assert!(alive(elsewhere.id()));
     assert_eq!(host.list().len(), 32);
-    end(elsewhere);
+    elsewhere.end();
     assert_ne!(server(&recovered(host, 32)), before);
-    end(stays);
+    stays.end();
 }
 
 /// The same when the daemon dies in between, having read already on which GPU the fault was: as long as nobody knows
@@ -699,7 +671,7 @@ fn a_journal_lost_while_down_costs_no_client() {
     for loss in ["removed", "cut", "garbage"] {
         let mut host = Host::serving("h200");
         let before = host.wait_for_state("ready");
-        let mut client = client(&host, &["hold", "600"], &[]);
+        let mut client = host.client();
         host.signal(Signal::KILL);
         host.ended();
         let journal = host.path("run/journal.json");
@@ -713,7 +685,7 @@ fn a_journal_lost_while_down_costs_no_client() {
         assert_eq!(host.list().len(), 4);
         assert!(client.try_wait().unwrap().is_none());
         assert!(alive(control_pid(&before)));
-        end(client);
+        client.end();
         let after = recovered(&host, 4);
         assert_ne!(control_pid(&after), control_pid(&before));
         assert_eq!(host.stop().code(), Some(0));
@@ -728,7 +700,7 @@ fn a_removed_pipe_directory_is_made_again() {
     for with_client in [false, true] {
         let mut host = Host::serving("h200");
         let before = host.wait_for_state("ready");
-        let client = with_client.then(|| client(&host, &["hold", "600"], &[]));
+        let client = with_client.then(|| host.client());
         fs::remove_dir_all(pipe(&host)).unwrap();
         reload(&host);
         if let Some(mut client) = client {
@@ -738,7 +710,7 @@ fn a_removed_pipe_directory_is_made_again() {
             host.wait_for_failure("its pipe directory was removed or replaced");
             assert!(client.try_wait().unwrap().is_none());
             assert!(alive(control_pid(&before)));
-            end(client);
+            client.end();
         }
         let after = wait_for("another control daemon", || {
             let status = host.json(&["status"])?;
@@ -805,10 +777,9 @@ fn the_log_starts_anew_under_load() {
     assert!(!host.log().contains("wrote no limits"), "{}", host.log());
     drop(bystander);
     let listener = Listener::start(&host);
-    let hit = client(&host, &["hold", "600"], &[]);
+    let hit = host.client();
     let pid = hit.id();
-    let mut culprit = host.command("cuda-client");
-    culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    host.fault();
     listener.wait_for_fault(&[pid]);
     assert_eq!(exit_code(hit), Some(4));
 }
@@ -868,6 +839,16 @@ fn xid_is_told(host: &Host, gpu: usize, number: u32) {
 /// A third of the time until the next regular look at a GPU that nobody uses.
 const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
 
+/// What a later look would find as well, and that must not wait for it.
+fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + longest;
+    wait_for(what, || {
+        let found = look();
+        assert!(found.is_some() || Instant::now() < deadline, "not within {longest:?}: {what}");
+        found
+    })
+}
+
 /// A critical error is told, and its GPU is looked at because of it: what only a look can find is found at once.
 #[test]
 fn a_critical_error_is_told_and_looked_into() {
@@ -920,7 +901,7 @@ fn a_clock_that_jumps_disturbs_nobody() {
     host.set("FAKETIME_DONT_FAKE_MONOTONIC", "1");
     host.start();
     let before = host.wait_for_state("ready");
-    let running = client(&host, &["hold", "600"], &[]);
+    let running = host.client();
     let newest = |host: &Host| {
         let status = host.json(&["status"]).unwrap();
         let events = status["events"].as_array().unwrap().clone();
@@ -945,7 +926,7 @@ fn a_clock_that_jumps_disturbs_nobody() {
         assert_eq!(server(&after), server(&before));
         a_client_is_served(&host);
     }
-    end(running);
+    running.end();
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Default");
 }
@@ -994,9 +975,8 @@ fn a_burst_in_the_log_keeps_nobody_waiting() {
         begun.elapsed()
     );
     assert!(longest < Duration::from_secs(15), "{longest:?}");
-    let hit = client(&host, &["hold", "600"], &[]);
-    let mut culprit = host.command("cuda-client");
-    culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).output().unwrap();
+    let hit = host.client();
+    host.fault();
     assert_eq!(exit_code(hit), Some(4));
     waits_for_log(&host, "met a fatal GPU error on device 0; clients that were hit");
     recovered(&host, 4);
@@ -1232,12 +1212,12 @@ fn a_socket_of_another_user_is_not_healthy() {
     }
     let mut host = Host::serving("h200");
     let before = control_pid(&host.wait_for_state("ready"));
-    let client = client(&host, &["hold", "600"], &[]);
+    let client = host.client();
     std::os::unix::fs::chown(pipe(&host).join("control"), Some(65534), None).unwrap();
     reload(&host);
     host.wait_for_failure("control: belongs to user 65534");
     assert!(host.list().iter().all(|device| device["healthy"] == false));
-    end(client);
+    client.end();
     let after = recovered_after(&host, before);
     assert_eq!(fs::metadata(pipe(&host).join("control")).unwrap().uid(), 0);
     assert_ne!(after, before);
@@ -1257,12 +1237,8 @@ fn recovered_after(host: &Host, before: u32) -> u32 {
 #[test]
 fn a_full_gpu_is_not_healthy() {
     let mut host = Host::serving("h200");
-    let start = || {
-        let mut client = host.command("cuda-client");
-        client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host)).stdout(Stdio::null());
-        client.spawn().unwrap()
-    };
-    let mut clients: Vec<Child> = (0..48).map(|_| start()).collect();
+    let start = || Client::start(&mut host.program(&["hold", "600"]));
+    let mut clients: Vec<Client> = (0..48).map(|_| start()).collect();
     wait_for("48 clients", || (host.front_end(&pipe(&host), "ps").lines().count() == 49).then_some(()));
     // Nobody was turned away yet: it is seen at the regular look.
     reload(&host);
@@ -1272,7 +1248,7 @@ fn a_full_gpu_is_not_healthy() {
     };
     host.wait_for_status("a full GPU", all_taken);
     for round in 0..3 {
-        end(clients.pop().unwrap());
+        clients.pop().unwrap().end();
         let left = Instant::now();
         host.wait_for_state("ready");
         let again = left.elapsed();
@@ -1301,7 +1277,7 @@ fn a_full_gpu_is_not_healthy() {
             one_too_many.1.elapsed()
         );
     }
-    clients.into_iter().for_each(end);
+    clients.into_iter().for_each(Client::end);
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -1313,7 +1289,7 @@ fn a_control_daemon_that_hangs_is_not_healthy_for_long() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
-    let victim = client(&host, &["hold", "600"], &[]);
+    let victim = host.client();
     signal_pid(victim.id(), Signal::STOP);
     wait_for("a stopped client", || stopped(victim.id()).then_some(()));
     let mut terminate = host
@@ -1340,7 +1316,7 @@ fn a_control_daemon_that_hangs_is_not_healthy_for_long() {
     terminate.wait().unwrap();
     bystander.check();
     drop(bystander);
-    end(victim);
+    victim.end();
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -1352,7 +1328,7 @@ fn a_client_that_waits_for_another_user_is_told() {
         return;
     }
     let mut host = Host::serving("tesla-p40");
-    let first = client(&host, &["hold", "600"], &[]);
+    let first = host.client();
     let mut second = host
         .command("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups", "cuda-client", "hold", "600"])
@@ -1380,7 +1356,7 @@ fn a_client_that_waits_for_another_user_is_told() {
     assert_eq!(event_texts(&status).iter().filter(|text| text.contains(" waits ")).count(), 1);
     let table = text(&host.mpsctl(&["clients"]));
     assert!(table.contains("WAITS: 1 of these"), "{table}");
-    end(first);
+    first.end();
     wait_for("a client that waits no more", || {
         let listed = host.json(&["clients"])?;
         let clients = listed.as_array().unwrap();

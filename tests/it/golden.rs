@@ -25,7 +25,7 @@ use regex::{Captures, Regex};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, binaries, signal_pid};
+use crate::support::host::{Host, binaries, signal_pid};
 
 /// The name of a file without its extension, and the command with this output. Names of JSON output end in `json`.
 /// DEVICE is the second slice, CLIENT the PID of one of its clients. One host sees all of them, in this order.

@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::host::{DEADLINE, Host, alive, signal_pid, stat_fields, wait_for};
+use crate::support::client::Client;
+use crate::support::host::{Host, alive, signal_pid, stat_fields};
+use crate::support::wait::{DEADLINE, wait_for};
 
 /// Where a start can be killed that finds nothing to take over, one that does, a reload, and a stop. The names are those
 /// of the daemon's log.
@@ -187,20 +189,15 @@ fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
 
 /// A client that must not notice anything.
 pub(crate) struct Bystander {
-    child: Child,
+    child: Client,
     ends: Instant,
 }
 
 impl Bystander {
     /// Starts one that computes for so long, and waits until it is served.
     pub(crate) fn start(host: &Host, pipe: &Path, time: Duration) -> Self {
-        let mut child = host
-            .command("cuda-client")
-            .args(["hold", &time.as_secs_f64().to_string()])
-            .env("CUDA_MPS_PIPE_DIRECTORY", pipe)
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
+        let mut child = host.program(&["hold", &time.as_secs_f64().to_string()]);
+        let mut child = Client::start(child.env("CUDA_MPS_PIPE_DIRECTORY", pipe));
         let pid = child.id().to_string();
         wait_for("the client", || {
             let served = host.front_end(pipe, "ps").lines().any(|line| line.split(' ').next() == Some(&pid));
@@ -230,13 +227,6 @@ impl Bystander {
             assert!(Instant::now() < deadline, "client {} does not end", self.child.id());
             std::thread::sleep(Duration::from_millis(20));
         }
-    }
-}
-
-impl Drop for Bystander {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 

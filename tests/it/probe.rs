@@ -4,8 +4,9 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::host::{Host, text, wait_for};
-use crate::skip::root_or_skip;
+use crate::support::host::{Host, text};
+use crate::support::skip::root_or_skip;
+use crate::support::wait::wait_for;
 
 /// The answer of `probe --json`, and its exit status.
 fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::host::{Host, assert_has, control_daemon, control_pid};
+use crate::support::host::{Host, assert_has, control_daemon, control_pid};
 
 /// A host with one H200 and the control daemon of that driver, not the simulator's.
 fn host(series: &str) -> Host {

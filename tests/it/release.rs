@@ -11,8 +11,10 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, binaries, control_daemon, control_pid, process_state, signal_pid, text, wait_for};
-use crate::skip::{root_or_skip, skip};
+use crate::support::client::Client;
+use crate::support::host::{Host, binaries, control_daemon, control_pid, process_state, signal_pid, text};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
 
 /// The number of tries for each way of ending a client.
 const ROUNDS: usize = 4;
@@ -23,7 +25,12 @@ const TERMINATED: &str = "the MPS client has been terminated by the server (810)
 struct Scene {
     host: Host,
     pipe_directory: PathBuf,
-    bystander: Child,
+    bystander: Client,
+}
+
+/// A client of slice 0.
+fn bystander(host: &Host) -> Client {
+    Client::start(host.program_of("00:06.0-0", &["hold", "600"]).stdout(Stdio::piped()))
 }
 
 impl Scene {
@@ -32,7 +39,7 @@ impl Scene {
         host.start();
         let status = host.wait_for_state("ready");
         let pipe_directory = PathBuf::from(status["control_daemons"][0]["pipe_directory"].as_str().unwrap());
-        let bystander = client(&host, "00:06.0-0", &["hold", "600"]).spawn().unwrap();
+        let bystander = bystander(&host);
         let scene = Self { host, pipe_directory, bystander };
         scene.computes(scene.bystander.id());
         scene
@@ -61,7 +68,8 @@ impl Scene {
 
     /// A client of slice 1 in a long kernel.
     fn victim(&self) -> Child {
-        let victim = client(&self.host, "00:06.0-1", &["long", "600"]).spawn().unwrap();
+        let victim =
+            self.host.program_of("00:06.0-1", &["long", "600"]).stdout(Stdio::piped()).spawn().unwrap();
         self.computes(victim.id());
         victim
     }
@@ -69,7 +77,7 @@ impl Scene {
     /// The same of another user's.
     fn user_victim(&self) -> Child {
         let mut command = nobody(&self.host, &self.host.path("bin/cuda-client"));
-        command.envs(environment(&self.host, "00:06.0-1")).args(["long", "600"]).stdout(Stdio::piped());
+        command.envs(self.host.environment_of("00:06.0-1")).args(["long", "600"]).stdout(Stdio::piped());
         let victim = command.spawn().unwrap();
         self.computes(victim.id());
         victim
@@ -101,29 +109,8 @@ impl Scene {
     }
 }
 
-impl Drop for Scene {
-    fn drop(&mut self) {
-        let _ = self.bystander.kill();
-        let _ = self.bystander.wait();
-    }
-}
-
 fn ctl() -> PathBuf {
     binaries().join("yunion-mpsctl")
-}
-
-/// A CUDA program that is given a slice as a container would be.
-fn client(host: &Host, device: &str, arguments: &[&str]) -> Command {
-    let mut command = host.command(host.path("bin/cuda-client"));
-    command.envs(environment(host, device)).args(arguments).stdout(Stdio::piped());
-    command
-}
-
-fn environment(host: &Host, device: &str) -> Vec<(String, String)> {
-    let answer = host.mpsctl(&["env", device, "--format", "json"]);
-    let answer: Value = serde_json::from_slice(&answer.stdout).unwrap();
-    let variables = answer["environment"].as_object().unwrap().iter();
-    variables.map(|(name, value)| (name.clone(), value.as_str().unwrap().to_owned())).collect()
 }
 
 /// The exit status of a child and what it has said.
@@ -209,7 +196,8 @@ fn terminate_by_pid_and_by_device() {
 #[test]
 fn a_client_of_several_slices_is_of_each() {
     let mut scene = Scene::new();
-    let mut command = client(&scene.host, "00:06.0-1", &["long", "600"]);
+    let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
+    command.stdout(Stdio::piped());
     let victim = command.env("YUNION_MPS_DEVICE", "00:06.0-3,00:06.0-2").spawn().unwrap();
     scene.computes(victim.id());
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
@@ -355,7 +343,8 @@ fn a_strangers_control_group_is_in_no_containers_way() {
 #[test]
 fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Scene::new();
-    let mut command = client(&scene.host, "00:06.0-1", &["long", "600"]);
+    let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
+    command.stdout(Stdio::piped());
     let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
     scene.computes(silent.id());
     let victim = scene.victim();
@@ -474,7 +463,8 @@ fn a_server_is_restarted_between_clients() {
 #[test]
 fn a_client_that_stays_is_done_with() {
     let mut scene = Scene::new();
-    let staying = client(&scene.host, "00:06.0-1", &["hold", "600", "--stay"]).spawn().unwrap();
+    let mut staying = scene.host.program_of("00:06.0-1", &["hold", "600", "--stay"]);
+    let staying = staying.stdout(Stdio::piped()).spawn().unwrap();
     scene.computes(staying.id());
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
@@ -739,7 +729,7 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
             assert!(took < Duration::from_secs(10), "{what}: {took:?}");
         }
         let _ = scene.bystander.wait();
-        scene.bystander = client(&scene.host, "00:06.0-0", &["hold", "600"]).spawn().unwrap();
+        scene.bystander = bystander(&scene.host);
         scene.computes(scene.bystander.id());
     }
 }

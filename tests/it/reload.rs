@@ -8,7 +8,8 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::host::{Host, assert_has, control_daemon, control_pid, text, wait_for};
+use crate::support::host::{Host, assert_has, control_daemon, control_pid, text};
+use crate::support::wait::wait_for;
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
@@ -213,7 +214,7 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
     std::fs::write(&file, entry).unwrap();
     host.start();
     let before = host.wait_for_state("ready");
-    let mut client = host.holding_client();
+    let mut client = host.only_client();
     let only_the_one = || {
         assert_eq!(host.list().len(), 4);
         for gpu in 0..8 {
@@ -339,7 +340,7 @@ fn another_topology() {
 fn another_topology_waits_for_clients() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
-    let mut client = host.holding_client();
+    let mut client = host.only_client();
     host.configure("cuda_mps_topology: per_gpu");
     assert!(host.call("Control.Reload").status.success());
     for _ in 0..3 {
@@ -367,7 +368,7 @@ fn a_change_taken_back_costs_no_client() {
     let mut host = Host::new("h200");
     host.start();
     let before = host.wait_for_state("ready");
-    let mut client = host.holding_client();
+    let mut client = host.only_client();
     for _ in 0..2 {
         host.configure("cuda_mps_topology: per_gpu");
         host.signal(Signal::HUP);
@@ -393,7 +394,7 @@ fn a_change_taken_back_costs_no_client() {
 #[test]
 fn nobody_s_work_ends_for_want_of_a_word() {
     let mut host = Host::serving("h200");
-    let mut client = host.holding_client();
+    let mut client = host.only_client();
     let conf = host.file("/etc/yunion/host.conf");
     let whole = std::fs::read_to_string(&conf).unwrap();
     for text in [Some(""), Some("cuda_mps_replicas: 4\n"), Some("enable_cuda_mps:\n"), None] {
@@ -401,14 +402,17 @@ fn nobody_s_work_ends_for_want_of_a_word() {
             Some(text) => std::fs::write(&conf, text).unwrap(),
             None => std::fs::remove_file(&conf).unwrap(),
         }
-        let refusal = crate::host::text(&host.call("Control.Reload"));
+        let refusal = crate::support::host::text(&host.call("Control.Reload"));
         assert!(refusal.contains("Error.InvalidConfig"), "{text:?}: {refusal}");
         assert!(
             refusal.contains("enable_cuda_mps: no longer set, while GPUs are served; write"),
             "{text:?}: {refusal}"
         );
-        let said =
-            crate::host::text(&host.mpsctl(&["check", "--sysroot", host.path("sysroot").to_str().unwrap()]));
+        let said = crate::support::host::text(&host.mpsctl(&[
+            "check",
+            "--sysroot",
+            host.path("sysroot").to_str().unwrap(),
+        ]));
         assert!(said.contains("MPS is switched off: refused: "), "{text:?}: {said}");
         host.wait_for_state("degraded");
         assert!(host.list().iter().all(|device| device["healthy"] == true));
@@ -429,7 +433,7 @@ fn switched_off_between_two_services() {
     for forgotten in [false, true] {
         let mut host = Host::serving("h200");
         host.wait_for_state("ready");
-        let mut client = host.holding_client();
+        let mut client = host.only_client();
         host.signal(Signal::KILL);
         host.ended();
         if forgotten {

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use rustix::process::Signal;
 
-use crate::host::{DEADLINE, Host};
+use crate::support::host::Host;
+use crate::support::wait::DEADLINE;
 
 /// The service manager's end of the notification socket.
 struct ServiceManager {
@@ -127,7 +128,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
     manager.until(|message| message == "READY=1");
     for _ in 0..20 {
         let reloaded = host.call("Control.Reload");
-        assert!(reloaded.status.success(), "{}", crate::host::text(&reloaded));
+        assert!(reloaded.status.success(), "{}", crate::support::host::text(&reloaded));
     }
     // As soon as it reads again, it is told that the last reload is done.
     let heard = manager.until(|message| message.starts_with("STATUS=") || message == "READY=1");
@@ -164,7 +165,7 @@ fn started_with_another_topology(host: &mut Host) -> ServiceManager {
 #[test]
 fn ready_does_not_wait_for_clients() {
     let mut host = Host::serving("h200");
-    let mut client = host.holding_client();
+    let mut client = host.only_client();
     let mut manager = started_with_another_topology(&mut host);
     let heard = manager.until(|message| message == "READY=1");
     let last = heard.iter().rev().find(|message| message.starts_with("STATUS=")).unwrap();
@@ -202,7 +203,7 @@ fn the_control_daemon_does_not_inherit_the_socket() {
     host.set("WATCHDOG_USEC", "60000000");
     host.start();
     manager.until(|message| message == "READY=1");
-    let pid = crate::host::control_pid(&host.wait_for_state("ready"));
+    let pid = crate::support::host::control_pid(&host.wait_for_state("ready"));
     let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap();
     let environment = String::from_utf8(environment).unwrap();
     assert!(environment.contains("CUDA_MPS_PIPE_DIRECTORY="), "{environment}");

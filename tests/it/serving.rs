@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::host::{
-    Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text, wait_for,
+use crate::support::host::{
+    Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text,
 };
+use crate::support::wait::wait_for;
 
 /// The environment variable of a living process.
 fn variable(pid: u32, name: &str) -> String {
@@ -142,8 +143,7 @@ fn why_a_server_does_not_start_is_said() {
     // A server that its first client is to have.
     let mut host = Host::serving("tesla-p40");
     host.plant("mps/fault/server-start-fails", WORDS[0]);
-    let mut client = host.command("cuda-client");
-    let client = client.arg("props").env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).output().unwrap();
+    let client = host.program(&["props"]).output().unwrap();
     assert!(!client.status.success(), "{}", text(&client));
     host.wait_for_status("why there is no server", |status| {
         let mut events =

@@ -3,7 +3,7 @@
 use std::fs;
 use std::process::Command;
 
-use crate::skip::skip;
+use crate::support::skip::skip;
 
 const FROM_ALL: &str = "this machine has no such thing";
 const EXCUSED: &str = "this machine can't lower an oom_score_adj";

@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
 use std::path::PathBuf;
-use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::host::{Host, control_pid, wait_for};
 use crate::matrix::{Bystander, Random, control_daemons, launchers};
+use crate::support::host::{Host, control_pid};
+use crate::support::wait::wait_for;
 
 /// The most memory, in KiB, that the daemon may hold at the end beyond its memory after the warm-up.
 const GROWTH_KIB: u64 = 2048;
@@ -92,9 +92,7 @@ impl Life {
     /// A fault ends every client, so clients that must not be lost end before.
     fn fault(&mut self) {
         self.bystanders.drain(..).for_each(Bystander::wait);
-        let mut culprit = self.host.command("cuda-client");
-        culprit.arg("fault").env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe).stdout(Stdio::null());
-        assert_eq!(culprit.status().unwrap().code(), Some(4));
+        self.host.fault();
         *self.happened.entry("faults").or_default() += 1;
     }
 

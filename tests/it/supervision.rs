@@ -13,9 +13,10 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::json;
 
-use crate::host::{
-    DEADLINE, Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text, wait_for,
+use crate::support::host::{
+    Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text,
 };
+use crate::support::wait::{DEADLINE, wait_for};
 
 /// A control daemon that dies is started again, and meanwhile its devices are listed as not healthy: an empty list would
 /// make the platform delete them.
@@ -73,27 +74,13 @@ fn foreign_control_daemon_as(host: &Host, mode: &str) -> Child {
     control_daemon
 }
 
-/// A client of whichever control daemon listens in the pipe directory.
-fn client(host: &Host, seconds: &str) -> Child {
-    let pipe = host.path("mps/pipe");
-    let client = host
-        .command("cuda-client")
-        .args(["hold", seconds])
-        .env("CUDA_MPS_PIPE_DIRECTORY", &pipe)
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    wait_for("the client", || host.front_end(&pipe, "ps").contains(&client.id().to_string()).then_some(()));
-    client
-}
-
 /// Somebody else's control daemon on our pipe directory that has a client: it is left as it is, the state says which
 /// process it is and what to do, and once the client is done it is replaced without anybody's help.
 #[test]
 fn a_foreign_control_daemon_with_a_client_is_left_alone() {
     let mut host = Host::new("tesla-p40");
     let mut foreign = foreign_control_daemon(&host);
-    let mut client = client(&host, "600");
+    let mut client = host.client();
     let pipe = host.path("mps/pipe");
     let socket = fs::metadata(pipe.join("control")).unwrap().ino();
     host.start();
@@ -143,7 +130,7 @@ fn an_idle_foreign_control_daemon_is_replaced() {
 fn a_stop_spares_a_foreign_control_daemon() {
     let mut host = Host::new("tesla-p40");
     let mut foreign = foreign_control_daemon(&host);
-    let mut client = client(&host, "600");
+    let mut client = host.client();
     host.start();
     host.wait_for_failure(&format!("PID {}", foreign.id()));
     assert_eq!(host.stop().code(), Some(0));
@@ -244,7 +231,7 @@ fn a_stopped_control_daemon_is_continued_to_quit() {
 fn the_end_of_an_unneeded_control_daemon_is_called_an_end() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
-    let mut client = client(&host, "600");
+    let mut client = host.client();
     host.configure("cuda_mps_topology: per_gpu");
     assert!(host.call("Control.Reload").status.success());
     let expected = "it is not needed any more and ends when its clients have ended; `yunion-mpsctl apply --force` ends \
@@ -268,7 +255,7 @@ fn the_end_of_an_unneeded_control_daemon_is_called_an_end() {
 fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
-    let mut client = client(&host, "600");
+    let mut client = host.client();
     let pipe = host.path("mps/pipe");
     fs::rename(&pipe, host.path("mps/taken")).unwrap();
     let mut foreign = foreign_control_daemon(&host);
@@ -324,7 +311,7 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
 fn a_second_daemon_by_hand_ends_nobody_s_work() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
-    let mut client = client(&host, "600");
+    let mut client = host.client();
     let (status, said) = second_daemon(&host);
     assert_eq!(status, Some(1), "{said}");
     assert!(said.contains(&format!("another yunion-mps-daemon (PID {})", host.pid())), "{said}");
@@ -395,7 +382,7 @@ fn a_control_daemon_is_asked_one_thing_at_a_time() {
     let (runs, overlaps) = watched_front_ends(&mut host);
     host.start();
     let before = host.wait_for_state("ready");
-    let mut client = client(&host, "600");
+    let mut client = host.client();
     let (list, release) =
         (["yunion-mpsctl", "clients"], ["yunion-mpsctl", "terminate", "--device", "00:06.0-0"]);
     let restart = "/usr/bin/busctl --system call io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control \
@@ -432,9 +419,8 @@ fn program_without_mps(host: &Host) -> Child {
 }
 
 fn start_without_mps(host: &Host) -> Command {
-    let mut command = host.command("cuda-client");
-    command.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere"));
-    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut command = host.program(&["hold", "600"]);
+    command.env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere")).stderr(Stdio::null());
     command
 }
 
@@ -549,7 +535,7 @@ fn one_nvml_error_at_a_restart_ends_nothing() {
 fn an_nvml_error_that_lasts_opens_no_gpu() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
-    let mut client = client(&host, "600");
+    let mut client = host.client();
     let go_on = Arc::new(AtomicBool::new(true));
     let modes = watch_mode(&host, &go_on);
     host.signal(Signal::KILL);

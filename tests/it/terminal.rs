@@ -1,8 +1,8 @@
 //! yunion-mpsctl on a terminal.
 
-use crate::bus::printed;
-use crate::service::Service;
-use crate::snapshot::{P40, p40_board, serving, tesla_p40};
+use crate::support::bus::printed;
+use crate::support::service::Service;
+use crate::support::snapshot::{P40, p40_board, serving, tesla_p40};
 
 /// The output of a command on a terminal of this width, with these variables.
 async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], arguments: &str) -> String {

@@ -10,8 +10,9 @@ use rustix::process::Signal;
 
 use super::Chaos;
 use super::looks::{ALLOWANCE, Course, Effect};
-use crate::host::{alive, signal_pid, text, wait_for};
 use crate::matrix::control_daemons;
+use crate::support::host::{alive, signal_pid, text};
+use crate::support::wait::wait_for;
 
 /// The render nodes of the board's NVIDIA GPUs.
 pub(super) const NODES: [u64; 3] = [128, 129, 131];

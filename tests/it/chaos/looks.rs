@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::Chaos;
 use super::acts::Act;
 use super::stream::{Client, Offer, Way};
-use crate::host::{alive, binaries};
+use crate::support::host::{alive, binaries};
 
 /// The pause of a look.
 const PAUSE: Duration = Duration::from_millis(200);

@@ -19,8 +19,9 @@ use acts::{ACTS, Act, NODES, Undo};
 use looks::{Counts, Effect, Watched, offers};
 use stream::{Outcome, Stream, Way};
 
-use crate::host::{Host, wait_for};
 use crate::matrix::{Random, Seed};
+use crate::support::host::Host;
+use crate::support::wait::wait_for;
 
 /// The share of the looks at GPUs that nothing forbids in which the GPU must be served, in percent.
 const SERVED: u32 = 90;

@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::host::{Host, wait_for};
 use crate::matrix::Random;
-use crate::skip::root_or_skip;
+use crate::support::host::Host;
+use crate::support::skip::root_or_skip;
+use crate::support::wait::wait_for;
 
 /// The user nobody. Only root can start clients of another user.
 const OTHER_USER: u32 = 65534;

@@ -6,6 +6,8 @@
 
 #[path = "../../support/skip.rs"]
 mod skip;
+#[path = "../../support/wait.rs"]
+mod wait;
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -14,9 +16,10 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::thread;
-use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
+
+use wait::wait_for;
 
 const PROGRAMS: [&str; 5] = [
     env!("CARGO_BIN_EXE_yunion-mps-sim"),
@@ -25,20 +28,6 @@ const PROGRAMS: [&str; 5] = [
     env!("CARGO_BIN_EXE_nvidia-smi"),
     env!("CARGO_BIN_EXE_cuda-client"),
 ];
-
-/// Long enough for a busy machine, and not endless.
-const DEADLINE: Duration = Duration::from_secs(60);
-
-fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + DEADLINE;
-    loop {
-        if let Some(found) = look() {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "never came: {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
 
 /// A simulated host.
 struct Host {

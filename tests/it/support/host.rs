@@ -5,32 +5,13 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::bus::PrivateBus;
-
-/// How long anything here may take. Generous: it is reached only when something is broken.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
-
-/// Waits until `check` gives something.
-pub(crate) fn wait_for<T>(what: &str, check: impl FnMut() -> Option<T>) -> T {
-    wait_within(DEADLINE, what, check)
-}
-
-/// The same of what a later look would find as well, and that must not wait for it.
-pub(crate) fn wait_within<T>(longest: Duration, what: &str, mut check: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + longest;
-    loop {
-        if let Some(found) = check() {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "waited in vain: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
+use super::bus::PrivateBus;
+use super::wait::{DEADLINE, PAUSE, wait_for};
 
 /// The directory of the binaries under test, the simulator's among them.
 pub(crate) fn binaries() -> PathBuf {
@@ -245,7 +226,7 @@ impl Host {
                 let _ = daemon.wait();
                 panic!("the daemon did not end:\n{}", self.log());
             }
-            std::thread::sleep(Duration::from_millis(20));
+            std::thread::sleep(PAUSE);
         }
     }
 
@@ -290,7 +271,7 @@ impl Host {
                 last = status;
             }
             assert!(Instant::now() < deadline, "never {what}, last {last:#}");
-            std::thread::sleep(Duration::from_millis(20));
+            std::thread::sleep(PAUSE);
         }
     }
 
@@ -332,15 +313,6 @@ impl Host {
                 _ => None,
             }
         })
-    }
-
-    /// The only client, which computes until it is ended.
-    pub(crate) fn holding_client(&self) -> Child {
-        let mut client = self.command("cuda-client");
-        client.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", self.path("mps/pipe"));
-        let client = client.stdout(Stdio::null()).spawn().unwrap();
-        self.wait_for_only_client();
-        client
     }
 
     /// The compute mode of a GPU by its number, in nvidia-smi's words.
@@ -403,7 +375,6 @@ impl Drop for Host {
     }
 }
 
-/// Sends a signal; a process that has gone is no error.
 /// Lets nothing of a caller in that is a container for CUDA, or a service.
 pub(crate) fn without_foreign_variables(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
@@ -424,6 +395,7 @@ fn replace(file: &Path, text: &str) {
     fs::rename(&new, file).unwrap();
 }
 
+/// Sends a signal; a process that has gone is no error.
 pub(crate) fn signal_pid(pid: u32, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     let _ = kill_process(pid, signal);

@@ -4,47 +4,15 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Output, Stdio};
-use std::time::Duration;
 
 use tempfile::TempDir;
 use tokio::process::Command;
 
-use crate::host::without_foreign_variables;
+use super::host::without_foreign_variables;
+use super::wait::DEADLINE;
 
-/// What any step of a test may take on a busy machine before it counts as hanging.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
-
-/// The rules that a distribution gives its system bus: nobody owns a name and nobody calls a method, unless a service's
-/// own policy says so; only root may listen to everything.
-const CONFIGURATION: &str = r#"<!DOCTYPE busconfig PUBLIC "-//freedesktop//DTD D-Bus Bus Configuration 1.0//EN"
-  "http://www.freedesktop.org/standards/dbus/1.0/busconfig.dtd">
-<busconfig>
-  <type>system</type>
-  <auth>EXTERNAL</auth>
-  <listen>unix:path=DIRECTORY/socket</listen>
-  <policy context="default">
-    <allow user="*"/>
-    <deny own="*"/>
-    <deny send_type="method_call"/>
-    <allow send_type="signal"/>
-    <allow send_requested_reply="true" send_type="method_return"/>
-    <allow send_requested_reply="true" send_type="error"/>
-    <allow receive_type="method_call"/>
-    <allow receive_type="method_return"/>
-    <allow receive_type="error"/>
-    <allow receive_type="signal"/>
-    <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus"/>
-    <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus.Introspectable"/>
-    <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus.Properties"/>
-  </policy>
-  <policy user="USER">
-    <allow own="org.freedesktop.systemd1"/>
-    <allow send_destination="org.freedesktop.systemd1"/>
-    <allow send_destination="org.freedesktop.DBus" send_interface="org.freedesktop.DBus.Monitoring"/>
-  </policy>
-  <include>DIRECTORY/policy.conf</include>
-</busconfig>
-"#;
+/// The rules of the system bus. `scripts/bus-conf.sh` has them from the same file.
+const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
 /// A dbus-daemon of our own; it ends with this value.
 pub(crate) struct PrivateBus {

@@ -6,7 +6,7 @@ use tokio::sync::{mpsc, watch};
 use yunion_mps::dbus::{Bus, Request};
 use yunion_mps::publish::snapshot::Snapshot;
 
-use crate::bus::PrivateBus;
+use crate::support::bus::PrivateBus;
 
 /// A bus and the service on it.
 pub(crate) struct Service {

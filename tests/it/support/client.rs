@@ -1,0 +1,101 @@
+//! Clients: the simulator's CUDA program `cuda-client`, started in one way.
+
+use std::ops::{Deref, DerefMut};
+use std::process::{Child, Command, Stdio};
+
+use serde_json::Value;
+
+use super::host::{Host, text};
+use super::wait::wait_for;
+
+/// A program that runs. It is ended with this value.
+#[derive(Debug)]
+pub(crate) struct Client(Child);
+
+impl Client {
+    /// Starts a program.
+    pub(crate) fn start(command: &mut Command) -> Self {
+        Self(command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}")))
+    }
+
+    /// Kills it, and waits until it has ended.
+    pub(crate) fn end(self) {
+        drop(self);
+    }
+}
+
+impl Deref for Client {
+    type Target = Child;
+
+    fn deref(&self) -> &Child {
+        &self.0
+    }
+}
+
+impl DerefMut for Client {
+    fn deref_mut(&mut self) -> &mut Child {
+        &mut self.0
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Host {
+    /// `cuda-client`, as a client of the control daemon in the pipe directory of host.conf.
+    pub(crate) fn program(&self, arguments: &[&str]) -> Command {
+        let mut command = self.command("cuda-client");
+        command.args(arguments).env("CUDA_MPS_PIPE_DIRECTORY", self.path("mps/pipe")).stdout(Stdio::null());
+        command
+    }
+
+    /// `cuda-client`, given a slice as a container would be.
+    pub(crate) fn program_of(&self, device: &str, arguments: &[&str]) -> Command {
+        let mut command = self.program(arguments);
+        command.envs(self.environment_of(device));
+        command
+    }
+
+    /// The variables of a container that is given a slice.
+    pub(crate) fn environment_of(&self, device: &str) -> Vec<(String, String)> {
+        let answer = self.mpsctl(&["env", device, "--format", "json"]);
+        assert!(answer.status.success(), "{}", text(&answer));
+        let answer: Value = serde_json::from_slice(&answer.stdout).unwrap();
+        let variables = answer["environment"].as_object().unwrap().iter();
+        variables.map(|(name, value)| (name.clone(), value.as_str().unwrap().to_owned())).collect()
+    }
+
+    /// A client that computes until it is ended, once it is served.
+    pub(crate) fn client(&self) -> Client {
+        self.served(&mut self.program(&["hold", "600"]))
+    }
+
+    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served.
+    pub(crate) fn served(&self, command: &mut Command) -> Client {
+        let client = Client::start(command);
+        let (pipe, pid) = (self.path("mps/pipe"), client.id().to_string());
+        wait_for("the client", || {
+            let clients = self.front_end(&pipe, "ps");
+            clients.lines().any(|line| line.split_whitespace().next() == Some(&pid)).then_some(())
+        });
+        client
+    }
+
+    /// A client that computes until it is ended, once the driver knows its memory too, which is a moment after its control
+    /// daemon knows it. There must be no other one.
+    pub(crate) fn only_client(&self) -> Client {
+        let client = Client::start(&mut self.program(&["hold", "600"]));
+        self.wait_for_only_client();
+        client
+    }
+
+    /// A client meets a fatal GPU error, which hits the others as well.
+    pub(crate) fn fault(&self) {
+        let culprit = self.program(&["fault"]).output().unwrap();
+        assert_eq!(culprit.status.code(), Some(4), "{}", text(&culprit));
+    }
+}

@@ -1,0 +1,23 @@
+//! Waiting for a condition, in every test.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+/// How long anything may take on a busy machine. It is reached only when something is broken.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
+
+/// The pause between two looks.
+pub(crate) const PAUSE: Duration = Duration::from_millis(20);
+
+/// Waits until a look finds something, and returns it.
+#[track_caller]
+pub(crate) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + DEADLINE;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        sleep(PAUSE);
+    }
+}
