@@ -75,6 +75,7 @@ fn exactly_these_files_are_installed() {
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/CHANGELOG.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/README.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/copyright",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/architecture.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/cdi.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/devices.py",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/isolation.md",
@@ -97,12 +98,22 @@ fn exactly_these_files_are_installed() {
     assert_eq!(installed(None, root.path()), expected);
     // The files that the unit names are there.
     let unit = fs::read_to_string(source("systemd/yunion-mps-daemon.service")).unwrap();
-    for key in ["ExecStart=", "Documentation=file:"] {
-        let paths: Vec<&str> = unit.lines().filter_map(|line| line.strip_prefix(key)).collect();
-        assert!(!paths.is_empty(), "{key}");
-        for path in paths {
-            assert!(root.path().join(path.trim_start_matches('/')).is_file(), "{key}{path}");
-        }
+    let named =
+        |key| unit.lines().filter_map(move |line| line.strip_prefix(key)).flat_map(str::split_whitespace);
+    let documents: Vec<&str> = named("Documentation=").collect();
+    let file = |document: &str| Some(document.strip_prefix("file:")?.to_owned());
+    // man:NAME(SECTION)
+    let page = |document: &str| {
+        let (name, section) = document.strip_prefix("man:")?.strip_suffix(')')?.split_once('(')?;
+        Some(format!("/usr/share/man/man{section}/{name}.{section}"))
+    };
+    let mut paths: Vec<String> = named("ExecStart=").map(str::to_owned).collect();
+    paths.extend(documents.iter().map(|document| {
+        file(document).or_else(|| page(document)).unwrap_or_else(|| panic!("{document} is of no known kind"))
+    }));
+    assert!(paths.len() > documents.len() && documents.iter().any(|one| page(one).is_some()), "{paths:?}");
+    for path in paths {
+        assert!(root.path().join(path.trim_start_matches('/')).is_file(), "{path}");
     }
 }
 
