@@ -10,6 +10,7 @@ use crate::config::{self, Loaded, Problem, Refused, Sources};
 use crate::host::gpu::Inventory;
 use crate::host::nvml::Driver;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
+use crate::reason::Reason;
 
 /// The time limit for NVML. A GPU that falls off the bus can make a question hang for ever.
 const NVML_TIMEOUT: Duration = Duration::from_secs(15);
@@ -31,9 +32,9 @@ pub enum Checked {
         /// The settings.
         loaded: Loaded,
         /// The driver's version, or the reason why there is none. None if the driver was not asked.
-        driver: Option<Result<String, String>>,
+        driver: Option<Result<String, Reason>>,
         /// The plan, or the reason why there is none now. Without `enable_cuda_mps` it is empty.
-        plan: Result<Plan, String>,
+        plan: Result<Plan, Reason>,
         /// The entries without a GPU on this host now. The service waits for such a GPU, but the path may also be
         /// mistyped.
         missing: Vec<Missing>,
@@ -101,23 +102,23 @@ pub fn look(sources: &Sources) -> Checked {
 
 /// Asks NVML. If NVML hangs, the error says so, and names the remedy after the last semicolon.
 pub(crate) fn ask_driver<T: Send + 'static>(
-    ask: impl FnOnce(Result<&Driver, &str>) -> T + Send + 'static,
-) -> Result<T, String> {
+    ask: impl FnOnce(Result<&Driver, &Reason>) -> T + Send + 'static,
+) -> Result<T, Reason> {
     let answer = within(NVML_TIMEOUT, move || {
         let driver = Driver::open();
-        ask(driver.as_ref().map_err(String::as_str))
+        ask(driver.as_ref())
     });
     answer.ok_or_else(|| {
-        format!(
-            "NVML did not answer within {} s; look for NVRM lines in dmesg: if a GPU hangs, only a reboot helps, which \
-             ends every job on this host",
-            NVML_TIMEOUT.as_secs()
+        Reason::new(
+            format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs()),
+            "look for NVRM lines in dmesg: where a GPU hangs nothing but a reboot helps, which ends every job on this \
+             host",
         )
     })
 }
 
 /// The facts about the GPUs that are known without NVML.
-pub(crate) fn without_driver(sysroot: &Path, reason: &str) -> Inventory {
+pub(crate) fn without_driver(sysroot: &Path, reason: &Reason) -> Inventory {
     Inventory::read(sysroot, Err(reason))
 }
 
@@ -149,9 +150,7 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     let (plan, missing) = match plan::plan(&loaded.settings, inventory, &[]) {
         Ok(plan) => (Ok(plan.clone()), plan.missing),
         Err(PlanError::NotYet(reason)) => (Err(reason), Vec::new()),
-        Err(PlanError::Missing(missing)) => {
-            (Err("no entry of the device file has its GPU".to_owned()), missing)
-        }
+        Err(PlanError::Missing(missing)) => (Err("no entry of the device file has its GPU".into()), missing),
         Err(PlanError::Problems(problems)) => return Checked::Wrong { problems, loaded },
     };
     Checked::Right { loaded, driver, plan, missing }

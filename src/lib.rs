@@ -46,6 +46,7 @@ pub mod host;
 pub mod mps;
 pub mod plan;
 pub mod publish;
+pub mod reason;
 #[cfg(test)]
 #[path = "../tests/support/skip.rs"]
 mod skip;

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::config::{DeviceEntry, DevicePath, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
 use crate::host::driver::{self, LIMITS, MULTI_USER, Series};
 use crate::host::gpu::{ComputeMode, Gpu, Inventory, NvmlFacts, PciAddress, PciDevice};
+use crate::reason::Reason;
 
 /// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the
 /// plan of a configuration without GPUs.
@@ -265,7 +266,7 @@ pub enum PlanError {
     Missing(Vec<Missing>),
     /// The configuration can't be checked yet, since there is no driver. The reason is in words for an administrator.
     #[error("{0}")]
-    NotYet(String),
+    NotYet(Reason),
 }
 
 /// The problems of these entries.
@@ -348,7 +349,7 @@ enum Miss {
     /// The path leads to none now: the finding, the remedy, and whether this is certain.
     Absent { found: String, remedy: String, certain: bool },
     /// Nothing is known without a driver: the reason why there is none.
-    NotYet(String),
+    NotYet(Reason),
 }
 
 /// The configured GPUs in the order of the configuration, and the entries without a GPU.
@@ -485,7 +486,7 @@ fn unclaimed<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
     problems: &mut Vec<Problem>,
-    not_yet: &mut Option<String>,
+    not_yet: &mut Option<Reason>,
 ) -> Vec<Wanted<'a>> {
     let mut claimed = Vec::new();
     for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
@@ -725,7 +726,7 @@ fn by_path_address(text: &str) -> Option<PciAddress> {
 }
 
 /// The NVIDIA GPU that an entry of another type claims. None if it claims none.
-fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>, String> {
+fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>, Reason> {
     if let DevicePath::Other(text) = path {
         return Ok(behind(text, inventory).map(|device| device.pci().address));
     }
@@ -733,7 +734,7 @@ fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>,
         Ok(gpu) => Ok(Some(gpu.pci.address)),
         Err(Miss::Wrong { .. } | Miss::Absent { certain: true, .. }) => Ok(None),
         Err(Miss::Absent { found, remedy, certain: false } | Miss::Ambiguous { found, remedy }) => {
-            Err(format!("{found}; {remedy}"))
+            Err(Reason { found, remedy })
         }
         Err(Miss::NotYet(reason)) => Err(reason),
     }
@@ -803,7 +804,7 @@ fn share(policy: ThreadPolicy, slices: NonZeroU32) -> u8 {
 fn ailments(gpu: &Gpu) -> Vec<String> {
     match &gpu.nvml {
         Ok(facts) => obstacles(gpu, facts),
-        Err(reason) => vec![reason.clone()],
+        Err(reason) => vec![reason.to_string()],
     }
 }
 
@@ -1066,9 +1067,9 @@ mod tests {
     }
 
     fn without_driver(mut inventory: Inventory) -> Inventory {
-        inventory.driver = Err("no driver".to_owned());
+        inventory.driver = Err("no driver".into());
         for gpu in &mut inventory.gpus {
-            gpu.nvml = Err("no driver".to_owned());
+            gpu.nvml = Err("no driver".into());
             gpu.pci.render_node = None;
         }
         inventory
@@ -1093,7 +1094,7 @@ mod tests {
 
     fn not_yet(settings: &Settings, inventory: &Inventory) -> String {
         match plan(settings, inventory) {
-            Err(PlanError::NotYet(reason)) => reason,
+            Err(PlanError::NotYet(reason)) => reason.into(),
             other => panic!("{other:?}"),
         }
     }
@@ -1463,7 +1464,7 @@ mod tests {
         let told = |named: &Configured| ["GPU-0", "GPU-1", "GPU-2", "GPU-x"].map(|uuid| named.may_have(uuid));
         assert_eq!(told(&named), [true, true, false, false]);
         // A GPU without a known UUID may be any GPU except the GPUs that are known.
-        inventory.gpus[1].nvml = Err("an error".to_owned());
+        inventory.gpus[1].nvml = Err("an error".into());
         assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
         // A GPU that foreign processes hold is named as well.
         let mut inventory = h200s();
@@ -1600,7 +1601,7 @@ mod tests {
     #[test]
     fn an_entry_waits_for_a_gpu_that_can_not_be_asked() {
         let mut inventory = h200s();
-        inventory.gpus[2].nvml = Err("GPU is lost".to_owned());
+        inventory.gpus[2].nvml = Err("GPU is lost".into());
         let alone = |path: DevicePath, inventory: &Inventory| {
             let [(certain, reason)] =
                 <[(bool, String); 1]>::try_from(missing(&with(vec![(path, 4)]), inventory)).unwrap();
@@ -1629,7 +1630,7 @@ mod tests {
         let entries = || with(vec![(node(128), 4), (node(129), 2)]);
         type Ailment = fn(&mut Inventory);
         let ailments: [(Ailment, &str); 5] = [
-            (|all| all.gpus[1].nvml = Err("GPU is lost".to_owned()), "GPU is lost"),
+            (|all| all.gpus[1].nvml = Err("GPU is lost".into()), "GPU is lost"),
             (
                 |all| facts(all, 1).mig_enabled = true,
                 "MIG is on; turn it off with nvidia-smi -i 0000:1b:00.0 -mig 0",
@@ -1665,7 +1666,7 @@ mod tests {
         }
         let mut dead = h200s();
         for gpu in &mut dead.gpus {
-            gpu.nvml = Err("GPU is lost".to_owned());
+            gpu.nvml = Err("GPU is lost".into());
         }
         for topology in [Topology::Shared, Topology::PerGpu] {
             let mut settings = entries();

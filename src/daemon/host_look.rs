@@ -77,19 +77,19 @@ impl HostLook {
                 Some(driver) => Ok(driver),
                 None => Driver::open().map(Arc::new),
             };
-            let inventory = Inventory::read(&sysroot, driver.as_deref().map_err(String::as_str));
+            let inventory = Inventory::read(&sysroot, driver.as_deref());
             (driver.ok(), inventory)
         });
         let (driver, mut inventory) = look.await.unwrap_or_else(|| {
             let reason = format!("NVML did not answer within {} s", TIMEOUT.as_secs());
-            (None, Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new() })
+            (None, Inventory { driver: Err(reason.into()), gpus: Vec::new(), others: Vec::new() })
         });
         let driver = driver.filter(|_| inventory.driver.is_ok());
         if let Some(driver) = driver.as_ref().filter(|_| self.driver.borrow().is_none()) {
             self.watch_xids(Arc::clone(driver));
         }
         self.driver.send_replace(driver);
-        self.driver_version.clone_from(&inventory.driver);
+        self.driver_version = inventory.driver.clone().map_err(Into::into);
         self.newcomers_until = newcomers::pass_over(&mut inventory).map(|left| Instant::now() + left);
         inventory
     }

@@ -262,7 +262,7 @@ impl Daemon {
             Ok(plan) => self.put_in_force(plan),
             Err(PlanError::Problems(problems)) => return Err(problems),
             Err(PlanError::Missing(missing)) => self.not_yet(join(&plan::problems(&missing))),
-            Err(PlanError::NotYet(reason)) => self.not_yet(reason),
+            Err(PlanError::NotYet(reason)) => self.not_yet(reason.into()),
         }
         Ok(())
     }
@@ -306,7 +306,7 @@ impl Daemon {
                 self.problem.clear();
                 return;
             }
-            Err(PlanError::NotYet(reason)) => reason,
+            Err(PlanError::NotYet(reason)) => reason.into(),
             Err(PlanError::Missing(missing)) => join(&plan::problems(&missing)),
             Err(PlanError::Problems(problems)) => join(&problems),
         };

@@ -82,7 +82,7 @@ impl Daemon {
                 Ok(plan) => Ok(plan),
                 Err(PlanError::Problems(problems)) => return Err(invalid(&problems)),
                 Err(PlanError::Missing(missing)) => Err(join(&plan::problems(&missing))),
-                Err(PlanError::NotYet(reason)) => Err(reason),
+                Err(PlanError::NotYet(reason)) => Err(reason.into()),
             };
             match reason {
                 Err(reason) if self.plan.is_ok() && self.settings.enabled => {

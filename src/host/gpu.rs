@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use super::driver::Series;
 use super::{nvml, pci_ids, sysfs};
+use crate::reason::Reason;
 
 /// NVIDIA's PCI vendor number.
 pub const NVIDIA: u16 = 0x10de;
@@ -214,7 +215,7 @@ pub struct Gpu {
     /// The facts from the bus.
     pub pci: PciDevice,
     /// The facts from the driver, or the reason why there are none, in words for an administrator (`GPU is lost ...`).
-    pub nvml: Result<NvmlFacts, String>,
+    pub nvml: Result<NvmlFacts, Reason>,
 }
 
 impl Gpu {
@@ -237,7 +238,7 @@ impl Gpu {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inventory {
     /// The driver's version, `580.159.04`, or the reason why NVML can't be used, in words for an administrator.
-    pub driver: Result<String, String>,
+    pub driver: Result<String, Reason>,
     /// The NVIDIA GPUs in the order of their addresses: the GPUs on the bus and the GPUs that NVML knows.
     pub gpus: Vec<Gpu>,
     /// Display devices of other vendors, so that the message about an entry that names such a device can say so.
@@ -254,12 +255,12 @@ impl Inventory {
     /// if the result has a place for the reason, the reason is there.
     ///
     /// `driver` is the open NVML, or the reason why there is none.
-    pub fn read(sysroot: &Path, driver: Result<&nvml::Driver, &str>) -> Self {
+    pub fn read(sysroot: &Path, driver: Result<&nvml::Driver, &Reason>) -> Self {
         let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
             Vec::new()
         });
-        let listed = driver.map_err(str::to_owned).and_then(|driver| Ok((driver, driver.facts()?)));
+        let listed = driver.map_err(Clone::clone).and_then(|driver| Ok((driver, driver.facts()?)));
         match listed {
             Err(reason) => Self::without_driver(devices, &reason),
             Ok((driver, listed)) => {
@@ -273,11 +274,11 @@ impl Inventory {
         }
     }
 
-    fn without_driver(devices: Vec<PciDevice>, reason: &str) -> Self {
+    fn without_driver(devices: Vec<PciDevice>, reason: &Reason) -> Self {
         let (gpus, others): (Vec<_>, Vec<_>) =
             devices.into_iter().partition(|device| device.vendor == NVIDIA);
-        let gpus = gpus.into_iter().map(|pci| Gpu { pci, nvml: Err(reason.to_owned()) }).collect();
-        Self { driver: Err(reason.to_owned()), gpus, others }
+        let gpus = gpus.into_iter().map(|pci| Gpu { pci, nvml: Err(reason.clone()) }).collect();
+        Self { driver: Err(reason.clone()), gpus, others }
     }
 
     /// `ask` is called for the GPUs that NVML did not list. It usually returns the reason.
@@ -286,7 +287,7 @@ impl Inventory {
         devices: Vec<PciDevice>,
         version: String,
         listed: Vec<nvml::Listed>,
-        ask: impl Fn(PciAddress) -> Result<NvmlFacts, String>,
+        ask: impl Fn(PciAddress) -> Result<NvmlFacts, Reason>,
     ) -> Self {
         let mut listed: BTreeMap<PciAddress, nvml::Listed> =
             listed.into_iter().map(|gpu| (gpu.address, gpu)).collect();
@@ -299,8 +300,9 @@ impl Inventory {
             }
             let nvml = match (listed.remove(&pci.address), pci.foreign_driver()) {
                 (Some(gpu), _) => gpu.facts,
-                (None, Some(other)) => Err(format!(
-                    "the kernel driver {other} holds it; bind it to nvidia, or take it out of the device file"
+                (None, Some(other)) => Err(Reason::new(
+                    format!("the kernel driver {other} holds it"),
+                    "bind it to nvidia, or take it out of the device file",
                 )),
                 (None, None) => ask(pci.address),
             };
@@ -437,7 +439,7 @@ mod tests {
         assert_eq!(gpu.model(), "H200 SXM 141GB");
         gpu.pci.pci_ids_name = None;
         assert_eq!(gpu.model(), "Tesla P40");
-        gpu.nvml = Err("lost".to_owned());
+        gpu.nvml = Err("lost".into());
         assert_eq!(gpu.model(), "");
     }
 
@@ -453,15 +455,15 @@ mod tests {
         // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
         let inventory = Inventory::merged(root.path(), devices, "580.159.04".to_owned(), known, |missing| {
-            Err(format!("{missing} is lost"))
+            Err(format!("{missing} is lost").into())
         });
         assert_eq!(inventory.driver, Ok("580.159.04".to_owned()));
         let seen: Vec<_> =
             inventory.gpus.iter().map(|gpu| (gpu.pci.address.to_string(), gpu.nvml.clone())).collect();
         assert_eq!(seen[0], ("0000:00:06.0".to_owned(), Ok(facts(1))));
         assert_eq!(seen[1].0, "0000:00:07.0");
-        assert!(seen[1].1.as_ref().unwrap_err().contains("vfio-pci holds it"));
-        assert_eq!(seen[2], ("0000:00:08.0".to_owned(), Err("0000:00:08.0 is lost".to_owned())));
+        assert!(seen[1].1.as_ref().unwrap_err().found.contains("vfio-pci holds it"));
+        assert_eq!(seen[2], ("0000:00:08.0".to_owned(), Err("0000:00:08.0 is lost".into())));
         assert_eq!(seen[3], ("0001:1a:00.0".to_owned(), Ok(facts(0))));
         assert_eq!(seen.len(), 4);
         let others: Vec<_> = inventory.others.iter().map(|device| device.address).collect();
@@ -476,13 +478,13 @@ mod tests {
         for (name, text) in [("class", "0x030200\n"), ("vendor", "0x10de\n"), ("device", "0x1b38\n")] {
             std::fs::write(device.join(name), text).unwrap();
         }
-        let inventory = Inventory::read(root.path(), Err("no driver"));
-        assert_eq!(inventory.driver, Err("no driver".to_owned()));
+        let inventory = Inventory::read(root.path(), Err(&"no driver".into()));
+        assert_eq!(inventory.driver, Err("no driver".into()));
         assert_eq!(inventory.gpus.len(), 1);
         assert_eq!(inventory.gpus[0].pci.address, address("00:06.0"));
-        assert_eq!(inventory.gpus[0].nvml, Err("no driver".to_owned()));
+        assert_eq!(inventory.gpus[0].nvml, Err("no driver".into()));
 
-        let empty = Inventory::read(&root.path().join("nowhere"), Err("no driver"));
+        let empty = Inventory::read(&root.path().join("nowhere"), Err(&"no driver".into()));
         assert_eq!(empty.gpus, []);
     }
 }

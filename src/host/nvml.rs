@@ -18,6 +18,7 @@ use rustix::process::Resource;
 use super::driver::NVML_LISTS_CLIENTS;
 use super::gpu::{ComputeMode, NvmlFacts, PciAddress};
 use crate::host::proc;
+use crate::reason::Reason;
 
 /// The library's name that every driver installs. The name without a number comes only with development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -51,7 +52,7 @@ pub struct Listed {
     /// The PCI device number.
     pub device: u16,
     /// The facts that NVML reports, or the reason why it can't, in words for an administrator.
-    pub facts: Result<NvmlFacts, String>,
+    pub facts: Result<NvmlFacts, Reason>,
 }
 
 /// A process with a context on a GPU.
@@ -79,15 +80,14 @@ impl Driver {
     ///
     /// # Errors
     /// The reason, with the remedy, in words for an administrator.
-    pub fn open() -> Result<Self, String> {
+    pub fn open() -> Result<Self, Reason> {
         let nvml =
             Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
         if nvml.lib().nvmlShutdown.is_err() {
             // Dropping `nvml` would call the missing function, and the wrapper would panic.
             std::mem::forget(nvml);
-            return Err(format!(
-                "{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown; reinstall the driver"
-            ));
+            let found = format!("{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown");
+            return Err(Reason::new(found, "reinstall the driver"));
         }
         Ok(Self { nvml })
     }
@@ -118,11 +118,9 @@ impl Driver {
     ///
     /// # Errors
     /// The GPUs can't be listed at all. The error is in words for an administrator.
-    pub fn facts(&self) -> Result<Vec<Listed>, String> {
-        let count = self
-            .nvml
-            .device_count()
-            .map_err(|error| format!("the driver can't list its GPUs: {}", words(&error)))?;
+    pub fn facts(&self) -> Result<Vec<Listed>, Reason> {
+        let count =
+            self.nvml.device_count().map_err(|error| words(&error).of("the driver can't list its GPUs"))?;
         let mut listed = Vec::new();
         for index in 0..count {
             let device = match self.nvml.device_by_index(index) {
@@ -147,14 +145,14 @@ impl Driver {
     ///
     /// # Errors
     /// The reason why NVML can't report them, in words for an administrator.
-    pub fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, String> {
+    pub fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, Reason> {
         let device = self.nvml.device_by_pci_bus_id(address.to_string()).map_err(|error| match error {
             NvmlError::NotFound | NvmlError::InvalidArg => {
-                "the NVIDIA driver does not know this GPU; look for NVRM lines in dmesg".to_owned()
+                Reason::new("the NVIDIA driver does not know this GPU", "look for NVRM lines in dmesg")
             }
             error => words(&error),
         })?;
-        let index = device.index().map_err(|error| format!("its index can't be read: {}", words(&error)))?;
+        let index = device.index().map_err(|error| words(&error).of("its index can't be read"))?;
         facts_of(&device, index)
     }
 
@@ -217,7 +215,7 @@ impl Driver {
             let event = match events.wait(XID_WAIT_MS) {
                 Ok(event) => event,
                 Err(NvmlError::Timeout) => continue,
-                Err(error) => return Err(words(&error)),
+                Err(error) => return Err(words(&error).into()),
             };
             let xid = match event.event_data {
                 Some(XidError::Value(xid)) => xid,
@@ -269,7 +267,7 @@ impl Driver {
     fn device(&self, uuid: &str) -> Result<Device<'_>, String> {
         self.nvml.device_by_uuid(uuid).map_err(|error| match error {
             NvmlError::NotFound | NvmlError::InvalidArg => format!("the NVIDIA driver knows no GPU {uuid}"),
-            error => words(&error),
+            error => words(&error).into(),
         })
     }
 }
@@ -317,10 +315,10 @@ fn identity(device: &Device<'_>) -> Result<(PciAddress, u16, u16), String> {
     ))
 }
 
-fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, String> {
+fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, Reason> {
     let uuid = device.uuid().map_err(|error| match error {
         error if is_gone(&error) => words(&error),
-        error => format!("its UUID can't be read: {}", words(&error)),
+        error => words(&error).of("its UUID can't be read"),
     })?;
     let compute_capability = known("compute capability", device.cuda_compute_capability())?;
     Ok(NvmlFacts {
@@ -342,7 +340,7 @@ fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> {
 }
 
 /// The value, or None if only this value can't be read. An error if the whole GPU is gone.
-fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, String> {
+fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Reason> {
     match value {
         Ok(value) => Ok(Some(value)),
         Err(error) if is_gone(&error) => Err(words(&error)),
@@ -418,82 +416,89 @@ fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
 }
 
 /// The reason why NVML can't be used at all, with the remedy.
-fn why_not_open(error: &NvmlError) -> String {
+fn why_not_open(error: &NvmlError) -> Reason {
     // NVML has no error code for this, and reports some other error.
     if let Some(reason) = no_descriptors() {
         return reason;
     }
     match error {
         NvmlError::LibloadingError(error) => why_not_loaded(error),
-        NvmlError::LibraryNotFound => format!("{LIBRARY} lacks a library that it needs; reinstall the NVIDIA driver"),
-        NvmlError::DriverNotLoaded => {
-            "the NVIDIA driver is not loaded; load it (modprobe nvidia), and see dmesg if that fails".to_owned()
+        NvmlError::LibraryNotFound => {
+            Reason::new(format!("{LIBRARY} lacks a library that it needs"), "reinstall the NVIDIA driver")
         }
-        NvmlError::LibRmVersionMismatch => {
-            "the NVIDIA driver in the kernel and its libraries are of different versions, as after an upgrade; \
-             reboot, or unload the nvidia modules and load them again"
-                .to_owned()
-        }
-        NvmlError::NoPermission => {
-            "no permission to talk to the NVIDIA driver; run as root, and look at the rights of /dev/nvidiactl"
-                .to_owned()
-        }
+        NvmlError::DriverNotLoaded => Reason::new(
+            "the NVIDIA driver is not loaded",
+            "load it (modprobe nvidia), and see dmesg if that fails",
+        ),
+        NvmlError::LibRmVersionMismatch => Reason::new(
+            "the NVIDIA driver in the kernel and its libraries are of different versions, as after an upgrade",
+            "reboot, or unload the nvidia modules and load them again",
+        ),
+        NvmlError::NoPermission => Reason::new(
+            "no permission to talk to the NVIDIA driver",
+            "run as root, and look at the rights of /dev/nvidiactl",
+        ),
         NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => {
-            format!("{LIBRARY} lacks a basic function of NVML; reinstall the NVIDIA driver")
+            Reason::new(format!("{LIBRARY} lacks a basic function of NVML"), "reinstall the NVIDIA driver")
         }
-        error => format!("NVML can't be used: {}", words(error)),
+        error => words(error).of("NVML can't be used"),
     }
 }
 
 /// The reason why no file can be opened, if none can.
-fn no_descriptors() -> Option<String> {
+fn no_descriptors() -> Option<Reason> {
     let error = fs::File::open("/dev/null").err()?;
     match Errno::from_io_error(&error)? {
         Errno::MFILE => {
             let most = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-            Some(format!(
-                "this process can't open more files ({most}), so NVML can't be used; raise its limit (LimitNOFILE= in \
-                 systemctl edit yunion-mps-daemon, or ulimit -n)"
+            Some(Reason::new(
+                format!("this process can open no more files ({most}), so NVML can't be used"),
+                "raise its limit (LimitNOFILE= in systemctl edit yunion-mps-daemon, or ulimit -n)",
             ))
         }
-        Errno::NFILE => Some(
-            "this host can't open more files, so NVML can't be used; raise the sysctl fs.file-max".to_owned(),
-        ),
+        Errno::NFILE => Some(Reason::new(
+            "this host can open no more files, so NVML can't be used",
+            "raise the sysctl fs.file-max",
+        )),
         _ => None,
     }
 }
 
 /// The dynamic linker's error has no number, so its text decides.
-fn why_not_loaded(error: &impl fmt::Display) -> String {
+fn why_not_loaded(error: &impl fmt::Display) -> Reason {
     let text = error.to_string();
     if text.contains("Too many open files") {
-        format!("{LIBRARY} can't be loaded ({text}); raise the limit of open files (LimitNOFILE=, ulimit -n)")
+        let remedy = "raise the limit of open files (LimitNOFILE=, ulimit -n)";
+        Reason::new(format!("{LIBRARY} can't be loaded ({text})"), remedy)
     } else if text.contains("No such file") {
-        format!("no NVIDIA driver: {LIBRARY} is not installed ({text}); install the driver")
+        Reason::new(format!("no NVIDIA driver: {LIBRARY} is not installed ({text})"), "install the driver")
     } else {
-        format!("{LIBRARY} can't be loaded ({text}); reinstall the NVIDIA driver")
+        Reason::new(format!("{LIBRARY} can't be loaded ({text})"), "reinstall the NVIDIA driver")
     }
 }
 
 /// The error in words for an administrator.
-fn words(error: &NvmlError) -> String {
+fn words(error: &NvmlError) -> Reason {
     match error {
-        NvmlError::GpuLost => {
-            "GPU is lost: it has fallen off the bus or no longer answers; look for Xid lines in dmesg and reboot the host"
-                .to_owned()
-        }
+        NvmlError::GpuLost => Reason::new(
+            "GPU is lost: it has fallen off the bus or no longer answers",
+            "look for Xid lines in dmesg and reboot the host",
+        ),
         NvmlError::ResetRequired => {
-            "GPU needs a reset before it can be used again: nvidia-smi --gpu-reset, or reboot the host".to_owned()
+            "GPU needs a reset before it can be used again: nvidia-smi --gpu-reset, or reboot the host".into()
         }
-        NvmlError::NoPermission => "no permission; run as root".to_owned(),
-        NvmlError::InsufficientPower => "GPU lacks power: check its power cables".to_owned(),
-        NvmlError::IrqIssue => "GPU's interrupts do not arrive; look for NVRM lines in dmesg".to_owned(),
-        NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => {
-            format!("{LIBRARY} lacks the function; the driver is older than this service supports")
+        NvmlError::NoPermission => Reason::new("no permission", "run as root"),
+        NvmlError::InsufficientPower => "GPU lacks power: check its power cables".into(),
+        NvmlError::IrqIssue => Reason::new("GPU's interrupts do not arrive", "look for NVRM lines in dmesg"),
+        NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => Reason::new(
+            format!("{LIBRARY} lacks the function"),
+            "the driver is older than this service supports",
+        ),
+        NvmlError::UnexpectedVariant(code) => format!("NVML answered with the unknown code {code}").into(),
+        NvmlError::Unknown => {
+            Reason::new("NVML reports an internal driver error", "look for NVRM lines in dmesg")
         }
-        NvmlError::UnexpectedVariant(code) => format!("NVML answered with the unknown code {code}"),
-        NvmlError::Unknown => "NVML reports an internal driver error; look for NVRM lines in dmesg".to_owned(),
-        error => error.to_string(),
+        error => error.to_string().into(),
     }
 }
 
@@ -574,8 +579,10 @@ mod tests {
         assert_eq!(known("name", Ok(1)), Ok(Some(1)));
         assert_eq!(known::<u32>("memory", Err(NvmlError::NotSupported)), Ok(None));
         assert_eq!(known::<u32>("memory", Err(NvmlError::FailedToLoadSymbol("x".to_owned()))), Ok(None));
-        assert!(known::<u32>("memory", Err(NvmlError::GpuLost)).unwrap_err().contains("reboot"));
-        assert!(known::<u32>("memory", Err(NvmlError::ResetRequired)).unwrap_err().contains("gpu-reset"));
+        assert!(known::<u32>("memory", Err(NvmlError::GpuLost)).unwrap_err().remedy.contains("reboot"));
+        assert!(
+            known::<u32>("memory", Err(NvmlError::ResetRequired)).unwrap_err().found.contains("gpu-reset")
+        );
     }
 
     #[test]
@@ -589,12 +596,10 @@ mod tests {
         ];
         for (error, remedy) in cases {
             let reason = why_not_open(&error);
-            assert!(reason.contains(remedy), "{reason}");
+            assert!(reason.remedy.contains(remedy), "{reason}");
         }
         let missing = "libnvidia-ml.so.1: cannot open shared object file: No such file or directory";
-        assert!(why_not_loaded(&missing).ends_with("; install the driver"));
-        assert!(
-            why_not_loaded(&"libnvidia-ml.so.1: file too short").ends_with("; reinstall the NVIDIA driver")
-        );
+        assert!(why_not_loaded(&missing).remedy == "install the driver");
+        assert!(why_not_loaded(&"libnvidia-ml.so.1: file too short").remedy == "reinstall the NVIDIA driver");
     }
 }

@@ -2,6 +2,7 @@
 //! user can have put something there that the service would follow or that clients would trust.
 
 use crate::host::proc;
+use crate::reason::Reason;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -12,12 +13,12 @@ use rustix::io::Errno;
 
 /// The reason why a directory can't be used, with the remedy.
 #[derive(Debug, thiserror::Error)]
-#[error("{path}: {what}", path = path.display())]
+#[error("{path}: {reason}", path = path.display())]
 pub struct BadDirectory {
     /// The directory, or one of its parents.
     pub path: PathBuf,
     /// The fault, and after the last semicolon the remedy.
-    pub what: String,
+    pub reason: Reason,
 }
 
 /// The mode of both directories: everybody may look into them, and only the owner may write.
@@ -33,9 +34,9 @@ const SOCKET_MODE: u32 = 0o666;
 /// another user owns or in which everybody can rename things.
 pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     let directory = walk(path, true)?.ok_or_else(|| bad(path, "has just been removed".to_owned()))?;
-    claim(&directory).map_err(|what| bad(path, what))?;
+    claim(&directory).map_err(|reason| bad(path, reason))?;
     if rustix::fs::accessat(&directory, ".", Access::WRITE_OK, AtFlags::EACCESS) == Err(Errno::ROFS) {
-        return Err(bad(path, format!("can't be written: {}", read_only(path))));
+        return Err(bad(path, read_only(path).of("can't be written")));
     }
     Ok(directory)
 }
@@ -50,11 +51,11 @@ pub fn look(path: &Path) -> Result<bool, BadDirectory> {
     // The service runs as root, even if another user runs this check.
     let stat =
         rustix::fs::fstat(&directory).map_err(|error| bad(path, format!("can't be looked at: {error}")))?;
-    if stat.st_uid == 0 { Ok(true) } else { owner(&stat).map(|()| true).map_err(|what| bad(path, what)) }
+    if stat.st_uid == 0 { Ok(true) } else { owner(&stat).map(|()| true).map_err(|reason| bad(path, reason)) }
 }
 
-fn bad(at: &Path, what: String) -> BadDirectory {
-    BadDirectory { path: at.to_owned(), what }
+fn bad(at: &Path, reason: impl Into<Reason>) -> BadDirectory {
+    BadDirectory { path: at.to_owned(), reason: reason.into() }
 }
 
 /// Walks down to the directory, and makes the missing directories on the way if `make` is true. None if it is missing.
@@ -86,7 +87,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
             // The caller checks the last directory itself.
             FileType::Directory if last => entry,
             FileType::Directory => {
-                others_rule(&entry).map_err(|what| bad(&at, what))?;
+                others_rule(&entry).map_err(|reason| bad(&at, reason))?;
                 entry
             }
             // A link that only root can make, such as /var/run, is as good as a directory.
@@ -96,17 +97,12 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
                     .map_err(|error| bad(&at, format!("leads nowhere: {error}")))?
             }
             FileType::Symlink => {
-                let what = format!(
-                    "is a symbolic link, which is not followed in {}; remove it or configure another directory",
-                    parent.display()
-                );
-                return Err(bad(&at, what));
+                let found = format!("is a symbolic link, which is not followed in {}", parent.display());
+                return Err(bad(&at, Reason::new(found, "remove it or configure another directory")));
             }
             _ => {
-                return Err(bad(
-                    &at,
-                    "is not a directory; remove it or configure another directory".to_owned(),
-                ));
+                let remedy = "remove it or configure another directory";
+                return Err(bad(&at, Reason::new("is not a directory", remedy)));
             }
         };
     }
@@ -114,16 +110,19 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
 }
 
 /// The remedy for a read-only file system. Most often only the unit makes it read-only.
-fn read_only(path: &Path) -> String {
-    format!(
-        "the file system is read-only; if it is so for this service alone, allow the directory with \
-         ReadWritePaths={} (systemctl edit yunion-mps-daemon), or configure one below /tmp or /var/log",
-        path.display()
+fn read_only(path: &Path) -> Reason {
+    Reason::new(
+        "the file system is read-only",
+        format!(
+            "if it is so for this service alone, allow the directory with ReadWritePaths={} (systemctl edit \
+             yunion-mps-daemon), or configure one below /tmp or /var/log",
+            path.display()
+        ),
     )
 }
 
 /// Checks that the directory is ours, and sets its mode to 0755. It returns the former mode if that was different.
-fn claim(directory: &OwnedFd) -> Result<Option<u32>, String> {
+fn claim(directory: &OwnedFd) -> Result<Option<u32>, Reason> {
     let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
     owner(&stat)?;
     let mode = stat.st_mode & 0o777;
@@ -134,36 +133,35 @@ fn claim(directory: &OwnedFd) -> Result<Option<u32>, String> {
     Ok(Some(mode))
 }
 
-fn owner(stat: &Stat) -> Result<(), String> {
+fn owner(stat: &Stat) -> Result<(), Reason> {
     let us = rustix::process::geteuid().as_raw();
     if stat.st_uid == us {
         return Ok(());
     }
-    Err(format!(
-        "belongs to user {}, but this service runs as user {us}; remove it and its contents (rm -r), or configure \
-         another directory (docs/isolation.md)",
-        stat.st_uid
+    Err(Reason::new(
+        format!("belongs to user {}, not to user {us} as whom this service runs", stat.st_uid),
+        "remove it with all that is in it (rm -r), or configure another directory (docs/isolation.md)",
     ))
 }
 
 /// A user who can rename things in a directory can put another directory in the place of the service's directory after any check. /tmp
 /// passes, since only the owner of a thing can rename it there. A directory that root lets a group write to, such as
 /// /var/log, passes too.
-fn others_rule(directory: &OwnedFd) -> Result<(), String> {
+fn others_rule(directory: &OwnedFd) -> Result<(), Reason> {
     let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
-        return Err(format!(
-            "belongs to user {owner}, who could replace its contents; remove it and its contents (rm -r), or \
-             configure a directory where only root can write (docs/isolation.md)"
+        return Err(Reason::new(
+            format!("belongs to user {owner}, who could replace what is in it"),
+            "remove it with all that is in it (rm -r), or configure a directory where only root can write \
+             (docs/isolation.md)",
         ));
     }
     if stat.st_mode & 0o1002 == 0o002 {
-        return Err(
-            "everybody can replace its contents; remove that right (chmod o-w, or chmod +t) or configure another \
-             directory"
-                .to_owned(),
-        );
+        return Err(Reason::new(
+            "everybody can replace what is in it",
+            "take that right away (chmod o-w, or chmod +t) or configure another directory",
+        ));
     }
     Ok(())
 }
@@ -187,12 +185,12 @@ pub fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDirectory> 
     let Some(directory) = walk(pipe_directory, false)? else { return Ok(Vec::new()) };
     let mut repaired = Vec::new();
     repaired.extend(
-        claim(&directory).map_err(|what| bad(pipe_directory, what))?.map(|was| {
+        claim(&directory).map_err(|reason| bad(pipe_directory, reason))?.map(|was| {
             format!("mode of {} was {was:04o}, and is {MODE:04o} again", pipe_directory.display())
         }),
     );
     let path = pipe_directory.join(SOCKET);
-    let bad_socket = |what: String| bad(&path, what);
+    let bad_socket = |found: String| bad(&path, found);
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let socket = match rustix::fs::openat(&directory, SOCKET, flags, Mode::empty()) {
         Ok(socket) => socket,
@@ -204,7 +202,7 @@ pub fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDirectory> 
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
         return Err(bad_socket("is not the socket of the control daemon".to_owned()));
     }
-    owner(&stat).map_err(bad_socket)?;
+    owner(&stat).map_err(|reason| bad(&path, reason))?;
     if stat.st_mode & SOCKET_MODE != SOCKET_MODE {
         chmod(&socket, SOCKET_MODE)
             .map_err(|error| bad_socket(format!("can't be made {SOCKET_MODE:04o}: {error}")))?;

@@ -21,6 +21,7 @@ use super::identity::Identity;
 use super::launch;
 use super::readable::Readable;
 use crate::host::proc;
+use crate::reason::Reason;
 
 /// A held process: a signal can't hit another process that got its PID.
 #[derive(Debug)]
@@ -190,12 +191,12 @@ impl Waiting {
 }
 
 /// The absolute path of a program that the directories of `PATH` contain and that may be executed.
-pub fn find_program(name: &str) -> Result<PathBuf, String> {
+pub fn find_program(name: &str) -> Result<PathBuf, Reason> {
     find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
 }
 
 /// The same for another `PATH`.
-pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, String> {
+pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, Reason> {
     let mut unusable = None;
     for directory in std::env::split_paths(path) {
         let candidate = directory.join(name);
@@ -208,13 +209,13 @@ pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, String> {
         unusable.get_or_insert(candidate);
     }
     Err(match unusable {
-        Some(file) => {
-            format!("{} is not executable; chmod 755 it or reinstall the package it is from", file.display())
-        }
-        None => format!(
-            "{name} is in no directory of PATH ({}); install the driver's MPS package (nvidia-cuda-mps, \
-             nvidia-compute-utils or xorg-x11-drv-nvidia-cuda)",
-            Path::new(path).display()
+        Some(file) => Reason::new(
+            format!("{} is not executable", file.display()),
+            "chmod 755 it or reinstall the package it is from",
+        ),
+        None => Reason::new(
+            format!("{name} is in no directory of PATH ({})", Path::new(path).display()),
+            "install the driver's MPS package (nvidia-cuda-mps, nvidia-compute-utils or xorg-x11-drv-nvidia-cuda)",
         ),
     })
 }

@@ -90,7 +90,7 @@ pub fn container_config(
         let found = snapshot.find(asked).ok_or_else(|| ContainerError::NoSuchDevice(asked.to_owned()))?;
         let (gpu, name) = (found.gpu(), found.name());
         if let Err(reason) = &gpu.plan.gpu.nvml {
-            return Err(ContainerError::NoUuid { device: name, reason: reason.clone() });
+            return Err(ContainerError::NoUuid { device: name, reason: reason.to_string() });
         }
         if !gpu.plan.servable() {
             let reason = gpu.plan.unusable.clone().unwrap_or_default();
@@ -264,7 +264,7 @@ mod tests {
             Err(ContainerError::NoSuchDevice("00:06.0-4".to_owned()))
         );
         let mut lost = gpu("00:06.0", "GPU-1");
-        lost.plan.gpu.nvml = Err("GPU is lost".to_owned());
+        lost.plan.gpu.nvml = Err("GPU is lost".into());
         assert_eq!(
             container_config(&snapshot(Some(vec![lost])), ["00:06.0-1"]),
             Err(ContainerError::NoUuid { device: "00:06.0-1".to_owned(), reason: "GPU is lost".to_owned() })

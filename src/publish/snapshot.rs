@@ -268,7 +268,7 @@ pub(crate) mod tests {
     #[test]
     fn a_gpu_without_a_uuid_is_not_found_by_an_empty_name() {
         let mut lost = gpu("00:06.0", "GPU-1");
-        lost.plan.gpu.nvml = Err("GPU is lost".to_owned());
+        lost.plan.gpu.nvml = Err("GPU is lost".into());
         let snapshot = snapshot(Some(vec![lost]));
         assert_eq!(snapshot.find(""), None);
         assert_eq!(snapshot.find("00:06.0").map(|found| found.name()).as_deref(), Some("00:06.0"));

@@ -96,7 +96,7 @@ impl Worker {
     pub(super) async fn start(&mut self) -> Result<(), Failure> {
         self.reporter.enter(ControlDaemonState::Starting, false, "");
         let plan = self.order.plan.clone();
-        let program = process::find_program(PROGRAM).map_err(Failure::Waiting)?;
+        let program = process::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
         let control = Arc::new(self.tools.front_ends.of(&plan.pipe_directory));
         self.make_way(&control, &plan.pipe_directory).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());

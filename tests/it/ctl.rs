@@ -45,7 +45,7 @@ async fn list_is_the_platforms_table() {
 #[tokio::test]
 async fn list_shows_gpus_and_what_is_wrong_with_them() {
     let mut lost = tesla_p40("00:06.0", P40);
-    lost.plan.gpu.nvml = Err("GPU is lost".to_owned());
+    lost.plan.gpu.nvml = Err("GPU is lost".into());
     lost.healthy = false;
     lost.reason = "GPU is lost\u{1b}[2J".to_owned();
     let service = Service::start(serving(vec![lost])).await;

@@ -273,7 +273,7 @@ async fn gdbus_gets_the_golden_device() {
 #[tokio::test]
 async fn what_is_not_known_is_left_out() {
     let mut bare = tesla_p40("0001:1a:00.0", P40);
-    bare.plan.gpu.nvml = Err("GPU is lost".to_owned());
+    bare.plan.gpu.nvml = Err("GPU is lost".into());
     bare.plan.gpu.pci.pci_ids_name = None;
     bare.plan.gpu.pci.link = None;
     bare.plan.gpu.pci.render_node = None;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// The floors of the house, the lowest first. A module uses its own floor's folder and the floors below it.
 const FLOORS: [&[&str]; 10] = [
-    &["counted", "cuda"],
+    &["counted", "cuda", "reason"],
     &["host"],
     &["config"],
     &["plan"],

@@ -42,7 +42,7 @@ pub(in crate::ctl) async fn check(arguments: &Arguments, out: &mut dyn Write) ->
             Bus::Silent => (None, "yunion-mps-daemon does not answer".to_owned()),
             Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => (None, reason),
         },
-        Checked::Right { plan: Err(reason), .. } => (None, reason.clone()),
+        Checked::Right { plan: Err(reason), .. } => (None, reason.to_string()),
         Checked::Refused(_) | Checked::Wrong { .. } => (None, "the configuration is wrong".to_owned()),
     };
     if arguments.json {
@@ -86,7 +86,7 @@ fn document(checked: &Checked, changes: Option<&[Difference]>, why_not: &str) ->
         "files": loaded.map(|loaded| &loaded.settings.sources),
         "enabled": loaded.map(|loaded| loaded.settings.enabled),
         "plan": plan.and_then(|plan| plan.as_ref().ok()).map(plan_document),
-        "no_plan": plan.and_then(|plan| plan.as_ref().err()),
+        "no_plan": plan.and_then(|plan| plan.as_ref().err()).map(ToString::to_string),
         "differences": changes,
         "not_compared": changes.is_none().then_some(why_not),
     })

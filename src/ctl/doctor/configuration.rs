@@ -46,8 +46,8 @@ fn configuration(facts: &Facts) -> Outcome {
             }
             // Without a driver that is what is wrong, and has a check of its own.
             if let (Err(reason), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
-                let (found, remedy) = super::told_apart(reason, "yunion-mpsctl check says more");
-                findings.push(error("no-plan", "the GPUs", found, remedy));
+                let remedy = reason.remedy_or("yunion-mpsctl check says more");
+                findings.push(error("no-plan", "the GPUs", &reason.found, remedy));
             }
         }
     }

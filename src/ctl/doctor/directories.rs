@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{StatVfs, StatVfsMountFlags};
 
 use super::facts::{CUDA_DEFAULT, Facts};
-use super::{Check, Finding, Outcome, error, info, told_apart, warning};
+use super::{Check, Finding, Outcome, error, info, warning};
 use crate::dbus::proxy::Listed;
 use crate::dbus::rows::ControlDaemon;
 use crate::host::proc;
@@ -59,8 +59,8 @@ fn refused(facts: &Facts) -> Outcome {
             }
             Ok(false) => {}
             Err(bad) => {
-                let (found, remedy) = told_apart(&bad.what, "configure another directory in host.conf");
-                findings.push(error("directory-refused", bad.path.display(), found, remedy));
+                let remedy = bad.reason.remedy_or("configure another directory in host.conf");
+                findings.push(error("directory-refused", bad.path.display(), &bad.reason.found, remedy));
             }
         }
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::facts::{Facts, program, variable};
-use super::{Check, Finding, Outcome, error, told_apart, warning};
+use super::{Check, Finding, Outcome, error, warning};
 
 pub(super) const CHECKS: &[Check] = &[
     ("the driver", driver),
@@ -27,14 +27,14 @@ const LARGEST_SERVER: u64 = 16 << 20;
 
 fn driver(facts: &Facts) -> Outcome {
     let Err(reason) = &facts.inventory.driver else { return Ok(Vec::new()) };
-    let (found, remedy) = told_apart(reason, "nvidia-smi and dmesg say more");
-    Ok(vec![error("driver-unusable", "NVIDIA driver", found, remedy)])
+    let remedy = reason.remedy_or("nvidia-smi and dmesg say more");
+    Ok(vec![error("driver-unusable", "NVIDIA driver", &reason.found, remedy)])
 }
 
 fn programs(_: &Facts) -> Outcome {
     let missing = |name: &&str| {
-        let (found, remedy) = told_apart(&program(name, None).err()?, "install the driver's MPS package");
-        Some(error("program-missing", name, found, remedy))
+        let reason = program(name, None).err()?;
+        Some(error("program-missing", name, reason.found, reason.remedy))
     };
     Ok(PROGRAMS.iter().filter_map(missing).collect())
 }

@@ -19,6 +19,7 @@ use crate::mps::control::listener;
 use crate::mps::identity::Identity;
 use crate::mps::process;
 use crate::plan::Plan;
+use crate::reason::Reason;
 use crate::supervisor::state_file::{self, Running};
 
 /// The unit.
@@ -297,7 +298,7 @@ fn pipe_directory(pid: u32) -> Option<PathBuf> {
 }
 
 /// A program in a PATH; our own where none is given.
-pub(super) fn program(name: &str, path: Option<&str>) -> Result<PathBuf, String> {
+pub(super) fn program(name: &str, path: Option<&str>) -> Result<PathBuf, Reason> {
     match path {
         None => process::find_program(name),
         Some(path) => process::find_program_in(name, path.as_ref()),

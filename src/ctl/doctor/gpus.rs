@@ -40,8 +40,8 @@ fn unusable(facts: &Facts) -> Outcome {
         let known = match &gpu.nvml {
             Ok(known) => known,
             Err(reason) => {
-                let (found, remedy) = super::told_apart(reason, "look for NVRM lines in dmesg");
-                findings.push(error("gpu-unreachable", names(gpu), found, remedy));
+                let remedy = reason.remedy_or("look for NVRM lines in dmesg");
+                findings.push(error("gpu-unreachable", names(gpu), &reason.found, remedy));
                 continue;
             }
         };

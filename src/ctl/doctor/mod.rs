@@ -231,11 +231,3 @@ fn write(report: &Report, out: &mut dyn Write) -> Result<(), Error> {
     }
     Ok(())
 }
-
-/// A reason in words for an administrator, which ends with what to do, as what was found and the remedy.
-fn told_apart(reason: &str, otherwise: &str) -> (String, String) {
-    match reason.rsplit_once("; ") {
-        Some((found, remedy)) => (found.to_owned(), remedy.to_owned()),
-        None => (reason.to_owned(), otherwise.to_owned()),
-    }
-}

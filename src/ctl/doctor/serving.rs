@@ -1,7 +1,7 @@
 //! What the service itself says is not as it should be, and what its clients will notice.
 
 use super::facts::Facts;
-use super::{Check, Finding, Outcome, error, info, told_apart, warning};
+use super::{Check, Finding, Outcome, error, info, warning};
 use crate::counted::counted;
 use crate::ctl::published::Published;
 use crate::dbus::proxy::Listed;
@@ -42,13 +42,13 @@ fn control_daemons(facts: &Facts) -> Outcome {
                     daemon.log_directory
                 ),
             )),
-            "waiting" => {
-                let (found, remedy) = told_apart(
-                    reason,
-                    "yunion-mpsctl clients says for whom; yunion-mpsctl apply --force ends their GPU work",
-                );
-                Some(warning("control-daemon-waiting", name(daemon), found, remedy))
-            }
+            "waiting" => Some(warning(
+                "control-daemon-waiting",
+                name(daemon),
+                reason,
+                "do what the reason says; if it waits for clients, yunion-mpsctl clients lists them and yunion-mpsctl apply \
+                 --force ends their GPU work",
+            )),
             _ => None,
         }
     };
@@ -70,8 +70,12 @@ fn gpus(facts: &Facts) -> Outcome {
         None => published.control_daemons.is_empty(),
     };
     let of = |gpu: &Listed<Gpu>| {
-        let (found, remedy) = told_apart(&gpu.reason, "yunion-mpsctl status and the journal say more");
-        error("gpu-not-served", &gpu.addr, found, remedy)
+        error(
+            "gpu-not-served",
+            &gpu.addr,
+            &gpu.reason,
+            "do what the reason says; yunion-mpsctl status and the journal say more",
+        )
     };
     Ok(published.gpus.iter().filter(sick).filter(planned).filter(unexplained).map(of).collect())
 }
@@ -90,10 +94,10 @@ fn service(facts: &Facts) -> Outcome {
     if matches!(state, "ready" | "disabled" | "stopping") || !all_well || facts.inventory.driver.is_err() {
         return Ok(Vec::new());
     }
-    let (found, remedy) =
-        told_apart(&published.service.state_reason, "yunion-mpsctl status and the journal say more");
     let finding = if state == "failed" { error } else { warning };
-    Ok(vec![finding("service-not-ready", format!("the service is {state}"), found, remedy)])
+    let remedy = "do what the reason says; yunion-mpsctl status and the journal say more";
+    let subject = format!("the service is {state}");
+    Ok(vec![finding("service-not-ready", subject, &published.service.state_reason, remedy)])
 }
 
 /// The limits in force are those of the largest slice of a control daemon.
