@@ -232,7 +232,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
         Err(e) => {
-            // Where nobody listens, the exit status says it too.
+            // The exit status says it too, in case nobody listens.
             let _ = writeln!(err, "yunion-mpsctl: {}", show::table::printable(&e.to_string()));
             e.exit_status()
         }

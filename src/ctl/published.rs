@@ -1,4 +1,4 @@
-//! What the daemon publishes at this moment, all of it together.
+//! Everything that the daemon publishes at this moment.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
@@ -14,8 +14,8 @@ use crate::dbus::rows::{Client, ControlDaemon, Device, Gpu, Service};
 use crate::host::gpu::PciAddress;
 use crate::host::proc;
 
-/// How long the daemon may take to say how it is, which it always knows. One that is stopped or hangs is not waited for
-/// as long as one that has something to do.
+/// The time that the daemon may take to tell its state, which it always knows. A daemon that is stopped or hangs is not
+/// waited for as long as a daemon that has something to do.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
 /// Whether there is a daemon to ask, and what it says.
@@ -31,7 +31,7 @@ pub(in crate::ctl) enum Bus {
     Denied(String),
     /// The daemon answers with an error.
     Refuses(String),
-    /// What it publishes.
+    /// Everything that it publishes.
     Answers(Box<Published>),
 }
 
@@ -51,7 +51,7 @@ pub(in crate::ctl) struct Published {
 }
 
 impl Bus {
-    /// Asks for everything. That the daemon is not there is an answer too.
+    /// Asks for everything. A missing daemon is an answer too.
     pub(in crate::ctl) async fn ask() -> Self {
         let daemon = match DaemonProxy::connect().await {
             Ok(daemon) => daemon,
@@ -72,7 +72,7 @@ impl Bus {
         self.published()?.config(sysroot)
     }
 
-    /// What the daemon publishes, if it does.
+    /// Everything that the daemon publishes, if it does.
     pub(in crate::ctl) fn published(&self) -> Option<&Published> {
         match self {
             Self::Answers(published) => Some(published),

@@ -17,7 +17,7 @@ use crate::publish::snapshot::Snapshot;
 /// The properties of an object, by interface, under the names that they have on D-Bus.
 type Interfaces = BTreeMap<InterfaceName<'static>, BTreeMap<String, Variant<'static>>>;
 
-/// What `GetManagedObjects` returns.
+/// The answer of `GetManagedObjects`.
 type ManagedObjects = BTreeMap<ObjectPath<'static>, Interfaces>;
 
 /// The answers that a Snapshot gives.

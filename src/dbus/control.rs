@@ -12,7 +12,7 @@ use super::gate::Gate;
 use super::manager::{NAME_MAX, ask, bounded_name, bounded_names};
 use super::{Request, RequestError};
 
-/// What changes something.
+/// The methods that change something.
 pub(super) struct Control {
     requests: mpsc::Sender<Request>,
     gate: Arc<Gate>,

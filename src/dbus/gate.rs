@@ -73,7 +73,7 @@ pub(super) struct Gate {
     asker: Connection,
 }
 
-/// Who has sent a request.
+/// The sender of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Requester {
     /// The user, as the kernel has told the bus.

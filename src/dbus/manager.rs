@@ -16,7 +16,8 @@ use super::{Request, RequestError};
 use crate::publish::container::{ContainerError, container_config};
 use crate::publish::snapshot::{Named, Snapshot};
 
-/// What a request may take. Longer than any caller's own patience, so that it only ends what nobody waits for.
+/// The time that a request may take. It is longer than a caller waits, so that it only ends a request that nobody waits
+/// for.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The entry point of everything that may be read.

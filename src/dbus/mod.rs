@@ -47,8 +47,8 @@ pub const NAME: &str = "io.yunion.Mps1";
 const ROOT: &str = "/io/yunion/Mps1";
 const MANAGER: &str = "/io/yunion/Mps1/Manager";
 
-/// What a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless it says otherwise,
-/// and a text for people.
+/// The error that a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless the
+/// variant says otherwise, and a text for people.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RequestError {
     /// No plan exists yet; ask again.
@@ -123,7 +123,7 @@ impl RequestError {
     }
 }
 
-/// What only the daemon can do or find out. A request without an answer for a minute fails.
+/// Something that only the daemon can do or find out. A request without an answer for a minute fails.
 #[derive(Debug)]
 pub enum Request {
     /// Read the configuration again and apply it; the answer is the generation then in force.
@@ -131,9 +131,9 @@ pub enum Request {
         /// Takes the answer.
         reply: oneshot::Sender<Result<u64, RequestError>>,
     },
-    /// Who uses the GPUs at this moment.
+    /// List the processes that use the GPUs at this moment.
     Clients {
-        /// Who asks, as the bus says.
+        /// The user who asks, as the bus says.
         uid: u32,
         /// Takes the answer.
         reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>,
@@ -159,7 +159,7 @@ pub enum Request {
         /// Takes the answer.
         reply: oneshot::Sender<Result<(), RequestError>>,
     },
-    /// Carry out those changes of the configuration that wait for clients to leave.
+    /// Carry out the changes of the configuration that wait for clients to leave.
     Apply {
         /// Don't wait for them.
         force: bool,
@@ -280,7 +280,7 @@ impl Bus {
         Ok(())
     }
 
-    /// Who has the name, in words.
+    /// The owner of the name, in words.
     async fn owner(&self) -> String {
         let pid = async {
             DBusProxy::new(&self.connection).await?.get_connection_unix_process_id(NAME.try_into()?).await
@@ -296,7 +296,7 @@ fn manager_path() -> zbus::ObjectPath<'static> {
     zbus::ObjectPath::from_static_str_unchecked(MANAGER)
 }
 
-/// Makes the objects of one kind show these rows. The object server announces those that come and go.
+/// Makes the objects of one kind show these rows. The object server announces objects that come and go.
 async fn mirror_objects<R: Object>(
     connection: &Connection,
     told: &mut BTreeMap<String, R>,

@@ -10,7 +10,7 @@ use super::{Bus, Request};
 use crate::publish::snapshot::Snapshot;
 use crate::supervisor::ClientFault;
 
-/// How long to wait before joining the bus again; it doubles up to the last.
+/// The pause before the bus is joined again; it doubles up to the last.
 const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
 const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
 

@@ -20,7 +20,7 @@ use crate::host::variant::json;
 /// A little more than what the daemon itself takes before it gives up on a request.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
 
-/// How long the bus may take to let us in. It answers in milliseconds, and a method's deadline does not count before.
+/// The time that the bus may take to let us in. It answers in milliseconds. The deadline of a method starts later.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
 /// Why there is no answer.
@@ -34,7 +34,7 @@ pub(crate) enum BusError {
     Refused {
         /// The D-Bus error's name.
         name: String,
-        /// What it says.
+        /// The text of the error.
         text: String,
     },
     /// The bus has taken the question, and no answer came in time.
@@ -57,7 +57,7 @@ impl From<zbus::Error> for BusError {
                 fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_) => Self::NotRunning,
                 error => refused(error.name().as_str(), error.description()),
             },
-            // Of a method, whose deadline it is: joining the bus has one of its own.
+            // Only a method call ends with this error: joining the bus has a deadline of its own.
             zbus::Error::InputOutput(failed) if failed.kind() == io::ErrorKind::TimedOut => Self::Silent,
             _ => Self::Bus(error),
         }
@@ -151,7 +151,7 @@ trait Control {
     fn release_container(&self, id: &str) -> zbus::Result<()>;
 }
 
-/// What a call of Control came to. The bus refuses everybody but root, in words about its own rules.
+/// The answer of a call of Control. The bus refuses everybody but root, in words about its own rules.
 fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     answer.map_err(|error| match BusError::from(error) {
         BusError::Refused { name, .. } if name == ACCESS_DENIED => {
@@ -208,7 +208,7 @@ impl DaemonProxy {
         rows(&self.manager.list_events().await?)
     }
 
-    /// Who uses the GPUs at this moment.
+    /// List the processes that use the GPUs at this moment.
     pub(crate) async fn clients(&self) -> Result<Vec<Listed<Client>>, BusError> {
         rows(&self.manager.list_clients().await?)
     }
@@ -257,7 +257,7 @@ impl DaemonProxy {
         Ok(bus.get_connection_unix_process_id(proxy.destination().to_owned()).await?)
     }
 
-    /// What a container needs to use these devices.
+    /// Everything that a container needs to use these devices.
     pub(crate) async fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError> {
         let (environment, mounts, gpus) = self.manager.get_container_config(devices).await?;
         Ok(ContainerAnswer { environment, mounts, gpus })

@@ -235,7 +235,7 @@ impl Object for Gpu {
 }
 
 row! {
-    /// What the PCI Express link of a GPU can do.
+    /// The abilities of a GPU's PCI Express link.
     PcieInfo(link: &PcieLink) {
         lane_width: Option<i32> = i32::try_from(link.width).ok().filter(|width| *width > 0);
         throughput: String = link.throughput();

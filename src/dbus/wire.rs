@@ -18,7 +18,7 @@ use zbus::{Address, Message};
 /// The fixed beginning of a message.
 const BEGINNING: usize = 16;
 
-/// As large as the rest of a header is taken. Object paths make it long; ours are short.
+/// The largest size of the rest of a header that is taken. Object paths make it long; ours are short.
 const FIELDS_MAX: usize = 8 << 10;
 
 /// As large as the body of a call is taken. Some hundred names of slices are a few KiB.
@@ -142,7 +142,7 @@ impl Incoming {
     }
 }
 
-/// Where in the beginning of a message the flags stand, and the length of the body.
+/// The places of the flags and of the body's length in the beginning of a message.
 const FLAGS: usize = 2;
 const BODY_LENGTH: std::ops::Range<usize> = 4..8;
 const FIELDS_LENGTH: std::ops::Range<usize> = 12..16;
@@ -211,7 +211,7 @@ mod tests {
         let rest = rest.to_vec();
         let writing = tokio::spawn(async move {
             let mut theirs = theirs;
-            // Whoever reads may have had enough.
+            // The reader may have had enough.
             let _ = theirs.write_all(&rest).await;
         });
         let mut arrivals = Vec::new();

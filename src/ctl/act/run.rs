@@ -3,8 +3,8 @@
 //! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. So no signal may reach
 //! the command before its GPU work has been ended, not even the terminal's own. The terminal signals its foreground
 //! process group, and that stays ours: the command runs in a session of its own, which no terminal controls. There the
-//! descriptors of the terminal that it inherits work on, for reading as well, since job control stops only processes
-//! whose controlling terminal it is. The terminal is never changed by us, so there is nothing to put back.
+//! descriptors of the terminal that it inherits still work, for reading as well: job control stops only processes that
+//! have it as their controlling terminal. The terminal is never changed by us, so there is nothing to put back.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -29,7 +29,7 @@ use crate::ctl::{Error, FAILED};
 use crate::dbus::proxy::{BusError, DaemonProxy};
 use crate::host::proc;
 
-/// How long the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
+/// The time that the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The first argument of the process that becomes the command.
@@ -85,7 +85,7 @@ pub(in crate::ctl) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> R
 
 /// If the arguments (the first one is the program's name) ask for it, this process leaves its session and becomes the
 /// command that they name. What is returned is the exit status where it can't: as a shell has it for a command that it
-/// doesn't find or can't execute.
+/// does not find or can't execute.
 pub(in crate::ctl) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
     let [_, ask, command, rest @ ..] = arguments else { return None };
     if ask != BECOME {
@@ -99,11 +99,11 @@ pub(in crate::ctl) fn become_command(arguments: &[OsString], err: &mut dyn Write
     Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
 }
 
-/// What was caught.
+/// A signal that was caught.
 enum Caught {
     /// A signal that ends a command.
     End(Signal),
-    /// A signal that programs give a meaning, and that ends those which don't.
+    /// A signal that ends a program, unless the program gives it a meaning.
     User(Signal),
     /// Ctrl-Z.
     Suspend,
@@ -111,7 +111,7 @@ enum Caught {
     Resize,
 }
 
-/// The signals that would end or stop us alone, and the one that the terminal tells nobody but us.
+/// The signals that would end or stop us alone, and SIGWINCH, which the terminal sends to nobody but us.
 struct Signals {
     interrupt: Option<unix::Signal>,
     quit: Option<unix::Signal>,
@@ -150,8 +150,8 @@ impl Signals {
     }
 }
 
-/// Catches a signal, unless we were started to ignore it: nohup and a shell's `&` have some ignored, for us and for those
-/// that we start.
+/// Catches a signal, unless we were started to ignore it: nohup and a shell's `&` have some ignored, for us and for the
+/// processes that we start.
 pub(in crate::ctl) fn catch(kind: SignalKind) -> Result<Option<unix::Signal>, Error> {
     if proc::status(proc::OWN).is_ok_and(|own| own.ignores(kind.as_raw_value())) {
         Ok(None)

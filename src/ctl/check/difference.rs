@@ -1,4 +1,4 @@
-//! What a reload would change: the plan beside what the daemon publishes.
+//! The changes that a reload would make: the plan beside what the daemon publishes.
 
 use std::fmt;
 use std::path::Path;
@@ -19,9 +19,9 @@ pub(in crate::ctl) struct Difference {
     pub(in crate::ctl) kind: Kind,
     /// The GPU or the control daemon.
     pub(in crate::ctl) subject: String,
-    /// What is published; empty for what is new.
+    /// The published value; empty for something new.
     pub(in crate::ctl) from: String,
-    /// What would be; empty for what goes.
+    /// The planned value; empty for something that goes.
     pub(in crate::ctl) to: String,
     /// When it would be so.
     pub(in crate::ctl) effect: Effect,
@@ -52,14 +52,14 @@ pub(in crate::ctl) enum Effect {
     Live,
     /// When the clients of a control daemon have gone, which then gives way to another.
     Waits {
-        /// How many there are now; null where they can't be asked.
+        /// Their number now; null if they can't be asked.
         clients: Option<usize>,
         /// Why it can't be done without another control daemon.
         reason: String,
     },
     /// At once, and it ends the GPU work of all clients.
     Ends {
-        /// How many there are now; null where they can't be asked.
+        /// Their number now; null if they can't be asked.
         clients: Option<usize>,
     },
     /// Not at all: a reload refuses it.

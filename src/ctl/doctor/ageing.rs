@@ -11,7 +11,7 @@ use super::{Check, Outcome, warning};
 
 pub(super) const CHECKS: &[Check] = &[("ageing by systemd-tmpfiles", ageing)];
 
-/// A file in an earlier one hides those of the same name in later ones.
+/// A file in an earlier directory hides files of the same name in later ones.
 const DIRECTORIES: [&str; 4] =
     ["/etc/tmpfiles.d", "/run/tmpfiles.d", "/usr/local/lib/tmpfiles.d", "/usr/lib/tmpfiles.d"];
 
@@ -98,7 +98,7 @@ fn aged_by<'r>(directory: &Path, rules: &'r [Rule]) -> Option<&'r Rule> {
         for rule in rules.iter().filter(|rule| rule.fits(place)) {
             match rule.kind {
                 'x' => return None,
-                // Its own age, or the one that holds above it.
+                // Its own age, or else the age that holds above it.
                 'X' => ageing = rule.age.as_ref().map(|_| rule).or(ageing),
                 'd' | 'D' | 'e' | 'v' | 'q' | 'Q' | 'C' => ageing = rule.age.as_ref().map(|_| rule),
                 // Other lines create or change, and say nothing of ageing.
@@ -148,7 +148,7 @@ mod tests {
         assert_eq!(aged(pipe, &["e /tmp/nvidia-mps/ - - - 1h"]).as_deref(), Some("/tmp/nvidia-mps"));
     }
 
-    /// What is shipped, with the lines of a common distribution.
+    /// The shipped lines together with the lines of a common distribution.
     #[test]
     fn the_shipped_lines_spare_the_defaults() {
         let mut lines: Vec<&str> =

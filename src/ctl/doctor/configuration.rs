@@ -1,4 +1,4 @@
-//! What the files say, to us and to the host agent, and whether it is in force.
+//! The configuration files: what they say to us and to the host agent, and whether it is in force.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -18,7 +18,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("whether the configuration is loaded", loaded),
 ];
 
-/// Where it is, what was found and what to do.
+/// The place of a problem, the finding and the remedy.
 fn in_words(problem: &Problem) -> (String, String, String) {
     let key = if problem.key.is_empty() { String::new() } else { format!("{}: ", problem.key) };
     (problem.origin.to_string(), format!("{key}{}", problem.found), problem.remedy.clone())
@@ -93,8 +93,7 @@ fn agent(facts: &Facts) -> Outcome {
     Ok(facts.checked.agent().iter().map(of).collect())
 }
 
-/// What is published beside what would be planned now. A GPU that can be used since, or no more, is no business of the
-/// files.
+/// Compares the published GPUs with a new plan. A GPU that came or went since then does not concern the files.
 fn loaded(facts: &Facts) -> Outcome {
     let (loaded, published) = (facts.loaded().ok_or("the configuration can't be read")?, facts.published()?);
     let plan = facts.plan().ok_or("there is no plan now")?;

@@ -30,7 +30,7 @@ pub(super) const CHECKS: &[Check] = &[
 /// Below this a file system counts as full: a control daemon's log grows by this in an hour.
 const ROOM: u64 = 1 << 20;
 
-/// What has to be there of NVIDIA's container toolkit for containers to be given [`CUDA_DEFAULT`].
+/// Files of NVIDIA's container toolkit. If one exists, containers are given [`CUDA_DEFAULT`].
 const TOOLKIT: [&str; 5] = [
     "/usr/bin/nvidia-container-runtime",
     "/usr/bin/nvidia-container-runtime-hook",
@@ -265,7 +265,7 @@ fn shared_memory(facts: &Facts) -> Outcome {
     Ok(judge_file_system(Path::new("/dev/shm"), &system).into_iter().collect())
 }
 
-/// That runtime mounts the directory into every container with a GPU, whenever it exists.
+/// NVIDIA's runtime mounts the directory into every container with a GPU, whenever the directory exists.
 fn container_toolkit(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let Some(found) = TOOLKIT.iter().find(|file| facts.file(file).exists()) else { return Ok(Vec::new()) };

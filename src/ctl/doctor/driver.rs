@@ -19,7 +19,7 @@ pub(super) const CHECKS: &[Check] = &[
 
 const PROGRAMS: [&str; 2] = ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"];
 
-/// What systemd gives a service that sets none.
+/// The PATH that systemd gives a service that sets none.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 /// A server has some 100 KiB. What is much larger is no server of NVIDIA's, and not searched.
@@ -39,7 +39,7 @@ fn programs(_: &Facts) -> Outcome {
     Ok(PROGRAMS.iter().filter_map(missing).collect())
 }
 
-/// The PATH of the service that runs, or the one that its unit would give it.
+/// The PATH of the service that runs, or else the PATH that its unit would give it.
 fn path_of_service(facts: &Facts) -> Result<String, String> {
     if let Some(pid) = facts.published().ok().and_then(|published| published.pid) {
         return Ok(variable(pid, "PATH")?.unwrap_or_default());
@@ -54,7 +54,7 @@ fn path_of_service(facts: &Facts) -> Result<String, String> {
 fn service_path(facts: &Facts) -> Outcome {
     let path = path_of_service(facts)?;
     let hidden = |name: &&str| -> Option<Finding> {
-        // Where it is nowhere, that is said already.
+        // A program that is nowhere has a finding already.
         let found = program(name, None).ok()?;
         program(name, Some(&path)).err()?;
         let directory = found.parent().unwrap_or(Path::new("/")).display();

@@ -1,4 +1,4 @@
-//! What is known of the host at this moment: gathered once, judged by nobody here.
+//! Everything that is known of the host at this moment: gathered once, and not judged here.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -25,14 +25,14 @@ use crate::supervisor::state_file::{self, Running};
 /// The unit.
 pub(super) const UNIT: &str = "yunion-mps-daemon.service";
 
-/// Where a CUDA program looks for a control daemon that is told nothing else, and the directory that the NVIDIA
-/// container runtime mounts into containers.
+/// The directory in which a CUDA program looks for a control daemon if its environment names none. The NVIDIA container
+/// runtime mounts it into containers.
 pub(super) const CUDA_DEFAULT: &str = "/tmp/nvidia-mps";
 
-/// How long the configuration may take to be read, and the processes to be looked at.
+/// The time that reading the configuration may take.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a program may take to say its version.
+/// The time that a program may take to say its version.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The name of control daemons and servers, as the kernel keeps it.
@@ -43,7 +43,7 @@ pub(super) struct Facts {
     pub(super) sources: Sources,
     pub(super) checked: Checked,
     pub(super) inventory: Inventory,
-    /// What the inventory leaves out, by the GPU's UUID.
+    /// Facts that the inventory leaves out, by the GPU's UUID.
     pub(super) gpus: BTreeMap<String, GpuNow>,
     /// The driver's CUDA version, 13000 for 13.0.
     pub(super) cuda: Option<u32>,
@@ -69,16 +69,16 @@ pub(super) struct GpuNow {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FoundDaemon {
     pub(super) pid: u32,
-    /// What is known of where it is or what it does, for people.
+    /// The trace by which it was found, for people.
     pub(super) trace: String,
-    /// Where it listens, if that is known.
+    /// The directory in which it listens, if that is known.
     pub(super) pipe_directory: Option<PathBuf>,
     /// Whether it sees other file systems than we do, as in a container.
     pub(super) elsewhere: bool,
 }
 
 impl FoundDaemon {
-    /// What a process says of itself.
+    /// Made from what the process says of itself.
     fn of(pid: u32, trace: String) -> Self {
         let elsewhere =
             proc::mount_namespace(pid).is_some_and(|its| proc::mount_namespace(proc::OWN) != Some(its));
@@ -125,7 +125,7 @@ impl Facts {
         self.sources.sysroot == Path::new("/")
     }
 
-    /// What the files say, where they can be read.
+    /// The settings of the files, if they can be read.
     pub(super) fn loaded(&self) -> Option<&Loaded> {
         self.checked.loaded()
     }
@@ -148,7 +148,7 @@ impl Facts {
         }
     }
 
-    /// What the daemon publishes; the error says why it does not.
+    /// Everything that the daemon publishes; the error says why there is nothing.
     pub(super) fn published(&self) -> Result<&Published, String> {
         self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".to_owned())
     }
@@ -158,7 +158,7 @@ impl Facts {
         self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.nvml.as_ref().ok()?)))
     }
 
-    /// Pipe and log directory of each control daemon that is planned, or those of the settings where there is no plan.
+    /// Pipe and log directory of each planned control daemon; without a plan, the directories of the settings.
     pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, String> {
         let settings = self.enabled()?;
         let planned = self.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
@@ -210,7 +210,7 @@ impl Facts {
     }
 }
 
-/// Reads the configuration, which may be on a file system whose server is gone.
+/// Reads the configuration. Its file system may hang.
 fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let all = sources.clone();
     check::within(LOOK_TIMEOUT, move || config::load(&all)).unwrap_or_else(|| {

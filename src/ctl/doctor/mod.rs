@@ -28,7 +28,7 @@ use crate::config::Sources;
 use crate::counted::counted;
 use crate::ctl::show::table::printable;
 
-/// How long a check may take. What it looks at may be on a file system whose server is gone.
+/// The time that a check may take. The file system that it looks at may hang.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The exit status when the worst finding is a warning.
@@ -49,7 +49,7 @@ pub(super) struct Arguments {
     json: bool,
 }
 
-/// How bad a finding is.
+/// The severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Severity {
@@ -79,9 +79,9 @@ struct Finding {
     severity: Severity,
     /// The file, the GPU, the process that it is about.
     subject: String,
-    /// What was found.
+    /// The trouble.
     found: String,
-    /// What to type, or to write where.
+    /// The command to type, or the line to write.
     remedy: String,
 }
 
@@ -123,16 +123,16 @@ fn info(
     finding(Severity::Info, name, subject, found, remedy)
 }
 
-/// What a check has found, or why it could not look.
+/// The findings of a check, or the reason why it could not look.
 type Outcome = Result<Vec<Finding>, String>;
 
-/// What is looked at, for people, and how.
+/// A check: its subject, for people, and its function.
 type Check = (&'static str, fn(&Facts) -> Outcome);
 
 /// A check that was not made.
 #[derive(Debug, Serialize)]
 struct NotChecked {
-    /// What it would have looked at, for people.
+    /// The subject of the check, for people.
     check: &'static str,
     /// Why it could not.
     reason: String,
@@ -143,7 +143,7 @@ struct NotChecked {
 struct Report {
     /// The worst first.
     findings: Vec<Finding>,
-    /// How many checks were made.
+    /// The number of checks that were made.
     #[serde(rename = "checks_made")]
     made: usize,
     /// No findings prove little without it.
@@ -155,7 +155,7 @@ pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = examine(&Arc::new(Facts::gather(sources).await));
     if arguments.json {
-        // As a value, whose keys are sorted like those of every other output.
+        // As a value: its keys are sorted as in every other output.
         print_json(out, &serde_json::to_value(&report)?)?;
     } else {
         write(&report, out)?;

@@ -9,14 +9,14 @@ use crate::host::proc;
 pub(super) const CHECKS: &[Check] =
     &[("control daemons of others", foreign), ("the limit of open files", open_files)];
 
-/// What a client costs its server in open files, at most: with the usual 1024, fewer than 60 clients fit.
+/// The most open files that a client costs its server: with the usual 1024, fewer than 60 clients fit.
 const FILES_PER_CLIENT: u64 = 20;
 
-/// What a server has open by itself. Measured: 42 with one GPU.
+/// The files that a server has open by itself. Measured: 42 with one GPU.
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
-    // What is not ours can only be said where it is known what is.
+    // A control daemon is another's only if it is known which ones are ours.
     if facts.published().is_err() && facts.journal.is_err() {
         return Err("it is not known which control daemons are ours".to_owned());
     }
@@ -28,7 +28,7 @@ fn foreign(facts: &Facts) -> Outcome {
         let end = match directory {
             // Its directory is none of the host's, and its programs are not to be trusted.
             Some(_) if daemon.elsewhere => "end it in the container that it runs in".to_owned(),
-            // What a process says of itself may be anything, and this line will be typed by root.
+            // A process may say anything of itself, and root will type this line.
             Some(path) => format!(
                 "echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control, which waits for its clients",
                 quoted(&path.display().to_string())

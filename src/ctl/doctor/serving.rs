@@ -1,4 +1,4 @@
-//! What the service itself says is not as it should be, and what its clients will notice.
+//! Troubles that the service itself tells of, and troubles that its clients will notice.
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, info, warning};
@@ -55,7 +55,7 @@ fn control_daemons(facts: &Facts) -> Outcome {
     Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
 }
 
-/// Those for which nothing else has said why.
+/// The GPUs that are not healthy and for which no other finding gives the cause.
 fn gpus(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let planned = |gpu: &&Listed<Gpu>| {
@@ -85,7 +85,7 @@ fn daemon_of<'p>(gpu: &Gpu, published: &'p Published) -> Option<&'p Listed<Contr
     published.control_daemons.iter().find(|daemon| !id.is_empty() && daemon.id == *id)
 }
 
-/// What concerns no GPU and no control daemon, such as a new configuration that was refused.
+/// Trouble that concerns no GPU and no control daemon, such as a new configuration that was refused.
 fn service(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let state = published.service.state.as_str();
@@ -100,7 +100,7 @@ fn service(facts: &Facts) -> Outcome {
     Ok(vec![finding("service-not-ready", subject, &published.service.state_reason, remedy)])
 }
 
-/// The limits in force are those of the largest slice of a control daemon.
+/// A control daemon enforces the limits of its largest slice.
 fn limits(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();
@@ -152,7 +152,7 @@ fn devices(facts: &Facts) -> Outcome {
     };
     let nameless: Vec<String> = clients
         .iter()
-        // Those that bypass MPS or wait have a finding of their own.
+        // Clients that bypass MPS or wait have a finding of their own.
         .filter(|client| client.device.is_none() && !client.bypass && !client.waiting)
         .map(|client| format!("{} ({})", client.pid, client.command))
         .collect();

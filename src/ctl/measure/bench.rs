@@ -23,10 +23,10 @@ const NARROW_BLOCKS: u32 = 4;
 /// The blocks of the wide kernel for each multiprocessor: as many threads as it can hold.
 const WIDE_BLOCKS_PER_SM: u32 = 16;
 
-/// How long one kernel runs, about: short, since a process can only leave between two.
+/// The time that one kernel runs, about: short, since a process can only leave between two.
 const KERNEL_SECONDS: f64 = 0.02;
 
-/// How many of them one process runs: a second's worth of narrow ones, and half of that of wide ones, whose times add up.
+/// The kernels that one process runs: a second's worth of narrow ones. Of wide ones half of that: their times add up.
 const NARROW_LAUNCHES: u32 = 50;
 const WIDE_LAUNCHES: u32 = 25;
 
@@ -36,7 +36,7 @@ const MOST_ROUNDS: u32 = 1 << 30;
 /// The kernels that warm a GPU up: its clock rises when there is something to do.
 const WARM_UP_LAUNCHES: u32 = 5;
 
-/// How often each step of the search for a kernel's length is measured.
+/// The measurements of each step of the search for a kernel's length.
 const CALIBRATION_RUNS: u32 = 3;
 
 #[derive(Debug, Args)]

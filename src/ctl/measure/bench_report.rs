@@ -1,4 +1,4 @@
-//! What `yunion-mpsctl bench` has measured, and how it is told: as a table, as bars and as JSON.
+//! The results of `yunion-mpsctl bench` as a table, as bars and as JSON.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -13,14 +13,14 @@ use crate::dbus::rows::Device;
 /// The width of the longest line where the terminal doesn't tell its own.
 const COLUMNS: usize = 80;
 
-/// What was measured.
+/// All results.
 pub(in crate::ctl) struct Results {
     /// The multiprocessors of the GPU.
     pub(in crate::ctl) all_sms: u32,
     pub(in crate::ctl) kernels: Vec<Measured>,
 }
 
-/// What was measured of one kernel.
+/// The results of one kernel.
 pub(in crate::ctl) struct Measured {
     pub(in crate::ctl) kernel: &'static str,
     pub(in crate::ctl) work: Work,

@@ -26,13 +26,13 @@ const BECOME: &str = "become-cuda-client";
 /// A pipe directory that isn't there, and that nobody but root could make: what listens in it is nothing.
 const NOWHERE: &str = "/nonexistent";
 
-/// How long an answer may take. A kernel of ours takes milliseconds; a server that has to start, seconds.
+/// The time that an answer may take. A kernel of ours takes milliseconds; a server that has to start, seconds.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
 
-/// How long a client may take to leave.
+/// The time that a client may take to leave.
 const LEAVE_DEADLINE: Duration = Duration::from_secs(5);
 
-/// What a client is told.
+/// A request to a client.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(in crate::ctl) enum Request {
     /// Count the multiprocessors, without a context.
@@ -59,14 +59,14 @@ pub(in crate::ctl) struct Work {
     pub(in crate::ctl) launches: u32,
 }
 
-/// What a client answers.
+/// The answer of a client.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(in crate::ctl) enum Answer {
     /// Multiprocessors.
     Counted(u32),
-    /// What it sees in its context, memory in MiB.
+    /// The multiprocessors and the memory that it sees in its context, in MiB.
     Seen { sms: u32, memory_free: u64, memory_total: u64 },
-    /// What it got, in MiB.
+    /// The memory that it got, in MiB.
     Allocated(u64),
     /// From the first launch to the end of the last kernel, in seconds.
     Ran(f64),
@@ -79,7 +79,7 @@ pub(in crate::ctl) enum Answer {
 pub(in crate::ctl) struct Environment(Vec<(String, String)>);
 
 impl Environment {
-    /// What the daemon answers for a slice: that of `yunion-mpsctl run`.
+    /// The environment that the daemon answers for a slice, as in `yunion-mpsctl run`.
     pub(in crate::ctl) fn of_slice(answer: &ContainerAnswer) -> Self {
         Self(crate::ctl::show::env::host_environment(answer))
     }
@@ -144,7 +144,7 @@ impl CudaClient {
         Ok(())
     }
 
-    /// What it answers.
+    /// Its answers.
     pub(in crate::ctl) async fn answer(&mut self) -> Result<Answer, Error> {
         let seconds = ANSWER_DEADLINE.as_secs();
         let line = match timeout(ANSWER_DEADLINE, self.answers.next_line()).await {

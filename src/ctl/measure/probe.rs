@@ -12,10 +12,10 @@ use crate::ctl::{Error, FAILED, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{ControlDaemon, Device};
 
-/// How many multiprocessors more or less than the percentage gives are none of our business: GPUs hand them out in pairs.
+/// The tolerated difference from the multiprocessors that the percentage gives: GPUs hand them out in pairs.
 const SMS_TOLERANCE: u32 = 2;
 
-/// What a context takes of the memory limit, at most, in MiB: this much, and this much for each multiprocessor. Measured
+/// The most that a context takes of the memory limit, in MiB: this much, and this much for each multiprocessor. Measured
 /// on an H200 were 28 and 3.7.
 const CONTEXT_MIB: u64 = 128;
 const CONTEXT_MIB_PER_SM: u64 = 6;
@@ -132,7 +132,7 @@ impl Limits {
     }
 }
 
-/// What a client got, memory in MiB.
+/// The multiprocessors and the memory that a client got, in MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Seen {
     sms: u32,
@@ -147,7 +147,7 @@ struct Report<'a> {
     device: &'a Device,
     enforced: bool,
     slice: Limits,
-    /// A control daemon's own limits are those of the largest of its slices.
+    /// A control daemon has the limits of its largest slice.
     control_daemon: Limits,
     clients: usize,
     all_sms: Option<u32>,
@@ -306,7 +306,7 @@ async fn count(environment: &Environment) -> Result<u32, Error> {
     }
 }
 
-/// What a client in that environment sees, and gets when it allocates up to `most` MiB.
+/// Starts a client in that environment, which looks around and allocates up to `most` MiB.
 async fn look(environment: &Environment, most: Option<u64>) -> Result<Seen, Error> {
     let mut process = CudaClient::start(environment)?;
     let seen = ask(&mut process, most).await;

@@ -305,7 +305,7 @@ fn device_labels(device: &Device) -> Labels {
     ]
 }
 
-/// A sample for each state, 1 for the one that it is. A state without a place in the list has one at the end.
+/// A sample for each state, 1 for the present one. A state that is not in the list has its sample at the end.
 fn states(known: &[&str], current: &str, labels: &Labels) -> Vec<(Labels, u64)> {
     let unknown = (!known.contains(&current)).then_some(current);
     let all = known.iter().copied().chain(unknown);
@@ -360,8 +360,8 @@ impl Families<'_> {
         })
     }
 
-    /// What is known of things, as labels of a 1. Not of the type info: node_exporter, whose parser is that of an older
-    /// format, takes nothing at all from a file in which it meets a type that it doesn't know.
+    /// Facts of things, as labels of a 1. Not of the type info: the parser of node_exporter is older than that type, and
+    /// takes nothing at all from a file with a type that it does not know.
     fn info(&mut self, name: &str, help: &str, samples: impl IntoIterator<Item = Labels>) -> fmt::Result {
         self.gauge(name, help, None, samples.into_iter().map(|labels| (labels, 1u64)))
     }

@@ -17,8 +17,8 @@ const PROSE: usize = 24;
 /// Column heads below which a word says how well something is.
 const STATES: [&str; 3] = ["State", "Health", "State:"];
 
-/// How wide the terminal is that stdout goes to: what COLUMNS says, or the terminal itself. None: no terminal, or one
-/// that doesn't know.
+/// The width of the terminal that stdout goes to: the value of COLUMNS, or the terminal's own. None: no terminal, or a
+/// terminal that doesn't know.
 pub(in crate::ctl) fn width() -> Option<usize> {
     if !rustix::termios::isatty(rustix::stdio::stdout()) {
         return None;
@@ -211,7 +211,8 @@ pub(in crate::ctl) fn printable(text: &str) -> String {
     text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
 }
 
-/// Characters that command a terminal, and those that show nothing themselves but turn, break or hide what is beside them.
+/// Characters that command a terminal, and characters that show nothing themselves but turn, break or hide their
+/// neighbours.
 pub(in crate::ctl) fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')

@@ -11,7 +11,7 @@ pub(in crate::ctl) fn from_seconds(seconds: i64) -> SystemTime {
     UNIX_EPOCH.checked_add(Duration::from_secs(seconds)).unwrap_or(UNIX_EPOCH)
 }
 
-/// The moment so many microseconds after 1970, as the bus has those of events.
+/// The moment so many microseconds after 1970, as the bus has the times of events.
 pub(in crate::ctl) fn from_microseconds(microseconds: i64) -> SystemTime {
     let microseconds = u64::try_from(microseconds).unwrap_or_default();
     UNIX_EPOCH.checked_add(Duration::from_micros(microseconds)).unwrap_or(UNIX_EPOCH)
