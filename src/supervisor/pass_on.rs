@@ -1,15 +1,15 @@
-//! How much of a control daemon's log is passed on: tenants can have it written as fast as they like, and the journal of
-//! the host is everybody's.
+//! Limits how much of a control daemon's log is passed on. Tenants can have lines written as fast as they like, and all
+//! services share the journal of the host.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// So many lines are passed on in such a period. A server's start writes 20, a fault 10 for each client.
+/// The most lines that are passed on in a period. A server's start writes 20, a fault 10 for each client.
 const LINES: u32 = 500;
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// What has been passed on in the present period.
+/// The count of lines in the present period.
 #[derive(Debug)]
 pub(super) struct Allowance {
     since: Instant,
@@ -24,7 +24,7 @@ impl Default for Allowance {
 }
 
 impl Allowance {
-    /// Whether one more line may be passed on.
+    /// Counts one more line. True if it may be passed on.
     pub(super) fn one_more(&mut self) -> bool {
         let free = self.passed_on < LINES;
         if free {
@@ -40,8 +40,15 @@ impl Allowance {
         if now < self.since + PERIOD {
             return None;
         }
-        let over = std::mem::take(self);
-        (over.left_out > 0).then_some(over.left_out)
+        let left_out = self.left_out_by_now();
+        *self = Self::default();
+        left_out
+    }
+
+    /// At the end of a run: how many lines were left out, if that was not told yet. The period goes on.
+    pub(super) fn left_out_by_now(&mut self) -> Option<u64> {
+        let left_out = std::mem::take(&mut self.left_out);
+        (left_out > 0).then_some(left_out)
     }
 }
 
@@ -57,6 +64,10 @@ mod tests {
         assert_eq!(allowance.left_out(allowance.since), None, "the period is not over");
         assert_eq!(allowance.left_out(allowance.since + PERIOD), Some(7));
         assert!(allowance.one_more());
+        let passed_on = (0..LINES + 2).filter(|_| allowance.one_more()).count();
+        assert_eq!(allowance.left_out_by_now(), Some(3), "{passed_on} were passed on");
+        assert!(!allowance.one_more(), "another run gets no more");
+        assert_eq!(allowance.left_out_by_now(), Some(1));
         assert_eq!(allowance.left_out(allowance.since + PERIOD), None);
     }
 }

@@ -26,10 +26,10 @@ use super::{Failure, Order, Worker};
 /// The longest part of a line that is kept as last words, in characters.
 const WORDS_MAX: usize = 200;
 
-/// How many lines are kept as last words.
+/// The number of lines that are kept as last words.
 const LAST_WORDS: usize = 3;
 
-/// What happens to a control daemon next.
+/// The next thing that happens to a control daemon.
 #[derive(Debug)]
 pub(super) enum Occurrence {
     /// It or a server writes a line to the log.
@@ -46,13 +46,13 @@ pub(super) enum Occurrence {
 #[derive(Debug)]
 pub(super) struct Run {
     pub(super) process: Process,
-    /// What runs, as the state file has it. The order may want something else.
+    /// Its entry in the state file. The order may want something else.
     pub(super) running: Running,
     pub(super) control: Arc<Control>,
     pub(super) log: Follower,
     /// The service that ran before has passed on the lines before this offset.
     quiet_until: u64,
-    /// What is wrong with the log, as it was last said.
+    /// The trouble with the log, as it was last told.
     pub(super) log_trouble: Option<&'static str>,
     /// The last lines that may explain an end. None of them is older than the newest server.
     last_words: VecDeque<String>,
@@ -67,7 +67,7 @@ pub(super) struct Run {
     pub(super) in_use: bool,
     /// A client has left: it may have been the last.
     pub(super) client_left: bool,
-    /// What keeps it from serving the order.
+    /// All that keeps it from serving the order.
     pub(super) hindrances: Hindrances,
     /// When its next server may come, if this one ends.
     pub(super) revival: Revival,
@@ -159,6 +159,11 @@ impl Run {
         format!("; its log ends: {}", self.last_words.iter().cloned().collect::<Vec<_>>().join(" | "))
     }
 
+    fn too_much_is_written(&self, left_out: u64) -> String {
+        let lines = counted(usize::try_from(left_out).unwrap_or(usize::MAX), "line");
+        format!("too much is written to {}: {lines} not passed on; they are there", self.log.path().display())
+    }
+
     /// Whether the process did not know the multi-user option.
     fn refuses_multiuser(&self) -> bool {
         self.last_words.iter().any(|line| driver::refuses_an_option(line))
@@ -217,6 +222,9 @@ impl Worker {
     pub(super) fn end_run(&mut self) {
         if let Some(mut run) = self.run.take() {
             run.tell_fault(&self.reporter, &self.tools.faults);
+            if let Some(count) = self.allowance.left_out_by_now() {
+                self.reporter.warning(run.too_much_is_written(count));
+            }
         }
         self.control.send_replace(None);
         let id = self.reporter.id();
@@ -236,7 +244,7 @@ impl Worker {
         });
     }
 
-    /// Takes in what the log has at this moment.
+    /// Takes in all that stands in the log at this moment.
     pub(super) async fn read_on(&mut self) {
         let Some(end) = self.run.as_ref().and_then(|run| run.log.length().ok()) else { return };
         while let Some(run) = self.run.as_mut().filter(|run| run.log.offset() < end)
@@ -298,10 +306,7 @@ impl Worker {
     pub(super) fn tell_left_out(&mut self) {
         let Some(run) = &self.run else { return };
         if let Some(count) = self.allowance.left_out(Instant::now()) {
-            let path = run.log.path().display();
-            let lines = counted(usize::try_from(count).unwrap_or(usize::MAX), "line");
-            self.reporter
-                .warning(format!("too much is written to {path}: {lines} not passed on; they are there"));
+            self.reporter.warning(run.too_much_is_written(count));
         }
     }
 

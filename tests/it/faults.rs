@@ -1013,6 +1013,24 @@ fn a_burst_of_warnings_does_not_flood_the_journal() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// How many lines were left out is told before the next control daemon starts, not some time after.
+#[test]
+fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out() {
+    let mut host = Host::serving("h200");
+    let before = control_pid(&host.wait_for_state("ready"));
+    let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client\n";
+    let mut log = File::options().append(true).open(host.path("mps/log/control.log")).unwrap();
+    log.write_all(line.repeat(20_000).as_bytes()).unwrap();
+    waits_for_log(&host, "Failed to accept new client");
+    signal_pid(before, Signal::KILL);
+    let second_start = |log: &str| log.match_indices("started as PID").nth(1).map(|(at, _)| at);
+    wait_for("the next control daemon", || second_start(&host.log()));
+    let log = host.log();
+    let told = log.find("lines not passed on; they are there");
+    assert!(told.is_some_and(|told| Some(told) < second_start(&log)), "{told:?}");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// The same of what is said at a regular look.
 fn waits_for_log_with_reloads(host: &Host, words: &str) {
     wait_for(words, || {
