@@ -1,5 +1,5 @@
-//! What keeps a control daemon that runs from serving its order, who clears it, and what is shown meanwhile. Nothing here
-//! asks a process or a clock. `docs/architecture.md` has the diagram.
+//! The hindrances of a control daemon that runs: each keeps it from serving its order. Each says who clears it and
+//! which state is shown. Nothing here asks a process or a clock. `docs/architecture.md` has the diagram.
 
 use std::collections::BTreeMap;
 
@@ -9,58 +9,32 @@ use crate::supervisor::view::ControlDaemonState;
 
 use super::heal::Fault;
 
-/// How many looks in a row must end without an answer before a control daemon counts as hung.
+/// After so many looks in a row without an answer, a control daemon counts as hung.
 const MISSES: u32 = 5;
 
-/// What keeps a control daemon that runs from serving its order. [`Hindrance::cleared_by`] says who clears it.
+/// Something that keeps a control daemon that runs from serving its order. [`Hindrance::cleared_by`] says who clears it.
 #[derive(Debug)]
 pub(super) enum Hindrance {
     /// A server met a fatal GPU error. Healing clears it when the server is well again or has ended.
     Faulted(Fault),
-    /// Another control daemon answers in its pipe directory. A check clears it when ours answers there.
-    PlaceTaken {
-        /// The PID of the other one.
-        by: u32,
-    },
+    /// Another control daemon, with this PID, answers in its pipe directory. A check clears it when ours answers there.
+    PlaceTaken(u32),
     /// Its pipe directory was removed or replaced. A check clears it when the control daemon can be reached.
-    DirectoryGone {
-        /// What was found.
-        error: String,
-    },
+    DirectoryGone(String),
     /// Clients of other users can't get to its socket. A check clears it when they can.
-    BadDirectory {
-        /// What was found.
-        error: String,
-    },
+    BadDirectory(String),
     /// It has not answered for so many looks that it is ended once it has no clients. A check clears it with an answer.
-    Hung {
-        /// How many looks in a row have ended without an answer.
-        looks: u32,
-        /// How the last one ended.
-        error: String,
-    },
-    /// It does not answer. A check clears it with an answer.
-    Silent {
-        /// How many looks in a row have ended without an answer.
-        looks: u32,
-        /// How the last one ended.
-        error: String,
-    },
-    /// Its server has ended, and the next one is not started yet. Revival clears it by starting one.
-    ServerEnded {
-        /// How it ended.
-        reason: String,
-        /// When the next one is to be started.
-        revive_at: Instant,
-    },
+    Hung { looks: u32, error: String },
+    /// It has not answered for this number of looks in a row. A check clears it with an answer.
+    Silent { looks: u32, error: String },
+    /// Its server has ended, and the next one is to be started later. Revival clears it by starting one.
+    ServerEnded { reason: String, revive_at: Instant },
     /// The order needs another control daemon than the one that runs. An order clears it that fits what runs.
-    Misfit {
-        /// What of the order does not fit.
-        why: String,
-    },
+    Misfit(String),
 }
 
-/// Who clears a hindrance. Each has one hindrance at most, and leaves the others alone; the gravest comes first.
+/// The part of the code that clears a hindrance. Each has one hindrance at most, and leaves the others alone. The gravest
+/// comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     /// `heal`.
@@ -74,64 +48,62 @@ pub(super) enum ClearedBy {
 }
 
 impl Hindrance {
-    /// Who clears it. Nobody else does.
+    /// The result of a look without an answer.
+    pub(super) fn no_answer(error: String) -> Self {
+        Self::unanswered(1, error)
+    }
+
+    fn unanswered(looks: u32, error: String) -> Self {
+        if looks < MISSES { Self::Silent { looks, error } } else { Self::Hung { looks, error } }
+    }
+
+    /// The part of the code that clears it. No other part does.
     pub(super) fn cleared_by(&self) -> ClearedBy {
         match self {
             Self::Faulted(_) => ClearedBy::Healing,
-            Self::PlaceTaken { .. }
-            | Self::DirectoryGone { .. }
-            | Self::BadDirectory { .. }
+            Self::PlaceTaken(_)
+            | Self::DirectoryGone(_)
+            | Self::BadDirectory(_)
             | Self::Hung { .. }
             | Self::Silent { .. } => ClearedBy::Check,
             Self::ServerEnded { .. } => ClearedBy::Revival,
-            Self::Misfit { .. } => ClearedBy::Order,
+            Self::Misfit(_) => ClearedBy::Order,
         }
     }
 
-    /// Whether the control daemon is ended for it as soon as it has no client.
+    /// True if the control daemon is ended for it as soon as it has no client.
     fn ends_when_idle(&self) -> bool {
         match self {
-            Self::PlaceTaken { .. }
-            | Self::DirectoryGone { .. }
-            | Self::BadDirectory { .. }
+            Self::PlaceTaken(_)
+            | Self::DirectoryGone(_)
+            | Self::BadDirectory(_)
             | Self::Hung { .. }
-            | Self::Misfit { .. } => true,
+            | Self::Misfit(_) => true,
             Self::Faulted(_) | Self::Silent { .. } | Self::ServerEnded { .. } => false,
         }
     }
 
-    /// What it is, for people.
+    /// True if commands do not reach the control daemon.
+    fn is_unreached(&self) -> bool {
+        matches!(self, Self::Silent { .. } | Self::Hung { .. } | Self::PlaceTaken(_) | Self::DirectoryGone(_))
+    }
+
+    /// The hindrance in words, for people.
     fn in_words(&self) -> String {
         match self {
             Self::Faulted(fault) => fault.reason(),
-            Self::PlaceTaken { by } => {
-                format!("another control daemon (PID {by}) has taken its pipe directory")
-            }
-            Self::DirectoryGone { error } => format!("its pipe directory was removed or replaced ({error})"),
+            Self::PlaceTaken(by) => format!("another control daemon (PID {by}) has taken its pipe directory"),
+            Self::DirectoryGone(error) => format!("its pipe directory was removed or replaced ({error})"),
             Self::Hung { looks, error } => format!("{error}, {looks} times in a row"),
-            Self::BadDirectory { error } | Self::Silent { error, .. } => error.clone(),
-            Self::ServerEnded { reason, .. } => reason.clone(),
-            Self::Misfit { why } => why.clone(),
+            Self::BadDirectory(text)
+            | Self::Silent { error: text, .. }
+            | Self::ServerEnded { reason: text, .. }
+            | Self::Misfit(text) => text.clone(),
         }
     }
 }
 
-/// What a look at the control daemon finds.
-#[derive(Debug)]
-pub(super) enum Look {
-    /// It answers.
-    Answers,
-    /// It does not answer.
-    NoAnswer(String),
-    /// Another one answers, which has this PID.
-    Another(u32),
-    /// Nobody listens where it should.
-    Nobody(String),
-    /// Its pipe directory keeps users out, and can't be mended.
-    KeptOut(String),
-}
-
-/// What a look has changed.
+/// The change that a look has brought.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum News {
     /// Nothing that is told.
@@ -160,30 +132,36 @@ impl Hindrances {
         self.0.contains_key(&by)
     }
 
-    /// Takes in a look at the control daemon.
-    pub(super) fn take_in(&mut self, look: Look) -> News {
+    /// Takes in a look at the control daemon: None if it answers as it should.
+    pub(super) fn take_in(&mut self, look: Option<Hindrance>) -> News {
         let before = self.0.remove(&ClearedBy::Check);
-        let unreached = before.as_ref().is_some_and(is_unreached);
         let news = match (&look, &before) {
-            (Look::Answers, _) if unreached => News::AnswersAgain,
-            (Look::NoAnswer(_), None) => News::FirstMiss,
+            (None, Some(before)) if before.is_unreached() => News::AnswersAgain,
+            (Some(Hindrance::Silent { .. }), None) => News::FirstMiss,
             _ => News::None,
         };
-        if let Some(after) = after(before, look) {
-            self.put(after);
-        }
+        let after = match (look, before) {
+            (
+                Some(Hindrance::Silent { error, .. }),
+                Some(Hindrance::Silent { looks, .. } | Hindrance::Hung { looks, .. }),
+            ) => Some(Hindrance::unanswered(looks + 1, error)),
+            // It is ended when it has no clients, whether or not it answers.
+            (Some(Hindrance::Silent { .. }), Some(graver)) => Some(graver),
+            (found, _) => found,
+        };
+        after.into_iter().for_each(|after| self.put(after));
         news
     }
 
-    /// Whether it does not answer.
+    /// True if it does not answer.
     pub(super) fn is_silent(&self) -> bool {
         let check = self.0.get(&ClearedBy::Check);
         matches!(check, Some(Hindrance::Silent { .. } | Hindrance::Hung { .. }))
     }
 
-    /// Whether there is no use in telling it anything.
+    /// True if commands can't reach it.
     pub(super) fn is_unreached(&self) -> bool {
-        self.0.get(&ClearedBy::Check).is_some_and(is_unreached)
+        self.0.get(&ClearedBy::Check).is_some_and(Hindrance::is_unreached)
     }
 
     pub(super) fn fault(&self) -> Option<&Fault> {
@@ -208,62 +186,58 @@ impl Hindrances {
         }
     }
 
-    /// Whether the control daemon is to be ended as soon as it has no client.
+    /// True if the control daemon is to be ended as soon as it has no client.
     pub(super) fn ends_when_idle(&self) -> bool {
         self.0.values().any(Hindrance::ends_when_idle)
     }
 
-    /// Why it is to be ended as soon as it has no client.
+    /// The reason to end it as soon as it has no client.
     pub(super) fn why_it_ends(&self) -> Option<String> {
         self.0.values().rev().find(|hindrance| hindrance.ends_when_idle()).map(Hindrance::in_words)
     }
 
-    /// What is shown of a control daemon that runs; None leaves what was shown before.
+    /// The state that is shown of a control daemon that runs. None leaves the state from before.
     pub(super) fn shown(&self, progress: Progress) -> Option<Shown> {
         let Progress { configured, in_place, retiring } = progress;
         let ended = if retiring { "ended" } else { "started anew" };
         let gravest = self.0.values().next();
         let words = gravest.map(Hindrance::in_words).unwrap_or_default();
-        let stays = |state, reason| Shown { state, serving: false, settled: true, reason };
-        Some(match gravest {
-            Some(Hindrance::Faulted(_)) => stays(ControlDaemonState::Faulted, words),
+        let (state, reason) = match gravest {
+            None if !configured => return None,
+            None => (ControlDaemonState::Ready, words),
+            Some(Hindrance::Faulted(_)) => (ControlDaemonState::Faulted, words),
             Some(
-                Hindrance::PlaceTaken { .. }
-                | Hindrance::DirectoryGone { .. }
-                | Hindrance::BadDirectory { .. }
+                Hindrance::PlaceTaken(_)
+                | Hindrance::DirectoryGone(_)
+                | Hindrance::BadDirectory(_)
                 | Hindrance::Hung { .. },
             ) => {
                 let reason = format!("{words}; it is {ended} when its clients have ended");
-                stays(ControlDaemonState::Waiting, reason)
+                (ControlDaemonState::Waiting, reason)
             }
             Some(Hindrance::Silent { .. }) => {
-                let reason = format!(
-                    "{words}; it is asked again and again, and {ended} if it stays so and has no clients"
-                );
-                stays(ControlDaemonState::Waiting, reason)
+                let then = "it is asked again and again, and";
+                let reason = format!("{words}; {then} {ended} if it stays so and has no clients");
+                (ControlDaemonState::Waiting, reason)
             }
-            Some(Hindrance::ServerEnded { .. }) => stays(ControlDaemonState::Backoff, words),
-            Some(Hindrance::Misfit { .. }) => {
+            Some(Hindrance::ServerEnded { .. }) => (ControlDaemonState::Backoff, words),
+            Some(Hindrance::Misfit(_)) => {
                 let then =
                     if retiring { " and ends" } else { ", for which the control daemon has to start anew" };
                 let reason = format!(
                     "{words}{then} when its clients have ended; `yunion-mpsctl apply --force` ends them"
                 );
-                // Nobody has asked yet whether it has clients.
-                Shown { state: ControlDaemonState::Waiting, serving: in_place, settled: false, reason }
+                (ControlDaemonState::Waiting, reason)
             }
-            None if configured => Shown {
-                state: ControlDaemonState::Ready,
-                serving: in_place,
-                settled: true,
-                reason: String::new(),
-            },
-            None => return None,
-        })
+        };
+        // With a misfit, clients are served, and nobody has asked yet whether there are any.
+        let misfit = matches!(gravest, Some(Hindrance::Misfit(_)));
+        let serving = in_place && (misfit || gravest.is_none());
+        Some(Shown { state, serving, settled: !misfit, reason })
     }
 }
 
-/// How far a control daemon that runs has come on the way to its order.
+/// The way to its order that a control daemon has behind it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
     /// It has been made to serve.
@@ -274,46 +248,15 @@ pub(super) struct Progress {
     pub(super) retiring: bool,
 }
 
-/// What is shown of a control daemon.
+/// The state of a control daemon as it is shown.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Shown {
     pub(super) state: ControlDaemonState,
-    /// Whether a client that comes now is served as planned.
+    /// True if a client that comes now is served as planned.
     pub(super) serving: bool,
-    /// Whether it stays in this state for now.
+    /// True if it stays in this state for now.
     pub(super) settled: bool,
     pub(super) reason: String,
-}
-
-fn is_unreached(hindrance: &Hindrance) -> bool {
-    matches!(
-        hindrance,
-        Hindrance::Silent { .. }
-            | Hindrance::Hung { .. }
-            | Hindrance::PlaceTaken { .. }
-            | Hindrance::DirectoryGone { .. }
-    )
-}
-
-/// What hinders the control daemon after a look, of what a check clears.
-fn after(before: Option<Hindrance>, look: Look) -> Option<Hindrance> {
-    match (look, before) {
-        (Look::Answers, _) => None,
-        (Look::Another(by), _) => Some(Hindrance::PlaceTaken { by }),
-        (Look::Nobody(error), _) => Some(Hindrance::DirectoryGone { error }),
-        (Look::KeptOut(error), _) => Some(Hindrance::BadDirectory { error }),
-        (Look::NoAnswer(error), None) => Some(Hindrance::Silent { looks: 1, error }),
-        (Look::NoAnswer(error), Some(Hindrance::Silent { looks, .. } | Hindrance::Hung { looks, .. })) => {
-            let looks = looks + 1;
-            Some(if looks < MISSES {
-                Hindrance::Silent { looks, error }
-            } else {
-                Hindrance::Hung { looks, error }
-            })
-        }
-        // It is ended when it has no clients, whether or not it answers.
-        (Look::NoAnswer(_), graver) => graver,
-    }
 }
 
 #[cfg(test)]
@@ -328,20 +271,16 @@ mod tests {
         Hindrance::Hung { looks, error: "no answer".to_owned() }
     }
 
-    fn no_answer() -> Look {
-        Look::NoAnswer("no answer".to_owned())
-    }
-
     fn directory_gone() -> Hindrance {
-        Hindrance::DirectoryGone { error: "gone".to_owned() }
+        Hindrance::DirectoryGone("gone".to_owned())
     }
 
     fn bad_directory() -> Hindrance {
-        Hindrance::BadDirectory { error: "mode 0700".to_owned() }
+        Hindrance::BadDirectory("mode 0700".to_owned())
     }
 
     fn misfit() -> Hindrance {
-        Hindrance::Misfit { why: "it has other GPUs".to_owned() }
+        Hindrance::Misfit("it has other GPUs".to_owned())
     }
 
     fn server_ended() -> Hindrance {
@@ -356,29 +295,28 @@ mod tests {
 
     #[test]
     fn a_look_leads_from_each_hindrance_to_the_next() {
-        let taken = || Hindrance::PlaceTaken { by: 7 };
-        let another = || Look::Another(7);
-        let nobody = || Look::Nobody("gone".to_owned());
-        let kept_out = || Look::KeptOut("mode 0700".to_owned());
+        let taken = || Hindrance::PlaceTaken(7);
+        let no_answer = || Some(Hindrance::no_answer("no answer".to_owned()));
+        let answers = || None;
         let table = [
-            (None, Look::Answers, None, News::None),
+            (None, answers(), None, News::None),
             (None, no_answer(), Some(silent(1)), News::FirstMiss),
             (Some(silent(1)), no_answer(), Some(silent(2)), News::None),
             (Some(silent(MISSES - 1)), no_answer(), Some(hung(MISSES)), News::None),
             (Some(hung(MISSES)), no_answer(), Some(hung(MISSES + 1)), News::None),
-            (Some(silent(1)), Look::Answers, None, News::AnswersAgain),
-            (Some(hung(MISSES)), Look::Answers, None, News::AnswersAgain),
-            (None, another(), Some(taken()), News::None),
-            (Some(silent(3)), another(), Some(taken()), News::None),
+            (Some(silent(1)), answers(), None, News::AnswersAgain),
+            (Some(hung(MISSES)), answers(), None, News::AnswersAgain),
+            (None, Some(taken()), Some(taken()), News::None),
+            (Some(silent(3)), Some(taken()), Some(taken()), News::None),
             (Some(taken()), no_answer(), Some(taken()), News::None),
-            (Some(taken()), Look::Answers, None, News::AnswersAgain),
-            (None, nobody(), Some(directory_gone()), News::None),
-            (Some(silent(1)), nobody(), Some(directory_gone()), News::None),
+            (Some(taken()), answers(), None, News::AnswersAgain),
+            (None, Some(directory_gone()), Some(directory_gone()), News::None),
+            (Some(silent(1)), Some(directory_gone()), Some(directory_gone()), News::None),
             (Some(directory_gone()), no_answer(), Some(directory_gone()), News::None),
-            (Some(directory_gone()), Look::Answers, None, News::AnswersAgain),
-            (None, kept_out(), Some(bad_directory()), News::None),
+            (Some(directory_gone()), answers(), None, News::AnswersAgain),
+            (None, Some(bad_directory()), Some(bad_directory()), News::None),
             (Some(bad_directory()), no_answer(), Some(bad_directory()), News::None),
-            (Some(bad_directory()), Look::Answers, None, News::None),
+            (Some(bad_directory()), answers(), None, News::None),
         ];
         for (before, look, after, news) in table {
             let row = format!("{before:?}, then {look:?}");
@@ -392,7 +330,7 @@ mod tests {
     fn each_is_cleared_by_its_own_alone() {
         let all = || of([Hindrance::Faulted(Fault::new(9)), hung(MISSES), server_ended(), misfit()]);
         let mut hindrances = all();
-        hindrances.take_in(Look::Answers);
+        hindrances.take_in(None);
         let left: Vec<_> = hindrances.0.keys().copied().collect();
         assert_eq!(left, [ClearedBy::Healing, ClearedBy::Revival, ClearedBy::Order]);
         for by in [ClearedBy::Healing, ClearedBy::Check, ClearedBy::Revival, ClearedBy::Order] {
@@ -405,7 +343,7 @@ mod tests {
     #[test]
     fn what_is_shown_is_the_gravest() {
         use ControlDaemonState::{Backoff, Faulted, Ready, Waiting};
-        let taken = Hindrance::PlaceTaken { by: 7 };
+        let taken = Hindrance::PlaceTaken(7);
         let table: [(Vec<Hindrance>, _, bool, bool, &str); 11] = [
             (vec![], Some(Ready), true, true, ""),
             (vec![misfit()], Some(Waiting), true, false, "for which the control daemon has to start anew"),
@@ -444,8 +382,7 @@ mod tests {
 
     #[test]
     fn it_ends_when_idle_for_some_alone() {
-        let ends =
-            [directory_gone(), bad_directory(), hung(MISSES), Hindrance::PlaceTaken { by: 7 }, misfit()];
+        let ends = [directory_gone(), bad_directory(), hung(MISSES), Hindrance::PlaceTaken(7), misfit()];
         for hindrance in ends {
             let row = format!("{hindrance:?}");
             let hindrances = of([silent(1), hindrance]);
@@ -454,5 +391,25 @@ mod tests {
         let stays = of([Hindrance::Faulted(Fault::new(9)), silent(MISSES - 1), server_ended()]);
         assert!(!stays.ends_when_idle() && stays.why_it_ends().is_none());
         assert_eq!(of([hung(MISSES), misfit()]).why_it_ends().as_deref(), Some("it has other GPUs"));
+    }
+
+    #[test]
+    fn the_document_has_the_same_table() {
+        const DOCUMENT: &str = include_str!("../../docs/architecture.md");
+        let taken = Hindrance::PlaceTaken(7);
+        let fault = Hindrance::Faulted(Fault::new(9));
+        let in_order =
+            [fault, taken, directory_gone(), bad_directory(), hung(5), silent(1), server_ended(), misfit()];
+        let mut rows = DOCUMENT.lines().skip_while(|line| !line.starts_with("|---")).skip(1);
+        for hindrance in in_order {
+            let (debug, by, ends) =
+                (format!("{hindrance:?}"), hindrance.cleared_by(), hindrance.ends_when_idle());
+            let name = debug.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap();
+            let progress = Progress { configured: true, in_place: true, retiring: false };
+            let state = of([hindrance]).shown(progress).unwrap().state.as_str();
+            let row = format!("| `{name}` | `{by:?}` | {state} | {} | ", if ends { "yes" } else { "no" });
+            let found = rows.next().unwrap_or_default();
+            assert!(found.starts_with(&row), "{found}: {row}");
+        }
     }
 }

@@ -1,5 +1,5 @@
-//! How a control daemon comes about: one of ours taken over, another's replaced, or a new one started; then its limits
-//! and its server.
+//! Brings a control daemon up: takes one of ours over, or replaces somebody else's, or starts a new one. Then sets its
+//! limits and starts its server.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,22 +17,22 @@ use crate::plan::Present;
 use crate::supervisor::state_file::Running;
 use crate::supervisor::view::ControlDaemonState;
 
-use super::hindrance::{ClearedBy, Hindrance, Look};
+use super::hindrance::{ClearedBy, Hindrance};
 use super::limits::{LIMITS_TIMEOUT, set_defaults};
 use super::run::Run;
 use super::servers::Limits;
 use super::{Failure, PROGRAM, Worker};
 
-/// How long a new control daemon may take to answer. Measured: 20 ms.
+/// The longest time for a new control daemon to answer. Measured: 20 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often it is asked whether it answers yet.
+/// The time between two questions to it.
 const ANSWER_PAUSE: Duration = Duration::from_millis(20);
 
-/// How long a server may take to be ready. Measured: 0.15 s for one GPU; it opens them one after the other.
+/// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
 const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How often it is asked whether it is.
+/// The time between two questions for its state.
 const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl Worker {
@@ -45,7 +45,7 @@ impl Worker {
         let process = match Process::adopt(running.process) {
             Ok(Some(process)) => process,
             Ok(None) => {
-                // It ended while nobody looked. What it held is free, and the entry stands for nothing.
+                // It ended while no service ran.
                 self.end_run();
                 return Ok(());
             }
@@ -56,7 +56,7 @@ impl Worker {
                 )));
             }
         };
-        // It has clients, perhaps: whoever lists or releases them must not miss them, whatever comes of the rest.
+        // It may have clients, and they must be listed even if the rest fails.
         let control = Arc::new(self.tools.front_ends.of(&running.pipe_directory));
         self.control.send_replace(Some(Arc::clone(&control)));
         let pid = running.process.pid;
@@ -67,7 +67,7 @@ impl Worker {
             Ok((Follower::new(file, &log_path, 0)?, length))
         });
         let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
-        // A log that was started anew is shorter than that; what is written from now on must not count as known.
+        // A log that was begun again is shorter than the offset. Its new lines must not count as known.
         let quiet_until = running.log_offset.min(length);
         self.run = Some(Run::new(process, running, Arc::clone(&control), log, quiet_until));
         self.has_run = true;
@@ -80,9 +80,9 @@ impl Worker {
                     "another control daemon has taken the pipe directory of PID {pid}"
                 )));
             }
-            // It hangs, or can't be reached. Its clients need it all the same, and `watch` knows what to do.
+            // It hangs, or can't be reached. It may have clients, so `watch` goes on with it.
             Err(failure) => match &mut self.run {
-                Some(run) => _ = run.hindrances.take_in(Look::NoAnswer(failure.into_text())),
+                Some(run) => _ = run.hindrances.take_in(Some(Hindrance::no_answer(failure.into_text()))),
                 None => return Ok(()),
             },
         }
@@ -143,8 +143,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Sees to it that no other control daemon listens in the pipe directory. One without clients is replaced, whoever
-    /// started it; one with clients is left to them.
+    /// Makes sure that no other control daemon listens in the pipe directory. If it has no clients it is replaced, no
+    /// matter who started it. If it has clients it is left to them.
     async fn make_way(&mut self, control: &Control, pipe_directory: &Path) -> Result<(), Failure> {
         let directory = pipe_directory.display();
         let asked = match control.servers().await {
@@ -154,7 +154,7 @@ impl Worker {
         let clients = match asked {
             Err(ControlError::NoDaemon { .. }) => return Ok(()),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
-            // Nobody listens there: it is the front end that is no good.
+            // Nobody listens there: the front end itself fails.
             Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
             Err(error) => Err(error),
             Ok(clients) => Ok(clients.values().flatten().count()),
@@ -306,7 +306,7 @@ impl Worker {
             self.show_state();
             return Ok(());
         }
-        // One that somebody has stopped would answer nothing, and what is told it here would only fail.
+        // A stopped control daemon would answer nothing.
         self.continue_if_stopped();
         self.look_at_gpus().await;
         if !self.order.set_compute_mode {
@@ -323,7 +323,7 @@ impl Worker {
         self.let_users_in();
         let limits = self.limits()?;
         if self.retiring {
-            // Whoever comes until it ends gets what those before have got.
+            // Clients that come until it ends get the same limits as the clients before.
             self.show_state();
             return Ok(());
         }
@@ -349,7 +349,7 @@ impl Worker {
         let run = self.present()?;
         run.configured = true;
         let hindered = run.hindrances.has(ClearedBy::Check);
-        // Whoever slipped in before is found by the first look.
+        // The first look finds programs that slipped in before.
         self.bypasses.look_at = Some(Instant::now());
         self.compare_servers();
         self.keep_journal();
@@ -420,7 +420,7 @@ impl Worker {
         self.confirm_or_correct(control, server, limits).await
     }
 
-    /// What of the order the control daemon that runs can't be made to do.
+    /// Finds out whether the control daemon that runs can serve the order.
     pub(super) fn find_misfit(&mut self) {
         let Some(run) = &mut self.run else { return };
         let running = &run.running;
@@ -436,7 +436,7 @@ impl Worker {
             self.order.plan.misfit(&present, |uuid| !self.unreachable.contains(uuid))
         };
         match misfit {
-            Some(why) => run.hindrances.put(Hindrance::Misfit { why }),
+            Some(why) => run.hindrances.put(Hindrance::Misfit(why)),
             None => run.hindrances.clear(ClearedBy::Order),
         }
     }

@@ -1,4 +1,4 @@
-//! A control daemon that serves: what is looked at, and what follows.
+//! A control daemon that serves: the checks, and their consequences.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -17,33 +17,33 @@ use crate::mps::process;
 use crate::supervisor::compute_modes::SERVED;
 
 use super::heal::still_faulted;
-use super::hindrance::{ClearedBy, Look, News, Progress};
+use super::hindrance::{ClearedBy, Hindrance, News, Progress};
 use super::run::Occurrence;
 use super::{Command, Ended, Failure, Goal, Worker};
 
-/// How often a control daemon is checked that gives no reason to, and how often one that has clients: it may have come to
-/// hang, and then the next client does too.
+/// The time between two regular checks, without clients and with them. If a control daemon hangs, its next client hangs
+/// too.
 const CHECK_PERIOD: Duration = Duration::from_secs(30);
 const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
 
-/// How soon one is asked again that did not answer; it then has as long to answer as ever.
+/// The time between two checks of a control daemon that does not answer.
 const MISSED_PERIOD: Duration = Duration::from_secs(1);
 
-/// How soon one is checked after its log has said something that is not as it shall be.
+/// The time until a check when the log speaks of limits that differ from the order.
 const CHECK_SOON: Duration = Duration::from_millis(100);
 
-/// How often clients are counted while a change waits for their end; the log tells of most ends at once.
+/// The time between two counts of the clients while a change waits for their end. The log tells of most ends at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
-/// What a server without clients gets to end, and how often it is looked at whether it has. Measured: 70 ms to 2 s.
+/// The longest time for a server without clients to end, and the time between two looks. Measured: 70 ms to 2 s.
 const IDLE_SERVER_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_SERVER_PAUSE: Duration = Duration::from_millis(50);
 
-/// How long after a client's end the others are counted: the control daemon lists it a little longer.
+/// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
 const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
 impl Worker {
-    /// Watches until the control daemon ends or gives way to another.
+    /// Watches the control daemon until it ends or has to start again.
     pub(super) async fn watch(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
         let unreached = self.run.as_ref().is_some_and(|run| run.hindrances.is_unreached());
         let mut check_at = Instant::now() + if unreached { Duration::ZERO } else { CHECK_PERIOD };
@@ -108,7 +108,7 @@ impl Worker {
             };
             match done {
                 Ok(()) => {}
-                // In the middle of something, silence is one miss: the regular check goes on counting.
+                // One miss. The regular check goes on counting.
                 Err(Failure::Silent(error)) => {
                     self.missed(error);
                     self.show_state();
@@ -128,7 +128,7 @@ impl Worker {
         }
     }
 
-    /// What is due besides the regular check.
+    /// Does what is due besides the regular check.
     async fn act(&mut self, now: Instant) -> Result<(), Failure> {
         let Some(run) = &mut self.run else { return Ok(()) };
         let control = Arc::clone(&run.control);
@@ -162,15 +162,15 @@ impl Worker {
         }
     }
 
-    /// Takes note of a look that ended without an answer.
+    /// Counts a look that ended without an answer.
     fn missed(&mut self, error: String) {
         let Some(run) = &mut self.run else { return };
-        if run.hindrances.take_in(Look::NoAnswer(error.clone())) == News::FirstMiss {
+        if run.hindrances.take_in(Some(Hindrance::no_answer(error.clone()))) == News::FirstMiss {
             self.reporter.warning(error);
         }
     }
 
-    /// The regular look: does it answer, are its servers well, are the compute modes still ours, is everything in place.
+    /// The regular check: the answers, servers, limits, compute modes and files of the control daemon.
     async fn check(&mut self) -> Result<Check, Failure> {
         self.continue_if_stopped();
         let run = self.present()?;
@@ -181,7 +181,7 @@ impl Worker {
             Ok(_) if self.place_is_taken(&control) => {}
             Ok((servers, faulted)) => {
                 let run = self.present()?;
-                let news = run.hindrances.take_in(Look::Answers);
+                let news = run.hindrances.take_in(None);
                 answers = true;
                 run.servers.keep(&servers);
                 for server in servers {
@@ -193,7 +193,7 @@ impl Worker {
                 self.let_users_in();
                 if news == News::AnswersAgain {
                     self.reporter.event("the control daemon answers again".to_owned());
-                    // What was asked of it meanwhile may not be in force.
+                    // It may have missed a command meanwhile.
                     return Ok(Check::ConfigureAgain);
                 }
             }
@@ -202,7 +202,7 @@ impl Worker {
             }
             Err(error @ ControlError::NoDaemon { .. }) => {
                 // It lives, so its sockets have gone: it can't make them again.
-                self.present()?.hindrances.take_in(Look::Nobody(error.to_string()));
+                self.present()?.hindrances.take_in(Some(Hindrance::DirectoryGone(error.to_string())));
             }
             Err(error) => return Err(error.into()),
         }
@@ -214,7 +214,7 @@ impl Worker {
         run.in_use = processes.values().flatten().any(|process| process.via_mps);
         run.places.suspect(&self.order.plan.gpus, &processes);
         self.keep_compute_modes().await;
-        // Clients of a server that met a fatal error are between being its clients and not.
+        // After a fatal error, a server's clients are not reliably listed.
         if answers && !self.present()?.hindrances.has(ClearedBy::Healing) {
             self.look_for_bypasses(Some(&control), &processes).await;
         }
@@ -227,17 +227,17 @@ impl Worker {
         Ok(Check::Done)
     }
 
-    /// Whether another control daemon answers in the place of ours: nothing of what it says or is told is ours.
+    /// True if another control daemon answers in our pipe directory. Then nothing must be told to it.
     pub(super) fn place_is_taken(&mut self, control: &Control) -> bool {
         let Some(run) = &mut self.run else { return false };
         let other = control.daemon_pid().filter(|listener| *listener != run.running.process.pid);
         if let Some(other) = other {
-            run.hindrances.take_in(Look::Another(other));
+            run.hindrances.take_in(Some(Hindrance::PlaceTaken(other)));
         }
         other.is_some()
     }
 
-    /// Sees to it that clients of every user can get to the socket.
+    /// Makes sure that clients of every user can get to the socket.
     pub(super) fn let_users_in(&mut self) {
         let Some(run) = &mut self.run else { return };
         match directories::let_users_in(&run.running.pipe_directory) {
@@ -246,11 +246,11 @@ impl Worker {
                     self.reporter.warning(format!("{what}; clients of other users were kept out"));
                 }
             }
-            Err(bad) => _ = run.hindrances.take_in(Look::KeptOut(bad.to_string())),
+            Err(bad) => _ = run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
         }
     }
 
-    /// A process that somebody stopped serves nobody. Its servers hold clients' work just as much.
+    /// Continues the control daemon and its servers if somebody has stopped them: a stopped process serves no client.
     pub(super) fn continue_if_stopped(&mut self) {
         let Some(run) = &self.run else { return };
         let mut stopped = Vec::new();
@@ -273,8 +273,8 @@ impl Worker {
         }
     }
 
-    /// Asks NVML how the GPUs are, and which processes are on them. One that can't be reached is said in its status; the
-    /// others are served on.
+    /// Asks NVML for the compute mode and the processes of each GPU. The status of a GPU says if it can't be reached;
+    /// the other GPUs stay served.
     pub(super) async fn look_at_gpus(&mut self) -> BTreeMap<String, Vec<GpuProcess>> {
         let mut processes = BTreeMap::new();
         let gpus: Vec<String> = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
@@ -323,7 +323,7 @@ impl Worker {
         }
     }
 
-    /// Keeps the journal there and its view of the log's offset fresh, for whoever takes over.
+    /// Keeps the journal and its log offset up to date, for the next service that takes over.
     pub(super) fn keep_journal(&mut self) {
         let Some(run) = &mut self.run else { return };
         let trouble = run.log.trouble().filter(|_| !run.hindrances.has(ClearedBy::Order));
@@ -363,7 +363,7 @@ impl Worker {
         }
     }
 
-    /// Puts what the servers have written of their limits beside the order. Whether it differs.
+    /// Compares the limits that the servers have written with the order. True if they differ.
     pub(super) fn compare_servers(&mut self) -> bool {
         let Some(run) = &self.run else { return false };
         let limits = run.limits(&self.order);
@@ -389,7 +389,7 @@ impl Worker {
         difference.is_some()
     }
 
-    /// Says in what state all this leaves the control daemon.
+    /// Shows the state of the control daemon.
     pub(super) fn show_state(&mut self) {
         let Some(run) = &self.run else { return };
         let progress = Progress {
@@ -405,7 +405,7 @@ impl Worker {
     }
 
     async fn obey(&mut self, command: Command, goal: &Goal, check_at: &mut Instant) -> Option<Ended> {
-        // Whoever asked may have gone; what was asked is done all the same.
+        // A command is carried out even if its sender has gone.
         match command {
             Command::Apply { force, reply } => {
                 let change = self.run.as_ref().and_then(|run| run.hindrances.why_it_ends());
@@ -464,10 +464,10 @@ impl Worker {
     }
 }
 
-/// What a check asks for.
+/// The result of a check.
 enum Check {
     Done,
-    /// The control daemon may have missed what it was told.
+    /// The control daemon may have missed a command.
     ConfigureAgain,
 }
 
@@ -475,7 +475,7 @@ fn ended(goal: &Goal) -> Ended {
     if *goal == Goal::Retire { Ended::Retired } else { Ended::Anew }
 }
 
-/// The servers that there are, and those that are in FAULT; of the one whose fault is known already that is no news.
+/// All servers, and the servers in FAULT without the `known` one.
 async fn servers_and_faults(
     control: &Control,
     known: Option<u32>,
