@@ -1,4 +1,4 @@
-//! Who uses a GPU that is served without going through its control daemon: nothing holds such a process to a share.
+//! Finds processes that use a served GPU without its control daemon. Nothing limits such a process.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -9,8 +9,8 @@ use crate::mps::control::{Control, ControlError};
 use crate::mps::identity::Identity;
 use crate::supervisor::compute_modes::ComputeModes;
 
-/// How far apart the two looks are that it takes. NVML and the control daemon don't learn of a client's coming and
-/// going in the same moment, and one that ends is with NVML until the driver has taken its memory back.
+/// The least time between the two looks that confirm a bypass. NVML and the control daemon don't learn of a client's
+/// start and end in the same moment, and NVML lists a process until the driver has taken its memory back.
 pub(crate) const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 
 /// A process that uses a GPU without a server of ours.
@@ -27,7 +27,7 @@ pub struct Bypass {
 }
 
 impl Bypass {
-    /// Whether that is the same process on the same GPU.
+    /// True if the other is the same process on the same GPU.
     pub(crate) fn is(&self, other: &Self) -> bool {
         self.gpu_uuid == other.gpu_uuid && self.process == other.process
     }
@@ -42,7 +42,7 @@ pub(crate) fn in_words<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> S
     words.join(", ")
 }
 
-/// Those of the processes on a GPU that are neither servers nor clients of its control daemon, and live.
+/// The living processes on a GPU that are neither servers nor clients of its control daemon.
 pub(crate) fn find(
     gpu_uuid: &str,
     processes: &[GpuProcess],
@@ -63,7 +63,7 @@ pub(crate) fn find(
         .collect()
 }
 
-/// The processes on each of these GPUs, as NVML has them. A GPU whose processes it can't say has none.
+/// The processes on each of these GPUs, from NVML. If NVML fails for a GPU, the GPU has none.
 pub(crate) async fn processes(nvml: &ComputeModes, gpus: &[String]) -> Vec<(String, Vec<GpuProcess>)> {
     let mut all = Vec::new();
     for uuid in gpus {

@@ -1,4 +1,4 @@
-//! Keeps an eye on who uses the GPUs of a control daemon without its servers.
+//! Watches for processes that use the GPUs of a control daemon without its servers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,11 +11,11 @@ use crate::supervisor::compute_modes::SERVED;
 
 use super::Worker;
 
-/// Those that were seen at the last look.
+/// The bypasses of the last look.
 #[derive(Debug, Default)]
 pub(super) struct Bypasses {
     seen: Vec<Seen>,
-    /// When a second look is due.
+    /// The time of the second look.
     pub(super) look_at: Option<Instant>,
 }
 
@@ -27,7 +27,7 @@ struct Seen {
 }
 
 impl Bypasses {
-    /// Takes in a look, and says who is confirmed by it.
+    /// Takes in a look, and returns the bypasses that it confirms.
     fn take_in(&mut self, found: Vec<Bypass>, now: Instant) -> Vec<Bypass> {
         let known = std::mem::take(&mut self.seen);
         self.seen = found

@@ -1,4 +1,5 @@
-//! What is done about a server that met a fatal GPU error or has ended: the smallest step that helps.
+//! Mends a server that met a fatal GPU error, and replaces one that has ended: always with the smallest step that
+//! helps.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -16,11 +17,11 @@ use super::run::Run;
 use super::status::Reporter;
 use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker};
 
-/// How often a faulted server is asked whether it is well again. Measured: 0.2 s after its last client has gone.
+/// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
 const FAULT_PAUSE: Duration = Duration::from_millis(250);
 
-/// How long after the first line that tells of a fault the log may name those who were hit: the server writes them one
-/// after the other.
+/// The time after the first line of a fault in which the log may still name clients that were hit. The server writes
+/// one after the other.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A fatal GPU error that a server has not got over yet.
@@ -30,7 +31,7 @@ pub(super) struct Fault {
     since: Instant,
     /// The clients that were hit, each behind its GPU's ordinal. One that uses two GPUs can be hit on both.
     clients: BTreeSet<(usize, u32)>,
-    /// Those of them that were told. The log may name the others a while later.
+    /// The clients of them that were told. The log may name more later.
     told: BTreeSet<(usize, u32)>,
     pub(super) look_at: Instant,
     /// Why it is not ended though it could be.
@@ -44,7 +45,7 @@ impl Fault {
         Self { server, since, clients: BTreeSet::new(), told: BTreeSet::new(), look_at, held_up: None }
     }
 
-    /// What it is, for people.
+    /// The fault in words, for people.
     pub(super) fn reason(&self) -> String {
         let held_up = self.held_up.as_ref().map(|why| format!("; {why}")).unwrap_or_default();
         format!(
@@ -54,7 +55,7 @@ impl Fault {
     }
 }
 
-/// How soon a server that has ended is followed by the next one, ahead of the first client.
+/// The pause between a server's end and the start of the next one, ahead of the first client.
 #[derive(Debug)]
 pub(super) struct Revival {
     pause: Duration,
@@ -76,7 +77,7 @@ impl Revival {
 }
 
 impl Run {
-    /// Says who was hit, each once.
+    /// Tells which clients were hit, each once.
     pub(super) fn tell_fault(&mut self, reporter: &Reporter, faults: &mpsc::Sender<ClientFault>) {
         let Some(fault) = self.hindrances.fault_mut() else { return };
         let new = &fault.clients - &fault.told;
@@ -169,7 +170,7 @@ impl Worker {
     async fn well_again(&mut self, server: u32) {
         let known = self.clients_hit();
         self.read_on().await;
-        // More were hit than those that were told, or once more: it is asked again.
+        // The log has named more clients, so the server may have met another error: it is asked again.
         if self.clients_hit() > known {
             return;
         }
@@ -177,8 +178,8 @@ impl Worker {
         self.reporter.event(format!("server {server} is well again"));
     }
 
-    /// The clients of a server with a fault: those on the GPUs in question, and the others. Without a word on which GPUs
-    /// those are, all are the former.
+    /// The clients of a server with a fault, first on the GPUs that the log has named, then on other GPUs. If the log
+    /// has named none, all are in the first list.
     async fn clients_of(
         &self,
         control: &Control,
@@ -193,7 +194,8 @@ impl Worker {
         self.run.iter().filter_map(|run| run.hindrances.fault()).map(|fault| fault.clients.len()).sum()
     }
 
-    /// The GPUs that the log has named; none where others have read that, or where it could not be written.
+    /// The GPUs that the log has named. It names none if it could not be written, or if a former service has read that
+    /// part.
     fn gpus_hit(&self) -> BTreeSet<String> {
         let Some(run) = &self.run else { return BTreeSet::new() };
         let hit = run.hindrances.fault().into_iter().flat_map(|fault| &fault.clients);
@@ -245,7 +247,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Sees to it that a server's end is told.
+    /// Makes sure that the server's end becomes known.
     pub(super) fn watch_server(&mut self, server: u32) {
         let Some(run) = self.run.as_mut().filter(|run| !run.watched_servers.contains(&server)) else {
             return;
@@ -257,7 +259,7 @@ impl Worker {
         }
         tokio::spawn(async move {
             process::ended(server).await;
-            // Nobody there to be told: the control daemon is not watched any more.
+            // An error means that the run has ended.
             let _ = ended.send(server).await;
         });
     }
@@ -305,7 +307,7 @@ impl Worker {
         let before = run.hindrances.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
         run.hindrances.clear(ClearedBy::Revival);
         let limits = self.limits()?;
-        // Or the server would come with what others have made of them.
+        // Otherwise the server would start with defaults that somebody else has changed.
         self.keep_defaults(control, &limits).await?;
         let prewarmed = self.prewarm(control, &limits).await;
         match (prewarmed, &mut self.run) {
@@ -340,8 +342,8 @@ fn in_words(clients: &[Client]) -> String {
     words.join(", ")
 }
 
-/// Whether a server that says FAULT really met a fatal GPU error, where no line of the log tells of one: a server that
-/// was killed by a signal says so too, until its control daemon notes its end (H200).
+/// True if a server that says FAULT really met a fatal GPU error, though the log tells of none. A server that was
+/// killed by a signal says FAULT too, until its control daemon notes its end (H200).
 pub(super) async fn still_faulted(control: &Control, server: u32) -> Result<bool, ControlError> {
     tokio::time::sleep(FAULT_PAUSE).await;
     Ok(control.server_status(server).await? == ServerStatus::Fault)

@@ -1,5 +1,5 @@
-//! That the limits in force are those of the order, and stay so: a container whose root is the host's and that has the
-//! whole pipe directory can change them as well as we can.
+//! Sets the limits of the order and keeps them in force. A container that runs as the host's root and has the whole
+//! pipe directory can change them as well as we can.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::heal::still_faulted;
 use super::servers::Limits;
 use super::{Failure, Worker};
 
-/// How long a server may take to write its limits down. Measured: within the same millisecond.
+/// The longest time for a server to write its limits to the log. Measured: below 1 ms.
 pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Worker {
@@ -20,7 +20,7 @@ impl Worker {
         self.run.as_ref().map(|run| run.limits(&self.order)).ok_or_else(Failure::not_running)
     }
 
-    /// Reads back what is in force, and sets again what others have changed.
+    /// Reads the limits in force back, and sets the limits again that others have changed.
     pub(super) async fn keep_limits(&mut self, control: &Control) -> Result<(), Failure> {
         if self.retiring || !self.present()?.configured {
             return Ok(());
@@ -38,7 +38,7 @@ impl Worker {
         Ok(())
     }
 
-    /// The same of those for the servers to come alone.
+    /// The same for the limits of servers to come alone.
     pub(super) async fn keep_defaults(&mut self, control: &Control, limits: &Limits) -> Result<(), Failure> {
         let percentage = limits.thread_percentage;
         let found = control.differing_limits(None, percentage, &limits.memory_mib).await?;
@@ -51,7 +51,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Gives a running server the limits, for its clients to come; those that run keep theirs.
+    /// Gives a running server the limits for its next clients. Its present clients keep their limits.
     pub(super) async fn set_live(
         &mut self,
         control: &Control,
@@ -69,11 +69,11 @@ impl Worker {
         self.give(control, server, limits).await
     }
 
-    /// Whether it can be told limits now.
+    /// True if the server can be told limits now.
     async fn takes_limits(&mut self, control: &Control, server: u32) -> Result<bool, Failure> {
         match control.server_status(server).await? {
             ServerStatus::Active | ServerStatus::Unsupported => Ok(true),
-            // Whoever was here before may have read the lines that tell of it.
+            // A former service may have read the lines that tell of it.
             ServerStatus::Fault => {
                 if still_faulted(control, server).await? {
                     self.fault_seen(server);
@@ -84,7 +84,7 @@ impl Worker {
         }
     }
 
-    /// What a server has in force that is not as it shall be. The log is exact, but says nothing of a percentage that is
+    /// The limits in force that differ from the order. The log is exact, but does not tell of a percentage that is
     /// changed while the server runs.
     async fn difference(
         &mut self,
@@ -115,8 +115,8 @@ impl Worker {
         }
     }
 
-    /// Waits for a new server's own words on its limits. It has others where somebody has changed the defaults before it
-    /// started.
+    /// Waits until a new server has written its limits. They differ if somebody has changed the defaults before it
+    /// started; then they are set again.
     pub(super) async fn confirm_or_correct(
         &mut self,
         control: &Control,
@@ -129,7 +129,7 @@ impl Worker {
         self.give(control, server, limits).await
     }
 
-    /// Waits for a server's own words on its limits; they alone are exact. Says what is not as it shall be.
+    /// Waits until a server has written its limits: only these are exact. Returns the difference to the order.
     async fn confirm(
         &mut self,
         control: &Control,
@@ -137,14 +137,14 @@ impl Worker {
         limits: &Limits,
     ) -> Result<Option<String>, Failure> {
         let deadline = Instant::now() + LIMITS_TIMEOUT;
-        // What it writes first may be the answer to an order that was replaced by this one a moment ago.
+        // Its first lines may still answer the order before this one.
         let in_force = |worker: &Self| {
             let server = worker.run.as_ref().and_then(|run| run.servers.get(server));
             server.is_some_and(|known| known.has_written(limits) && known.differs_from(limits).is_none())
         };
         while !in_force(self) && self.step(deadline).await? {}
         if !self.present()?.servers.get(server).is_some_and(|known| known.has_written(limits)) {
-            // On a full disk, for one. What was set is read back, to the GiB.
+            // The disk may be full. The settings are read back, to the GiB.
             control.set_thread_percentage(server, limits.thread_percentage).await?;
             for (ordinal, mib) in &limits.memory_mib {
                 control.set_memory_limit(server, *ordinal, *mib).await?;

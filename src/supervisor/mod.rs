@@ -51,28 +51,28 @@ pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The longest pause while programs without MPS keep the server out: they end when they like.
+/// The longest pause while programs without MPS keep the server out. They may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
-/// How long it must have been healthy for the pauses to start anew.
+/// After so long in health, the pauses begin with the first one again.
 const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 
-/// What a control daemon shall be.
+/// The control daemon that is wanted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order {
     /// Its GPUs, directories and limits.
     pub plan: ControlDaemonPlan,
-    /// Whether its GPUs' compute mode is ours to set.
+    /// True if we set the compute mode of its GPUs.
     pub set_compute_mode: bool,
-    /// What `quit` gets before SIGTERM.
+    /// The time between `quit` and SIGTERM.
     pub quit_timeout: Duration,
-    /// What the clients of a faulted server get before it is ended with them.
+    /// The time that the clients of a faulted server have before the server is ended with them.
     pub fault_grace: Duration,
-    /// How large its log may grow before it is started anew.
+    /// The size at which its log is moved away and a new one begun.
     pub log_max_bytes: u64,
 }
 
-/// What is to become of a control daemon.
+/// The aim of a supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Goal {
     /// Serve this.
@@ -81,11 +81,11 @@ pub enum Goal {
     Retire,
     /// End now, and put the compute modes back.
     Stop,
-    /// Be left as it is, with its clients, for the next of us to take over.
+    /// Leave it as it is, with its clients: the next service takes it over.
     Leave,
 }
 
-/// What is asked of a control daemon beside its goal. The answers are for people.
+/// A request to a supervisor beside its goal. The answers are for people.
 #[derive(Debug)]
 enum Command {
     /// Make a change that waits for clients to end: now if `force`, or if there are none.
@@ -107,7 +107,7 @@ pub struct ClientFault {
     pub reason: String,
 }
 
-/// What every supervisor works with.
+/// Everything that supervisors share.
 #[derive(Debug, Clone)]
 pub struct Tools {
     /// Asks control daemons.
@@ -176,12 +176,12 @@ impl Supervisor {
         self.pursue(goal, order);
     }
 
-    /// Whether it has ended, its control daemon with it.
+    /// True once it has ended.
     pub fn ended(&self) -> bool {
         self.task.is_finished()
     }
 
-    /// What is known now of what it was last told to serve, even if it has not heard of that yet.
+    /// The status as of this moment. It is about the last order, even if the supervisor has not read that yet.
     pub fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
         status.take(&self.goal.borrow().1.plan);
@@ -193,8 +193,8 @@ impl Supervisor {
         Access::new(self.control.clone(), caller)
     }
 
-    /// The same for root, or that of another's control daemon which has its pipe directory: clients in its containers are
-    /// that one's.
+    /// The same for root. If none of ours runs, it leads to the control daemon of somebody else that listens in the
+    /// pipe directory, since clients in its containers are clients of that control daemon.
     pub fn control_in_place(&self) -> Option<CallersControl> {
         self.access(Caller::Root).now().or_else(|| {
             let control = self.front_ends.of(&self.status.borrow().view.pipe_directory);
@@ -222,7 +222,7 @@ impl Supervisor {
         self.send(Command::Check);
     }
 
-    /// A command that finds no place is dropped; whoever waits for its answer learns that from the channel.
+    /// Drops a command if too many wait. The channel of the answer then says so.
     fn send(&self, command: Command) {
         if let Err(error) = self.commands.try_send(command) {
             tracing::debug!("a command is dropped: {error}");
@@ -266,14 +266,14 @@ impl Failure {
     }
 }
 
-/// How serving ended.
+/// The way in which serving ended.
 #[derive(Debug)]
 enum Ended {
-    /// Against our will.
+    /// It failed.
     Failure(Failure),
-    /// To be gone through again at once, with what has changed.
+    /// Something has changed: serving begins again at once.
     Anew,
-    /// For good: it was to retire and has.
+    /// It was to retire, and has.
     Retired,
 }
 
@@ -345,21 +345,21 @@ struct Worker {
     control: channel::Sender<Option<Arc<Control>>>,
     /// Everything that is known of the control daemon that runs. None while none runs.
     run: Option<Run>,
-    /// Only its clients need it still.
+    /// Only its clients still need it.
     retiring: bool,
     /// There was a control daemon of ours before: the next one is a restart.
     has_run: bool,
-    /// The same of servers.
+    /// There was a server of ours before: the next one is a restart.
     has_served: bool,
-    /// This driver has refused the multi-user option once; it isn't asked again.
+    /// This driver has refused the multi-user option once. It is not tried again.
     multiuser_refused: bool,
     /// The GPUs of the order that NVML can't reach.
     unreachable: BTreeSet<String>,
-    /// The GPUs that control daemons of ours have had; their compute modes are to be put back when they leave.
+    /// The GPUs that control daemons of ours have had. When a GPU leaves, its compute mode is put back.
     former_gpus: BTreeSet<String>,
     /// The processes that use its GPUs without its servers. They outlive it.
     bypasses: Bypasses,
-    /// How much more of the log is passed on at present.
+    /// The number of log lines that may still be passed on.
     allowance: Allowance,
 }
 
@@ -387,13 +387,13 @@ impl Worker {
     }
 
     fn take_order(&mut self, order: Order) {
-        // Nothing happens where it is the same plan, with another patience perhaps: who is served stays served.
+        // If the plan is the same, nothing changes for clients.
         self.reporter.plan(&order.plan);
         self.order = order;
     }
 
     fn with_journal<T>(&self, use_it: impl FnOnce(&mut Journal) -> T) -> T {
-        // A journal is whole after every call, whatever happened to the thread that made it.
+        // A panic in another thread leaves the journal whole.
         use_it(&mut self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -1,5 +1,5 @@
-//! Clients that no server takes: without multi-user mode the users of a control daemon take turns, and a client that waits
-//! for its own says nothing.
+//! Finds clients that wait for a server. Without multi-user mode the users of a control daemon take turns, and a client
+//! that waits for its turn says nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,21 +12,21 @@ use crate::mps::log::Meaning;
 
 use super::Worker;
 
-/// How long a client may wait before it is told, and how often it is looked whether it still does. Measured: the first one
-/// waits 0.15 s for its server to start.
+/// The time after which a waiting client is told of, and the time between two looks. Measured: the first client waits
+/// 0.15 s for its server to start.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How many are kept in mind, and how many of one user's: he can start as many as he likes.
+/// The most clients that are remembered, in all and of one user. A user can start any number of clients.
 const KEPT: usize = 64;
 const KEPT_OF_A_USER: usize = 16;
 
-/// Those that are known to wait.
+/// The clients that are known to wait.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     waiting: BTreeMap<u32, Waiting>,
-    /// The users of whom that was said.
+    /// The users that were told of.
     told: BTreeSet<u32>,
-    /// When they are to be looked at next.
+    /// The time of the next look.
     pub(super) look_at: Option<Instant>,
 }
 
@@ -38,13 +38,13 @@ struct Waiting {
 }
 
 impl Pending {
-    /// Takes in what a line says of them.
+    /// Takes in a line of the log.
     pub(super) fn take_in(&mut self, meaning: &Meaning) {
         match meaning {
             Meaning::ClientPending { client, uid } => self.add(*client, *uid),
             Meaning::ClientAdmitted(client) => {
                 let gone = self.waiting.remove(client);
-                // Whoever was told of is taken back at once, others were never shown.
+                // A client that was shown is taken back at once.
                 let told = gone.filter(|one| one.since.elapsed() >= PATIENCE);
                 self.look_at = told.map(|_| Instant::now()).or(self.look_at);
             }
@@ -64,7 +64,7 @@ impl Pending {
         self.look_at = Some(self.look_at.unwrap_or(since + PATIENCE));
     }
 
-    /// Forgets who has ended. Those that have waited long enough to be told, with their users.
+    /// Forgets the clients that have ended. Returns the clients that have waited long, with their users.
     fn look(&mut self) -> Vec<(Identity, u32)> {
         self.waiting.retain(|pid, one| Identity::of(*pid).is_ok_and(|now| now == one.process));
         let now = Instant::now();
@@ -76,13 +76,13 @@ impl Pending {
     }
 }
 
-/// Whether a process is a user's.
+/// True if the process runs as this user.
 fn runs_as(pid: u32, uid: u32) -> bool {
     proc::status(pid).is_ok_and(|status| status.uids().contains(&uid))
 }
 
 impl Worker {
-    /// Looks who still waits, and says it: once for each user.
+    /// Finds the clients that still wait, and tells of them once for each user.
     pub(super) fn look_at_pending(&mut self) {
         let Some(run) = &mut self.run else { return };
         let waiting = run.pending.look();

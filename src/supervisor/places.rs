@@ -1,4 +1,4 @@
-//! Whether a GPU has a place left for another client. One without is not healthy: the next client gets CUDA error 46.
+//! Counts the clients on each GPU. A GPU without a free place is not healthy: its next client gets CUDA error 46.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,25 +12,25 @@ use crate::plan::ServedGpu;
 
 use super::{Failure, Worker};
 
-/// How often the clients of a full GPU are counted. The log tells of most ends at once.
+/// The time between two counts of a full GPU's clients. The log tells of most ends at once.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// How long after a client's end the others are counted: the control daemon lists it a little longer.
+/// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
 const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
 /// Which GPUs are full.
 #[derive(Debug, Default)]
 pub(super) struct Places {
-    /// How many clients the server holds that has turned one away; until one of them has left.
+    /// The capacity of a server that has turned a client away, until one of its clients has left.
     refused_at: Option<u32>,
-    /// By UUID: how many clients a full one holds.
+    /// The number of clients on each full GPU, by UUID.
     full: BTreeMap<String, u32>,
     /// When the clients are to be counted next.
     pub(super) look_at: Option<Instant>,
 }
 
 impl Places {
-    /// Takes in what a line says of them. Whether it is news that a client was turned away.
+    /// Takes in a line of the log. True if it tells, for the first time, that a client was turned away.
     pub(super) fn take_in(&mut self, meaning: &Meaning) -> bool {
         match meaning {
             Meaning::ClientRefused { capacity, .. } if self.refused_at.is_none() => {
@@ -68,7 +68,7 @@ impl Places {
         Some(format!("all {most} places are taken; it takes clients again when one of them has ended"))
     }
 
-    /// Takes in who is there, and says whose places have come to be all taken (true) or not any more.
+    /// Counts these clients, and returns the GPUs that have become full (true) or are full no more (false).
     fn count(&mut self, gpus: &[ServedGpu], clients: &[Client]) -> Vec<(ServedGpu, bool)> {
         // The line does not say on which GPU; with one alone there is no doubt, however clients are counted.
         let refused_at = self.refused_at.filter(|_| gpus.len() == 1);

@@ -1,4 +1,4 @@
-//! What the servers of one control daemon have written of themselves.
+//! The servers of one control daemon, as their own log lines tell.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ pub(super) struct Limits {
 /// One server, as far as the log tells.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Server {
-    /// Those that came before have lower ones.
+    /// It grows with each new server.
     number: u64,
     pub(super) ready: bool,
     pub(super) exit_status: Option<i32>,
@@ -28,15 +28,15 @@ pub(super) struct Server {
     pub(super) memory_bytes: BTreeMap<usize, u64>,
 }
 
-/// The servers by PID. Those that are gone are kept for a while: their last words explain the next one's start.
+/// The servers by PID. A server that has ended is kept for a while: its exit status explains the start of the next one.
 #[derive(Debug, Default)]
 pub(super) struct Servers {
     known: BTreeMap<u32, Server>,
-    /// How many have come.
+    /// The number of servers that have come.
     came: u64,
 }
 
-/// How many servers, gone ones included, are of interest.
+/// The most servers that are remembered, with the ones that have ended.
 const KEPT: usize = 8;
 
 impl Servers {
@@ -44,7 +44,7 @@ impl Servers {
         self.known.get(&pid)
     }
 
-    /// The one with this PID, which is the newest if it was not known.
+    /// The server with this PID. If it was not known, it is the newest.
     fn entry(&mut self, pid: u32) -> &mut Server {
         self.known.entry(pid).or_insert_with(|| {
             self.came += 1;
@@ -52,31 +52,31 @@ impl Servers {
         })
     }
 
-    /// In the order in which they came. That of their PIDs is another: those start anew some day.
+    /// The servers in the order of their start. The order of their PIDs differs, since PIDs wrap around.
     fn in_order(&self) -> Vec<(u32, &Server)> {
         let mut servers: Vec<_> = self.known.iter().map(|(pid, server)| (*pid, server)).collect();
         servers.sort_by_key(|(_, server)| server.number);
         servers
     }
 
-    /// The PIDs of those that have not ended, the newest last.
+    /// The PIDs of the servers that have not ended, the newest last.
     pub(super) fn alive(&self) -> Vec<u32> {
         let servers = self.in_order().into_iter();
         servers.filter(|(_, server)| server.exit_status.is_none()).map(|(pid, _)| pid).collect()
     }
 
-    /// The user that the newest one was started for.
+    /// The user for whom the newest living server was started.
     pub(super) fn user_served(&self) -> Option<u32> {
         let alive = self.in_order().into_iter().rev().find(|(_, server)| server.exit_status.is_none());
         alive.and_then(|(_, server)| server.uid)
     }
 
-    /// The last one that has ended, with its exit status.
+    /// The last server that has ended, with its exit status.
     pub(super) fn last_exit(&self) -> Option<(u32, i32)> {
         self.in_order().into_iter().rev().find_map(|(pid, server)| Some((pid, server.exit_status?)))
     }
 
-    /// Drops what was written by servers that are none any more.
+    /// Forgets all servers but these.
     pub(super) fn keep(&mut self, alive: &[u32]) {
         self.known.retain(|pid, _| alive.contains(pid));
         for pid in alive {
@@ -100,7 +100,7 @@ impl Servers {
         self.entry(pid).thread_tenths = Some(u32::from(percentage) * 10);
     }
 
-    /// Takes in what a line says of a server.
+    /// Takes in a line of the log.
     pub(super) fn take_in(&mut self, meaning: &Meaning) {
         match meaning {
             Meaning::ServerStarting { server, uid } => {
@@ -137,12 +137,12 @@ impl Servers {
 }
 
 impl Server {
-    /// Whether everything that it writes of its limits is there.
+    /// True if it has written all of its limits.
     pub(super) fn has_written(&self, limits: &Limits) -> bool {
         self.thread_tenths.is_some() && limits.enforced.iter().all(|gpu| self.memory_bytes.contains_key(gpu))
     }
 
-    /// What it has in force that is not as it shall be.
+    /// The first limit in force that differs.
     pub(super) fn differs_from(&self, limits: &Limits) -> Option<String> {
         let percentage = limits.thread_percentage;
         if let Some(tenths) = self.thread_tenths.filter(|tenths| *tenths != u32::from(percentage) * 10) {

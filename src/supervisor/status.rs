@@ -1,4 +1,4 @@
-//! What a supervisor knows, and how it says so.
+//! The status that a supervisor publishes.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use crate::plan::ControlDaemonPlan;
 use crate::supervisor::bypass::Bypass;
 use crate::supervisor::view::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
 
-/// What is known of a control daemon and its GPUs.
+/// The status of a control daemon and its GPUs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Status {
-    /// What it is about: what is planned by now may be something else.
+    /// The plan that the status is about. The newest plan may differ.
     pub plan: ControlDaemonPlan,
     /// The control daemon.
     pub view: ControlDaemonView,
@@ -26,9 +26,9 @@ pub struct Status {
     pub gpus: BTreeMap<String, GpuStatus>,
     /// The clients that have waited for a server for a while.
     pub waiting: Vec<Identity>,
-    /// Whether the plan is in force, or whatever keeps it from that is known and said.
+    /// True once the plan is in force, or the reason says why it is not.
     pub settled: bool,
-    /// Whether what is to happen next is put off until clients have ended, or after a failure: it may take days.
+    /// True if the next step waits for clients to end, or follows a failure. That may take days.
     pub put_off: bool,
     /// The last things that happened to it, oldest first.
     pub events: VecDeque<Event>,
@@ -79,12 +79,12 @@ impl Status {
     }
 }
 
-/// What is known of one of its GPUs.
+/// The status of one of its GPUs.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GpuStatus {
     /// The compute mode as last seen.
     pub compute_mode: Option<ComputeMode>,
-    /// What NVML says is wrong with it; empty when nothing is.
+    /// NVML's error, if the GPU can't be reached; otherwise empty.
     pub unreachable: String,
     /// Why it is not served as planned though it can be reached; empty when it is.
     pub reason: String,
@@ -92,15 +92,15 @@ pub struct GpuStatus {
     pub thread_percentage: Option<u8>,
     /// The memory limit in MiB that a running server has in force.
     pub memory_limit_mib: Option<u64>,
-    /// Who uses it without a server of this control daemon.
+    /// The processes that use it without a server of this control daemon.
     pub bypasses: Vec<Bypass>,
-    /// Whether they keep a server from opening it.
+    /// True if they keep a server from opening it.
     pub server_kept_out: bool,
-    /// Whether the control daemon is being told the limits that the plan has for it now.
+    /// True while the control daemon is told the limits of the present plan.
     pub being_set: bool,
 }
 
-/// Says what changes, and only that.
+/// Publishes the status, if it has changed.
 #[derive(Debug)]
 pub(super) struct Reporter {
     status: watch::Sender<Status>,

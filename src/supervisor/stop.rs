@@ -1,4 +1,4 @@
-//! How a control daemon is ended: at once, or when nobody uses it any more.
+//! Ends a control daemon: at once, or when it has no client any more.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -62,7 +62,7 @@ impl Worker {
         holders
     }
 
-    /// How many clients the control daemon has. NVML is asked if the control daemon does not answer, or another one answers
+    /// The number of clients of the control daemon. NVML is asked if the control daemon does not answer, or another one answers
     /// in its place.
     pub(super) async fn in_use(&self) -> Result<usize, String> {
         let Some(run) = &self.run else { return Ok(0) };

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::{Instant, SystemTime};
 
-/// How many events are kept.
+/// The number of events that are kept.
 pub const EVENTS_KEPT: usize = 32;
 
 /// The state of one control daemon.
@@ -54,15 +54,15 @@ pub struct ControlDaemonView {
     pub pipe_directory: PathBuf,
     /// CUDA_MPS_LOG_DIRECTORY.
     pub log_directory: PathBuf,
-    /// Whether one server serves every user; None before that is known.
+    /// True if one server serves every user; None before that is known.
     pub multiuser: Option<bool>,
-    /// How often it was started since this service started.
+    /// The number of starts since this service started.
     pub starts: u32,
-    /// How often since then it has come to answer anew, after one that ran before.
+    /// The number of times since then that another control daemon has followed one that ran before.
     pub restarts: u32,
-    /// How often since then another server has taken the place of the one before.
+    /// The number of times since then that another server has followed one that ran before.
     pub server_restarts: u32,
-    /// How many fatal GPU errors of its servers were seen since then.
+    /// The number of fatal GPU errors of its servers since then.
     pub faults: u32,
     /// Since when it is in this state.
     pub since: SystemTime,
@@ -75,7 +75,7 @@ pub struct Event {
     pub at: SystemTime,
     /// When, in order: the time of day can be set back.
     pub seen: Instant,
-    /// What.
+    /// The event in words.
     pub text: String,
 }
 
