@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::publish::cdi::{self, CdiError};
 use crate::publish::snapshot::{Snapshot, State};
-use crate::supervisor::state_file::Journal;
+use crate::supervisor::state_file::StateFile;
 
 /// The spec, and the last trouble with it.
 #[derive(Debug)]
 pub(super) struct CdiSpec {
-    journal: Arc<Mutex<Journal>>,
+    state_file: Arc<Mutex<StateFile>>,
     /// Why the spec is not as it should be; empty if it is.
     pub(super) problem: String,
 }
@@ -27,8 +27,8 @@ pub(super) enum Future {
 }
 
 impl CdiSpec {
-    pub(super) fn new(journal: Arc<Mutex<Journal>>) -> Self {
-        Self { journal, problem: String::new() }
+    pub(super) fn new(state_file: Arc<Mutex<StateFile>>) -> Self {
+        Self { state_file, problem: String::new() }
     }
 
     /// Makes the spec say what the Snapshot says. Gives the news to tell, if there are any.
@@ -55,11 +55,11 @@ impl CdiSpec {
 
     fn write(&self, snapshot: &Snapshot, directory: Option<&Path>, future: Future) -> Result<(), CdiError> {
         let file = directory.map(|directory| directory.join(cdi::FILE));
-        let mut journal = self.journal.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = journal.cdi_spec().map(Path::to_owned);
+        let mut state_file = self.state_file.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = state_file.cdi_spec().map(Path::to_owned);
         // If it can't be written down, the next service does not find a spec in a directory that it does not know.
         let mut remember = |file: Option<PathBuf>| {
-            if let Err(error) = journal.remember_cdi_spec(file) {
+            if let Err(error) = state_file.remember_cdi_spec(file) {
                 tracing::debug!("where the CDI spec is can't be written down: {error}");
             }
         };

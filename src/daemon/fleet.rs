@@ -132,19 +132,19 @@ impl Fleet {
 
     /// Whether an earlier service has left control daemons or compute modes.
     pub(super) fn has_leftovers(&self) -> bool {
-        let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
-        !journal.control_daemons().is_empty() || !journal.changed_gpus().is_empty()
+        let state_file = self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner);
+        !state_file.control_daemons().is_empty() || !state_file.changed_gpus().is_empty()
     }
 
     /// Ends what an earlier service has left: control daemons that the plan has no use for, and compute modes of GPUs
     /// that nobody serves any more.
     pub(super) fn end_leftovers(&mut self, plan: &Plan, settings: &Settings, end: &Goal) {
         let (left, gpus) = {
-            let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
-            let ids = journal.control_daemons().into_iter();
+            let state_file = self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner);
+            let ids = state_file.control_daemons().into_iter();
             let left: Vec<_> =
-                ids.filter_map(|id| Some((journal.control_daemon(&id)?.clone(), id))).collect();
-            (left, journal.changed_gpus())
+                ids.filter_map(|id| Some((state_file.control_daemon(&id)?.clone(), id))).collect();
+            (left, state_file.changed_gpus())
         };
         let mut held: Vec<String> =
             plan.control_daemons.iter().flat_map(|one| &one.gpus).map(|gpu| gpu.uuid.clone()).collect();
@@ -249,9 +249,9 @@ impl Fleet {
 
     /// The GPUs of control daemons that an earlier service has started, by UUID.
     pub(super) fn gpus_left(&self) -> Vec<String> {
-        let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
-        let ids = journal.control_daemons();
-        let left = ids.iter().filter_map(|id| journal.control_daemon(id));
+        let state_file = self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner);
+        let ids = state_file.control_daemons();
+        let left = ids.iter().filter_map(|id| state_file.control_daemon(id));
         left.flat_map(|one| one.gpus.clone()).collect()
     }
 
@@ -275,9 +275,9 @@ impl Fleet {
     }
 
     fn unsupervised(&self) -> Vec<CallersControl> {
-        let journal = self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner);
-        let ids = journal.control_daemons();
-        let running = ids.iter().filter_map(|id| journal.control_daemon(id));
+        let state_file = self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner);
+        let ids = state_file.control_daemons();
+        let running = ids.iter().filter_map(|id| state_file.control_daemon(id));
         let alive = running.filter(|running| Identity::of(running.process.pid).ok() == Some(running.process));
         alive
             .map(|running| self.tools.front_ends.of(&running.pipe_directory).on_behalf(Caller::Root))

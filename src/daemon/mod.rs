@@ -29,7 +29,7 @@ use crate::publish::compose::{self, Parts};
 use crate::publish::snapshot::Snapshot;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
-use crate::supervisor::state_file::Journal;
+use crate::supervisor::state_file::StateFile;
 use crate::supervisor::view::{EVENTS_KEPT, Event};
 use crate::supervisor::{self, Goal, Tools};
 use cdi_spec::CdiSpec;
@@ -92,7 +92,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
     };
     level.set(loaded.settings.log_level);
     say_findings(&loaded);
-    let journal = Arc::new(Mutex::new(Journal::open(directory)));
+    let state_file = Arc::new(Mutex::new(StateFile::open(directory)));
     let signals = match Signals::new() {
         Ok(signals) => signals,
         Err(error) => return Exit::Failed(format!("signals can't be received: {error}")),
@@ -109,8 +109,8 @@ pub async fn run(options: Options, level: Level) -> Exit {
     let (kept, kept_seen) = watch::channel(Configured::default());
     let tools = Tools {
         front_ends: FrontEnds::new(supervisor::PROGRAM.into()),
-        compute_modes: ComputeModes::new(driver_seen, Arc::clone(&journal), kept_seen),
-        journal: Arc::clone(&journal),
+        compute_modes: ComputeModes::new(driver_seen, Arc::clone(&state_file), kept_seen),
+        state_file: Arc::clone(&state_file),
         changed: Arc::clone(&changed),
         faults,
     };
@@ -122,7 +122,7 @@ pub async fn run(options: Options, level: Level) -> Exit {
         plan: Err("no look at the GPUs yet".to_owned()),
         requests: Requests::new(&tools.compute_modes),
         fleet: Fleet::new(tools, kept),
-        cdi_spec: CdiSpec::new(journal),
+        cdi_spec: CdiSpec::new(state_file),
         changed,
         snapshot,
         on_the_bus,

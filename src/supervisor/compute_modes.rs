@@ -10,7 +10,7 @@ use crate::host::blocking::Blocking;
 use crate::host::gpu::ComputeMode;
 use crate::host::nvml::{Driver, GpuProcess};
 use crate::plan::Configured;
-use crate::supervisor::state_file::Journal;
+use crate::supervisor::state_file::StateFile;
 
 /// The mode in which only an MPS server can open a GPU, so that no program slips past it.
 pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
@@ -26,7 +26,7 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct ComputeModes {
     /// The driver as it is found at the moment; it may come late, or go.
     driver: watch::Receiver<Option<Arc<Driver>>>,
-    journal: Arc<Mutex<Journal>>,
+    state_file: Arc<Mutex<StateFile>>,
     /// The GPUs whose mode is ours to keep, served at the moment or not.
     kept: watch::Receiver<Configured>,
     /// By UUID: a GPU that does not answer must not keep others from being asked about.
@@ -34,13 +34,13 @@ pub struct ComputeModes {
 }
 
 impl ComputeModes {
-    /// Through this driver, with the previous modes in this journal. Nobody puts back the mode of a GPU that is `kept`.
+    /// Through this driver, with the previous modes in this state file. Nobody puts back the mode of a GPU that is `kept`.
     pub fn new(
         driver: watch::Receiver<Option<Arc<Driver>>>,
-        journal: Arc<Mutex<Journal>>,
+        state_file: Arc<Mutex<StateFile>>,
         kept: watch::Receiver<Configured>,
     ) -> Self {
-        Self { driver, journal, kept, questions: Arc::default() }
+        Self { driver, state_file, kept, questions: Arc::default() }
     }
 
     /// The mode a GPU has now. The error is NVML's reason.
@@ -54,9 +54,9 @@ impl ComputeModes {
         if previous == SERVED {
             return Ok(false);
         }
-        self.with_journal(|journal| journal.remember_compute_mode(uuid, previous))
+        self.with_state_file(|state_file| state_file.remember_compute_mode(uuid, previous))
             .map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
-        tracing::debug!(step = "mode-journalled", "compute mode of {uuid} is written down");
+        tracing::debug!(step = "mode-written-down", "compute mode of {uuid} is written down");
         self.set(uuid, SERVED).await?;
         tracing::debug!(step = "mode-set", "compute mode of {uuid} is set");
         tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {SERVED}");
@@ -69,7 +69,7 @@ impl ComputeModes {
         if self.kept.borrow().may_have(uuid) {
             return Ok(());
         }
-        let Some(previous) = self.with_journal(|journal| journal.previous_compute_mode(uuid)) else {
+        let Some(previous) = self.with_state_file(|state_file| state_file.previous_compute_mode(uuid)) else {
             return Ok(());
         };
         let current = self.current(uuid).await?;
@@ -83,8 +83,8 @@ impl ComputeModes {
                 "compute mode of {uuid} left at {current}: it was changed by others"
             );
         }
-        self.with_journal(|journal| journal.forget_compute_mode(uuid))
-            .map_err(|error| format!("the compute mode is back, but the journal still has it: {error}"))?;
+        self.with_state_file(|state_file| state_file.forget_compute_mode(uuid))
+            .map_err(|error| format!("the compute mode is back, but the state file still has it: {error}"))?;
         tracing::debug!(step = "mode-forgotten", "compute mode of {uuid} is not ours any more");
         Ok(())
     }
@@ -134,8 +134,8 @@ impl ComputeModes {
         answer.unwrap_or_else(|| Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs())))
     }
 
-    fn with_journal<T>(&self, use_it: impl FnOnce(&mut Journal) -> T) -> T {
-        // A journal is whole after every call, whatever happened to the thread that made it.
-        use_it(&mut self.journal.lock().unwrap_or_else(PoisonError::into_inner))
+    fn with_state_file<T>(&self, use_it: impl FnOnce(&mut StateFile) -> T) -> T {
+        // A state file is whole after every call, whatever happened to the thread that made it.
+        use_it(&mut self.state_file.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -36,7 +36,7 @@ use tokio::time::Instant;
 use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError, FrontEnds};
 use crate::plan::ControlDaemonPlan;
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::supervisor::state_file::Journal;
+use crate::supervisor::state_file::StateFile;
 
 use bypasses::Bypasses;
 use pass_on::Allowance;
@@ -115,7 +115,7 @@ pub struct Tools {
     /// Sets and restores compute modes.
     pub compute_modes: ComputeModes,
     /// Remembers what was started.
-    pub journal: Arc<Mutex<Journal>>,
+    pub state_file: Arc<Mutex<StateFile>>,
     /// Notified whenever a status changes.
     pub changed: Arc<Notify>,
     /// Takes every fault.
@@ -297,7 +297,7 @@ async fn run(
                 continue;
             }
             Goal::Leave => {
-                worker.keep_journal();
+                worker.keep_state_file();
                 break;
             }
         }
@@ -392,8 +392,8 @@ impl Worker {
         self.order = order;
     }
 
-    fn with_journal<T>(&self, use_it: impl FnOnce(&mut Journal) -> T) -> T {
-        // A panic in another thread leaves the journal whole.
-        use_it(&mut self.tools.journal.lock().unwrap_or_else(PoisonError::into_inner))
+    fn with_state_file<T>(&self, use_it: impl FnOnce(&mut StateFile) -> T) -> T {
+        // A panic in another thread leaves the state file whole.
+        use_it(&mut self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

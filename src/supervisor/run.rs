@@ -228,8 +228,8 @@ impl Worker {
         }
         self.control.send_replace(None);
         let id = self.reporter.id();
-        if let Err(error) = self.with_journal(|journal| journal.forget_control_daemon(&id)) {
-            self.reporter.warning(format!("the journal can't be written: {error}"));
+        if let Err(error) = self.with_state_file(|state_file| state_file.forget_control_daemon(&id)) {
+            self.reporter.warning(format!("the state file can't be written: {error}"));
         }
         tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
         self.reporter.update(|status| {

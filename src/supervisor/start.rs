@@ -36,10 +36,10 @@ const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl Worker {
-    /// Takes over the control daemon that the journal has as ours, if it still lives.
+    /// Takes over the control daemon that the state file has as ours, if it still lives.
     pub(super) async fn take_over(&mut self) -> Result<(), Failure> {
         let id = self.reporter.id();
-        let Some(running) = self.with_journal(|journal| journal.control_daemon(&id).cloned()) else {
+        let Some(running) = self.with_state_file(|state_file| state_file.control_daemon(&id).cloned()) else {
             return Ok(());
         };
         let process = match Process::adopt(running.process) {
@@ -243,14 +243,14 @@ impl Worker {
         };
         let pid = running.process.pid;
         tracing::debug!(step = "spawned", "PID {pid} waits for the word");
-        self.with_journal(|journal| journal.remember_control_daemon(&id, running.clone())).map_err(
+        self.with_state_file(|state_file| state_file.remember_control_daemon(&id, running.clone())).map_err(
             |error| {
                 Failure::Failed(format!(
                     "a new control daemon can't be written down, so none is started: {error}"
                 ))
             },
         )?;
-        tracing::debug!(step = "journalled", "PID {pid} is written down");
+        tracing::debug!(step = "written-down", "PID {pid} is written down");
         if systemd::runs_us() {
             match systemd::move_to_scope(&id, pid).await {
                 Ok(scope) => tracing::debug!(step = "scope", "PID {pid} is in {scope}"),
@@ -352,7 +352,7 @@ impl Worker {
         // The first look finds programs that slipped in before.
         self.bypasses.look_at = Some(Instant::now());
         self.compare_servers();
-        self.keep_journal();
+        self.keep_state_file();
         if !hindered {
             self.reporter.event(format!("control daemon {} is ready", self.reporter.id()));
         }

@@ -16,10 +16,10 @@ use crate::host::regular_file::{self, Unreadable};
 use crate::mps::identity::Identity;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 
-const FILE: &str = "journal.json";
+const FILE: &str = "state.json";
 const VERSION: u32 = 1;
 
-/// The largest journal that is read. One of 64 control daemons with a GPU each has 30 KiB.
+/// The largest state file that is read. With 64 control daemons of one GPU each, it has 30 KiB.
 const MAX_BYTES: u64 = 1024 * 1024;
 
 /// A control daemon that was started by us.
@@ -62,7 +62,7 @@ impl Default for Contents {
     }
 }
 
-/// The control daemons that the journal in `directory` has, for whoever only looks; none where there is no journal.
+/// The control daemons in the state file in `directory`, for a reader that changes nothing; none without a state file.
 ///
 /// # Errors
 /// It can't be read or is damaged.
@@ -71,15 +71,15 @@ pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
-/// The journal, as it is in the file.
+/// The content of the state file, and the file.
 #[derive(Debug)]
-pub struct Journal {
+pub struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
 }
 
-impl Journal {
-    /// Opens the journal in `directory`. A damaged one is passed over with a warning, and overwritten by the next change:
+impl StateFile {
+    /// Opens the state file in `directory`. A damaged one is passed over with a warning, and overwritten by the next change:
     /// what it knew is lost, but nothing else is.
     pub fn open(directory: RuntimeDirectory) -> Self {
         let file = directory.path().join(FILE);
@@ -183,7 +183,7 @@ impl Journal {
         self.write().inspect_err(|_| self.contents = before)
     }
 
-    /// Whole or not at all: a reader never sees half a journal, and a full disk leaves the old one.
+    /// Whole or not at all: a reader never sees half a state file, and a full disk leaves the old one.
     fn write(&self) -> io::Result<()> {
         let file = self.directory.path().join(FILE);
         let new = self.directory.path().join(format!("{FILE}.new"));
@@ -225,16 +225,16 @@ mod tests {
 
     const UUID: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
-    fn open(directory: &tempfile::TempDir) -> Journal {
-        Journal::open(RuntimeDirectory::take(directory.path()).unwrap())
+    fn open(directory: &tempfile::TempDir) -> StateFile {
+        StateFile::open(RuntimeDirectory::take(directory.path()).unwrap())
     }
 
     #[test]
     fn the_first_mode_survives_until_forgotten() {
         let directory = tempfile::tempdir().unwrap();
-        let mut journal = open(&directory);
-        journal.remember_compute_mode(UUID, ComputeMode::ExclusiveThread).unwrap();
-        journal.remember_compute_mode(UUID, ComputeMode::ExclusiveProcess).unwrap();
+        let mut state_file = open(&directory);
+        state_file.remember_compute_mode(UUID, ComputeMode::ExclusiveThread).unwrap();
+        state_file.remember_compute_mode(UUID, ComputeMode::ExclusiveProcess).unwrap();
         let mut again = open(&directory);
         assert_eq!(again.previous_compute_mode(UUID), Some(ComputeMode::ExclusiveThread));
         again.forget_compute_mode(UUID).unwrap();
@@ -244,8 +244,8 @@ mod tests {
     #[test]
     fn damage_is_survived() {
         let directory = tempfile::tempdir().unwrap();
-        let mut journal = open(&directory);
-        journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap();
+        let mut state_file = open(&directory);
+        state_file.remember_compute_mode(UUID, ComputeMode::Default).unwrap();
         let file = directory.path().join(FILE);
         let whole = fs::read(&file).unwrap();
         for length in 0..whole.len() {
@@ -259,10 +259,10 @@ mod tests {
     #[test]
     fn a_mode_that_cannot_be_written_down_is_not_remembered() {
         let directory = tempfile::tempdir().unwrap();
-        let mut journal = open(&directory);
+        let mut state_file = open(&directory);
         // A directory of that name stands in the way of the new file.
         fs::create_dir(directory.path().join(format!("{FILE}.new"))).unwrap();
-        journal.remember_compute_mode(UUID, ComputeMode::Default).unwrap_err();
-        assert_eq!(journal.previous_compute_mode(UUID), None);
+        state_file.remember_compute_mode(UUID, ComputeMode::Default).unwrap_err();
+        assert_eq!(state_file.previous_compute_mode(UUID), None);
     }
 }

@@ -220,7 +220,7 @@ impl Worker {
         }
         self.find_misfit();
         self.compare_servers();
-        self.keep_journal();
+        self.keep_state_file();
         self.rotate_log();
         self.tell_left_out();
         self.show_state();
@@ -323,8 +323,8 @@ impl Worker {
         }
     }
 
-    /// Keeps the journal and its log offset up to date, for the next service that takes over.
-    pub(super) fn keep_journal(&mut self) {
+    /// Keeps the state file and its log offset up to date, for the next service that takes over.
+    pub(super) fn keep_state_file(&mut self) {
         let Some(run) = &mut self.run else { return };
         let trouble = run.log.trouble().filter(|_| !run.hindrances.has(ClearedBy::Order));
         if trouble != run.log_trouble {
@@ -337,15 +337,15 @@ impl Worker {
         }
         run.running.log_offset = run.log.offset();
         let (id, running) = (self.reporter.id(), run.running.clone());
-        let kept = self.with_journal(|journal| {
-            let repaired = journal.repair()?;
-            journal.remember_control_daemon(&id, running)?;
+        let kept = self.with_state_file(|state_file| {
+            let repaired = state_file.repair()?;
+            state_file.remember_control_daemon(&id, running)?;
             Ok::<bool, std::io::Error>(repaired)
         });
         match kept {
             Ok(false) => {}
-            Ok(true) => self.reporter.warning("the journal was lost or damaged; written again".to_owned()),
-            Err(error) => self.reporter.warning(format!("the journal can't be written: {error}")),
+            Ok(true) => self.reporter.warning("the state file was lost or damaged; written again".to_owned()),
+            Err(error) => self.reporter.warning(format!("the state file can't be written: {error}")),
         }
     }
 

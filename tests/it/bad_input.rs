@@ -304,30 +304,30 @@ fn a_device_file_of_fifteen_thousand_entries() {
     refused(host, "host_container_device.yml:1: devices: 15000 entries, the limit is 1024");
 }
 
-/// The journal is gone for good, and what stands in its place is in nobody's way.
+/// The state file is gone for good, and what stands in its place is in nobody's way.
 #[test]
-fn a_journal_that_is_no_file() {
+fn a_state_file_that_is_no_file() {
     let fifo = |path: &Path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
     let full = |path: &Path| {
         fs::create_dir(path).unwrap();
         fs::write(path.join("something"), "").unwrap();
     };
     type Make = fn(&Path);
-    let kinds = [("journal.json", full as Make), ("journal.json", fifo), ("journal.json.new", fifo)];
+    let kinds = [("state.json", full as Make), ("state.json", fifo), ("state.json.new", fifo)];
     for (name, make) in kinds {
         let mut host = Host::new("h200");
         fs::create_dir(host.path("run")).unwrap();
         make(&host.path("run").join(name));
         host.start();
         let status = host.wait_for_state("ready");
-        let journal = host.path("run/journal.json");
-        assert!(fs::read_to_string(&journal).unwrap().contains(&control_pid(&status).to_string()));
+        let state_file = host.path("run/state.json");
+        assert!(fs::read_to_string(&state_file).unwrap().contains(&control_pid(&status).to_string()));
         // The same while it serves: the next look writes it again.
-        fs::remove_file(&journal).unwrap();
+        fs::remove_file(&state_file).unwrap();
         make(&host.path("run").join(name));
         assert!(host.call("Control.Reload").status.success());
-        wait_for("a journal", || {
-            let there = journal.is_file() && fs::read_to_string(&journal).unwrap().contains("Default");
+        wait_for("a state file", || {
+            let there = state_file.is_file() && fs::read_to_string(&state_file).unwrap().contains("Default");
             there.then_some(())
         });
         stops(host);

@@ -308,7 +308,7 @@ faults! {
         fs::create_dir(scene.host.path("mps/log")).unwrap();
         File::create(scene.host.path("mps/log/control.log")).unwrap().set_len(40 << 20).unwrap();
     } => ["service-not-running", "log-too-large"];
-    damaged_journal: "h200", Serving, |scene| scene.host.plant("run/journal.json", "{") => ["journal-damaged"];
+    damaged_state_file: "h200", Serving, |scene| scene.host.plant("run/state.json", "{") => ["state-file-damaged"];
     runtime_directory_removed: "h200", Serving, |scene| fs::remove_dir_all(scene.host.path("run")).unwrap()
         => ["runtime-directory-missing"];
     no_shared_memory: "h200", Serving, |scene| fs::remove_dir(scene.host.file("/dev/shm")).unwrap() => ["shm-unusable"];
@@ -516,7 +516,7 @@ fn what_is_for_root_is_not_judged() {
         text(&output.unwrap())
     };
     let said = doctor();
-    assert!(!said.contains("journal-damaged"), "{said}");
+    assert!(!said.contains("state-file-damaged"), "{said}");
     assert!(said.contains("Not checked, since only root can read"), "{said}");
     // Where it listens is not known either, and must not be guessed: there might be another one.
     if said.contains("foreign-control-daemon") {

@@ -64,12 +64,12 @@ fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
 
-/// Waits until the journal says that the control daemon's log was read beyond this place.
+/// Waits until the state file says that the control daemon's log was read beyond this place.
 fn read_up_to(host: &Host, place: usize) {
-    wait_for("the journal to follow", || {
-        let journal = fs::read(host.path("run/journal.json")).unwrap_or_default();
-        let journal: Value = serde_json::from_slice(&journal).unwrap_or_default();
-        let offset = journal["control_daemons"]["shared"]["log_offset"].as_u64()?;
+    wait_for("the state file to follow", || {
+        let state_file = fs::read(host.path("run/state.json")).unwrap_or_default();
+        let state_file: Value = serde_json::from_slice(&state_file).unwrap_or_default();
+        let offset = state_file["control_daemons"]["shared"]["log_offset"].as_u64()?;
         (offset > place as u64).then_some(())
     });
 }
@@ -555,8 +555,8 @@ fn no_room_for_the_log() {
 /// written down is not started, since nobody would know it after us, and the reason is said. All is well when there is
 /// room.
 #[test]
-fn no_room_for_the_journal() {
-    if !root_or_skip("no_room_for_the_journal") {
+fn no_room_for_the_state_file() {
+    if !root_or_skip("no_room_for_the_state_file") {
         return;
     }
     let mut host = Host::new("h200");
@@ -617,12 +617,12 @@ fn what_others_break_is_repaired() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
-    let journal = host.path("run/journal.json");
+    let state_file = host.path("run/state.json");
     // Parsed: one that was cut short may still name the process.
     let whole = || {
-        let bytes = fs::read(&journal).unwrap_or_default();
-        let journal: Value = serde_json::from_slice(&bytes).unwrap_or_default();
-        journal["control_daemons"]["shared"]["process"]["pid"] == control_pid(&before)
+        let bytes = fs::read(&state_file).unwrap_or_default();
+        let state_file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
+        state_file["control_daemons"]["shared"]["process"]["pid"] == control_pid(&before)
     };
     for _ in 0..12 {
         match random.below(6) {
@@ -630,13 +630,13 @@ fn what_others_break_is_repaired() {
                 let set = host.command("nvidia-smi").args(["-i", "0", "-c", "DEFAULT"]).output().unwrap();
                 assert!(set.status.success(), "{}", text(&set));
             }
-            1 => fs::remove_file(&journal).unwrap(),
+            1 => fs::remove_file(&state_file).unwrap(),
             2 => {
-                let length = fs::metadata(&journal).unwrap().len();
-                let file = File::options().write(true).open(&journal).unwrap();
+                let length = fs::metadata(&state_file).unwrap().len();
+                let file = File::options().write(true).open(&state_file).unwrap();
                 file.set_len(random.below(length)).unwrap();
             }
-            3 => fs::write(&journal, "{\"version\": 99}").unwrap(),
+            3 => fs::write(&state_file, "{\"version\": 99}").unwrap(),
             // Away first: the daemon may be writing to it.
             4 => {
                 fs::rename(host.path("run"), host.path("gone")).unwrap();
@@ -645,7 +645,7 @@ fn what_others_break_is_repaired() {
             _ => _ = fs::remove_file(host.path("mps/log/control.log")),
         }
         reload(&host);
-        wait_for("a whole journal", || whole().then_some(()));
+        wait_for("a whole state file", || whole().then_some(()));
         wait_for("the compute mode", || (host.compute_mode(0) == "Exclusive_Process").then_some(()));
         if random.below(2) == 0 {
             restart(&mut host);
@@ -664,21 +664,21 @@ fn what_others_break_is_repaired() {
     host.nothing_runs();
 }
 
-/// A journal that is lost while the daemon is down: the control daemon then is nobody's, is left to its clients, and
+/// A state file that is lost while the daemon is down: the control daemon then is nobody's, is left to its clients, and
 /// replaced after them.
 #[test]
-fn a_journal_lost_while_down_costs_no_client() {
+fn a_state_file_lost_while_down_costs_no_client() {
     for loss in ["removed", "cut", "garbage"] {
         let mut host = Host::serving("h200");
         let before = host.wait_for_state("ready");
         let mut client = host.client();
         host.signal(Signal::KILL);
         host.ended();
-        let journal = host.path("run/journal.json");
+        let state_file = host.path("run/state.json");
         match loss {
-            "removed" => fs::remove_file(&journal).unwrap(),
-            "cut" => File::options().write(true).open(&journal).unwrap().set_len(40).unwrap(),
-            _ => fs::write(&journal, [0xff; 700]).unwrap(),
+            "removed" => fs::remove_file(&state_file).unwrap(),
+            "cut" => File::options().write(true).open(&state_file).unwrap().set_len(40).unwrap(),
+            _ => fs::write(&state_file, [0xff; 700]).unwrap(),
         }
         host.start();
         host.wait_for_failure(&format!("PID {}", control_pid(&before)));

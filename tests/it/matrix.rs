@@ -20,11 +20,11 @@ use crate::support::wait::{DEADLINE, wait_for};
 /// Where a start can be killed that finds nothing to take over, one that does, a reload, and a stop. The names are those
 /// of the daemon's log.
 const COLD: [&str; 11] = [
-    "mode-journalled",
+    "mode-written-down",
     "mode-set",
     "compute-modes",
     "spawned",
-    "journalled",
+    "written-down",
     "started",
     "answers",
     "defaults",

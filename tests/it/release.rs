@@ -744,7 +744,7 @@ fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
         scene.host.signal(Signal::KILL);
         scene.host.ended();
         if forgotten {
-            fs::remove_file(scene.host.path("run/journal.json")).unwrap();
+            fs::remove_file(scene.host.path("run/state.json")).unwrap();
         } else {
             scene.host.configure("cuda_mps_topology: per_gpu");
         }

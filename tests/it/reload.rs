@@ -441,7 +441,7 @@ fn switched_off_between_two_services() {
         } else {
             host.configure("enable_cuda_mps: false");
         }
-        // Where nothing is configured, these are not known but for its journal.
+        // Where nothing is configured, these are known from its state file alone.
         host.start();
         host.wait_for_status("a control daemon that waits for its client", |status| {
             let reason = status["control_daemons"][0]["reason"].as_str().unwrap_or_default();

@@ -65,7 +65,7 @@ fn the_unit_keeps_its_promises() {
         "Restart=on-failure",
         // The daemon's exit status for a bad configuration.
         "RestartPreventExitStatus=78",
-        // Where the journal lies, and that it outlives a restart.
+        // Where the state file lies, and that it outlives a restart.
         "RuntimeDirectory=yunion-mps-daemon",
         "RuntimeDirectoryPreserve=yes",
         "WantedBy=multi-user.target",

@@ -220,10 +220,10 @@ fn log_size(facts: &Facts) -> Outcome {
 fn runtime_directory(facts: &Facts) -> Outcome {
     let directory = &facts.runtime_directory;
     let mut findings = Vec::new();
-    let journal = directory.join("journal.json");
-    if let Err(what) = &facts.journal {
-        if fs::File::open(&journal).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
-            return Err(format!("only root can read {}", journal.display()));
+    let state_file = directory.join("state.json");
+    if let Err(what) = &facts.state_file {
+        if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
+            return Err(format!("only root can read {}", state_file.display()));
         }
         // The service that runs knows what stood there; the next one would not.
         let remedy = if facts.published().is_ok() {
@@ -233,7 +233,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
             "the next start passes it over; it takes control daemons that still run for another's, and replaces each once \
              it has no clients; check the compute modes afterwards"
         };
-        findings.push(warning("journal-damaged", journal.display(), format!("it {what}"), remedy));
+        findings.push(warning("state-file-damaged", state_file.display(), format!("it {what}"), remedy));
     }
     if facts.published().is_ok_and(|published| published.pid.is_some()) && !directory.is_dir() {
         findings.push(error(

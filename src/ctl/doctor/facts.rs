@@ -52,7 +52,7 @@ pub(super) struct Facts {
     pub(super) bus: Bus,
     pub(super) unit: Result<UnitProperties, String>,
     pub(super) runtime_directory: PathBuf,
-    pub(super) journal: Result<Vec<Running>, String>,
+    pub(super) state_file: Result<Vec<Running>, String>,
     pub(super) control_daemons: Vec<FoundDaemon>,
 }
 
@@ -106,7 +106,7 @@ impl Facts {
             program_cuda: program_cuda().await,
             bus,
             unit: systemd::unit(UNIT).await,
-            journal: state_file::control_daemons(&runtime_directory),
+            state_file: state_file::control_daemons(&runtime_directory),
             runtime_directory,
             control_daemons: Vec::new(),
             sources,
@@ -171,7 +171,7 @@ impl Facts {
     /// Whether a control daemon was started by this service.
     pub(super) fn is_ours(&self, daemon: u32) -> bool {
         let published = self.bus.published().map(|published| published.control_daemons.as_slice());
-        let written = self.journal.as_deref().unwrap_or_default();
+        let written = self.state_file.as_deref().unwrap_or_default();
         published.unwrap_or_default().iter().any(|published| published.pid == Some(daemon))
             || written.iter().any(|running| Identity::of(daemon).is_ok_and(|now| now == running.process))
     }

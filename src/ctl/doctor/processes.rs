@@ -17,7 +17,7 @@ const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
     // A control daemon is another's only if it is known which ones are ours.
-    if facts.published().is_err() && facts.journal.is_err() {
+    if facts.published().is_err() && facts.state_file.is_err() {
         return Err("it is not known which control daemons are ours".to_owned());
     }
     let configured = facts.directories().unwrap_or_default();
