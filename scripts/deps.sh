@@ -2,7 +2,7 @@
 # Makes sure that the programs exist which building, testing and the demo need besides the Rust toolchain.
 # As root on a machine with apt-get the missing ones are installed; otherwise one line names them all and the exit
 # status is 1. Programs are looked for, not packages: any other way to have them is as good.
-# With the argument `packages`: those that building and checking the packages needs, and no others. With `build`: those
+# With the argument `packages`: the programs for building and checking the packages, and no others. With `build`: those
 # that `make build` needs, which is for every distribution.
 set -eu
 

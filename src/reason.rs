@@ -7,7 +7,7 @@ use std::fmt;
 pub struct Reason {
     /// The finding.
     pub found: String,
-    /// What to do; empty if nothing better is known than what everybody would do.
+    /// The step that helps; empty if only the obvious one is known.
     pub remedy: String,
 }
 

@@ -17,7 +17,7 @@ use crate::host::nvml::Driver;
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// How long a look may take before it counts as failed. It must stay well below the watchdog's time.
+/// The time after which a look counts as failed. It must stay well below the watchdog's time.
 const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// A critical error that NVML tells of: the GPU's UUID and the Xid number.

@@ -48,10 +48,10 @@ const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
-/// How many faults may wait to be told, most often because there is no bus. More are only in the log.
+/// The most faults that wait to be told, for example while there is no bus. More are only in the log.
 const FAULTS: usize = 64;
 
-/// How many requests may wait. The next caller waits for a place.
+/// The most requests that wait. The next caller waits for a place.
 const REQUESTS: usize = 16;
 
 /// The options of the command line.
@@ -198,9 +198,9 @@ struct Daemon {
     scan_pause: Duration,
     ending: Option<Ending>,
     service_manager: ServiceManager,
-    /// How many new configurations were granted.
+    /// The number of new configurations that were granted.
     reloads: u64,
-    /// How many of them are in force, or have a known reason why they are not.
+    /// The number of them that are in force, or have a known reason why they are not.
     in_force: watch::Sender<u64>,
 }
 
@@ -389,7 +389,7 @@ impl Daemon {
         self.fleet.stop(&goal, &self.settings).await;
     }
 
-    /// Draws the conclusions from what has happened: control daemons start whose GPUs are free, and the new state is
+    /// Draws the conclusions from the news: control daemons start if their GPUs are free, and the new state is
     /// published.
     fn settle(&mut self) {
         self.fleet.move_on();

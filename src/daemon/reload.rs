@@ -10,7 +10,7 @@ use crate::config::{self, Problem};
 use crate::dbus::RequestError;
 use crate::plan::{self, Plan, PlanError};
 
-/// How long a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
+/// The time that a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
 const PATIENCE: Duration = Duration::from_secs(50);
 
 /// Reloads for a caller on the bus, who gets the answer when the new configuration is in force.

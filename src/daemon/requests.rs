@@ -14,10 +14,10 @@ use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ClientView, Serving};
 use crate::tenants::terminate::{self, ContainerId, TerminationError, Wanted};
 
-/// How many terminations may ask the kernel about processes at a time. It takes microseconds.
+/// The most terminations that ask the kernel about processes at a time. It takes microseconds.
 const TERMINATIONS: usize = 4;
 
-/// How many callers may wait for the next list of clients; more are told to ask later.
+/// The most callers that wait for the next list of clients; more are told to ask later.
 const LISTINGS: usize = 256;
 
 type Reply<T> = oneshot::Sender<Result<T, RequestError>>;

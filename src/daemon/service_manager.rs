@@ -12,19 +12,19 @@ use tokio::time::{Instant, timeout};
 
 use crate::publish::snapshot::State;
 
-/// How long the last messages may take to be sent.
+/// The time for sending the last messages.
 const LAST_SEND: Duration = Duration::from_secs(1);
 
 /// Everything that the service manager is to know.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct News {
-    /// How many reloads have begun.
+    /// The number of reloads that have begun.
     reloads: u64,
     /// Whether everything that was asked for is done.
     ready: bool,
     stopping: bool,
     status: String,
-    /// How many signs of life were due.
+    /// The number of signs of life that were due.
     beats: u64,
 }
 
@@ -114,7 +114,7 @@ impl ServiceManager {
         self.news.send_modify(|news| news.stopping = true);
     }
 
-    /// How the service is. The journal has it too, as urgent as the state is.
+    /// Tells the state of the service. It goes to the journal too, as urgent as the state is.
     pub(super) fn status(&mut self, state: State, line: String) {
         if line == self.news.borrow().status {
             return;

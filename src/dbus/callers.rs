@@ -1,6 +1,6 @@
 //! Who calls, and how much each user may have: of our time, and of the bus's memory.
 //!
-//! An answer that its caller does not read stays in the bus, and the bus stops reading from a service whose answers take
+//! An answer that its caller does not read stays in the bus, and the bus stops reading from a service when its answers take
 //! too much room there (127 MiB in dbus-daemon), which would silence us for everybody. So unprivileged users have a
 //! share, counted in bytes of answers: so many a second, and so many that nobody has seen them read. Root has no limit.
 

@@ -15,10 +15,10 @@ use crate::supervisor::state_file::StateFile;
 /// The mode in which only an MPS server can open a GPU, so that no program slips past it.
 pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
 
-/// How many questions about one GPU there may be at a time. A check and a list of the clients may meet.
+/// The most questions about one GPU at a time. A check and a list of the clients may meet.
 const QUESTIONS: usize = 4;
 
-/// How long NVML may take. Measured: 0.1 ms; a GPU that fell off its bus can take for ever.
+/// The time that NVML gets. Measured: 0.1 ms; a GPU that fell off its bus can take for ever.
 const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Changes compute modes, each only after the previous one was written down.
@@ -27,7 +27,7 @@ pub struct ComputeModes {
     /// The driver as it is found at the moment; it may come late, or go.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     state_file: Arc<Mutex<StateFile>>,
-    /// The GPUs whose mode is ours to keep, served at the moment or not.
+    /// The GPUs that keep the service's mode, served at the moment or not.
     kept: watch::Receiver<Configured>,
     /// By UUID: a GPU that does not answer must not keep others from being asked about.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,

@@ -29,7 +29,7 @@ pub(super) enum Hindrance {
     Silent { looks: u32, error: String },
     /// Its server has ended, and the next one is to be started later. Revival clears it by starting one.
     ServerEnded { reason: String, revive_at: Instant },
-    /// The order needs another control daemon than the one that runs. An order clears it that fits what runs.
+    /// The order needs a control daemon unlike the present one. An order that fits the present one clears it.
     Misfit(String),
 }
 

@@ -1,5 +1,5 @@
-//! What must survive this service: which control daemons are ours, which compute mode each GPU had before it was
-//! changed, and where a CDI spec is.
+//! Facts that must survive this service: its control daemons, the compute mode that each GPU had before the service
+//! changed it, and the place of the CDI spec.
 //!
 //! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
 //! not a reboot.
@@ -35,7 +35,7 @@ pub struct Running {
     pub gpus: Vec<String>,
     /// Whether one server serves every user.
     pub multiuser: bool,
-    /// How far its log has been passed on, in bytes.
+    /// The bytes of its log that have been passed on.
     pub log_offset: u64,
 }
 
@@ -112,12 +112,12 @@ impl StateFile {
         Some(modes.into_iter().find(|mode| mode.to_string() == *word).unwrap_or(ComputeMode::Default))
     }
 
-    /// The GPUs whose mode is to be put back some day.
+    /// The GPUs with a mode that is to be put back some day.
     pub fn changed_gpus(&self) -> Vec<String> {
         self.contents.previous_compute_modes.keys().cloned().collect()
     }
 
-    /// Forgets a GPU whose mode is back.
+    /// Forgets a GPU after its mode is back.
     pub fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
         self.change(|contents| {
             contents.previous_compute_modes.remove(uuid);

@@ -256,7 +256,7 @@ mod tests {
         }
     }
 
-    /// What the next plan says must not be published as served in the moment before the supervisor has taken it up.
+    /// The next plan must not be published as served in the moment before the supervisor has taken it up.
     #[test]
     fn a_plan_is_served_only_once_somebody_has_said_so_of_it() {
         let (reporter, seen) = Reporter::new(&plan(50), Arc::default());

@@ -839,7 +839,7 @@ fn xid_is_told(host: &Host, gpu: usize, number: u32) {
 /// A third of the time until the next regular look at a GPU that nobody uses.
 const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
 
-/// What a later look would find as well, and that must not wait for it.
+/// Trouble that a later look would find as well must not wait for that look.
 fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + longest;
     wait_for(what, || {
@@ -1013,7 +1013,7 @@ fn a_burst_of_warnings_does_not_flood_the_journal() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// How many lines were left out is told before the next control daemon starts, not some time after.
+/// The number of lines left out is told before the next control daemon starts, not some time after.
 #[test]
 fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out() {
     let mut host = Host::serving("h200");
@@ -1272,7 +1272,7 @@ fn a_full_gpu_is_not_healthy() {
         let again = left.elapsed();
         clients.push(start());
         let one_too_many = loop {
-            // The first of them may be the one that gets the place.
+            // The first of them may get the place.
             let mut client = start();
             let came = Instant::now();
             let refused =

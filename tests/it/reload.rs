@@ -498,7 +498,7 @@ fn disabled_and_enabled_again_at_once() {
     host.nothing_runs();
 }
 
-/// Without a plan, for example for want of a driver, a stop still ends everything that an earlier service has left.
+/// Without a plan, for example while there is no driver, a stop still ends everything that an earlier service has left.
 #[test]
 fn a_stop_without_a_plan_ends_what_runs() {
     let mut host = Host::serving("h200");

@@ -75,7 +75,7 @@ fn ready_is_said_when_it_is_true() {
     assert!(now > 0);
     assert_eq!(manager.next(), "READY=1");
 
-    // A reload that changes nothing for want of a good configuration ends as well.
+    // A reload that is refused ends as well.
     host.configure("cuda_mps_replicas: none");
     host.signal(Signal::HUP);
     let heard = manager.until(|message| message == "READY=1");

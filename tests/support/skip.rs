@@ -19,7 +19,7 @@ const EVEN_THERE: &[(&str, &str)] = &[(
 /// Leaves out a test, or the part of one that is named.
 ///
 /// # Panics
-/// Nothing may be left out, and the reason is none of those that hold even then.
+/// No test may be left out, and the reason is not one of the excused reasons.
 pub(crate) fn skip(what: &str, reason: &str) {
     let excused = EVEN_THERE.iter().find(|(known, _)| *known == reason);
     if std::env::var_os(NOTHING).is_some() {

@@ -3,7 +3,7 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How long anything may take on a busy machine. It is reached only when something is broken.
+/// The time that any step gets on a busy machine. It is reached only if something is broken.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The pause between two looks.

@@ -10,13 +10,13 @@ use clap_mangen::roff::{Roff, bold, roman};
 const DAEMON_TAIL: &str = include_str!("../../man/yunion-mps-daemon.8.tail");
 const CTL_TAIL: &str = include_str!("../../man/yunion-mpsctl.1.tail");
 
-/// What was printed on a real GPU, where a simulated one would say little; the first line says on which.
+/// Output from a real GPU, for commands that say little on a simulated one; the first line names the GPU.
 const MEASURED: [(&str, &str); 2] = [
     ("bench", include_str!("../../man/examples/bench.txt")),
     ("probe", include_str!("../../man/examples/probe.txt")),
 ];
 
-/// What begins the examples in a command's help, and what begins its exit status.
+/// The beginnings of the examples and of the exit status in a command's help.
 const EXAMPLES: &str = "Examples:\n";
 const EXIT_STATUS: &str = "Exit status: ";
 
@@ -124,7 +124,7 @@ impl Page {
         Ok(())
     }
 
-    /// What stands below the options in `--help`, of the whole program or a subcommand: text, exit status, examples.
+    /// The text below the options in `--help` of the program or of a subcommand: prose, exit status, examples.
     fn after_help(&mut self, command: &Command, whole: bool) -> io::Result<()> {
         let Some(help) = command.get_after_help().map(ToString::to_string) else { return Ok(()) };
         let (text, examples) = help.split_once(EXAMPLES).unwrap_or((&help, ""));
@@ -154,7 +154,7 @@ impl Page {
         self.verbatim(examples.lines().map(str::trim))
     }
 
-    /// What the subcommand really prints, where it has been recorded.
+    /// The recorded output of the subcommand, if there is one.
     fn printed(&mut self, file: &Path) -> io::Result<()> {
         let text = match fs::read_to_string(file) {
             Ok(text) => text,

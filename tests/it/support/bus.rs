@@ -99,7 +99,7 @@ pub(crate) async fn output(command: &mut Command) -> Output {
     }
 }
 
-/// What a command prints that succeeds.
+/// The output of a command that succeeds.
 pub(crate) async fn printed(command: &mut Command) -> String {
     let output = output(command).await;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -107,7 +107,7 @@ pub(crate) async fn printed(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// What a command complains that fails.
+/// The complaint of a command that fails.
 pub(crate) async fn complained(command: &mut Command) -> String {
     let output = output(command).await;
     assert!(!output.status.success(), "{command:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));

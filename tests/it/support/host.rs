@@ -198,7 +198,7 @@ impl Host {
         self.daemon = Some(child);
     }
 
-    /// What the daemon has said.
+    /// The daemon's log.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
     }
@@ -241,7 +241,7 @@ impl Host {
         self.command(binaries().join("yunion-mpsctl")).args(arguments).output().unwrap()
     }
 
-    /// What yunion-mpsctl prints as JSON; None when it can't.
+    /// The JSON that yunion-mpsctl prints; None if it fails.
     pub(crate) fn json(&self, arguments: &[&str]) -> Option<Value> {
         let output =
             self.command(binaries().join("yunion-mpsctl")).args(arguments).arg("--json").output().unwrap();
@@ -292,7 +292,7 @@ impl Host {
             .unwrap()
     }
 
-    /// What a method of the Manager answers to busctl, without the types.
+    /// The answer of a Manager's method to busctl, without the types.
     pub(crate) fn busctl(&self, method: &str) -> Value {
         let output = self
             .command("busctl")

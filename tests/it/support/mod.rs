@@ -1,4 +1,4 @@
-//! What the tests share: simulated hosts, buses, clients and snapshots.
+//! The set-up that the tests share: simulated hosts, buses, clients and snapshots.
 
 pub(crate) mod bus;
 pub(crate) mod client;

@@ -29,7 +29,7 @@ impl Service {
         Self { bus, served, requests, snapshot }
     }
 
-    /// What the daemon's loop does with a new snapshot.
+    /// Publishes a new snapshot, as the daemon's loop does.
     pub(crate) async fn publish(&mut self, new: Snapshot) {
         let new = Arc::new(new);
         self.snapshot.send_replace(Arc::clone(&new));
