@@ -170,7 +170,6 @@ impl Line {
             };
         }
         match self.level() {
-            Level::ERROR => pass_on!(error),
             Level::WARN => pass_on!(warn),
             Level::INFO => pass_on!(info),
             _ => pass_on!(debug),
@@ -189,8 +188,9 @@ impl Line {
             | Meaning::MemoryLimit { .. }
             | Meaning::ClientPending { .. }
             | Meaning::ServerExited { status: 0, .. } => Level::INFO,
+            // The supervisor tells the fault once for each GPU, with all that these lines say.
+            Meaning::Fault { .. } | Meaning::FaultHandling { .. } | Meaning::TornDown { .. } => Level::INFO,
             Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
-            Meaning::Fault { .. } | Meaning::FaultHandling { .. } | Meaning::TornDown { .. } => Level::ERROR,
         }
     }
 

@@ -89,12 +89,13 @@ impl Run {
             let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
             let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
             tracing::error!(
+                mps_control = reporter.id(),
                 mps_server_pid = u64::from(fault.server),
                 mps_device = u64::try_from(ordinal).unwrap_or_default(),
                 gpu_uuid,
                 "{reason}; clients that were hit: {pids:?}; the log can't tell which of them caused it"
             );
-            reporter.event(format!("{reason}; clients that were hit: {pids:?}"));
+            reporter.keep_event(format!("{reason}; clients that were hit: {pids:?}"));
             if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason }) {
                 tracing::debug!("a fault is not told: {error}");
             }

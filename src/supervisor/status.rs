@@ -187,6 +187,11 @@ impl Reporter {
         } else {
             tracing::info!(mps_control = id, "{text}");
         }
+        self.keep_event(text);
+    }
+
+    /// Keeps an event that the log has already.
+    pub(super) fn keep_event(&self, text: String) {
         self.update(|status| {
             if status.events.len() >= EVENTS_KEPT {
                 status.events.pop_front();

@@ -331,6 +331,11 @@ fn a_fault_is_told_and_heals_when_clients_leave() {
         assert_eq!(server(&status), server(&before), "the server gets over it by itself");
         a_client_is_served(&host);
     }
+    // The lines of the server, some for each client, are no errors of their own.
+    let log = host.log();
+    let errors: Vec<&str> = log.lines().filter(|line| line.contains(" ERROR ")).collect();
+    assert!(errors.iter().any(|line| line.contains("clients that were hit")), "{errors:#?}");
+    assert!(!errors.iter().any(|line| line.contains(" mps: ")), "{errors:#?}");
 }
 
 /// The control daemon dies of the fault, before anybody can have asked how its server is: it is told all the same, with
