@@ -268,7 +268,8 @@ fn server_starting(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_control(text: &str) -> Option<Meaning> {
-    if text == "User did not send valid credentials" {
+    // Someone connected and said nothing, as the service does to learn who listens.
+    if ["User did not send valid credentials", "Unable to accept connection"].contains(&text.trim_end()) {
         return Some(Meaning::Noise);
     }
     if let Some(rest) = text.strip_prefix("NEW SERVER ") {
@@ -292,10 +293,14 @@ fn said_by_control(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
-    // The server's own message has this misspelling.
-    if text.starts_with("Server failed to recevie command with status 806")
-        || text.starts_with("Server was unable to shutdown due to")
-    {
+    // The misspellings are the server's own. The last three belong to a fault, which other lines tell.
+    let noise = [
+        "Server failed to recevie command with status 806",
+        "Server was unable to shutdown due to",
+        "All clients belonging to error trigging process",
+        "The following client process have a sticky error set",
+    ];
+    if noise.iter().any(|noise| text.starts_with(noise)) || text.contains(" on the error-trigging process ") {
         return Some(Meaning::Noise);
     }
     if let Some(value) = text.strip_prefix("Active Threads Percentage set to ") {
@@ -660,6 +665,19 @@ mod tests {
                 Meaning::ClientLeft(611),
             ),
             ("[2026-11-21 02:13:53.859 Control   879] User did not send valid credentials", Meaning::Noise),
+            ("[2026-11-22 09:30:08.912 Control   496] Unable to accept connection", Meaning::Noise),
+            (
+                "[2026-11-22 09:30:56.266 Server   513] All clients belonging to error trigging process 797 will be torn down",
+                Meaning::Noise,
+            ),
+            (
+                "[2026-11-22 09:30:56.266 Server   513] Client {PID: 797, Context ID: 1} on the error-trigging process 797 to be torn down",
+                Meaning::Noise,
+            ),
+            (
+                "[2026-11-22 09:30:56.266 Server   513] The following client process have a sticky error set:",
+                Meaning::Noise,
+            ),
             (
                 "[2026-11-21 02:24:21.335 Server   939] Server failed to recevie command with status 806, assuming client {PID: 592, Context ID: 0} exit",
                 Meaning::Noise,

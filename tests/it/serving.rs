@@ -39,6 +39,11 @@ fn the_p40_is_served_the_whole_way() {
         &json!({"id": "shared", "state": "ready", "reason": "", "starts": 1, "multiuser": false}),
     );
 
+    // The control daemon complains of connections without a word, by which the service learns who listens.
+    let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
+    assert!(log.contains("Unable to accept connection"), "{log}");
+    assert!(!host.log().contains("WARN mps: "), "{}", host.log());
+
     let golden = |ordinal: usize| {
         json!({
             "addr": format!("00:06.0-{ordinal}"),

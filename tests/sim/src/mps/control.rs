@@ -301,7 +301,7 @@ impl Daemon {
                 self.log("Accepting connection...");
                 self.admit(connection, pid, uid, hello);
             }
-            None => self.log("User did not send valid credentials"),
+            None => self.log("Unable to accept connection"),
         }
     }
 
