@@ -238,7 +238,7 @@ pub struct ServedGpu {
 
 impl ServedGpu {
     /// Whether the clients of its slices get the planned limits only after the control daemon has other defaults than
-    /// in `before`. A slice whose own limits don't change waits for nothing, even if the defaults change.
+    /// in `before`. A slice that keeps its own limits waits for nothing, even if the defaults change.
     fn needs_other_defaults(&self, plan: &ControlDaemonPlan, before: &ControlDaemonPlan) -> bool {
         let Some(known) = before.gpus.iter().find(|known| known.uuid == self.uuid) else { return true };
         // A default below the slice's new limit gives its clients too little. If the slice's new limit is also the new

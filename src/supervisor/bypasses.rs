@@ -46,9 +46,9 @@ impl Bypasses {
 }
 
 impl Worker {
-    /// Looks for them among these processes, by GPU. The control daemon is asked only where there is anybody besides the
-    /// servers that are known; where it doesn't say who its clients are, what is known stays. None stands for one that
-    /// does not run: who was its client is none of those that are looked for.
+    /// Looks for bypasses among these processes, by GPU. The control daemon is asked only if there are processes besides the
+    /// known servers. If it does not name its clients, the last result is kept. Without a control daemon, processes that
+    /// NVML lists as clients are no bypasses.
     pub(super) async fn look_for_bypasses(
         &mut self,
         control: Option<&Control>,

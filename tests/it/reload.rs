@@ -113,7 +113,7 @@ fn only_the_gpu_that_changes_is_said_to_change() {
         wait_for("the last signal of the reload", || heard().contains(&signal).then_some(()));
     }
     let heard = heard();
-    // One that is held by a default which is not its own any more is told of it.
+    // A slice below a default that has grown gets a warning. Its health does not change.
     let of_others = |line: &&str| {
         let is_in = |other: &String| {
             line.starts_with(&format!("/io/yunion/Mps1/devices/_{}:", other.replace([':', '.', '-'], "_")))
