@@ -8,7 +8,7 @@ use clap::{CommandFactory, Parser};
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mps-daemon", version)]
 #[command(after_help = "Exit status: 0 stopped, 1 failed, 2 usage, 78 configuration wrong.")]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// The main configuration file [default: /opt/yunion/bin/etc/host.conf if there, else /etc/yunion/host.conf]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,

@@ -17,7 +17,7 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The result of the check: what a start would do.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Checked {
+pub(crate) enum Checked {
     /// The files have mistakes.
     Refused(Refused),
     /// The files have no mistakes in themselves, but don't fit this host.
@@ -43,7 +43,7 @@ pub enum Checked {
 
 impl Checked {
     /// The mistakes: problems of the files, and entries that certainly name no GPU of this host.
-    pub fn problems(&self) -> Vec<Problem> {
+    pub(crate) fn problems(&self) -> Vec<Problem> {
         match self {
             Self::Refused(Refused { problems, .. }) | Self::Wrong { problems, .. } => problems.clone(),
             Self::Right { missing, .. } => {
@@ -53,7 +53,7 @@ impl Checked {
     }
 
     /// The settings, if the files have no mistakes in themselves.
-    pub fn loaded(&self) -> Option<&Loaded> {
+    pub(crate) fn loaded(&self) -> Option<&Loaded> {
         match self {
             Self::Refused(_) => None,
             Self::Wrong { loaded, .. } | Self::Right { loaded, .. } => Some(loaded),
@@ -61,7 +61,7 @@ impl Checked {
     }
 
     /// The warnings about the files, without the troubles of the host agent.
-    pub fn warnings(&self) -> &[Problem] {
+    pub(crate) fn warnings(&self) -> &[Problem] {
         match self {
             Self::Refused(refused) => &refused.warnings,
             Self::Wrong { loaded, .. } | Self::Right { loaded, .. } => &loaded.warnings,
@@ -69,7 +69,7 @@ impl Checked {
     }
 
     /// The settings with which the platform's host agent or its containers fail.
-    pub fn agent(&self) -> &[Trouble] {
+    pub(crate) fn agent(&self) -> &[Trouble] {
         self.loaded().map(|loaded| loaded.agent.as_slice()).unwrap_or_default()
     }
 
@@ -80,7 +80,7 @@ impl Checked {
 
 /// The verdict of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub(crate) enum Verdict {
     /// The configuration is right, as far as this host can tell now.
     Right,
     /// The configuration is wrong, or an entry names no GPU of this host. The problems have been written.
@@ -88,7 +88,7 @@ pub enum Verdict {
 }
 
 /// Reads the configuration, and asks the driver if the configuration asks for GPUs.
-pub fn look(sources: &Sources) -> Checked {
+pub(crate) fn look(sources: &Sources) -> Checked {
     match config::load(sources) {
         Err(refused) => Checked::Refused(refused),
         Ok(loaded) if !loaded.settings.enabled => judge(loaded, None),
@@ -137,7 +137,7 @@ pub(crate) fn within<T: Send + 'static>(
 }
 
 /// The result of this configuration on a host with these GPUs.
-pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
+pub(crate) fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     let Some(inventory) = inventory.filter(|_| loaded.settings.enabled) else {
         return Checked::Right { loaded, driver: None, plan: Ok(Plan::default()), missing: Vec::new() };
     };
@@ -157,12 +157,12 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
 }
 
 /// Writes what a start would do. An error means that writing failed.
-pub fn run(sources: &Sources, out: &mut dyn Write) -> io::Result<Verdict> {
+pub(crate) fn run(sources: &Sources, out: &mut dyn Write) -> io::Result<Verdict> {
     write(&look(sources), out)
 }
 
 /// Writes the result in words.
-pub fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
+pub(crate) fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
     for warning in checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem)) {
         writeln!(out, "warning: {warning}")?;
     }

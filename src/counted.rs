@@ -1,7 +1,7 @@
 //! Numbers of things, in sentences for people.
 
 /// `1 client`, `2 clients`.
-pub fn counted(count: usize, thing: &str) -> String {
+pub(crate) fn counted(count: usize, thing: &str) -> String {
     let plural = if count == 1 { "" } else { "s" };
     format!("{count} {thing}{plural}")
 }

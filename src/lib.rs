@@ -22,7 +22,7 @@
 //!
 //! | floor | module | its job |
 //! |---|---|---|
-//! | 9 | `daemon`, `ctl` | the service's loop; yunion-mpsctl, on the other side of the bus |
+//! | 9 | `daemon`, `ctl` | the two programs: the service, and yunion-mpsctl on the other side of the bus |
 //! | 8 | `dbus` | shows the Snapshot on the bus and passes requests on; decides nothing |
 //! | 7 | `publish` | the Snapshot, and everything that is made from it: container settings, CDI spec |
 //! | 6 | `tenants` | the clients: the list of them, and the end of their GPU work |
@@ -34,21 +34,35 @@
 //! | 1 | `host` | GPUs, processes and systemd as they are, and what differs by driver |
 //! | 0 | `counted`, `cuda` | "1 client", "2 clients"; the CUDA driver for `probe` and `bench` |
 
-pub mod arguments;
-pub mod check;
-pub mod config;
-pub mod counted;
-pub mod ctl;
-pub mod cuda;
-pub mod daemon;
-pub mod dbus;
-pub mod host;
-pub mod mps;
-pub mod plan;
-pub mod publish;
-pub mod reason;
+mod arguments;
+mod check;
+mod config;
+mod counted;
+mod ctl;
+mod cuda;
+mod daemon;
+mod dbus;
+mod host;
+mod mps;
+mod plan;
+mod publish;
+mod reason;
 #[cfg(test)]
 #[path = "../tests/support/skip.rs"]
 mod skip;
-pub mod supervisor;
-pub mod tenants;
+mod supervisor;
+mod tenants;
+
+// All that is used from outside the library, so that the compiler finds what nobody uses.
+// The programs and their manual pages:
+pub use arguments::command as daemon_command;
+pub use ctl::{command as ctl_command, main as run_ctl};
+pub use daemon::program::main as run_daemon;
+// The tests of the bus and of systemd:
+pub use dbus::{Bus, Request, RequestError};
+pub use host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
+pub use host::systemd::{move_to_scope, runs_us, why_stopping};
+pub use plan::GpuPlan;
+pub use publish::snapshot::{GpuView, Snapshot, State};
+pub use supervisor::view::{ControlDaemonState, ControlDaemonView, Event};
+pub use tenants::clients::ClientView;

@@ -1,63 +1,7 @@
-//! yunion-mps-daemon: its logging, its runtime and its exit status.
+//! yunion-mps-daemon: the service.
 
-use std::io::{self, Write};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Parser;
-use yunion_mps::arguments::Arguments;
-use yunion_mps::check::{self, Verdict};
-use yunion_mps::config::Sources;
-use yunion_mps::daemon::logging;
-use yunion_mps::daemon::{self, Exit, Options};
-use yunion_mps::host::oom;
-use yunion_mps::mps::launch;
-
-/// The exit status of a configuration error (`EX_CONFIG`), after which the unit is not restarted.
-const BAD_CONFIGURATION: u8 = 78;
-
 fn main() -> ExitCode {
-    let mut words = std::env::args_os().skip(1);
-    if words.next().is_some_and(|word| word == launch::ARGUMENT) {
-        return match launch::become_program(words) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => fail(&format!("the control daemon can't be started: {error}")),
-        };
-    }
-    let arguments = Arguments::parse();
-    let sources = Sources { config: arguments.config, sysroot: arguments.sysroot };
-    if arguments.check {
-        return match check::run(&sources, &mut io::stdout().lock()) {
-            Ok(Verdict::Right) => ExitCode::SUCCESS,
-            Ok(Verdict::Wrong) => ExitCode::from(BAD_CONFIGURATION),
-            Err(error) => fail(&format!("the result can't be written: {error}")),
-        };
-    }
-    let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
-        .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
-    let level = logging::init();
-    if let Err(error) = oom::adjust(oom::OWN) {
-        tracing::debug!("the OOM killer treats this service as it does its control daemons: {error}");
-    }
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => return fail(&format!("the runtime can't be started: {error}")),
-    };
-    let exit = runtime.block_on(daemon::run(Options { sources, runtime_directory }, level));
-    // A question to NVML may hang for ever. It must not delay the end.
-    runtime.shutdown_background();
-    match exit {
-        Exit::Stopped => ExitCode::SUCCESS,
-        Exit::Interrupted => ExitCode::FAILURE,
-        Exit::BadConfiguration => ExitCode::from(BAD_CONFIGURATION),
-        Exit::Failed(reason) => {
-            logging::last_words(&reason);
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn fail(reason: &str) -> ExitCode {
-    let _ = writeln!(io::stderr(), "yunion-mps-daemon: {reason}");
-    ExitCode::FAILURE
+    yunion_mps::run_daemon()
 }

@@ -14,7 +14,7 @@ use crate::reason::Reason;
 /// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the
 /// plan of a configuration without GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Plan {
+pub(crate) struct Plan {
     /// Every GPU of the configuration, in its order, served or not.
     pub gpus: Vec<GpuPlan>,
     /// The entries of the device file without a GPU on this host now.
@@ -29,7 +29,7 @@ pub struct Plan {
 
 /// An entry of the device file without a GPU on this host now. The GPU may come, or come back.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Missing {
+pub(crate) struct Missing {
     /// The entry, the finding and the remedy.
     pub problem: Problem,
     /// Its path.
@@ -40,7 +40,7 @@ pub struct Missing {
 
 /// The GPUs that a configuration names, as far as their UUIDs are known.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Configured {
+pub(crate) struct Configured {
     certainly: BTreeSet<String>,
     /// Set while some entry's GPU has no known UUID: the GPUs that are certainly not that GPU. None if all are known.
     others: Option<BTreeSet<String>>,
@@ -48,7 +48,7 @@ pub struct Configured {
 
 impl Configured {
     /// Whether the configuration names the GPU with this UUID, or may name it.
-    pub fn may_have(&self, uuid: &str) -> bool {
+    pub(crate) fn may_have(&self, uuid: &str) -> bool {
         self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
     }
 
@@ -150,7 +150,7 @@ pub enum Warning {
 
 /// One control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ControlDaemonPlan {
+pub(crate) struct ControlDaemonPlan {
     /// `shared`, or the GPU's UUID.
     pub id: String,
     /// CUDA_MPS_PIPE_DIRECTORY.
@@ -174,7 +174,7 @@ pub struct ControlDaemonPlan {
 
 /// A running control daemon: the properties that only another control daemon can change.
 #[derive(Debug, Clone, Copy)]
-pub struct Present<'a> {
+pub(crate) struct Present<'a> {
     /// Its `CUDA_MPS_PIPE_DIRECTORY`.
     pub pipe_directory: &'a Path,
     /// Its `CUDA_MPS_LOG_DIRECTORY`.
@@ -187,7 +187,7 @@ pub struct Present<'a> {
 
 impl ControlDaemonPlan {
     /// The GPUs that the control daemon serves as planned only after it has been told more than for `before`.
-    pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
+    pub(crate) fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         self.gpus
             .iter()
             .filter(move |gpu| gpu.needs_other_defaults(self, before))
@@ -196,7 +196,7 @@ impl ControlDaemonPlan {
 
     /// The part of this plan that a running control daemon can't fulfil, so that another must take its place. A GPU
     /// that is not `reachable` is ignored.
-    pub fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
+    pub(crate) fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
         let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
         let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
         if present.pipe_directory != self.pipe_directory {
@@ -219,7 +219,7 @@ impl ControlDaemonPlan {
 
 /// A GPU of a control daemon. Its position is its ordinal.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ServedGpu {
+pub(crate) struct ServedGpu {
     /// The UUID.
     pub uuid: String,
     /// The address, for messages and the state file.
@@ -257,7 +257,7 @@ impl ServedGpu {
 
 /// The reason why there is no plan.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum PlanError {
+pub(crate) enum PlanError {
     /// The configuration is wrong until someone corrects it. This has every problem, at least one.
     #[error("{}", Lines(.0))]
     Problems(Vec<Problem>),
@@ -270,7 +270,7 @@ pub enum PlanError {
 }
 
 /// The problems of these entries.
-pub fn problems(missing: &[Missing]) -> Vec<Problem> {
+pub(crate) fn problems(missing: &[Missing]) -> Vec<Problem> {
     missing.iter().map(|missing| missing.problem.clone()).collect()
 }
 
@@ -313,7 +313,7 @@ impl GpuPlan {
 ///
 /// # Errors
 /// The configuration is wrong, or can't be checked yet.
-pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
+pub(crate) fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
     let before = Inventory {
         driver: Ok(String::new()),
         gpus: before.iter().map(|plan| plan.gpu.clone()).collect(),
@@ -559,7 +559,7 @@ fn slice_of(total_mib: u64, slices: NonZeroU32) -> u64 {
 }
 
 /// The render node of the GPU that a path names.
-pub fn render_node<'a>(path: &DevicePath, inventory: &'a Inventory) -> Option<&'a Path> {
+pub(crate) fn render_node<'a>(path: &DevicePath, inventory: &'a Inventory) -> Option<&'a Path> {
     find(path, inventory).ok()?.pci.render_node.as_deref()
 }
 

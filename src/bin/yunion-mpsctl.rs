@@ -4,5 +4,5 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr());
-    ExitCode::from(yunion_mps::ctl::main(std::env::args_os(), &mut out, &mut err))
+    ExitCode::from(yunion_mps::run_ctl(std::env::args_os(), &mut out, &mut err))
 }

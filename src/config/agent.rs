@@ -26,7 +26,7 @@ const TYPES: [&str; 13] = [
 
 /// A setting with which the agent or its containers fail.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Trouble {
+pub(crate) struct Trouble {
     /// The stable name of this kind of trouble.
     pub name: &'static str,
     /// The place, the effect and the remedy.
@@ -37,7 +37,7 @@ pub struct Trouble {
 
 impl Trouble {
     /// Puts the render node into the remedy, once it is known.
-    pub fn name_render_node(&mut self, node: &Path) {
+    pub(crate) fn name_render_node(&mut self, node: &Path) {
         self.problem.remedy = format!("name the GPU by its render node, {}", node.display());
     }
 }

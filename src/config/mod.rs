@@ -3,7 +3,7 @@
 //! `host.conf` is read first. `host_local.conf` overrides it, and the result names the device file. Each load reads all
 //! three files again.
 
-pub mod agent;
+pub(crate) mod agent;
 mod device_file;
 mod host_conf;
 mod yaml;
@@ -21,7 +21,7 @@ use yaml::Value;
 
 /// All settings of the configuration files, checked and with defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Settings {
+pub(crate) struct Settings {
     /// `enable_cuda_mps`. If it is false, no device is published.
     pub enabled: bool,
     /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
@@ -83,7 +83,7 @@ impl Default for Settings {
 /// One entry of the device file, of any type. An entry of another type claims a GPU that this service must then leave
 /// alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DeviceEntry {
+pub(crate) struct DeviceEntry {
     /// The entry's place, for messages.
     pub origin: Origin,
     /// `type`, verbatim.
@@ -96,7 +96,7 @@ pub struct DeviceEntry {
 
 /// The keys that only an `NVIDIA_MPS` entry has.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MpsEntry {
+pub(crate) struct MpsEntry {
     /// `virtual_number`: the number of slices of the GPU.
     pub slices: NonZeroU32,
     /// `thread_percentage`, 1 to 100, if the entry overrides the policy.
@@ -105,7 +105,7 @@ pub struct MpsEntry {
 
 /// The kind of name by which an entry's `path` names its GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum DevicePath {
+pub(crate) enum DevicePath {
     /// `/dev/dri/renderDN`.
     RenderNode(PathBuf),
     /// A PCI address with its domain.
@@ -155,7 +155,7 @@ impl fmt::Display for Origin {
 
 /// A mistake in the configuration: its place, what was found there, and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Problem {
+pub(crate) struct Problem {
     /// The file and line.
     pub origin: Origin,
     /// The key or the entry, in a user's spelling: `cuda_mps_replicas`, `devices[2].virtual_number`.
@@ -178,7 +178,7 @@ impl fmt::Display for Problem {
 
 /// `log_level`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum LogLevel {
+pub(crate) enum LogLevel {
     /// `debug`.
     Debug,
     /// `info`.
@@ -192,7 +192,7 @@ pub enum LogLevel {
 
 /// `cuda_mps_topology`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Topology {
+pub(crate) enum Topology {
     /// One control daemon in the pipe directory, for all GPUs.
     #[default]
     Shared,
@@ -202,7 +202,7 @@ pub enum Topology {
 
 /// `cuda_mps_thread_percentage`: the share of a GPU's threads that one of N slices may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum ThreadPolicy {
+pub(crate) enum ThreadPolicy {
     /// 100/N.
     #[default]
     Equal,
@@ -216,7 +216,7 @@ pub enum ThreadPolicy {
 
 /// `cuda_mps_multiuser`: one root server for the clients of every user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum MultiUser {
+pub(crate) enum MultiUser {
     /// On if every GPU of the control daemon allows it and the driver knows the option.
     #[default]
     Auto,
@@ -228,7 +228,7 @@ pub enum MultiUser {
 
 /// The places of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Sources {
+pub(crate) struct Sources {
     /// The main file, if the command line names it. Otherwise the service searches for it.
     pub config: Option<PathBuf>,
     /// The directory below which every path is looked up, also the paths in the files: `/` on a real host.
@@ -237,7 +237,7 @@ pub struct Sources {
 
 /// A configuration without problems.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Loaded {
+pub(crate) struct Loaded {
     /// The settings.
     pub settings: Settings,
     /// Whether any file sets `enable_cuda_mps`. It may be false only because no file mentions it.
@@ -254,7 +254,7 @@ pub struct Loaded {
 
 /// The reason why the files are no configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refused {
+pub(crate) struct Refused {
     /// Every problem of every file, in the order of the files and their lines. There is at least one.
     pub problems: Vec<Problem>,
     /// The warnings, one of which is often the reason for a problem.
@@ -276,7 +276,7 @@ struct Findings {
 ///
 /// # Errors
 /// A file is wrong or can't be read.
-pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
+pub(crate) fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let mut findings = Findings::default();
     let mut draft = Draft::new();
     read_main_file(sources, &mut draft, &mut findings);
@@ -315,7 +315,7 @@ const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
 impl Loaded {
     /// The files that were read, for a message. If there are none, the main file that was looked for.
-    pub fn files(&self) -> String {
+    pub(crate) fn files(&self) -> String {
         let files: Vec<String> =
             self.settings.sources.iter().map(|file| file.display().to_string()).collect();
         if files.is_empty() { MAIN_FILE.to_owned() } else { files.join(", ") }
@@ -324,7 +324,7 @@ impl Loaded {
     /// The reason why this configuration must not replace one that serves GPUs, although it has no mistake: it would
     /// end the work of all tenants, and nobody has written `enable_cuda_mps: false`. Most often such a host.conf is
     /// being written, or was removed.
-    pub fn silent_end(&self) -> Option<Problem> {
+    pub(crate) fn silent_end(&self) -> Option<Problem> {
         (!self.settings.enabled && !self.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
             Problem {
@@ -339,7 +339,7 @@ impl Loaded {
 
 impl Sources {
     /// The possible places of the main file. The first file that exists is used.
-    pub fn main_files(&self) -> Vec<&Path> {
+    pub(crate) fn main_files(&self) -> Vec<&Path> {
         match &self.config {
             Some(file) => vec![file],
             None => vec![Path::new(PLATFORM_FILE), Path::new(MAIN_FILE)],
@@ -434,7 +434,7 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
 }
 
 /// The path below the sysroot. A relative path stays relative if the sysroot is the real root.
-pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
+pub(crate) fn below(sysroot: &Path, file: &Path) -> PathBuf {
     if sysroot == Path::new("/") {
         file.to_owned()
     } else {

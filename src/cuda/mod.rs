@@ -16,7 +16,7 @@ use cudarc::nvrtc::Ptx;
 const MULTIPLY_ADD: &str = include_str!("multiply_add.ptx");
 
 /// The threads of one block: four warps, one for each scheduler of a multiprocessor.
-pub const THREADS: u32 = 128;
+pub(crate) const THREADS: u32 = 128;
 
 const MIB: usize = 1 << 20;
 
@@ -26,7 +26,7 @@ const STEPS_MIB: [usize; 5] = [256, 64, 16, 4, 1];
 /// An error of the CUDA driver.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}: {text} ({code})")]
-pub struct Error {
+pub(crate) struct Error {
     what: &'static str,
     text: String,
     code: u32,
@@ -42,7 +42,7 @@ impl Error {
 
 /// Ends the process with a message if the driver's library, or a function in it, is missing. The binding panics then,
 /// so this must be called before any other function here.
-pub fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
+pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload().downcast_ref::<String>().map(String::as_str);
         let text = text.unwrap_or("the CUDA driver can't be used");
@@ -60,20 +60,20 @@ pub fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
 ///
 /// # Errors
 /// The driver's error.
-pub fn multiprocessors_without_context() -> Result<u32, Error> {
+pub(crate) fn multiprocessors_without_context() -> Result<u32, Error> {
     let count = CudaContext::device_count().and_then(|_| raw::multiprocessors(0));
     count.map(number).map_err(|error| Error::new("finding the GPU", error))
 }
 
 /// A context on the first GPU that this process sees.
 #[derive(Debug)]
-pub struct Gpu {
+pub(crate) struct Gpu {
     context: Arc<CudaContext>,
 }
 
 /// Memory of a GPU, in MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Memory {
+pub(crate) struct Memory {
     /// The memory that is free for this process.
     pub free_mib: u64,
     /// The whole memory.
@@ -85,7 +85,7 @@ impl Gpu {
     ///
     /// # Errors
     /// The driver's error.
-    pub fn open() -> Result<Self, Error> {
+    pub(crate) fn open() -> Result<Self, Error> {
         let failed = |error| Error::new("opening a CUDA context", error);
         let context = CudaContext::new(0).map_err(failed)?;
         // Without this the wait for a kernel would keep a processor busy.
@@ -97,7 +97,7 @@ impl Gpu {
     ///
     /// # Errors
     /// The driver's error.
-    pub fn multiprocessors(&self) -> Result<u32, Error> {
+    pub(crate) fn multiprocessors(&self) -> Result<u32, Error> {
         let count = self.context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         count.map(number).map_err(|error| Error::new("counting the multiprocessors", error))
     }
@@ -106,7 +106,7 @@ impl Gpu {
     ///
     /// # Errors
     /// The driver's error.
-    pub fn memory(&self) -> Result<Memory, Error> {
+    pub(crate) fn memory(&self) -> Result<Memory, Error> {
         let (free, total) =
             self.context.mem_get_info().map_err(|error| Error::new("asking for the free memory", error))?;
         Ok(Memory { free_mib: (free / MIB) as u64, total_mib: (total / MIB) as u64 })
@@ -116,7 +116,7 @@ impl Gpu {
     ///
     /// # Errors
     /// The driver's error, unless it is that the memory is used up.
-    pub fn allocate_up_to(&self, most_mib: u64) -> Result<u64, Error> {
+    pub(crate) fn allocate_up_to(&self, most_mib: u64) -> Result<u64, Error> {
         let failed = |error| Error::new("allocating memory", error);
         let most = usize::try_from(most_mib).unwrap_or(usize::MAX);
         let mut blocks = Vec::new();
@@ -141,7 +141,7 @@ impl Gpu {
     ///
     /// # Errors
     /// The driver's error.
-    pub fn kernel(&self) -> Result<Kernel, Error> {
+    pub(crate) fn kernel(&self) -> Result<Kernel, Error> {
         let failed = |error| Error::new("loading the kernel", error);
         let module = self.context.load_module(Ptx::from_src(MULTIPLY_ADD)).map_err(failed)?;
         let function = module.load_function("multiply_add").map_err(failed)?;
@@ -152,7 +152,7 @@ impl Gpu {
 
 /// A kernel that only multiplies and adds, and uses hardly any memory.
 #[derive(Debug)]
-pub struct Kernel {
+pub(crate) struct Kernel {
     function: CudaFunction,
     stream: Arc<CudaStream>,
     results: raw::Block,
@@ -163,7 +163,7 @@ impl Kernel {
     ///
     /// # Errors
     /// The driver's error.
-    pub fn run(&self, blocks: u32, rounds: u32) -> Result<(), Error> {
+    pub(crate) fn run(&self, blocks: u32, rounds: u32) -> Result<(), Error> {
         raw::launch(&self.stream, &self.function, &self.results, blocks, rounds)
             .and_then(|()| self.stream.synchronize())
             .map_err(|error| Error::new("running a kernel", error))

@@ -17,11 +17,11 @@ use crate::config::LogLevel;
 
 /// Changes the level while the program runs.
 #[derive(Debug, Clone)]
-pub struct Level(reload::Handle<LevelFilter, Registry>);
+pub(crate) struct Level(reload::Handle<LevelFilter, Registry>);
 
 impl Level {
     /// From now on, messages below this level are dropped.
-    pub fn set(&self, level: LogLevel) {
+    pub(crate) fn set(&self, level: LogLevel) {
         // It fails only once the subscriber is gone, with the program.
         let _ = self.0.reload(filter(level));
     }
@@ -37,7 +37,7 @@ fn filter(level: LogLevel) -> LevelFilter {
 }
 
 /// Sets logging up, once, at the default level.
-pub fn init() -> Level {
+pub(super) fn init() -> Level {
     let (level, handle) = reload::Layer::new(filter(LogLevel::default()));
     let registry = Registry::default().with(level);
     let journal = if stderr_is_journal() { tracing_journald::layer().ok() } else { None };
@@ -55,7 +55,7 @@ pub fn init() -> Level {
 
 /// Says why the program ends, right before the end. This message goes to the journal by way of standard error, which knows
 /// its unit. For a message with fields the journal looks up the process, which is gone by then.
-pub fn last_words(reason: &str) {
+pub(super) fn last_words(reason: &str) {
     if stderr_is_journal() {
         for line in reason.lines() {
             let _ = writeln!(std::io::stderr(), "<3>{line}");

@@ -4,8 +4,9 @@
 mod cdi_spec;
 mod fleet;
 mod host_look;
-pub mod logging;
-pub mod newcomers;
+mod logging;
+mod newcomers;
+pub(crate) mod program;
 mod reload;
 mod requests;
 mod service_manager;
@@ -56,7 +57,7 @@ const REQUESTS: usize = 16;
 
 /// The options of the command line.
 #[derive(Debug, Clone)]
-pub struct Options {
+pub(crate) struct Options {
     /// The configuration files.
     pub sources: Sources,
     /// The directory of the state file.
@@ -65,7 +66,7 @@ pub struct Options {
 
 /// The reason why the program ends.
 #[derive(Debug)]
-pub enum Exit {
+pub(crate) enum Exit {
     /// It was asked to end, and everything is stopped.
     Stopped,
     /// The configuration is wrong; the problems have been logged.
@@ -77,7 +78,7 @@ pub enum Exit {
 }
 
 /// Runs until it is asked to stop.
-pub async fn run(options: Options, level: Level) -> Exit {
+pub(crate) async fn run(options: Options, level: Level) -> Exit {
     // Before anything else: the service that has it may be serving, and nothing of that is to be touched.
     let directory = match RuntimeDirectory::take(&options.runtime_directory) {
         Ok(directory) => directory,

@@ -12,7 +12,7 @@ use crate::host::proc;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Removes these programs from the inventory. Gives the time until the first of them has had its time.
-pub fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
+pub(super) fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
     let up = proc::uptime()?;
     let mut first: Option<Duration> = None;
     for facts in inventory.gpus.iter_mut().filter_map(|gpu| gpu.nvml.as_mut().ok()) {

@@ -31,7 +31,7 @@ mod callers;
 mod control;
 mod gate;
 mod manager;
-pub mod presence;
+pub(crate) mod presence;
 pub(crate) mod proxy;
 pub(crate) mod rows;
 mod wire;
@@ -43,7 +43,7 @@ use manager::Manager;
 use rows::{Device, Gpu, Object, Row, Service, clean};
 
 /// The name on the system bus.
-pub const NAME: &str = "io.yunion.Mps1";
+pub(crate) const NAME: &str = "io.yunion.Mps1";
 const ROOT: &str = "/io/yunion/Mps1";
 const MANAGER: &str = "/io/yunion/Mps1/Manager";
 

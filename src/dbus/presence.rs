@@ -16,7 +16,7 @@ const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
 
 /// Stays on the bus as long as there is one, and comes back when it does. `joined` says whether it is there, and
 /// `changed` is notified when it has come.
-pub async fn stay_on_the_bus(
+pub(crate) async fn stay_on_the_bus(
     mut snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     mut faults: mpsc::Receiver<ClientFault>,

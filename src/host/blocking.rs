@@ -10,17 +10,17 @@ use tokio::time::timeout;
 
 /// The threads for one kind of question.
 #[derive(Debug, Clone)]
-pub struct Blocking(Arc<Semaphore>);
+pub(crate) struct Blocking(Arc<Semaphore>);
 
 impl Blocking {
     /// Allows this many questions at a time.
-    pub fn new(threads: usize) -> Self {
+    pub(crate) fn new(threads: usize) -> Self {
         Self(Arc::new(Semaphore::new(threads)))
     }
 
     /// Asks on a thread of its own. None if there is no answer within `patience`, since the question hangs or since
     /// other hanging questions have all threads, or if the question panicked.
-    pub async fn ask<T: Send + 'static>(
+    pub(crate) async fn ask<T: Send + 'static>(
         &self,
         patience: Duration,
         question: impl FnOnce() -> T + Send + 'static,

@@ -16,22 +16,22 @@
 //! | [`VERSION_OPTION`] | 580 | any | tried with 580; the servers of 535 to 555 carry the driver's version instead |
 
 /// A GPU's compute capability, major and minor. None where NVML does not say it: it is taken for an old one.
-pub type Capability = Option<(u32, u32)>;
+pub(crate) type Capability = Option<(u32, u32)>;
 
 /// The series of a driver, 580 of 580.159.04. One that is not known is older than all others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Series(u32);
+pub(crate) struct Series(u32);
 
 impl Series {
     /// That of a driver's version.
-    pub fn of(version: &str) -> Self {
+    pub(crate) fn of(version: &str) -> Self {
         Self(version.split('.').next().and_then(|series| series.parse().ok()).unwrap_or(0))
     }
 }
 
 /// The driver and the GPU from which on something is so.
 #[derive(Debug, Clone, Copy)]
-pub struct Since {
+pub(crate) struct Since {
     /// The first series.
     pub series: u32,
     capability: (u32, u32),
@@ -39,12 +39,12 @@ pub struct Since {
 
 impl Since {
     /// Whether it is so on this GPU with this driver.
-    pub fn holds(self, driver: Series, gpu: Capability) -> bool {
+    pub(crate) fn holds(self, driver: Series, gpu: Capability) -> bool {
         driver.0 >= self.series && self.holds_on(gpu)
     }
 
     /// Whether it is so on this GPU with some driver.
-    pub fn holds_on(self, gpu: Capability) -> bool {
+    pub(crate) fn holds_on(self, gpu: Capability) -> bool {
         gpu.unwrap_or(ANY_GPU) >= self.capability
     }
 }
@@ -54,23 +54,23 @@ const ANY_GPU: (u32, u32) = (0, 0);
 const VOLTA: (u32, u32) = (7, 0);
 
 /// The limits of memory and threads are enforced.
-pub const LIMITS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
+pub(crate) const LIMITS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
 /// One server serves the clients of every user. The control daemon decides whether its driver can: it is started with the
 /// option, and again without it if it refuses it.
-pub const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
+pub(crate) const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
 
 /// A client needs no right to write to the pipe directory.
-pub const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
+pub(crate) const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
 
 /// NVML lists the clients of MPS apart from the other processes on a GPU.
-pub const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
+pub(crate) const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
 const CLIENTS_60: Since = Since { series: 590, capability: VOLTA };
 const CLIENTS_48: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
 /// The number of clients that a GPU can hold at once.
-pub fn most_clients(driver: Series, gpu: Capability) -> u32 {
+pub(crate) fn most_clients(driver: Series, gpu: Capability) -> u32 {
     if CLIENTS_60.holds(driver, gpu) {
         60
     } else if CLIENTS_48.holds(driver, gpu) {
@@ -84,7 +84,7 @@ pub fn most_clients(driver: Series, gpu: Capability) -> u32 {
 const MULTI_USER_OPTION: &[(u32, &str)] = &[(ANY_DRIVER, "-multiuser-server")];
 
 /// The arguments of a control daemon that stays in the foreground, with or without multi-user mode.
-pub fn control_daemon_arguments(driver: Series, multi_user: bool) -> Vec<&'static str> {
+pub(crate) fn control_daemon_arguments(driver: Series, multi_user: bool) -> Vec<&'static str> {
     let spelt = MULTI_USER_OPTION.iter().find(|(since, _)| driver.0 >= *since);
     let option = spelt.filter(|_| multi_user).map(|(_, option)| *option);
     ["-f"].into_iter().chain(option).collect()
@@ -92,17 +92,17 @@ pub fn control_daemon_arguments(driver: Series, multi_user: bool) -> Vec<&'stati
 
 /// Whether a control daemon that has ended says in this line that it did not know an option. It then takes itself for a
 /// front end, and finds no control daemon.
-pub fn refuses_an_option(line: &str) -> bool {
+pub(crate) fn refuses_an_option(line: &str) -> bool {
     line.contains("Cannot find MPS control daemon") || line.contains("Unrecognized option")
 }
 
 /// Whether the control daemon does not know the command that it answers so.
-pub fn is_unknown_command(answer: &str) -> bool {
+pub(crate) fn is_unknown_command(answer: &str) -> bool {
     answer.starts_with("Unknown command")
 }
 
 /// Asks the control daemon's program for the version of CUDA that it is of.
-pub const VERSION_OPTION: &str = "-v";
+pub(crate) const VERSION_OPTION: &str = "-v";
 
 #[cfg(test)]
 mod tests {

@@ -10,7 +10,7 @@ use super::{nvml, pci_ids, sysfs};
 use crate::reason::Reason;
 
 /// NVIDIA's PCI vendor number.
-pub const NVIDIA: u16 = 0x10de;
+pub(crate) const NVIDIA: u16 = 0x10de;
 
 /// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -236,7 +236,7 @@ impl Gpu {
 
 /// Everything known of this host's GPUs at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Inventory {
+pub(crate) struct Inventory {
     /// The driver's version, `580.159.04`, or the reason why NVML can't be used, in words for an administrator.
     pub driver: Result<String, Reason>,
     /// The NVIDIA GPUs in the order of their addresses: the GPUs on the bus and the GPUs that NVML knows.
@@ -247,7 +247,7 @@ pub struct Inventory {
 
 impl Inventory {
     /// The series of the driver.
-    pub fn series(&self) -> Series {
+    pub(crate) fn series(&self) -> Series {
         Series::of(self.driver.as_deref().unwrap_or_default())
     }
 
@@ -255,7 +255,7 @@ impl Inventory {
     /// if the result has a place for the reason, the reason is there.
     ///
     /// `driver` is the open NVML, or the reason why there is none.
-    pub fn read(sysroot: &Path, driver: Result<&nvml::Driver, &Reason>) -> Self {
+    pub(crate) fn read(sysroot: &Path, driver: Result<&nvml::Driver, &Reason>) -> Self {
         let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
             Vec::new()

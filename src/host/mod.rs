@@ -1,13 +1,13 @@
 //! The host: its GPUs, as the PCI bus and NVIDIA's driver report them, its processes and its service manager.
 
-pub mod blocking;
-pub mod driver;
-pub mod gpu;
-pub mod nvml;
-pub mod oom;
+pub(crate) mod blocking;
+pub(crate) mod driver;
+pub(crate) mod gpu;
+pub(crate) mod nvml;
+pub(crate) mod oom;
 mod pci_ids;
-pub mod proc;
-pub mod regular_file;
-pub mod sysfs;
-pub mod systemd;
-pub mod variant;
+pub(crate) mod proc;
+pub(crate) mod regular_file;
+pub(crate) mod sysfs;
+pub(crate) mod systemd;
+pub(crate) mod variant;

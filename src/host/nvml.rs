@@ -38,13 +38,13 @@ const XID_WAIT_MS: u32 = 60_000;
 /// The loaded library. It stays valid while processes and compute modes change. A driver that is reloaded needs a new
 /// one.
 #[derive(Debug)]
-pub struct Driver {
+pub(crate) struct Driver {
     nvml: Nvml,
 }
 
 /// A GPU that NVML lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Listed {
+pub(crate) struct Listed {
     /// Its address.
     pub address: PciAddress,
     /// The PCI vendor number.
@@ -57,7 +57,7 @@ pub struct Listed {
 
 /// A process with a context on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GpuProcess {
+pub(crate) struct GpuProcess {
     /// The PID on the host.
     pub pid: u32,
     /// The GPU memory that it holds. None if the driver doesn't report it.
@@ -80,7 +80,7 @@ impl Driver {
     ///
     /// # Errors
     /// The reason, with the remedy, in words for an administrator.
-    pub fn open() -> Result<Self, Reason> {
+    pub(crate) fn open() -> Result<Self, Reason> {
         let nvml =
             Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
         if nvml.lib().nvmlShutdown.is_err() {
@@ -96,7 +96,7 @@ impl Driver {
     ///
     /// # Errors
     /// NVML can't report it. The error is in words for an administrator.
-    pub fn version(&self) -> Result<String, String> {
+    pub(crate) fn version(&self) -> Result<String, String> {
         self.nvml
             .sys_driver_version()
             .map_err(|error| format!("the driver's version can't be read: {}", words(&error)))
@@ -106,7 +106,7 @@ impl Driver {
     ///
     /// # Errors
     /// NVML can't report it. The error is in words for an administrator.
-    pub fn cuda_version(&self) -> Result<u32, String> {
+    pub(crate) fn cuda_version(&self) -> Result<u32, String> {
         let version = self.nvml.sys_cuda_driver_version();
         let version =
             version.map_err(|error| format!("the CUDA version can't be read: {}", words(&error)))?;
@@ -118,7 +118,7 @@ impl Driver {
     ///
     /// # Errors
     /// The GPUs can't be listed at all. The error is in words for an administrator.
-    pub fn facts(&self) -> Result<Vec<Listed>, Reason> {
+    pub(crate) fn facts(&self) -> Result<Vec<Listed>, Reason> {
         let count =
             self.nvml.device_count().map_err(|error| words(&error).of("the driver can't list its GPUs"))?;
         let mut listed = Vec::new();
@@ -145,7 +145,7 @@ impl Driver {
     ///
     /// # Errors
     /// The reason why NVML can't report them, in words for an administrator.
-    pub fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, Reason> {
+    pub(crate) fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, Reason> {
         let device = self.nvml.device_by_pci_bus_id(address.to_string()).map_err(|error| match error {
             NvmlError::NotFound | NvmlError::InvalidArg => {
                 Reason::new("the NVIDIA driver does not know this GPU", "look for NVRM lines in dmesg")
@@ -160,7 +160,7 @@ impl Driver {
     ///
     /// # Errors
     /// The reason, in words for an administrator.
-    pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
+    pub(crate) fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
         let mode = self.device(uuid)?.compute_mode();
         mode.map(ours).map_err(|error| format!("the compute mode can't be read: {}", words(&error)))
     }
@@ -169,7 +169,7 @@ impl Driver {
     ///
     /// # Errors
     /// The reason, in words for an administrator.
-    pub fn persistence_mode(&self, uuid: &str) -> Result<bool, String> {
+    pub(crate) fn persistence_mode(&self, uuid: &str) -> Result<bool, String> {
         let mode = self.device(uuid)?.is_in_persistent_mode();
         mode.map_err(|error| format!("the persistence mode can't be read: {}", words(&error)))
     }
@@ -178,7 +178,7 @@ impl Driver {
     ///
     /// # Errors
     /// It can't be set, or another mode is read back. The error is in words for an administrator.
-    pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
+    pub(crate) fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
         self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
             NvmlError::NoPermission => {
                 format!("the compute mode can't be set to {mode}: that takes root with CAP_SYS_ADMIN")
@@ -197,7 +197,7 @@ impl Driver {
     ///
     /// # Errors
     /// The reason, in words for an administrator.
-    pub fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
+    pub(crate) fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
         let device = self.device(uuid)?;
         let contexts = contexts(&device)
             .map_err(|error| format!("the GPU's processes can't be listed: {}", words(&error)))?;
@@ -209,7 +209,7 @@ impl Driver {
     ///
     /// # Errors
     /// No GPU can report critical errors, or none can any longer. The error is in words for an administrator.
-    pub fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
+    pub(crate) fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
         let (events, uuids) = self.xid_events()?;
         loop {
             let event = match events.wait(XID_WAIT_MS) {

@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 /// Stands for this process in place of a PID.
-pub const OWN: &str = "self";
+pub(crate) const OWN: &str = "self";
 
 /// The program of this process, for starting it once more.
-pub const OWN_PROGRAM: &str = "/proc/self/exe";
+pub(crate) const OWN_PROGRAM: &str = "/proc/self/exe";
 
 /// The list of mounted file systems, relative to a root directory.
-pub const MOUNTS: &str = "/proc/mounts";
+pub(crate) const MOUNTS: &str = "/proc/mounts";
 
 /// The most bytes that are read of a file. The kernel allows less for the arguments and the environment of a new
 /// process, but a process can declare any part of its memory to be its environment.
@@ -54,14 +54,14 @@ fn line<'a>(file: &'a [u8], name: &str) -> Option<&'a str> {
 }
 
 /// The PIDs of all processes of this host.
-pub fn pids() -> Vec<u32> {
+pub(crate) fn pids() -> Vec<u32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 /// The parts of /proc/PID/stat that the service uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Stat {
+pub(crate) struct Stat {
     state: char,
     /// The PID of its parent. 0 if the parent is in another PID namespace.
     pub parent: u32,
@@ -87,12 +87,12 @@ impl Stat {
     }
 
     /// Whether SIGSTOP or a debugger has stopped the process.
-    pub fn is_stopped(&self) -> bool {
+    pub(crate) fn is_stopped(&self) -> bool {
         matches!(self.state, 'T' | 't')
     }
 
     /// Whether the process has ended and only waits for its parent to collect the exit status.
-    pub fn has_ended(&self) -> bool {
+    pub(crate) fn has_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X')
     }
 }
@@ -101,41 +101,41 @@ impl Stat {
 ///
 /// # Errors
 /// The process has ended, or the file can't be read.
-pub fn stat(pid: u32) -> io::Result<Stat> {
+pub(crate) fn stat(pid: u32) -> io::Result<Stat> {
     let file = path(pid, "stat");
     Stat::parse(&read(&file)?)
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{} is cut short", file.display())))
 }
 
 /// The state of each of its threads. Threads that have ended are left out.
-pub fn threads(pid: u32) -> Vec<Stat> {
+pub(crate) fn threads(pid: u32) -> Vec<Stat> {
     let threads = fs::read_dir(path(pid, "task")).into_iter().flatten().flatten();
     threads.filter_map(|thread| Stat::parse(&read(thread.path().join("stat")).ok()?)).collect()
 }
 
 /// The file /proc/PID/status.
 #[derive(Debug)]
-pub struct Status(Vec<u8>);
+pub(crate) struct Status(Vec<u8>);
 
 impl Status {
     /// The user ids: real, effective, saved and file system.
-    pub fn uids(&self) -> Vec<u32> {
+    pub(crate) fn uids(&self) -> Vec<u32> {
         let ids = line(&self.0, "Uid:").unwrap_or_default();
         ids.split_ascii_whitespace().filter_map(|id| id.parse().ok()).collect()
     }
 
     /// The real user id.
-    pub fn real_uid(&self) -> Option<u32> {
+    pub(crate) fn real_uid(&self) -> Option<u32> {
         self.uids().first().copied()
     }
 
     /// Whether the process ignores a signal.
-    pub fn ignores(&self, signal: i32) -> bool {
+    pub(crate) fn ignores(&self, signal: i32) -> bool {
         self.has(signal, "SigIgn:")
     }
 
     /// Whether the process has a handler for a signal.
-    pub fn catches(&self, signal: i32) -> bool {
+    pub(crate) fn catches(&self, signal: i32) -> bool {
         self.has(signal, "SigCgt:")
     }
 
@@ -149,18 +149,18 @@ impl Status {
 ///
 /// # Errors
 /// The process has ended, or the file can't be read.
-pub fn status(process: impl Display) -> io::Result<Status> {
+pub(crate) fn status(process: impl Display) -> io::Result<Status> {
     read(path(process, "status")).map(Status)
 }
 
 /// The name of a process as the kernel keeps it, 15 bytes at most. None if the process has ended.
-pub fn name(pid: u32) -> Option<String> {
+pub(crate) fn name(pid: u32) -> Option<String> {
     Some(text(&read(path(pid, "comm")).ok()?).trim_end().to_owned())
 }
 
 /// The program of a process: the path of its file, otherwise the name that the kernel keeps. Empty if there is no such
 /// process. A file may have any name, so characters that could break a line or control a terminal are replaced.
-pub fn program(pid: u32) -> String {
+pub(crate) fn program(pid: u32) -> String {
     let file = fs::read_link(path(pid, "exe")).map(|file| file.to_string_lossy().into_owned());
     let program = file.unwrap_or_else(|_| name(pid).unwrap_or_default());
     let printable = |c: char| if c.is_control() { '\u{fffd}' } else { c };
@@ -169,20 +169,20 @@ pub fn program(pid: u32) -> String {
 
 /// The arguments of a process, the program's name first. They are in the memory of the process, so this call hangs if
 /// the process hangs in the driver.
-pub fn arguments(pid: u32) -> Vec<String> {
+pub(crate) fn arguments(pid: u32) -> Vec<String> {
     let all = read(path(pid, "cmdline")).unwrap_or_default();
     all.split(|byte| *byte == 0).map(text).collect()
 }
 
 /// The arguments as bytes, without empty ones.
-pub fn arguments_as_given(pid: u32) -> Vec<OsString> {
+pub(crate) fn arguments_as_given(pid: u32) -> Vec<OsString> {
     let all = read(path(pid, "cmdline")).unwrap_or_default();
     let arguments = all.split(|byte| *byte == 0).filter(|argument| !argument.is_empty());
     arguments.map(|argument| OsStr::from_bytes(argument).to_owned()).collect()
 }
 
 /// The path by which a process's descriptor can be opened again, even if the file has moved.
-pub fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
+pub(crate) fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
     path(process, &format!("fd/{descriptor}"))
 }
 
@@ -190,7 +190,7 @@ pub fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
 ///
 /// # Errors
 /// The kernel refuses a value below the value that root has set.
-pub fn set_oom_score_adj(score: i16) -> io::Result<()> {
+pub(crate) fn set_oom_score_adj(score: i16) -> io::Result<()> {
     fs::write(path(OWN, "oom_score_adj"), score.to_string())
 }
 
@@ -198,12 +198,12 @@ pub fn set_oom_score_adj(score: i16) -> io::Result<()> {
 ///
 /// # Errors
 /// The process has ended, or the file can't be read.
-pub fn environment(pid: u32) -> io::Result<Vec<u8>> {
+pub(crate) fn environment(pid: u32) -> io::Result<Vec<u8>> {
     read(path(pid, "environ"))
 }
 
 /// The value of a variable in an environment.
-pub fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
+pub(crate) fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
     let mut variables = environment.split(|byte| *byte == 0);
     variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
 }
@@ -213,7 +213,7 @@ pub fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
 ///
 /// # Errors
 /// The process has ended, or the file can't be read.
-pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
+pub(crate) fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
     read(path(process, "cgroup"))
 }
 
@@ -221,12 +221,12 @@ pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
 ///
 /// # Errors
 /// See [`cgroups`].
-pub fn cgroups_text(process: impl Display) -> io::Result<String> {
+pub(crate) fn cgroups_text(process: impl Display) -> io::Result<String> {
     cgroups(process).map(|cgroups| text(&cgroups))
 }
 
 /// The identity of the mount namespace of a process. Two processes that see the same file systems have the same one.
-pub fn mount_namespace(process: impl Display) -> Option<PathBuf> {
+pub(crate) fn mount_namespace(process: impl Display) -> Option<PathBuf> {
     fs::read_link(path(process, "ns/mnt")).ok()
 }
 
@@ -234,7 +234,7 @@ pub fn mount_namespace(process: impl Display) -> Option<PathBuf> {
 ///
 /// # Errors
 /// The process has ended, or the file can't be read.
-pub fn open_files_limit(pid: u32) -> io::Result<u64> {
+pub(crate) fn open_files_limit(pid: u32) -> io::Result<u64> {
     let file = path(pid, "limits");
     soft_limit(&read(&file)?, "Max open files").ok_or_else(|| {
         io::Error::new(io::ErrorKind::InvalidData, format!("{} does not have it", file.display()))
@@ -251,26 +251,26 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
 ///
 /// # Errors
 /// The file can't be read.
-pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
+pub(crate) fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     let mounts = read(mounts)?;
     let mut lines = mounts.split(|byte| *byte == b'\n');
     Ok(lines.any(|line| line.split(|byte| *byte == b' ').nth(1) == Some(place.as_bytes())))
 }
 
 /// The time since boot.
-pub fn uptime() -> Option<Duration> {
+pub(crate) fn uptime() -> Option<Duration> {
     let uptime = text(&read("/proc/uptime").ok()?);
     Duration::try_from_secs_f64(uptime.split_ascii_whitespace().next()?.parse().ok()?).ok()
 }
 
 /// The time of the last boot.
-pub fn booted() -> Option<SystemTime> {
+pub(crate) fn booted() -> Option<SystemTime> {
     let seconds = line(&read("/proc/stat").ok()?, "btime ")?.parse().ok()?;
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
 }
 
 /// The start time of a process, counted from boot.
-pub fn started(pid: u32) -> Option<Duration> {
+pub(crate) fn started(pid: u32) -> Option<Duration> {
     let ticks = stat(pid).ok()?.start_time;
     let per_second = rustix::param::clock_ticks_per_second();
     Some(Duration::from_millis(ticks.checked_mul(1000)?.checked_div(per_second)?))

@@ -9,7 +9,7 @@ use rustix::fs::{OFlags, PROC_SUPER_MAGIC, fstatfs};
 
 /// The reason why a file is not read.
 #[derive(Debug, thiserror::Error)]
-pub enum Unreadable {
+pub(crate) enum Unreadable {
     /// The file can't be opened or read.
     #[error("can't be read: {0}")]
     Failed(#[from] io::Error),
@@ -22,7 +22,7 @@ pub enum Unreadable {
 }
 
 /// The whole content, which has `limit` bytes at most.
-pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>, Unreadable> {
+pub(crate) fn read(path: &Path, limit: u64) -> Result<Vec<u8>, Unreadable> {
     // This check comes before the file is opened, since opening a device may have effects.
     check(fs::metadata(path)?.file_type())?;
     // With NONBLOCK, a FIFO that took the file's place in between does not block.

@@ -15,7 +15,7 @@ const DISPLAY: u32 = 0x03;
 ///
 /// # Errors
 /// The list of PCI devices can't be read at all.
-pub fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
+pub(crate) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     let bus = sysroot.join("sys/bus/pci/devices");
     let entries = fs::read_dir(&bus)
         .map_err(|error| format!("{}: the PCI devices can't be listed: {error}", bus.display()))?;

@@ -99,7 +99,7 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
 ///
 /// # Errors
 /// systemd refuses or does not answer.
-pub async fn lift_limits() -> Result<(), String> {
+pub(crate) async fn lift_limits() -> Result<(), String> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let lifted = async {
         let connection = connect().await?;
@@ -146,13 +146,13 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
 }
 
 /// The properties of a unit's Unit and Service interfaces, under systemd's names.
-pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
+pub(crate) type UnitProperties = serde_json::Map<String, serde_json::Value>;
 
 /// Asks systemd about a service, installed or not. Takes 2 s at most.
 ///
 /// # Errors
 /// There is no systemd on the system bus, or it does not answer.
-pub async fn unit(name: &str) -> Result<UnitProperties, String> {
+pub(crate) async fn unit(name: &str) -> Result<UnitProperties, String> {
     let asked = async {
         let connection = connect().await?;
         let systemd =

@@ -90,7 +90,7 @@ pub enum ControlError {
 
 /// The status that a server reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ServerStatus {
+pub(crate) enum ServerStatus {
     /// The server is not ready yet.
     Initializing,
     /// The server takes clients.
@@ -104,11 +104,11 @@ pub enum ServerStatus {
 }
 
 /// Servers, each with the PIDs of its clients.
-pub type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
+pub(crate) type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
 
 /// A connection of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Client {
+pub(crate) struct Client {
     /// The client's PID on the host.
     pub pid: u32,
     /// The number that distinguishes the client's connections: a process that starts over gets another number. None if
@@ -122,14 +122,14 @@ pub struct Client {
 
 impl Client {
     /// Whether the client uses one of these GPUs.
-    pub fn is_on<'a>(&self, mut uuids: impl Iterator<Item = &'a String>) -> bool {
+    pub(crate) fn is_on<'a>(&self, mut uuids: impl Iterator<Item = &'a String>) -> bool {
         !self.gpu_prefix.is_empty() && uuids.any(|uuid| uuid.starts_with(&self.gpu_prefix))
     }
 }
 
 /// The result of the request to end a client's GPU work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Terminated {
+pub(crate) enum Terminated {
     /// The client's GPU work has ended. The program gets CUDA error 810.
     Done,
     /// The server has no such client.
@@ -140,7 +140,7 @@ pub enum Terminated {
 
 /// The kind of user that asks the control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Caller {
+pub(crate) enum Caller {
     /// Root, who waits for no other user.
     Root,
     /// Any other user.
@@ -149,7 +149,7 @@ pub enum Caller {
 
 impl Caller {
     /// The kind of this user. If the service does not run as root, its own user counts as root.
-    pub fn of(uid: u32) -> Self {
+    pub(crate) fn of(uid: u32) -> Self {
         let is_root = uid == 0 || uid == rustix::process::geteuid().as_raw();
         if is_root { Self::Root } else { Self::User }
     }
@@ -157,7 +157,7 @@ impl Caller {
 
 /// One control daemon, for its supervisor, who asks before everybody else.
 #[derive(Debug)]
-pub struct Control {
+pub(crate) struct Control {
     front_end: Arc<FrontEnd>,
     rank: Rank,
 }
@@ -171,20 +171,20 @@ struct FrontEnd {
 
 /// The only way to a [`Control`]: it has one queue for each pipe directory. All its clones share the queues.
 #[derive(Debug, Clone)]
-pub struct FrontEnds {
+pub(crate) struct FrontEnds {
     program: PathBuf,
     queues: Arc<Mutex<BTreeMap<PathBuf, Weak<Turns>>>>,
 }
 
 impl FrontEnds {
     /// Runs `program`, by its path or by its name in `PATH`.
-    pub fn new(program: PathBuf) -> Self {
+    pub(crate) fn new(program: PathBuf) -> Self {
         Self { program, queues: Arc::default() }
     }
 
     /// The way to the control daemon of this pipe directory, even if this service did not start it. All calls share one
     /// queue.
-    pub fn of(&self, pipe_directory: &Path) -> Control {
+    pub(crate) fn of(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let turns = self.queue(&pipe_directory);
         Control { front_end: Arc::new(FrontEnd { program, pipe_directory, turns }), rank: Rank::Supervisor }
@@ -202,7 +202,7 @@ impl FrontEnds {
 }
 
 /// The PID of the control daemon that listens in a pipe directory, as the kernel reports it.
-pub fn listener(pipe_directory: &Path) -> Option<u32> {
+pub(crate) fn listener(pipe_directory: &Path) -> Option<u32> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
     net::connect(&socket, &SocketAddrUnix::new(pipe_directory.join("control")).ok()?).ok()?;
@@ -212,11 +212,11 @@ pub fn listener(pipe_directory: &Path) -> Option<u32> {
 
 /// The same control daemon for a caller on the bus: the caller waits for a turn and can only ask what callers may ask.
 #[derive(Debug)]
-pub struct CallersControl(Control);
+pub(crate) struct CallersControl(Control);
 
 /// The way to a supervised control daemon for callers on the bus.
 #[derive(Debug, Clone)]
-pub struct Access {
+pub(crate) struct Access {
     /// None while no control daemon runs.
     control: watch::Receiver<Option<Arc<Control>>>,
     caller: Caller,
@@ -224,17 +224,17 @@ pub struct Access {
 
 impl Access {
     /// The access for this caller.
-    pub fn new(control: watch::Receiver<Option<Arc<Control>>>, caller: Caller) -> Self {
+    pub(crate) fn new(control: watch::Receiver<Option<Arc<Control>>>, caller: Caller) -> Self {
         Self { control, caller }
     }
 
     /// The control daemon that runs now, or None.
-    pub fn now(&self) -> Option<CallersControl> {
+    pub(crate) fn now(&self) -> Option<CallersControl> {
         self.control.borrow().as_ref().map(|control| control.on_behalf(self.caller))
     }
 
     /// Waits until the control daemon behind `asked` no longer runs.
-    pub async fn replaced(&self, asked: &CallersControl) {
+    pub(crate) async fn replaced(&self, asked: &CallersControl) {
         let mut control = self.control.clone();
         let is_it = |now: &Arc<Control>| Arc::ptr_eq(&now.front_end, &asked.0.front_end);
         // An error means that its supervisor has ended.
@@ -247,7 +247,7 @@ impl CallersControl {
     ///
     /// # Errors
     /// The control daemon gave no answer, or one that the command can't have.
-    pub async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
+    pub(crate) async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
         self.0.server_status(server).await
     }
 
@@ -255,7 +255,7 @@ impl CallersControl {
     ///
     /// # Errors
     /// The control daemon gave no answer, or one that the command can't have.
-    pub async fn client_pids(&self) -> Result<ClientPids, ControlError> {
+    pub(crate) async fn client_pids(&self) -> Result<ClientPids, ControlError> {
         self.0.client_pids().await
     }
 
@@ -263,7 +263,7 @@ impl CallersControl {
     ///
     /// # Errors
     /// The control daemon gave no answer, or one that the command can't have.
-    pub async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
+    pub(crate) async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
         self.0.connections(known).await
     }
 
@@ -271,7 +271,7 @@ impl CallersControl {
     ///
     /// # Errors
     /// The control daemon gave no answer, or one that the command can't have.
-    pub async fn clients(&self) -> Result<Vec<Client>, ControlError> {
+    pub(crate) async fn clients(&self) -> Result<Vec<Client>, ControlError> {
         self.0.clients().await
     }
 
@@ -280,7 +280,7 @@ impl CallersControl {
     ///
     /// # Errors
     /// The control daemon gave no answer, or one that the command can't have.
-    pub async fn terminate_client(&self, server: u32, client: u32) -> Result<Terminated, ControlError> {
+    pub(crate) async fn terminate_client(&self, server: u32, client: u32) -> Result<Terminated, ControlError> {
         let command = format!("terminate_client {server} {client}");
         let answer = self.0.ask_for_something(&command).await?;
         parse_terminated(&answer).ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
@@ -289,7 +289,7 @@ impl CallersControl {
 
 impl Control {
     /// The same control daemon for a caller on the bus.
-    pub fn on_behalf(&self, caller: Caller) -> CallersControl {
+    pub(crate) fn on_behalf(&self, caller: Caller) -> CallersControl {
         let rank = match caller {
             Caller::Root => Rank::Root,
             Caller::User => Rank::User,
@@ -327,19 +327,19 @@ impl Control {
     }
 
     /// See [`listener`].
-    pub fn daemon_pid(&self) -> Option<u32> {
+    pub(crate) fn daemon_pid(&self) -> Option<u32> {
         listener(&self.front_end.pipe_directory)
     }
 
     /// The PIDs of the servers. The answer also proves that the control daemon responds.
-    pub async fn servers(&self) -> Result<Vec<u32>, ControlError> {
+    pub(crate) async fn servers(&self) -> Result<Vec<u32>, ControlError> {
         const COMMAND: &str = "get_server_list";
         let answer = self.ask(COMMAND).await?;
         parse_pids(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a PID on each line"))
     }
 
     /// The status that a server reports.
-    pub async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
+    pub(crate) async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
         let command = format!("get_server_status {server}");
         let answer = self.ask_for_something(&command).await?;
         parse_status(&answer).ok_or_else(|| unexpected(&command, &answer, "INITIALIZING, ACTIVE or FAULT"))
@@ -347,7 +347,7 @@ impl Control {
 
     /// The servers, each with the PIDs of its clients. No tenant can influence these answers, unlike that of `ps`,
     /// which prints the names of programs as they are, line breaks included.
-    pub async fn client_pids(&self) -> Result<ClientPids, ControlError> {
+    pub(crate) async fn client_pids(&self) -> Result<ClientPids, ControlError> {
         const COMMAND: &str = "get_server_list";
         let answer = self.ask_again_if_empty(COMMAND).await?;
         let servers =
@@ -364,13 +364,13 @@ impl Control {
     }
 
     /// The clients of every server.
-    pub async fn clients(&self) -> Result<Vec<Client>, ControlError> {
+    pub(crate) async fn clients(&self) -> Result<Vec<Client>, ControlError> {
         self.connections(&self.client_pids().await?).await
     }
 
     /// The connections of these clients. A program can choose its name so that `ps` shows a further connection of a
     /// known client, but not so that `ps` shows a further client.
-    pub async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
+    pub(crate) async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
         const COMMAND: &str = "ps";
         if known.values().all(BTreeSet::is_empty) {
             return Ok(Vec::new());
@@ -399,7 +399,7 @@ impl Control {
     }
 
     /// Sets the active thread percentage of future servers.
-    pub async fn set_default_thread_percentage(&self, percentage: u8) -> Result<(), ControlError> {
+    pub(crate) async fn set_default_thread_percentage(&self, percentage: u8) -> Result<(), ControlError> {
         self.set_percentage(&format!("set_default_active_thread_percentage {percentage}"), percentage).await
     }
 
@@ -415,7 +415,7 @@ impl Control {
     /// Sets the device pinned memory limit, in MiB, of future servers, for the GPU of this ordinal. The control daemon
     /// accepts anything and answers nothing. It reports the limit in whole GiB, so the check is only as exact as that.
     /// The log has the exact value once a server runs.
-    pub async fn set_default_memory_limit(&self, ordinal: usize, mib: u64) -> Result<(), ControlError> {
+    pub(crate) async fn set_default_memory_limit(&self, ordinal: usize, mib: u64) -> Result<(), ControlError> {
         self.ask(&format!("set_default_device_pinned_mem_limit {ordinal} {mib}M")).await?;
         self.check_memory_limit(&format!("get_default_device_pinned_mem_limit {ordinal}"), mib).await
     }
@@ -428,41 +428,41 @@ impl Control {
 
     /// Starts the server of a user before the first client comes. The command has no answer, and no effect if the
     /// server exists already.
-    pub async fn start_server(&self, uid: u32) -> Result<(), ControlError> {
+    pub(crate) async fn start_server(&self, uid: u32) -> Result<(), ControlError> {
         self.ask(&format!("start_server -uid {uid}")).await.map(|_| ())
     }
 
     /// Asks the control daemon to end as soon as it has no client. The control daemon obeys however long that takes.
     /// The error is [`ControlError::Silent`] if it still has a client after `timeout`.
-    pub async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
+    pub(crate) async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
         self.ask_within("quit", timeout).await.map(|_| ())
     }
 
     /// Sets the active thread percentage of a running server's future clients.
-    pub async fn set_thread_percentage(&self, server: u32, percentage: u8) -> Result<(), ControlError> {
+    pub(crate) async fn set_thread_percentage(&self, server: u32, percentage: u8) -> Result<(), ControlError> {
         self.set_percentage(&format!("set_active_thread_percentage {server} {percentage}"), percentage).await
     }
 
     /// Sets the device pinned memory limit, in MiB, of a running server's future clients. It is verified to the GiB,
     /// like [`Control::set_default_memory_limit`]. The server writes the exact value to its log.
-    pub async fn set_memory_limit(&self, server: u32, ordinal: usize, mib: u64) -> Result<(), ControlError> {
+    pub(crate) async fn set_memory_limit(&self, server: u32, ordinal: usize, mib: u64) -> Result<(), ControlError> {
         self.ask(&format!("set_device_pinned_mem_limit {server} {ordinal} {mib}M")).await?;
         self.check_memory_limit(&format!("get_device_pinned_mem_limit {server} {ordinal}"), mib).await
     }
 
     /// Ends a server that has no client. A server with clients stays, and the command has no answer either way.
-    pub async fn shut_down_idle_server(&self, server: u32) -> Result<(), ControlError> {
+    pub(crate) async fn shut_down_idle_server(&self, server: u32) -> Result<(), ControlError> {
         self.ask(&format!("shutdown_server {server}")).await.map(|_| ())
     }
 
     /// Ends a server and its clients. The control daemon answers before the server is gone.
-    pub async fn shut_down_server(&self, server: u32) -> Result<(), ControlError> {
+    pub(crate) async fn shut_down_server(&self, server: u32) -> Result<(), ControlError> {
         self.ask(&format!("shutdown_server {server} -f")).await.map(|_| ())
     }
 
     /// Asks the control daemon to end after it has given its clients `timeout`. The control daemon can hang for longer.
     /// The error is [`ControlError::Silent`] then.
-    pub async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
+    pub(crate) async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())
     }
@@ -470,7 +470,7 @@ impl Control {
     /// Reads the limits of a server's future clients back, or without `server` the limits of future servers, and
     /// describes each that differs from the given value. A server that has ended has no limits. Memory is compared in
     /// whole GiB.
-    pub async fn differing_limits(
+    pub(crate) async fn differing_limits(
         &self,
         server: Option<u32>,
         percentage: u8,

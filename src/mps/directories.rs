@@ -14,7 +14,7 @@ use rustix::io::Errno;
 /// The reason why a directory can't be used, with the remedy.
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {reason}", path = path.display())]
-pub struct BadDirectory {
+pub(crate) struct BadDirectory {
     /// The directory, or one of its parents.
     pub path: PathBuf,
     /// The fault, and after the last semicolon the remedy.
@@ -32,7 +32,7 @@ const SOCKET_MODE: u32 = 0o666;
 /// Makes `path` and its missing parents, all with mode 0755, and opens `path`. It refuses a symbolic link in a
 /// directory where others can write, a directory of another owner, anything that is no directory, and a parent that
 /// another user owns or in which everybody can rename things.
-pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
+pub(crate) fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     let directory = walk(path, true)?.ok_or_else(|| bad(path, "has just been removed".to_owned()))?;
     claim(&directory).map_err(|reason| bad(path, reason))?;
     if rustix::fs::accessat(&directory, ".", Access::WRITE_OK, AtFlags::EACCESS) == Err(Errno::ROFS) {
@@ -46,7 +46,7 @@ pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
 ///
 /// # Errors
 /// The same as for [`open`].
-pub fn look(path: &Path) -> Result<bool, BadDirectory> {
+pub(crate) fn look(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
     // The service runs as root, even if another user runs this check.
     let stat =
@@ -181,7 +181,7 @@ fn only_root_writes(directory: &OwnedFd) -> io::Result<bool> {
 ///
 /// # Errors
 /// The directory or the socket belongs to another user, or can't be repaired.
-pub fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDirectory> {
+pub(crate) fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDirectory> {
     let Some(directory) = walk(pipe_directory, false)? else { return Ok(Vec::new()) };
     let mut repaired = Vec::new();
     repaired.extend(
@@ -214,7 +214,7 @@ pub fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDirectory> 
 
 /// A control daemon's log.
 #[derive(Debug)]
-pub struct LogFile {
+pub(crate) struct LogFile {
     /// The file, opened for appending.
     pub output: File,
     /// The same file, opened for reading and truncating.
@@ -229,7 +229,7 @@ pub struct LogFile {
 ///
 /// # Errors
 /// The log can be neither opened nor renamed.
-pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
+pub(crate) fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     let mut moved_away = None;
     loop {
         let output = match find_log(&directory, name)? {
@@ -307,7 +307,7 @@ fn move_away(directory: impl AsFd, name: &str) -> io::Result<String> {
 ///
 /// # Errors
 /// The reason, in words for an administrator.
-pub fn replace(directory: &Path, name: &Path) -> Result<File, String> {
+pub(crate) fn replace(directory: &Path, name: &Path) -> Result<File, String> {
     let directory = walk(directory, false).map_err(|bad| bad.to_string())?.ok_or("its directory has gone")?;
     match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}

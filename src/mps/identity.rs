@@ -8,7 +8,7 @@ use crate::host::proc;
 
 /// The identity of a process. PIDs are reused, but no two processes have the same PID and start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub(crate) struct Identity {
     /// The PID.
     pub pid: u32,
     /// The start time in clock ticks since boot (field 22 of /proc/PID/stat).
@@ -17,7 +17,7 @@ pub struct Identity {
 
 impl Identity {
     /// The identity of the process that has this PID now. An error if there is none.
-    pub fn of(pid: u32) -> io::Result<Self> {
+    pub(crate) fn of(pid: u32) -> io::Result<Self> {
         Ok(Self { pid, start_time: proc::stat(pid)?.start_time })
     }
 }

@@ -13,11 +13,11 @@ use std::process::{Command, Stdio};
 use crate::host::oom;
 
 /// The first argument, which selects this step.
-pub const ARGUMENT: &str = "launch-control";
+pub(crate) const ARGUMENT: &str = "launch-control";
 
 /// Waits for the byte and becomes the program that `arguments` name. It returns an error if it can't, and Ok if the
 /// input ends without a byte.
-pub fn become_program(mut arguments: impl Iterator<Item = OsString>) -> io::Result<()> {
+pub(crate) fn become_program(mut arguments: impl Iterator<Item = OsString>) -> io::Result<()> {
     let program = arguments.next().ok_or_else(|| io::Error::other("no program named"))?;
     rustix::process::setsid()?;
     let mut word = [0];

@@ -20,7 +20,7 @@ use super::readable::Readable;
 
 /// A parsed line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Line {
+pub(crate) struct Line {
     /// The process that wrote the line, if the line names it.
     pub writer: Option<Writer>,
     /// The text after the prefix.
@@ -31,7 +31,7 @@ pub struct Line {
 
 /// The process that wrote a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Writer {
+pub(crate) enum Writer {
     /// The control daemon, by its PID.
     Control(u32),
     /// A server, by its PID.
@@ -40,7 +40,7 @@ pub enum Writer {
 
 /// The meaning of a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Meaning {
+pub(crate) enum Meaning {
     /// The line changes nothing that the service knows.
     Ordinary,
     /// The line speaks of a failure that has no other meaning here.
@@ -122,7 +122,7 @@ pub enum Meaning {
 
 impl Meaning {
     /// Whether the line is about which servers exist or which limits they apply.
-    pub fn is_of_servers(&self) -> bool {
+    pub(crate) fn is_of_servers(&self) -> bool {
         matches!(
             self,
             Self::ServerStarting { .. }
@@ -136,7 +136,7 @@ impl Meaning {
 
 impl Line {
     /// Parses a line. It never fails: a line that it does not know is ordinary text.
-    pub fn parse(line: &str) -> Self {
+    pub(crate) fn parse(line: &str) -> Self {
         let (writer, text) = split_prefix(line).unwrap_or((None, line));
         let meaning = meaning(writer, text);
         Self { writer, text: text.to_owned(), meaning }
@@ -144,7 +144,7 @@ impl Line {
 
     /// Whether the line may explain why a control daemon or a server ended: a server wrote it, or it speaks of a
     /// failure.
-    pub fn may_explain_an_end(&self) -> bool {
+    pub(crate) fn may_explain_an_end(&self) -> bool {
         match (&self.meaning, self.writer) {
             (Meaning::Trouble, _) => true,
             (Meaning::Noise, _) | (_, Some(Writer::Control(_))) => false,
@@ -153,7 +153,7 @@ impl Line {
     }
 
     /// Passes the line on, with the fields by which journalctl can filter.
-    pub fn trace(&self, control_daemon: &str) {
+    pub(crate) fn trace(&self, control_daemon: &str) {
         let text = self.text.as_str();
         let (server, client, ordinal) = self.subjects();
         let (server, client, ordinal) =
@@ -177,7 +177,7 @@ impl Line {
     }
 
     /// The importance of the line for an administrator.
-    pub fn level(&self) -> Level {
+    pub(crate) fn level(&self) -> Level {
         match &self.meaning {
             Meaning::Ordinary | Meaning::Noise | Meaning::ClientAdmitted(_) | Meaning::ClientLeft(_) => {
                 Level::DEBUG
@@ -361,7 +361,7 @@ const COPIED_AT_A_TIME: u64 = 1 << 20;
 
 /// Follows a file to which others append, from a given offset on.
 #[derive(Debug)]
-pub struct Follower {
+pub(crate) struct Follower {
     path: PathBuf,
     /// The file is never opened by its path again, since somebody may have put another file there.
     file: File,
@@ -387,7 +387,7 @@ struct Rotation {
 impl Follower {
     /// Follows `file`, which is or was at `path`, from `offset` in bytes. It can be rotated only if it is open for
     /// writing too.
-    pub fn new(file: File, path: &Path, offset: u64) -> io::Result<Self> {
+    pub(crate) fn new(file: File, path: &Path, offset: u64) -> io::Result<Self> {
         let changes = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC).map_err(
             |error| {
                 let remedy =
@@ -416,23 +416,23 @@ impl Follower {
     }
 
     /// The file's path.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// The offset up to which lines have been handed out, in bytes.
-    pub fn offset(&self) -> u64 {
+    pub(crate) fn offset(&self) -> u64 {
         let held = self.unread.len().saturating_sub(self.handed_out);
         self.read.saturating_sub(held as u64)
     }
 
     /// The length of the file, in bytes.
-    pub fn length(&self) -> io::Result<u64> {
+    pub(crate) fn length(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())
     }
 
     /// Skips all lines that are not handed out yet, except at the end of the file.
-    pub fn skip_to_end(&mut self) -> io::Result<()> {
+    pub(crate) fn skip_to_end(&mut self) -> io::Result<()> {
         let end = self.length()?.saturating_sub(END_BYTES);
         if self.offset() < end {
             self.read = end;
@@ -443,7 +443,7 @@ impl Follower {
     }
 
     /// Whether the file is still the file at its path.
-    pub fn is_in_place(&self) -> bool {
+    pub(crate) fn is_in_place(&self) -> bool {
         let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::symlink_metadata(&self.path)) else {
             return false;
         };
@@ -451,7 +451,7 @@ impl Follower {
     }
 
     /// The reason why the control daemon can't write to the file, if there is one.
-    pub fn trouble(&self) -> Option<&'static str> {
+    pub(crate) fn trouble(&self) -> Option<&'static str> {
         if !self.is_in_place() {
             return Some("was removed; the control daemon still writes to the removed file");
         }
@@ -464,7 +464,7 @@ impl Follower {
     /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and
     /// truncated, since the processes that write to it can't be told to use another. That happens in steps while its
     /// lines are waited for. [`Follower::rotated`] reports the end.
-    pub fn rotate(&mut self, max_bytes: u64) {
+    pub(crate) fn rotate(&mut self, max_bytes: u64) {
         let writable = || rustix::fs::fcntl_getfl(&self.file).is_ok_and(|flags| flags.contains(OFlags::RDWR));
         let due = || self.length().is_ok_and(|length| length > max_bytes) && writable();
         if self.rotation.is_none() && due() && self.is_in_place() {
@@ -473,7 +473,7 @@ impl Follower {
     }
 
     /// Whether a rotation has finished since the last call. An error if the contents could not be kept.
-    pub fn rotated(&mut self) -> Option<io::Result<()>> {
+    pub(crate) fn rotated(&mut self) -> Option<io::Result<()>> {
         self.rotated.take()
     }
 
@@ -544,7 +544,7 @@ impl Follower {
     }
 
     /// The same, but other tasks have a turn now and then. Nothing is lost if the call is cancelled.
-    pub async fn next_there(&mut self) -> io::Result<Option<Line>> {
+    pub(crate) async fn next_there(&mut self) -> io::Result<Option<Line>> {
         if self.lines_since_pause >= LINES_AT_A_TIME {
             self.pause().await?;
         }
@@ -560,7 +560,7 @@ impl Follower {
     }
 
     /// Waits for the next line. Nothing is lost if the call is cancelled.
-    pub async fn next(&mut self) -> io::Result<Line> {
+    pub(crate) async fn next(&mut self) -> io::Result<Line> {
         loop {
             if let Some(line) = self.next_there().await? {
                 return Ok(line);

@@ -3,13 +3,13 @@
 //! The front end's exit status says nothing: it is 0 for unknown commands and for bad values. So the service verifies
 //! each setting by reading it back, and it learns from the log which limits a server really applies.
 
-pub mod control;
-pub mod directories;
+pub(crate) mod control;
+pub(crate) mod directories;
 mod frozen;
 mod hold;
-pub mod identity;
-pub mod launch;
-pub mod log;
-pub mod process;
+pub(crate) mod identity;
+pub(crate) mod launch;
+pub(crate) mod log;
+pub(crate) mod process;
 mod readable;
 mod turns;

@@ -25,7 +25,7 @@ use crate::reason::Reason;
 
 /// A held process: a signal can't hit another process that got its PID.
 #[derive(Debug)]
-pub struct Process {
+pub(crate) struct Process {
     hold: Hold<Readable>,
     /// Present if the process is our child. It gives the exit status.
     child: Option<Child>,
@@ -40,7 +40,7 @@ impl Process {
     ///
     /// # Errors
     /// The kernel refused, for example because the service has no file descriptors left. The process may live.
-    pub fn adopt(identity: Identity) -> io::Result<Option<Self>> {
+    pub(crate) fn adopt(identity: Identity) -> io::Result<Option<Self>> {
         Ok(Self::of(identity.pid)?.filter(|process| process.identity() == identity))
     }
 
@@ -48,7 +48,7 @@ impl Process {
     ///
     /// # Errors
     /// See [`Process::adopt`].
-    pub fn of(pid: u32) -> io::Result<Option<Self>> {
+    pub(crate) fn of(pid: u32) -> io::Result<Option<Self>> {
         match Self::hold(pid, None) {
             Ok(process) => Ok(Some(process)),
             Err(error) if is_gone(&error) => Ok(None),
@@ -57,24 +57,24 @@ impl Process {
     }
 
     /// Whether SIGSTOP or a debugger has stopped the process.
-    pub fn is_stopped(&self) -> bool {
+    pub(crate) fn is_stopped(&self) -> bool {
         is_stopped(self.identity().pid)
     }
 
     /// The file of its standard output, even if that file was removed. It is opened read-only if its mode forbids
     /// writing.
-    pub fn output_file(&self) -> io::Result<File> {
+    pub(crate) fn output_file(&self) -> io::Result<File> {
         let output = proc::open_file(self.identity().pid, 1);
         File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
     }
 
     /// The identity of this process.
-    pub fn identity(&self) -> Identity {
+    pub(crate) fn identity(&self) -> Identity {
         self.hold.identity()
     }
 
     /// Waits until the process has ended, and returns its exit status. None for a process that is not our child.
-    pub async fn exited(&mut self) -> Option<ExitStatus> {
+    pub(crate) async fn exited(&mut self) -> Option<ExitStatus> {
         match &mut self.child {
             // If the kernel has no pidfds, the process stays a zombie until this call.
             Some(child) => child.wait().await.ok(),
@@ -86,7 +86,7 @@ impl Process {
     }
 
     /// Sends the process a signal. It is no error if the process has already ended.
-    pub fn signal(&self, signal: Signal) -> io::Result<()> {
+    pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
         self.hold.signal(signal)
     }
 }
@@ -95,7 +95,7 @@ impl Process {
 const HOLD_AGAIN: Duration = Duration::from_secs(1);
 
 /// Waits until a process that is not our child has ended.
-pub async fn ended(pid: u32) {
+pub(crate) async fn ended(pid: u32) {
     loop {
         match Process::of(pid) {
             Ok(Some(mut process)) => {
@@ -131,7 +131,7 @@ fn is_any_thread_stopped(pid: u32) -> bool {
 
 /// The program to start, and its surroundings.
 #[derive(Debug)]
-pub struct Launch<'a> {
+pub(crate) struct Launch<'a> {
     /// The control daemon's program.
     pub program: &'a Path,
     /// Its arguments.
@@ -157,14 +157,14 @@ const NOT_PASSED_ON: [&str; 8] = [
 
 /// A process that has its PID and waits for the signal to become the control daemon.
 #[derive(Debug)]
-pub struct Waiting {
+pub(crate) struct Waiting {
     process: Process,
     word: ChildStdin,
 }
 
 impl Waiting {
     /// Starts the process in a session of its own. It runs our own program until [`Waiting::go`] (see [`launch`]).
-    pub fn start(launch: Launch<'_>) -> io::Result<Self> {
+    pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
         command.arg(launch::ARGUMENT).arg(launch.program).args(launch.arguments);
         for name in NOT_PASSED_ON {
@@ -179,24 +179,24 @@ impl Waiting {
     }
 
     /// The identity of the process. It does not change with [`Waiting::go`].
-    pub fn identity(&self) -> Identity {
+    pub(crate) fn identity(&self) -> Identity {
         self.process.identity()
     }
 
     /// Lets the process become the control daemon. If this value is dropped instead, the process ends.
-    pub async fn go(mut self) -> io::Result<Process> {
+    pub(crate) async fn go(mut self) -> io::Result<Process> {
         self.word.write_all(b"\n").await?;
         Ok(self.process)
     }
 }
 
 /// The absolute path of a program that the directories of `PATH` contain and that may be executed.
-pub fn find_program(name: &str) -> Result<PathBuf, Reason> {
+pub(crate) fn find_program(name: &str) -> Result<PathBuf, Reason> {
     find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
 }
 
 /// The same for another `PATH`.
-pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, Reason> {
+pub(crate) fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, Reason> {
     let mut unusable = None;
     for directory in std::env::split_paths(path) {
         let candidate = directory.join(name);
@@ -222,7 +222,7 @@ pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, Reason> {
 
 /// The way in which a control daemon ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stopped {
+pub(crate) enum Stopped {
     /// It obeyed `quit`.
     Quit,
     /// It ended on SIGTERM.
@@ -252,7 +252,7 @@ const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Ends a control daemon: first with `quit`, which lets idle servers end in order, then with SIGTERM, then with
 /// SIGKILL. `quit -t` alone can hang for as long as a client runs, so it has a deadline of its own.
-pub async fn stop(process: &mut Process, control: &Control, quit_timeout: Duration) -> io::Result<Stopped> {
+pub(crate) async fn stop(process: &mut Process, control: &Control, quit_timeout: Duration) -> io::Result<Stopped> {
     let patience = match listens(process, control) {
         true => patience_after(control.quit(quit_timeout).await, process),
         false => SILENT_TIMEOUT,
@@ -289,7 +289,7 @@ const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Asks a control daemon that seems to have no client to end, and returns whether it has ended. If a client comes in
 /// between, the control daemon stays until that client has ended, so no client is harmed.
-pub async fn stop_idle(process: &mut Process, control: &Control) -> bool {
+pub(crate) async fn stop_idle(process: &mut Process, control: &Control) -> bool {
     if !listens(process, control) {
         return false;
     }
@@ -300,14 +300,14 @@ pub async fn stop_idle(process: &mut Process, control: &Control) -> bool {
 /// A hold on a process that the service did not start. While the process lives, no other process has its PID. So what
 /// was read below /proc/PID is about this process if [`Held::alive`] is true afterwards.
 #[derive(Debug)]
-pub struct Held(Hold<OwnedFd>);
+pub(crate) struct Held(Hold<OwnedFd>);
 
 impl Held {
     /// Holds the process that has this PID now. None if there is no such process.
     ///
     /// # Errors
     /// The kernel refused, for example because the service has no file descriptors left.
-    pub fn open(pid: u32) -> io::Result<Option<Self>> {
+    pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
         match Hold::of(pid) {
             Ok(hold) => Ok(Some(Self(hold))),
             Err(error) if is_gone(&error) => Ok(None),
@@ -319,7 +319,7 @@ impl Held {
     ///
     /// # Errors
     /// The kernel refused, or the process stays stopped.
-    pub async fn go_on(&self) -> io::Result<GoingOn<'_>> {
+    pub(crate) async fn go_on(&self) -> io::Result<GoingOn<'_>> {
         let pid = self.0.identity().pid;
         let mut going_on = GoingOn { held: self, thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
@@ -334,7 +334,7 @@ impl Held {
     }
 
     /// Whether the process lives. A zombie does not.
-    pub fn alive(&self) -> bool {
+    pub(crate) fn alive(&self) -> bool {
         self.0.is_alive()
     }
 }
@@ -342,7 +342,7 @@ impl Held {
 /// A process that continues, whatever stops it. When this value is dropped, the control groups that were thawed for it
 /// are frozen again.
 #[derive(Debug)]
-pub struct GoingOn<'a> {
+pub(crate) struct GoingOn<'a> {
     held: &'a Held,
     thawed: Vec<Thawed>,
     was_held: bool,
@@ -350,13 +350,13 @@ pub struct GoingOn<'a> {
 
 impl GoingOn<'_> {
     /// Whether the process had to be continued.
-    pub fn was_held(&self) -> bool {
+    pub(crate) fn was_held(&self) -> bool {
         self.was_held
     }
 
     /// Continues the process each time that something stops it. This takes a tenth of a processor at most, and never
     /// returns.
-    pub async fn keep(&mut self) -> Infallible {
+    pub(crate) async fn keep(&mut self) -> Infallible {
         let pid = self.held.0.identity().pid;
         let mut refused = String::new();
         loop {

@@ -15,7 +15,7 @@ use crate::publish::container::{Mount, container_config};
 use crate::publish::snapshot::Snapshot;
 
 /// The spec's name in its directory. The convention is the vendor and the class.
-pub const FILE: &str = "yunion.io-mps.json";
+pub(crate) const FILE: &str = "yunion.io-mps.json";
 
 /// The spec while it is written. Runtimes read every file with a name in .json or .yaml.
 const NEW_FILE: &str = ".yunion.io-mps.new";
@@ -24,7 +24,7 @@ const NEW_FILE: &str = ".yunion.io-mps.new";
 const VERSION: &str = "0.5.0";
 
 /// The spec of all slices that can be used now. None if there are none: a spec without devices is not valid.
-pub fn spec(snapshot: &Snapshot) -> Option<String> {
+pub(crate) fn spec(snapshot: &Snapshot) -> Option<String> {
     let healthy = snapshot.slices().filter(|(gpu, _)| gpu.healthy);
     let devices: Vec<Value> =
         healthy.filter_map(|(gpu, ordinal)| device(snapshot, &gpu.slice_name(ordinal))).collect();
@@ -54,7 +54,7 @@ fn mount(mount: &Mount) -> Value {
 
 /// Why there is no spec, or not the right one.
 #[derive(Debug, thiserror::Error)]
-pub enum CdiError {
+pub(crate) enum CdiError {
     /// The directory can't be used.
     #[error(transparent)]
     Directory(#[from] directories::BadDirectory),
@@ -74,7 +74,7 @@ pub enum CdiError {
 ///
 /// # Errors
 /// See [`CdiError`]; the file is then as it was.
-pub fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
+pub(crate) fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
     let opened = directories::open(directory)?;
     if read(&opened).is_ok_and(|current| current == spec.as_bytes()) {
         return Ok(());
@@ -115,7 +115,7 @@ fn replace(directory: &OwnedFd, spec: &str) -> io::Result<()> {
 ///
 /// # Errors
 /// [`CdiError::File`].
-pub fn remove(file: &Path) -> Result<(), CdiError> {
+pub(crate) fn remove(file: &Path) -> Result<(), CdiError> {
     match rustix::fs::unlink(file) {
         Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),
         Err(error) => {

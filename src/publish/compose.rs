@@ -12,7 +12,7 @@ use crate::supervisor::{GpuStatus, Status};
 
 /// Everything a Snapshot is made from.
 #[derive(Debug)]
-pub struct Parts<'a> {
+pub(crate) struct Parts<'a> {
     /// The configuration in force.
     pub settings: &'a Settings,
     /// The driver's version, or why there is none.
@@ -34,7 +34,7 @@ pub struct Parts<'a> {
 }
 
 /// Makes the Snapshot that follows `previous`.
-pub fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
+pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
     let settings = parts.settings;
     let gpus = match (settings.enabled, parts.plan) {
         (false, _) => Some(Vec::new()),
@@ -59,7 +59,7 @@ pub fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
 }
 
 /// The Snapshot before anything is known.
-pub fn nothing_yet(settings: &Settings) -> Snapshot {
+pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     Snapshot {
         generation: 0,
         state: State::Starting,
@@ -233,7 +233,7 @@ fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
 }
 
 /// The unit's status line.
-pub fn status_line(snapshot: &Snapshot) -> String {
+pub(crate) fn status_line(snapshot: &Snapshot) -> String {
     let gpus = snapshot.gpus.as_deref().unwrap_or_default();
     let slices: usize = gpus.iter().filter(|gpu| gpu.healthy).map(|gpu| gpu.plan.slices as usize).sum();
     let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();

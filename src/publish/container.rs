@@ -7,7 +7,7 @@ use crate::publish::snapshot::{GpuView, Snapshot};
 
 /// The settings that a container runtime adds to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ContainerConfig {
+pub(crate) struct ContainerConfig {
     /// Environment variables, in this order.
     pub environment: Vec<(&'static str, String)>,
     /// Directories to mount.
@@ -18,7 +18,7 @@ pub struct ContainerConfig {
 
 /// A directory of the host, mounted in the container.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Mount {
+pub(crate) struct Mount {
     /// The directory on the host.
     pub host: PathBuf,
     /// Where the container sees it.
@@ -76,7 +76,7 @@ pub enum ContainerError {
 ///
 /// # Errors
 /// See [`ContainerError`].
-pub fn container_config(
+pub(crate) fn container_config(
     snapshot: &Snapshot,
     names: impl IntoIterator<Item = impl AsRef<str>>,
 ) -> Result<ContainerConfig, ContainerError> {

@@ -13,7 +13,7 @@ use crate::plan::Configured;
 use crate::supervisor::state_file::StateFile;
 
 /// The mode in which only an MPS server can open a GPU, so that no program slips past it.
-pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
+pub(crate) const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
 
 /// The most questions about one GPU at a time. A check and a list of the clients may meet.
 const QUESTIONS: usize = 4;
@@ -23,7 +23,7 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Changes compute modes, each only after the previous one was written down.
 #[derive(Debug, Clone)]
-pub struct ComputeModes {
+pub(crate) struct ComputeModes {
     /// The driver as it is found at the moment; it may come late, or go.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     state_file: Arc<Mutex<StateFile>>,
@@ -35,7 +35,7 @@ pub struct ComputeModes {
 
 impl ComputeModes {
     /// Through this driver, with the previous modes in this state file. Nobody puts back the mode of a GPU that is `kept`.
-    pub fn new(
+    pub(crate) fn new(
         driver: watch::Receiver<Option<Arc<Driver>>>,
         state_file: Arc<Mutex<StateFile>>,
         kept: watch::Receiver<Configured>,
@@ -44,12 +44,12 @@ impl ComputeModes {
     }
 
     /// The mode a GPU has now. The error is NVML's reason.
-    pub async fn current(&self, uuid: &str) -> Result<ComputeMode, String> {
+    pub(crate) async fn current(&self, uuid: &str) -> Result<ComputeMode, String> {
         self.ask(uuid, Driver::compute_mode).await
     }
 
     /// Takes a GPU to [`SERVED`] if it isn't there, and says whether that was needed.
-    pub async fn take(&self, uuid: &str) -> Result<bool, String> {
+    pub(crate) async fn take(&self, uuid: &str) -> Result<bool, String> {
         let previous = self.current(uuid).await?;
         if previous == SERVED {
             return Ok(false);
@@ -65,7 +65,7 @@ impl ComputeModes {
 
     /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since. Not while it
     /// is to be served, even if it can't be now: everybody would get in, with no limit.
-    pub async fn restore(&self, uuid: &str) -> Result<(), String> {
+    pub(crate) async fn restore(&self, uuid: &str) -> Result<(), String> {
         if self.kept.borrow().may_have(uuid) {
             return Ok(());
         }
@@ -90,7 +90,7 @@ impl ComputeModes {
     }
 
     /// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
-    pub async fn look(&self, uuid: &str) -> Result<(ComputeMode, Vec<GpuProcess>), String> {
+    pub(crate) async fn look(&self, uuid: &str) -> Result<(ComputeMode, Vec<GpuProcess>), String> {
         self.ask(uuid, move |driver, uuid| {
             let mode = driver.compute_mode(uuid)?;
             let processes = driver.processes(uuid).unwrap_or_else(|error| {
@@ -103,12 +103,12 @@ impl ComputeModes {
     }
 
     /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.
-    pub async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
+    pub(crate) async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
         self.ask(uuid, Driver::processes).await
     }
 
     /// The PIDs of the MPS clients on a GPU, as the driver knows them.
-    pub async fn mps_clients(&self, uuid: &str) -> Result<Vec<u32>, String> {
+    pub(crate) async fn mps_clients(&self, uuid: &str) -> Result<Vec<u32>, String> {
         let processes = self.processes(uuid).await?;
         Ok(processes.into_iter().filter(|process| process.via_mps).map(|process| process.pid).collect())
     }

@@ -6,9 +6,9 @@
 //!
 //! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
 
-pub mod bypass;
+pub(crate) mod bypass;
 mod bypasses;
-pub mod compute_modes;
+pub(crate) mod compute_modes;
 mod heal;
 mod hindrance;
 mod limits;
@@ -16,13 +16,13 @@ mod pass_on;
 mod pending;
 mod places;
 mod run;
-pub mod runtime_directory;
+pub(crate) mod runtime_directory;
 mod servers;
 mod start;
-pub mod state_file;
+pub(crate) mod state_file;
 mod status;
 mod stop;
-pub mod view;
+pub(crate) mod view;
 mod watch;
 
 use std::collections::BTreeSet;
@@ -42,7 +42,7 @@ use bypasses::Bypasses;
 use pass_on::Allowance;
 use run::Run;
 use status::Reporter;
-pub use status::{GpuStatus, Status};
+pub(crate) use status::{GpuStatus, Status};
 
 /// The program, as every driver package installs it.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
@@ -59,7 +59,7 @@ const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 
 /// The control daemon that is wanted.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Order {
+pub(crate) struct Order {
     /// Its GPUs, directories and limits.
     pub plan: ControlDaemonPlan,
     /// True if we set the compute mode of its GPUs.
@@ -74,7 +74,7 @@ pub struct Order {
 
 /// The aim of a supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Goal {
+pub(crate) enum Goal {
     /// Serve this.
     Serve,
     /// End once it has no clients, and put the compute modes back.
@@ -98,7 +98,7 @@ enum Command {
 
 /// A server met a fatal GPU error, and these clients were hit. None of them need be the culprit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ClientFault {
+pub(crate) struct ClientFault {
     /// The GPU.
     pub gpu_uuid: String,
     /// The clients' PIDs.
@@ -109,7 +109,7 @@ pub struct ClientFault {
 
 /// Everything that supervisors share.
 #[derive(Debug, Clone)]
-pub struct Tools {
+pub(crate) struct Tools {
     /// Asks control daemons.
     pub front_ends: FrontEnds,
     /// Sets and restores compute modes.
@@ -124,7 +124,7 @@ pub struct Tools {
 
 /// A supervised control daemon. Dropped, it is left as it is, with its clients.
 #[derive(Debug)]
-pub struct Supervisor {
+pub(crate) struct Supervisor {
     goal: channel::Sender<(Goal, Order)>,
     status: channel::Receiver<Status>,
     control: channel::Receiver<Option<Arc<Control>>>,
@@ -135,7 +135,7 @@ pub struct Supervisor {
 
 impl Supervisor {
     /// Starts to make `order` true, or with another goal than to serve, to end what of it still runs.
-    pub fn start(order: Order, goal: Goal, tools: Tools) -> Self {
+    pub(crate) fn start(order: Order, goal: Goal, tools: Tools) -> Self {
         let (reporter, status) = Reporter::new(&order.plan, Arc::clone(&tools.changed));
         let (control_sender, control) = channel::channel(None);
         let front_ends = tools.front_ends.clone();
@@ -161,7 +161,7 @@ impl Supervisor {
     }
 
     /// Gives it another goal. The same again changes nothing.
-    pub fn pursue(&self, goal: Goal, order: Order) {
+    pub(crate) fn pursue(&self, goal: Goal, order: Order) {
         self.goal.send_if_modified(|current| {
             let new = (goal, order);
             let modified = *current != new;
@@ -171,31 +171,31 @@ impl Supervisor {
     }
 
     /// Gives it another goal with the order that it has.
-    pub fn end(&self, goal: Goal) {
+    pub(crate) fn end(&self, goal: Goal) {
         let order = self.goal.borrow().1.clone();
         self.pursue(goal, order);
     }
 
     /// True once it has ended.
-    pub fn ended(&self) -> bool {
+    pub(crate) fn ended(&self) -> bool {
         self.task.is_finished()
     }
 
     /// The status as of this moment. It is about the last order, even if the supervisor has not read that yet.
-    pub fn status(&self) -> Status {
+    pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
         status.take(&self.goal.borrow().1.plan);
         status
     }
 
     /// The way to its control daemon for a caller on the bus, whether or not it serves as it should.
-    pub fn access(&self, caller: Caller) -> Access {
+    pub(crate) fn access(&self, caller: Caller) -> Access {
         Access::new(self.control.clone(), caller)
     }
 
     /// The same for root. If none of ours runs, it leads to the control daemon of somebody else that listens in the
     /// pipe directory, since clients in its containers are clients of that control daemon.
-    pub fn control_in_place(&self) -> Option<CallersControl> {
+    pub(crate) fn control_in_place(&self) -> Option<CallersControl> {
         self.access(Caller::Root).now().or_else(|| {
             let control = self.front_ends.of(&self.status.borrow().view.pipe_directory);
             control.daemon_pid().map(|_| control.on_behalf(Caller::Root))
@@ -204,21 +204,21 @@ impl Supervisor {
 
     /// Makes a change that waits for clients to end: now if `force` or if there are none. The error says who is in the
     /// way.
-    pub fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), String>> {
+    pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), String>> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::Apply { force, reply });
         answer
     }
 
     /// Ends the server and starts another. The error says who is in the way.
-    pub fn restart_server(&self) -> oneshot::Receiver<Result<(), String>> {
+    pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), String>> {
         let (reply, answer) = oneshot::channel();
         self.send(Command::RestartServer { reply });
         answer
     }
 
     /// Asks for the regular check now.
-    pub fn check(&self) {
+    pub(crate) fn check(&self) {
         self.send(Command::Check);
     }
 

@@ -18,7 +18,7 @@ const FILE: &str = "lock";
 /// The directory, ours as long as this value is there. The kernel takes the lock back when the process ends, however it
 /// ends, and no process that we start inherits it.
 #[derive(Debug)]
-pub struct RuntimeDirectory {
+pub(crate) struct RuntimeDirectory {
     path: PathBuf,
     /// Closing any descriptor of the file would give the lock back, so it is opened in one place only.
     lock: File,
@@ -26,7 +26,7 @@ pub struct RuntimeDirectory {
 
 /// Why the directory can't be had.
 #[derive(Debug, thiserror::Error)]
-pub enum Unavailable {
+pub(crate) enum Unavailable {
     /// Another process has it.
     #[error(
         "another yunion-mps-daemon{} works with {}, and there can be one at a time; end that one first \
@@ -51,7 +51,7 @@ pub enum Unavailable {
 
 impl RuntimeDirectory {
     /// Takes the directory, which is made if need be.
-    pub fn take(path: &Path) -> Result<Self, Unavailable> {
+    pub(crate) fn take(path: &Path) -> Result<Self, Unavailable> {
         let failed = |file: &Path| {
             let file = file.to_owned();
             move |error: io::Error| Unavailable::Failed { file, error }
@@ -78,7 +78,7 @@ impl RuntimeDirectory {
     }
 
     /// Takes it again if somebody has removed it meanwhile.
-    pub fn keep(&mut self) -> Result<(), Unavailable> {
+    pub(crate) fn keep(&mut self) -> Result<(), Unavailable> {
         let there = fs::symlink_metadata(self.path.join(FILE)).ok();
         let ours = self.lock.metadata().ok();
         let inode = |metadata: &fs::Metadata| (metadata.dev(), metadata.ino());
@@ -89,7 +89,7 @@ impl RuntimeDirectory {
     }
 
     /// Where it is.
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 }

@@ -24,7 +24,7 @@ const MAX_BYTES: u64 = 1024 * 1024;
 
 /// A control daemon that was started by us.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Running {
+pub(crate) struct Running {
     /// Its process.
     pub process: Identity,
     /// Its `CUDA_MPS_PIPE_DIRECTORY`.
@@ -66,14 +66,14 @@ impl Default for Contents {
 ///
 /// # Errors
 /// It can't be read or is damaged.
-pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
+pub(crate) fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
     let contents = read(&directory.join(FILE))?;
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
 /// The content of the state file, and the file.
 #[derive(Debug)]
-pub struct StateFile {
+pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
 }
@@ -81,7 +81,7 @@ pub struct StateFile {
 impl StateFile {
     /// Opens the state file in `directory`. A damaged one is passed over with a warning, and overwritten by the next change:
     /// what it knew is lost, but nothing else is.
-    pub fn open(directory: RuntimeDirectory) -> Self {
+    pub(crate) fn open(directory: RuntimeDirectory) -> Self {
         let file = directory.path().join(FILE);
         let contents = read(&file).unwrap_or_else(|what| {
             tracing::warn!(
@@ -94,14 +94,14 @@ impl StateFile {
     }
 
     /// Writes down the mode that a GPU has, before it is changed. The first one stands until it is forgotten.
-    pub fn remember_compute_mode(&mut self, uuid: &str, mode: ComputeMode) -> io::Result<()> {
+    pub(crate) fn remember_compute_mode(&mut self, uuid: &str, mode: ComputeMode) -> io::Result<()> {
         self.change(|contents| {
             contents.previous_compute_modes.entry(uuid.to_owned()).or_insert_with(|| mode.to_string());
         })
     }
 
     /// The mode to put back; None: it was not changed by us.
-    pub fn previous_compute_mode(&self, uuid: &str) -> Option<ComputeMode> {
+    pub(crate) fn previous_compute_mode(&self, uuid: &str) -> Option<ComputeMode> {
         let word = self.contents.previous_compute_modes.get(uuid)?;
         let modes = [
             ComputeMode::Default,
@@ -113,53 +113,53 @@ impl StateFile {
     }
 
     /// The GPUs with a mode that is to be put back some day.
-    pub fn changed_gpus(&self) -> Vec<String> {
+    pub(crate) fn changed_gpus(&self) -> Vec<String> {
         self.contents.previous_compute_modes.keys().cloned().collect()
     }
 
     /// Forgets a GPU after its mode is back.
-    pub fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
+    pub(crate) fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
         self.change(|contents| {
             contents.previous_compute_modes.remove(uuid);
         })
     }
 
     /// Writes down a control daemon, before anything runs under its PID.
-    pub fn remember_control_daemon(&mut self, id: &str, running: Running) -> io::Result<()> {
+    pub(crate) fn remember_control_daemon(&mut self, id: &str, running: Running) -> io::Result<()> {
         self.change(|contents| {
             contents.control_daemons.insert(id.to_owned(), running);
         })
     }
 
     /// The control daemon that was started under this id, dead or alive.
-    pub fn control_daemon(&self, id: &str) -> Option<&Running> {
+    pub(crate) fn control_daemon(&self, id: &str) -> Option<&Running> {
         self.contents.control_daemons.get(id)
     }
 
     /// The ids of all control daemons that were started, dead or alive.
-    pub fn control_daemons(&self) -> Vec<String> {
+    pub(crate) fn control_daemons(&self) -> Vec<String> {
         self.contents.control_daemons.keys().cloned().collect()
     }
 
     /// Forgets a control daemon that has ended.
-    pub fn forget_control_daemon(&mut self, id: &str) -> io::Result<()> {
+    pub(crate) fn forget_control_daemon(&mut self, id: &str) -> io::Result<()> {
         self.change(|contents| {
             contents.control_daemons.remove(id);
         })
     }
 
     /// Writes down where a CDI spec is, before it is there; None: nowhere any more.
-    pub fn remember_cdi_spec(&mut self, file: Option<PathBuf>) -> io::Result<()> {
+    pub(crate) fn remember_cdi_spec(&mut self, file: Option<PathBuf>) -> io::Result<()> {
         self.change(|contents| contents.cdi_spec = file)
     }
 
     /// The CDI spec that was written since the host was started.
-    pub fn cdi_spec(&self) -> Option<&Path> {
+    pub(crate) fn cdi_spec(&self) -> Option<&Path> {
         self.contents.cdi_spec.as_deref()
     }
 
     /// Writes the file again if it is not as it should be, and says whether that was needed.
-    pub fn repair(&mut self) -> io::Result<bool> {
+    pub(crate) fn repair(&mut self) -> io::Result<bool> {
         let whole = read(&self.directory.path().join(FILE)).ok().flatten();
         if whole.as_ref() == Some(&self.contents) || (whole.is_none() && self.is_empty()) {
             return Ok(false);

@@ -14,7 +14,7 @@ use crate::supervisor::view::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT
 
 /// The status of a control daemon and its GPUs.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Status {
+pub(crate) struct Status {
     /// The plan that the status is about. The newest plan may differ.
     pub plan: ControlDaemonPlan,
     /// The control daemon.
@@ -81,7 +81,7 @@ impl Status {
 
 /// The status of one of its GPUs.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct GpuStatus {
+pub(crate) struct GpuStatus {
     /// The compute mode as last seen.
     pub compute_mode: Option<ComputeMode>,
     /// NVML's error, if the GPU can't be reached; otherwise empty.

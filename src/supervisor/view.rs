@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::{Instant, SystemTime};
 
 /// The number of events that are kept.
-pub const EVENTS_KEPT: usize = 32;
+pub(crate) const EVENTS_KEPT: usize = 32;
 
 /// The state of one control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -55,7 +55,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A control daemon.
 #[derive(Debug, Clone)]
-pub struct Serving {
+pub(crate) struct Serving {
     /// The way to ask it.
     pub control: Access,
     /// The UUIDs of its GPUs.
@@ -86,7 +86,7 @@ impl Look {
 ///
 /// # Errors
 /// The reason in words: a control daemon gives no answer or a wrong one, or a process can't be looked at.
-pub async fn list(
+pub(crate) async fn list(
     serving: Vec<Serving>,
     nvml: ComputeModes,
     kernel: &Blocking,

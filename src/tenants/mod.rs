@@ -1,4 +1,4 @@
 //! The tenants' processes on the GPUs: the list of them, and the end of their GPU work.
 
-pub mod clients;
-pub mod terminate;
+pub(crate) mod clients;
+pub(crate) mod terminate;

@@ -31,7 +31,7 @@ const ID: usize = 64;
 
 /// The processes with GPU work that is to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Wanted {
+pub(crate) enum Wanted {
     /// One process, by its PID.
     Process(u32),
     /// Every process that has one of these slices, by name, in its environment.
@@ -42,14 +42,14 @@ pub enum Wanted {
 
 /// The id of a container, or its beginning.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ContainerId(String);
+pub(crate) struct ContainerId(String);
 
 impl ContainerId {
     /// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
     ///
     /// # Errors
     /// [`TerminationError::NoId`].
-    pub fn new(text: &str) -> Result<Self, TerminationError> {
+    pub(crate) fn new(text: &str) -> Result<Self, TerminationError> {
         let is_id = (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit());
         if is_id { Ok(Self(text.to_ascii_lowercase())) } else { Err(TerminationError::NoId(text.to_owned())) }
     }
@@ -102,7 +102,7 @@ fn in_words(left: &BTreeSet<u32>) -> String {
 ///
 /// # Errors
 /// See [`TerminationError`].
-pub async fn terminate(
+pub(crate) async fn terminate(
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
     kernel: Blocking,

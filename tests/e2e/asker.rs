@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
-use yunion_mps::host::systemd::{move_to_scope, runs_us, why_stopping};
+use yunion_mps::{move_to_scope, runs_us, why_stopping};
 
 /// The first argument that makes this program the service.
 pub(crate) const ARGUMENT: &str = "asker";

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use tokio::time::timeout;
-use yunion_mps::publish::snapshot::{Snapshot, State};
+use yunion_mps::{Snapshot, State};
 
 use crate::support::bus::{PrivateBus, output, printed};
 use crate::support::service::Service;

@@ -8,9 +8,9 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::process::{Child, ChildStdout};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
-use yunion_mps::dbus::{Bus, Request, RequestError};
-use yunion_mps::publish::snapshot::{GpuView, Snapshot, State};
-use yunion_mps::tenants::clients::ClientView;
+use yunion_mps::ClientView;
+use yunion_mps::{Bus, Request, RequestError};
+use yunion_mps::{GpuView, Snapshot, State};
 
 use crate::support::bus::{PrivateBus, complained, output, printed};
 use crate::support::service::Service;

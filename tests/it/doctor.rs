@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use rustix::process::Signal;
 use serde_json::Value;
-use yunion_mps::supervisor::view::ControlDaemonState;
+use yunion_mps::ControlDaemonState;
 use zbus::{OwnedObjectPath, interface};
 
 use crate::faults::Mount;

@@ -130,7 +130,7 @@ fn with_another_prefix_the_unit_starts_what_is_there() {
 }
 
 fn subcommands() -> Vec<String> {
-    yunion_mps::ctl::command().get_subcommands().map(|command| command.get_name().to_owned()).collect()
+    yunion_mps::ctl_command().get_subcommands().map(|command| command.get_name().to_owned()).collect()
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn completed(script: &Path, line: &str) -> Vec<String> {
 #[test]
 fn bash_completes_behind_a_subcommand() {
     let pages = pages_as_shipped();
-    let mut command = yunion_mps::ctl::command();
+    let mut command = yunion_mps::ctl_command();
     command.build();
     let script = pages.path().join("yunion-mpsctl.bash");
     for subcommand in command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help") {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
-use yunion_mps::dbus::{Bus, Request};
-use yunion_mps::publish::snapshot::Snapshot;
+use yunion_mps::Snapshot;
+use yunion_mps::{Bus, Request};
 
 use crate::support::bus::PrivateBus;
 

@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-use yunion_mps::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
-use yunion_mps::plan::GpuPlan;
-use yunion_mps::publish::snapshot::{GpuView, Snapshot, State};
-use yunion_mps::supervisor::view::{ControlDaemonState, ControlDaemonView, Event};
+use yunion_mps::GpuPlan;
+use yunion_mps::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
+use yunion_mps::{ControlDaemonState, ControlDaemonView, Event};
+use yunion_mps::{GpuView, Snapshot, State};
 
 pub(crate) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
