@@ -48,10 +48,11 @@ test: $(PACKAGES_TO_TEST) ## every test, also against the real MPS control daemo
 	cargo build --workspace --locked
 	scripts/test.sh
 
-check: ## format, lints, licences and sources of the dependencies
+check: ## format, lints, links of the documentation, licences and sources of the dependencies
 	scripts/deps.sh
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --document-private-items --workspace --locked
 	scripts/cargo-deny.sh
 
 chaos: ## three minutes (or CHAOS_SECONDS) of random kills, stops and reloads under a stream of clients, as in make test

@@ -228,7 +228,7 @@ fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
 
 fn write_gpu(plan: &GpuPlan, out: &mut dyn Write) -> io::Result<()> {
     let name = plan.gpu.pci.address.short();
-    let uuid = plan.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or("UUID unknown");
+    let uuid = plan.gpu.nvml.as_ref().map_or("UUID unknown", |facts| facts.uuid.as_str());
     write!(out, "GPU {name} {} ({uuid}): ", plan.gpu.model())?;
     let share = format!(
         "{} MiB and {} % of the threads{}",

@@ -153,11 +153,11 @@ pub enum Warning {
 pub(crate) struct ControlDaemonPlan {
     /// `shared`, or the GPU's UUID.
     pub id: String,
-    /// CUDA_MPS_PIPE_DIRECTORY.
+    /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub pipe_directory: PathBuf,
-    /// CUDA_MPS_LOG_DIRECTORY.
+    /// `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
-    /// The GPUs, in the order of CUDA_VISIBLE_DEVICES. They are sorted by address, so ordinals don't depend on the
+    /// The GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend on the
     /// order of entries.
     pub gpus: Vec<ServedGpu>,
     /// The driver's series.
@@ -313,7 +313,11 @@ impl GpuPlan {
 ///
 /// # Errors
 /// The configuration is wrong, or can't be checked yet.
-pub(crate) fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
+pub(crate) fn plan(
+    settings: &Settings,
+    inventory: &Inventory,
+    before: &[GpuPlan],
+) -> Result<Plan, PlanError> {
     let before = Inventory {
         driver: Ok(String::new()),
         gpus: before.iter().map(|plan| plan.gpu.clone()).collect(),
@@ -397,8 +401,8 @@ fn wanted<'a>(
         let address = gpu.map(|gpu| gpu.pci.address);
         if let Some((origin, first)) = earlier.insert(&entry.origin, path, address) {
             let which = address.map(|address| format!(" ({address})")).unwrap_or_default();
-            let found = format!("{}{which} is named a second time", path);
-            let remedy = format!("{origin} names it as {}; keep one", first);
+            let found = format!("{path}{which} is named a second time");
+            let remedy = format!("{origin} names it as {first}; keep one");
             problems.push(problem(entry, index, "path", found, remedy));
             continue;
         }
@@ -633,11 +637,11 @@ fn with_facts<'a>(
     });
     match silent {
         Some((address, reason)) if inventory.driver.is_ok() => Err(Miss::Absent {
-            found: format!("{} may be the GPU at {address}, which can't be asked: {reason}", path),
+            found: format!("{path} may be the GPU at {address}, which can't be asked: {reason}"),
             remedy: "it is served once that GPU answers".to_owned(),
             certain: false,
         }),
-        _ => Err(known_missing(inventory, format!("this host has no GPU {}", path))),
+        _ => Err(known_missing(inventory, format!("this host has no GPU {path}"))),
     }
 }
 
@@ -1527,9 +1531,8 @@ mod tests {
             let settings = with(vec![(node(128), 4), (node(129), 4), (second.clone(), 4)]);
             let problems = problems(&settings, &h200s());
             let expected = format!(
-                "devices.yml:4: devices[2].path: {} (0000:1a:00.0) is named a second time; \
-                 devices.yml:2 names it as /dev/dri/renderD128; keep one",
-                second
+                "devices.yml:4: devices[2].path: {second} (0000:1a:00.0) is named a second time; \
+                 devices.yml:2 names it as /dev/dri/renderD128; keep one"
             );
             assert_eq!(problems, [expected]);
         }
@@ -1625,10 +1628,11 @@ mod tests {
         assert!(alone(node(130), &inventory).0);
     }
 
+    type Ailment = fn(&mut Inventory);
+
     #[test]
     fn an_unusable_gpu_does_not_stop_the_others() {
         let entries = || with(vec![(node(128), 4), (node(129), 2)]);
-        type Ailment = fn(&mut Inventory);
         let ailments: [(Ailment, &str); 5] = [
             (|all| all.gpus[1].nvml = Err("GPU is lost".into()), "GPU is lost"),
             (

@@ -2,7 +2,7 @@
 //!
 //! The file belongs to the host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An
 //! entry of another type only says that somebody else uses the device, so mistakes in such an entry are ignored. But an
-//! entry that may have been meant as NVIDIA_MPS is an error: without any NVIDIA_MPS entry every GPU of the host is
+//! entry that may have been meant as `NVIDIA_MPS` is an error: without any `NVIDIA_MPS` entry every GPU of the host is
 //! served, and a typing error must not have that effect.
 
 use std::path::{Path, PathBuf};
@@ -297,7 +297,7 @@ fn slip(field: Option<&Field<'_>>, device_type: &str) -> Option<(String, &'stati
 const LONGEST_SLIP: usize = 64;
 
 /// Whether the type differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in one letter
-/// that is added, missing, wrong or swapped with its neighbour. With two wrong letters NVIDIA_GPU would be accepted
+/// that is added, missing, wrong or swapped with its neighbour. With two wrong letters `NVIDIA_GPU` would be accepted
 /// too.
 fn is_near_miss(device_type: &str) -> bool {
     let letters = |text: &str| text.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "");
@@ -359,7 +359,7 @@ mod tests {
         problems.iter().map(|p| (line(p), p.key.as_str(), p.found.as_str())).collect()
     }
 
-    /// One NVIDIA_MPS entry with this line as line 4.
+    /// One `NVIDIA_MPS` entry with this line as line 4.
     fn mps(line: &str) -> String {
         format!("devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  {line}\n")
     }
@@ -707,7 +707,7 @@ mod tests {
         }
     }
 
-    /// Reading never panics on any bytes, and each NVIDIA_MPS entry is complete.
+    /// Reading never panics on any bytes, and each `NVIDIA_MPS` entry is complete.
     fn survives(bytes: Vec<u8>) {
         let mut findings = Findings::default();
         let entries = match text_of(Path::new(FILE), bytes) {

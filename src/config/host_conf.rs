@@ -127,7 +127,7 @@ impl Draft {
             findings.problems.push(Problem {
                 origin: origin.clone(),
                 key: (*key).to_owned(),
-                found: format!("found {pipe_directory:?} for both {PIPE_KEY} and {LOG_KEY}"),
+                found: format!("found {:?} for both {PIPE_KEY} and {LOG_KEY}", pipe_directory.display()),
                 remedy: "give each a directory of its own".to_owned(),
             });
         }

@@ -1,7 +1,7 @@
 //! YAML as the settings need it: every key with its line, duplicate keys in their order, and for each text whether it
 //! was quoted, since YAML 1.1 reads a plain `yes` as true and a quoted one as text.
 //!
-//! serde_yaml's own `Value` has none of these. But serde_yaml lends texts out of its input instead of copying them, so
+//! `serde_yaml`'s own `Value` has none of these. But `serde_yaml` lends texts out of its input instead of copying them, so
 //! the address of such a text gives its line, and the byte after it shows whether a quotation mark ended it.
 
 use std::borrow::Cow;
@@ -22,6 +22,13 @@ pub(super) struct Node<'t> {
     pub(super) line: Option<usize>,
     /// The value.
     pub(super) value: Value<'t>,
+}
+
+impl<'t> Node<'t> {
+    /// A value that the input gives no line for.
+    fn of(value: Value<'t>) -> Self {
+        Self { line: None, value }
+    }
 }
 
 /// A value. YAML 1.2 decides the type of a plain scalar. `as_bool` and the like apply the platform's rules.
@@ -194,7 +201,7 @@ impl<'t> Source<'t> {
         Ok(())
     }
 
-    /// The text that serde_yaml lent out of the input.
+    /// The text that `serde_yaml` lent out of the input.
     fn lent(&self, text: &'t str) -> Node<'t> {
         let start = text.as_ptr().addr().checked_sub(self.text.as_ptr().addr());
         let start = start.filter(|start| *start <= self.text.len());
@@ -229,10 +236,6 @@ impl NodeSeed<'_, '_> {
     fn inner(self) -> Self {
         Self { depth: self.depth.saturating_add(1), ..self }
     }
-
-    fn plain<'t, E>(value: Value<'t>) -> Result<Node<'t>, E> {
-        Ok(Node { line: None, value })
-    }
 }
 
 impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
@@ -243,37 +246,37 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_none<E: de::Error>(self) -> Result<Node<'t>, E> {
-        Self::plain(Value::Null)
+        Ok(Node::of(Value::Null))
     }
 
     fn visit_unit<E: de::Error>(self) -> Result<Node<'t>, E> {
-        Self::plain(Value::Null)
+        Ok(Node::of(Value::Null))
     }
 
     fn visit_bool<E: de::Error>(self, value: bool) -> Result<Node<'t>, E> {
-        Self::plain(Value::Bool(value))
+        Ok(Node::of(Value::Bool(value)))
     }
 
     fn visit_i64<E: de::Error>(self, value: i64) -> Result<Node<'t>, E> {
-        Self::plain(Value::Integer(value.into()))
+        Ok(Node::of(Value::Integer(value.into())))
     }
 
     fn visit_u64<E: de::Error>(self, value: u64) -> Result<Node<'t>, E> {
-        Self::plain(Value::Integer(value.into()))
+        Ok(Node::of(Value::Integer(value.into())))
     }
 
     fn visit_i128<E: de::Error>(self, value: i128) -> Result<Node<'t>, E> {
-        Self::plain(Value::Integer(value))
+        Ok(Node::of(Value::Integer(value)))
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
         // The number is too large for any setting. As text it can be shown as it is.
         let text = || Value::Text { text: value.to_string().into(), quoted: false };
-        Self::plain(i128::try_from(value).map_or_else(|_| text(), Value::Integer))
+        Ok(Node::of(i128::try_from(value).map_or_else(|_| text(), Value::Integer)))
     }
 
     fn visit_f64<E: de::Error>(self, value: f64) -> Result<Node<'t>, E> {
-        Self::plain(Value::Float(value))
+        Ok(Node::of(Value::Float(value)))
     }
 
     fn visit_borrowed_str<E: de::Error>(self, text: &'t str) -> Result<Node<'t>, E> {
@@ -284,7 +287,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     /// text is neither a boolean nor a number, so all of these texts count as quoted.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
         self.source.spend(text.len())?;
-        Self::plain(Value::Text { text: text.to_owned().into(), quoted: true })
+        Ok(Node::of(Value::Text { text: text.to_owned().into(), quoted: true }))
     }
 
     fn visit_seq<A: SeqAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {

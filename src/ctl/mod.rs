@@ -57,7 +57,7 @@ enum Command {
         yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
         yunion-mpsctl clients --json | jq 'group_by(.device) | map({(.[0].device // \"?\"): length}) | add'")]
     Clients(show::clients::Arguments),
-    /// Prints metrics of the service, its devices and their clients as OpenMetrics text
+    /// Prints metrics of the service, its devices and their clients as `OpenMetrics` text
     #[command(
         after_help = "Where yunion-mps-daemon is not running the only metric is yunion_mps_up 0, and the exit \
         status is 0 all the same: a collector is to take that in. It is 1 where the bus can't be asked.\n\n\

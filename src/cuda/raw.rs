@@ -55,7 +55,7 @@ pub(super) fn multiprocessors(ordinal: i32) -> Result<i32, DriverError> {
     unsafe { result::device::get_attribute(device, attribute) }
 }
 
-/// Launches `multiply_add` of multiply_add.ptx.
+/// Launches `multiply_add` of `multiply_add.ptx`.
 pub(super) fn launch(
     stream: &CudaStream,
     multiply_add: &CudaFunction,

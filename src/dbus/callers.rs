@@ -99,7 +99,7 @@ struct Caller {
 /// The users that call, and their connections.
 #[derive(Debug)]
 pub(super) struct Callers {
-    callers: HashMap<String, Caller>,
+    connections: HashMap<String, Caller>,
     users: HashMap<u32, User>,
     in_all: Credit,
 }
@@ -111,18 +111,18 @@ pub(super) fn is_privileged(uid: u32) -> bool {
 
 impl Callers {
     pub(super) fn new(now: Instant) -> Self {
-        Self { callers: HashMap::new(), users: HashMap::new(), in_all: Credit::full(IN_ALL, now) }
+        Self { connections: HashMap::new(), users: HashMap::new(), in_all: Credit::full(IN_ALL, now) }
     }
 
     /// The user who has this connection, where the connection has called before.
     pub(super) fn uid_of(&self, name: &str) -> Option<u32> {
-        self.callers.get(name).map(|caller| caller.uid)
+        self.connections.get(name).map(|caller| caller.uid)
     }
 
     /// Takes note of a connection that has not called before. There is always a place for root.
     pub(super) fn meet(&mut self, name: &str, uid: u32) {
-        if is_privileged(uid) || self.callers.len() < CONNECTIONS_MAX {
-            self.callers.insert(name.to_owned(), Caller { uid, unread: 0, asked: false });
+        if is_privileged(uid) || self.connections.len() < CONNECTIONS_MAX {
+            self.connections.insert(name.to_owned(), Caller { uid, unread: 0, asked: false });
         }
     }
 
@@ -164,7 +164,7 @@ impl Callers {
 
     /// Takes note of an answer of so many bytes to this connection; a refusal is an answer, too.
     pub(super) fn answered(&mut self, name: &str, bytes: usize, now: Instant) {
-        let Some(caller) = self.callers.get_mut(name).filter(|caller| !is_privileged(caller.uid)) else {
+        let Some(caller) = self.connections.get_mut(name).filter(|caller| !is_privileged(caller.uid)) else {
             return;
         };
         let uid = caller.uid;
@@ -208,7 +208,7 @@ impl Callers {
 
     /// Whether it is time to look which connections have gone, and which read.
     pub(super) fn look_is_due(&self) -> bool {
-        self.callers.len() >= CONNECTIONS
+        self.connections.len() >= CONNECTIONS
             || self.unread_in_all() >= UNREAD_IN_ALL / 2
             || self.users.values().any(|user| user.unread >= UNREAD_OF_USER / 2)
     }
@@ -216,10 +216,11 @@ impl Callers {
     /// Forgets the connections that are not among `there`. Gives those left that are to be asked whether they read, the
     /// most unread first.
     pub(super) fn keep(&mut self, there: &HashSet<String>, now: Instant) -> Vec<String> {
-        let gone: Vec<String> = self.callers.keys().filter(|name| !there.contains(*name)).cloned().collect();
+        let gone: Vec<String> =
+            self.connections.keys().filter(|name| !there.contains(*name)).cloned().collect();
         for name in gone {
             self.has_read(&name);
-            self.callers.remove(&name);
+            self.connections.remove(&name);
         }
         for user in self.users.values_mut() {
             user.credit.refill(OF_USER, now);
@@ -227,11 +228,11 @@ impl Callers {
         self.users
             .retain(|_, user| user.credit.bytes < OF_USER.burst || user.unread > 0 || user.requests > 0);
         let mut asked: HashMap<u32, usize> = HashMap::new();
-        for caller in self.callers.values().filter(|caller| caller.asked) {
+        for caller in self.connections.values().filter(|caller| caller.asked) {
             *asked.entry(caller.uid).or_default() += 1;
         }
         let mut in_all: usize = asked.values().sum();
-        let unread = self.callers.iter_mut().filter(|(_, caller)| caller.unread > 0 && !caller.asked);
+        let unread = self.connections.iter_mut().filter(|(_, caller)| caller.unread > 0 && !caller.asked);
         let mut unread: Vec<_> = unread.collect();
         unread.sort_by_key(|(_, caller)| Reverse(caller.unread));
         let mut to_ask = Vec::new();
@@ -251,14 +252,14 @@ impl Callers {
         if reads {
             self.has_read(name);
         }
-        if let Some(caller) = self.callers.get_mut(name) {
+        if let Some(caller) = self.connections.get_mut(name) {
             caller.asked = false;
         }
     }
 
     /// Takes note that a connection has read its answers, or has gone with them.
     fn has_read(&mut self, name: &str) {
-        let Some(caller) = self.callers.get_mut(name) else { return };
+        let Some(caller) = self.connections.get_mut(name) else { return };
         let unread = std::mem::take(&mut caller.unread);
         if let Some(user) = self.users.get_mut(&caller.uid) {
             user.unread = user.unread.saturating_sub(unread);
@@ -373,7 +374,7 @@ mod tests {
         for n in 0..2 * CONNECTIONS_MAX {
             callers.meet(&format!(":2.{n}"), NOBODY);
         }
-        assert_eq!(callers.callers.len(), CONNECTIONS_MAX);
+        assert_eq!(callers.connections.len(), CONNECTIONS_MAX);
         callers.meet(":3.1", 0);
         assert_eq!(callers.judge(":3.1", now), Verdict::Admit);
     }

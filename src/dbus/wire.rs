@@ -147,10 +147,10 @@ const FLAGS: usize = 2;
 const BODY_LENGTH: std::ops::Range<usize> = 4..8;
 const FIELDS_LENGTH: std::ops::Range<usize> = 12..16;
 
-/// NO_REPLY_EXPECTED, among the flags.
+/// `NO_REPLY_EXPECTED`, among the flags.
 const NO_ANSWER: u8 = 1;
 
-/// METHOD_CALL, as the kind of a message.
+/// `METHOD_CALL`, as the kind of a message.
 const CALL: u8 = 1;
 
 /// The lengths that the beginning of a message gives for the rest, in bytes.

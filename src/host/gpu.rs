@@ -27,7 +27,7 @@ pub struct PciAddress {
 
 impl PciAddress {
     /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`.
-    pub fn short(&self) -> String {
+    pub fn short(self) -> String {
         if self.domain == 0 {
             format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
         } else {

@@ -2,14 +2,14 @@
 
 use std::io;
 
-/// The oom_score_adj of a control daemon and its servers, since every job on their GPUs ends with them. The unit sets
-/// it with `OOMScoreAdjust=`, so a process without CAP_SYS_RESOURCE may return to it.
+/// The `oom_score_adj` of a control daemon and its servers, since every job on their GPUs ends with them. The unit sets
+/// it with `OOMScoreAdjust=`, so a process without `CAP_SYS_RESOURCE` may return to it.
 pub(crate) const OF_CONTROL_DAEMONS: i16 = -900;
 
-/// The oom_score_adj of this service, which can be started again without harm.
+/// The `oom_score_adj` of this service, which can be started again without harm.
 pub(crate) const OWN: i16 = 0;
 
-/// Gives this process and its future children this oom_score_adj.
+/// Gives this process and its future children this `oom_score_adj`.
 ///
 /// # Errors
 /// The kernel refuses a value below the value that root has set.

@@ -186,7 +186,7 @@ pub(crate) fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
     path(process, &format!("fd/{descriptor}"))
 }
 
-/// Gives this process and its future children an oom_score_adj.
+/// Gives this process and its future children an `oom_score_adj`.
 ///
 /// # Errors
 /// The kernel refuses a value below the value that root has set.

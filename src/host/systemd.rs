@@ -313,7 +313,7 @@ fn unit_of(cgroup: &str) -> Option<&str> {
         if !hierarchy.is_empty() && hierarchy != "name=systemd" {
             return None;
         }
-        path.split('/').find(|part| part.ends_with(".service") || part.ends_with(".scope"))
+        path.split('/').find(|part| matches!(part.rsplit_once('.'), Some((_, "service" | "scope"))))
     })
 }
 

@@ -280,7 +280,11 @@ impl CallersControl {
     ///
     /// # Errors
     /// The control daemon gave no answer, or one that the command can't have.
-    pub(crate) async fn terminate_client(&self, server: u32, client: u32) -> Result<Terminated, ControlError> {
+    pub(crate) async fn terminate_client(
+        &self,
+        server: u32,
+        client: u32,
+    ) -> Result<Terminated, ControlError> {
         let command = format!("terminate_client {server} {client}");
         let answer = self.0.ask_for_something(&command).await?;
         parse_terminated(&answer).ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
@@ -415,7 +419,11 @@ impl Control {
     /// Sets the device pinned memory limit, in MiB, of future servers, for the GPU of this ordinal. The control daemon
     /// accepts anything and answers nothing. It reports the limit in whole GiB, so the check is only as exact as that.
     /// The log has the exact value once a server runs.
-    pub(crate) async fn set_default_memory_limit(&self, ordinal: usize, mib: u64) -> Result<(), ControlError> {
+    pub(crate) async fn set_default_memory_limit(
+        &self,
+        ordinal: usize,
+        mib: u64,
+    ) -> Result<(), ControlError> {
         self.ask(&format!("set_default_device_pinned_mem_limit {ordinal} {mib}M")).await?;
         self.check_memory_limit(&format!("get_default_device_pinned_mem_limit {ordinal}"), mib).await
     }
@@ -439,13 +447,22 @@ impl Control {
     }
 
     /// Sets the active thread percentage of a running server's future clients.
-    pub(crate) async fn set_thread_percentage(&self, server: u32, percentage: u8) -> Result<(), ControlError> {
+    pub(crate) async fn set_thread_percentage(
+        &self,
+        server: u32,
+        percentage: u8,
+    ) -> Result<(), ControlError> {
         self.set_percentage(&format!("set_active_thread_percentage {server} {percentage}"), percentage).await
     }
 
     /// Sets the device pinned memory limit, in MiB, of a running server's future clients. It is verified to the GiB,
     /// like [`Control::set_default_memory_limit`]. The server writes the exact value to its log.
-    pub(crate) async fn set_memory_limit(&self, server: u32, ordinal: usize, mib: u64) -> Result<(), ControlError> {
+    pub(crate) async fn set_memory_limit(
+        &self,
+        server: u32,
+        ordinal: usize,
+        mib: u64,
+    ) -> Result<(), ControlError> {
         self.ask(&format!("set_device_pinned_mem_limit {server} {ordinal} {mib}M")).await?;
         self.check_memory_limit(&format!("get_device_pinned_mem_limit {server} {ordinal}"), mib).await
     }

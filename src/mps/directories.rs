@@ -331,7 +331,7 @@ fn own_link(file: BorrowedFd<'_>) -> PathBuf {
     proc::open_file(proc::OWN, file.as_raw_fd())
 }
 
-/// chmod(2) does not accept an O_PATH descriptor, so the call goes through /proc. It still reaches the same file.
+/// chmod(2) does not accept an `O_PATH` descriptor, so the call goes through /proc. It still reaches the same file.
 fn chmod(file: impl AsFd, mode: u32) -> io::Result<()> {
     Ok(rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))?)
 }

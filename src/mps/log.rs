@@ -187,9 +187,11 @@ impl Line {
             | Meaning::ThreadPercentage { .. }
             | Meaning::MemoryLimit { .. }
             | Meaning::ClientPending { .. }
-            | Meaning::ServerExited { status: 0, .. } => Level::INFO,
+            | Meaning::ServerExited { status: 0, .. }
             // The supervisor tells the fault once for each GPU, with all that these lines say.
-            Meaning::Fault { .. } | Meaning::FaultHandling { .. } | Meaning::TornDown { .. } => Level::INFO,
+            | Meaning::Fault { .. }
+            | Meaning::FaultHandling { .. }
+            | Meaning::TornDown { .. } => Level::INFO,
             Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
         }
     }

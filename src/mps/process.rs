@@ -136,7 +136,7 @@ pub(crate) struct Launch<'a> {
     pub program: &'a Path,
     /// Its arguments.
     pub arguments: &'a [&'a str],
-    /// Added to the service's own environment, since the server needs PATH and LD_LIBRARY_PATH as the service does.
+    /// Added to the service's own environment, since the server needs PATH and `LD_LIBRARY_PATH` as the service does.
     pub environment: &'a [(&'a str, String)],
     /// The file for its standard output and standard error.
     pub output: File,
@@ -252,10 +252,15 @@ const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Ends a control daemon: first with `quit`, which lets idle servers end in order, then with SIGTERM, then with
 /// SIGKILL. `quit -t` alone can hang for as long as a client runs, so it has a deadline of its own.
-pub(crate) async fn stop(process: &mut Process, control: &Control, quit_timeout: Duration) -> io::Result<Stopped> {
-    let patience = match listens(process, control) {
-        true => patience_after(control.quit(quit_timeout).await, process),
-        false => SILENT_TIMEOUT,
+pub(crate) async fn stop(
+    process: &mut Process,
+    control: &Control,
+    quit_timeout: Duration,
+) -> io::Result<Stopped> {
+    let patience = if listens(process, control) {
+        patience_after(control.quit(quit_timeout).await, process)
+    } else {
+        SILENT_TIMEOUT
     };
     if tokio::time::timeout(patience, process.exited()).await.is_ok() {
         return Ok(Stopped::Quit);

@@ -149,7 +149,9 @@ impl Hindrances {
             (Some(Hindrance::Silent { .. }), Some(graver)) => Some(graver),
             (found, _) => found,
         };
-        after.into_iter().for_each(|after| self.put(after));
+        if let Some(after) = after {
+            self.put(after);
+        }
         news
     }
 

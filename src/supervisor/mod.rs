@@ -335,6 +335,8 @@ async fn run(
 }
 
 /// One control daemon's supervisor: what it shall be, and what is known of it beyond one run.
+// Each flag is a fact of its own: none of them excludes another.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 struct Worker {
     order: Order,

@@ -50,9 +50,9 @@ pub struct ControlDaemonView {
     pub pid: Option<u32>,
     /// The PIDs of its servers.
     pub servers: Vec<u32>,
-    /// CUDA_MPS_PIPE_DIRECTORY.
+    /// `CUDA_MPS_PIPE_DIRECTORY`.
     pub pipe_directory: PathBuf,
-    /// CUDA_MPS_LOG_DIRECTORY.
+    /// `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
     /// True if one server serves every user; None before that is known.
     pub multiuser: Option<bool>,

@@ -292,7 +292,7 @@ fn pick(
         }
         for ((server, pid), connections) in connections {
             match hold_and_look(pid, wanted) {
-                Ok(None | Some((_, Look::Other))) => continue,
+                Ok(None | Some((_, Look::Other))) => {}
                 Ok(Some((held, look))) => {
                     let ids = if let Look::In(ids) = look { ids } else { BTreeSet::new() };
                     let hosts = ids.iter().any(|id| id.hosts);

@@ -461,7 +461,7 @@ fn every_metric_is_documented_with_its_labels() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The example for node_exporter does what it promises: a whole file or none, under its name, for everybody to read.
+/// The example for `node_exporter` does what it promises: a whole file or none, under its name, for everybody to read.
 #[test]
 fn the_textfile_example_works() {
     let mut host = Host::serving("h200");

@@ -144,7 +144,7 @@ fn killed_processes_are_replaced() {
         let status = recovered(&host, 4);
         let mut client = host.client();
         let mut killed = Vec::new();
-        for _ in 0..1 + random.below(3) {
+        for _ in 0..=random.below(3) {
             let target = random.below(3);
             // The status may be that of a moment ago, and the process gone: then nothing is killed.
             let now = host.json(&["status"]).unwrap_or_else(|| status.clone());
@@ -246,7 +246,7 @@ impl Listener {
         fs::read_to_string(&self.file).unwrap()
     }
 
-    /// The ClientFault signals with these PIDs: one, or several where the server was slow to name them all.
+    /// The `ClientFault` signals with these PIDs: one, or several where the server was slow to name them all.
     fn wait_for_fault(&self, pids: &[u32]) -> String {
         let words = pids.iter().map(ToString::to_string).collect::<Vec<_>>();
         wait_for("ClientFault", || {
@@ -1415,7 +1415,7 @@ fn too_few_descriptors_are_called_so() {
     let numbers = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let numbers: Vec<u32> =
         numbers.map(|entry| entry.file_name().to_str().unwrap().parse().unwrap()).collect();
-    let first_free = (0..).find(|number| !numbers.contains(number)).unwrap();
+    let first_free = (0..u32::MAX).find(|number| !numbers.contains(number)).unwrap();
     limit(&first_free.to_string());
     let status = host.wait_for_status("a reason that names files", |status| {
         let reason = status["service"]["state_reason"].as_str().unwrap();

@@ -350,7 +350,7 @@ impl Row {
 
     /// Starts the daemon with nothing there, kills it, and again, until it serves.
     fn cold_start(&mut self) {
-        for _ in 0..1 + self.random.below(3) {
+        for _ in 0..=self.random.below(3) {
             let kill = self.pick("start", &COLD);
             self.start_with(Some(kill.clone()));
             self.meet(&kill, "start");
@@ -391,7 +391,7 @@ impl Row {
 
     /// Stops it, with deaths on the way, until a stop has succeeded.
     fn stop(&mut self) {
-        for _ in 0..1 + self.random.below(4) {
+        for _ in 0..=self.random.below(4) {
             let kill = self.pick("stop", &STOP);
             let service = self.service.as_ref().unwrap();
             service.arm(kill.clone());
@@ -424,11 +424,10 @@ impl Row {
         let mut ready = 0;
         loop {
             match service.heard.recv_timeout(Duration::from_millis(20)) {
-                Ok(Heard::Killed) => break,
+                Ok(Heard::Killed) | Err(RecvTimeoutError::Disconnected) => break,
                 Ok(Heard::Step(step)) if step == "ready" && phase != "stop" => ready += 1,
                 Ok(Heard::Step(_)) => {}
                 Err(RecvTimeoutError::Timeout) => self.look(),
-                Err(RecvTimeoutError::Disconnected) => break,
             }
             // It came through without that step: there was nothing for it to do.
             if ready == self.daemons && kill.step != "ready" && kill.step != ANY_TIME {

@@ -646,7 +646,7 @@ fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     }
 }
 
-/// Calls TerminateClient for one process again and again and reads no answer; it says when the first hundred are out.
+/// Calls `TerminateClient` for one process again and again and reads no answer; it says when the first hundred are out.
 const FLOOD: &str = r#"
 import os, socket, struct, sys, time
 address, pid, count = sys.argv[1].removeprefix("unix:path="), int(sys.argv[2]) or os.getpid(), int(sys.argv[3])

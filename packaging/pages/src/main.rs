@@ -51,7 +51,7 @@ fn complete(mut command: Command, out: &Path) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// clap_complete 4.6 writes the `-` of a program's name as `__` where bash remembers the subcommand, and as `__subcmd__`
+/// `clap_complete` 4.6 writes the `-` of a program's name as `__` where bash remembers the subcommand, and as `__subcmd__`
 /// where it looks that up, so that it would offer nothing behind a subcommand. Once it does better, nothing is replaced.
 fn mend_bash(script: &str, name: &str) -> String {
     let remembered = format!("{}__subcmd__", name.replace('-', "__"));

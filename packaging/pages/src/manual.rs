@@ -20,7 +20,7 @@ const MEASURED: [(&str, &str); 2] = [
 const EXAMPLES: &str = "Examples:\n";
 const EXIT_STATUS: &str = "Exit status: ";
 
-/// The macros that clap_mangen and we write begin with these two lines, each time. A page needs them once.
+/// The macros that `clap_mangen` and we write begin with these two lines, each time. A page needs them once.
 const APOSTROPHE: [&str; 2] = [r".ie \n(.g .ds Aq \(aq", r".el .ds Aq '"];
 
 /// yunion-mps-daemon(8).
@@ -96,7 +96,7 @@ impl Page {
         })
     }
 
-    /// The usage as `--help` shows it: clap_mangen's synopsis leaves out what options take.
+    /// The usage as `--help` shows it: `clap_mangen`'s synopsis leaves out what options take.
     fn usage(&mut self, command: &Command) -> io::Result<()> {
         let usage = command.clone().render_usage().to_string();
         self.write(|roff| {

@@ -57,7 +57,7 @@ fn rules(facts: &Facts) -> Vec<Rule> {
     for directory in DIRECTORIES {
         for entry in fs::read_dir(facts.file(directory)).into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
-            if name.ends_with(".conf") {
+            if entry.path().extension().is_some_and(|extension| extension == "conf") {
                 files.entry(name).or_insert_with(|| Path::new(directory).join(entry.file_name()));
             }
         }

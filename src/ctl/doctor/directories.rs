@@ -48,7 +48,6 @@ fn refused(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     for directory in both(facts)? {
         match look(&directory) {
-            Ok(true) => {}
             Ok(false) if in_use(facts, &directory) => {
                 findings.push(error(
                     "directory-missing",
@@ -57,7 +56,7 @@ fn refused(facts: &Facts) -> Outcome {
                     "yunion-mpsctl apply restarts the control daemon once it has no clients",
                 ));
             }
-            Ok(false) => {}
+            Ok(_) => {}
             Err(bad) => {
                 let remedy = bad.reason.remedy_or("configure another directory in host.conf");
                 findings.push(error("directory-refused", bad.path.display(), &bad.reason.found, remedy));

@@ -1,5 +1,8 @@
 //! NVIDIA's driver, its programs and its device nodes.
 
+// All checks have one type, with a Result for the ones that may lack a fact.
+#![allow(clippy::unnecessary_wraps)]
+
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};

@@ -203,6 +203,7 @@ fn rounded(number: f64) -> f64 {
 }
 
 #[cfg(test)]
+#[allow(clippy::float_cmp)] // The figures are exact in binary.
 mod tests {
     use super::*;
 

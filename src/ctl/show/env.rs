@@ -20,7 +20,7 @@ pub(in crate::ctl) struct Arguments {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// Lines for a shell on this host to eval, CUDA_VISIBLE_DEVICES included
+    /// Lines for a shell on this host to eval, `CUDA_VISIBLE_DEVICES` included
     Shell,
     /// Options of `docker run`, one a line
     Docker,

@@ -1,4 +1,4 @@
-//! `yunion-mpsctl metrics`: what the bus says, as OpenMetrics text. docs/metrics.md has the list.
+//! `yunion-mpsctl metrics`: what the bus says, as `OpenMetrics` text. docs/metrics.md has the list.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -20,6 +20,9 @@ const SERVICE_STATES: [&str; 6] = ["disabled", "starting", "ready", "degraded", 
 const CONTROL_DAEMON_STATES: [&str; 6] = ["starting", "ready", "faulted", "backoff", "waiting", "stopping"];
 
 type Labels = Vec<(&'static str, String)>;
+
+/// A number of a control daemon.
+type Count = fn(&ControlDaemon) -> u32;
 
 /// Prints the metrics. A service that does not run is one of the things that they say: `yunion_mps_up 0`.
 pub(in crate::ctl) async fn metrics(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(), Error> {
@@ -143,7 +146,6 @@ impl Facts {
             None,
             daemons.iter().map(|daemon| (labels(daemon), daemon.servers.len())),
         )?;
-        type Count = fn(&ControlDaemon) -> u32;
         let counts: [(&str, &str, Count); 3] = [
             ("control_daemon_restarts", "How often the control daemon was started anew.", |daemon| {
                 daemon.restarts
@@ -360,7 +362,7 @@ impl Families<'_> {
         })
     }
 
-    /// Facts of things, as labels of a 1. Not of the type info: the parser of node_exporter is older than that type, and
+    /// Facts of things, as labels of a 1. Not of the type info: the parser of `node_exporter` is older than that type, and
     /// takes nothing at all from a file with a type that it does not know.
     fn info(&mut self, name: &str, help: &str, samples: impl IntoIterator<Item = Labels>) -> fmt::Result {
         self.gauge(name, help, None, samples.into_iter().map(|labels| (labels, 1u64)))

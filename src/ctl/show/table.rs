@@ -28,7 +28,7 @@ pub(in crate::ctl) fn width() -> Option<usize> {
     said.filter(|width| *width > 0).or_else(own).filter(|width| *width > 0)
 }
 
-/// Whether stdout takes colours: a terminal does, unless NO_COLOR or TERM says otherwise.
+/// Whether stdout takes colours: a terminal does, unless `NO_COLOR` or TERM says otherwise.
 pub(in crate::ctl) fn colour() -> bool {
     rustix::termios::isatty(rustix::stdio::stdout())
         && std::env::var_os("NO_COLOR").is_none_or(|text| text.is_empty())

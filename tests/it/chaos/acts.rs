@@ -139,9 +139,10 @@ impl Chaos {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             line.starts_with(b"nvidia-cuda-mps-server\0")
         };
-        let pids = match servers {
-            true => self.host.processes().into_iter().filter(|pid| is_server(*pid)).collect(),
-            false => control_daemons,
+        let pids = if servers {
+            self.host.processes().into_iter().filter(|pid| is_server(*pid)).collect()
+        } else {
+            control_daemons
         };
         let part = |pid| Part { pid, server: servers, gpus: self.gpus_of(pid) };
         pids.into_iter().map(part).filter(|part| !part.gpus.is_empty()).collect()

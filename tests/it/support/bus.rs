@@ -95,7 +95,7 @@ pub(crate) async fn output(command: &mut Command) -> Output {
     match tokio::time::timeout(DEADLINE, command.output()).await {
         Ok(Ok(output)) => output,
         Ok(Err(e)) => panic!("{program}: {e}; install {}", package(&program)),
-        Err(_) => panic!("{program} did not end"),
+        Err(late) => panic!("{program} did not end: {late}"),
     }
 }
 

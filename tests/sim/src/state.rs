@@ -293,7 +293,7 @@ impl Gpu {
     }
 }
 
-/// The GPUs in a CUDA_VISIBLE_DEVICES, in its order. It has indices into `gpus` or UUIDs, which may be cut. None for a
+/// The GPUs in a `CUDA_VISIBLE_DEVICES`, in its order. It has indices into `gpus` or UUIDs, which may be cut. None for a
 /// name that fits no GPU. Without the variable, all GPUs are visible.
 pub fn visible(gpus: &[Gpu], names: Option<&str>) -> Vec<Option<Gpu>> {
     let Some(names) = names else { return gpus.iter().cloned().map(Some).collect() };

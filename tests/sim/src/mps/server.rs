@@ -218,7 +218,9 @@ impl Server {
         let clients = self.state().clients.clone();
         for gpu in &self.gpus {
             gpu.leave(std::process::id());
-            clients.iter().for_each(|client| gpu.leave(client.pid));
+            for client in &clients {
+                gpu.leave(client.pid);
+            }
         }
         0
     }

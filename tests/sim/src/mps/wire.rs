@@ -1,4 +1,4 @@
-//! The messages between the programs: packets of JSON over SOCK_SEQPACKET, sometimes with a connection attached.
+//! The messages between the programs: packets of JSON over `SOCK_SEQPACKET`, sometimes with a connection attached.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
