@@ -1,33 +1,32 @@
 //! Keeps the CDI spec beside the Snapshot: the one file that the service writes for container engines.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::publish::cdi::{self, CdiError};
 use crate::publish::snapshot::{Snapshot, State};
-use crate::supervisor::state_file::StateFile;
+use crate::supervisor::state_file::SharedStateFile;
 
 /// The spec, and the last trouble with it.
 #[derive(Debug)]
 pub(super) struct CdiSpec {
-    state_file: Arc<Mutex<StateFile>>,
+    state_file: SharedStateFile,
     /// Why the spec is not as it should be; empty if it is.
     pub(super) problem: String,
 }
 
-/// Whether the service goes on.
+/// The slices from now on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Future {
-    /// It does.
-    Serves,
-    /// It ends, and the slices stay.
-    LeavesSlices,
-    /// It ends, and the slices with it.
-    EndsSlices,
+pub(super) enum Slices {
+    /// The service goes on, and the Snapshot says what they are.
+    AsPublished,
+    /// The service ends, and they stay.
+    Stay,
+    /// The service ends, and they end with it.
+    End,
 }
 
 impl CdiSpec {
-    pub(super) fn new(state_file: Arc<Mutex<StateFile>>) -> Self {
+    pub(super) fn new(state_file: SharedStateFile) -> Self {
         Self { state_file, problem: String::new() }
     }
 
@@ -36,9 +35,9 @@ impl CdiSpec {
         &mut self,
         snapshot: &Snapshot,
         directory: Option<&Path>,
-        future: Future,
+        slices: Slices,
     ) -> Option<Result<String, String>> {
-        let problem = match self.write(snapshot, directory, future) {
+        let problem = match self.write(snapshot, directory, slices) {
             Ok(()) => String::new(),
             Err(error) => format!("CDI spec: {error}"),
         };
@@ -53,9 +52,9 @@ impl CdiSpec {
         })
     }
 
-    fn write(&self, snapshot: &Snapshot, directory: Option<&Path>, future: Future) -> Result<(), CdiError> {
+    fn write(&self, snapshot: &Snapshot, directory: Option<&Path>, slices: Slices) -> Result<(), CdiError> {
         let file = directory.map(|directory| directory.join(cdi::FILE));
-        let mut state_file = self.state_file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state_file = self.state_file.lock();
         let known = state_file.cdi_spec().map(Path::to_owned);
         // If it can't be written down, the next service does not find a spec in a directory that it does not know.
         let mut remember = |file: Option<PathBuf>| {
@@ -69,15 +68,15 @@ impl CdiSpec {
         }
         let (Some(directory), Some(file)) = (directory, file) else { return Ok(()) };
         // The spec of an earlier service holds until more is known, and after this one as long as the slices do.
-        let holds = match future {
-            Future::Serves => snapshot.state == State::Starting,
-            Future::LeavesSlices => true,
-            Future::EndsSlices => false,
+        let holds = match slices {
+            Slices::AsPublished => snapshot.state == State::Starting,
+            Slices::Stay => true,
+            Slices::End => false,
         };
         if holds && known.as_ref() == Some(&file) {
             return Ok(());
         }
-        match cdi::spec(snapshot).filter(|_| future == Future::Serves) {
+        match cdi::spec(snapshot).filter(|_| slices == Slices::AsPublished) {
             Some(spec) => {
                 remember(Some(file));
                 cdi::write(directory, &spec)

@@ -1,7 +1,7 @@
 //! The control daemons of a plan: some serve, some are on the way out, some wait until their GPUs are free.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 use tokio::sync::{Notify, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
@@ -132,7 +132,7 @@ impl Fleet {
 
     /// Whether an earlier service has left control daemons or compute modes.
     pub(super) fn has_leftovers(&self) -> bool {
-        let state_file = self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner);
+        let state_file = self.tools.state_file.lock();
         !state_file.control_daemons().is_empty() || !state_file.changed_gpus().is_empty()
     }
 
@@ -140,16 +140,13 @@ impl Fleet {
     /// that nobody serves any more.
     pub(super) fn end_leftovers(&mut self, plan: &Plan, settings: &Settings, end: &Goal) {
         let (left, gpus) = {
-            let state_file = self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner);
-            let ids = state_file.control_daemons().into_iter();
-            let left: Vec<_> =
-                ids.filter_map(|id| Some((state_file.control_daemon(&id)?.clone(), id))).collect();
-            (left, state_file.changed_gpus())
+            let state_file = self.tools.state_file.lock();
+            (state_file.control_daemons().clone(), state_file.changed_gpus())
         };
         let mut held: Vec<String> =
             plan.control_daemons.iter().flat_map(|one| &one.gpus).map(|gpu| gpu.uuid.clone()).collect();
         held.extend(self.leaving.iter().flat_map(|leaving| leaving.status().gpus.into_keys()));
-        for (running, id) in left {
+        for (id, running) in left {
             held.extend(running.gpus.iter().cloned());
             let known = plan.control_daemons.iter().any(|one| one.id == id)
                 || self.leaving.iter().any(|leaving| leaving.status().view.id == id);
@@ -249,10 +246,8 @@ impl Fleet {
 
     /// The GPUs of control daemons that an earlier service has started, by UUID.
     pub(super) fn gpus_left(&self) -> Vec<String> {
-        let state_file = self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner);
-        let ids = state_file.control_daemons();
-        let left = ids.iter().filter_map(|id| state_file.control_daemon(id));
-        left.flat_map(|one| one.gpus.clone()).collect()
+        let state_file = self.tools.state_file.lock();
+        state_file.control_daemons().values().flat_map(|one| one.gpus.clone()).collect()
     }
 
     /// Every control daemon with its GPUs, for a caller who wants to know the clients. A control daemon on the way out
@@ -275,13 +270,11 @@ impl Fleet {
     }
 
     fn unsupervised(&self) -> Vec<CallersControl> {
-        let state_file = self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner);
-        let ids = state_file.control_daemons();
-        let running = ids.iter().filter_map(|id| state_file.control_daemon(id));
+        let state_file = self.tools.state_file.lock();
+        let running = state_file.control_daemons().values();
         let alive = running.filter(|running| Identity::of(running.process.pid).ok() == Some(running.process));
-        alive
-            .map(|running| self.tools.front_ends.of(&running.pipe_directory).on_behalf(Caller::Root))
-            .collect()
+        let front_end = |running: &Running| self.tools.front_ends.of(&running.pipe_directory);
+        alive.map(|running| front_end(running).on_behalf(Caller::Root)).collect()
     }
 
     /// Makes the changes that wait for clients to end. The answer comes beside the loop: control daemons take their time.

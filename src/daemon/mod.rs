@@ -14,7 +14,7 @@ mod signals;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
@@ -30,10 +30,10 @@ use crate::publish::compose::{self, Parts};
 use crate::publish::snapshot::Snapshot;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
-use crate::supervisor::state_file::StateFile;
+use crate::supervisor::state_file::{SharedStateFile, StateFile};
 use crate::supervisor::view::{EVENTS_KEPT, Event};
 use crate::supervisor::{self, Goal, Tools};
-use cdi_spec::CdiSpec;
+use cdi_spec::{CdiSpec, Slices};
 use fleet::Fleet;
 use host_look::{HostLook, Xid};
 use logging::{Level, last_words};
@@ -93,7 +93,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     };
     level.set(loaded.settings.log_level);
     say_findings(&loaded);
-    let state_file = Arc::new(Mutex::new(StateFile::open(directory)));
+    let state_file = SharedStateFile::new(StateFile::open(directory));
     let signals = match Signals::new() {
         Ok(signals) => signals,
         Err(error) => return Exit::Failed(format!("signals can't be received: {error}")),
@@ -110,8 +110,8 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     let (kept, kept_seen) = watch::channel(Configured::default());
     let tools = Tools {
         front_ends: FrontEnds::new(supervisor::PROGRAM.into()),
-        compute_modes: ComputeModes::new(driver_seen, Arc::clone(&state_file), kept_seen),
-        state_file: Arc::clone(&state_file),
+        compute_modes: ComputeModes::new(driver_seen, state_file.clone(), kept_seen),
+        state_file: state_file.clone(),
         changed: Arc::clone(&changed),
         faults,
     };
@@ -449,12 +449,12 @@ impl Daemon {
 
     /// Makes the CDI spec say the same as the Snapshot. News of this go into the next Snapshot, at once.
     fn keep_cdi_spec(&mut self, snapshot: &Snapshot) {
-        let future = match self.ending {
-            None => cdi_spec::Future::Serves,
-            Some(Ending::ForGood) => cdi_spec::Future::EndsSlices,
-            Some(Ending::ForRestart | Ending::Interrupted) => cdi_spec::Future::LeavesSlices,
+        let slices = match self.ending {
+            None => Slices::AsPublished,
+            Some(Ending::ForGood) => Slices::End,
+            Some(Ending::ForRestart | Ending::Interrupted) => Slices::Stay,
         };
-        match self.cdi_spec.keep(snapshot, self.settings.cdi_directory.as_deref(), future) {
+        match self.cdi_spec.keep(snapshot, self.settings.cdi_directory.as_deref(), slices) {
             None => return,
             Some(Ok(good)) => self.event(good),
             Some(Err(problem)) => {

@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use tokio::time::Instant;
 
 use crate::host::nvml::GpuProcess;
-use crate::mps::control::Control;
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::supervisor::compute_modes::SERVED;
 
 use super::Worker;
+use super::run::Run;
 
 /// The bypasses of the last look.
 #[derive(Debug, Default)]
@@ -51,16 +51,16 @@ impl Worker {
     /// NVML lists as clients are no bypasses.
     pub(super) async fn look_for_bypasses(
         &mut self,
-        control: Option<&Control>,
+        run: Option<&Run>,
         processes: &BTreeMap<String, Vec<GpuProcess>>,
     ) {
         let all = || processes.values().flatten();
-        let mut servers = self.run.as_ref().map(|run| run.servers.alive()).unwrap_or_default();
+        let mut servers = run.map(|run| run.servers.alive()).unwrap_or_default();
         let mut clients: BTreeSet<u32> =
             all().filter(|process| process.via_mps).map(|process| process.pid).collect();
         let others = all().any(|process| !servers.contains(&process.pid));
-        if let Some(control) = control.filter(|_| others) {
-            match bypass::ours(control).await {
+        if let Some(run) = run.filter(|_| others) {
+            match bypass::ours(&run.control).await {
                 Ok(ours) => (servers, clients) = ours,
                 Err(error) => return tracing::debug!("not known who bypasses the control daemon: {error}"),
             }

@@ -10,7 +10,7 @@ use crate::host::blocking::Blocking;
 use crate::host::gpu::ComputeMode;
 use crate::host::nvml::{Driver, GpuProcess};
 use crate::plan::Configured;
-use crate::supervisor::state_file::StateFile;
+use crate::supervisor::state_file::SharedStateFile;
 
 /// The mode in which only an MPS server can open a GPU, so that no program slips past it.
 pub(crate) const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
@@ -26,7 +26,7 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct ComputeModes {
     /// The driver as it is found at the moment; it may come late, or go.
     driver: watch::Receiver<Option<Arc<Driver>>>,
-    state_file: Arc<Mutex<StateFile>>,
+    state_file: SharedStateFile,
     /// The GPUs that keep the service's mode, served at the moment or not.
     kept: watch::Receiver<Configured>,
     /// By UUID: a GPU that does not answer must not keep others from being asked about.
@@ -37,7 +37,7 @@ impl ComputeModes {
     /// Through this driver, with the previous modes in this state file. Nobody puts back the mode of a GPU that is `kept`.
     pub(crate) fn new(
         driver: watch::Receiver<Option<Arc<Driver>>>,
-        state_file: Arc<Mutex<StateFile>>,
+        state_file: SharedStateFile,
         kept: watch::Receiver<Configured>,
     ) -> Self {
         Self { driver, state_file, kept, questions: Arc::default() }
@@ -54,8 +54,8 @@ impl ComputeModes {
         if previous == SERVED {
             return Ok(false);
         }
-        self.with_state_file(|state_file| state_file.remember_compute_mode(uuid, previous))
-            .map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
+        let written = self.state_file.lock().remember_compute_mode(uuid, previous);
+        written.map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
         tracing::debug!(step = "mode-written-down", "compute mode of {uuid} is written down");
         self.set(uuid, SERVED).await?;
         tracing::debug!(step = "mode-set", "compute mode of {uuid} is set");
@@ -69,7 +69,7 @@ impl ComputeModes {
         if self.kept.borrow().may_have(uuid) {
             return Ok(());
         }
-        let Some(previous) = self.with_state_file(|state_file| state_file.previous_compute_mode(uuid)) else {
+        let Some(previous) = self.state_file.lock().previous_compute_mode(uuid) else {
             return Ok(());
         };
         let current = self.current(uuid).await?;
@@ -83,7 +83,8 @@ impl ComputeModes {
                 "compute mode of {uuid} left at {current}: it was changed by others"
             );
         }
-        self.with_state_file(|state_file| state_file.forget_compute_mode(uuid))
+        let forgotten = self.state_file.lock().forget_compute_mode(uuid);
+        forgotten
             .map_err(|error| format!("the compute mode is back, but the state file still has it: {error}"))?;
         tracing::debug!(step = "mode-forgotten", "compute mode of {uuid} is not ours any more");
         Ok(())
@@ -132,10 +133,5 @@ impl ComputeModes {
         let uuid = uuid.to_owned();
         let answer = questions.ask(NVML_TIMEOUT, move || question(&driver, &uuid)).await;
         answer.unwrap_or_else(|| Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs())))
-    }
-
-    fn with_state_file<T>(&self, use_it: impl FnOnce(&mut StateFile) -> T) -> T {
-        // A state file is whole after every call, whatever happened to the thread that made it.
-        use_it(&mut self.state_file.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -15,7 +15,7 @@ use crate::mps::process;
 use super::hindrance::{ClearedBy, Hindrance};
 use super::run::Run;
 use super::status::Reporter;
-use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Worker};
+use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Serving};
 
 /// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
 const FAULT_PAUSE: Duration = Duration::from_millis(250);
@@ -103,20 +103,19 @@ impl Run {
     }
 }
 
-impl Worker {
+impl Serving<'_> {
     /// The log, or the server itself, says that it met a fatal GPU error.
     pub(super) fn fault_seen(&mut self, server: u32) {
-        let Some(run) = &mut self.run else { return };
-        if run.hindrances.fault().is_none_or(|fault| fault.server != server) {
-            run.hindrances.put(Hindrance::Faulted(Fault::new(server)));
-            self.reporter.update(|status| status.view.faults += 1);
-            self.reporter.warning(format!("server {server} met a fatal GPU error"));
+        if self.run.hindrances.fault().is_none_or(|fault| fault.server != server) {
+            self.run.hindrances.put(Hindrance::Faulted(Fault::new(server)));
+            self.worker.reporter.update(|status| status.view.faults += 1);
+            self.worker.reporter.warning(format!("server {server} met a fatal GPU error"));
             self.show_state();
         }
     }
 
     fn fault(&mut self) -> Option<&mut Fault> {
-        self.run.as_mut()?.hindrances.fault_mut()
+        self.run.hindrances.fault_mut()
     }
 
     /// The log says that a client is torn down for it.
@@ -128,18 +127,18 @@ impl Worker {
     }
 
     /// The next step against a fault.
-    pub(super) async fn heal(&mut self, control: &Control) -> Result<(), Failure> {
+    pub(super) async fn heal(&mut self) -> Result<(), Failure> {
         self.tell_fault();
         let Some(fault) = self.fault() else { return Ok(()) };
         fault.look_at =
             Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
         let server = fault.server;
-        match control.server_status(server).await? {
+        match self.run.control.server_status(server).await? {
             ServerStatus::Active => self.well_again(server).await,
-            ServerStatus::Unsupported => self.wait_for_those_hit(control, server).await?,
+            ServerStatus::Unsupported => self.wait_for_those_hit(server).await?,
             ServerStatus::Gone => self.server_gone(server).await,
             ServerStatus::Initializing => {}
-            ServerStatus::Fault => self.move_clients_out(control).await?,
+            ServerStatus::Fault => self.move_clients_out().await?,
         }
         self.show_state();
         Ok(())
@@ -147,8 +146,8 @@ impl Worker {
 
     /// A control daemon of driver 535 can't say how its server is. It is well again when nobody who was hit is left. Until
     /// then it is not ended: it may be well already, and others at work on it.
-    async fn wait_for_those_hit(&mut self, control: &Control, server: u32) -> Result<(), ControlError> {
-        let mut clients = control.clients().await?;
+    async fn wait_for_those_hit(&mut self, server: u32) -> Result<(), ControlError> {
+        let mut clients = self.run.control.clients().await?;
         self.read_on().await;
         let Some(fault) = self.fault() else { return Ok(()) };
         if fault.clients.is_empty() && fault.since.elapsed() < NAMES_TIMEOUT {
@@ -175,51 +174,44 @@ impl Worker {
         if self.clients_hit() > known {
             return;
         }
-        self.note(|run| run.hindrances.clear(ClearedBy::Healing));
-        self.reporter.event(format!("server {server} is well again"));
+        self.run.hindrances.clear(ClearedBy::Healing);
+        self.worker.reporter.event(format!("server {server} is well again"));
     }
 
     /// The clients of a server with a fault, first on the GPUs that the log has named, then on other GPUs. If the log
     /// has named none, all are in the first list.
-    async fn clients_of(
-        &self,
-        control: &Control,
-        server: u32,
-    ) -> Result<(Vec<Client>, Vec<Client>), ControlError> {
+    async fn clients_of(&self, server: u32) -> Result<(Vec<Client>, Vec<Client>), ControlError> {
         let hit = self.gpus_hit();
-        let clients = control.clients().await?.into_iter().filter(|client| client.server == server);
+        let clients = self.run.control.clients().await?.into_iter().filter(|client| client.server == server);
         Ok(clients.partition(|client| hit.is_empty() || client.is_on(hit.iter())))
     }
 
     fn clients_hit(&self) -> usize {
-        self.run.iter().filter_map(|run| run.hindrances.fault()).map(|fault| fault.clients.len()).sum()
+        self.run.hindrances.fault().map_or(0, |fault| fault.clients.len())
     }
 
     /// The GPUs that the log has named. It names none if it could not be written, or if a former service has read that
     /// part.
     fn gpus_hit(&self) -> BTreeSet<String> {
-        let Some(run) = &self.run else { return BTreeSet::new() };
-        let hit = run.hindrances.fault().into_iter().flat_map(|fault| &fault.clients);
-        hit.filter_map(|(ordinal, _)| run.running.gpus.get(*ordinal)).cloned().collect()
+        let hit = self.run.hindrances.fault().into_iter().flat_map(|fault| &fault.clients);
+        hit.filter_map(|(ordinal, _)| self.run.running.gpus.get(*ordinal)).cloned().collect()
     }
 
     fn tell_fault(&mut self) {
-        if let Some(run) = &mut self.run {
-            run.tell_fault(&self.reporter, &self.tools.faults);
-        }
+        self.run.tell_fault(&self.worker.reporter, &self.worker.tools.faults);
     }
 
     /// After the grace: ends the server, if it holds nobody but clients of the GPUs in question. Their work is lost
     /// already. `terminate_client` would be the smaller step, but it waits for the client, which is why we are here,
     /// and the control daemon does nothing else for anybody meanwhile (measured: 32 s, until the client ended).
-    async fn move_clients_out(&mut self, control: &Control) -> Result<(), Failure> {
-        let grace = self.order.fault_grace;
+    async fn move_clients_out(&mut self) -> Result<(), Failure> {
+        let grace = self.worker.order.fault_grace;
         let Some(server) =
             self.fault().filter(|fault| fault.since.elapsed() >= grace).map(|fault| fault.server)
         else {
             return Ok(());
         };
-        let (staying, elsewhere) = self.clients_of(control, server).await?;
+        let (staying, elsewhere) = self.clients_of(server).await?;
         let held_up = if self.gpus_hit().is_empty() && several_gpus(&staying) {
             // Some of these clients are well, and nobody can say which.
             Some(format!(
@@ -243,20 +235,21 @@ impl Worker {
             return Ok(());
         }
         let staying = in_words(&staying);
-        self.reporter.warning(format!("server {server} ended: still there long after its fault: {staying}"));
-        control.shut_down_server(server).await?;
+        self.worker
+            .reporter
+            .warning(format!("server {server} ended: still there long after its fault: {staying}"));
+        self.run.control.shut_down_server(server).await?;
         Ok(())
     }
 
     /// Makes sure that the server's end becomes known.
     pub(super) fn watch_server(&mut self, server: u32) {
-        let Some(run) = self.run.as_mut().filter(|run| !run.watched_servers.contains(&server)) else {
+        if !self.run.watched_servers.insert(server) {
             return;
-        };
-        run.watched_servers.insert(server);
-        let ended = run.server_ended.clone();
-        if std::mem::replace(&mut self.has_served, true) {
-            self.reporter.update(|status| status.view.server_restarts += 1);
+        }
+        let ended = self.run.server_ended.clone();
+        if std::mem::replace(&mut self.worker.has_served, true) {
+            self.worker.reporter.update(|status| status.view.server_restarts += 1);
         }
         tokio::spawn(async move {
             process::ended(server).await;
@@ -270,27 +263,25 @@ impl Worker {
             self.read_on().await;
             self.tell_fault();
         }
-        self.note(|run| {
-            if run.hindrances.fault().is_some_and(|fault| fault.server == server) {
-                run.hindrances.clear(ClearedBy::Healing);
-            }
-            run.servers.forget(server);
-            run.watched_servers.remove(&server);
-        });
+        if self.fault().is_some_and(|fault| fault.server == server) {
+            self.run.hindrances.clear(ClearedBy::Healing);
+        }
+        self.run.servers.forget(server);
+        self.run.watched_servers.remove(&server);
     }
 
     /// A server has ended. In multi-user mode the next one is started ahead of its first client.
     pub(super) async fn server_gone(&mut self, server: u32) {
-        let known = self.run.as_ref().is_some_and(|run| run.watched_servers.contains(&server));
+        let known = self.run.watched_servers.contains(&server);
         self.forget_server(server).await;
         if !known {
             return;
         }
-        self.reporter.event(format!("server {server} has ended"));
-        let Some(run) = &mut self.run else { return };
+        self.worker.reporter.event(format!("server {server} has ended"));
+        let run = &mut *self.run;
         // Its clients have gone with it.
         run.client_left = true;
-        let wanted = !self.retiring && self.order.plan.prewarm && run.running.multiuser;
+        let wanted = !self.worker.retiring && self.worker.order.plan.prewarm && run.running.multiuser;
         if wanted && run.servers.alive().is_empty() {
             if run.revival.last_success.elapsed() >= HEALTHY_AGAIN {
                 run.revival.pause = FIRST_PAUSE;
@@ -303,27 +294,25 @@ impl Worker {
     }
 
     /// Starts the next server, unless a client was faster.
-    pub(super) async fn revive(&mut self, control: &Control) -> Result<(), Failure> {
-        let run = self.present()?;
-        let before = run.hindrances.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
-        run.hindrances.clear(ClearedBy::Revival);
-        let limits = self.limits()?;
+    pub(super) async fn revive(&mut self) -> Result<(), Failure> {
+        let before = self.run.hindrances.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
+        self.run.hindrances.clear(ClearedBy::Revival);
+        let limits = self.limits();
         // Otherwise the server would start with defaults that somebody else has changed.
-        self.keep_defaults(control, &limits).await?;
-        let prewarmed = self.prewarm(control, &limits).await;
-        match (prewarmed, &mut self.run) {
-            (prewarmed, None) => return prewarmed,
-            (Ok(()), Some(run)) => {
-                run.hindrances.clear(ClearedBy::Revival);
-                run.revival.last_success = Instant::now();
+        self.keep_defaults(&limits).await?;
+        match self.prewarm(&limits).await {
+            Ok(()) => {
+                self.run.hindrances.clear(ClearedBy::Revival);
+                self.run.revival.last_success = Instant::now();
             }
-            (Err(failure), Some(run)) => {
+            Err(ended @ Failure::Ended { .. }) => return Err(ended),
+            Err(failure) => {
                 let reason = failure.into_text();
                 if before != reason {
-                    let pause = run.revival.pause.as_secs_f64();
-                    self.reporter.warning(format!("{reason}; tried again in {pause:.1} s"));
+                    let pause = self.run.revival.pause.as_secs_f64();
+                    self.worker.reporter.warning(format!("{reason}; tried again in {pause:.1} s"));
                 }
-                run.hindrances.put(run.revival.schedule(reason));
+                self.run.hindrances.put(self.run.revival.schedule(reason));
             }
         }
         self.compare_servers();

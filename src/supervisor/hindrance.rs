@@ -201,7 +201,7 @@ impl Hindrances {
     /// The state that is shown of a control daemon that runs. None leaves the state from before.
     pub(super) fn shown(&self, progress: Progress) -> Option<Shown> {
         let Progress { configured, in_place, retiring } = progress;
-        let ended = if retiring { "ended" } else { "started anew" };
+        let ended = if retiring { "ended" } else { "restarted" };
         let gravest = self.0.values().next();
         let words = gravest.map(Hindrance::in_words).unwrap_or_default();
         let (state, reason) = match gravest {
@@ -225,7 +225,7 @@ impl Hindrances {
             Some(Hindrance::ServerEnded { .. }) => (ControlDaemonState::Backoff, words),
             Some(Hindrance::Misfit(_)) => {
                 let then =
-                    if retiring { " and ends" } else { ", for which the control daemon has to start anew" };
+                    if retiring { " and ends" } else { ", for which the control daemon has to restart" };
                 let reason = format!(
                     "{words}{then} when its clients have ended; `yunion-mpsctl apply --force` ends them"
                 );
@@ -348,13 +348,13 @@ mod tests {
         let taken = Hindrance::PlaceTaken(7);
         let table: [(Vec<Hindrance>, _, bool, bool, &str); 11] = [
             (vec![], Some(Ready), true, true, ""),
-            (vec![misfit()], Some(Waiting), true, false, "for which the control daemon has to start anew"),
+            (vec![misfit()], Some(Waiting), true, false, "for which the control daemon has to restart"),
             (vec![misfit(), server_ended()], Some(Backoff), false, true, "server 9 has ended"),
             (vec![silent(1), server_ended()], Some(Waiting), false, true, "it is asked again and again"),
-            (vec![hung(5)], Some(Waiting), false, true, "no answer, 5 times in a row; it is started anew"),
+            (vec![hung(5)], Some(Waiting), false, true, "no answer, 5 times in a row; it is restarted"),
             (vec![taken], Some(Waiting), false, true, "another control daemon (PID 7) has taken"),
             (vec![directory_gone()], Some(Waiting), false, true, "was removed or replaced (gone)"),
-            (vec![bad_directory(), misfit()], Some(Waiting), false, true, "mode 0700; it is started anew"),
+            (vec![bad_directory(), misfit()], Some(Waiting), false, true, "mode 0700; it is restarted"),
             (vec![Hindrance::Faulted(Fault::new(9))], Some(Faulted), false, true, "server 9 met a fatal"),
             (vec![Hindrance::Faulted(Fault::new(9)), silent(1)], Some(Faulted), false, true, "server 9 met"),
             (vec![Hindrance::Faulted(Fault::new(9)), misfit()], Some(Faulted), false, true, "server 9 met"),

@@ -6,15 +6,20 @@
 //!
 //! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
 
+mod agenda;
 pub(crate) mod bypass;
 mod bypasses;
+mod commands;
 pub(crate) mod compute_modes;
+mod configure;
+mod gpus;
 mod heal;
 mod hindrance;
 mod limits;
 mod pass_on;
 mod pending;
 mod places;
+mod regular_check;
 mod run;
 pub(crate) mod runtime_directory;
 mod servers;
@@ -26,7 +31,7 @@ pub(crate) mod view;
 mod watch;
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
@@ -36,7 +41,7 @@ use tokio::time::Instant;
 use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError, FrontEnds};
 use crate::plan::ControlDaemonPlan;
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::supervisor::state_file::StateFile;
+use crate::supervisor::state_file::SharedStateFile;
 
 use bypasses::Bypasses;
 use pass_on::Allowance;
@@ -115,7 +120,7 @@ pub(crate) struct Tools {
     /// Sets and restores compute modes.
     pub compute_modes: ComputeModes,
     /// Remembers what was started.
-    pub state_file: Arc<Mutex<StateFile>>,
+    pub state_file: SharedStateFile,
     /// Notified whenever a status changes.
     pub changed: Arc<Notify>,
     /// Takes every fault.
@@ -145,7 +150,6 @@ impl Supervisor {
             tools,
             reporter,
             control: control_sender,
-            run: None,
             retiring: false,
             has_run: false,
             has_served: false,
@@ -156,7 +160,8 @@ impl Supervisor {
             allowance: Allowance::default(),
         };
         let (goal, goals) = channel::channel((goal, order));
-        let task = tokio::spawn(run(goals, commands_received, worker));
+        let machine = Machine { worker, run: None };
+        let task = tokio::spawn(run(goals, commands_received, machine));
         Self { goal, status, control, front_ends, commands, task }
     }
 
@@ -233,10 +238,10 @@ impl Supervisor {
 /// Why a control daemon does not serve.
 #[derive(Debug)]
 enum Failure {
-    /// It died or would not start.
+    /// It does not do what it should.
     Failed(String),
-    /// It ended since it does not know the multi-user option.
-    RefusesMultiuser(String),
+    /// Its process has ended, perhaps since it does not know the multi-user option.
+    Ended { text: String, refuses_multiuser: bool },
     /// Something outside must change first.
     Waiting(String),
     /// The control daemon does not answer.
@@ -253,15 +258,9 @@ impl From<ControlError> for Failure {
 }
 
 impl Failure {
-    fn not_running() -> Self {
-        Self::Failed("the control daemon does not run".to_owned())
-    }
-
     fn into_text(self) -> String {
         match self {
-            Self::Failed(text) | Self::RefusesMultiuser(text) | Self::Waiting(text) | Self::Silent(text) => {
-                text
-            }
+            Self::Failed(text) | Self::Ended { text, .. } | Self::Waiting(text) | Self::Silent(text) => text,
         }
     }
 }
@@ -271,8 +270,10 @@ impl Failure {
 enum Ended {
     /// It failed.
     Failure(Failure),
-    /// Something has changed: serving begins again at once.
-    Anew,
+    /// It has to be told its order again, or an order begins again at once.
+    Again,
+    /// We have ended it.
+    Stopped,
     /// It was to retire, and has.
     Retired,
 }
@@ -280,41 +281,43 @@ enum Ended {
 async fn run(
     mut goals: channel::Receiver<(Goal, Order)>,
     mut commands: mpsc::Receiver<Command>,
-    mut worker: Worker,
+    mut machine: Machine,
 ) {
     let mut pause = FIRST_PAUSE;
     let mut retired = false;
     loop {
         let (goal, order) = goals.borrow_and_update().clone();
-        worker.take_order(order);
+        machine.worker.take_order(order);
         match goal {
             // Nothing is left of it, and it was not called back meanwhile.
             Goal::Retire | Goal::Stop if retired => break,
             Goal::Serve | Goal::Retire => {}
             Goal::Stop => {
-                worker.end().await;
+                machine.end().await;
                 retired = true;
                 continue;
             }
             Goal::Leave => {
-                worker.keep_state_file();
+                if let Some(mut serving) = machine.serving() {
+                    serving.keep_state_file();
+                }
                 break;
             }
         }
         retired = false;
         let begun = Instant::now();
         tokio::select! {
-            ended = worker.serve(&goal, &mut commands) => match ended {
+            ended = machine.serve(&goal, &mut commands) => match ended {
                 Ended::Retired => {
-                    worker.end().await;
+                    machine.end().await;
                     retired = true;
                 }
-                Ended::Anew => {}
+                Ended::Again | Ended::Stopped => {}
                 Ended::Failure(failure) => {
                     if begun.elapsed() >= HEALTHY_AGAIN {
                         pause = FIRST_PAUSE;
                     }
-                    let held = worker.failed(failure, pause).await;
+                    let held = machine.failed(failure, pause).await;
                     let rest = if held { pause.min(HELD_PAUSE) } else { pause };
                     let rest = tokio::time::timeout(rest, goals.changed()).await;
                     pause = (pause * 2).min(LAST_PAUSE);
@@ -331,10 +334,10 @@ async fn run(
             }
         }
     }
-    worker.reporter.wake();
+    machine.worker.reporter.wake();
 }
 
-/// One control daemon's supervisor: what it shall be, and what is known of it beyond one run.
+/// The supervisor of one control daemon: what it shall be, and what is known of it beyond one run.
 // Each flag is a fact of its own: none of them excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
@@ -345,8 +348,6 @@ struct Worker {
     /// The front end of the control daemon that runs, for all who ask it something: there once it was found to answer, or
     /// is known to have clients.
     control: channel::Sender<Option<Arc<Control>>>,
-    /// Everything that is known of the control daemon that runs. None while none runs.
-    run: Option<Run>,
     /// Only its clients still need it.
     retiring: bool,
     /// There was a control daemon of ours before: the next one is a restart.
@@ -365,37 +366,66 @@ struct Worker {
     allowance: Allowance,
 }
 
-impl Worker {
+/// The state machine: a worker, and the control daemon that runs, if one does.
+#[derive(Debug)]
+struct Machine {
+    worker: Worker,
+    run: Option<Run>,
+}
+
+/// A worker with the control daemon that runs. What needs a control daemon is a method of this.
+#[derive(Debug)]
+struct Serving<'m> {
+    worker: &'m mut Worker,
+    run: &'m mut Run,
+}
+
+impl Machine {
     /// Serves until it can't any more, is to serve something else, or has retired.
     async fn serve(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
-        self.retiring = *goal == Goal::Retire;
-        let ready = async {
-            if self.run.is_none() {
-                self.take_over().await?;
+        self.worker.retiring = *goal == Goal::Retire;
+        let ended = self.try_to_serve(commands).await.unwrap_or_else(Ended::Failure);
+        match ended {
+            Ended::Stopped => {
+                self.end_run();
+                self.worker.reporter.unsettled();
+                if self.worker.retiring { Ended::Retired } else { Ended::Stopped }
             }
-            if self.run.is_none() {
-                if self.retiring {
-                    return Ok(false);
-                }
-                self.start().await?;
+            Ended::Failure(Failure::Ended { .. }) => {
+                self.end_run();
+                ended
             }
-            self.configure().await.map(|()| true)
-        };
-        match ready.await {
-            Ok(true) => self.watch(goal, commands).await,
-            Ok(false) => Ended::Retired,
-            Err(failure) => Ended::Failure(failure),
+            other => other,
         }
     }
 
+    async fn try_to_serve(&mut self, commands: &mut mpsc::Receiver<Command>) -> Result<Ended, Failure> {
+        if self.run.is_none() {
+            self.take_over().await?;
+        }
+        if self.run.is_none() && !self.worker.retiring {
+            self.start().await?;
+        }
+        let Some(mut serving) = self.serving() else { return Ok(Ended::Retired) };
+        serving.configure().await?;
+        Ok(serving.watch(commands).await)
+    }
+
+    /// The control daemon that runs.
+    fn serving(&mut self) -> Option<Serving<'_>> {
+        Some(Serving { worker: &mut self.worker, run: self.run.as_mut()? })
+    }
+
+    /// From now on, this one runs.
+    fn hold(&mut self, run: Run) -> Serving<'_> {
+        Serving { worker: &mut self.worker, run: self.run.insert(run) }
+    }
+}
+
+impl Worker {
     fn take_order(&mut self, order: Order) {
         // If the plan is the same, nothing changes for clients.
         self.reporter.plan(&order.plan);
         self.order = order;
-    }
-
-    fn with_state_file<T>(&self, use_it: impl FnOnce(&mut StateFile) -> T) -> T {
-        // A panic in another thread leaves the state file whole.
-        use_it(&mut self.tools.state_file.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -10,7 +10,7 @@ use crate::host::proc;
 use crate::mps::identity::Identity;
 use crate::mps::log::Meaning;
 
-use super::Worker;
+use super::Serving;
 
 /// The time after which a waiting client is told of, and the time between two looks. Measured: the first client waits
 /// 0.15 s for its server to start.
@@ -81,10 +81,10 @@ fn runs_as(pid: u32, uid: u32) -> bool {
     proc::status(pid).is_ok_and(|status| status.uids().contains(&uid))
 }
 
-impl Worker {
+impl Serving<'_> {
     /// Finds the clients that still wait, and tells of them once for each user.
     pub(super) fn look_at_pending(&mut self) {
-        let Some(run) = &mut self.run else { return };
+        let run = &mut *self.run;
         let waiting = run.pending.look();
         let uids: BTreeSet<u32> = waiting.iter().map(|(_, uid)| *uid).collect();
         run.pending.told.retain(|uid| uids.contains(uid));
@@ -99,9 +99,9 @@ impl Worker {
                 ),
                 _ => "and no server takes it".to_owned(),
             };
-            self.reporter.warning(format!("client {pid} ({command}) of user {uid} waits {why}"));
+            self.worker.reporter.warning(format!("client {pid} ({command}) of user {uid} waits {why}"));
         }
-        self.reporter.update(|status| {
+        self.worker.reporter.update(|status| {
             status.waiting = waiting.into_iter().map(|(process, _)| process).collect();
         });
     }

@@ -6,11 +6,11 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::host::nvml::GpuProcess;
-use crate::mps::control::{Client, Control};
+use crate::mps::control::Client;
 use crate::mps::log::Meaning;
 use crate::plan::ServedGpu;
 
-use super::{Failure, Worker};
+use super::{Failure, Serving};
 
 /// The time between two counts of a full GPU's clients. The log tells of most ends at once.
 const PERIOD: Duration = Duration::from_secs(5);
@@ -89,12 +89,12 @@ impl Places {
     }
 }
 
-impl Worker {
+impl Serving<'_> {
     /// Counts the clients on each GPU. A control daemon that can't say them is the regular check's business, unless it says
     /// nothing at all.
-    pub(super) async fn look_at_places(&mut self, control: &Control) -> Result<(), Failure> {
-        self.present()?.places.look_at = None;
-        let clients = match control.clients().await.map_err(Failure::from) {
+    pub(super) async fn look_at_places(&mut self) -> Result<(), Failure> {
+        self.run.places.look_at = None;
+        let clients = match self.run.control.clients().await.map_err(Failure::from) {
             Ok(clients) => clients,
             Err(silence @ Failure::Silent(_)) => return Err(silence),
             Err(failure) => {
@@ -102,13 +102,12 @@ impl Worker {
                 return Ok(());
             }
         };
-        let Some(run) = &mut self.run else { return Ok(()) };
-        for (gpu, is_full) in run.places.count(&self.order.plan.gpus, &clients) {
+        for (gpu, is_full) in self.run.places.count(&self.worker.order.plan.gpus, &clients) {
             let name = gpu.pci.short();
-            if let Some(reason) = run.places.reason(&gpu.uuid).filter(|_| is_full) {
-                self.reporter.warning(format!("GPU {name}: {reason}"));
+            if let Some(reason) = self.run.places.reason(&gpu.uuid).filter(|_| is_full) {
+                self.worker.reporter.warning(format!("GPU {name}: {reason}"));
             } else {
-                self.reporter.event(format!("GPU {name} has a place for a client again"));
+                self.worker.reporter.event(format!("GPU {name} has a place for a client again"));
             }
         }
         self.compare_servers();

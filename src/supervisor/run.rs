@@ -21,7 +21,7 @@ use super::hindrance::Hindrances;
 use super::pending::Pending;
 use super::places::Places;
 use super::servers::{Limits, Servers};
-use super::{Failure, Order, Worker};
+use super::{Failure, Order, Serving};
 
 /// The longest part of a line that is kept as last words, in characters.
 const WORDS_MAX: usize = 200;
@@ -61,6 +61,10 @@ pub(super) struct Run {
     pub(super) watched_servers: BTreeSet<u32>,
     pub(super) server_ended: mpsc::Sender<u32>,
     server_ends: mpsc::Receiver<u32>,
+    /// The time of the next regular check.
+    pub(super) check_at: Instant,
+    /// The time of the next count of the clients, for a control daemon that is to end.
+    pub(super) count_at: Instant,
     /// It has been made to serve.
     pub(super) configured: bool,
     /// It has clients, or had some a moment ago.
@@ -84,6 +88,7 @@ impl Run {
         quiet_until: u64,
     ) -> Self {
         let (server_ended, server_ends) = mpsc::channel(16);
+        let now = Instant::now();
         Self {
             process,
             running,
@@ -96,6 +101,8 @@ impl Run {
             watched_servers: BTreeSet::new(),
             server_ended,
             server_ends,
+            check_at: now,
+            count_at: now,
             configured: false,
             in_use: false,
             client_left: false,
@@ -159,7 +166,7 @@ impl Run {
         format!("; its log ends: {}", self.last_words.iter().cloned().collect::<Vec<_>>().join(" | "))
     }
 
-    fn too_much_is_written(&self, left_out: u64) -> String {
+    pub(super) fn too_much_is_written(&self, left_out: u64) -> String {
         let lines = counted(usize::try_from(left_out).unwrap_or(usize::MAX), "line");
         format!("too much is written to {}: {lines} not passed on; they are there", self.log.path().display())
     }
@@ -170,15 +177,10 @@ impl Run {
     }
 }
 
-impl Worker {
-    /// The control daemon that runs.
-    pub(super) fn present(&mut self) -> Result<&mut Run, Failure> {
-        self.run.as_mut().ok_or_else(Failure::not_running)
-    }
-
+impl Serving<'_> {
     /// Waits for what happens next, until `deadline`.
     pub(super) async fn next(&mut self, deadline: Instant) -> Result<Occurrence, Failure> {
-        let occurrence = self.present()?.next(deadline).await?;
+        let occurrence = self.run.next(deadline).await?;
         if let Occurrence::Line(line) = &occurrence {
             self.take_in(line);
         }
@@ -193,7 +195,7 @@ impl Worker {
                 self.forget_server(server).await;
                 Ok(true)
             }
-            Occurrence::Ended(status) => Err(self.control_daemon_ended(status).await),
+            Occurrence::Ended(status) => Err(self.ended(status).await),
             Occurrence::Nothing => Ok(false),
         }
     }
@@ -204,58 +206,30 @@ impl Worker {
         Ok(())
     }
 
-    /// Ends the run after the control daemon has ended, and says how it ended.
-    pub(super) async fn control_daemon_ended(&mut self, status: Option<ExitStatus>) -> Failure {
+    /// Says how the control daemon has ended.
+    pub(super) async fn ended(&mut self, status: Option<ExitStatus>) -> Failure {
         // Its last lines explain its end. The next one does not wait for the rest.
-        if let Some(Err(error)) = self.run.as_mut().map(|run| run.log.skip_to_end()) {
+        if let Err(error) = self.run.log.skip_to_end() {
             tracing::debug!("the end of the log can't be found: {error}");
         }
         self.read_on().await;
         let how = status.map(|status| format!(" ({status})")).unwrap_or_default();
-        let text = format!("the control daemon ended{how}{}", self.words());
-        let refuses_multiuser = self.run.as_ref().is_some_and(Run::refuses_multiuser);
-        self.end_run();
-        if refuses_multiuser { Failure::RefusesMultiuser(text) } else { Failure::Failed(text) }
-    }
-
-    /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said.
-    pub(super) fn end_run(&mut self) {
-        if let Some(mut run) = self.run.take() {
-            run.tell_fault(&self.reporter, &self.tools.faults);
-            if let Some(count) = self.allowance.left_out_by_now() {
-                self.reporter.warning(run.too_much_is_written(count));
-            }
-        }
-        self.control.send_replace(None);
-        let id = self.reporter.id();
-        if let Err(error) = self.with_state_file(|state_file| state_file.forget_control_daemon(&id)) {
-            self.reporter.warning(format!("the state file can't be written: {error}"));
-        }
-        tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
-        self.reporter.update(|status| {
-            status.view.pid = None;
-            status.view.servers.clear();
-            status.waiting.clear();
-            status.serving = false;
-            for gpu in status.gpus.values_mut() {
-                gpu.thread_percentage = None;
-                gpu.memory_limit_mib = None;
-            }
-        });
+        let text = format!("the control daemon ended{how}{}", self.run.words());
+        Failure::Ended { text, refuses_multiuser: self.run.refuses_multiuser() }
     }
 
     /// Takes in all that stands in the log at this moment.
     pub(super) async fn read_on(&mut self) {
-        let Some(end) = self.run.as_ref().and_then(|run| run.log.length().ok()) else { return };
-        while let Some(run) = self.run.as_mut().filter(|run| run.log.offset() < end)
-            && let Ok(Some(line)) = run.log.next_there().await
+        let Ok(end) = self.run.log.length() else { return };
+        while self.run.log.offset() < end
+            && let Ok(Some(line)) = self.run.log.next_there().await
         {
             self.take_in(&line);
         }
     }
 
     fn take_in(&mut self, line: &Line) {
-        let Some(run) = &mut self.run else { return };
+        let run = &mut *self.run;
         run.servers.take_in(&line.meaning);
         run.pending.take_in(&line.meaning);
         if run.log.offset() <= run.quiet_until {
@@ -267,51 +241,41 @@ impl Worker {
         self.pass_on(line);
         match line.meaning {
             Meaning::ServerReady(server) => {
-                self.reporter.event(format!("server {server} is ready"));
+                self.worker.reporter.event(format!("server {server} is ready"));
                 // The process that kept it out has gone.
-                self.bypasses.look_at = Some(Instant::now());
+                self.worker.bypasses.look_at = Some(Instant::now());
             }
             Meaning::ServerExited { server, status: 0 } => {
-                self.reporter.event(format!("server {server} exited with status 0"));
+                self.worker.reporter.event(format!("server {server} exited with status 0"));
             }
             Meaning::ServerExited { server, status } => {
-                self.reporter.warning(format!("server {server} exited with status {status}{}", self.words()));
+                self.worker
+                    .reporter
+                    .warning(format!("server {server} exited with status {status}{}", self.run.words()));
             }
             Meaning::FaultHandling { server } => self.fault_seen(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
-            Meaning::ClientAdmitted(_) => self.note(|run| run.in_use = true),
-            Meaning::ClientLeft(_) => self.note(|run| run.client_left = true),
+            Meaning::ClientAdmitted(_) => self.run.in_use = true,
+            Meaning::ClientLeft(_) => self.run.client_left = true,
             Meaning::ClientRefused { server, capacity } if news => self
+                .worker
                 .reporter
                 .warning(format!("server {server} turned a client away: it holds {capacity}, no more")),
             _ => {}
         }
     }
 
-    /// Changes what is known of the run, if there still is one.
-    pub(super) fn note(&mut self, change: impl FnOnce(&mut Run)) {
-        if let Some(run) = &mut self.run {
-            change(run);
-        }
-    }
-
     /// Passes a line on to our own log, as long as there are not too many.
     fn pass_on(&mut self, line: &Line) {
         self.tell_left_out();
-        if line.level() <= LevelFilter::current() && self.allowance.one_more() {
-            line.trace(&self.reporter.id());
+        if line.level() <= LevelFilter::current() && self.worker.allowance.one_more() {
+            line.trace(&self.worker.reporter.id());
         }
     }
 
     pub(super) fn tell_left_out(&mut self) {
-        let Some(run) = &self.run else { return };
-        if let Some(count) = self.allowance.left_out(Instant::now()) {
-            self.reporter.warning(run.too_much_is_written(count));
+        if let Some(count) = self.worker.allowance.left_out(Instant::now()) {
+            self.worker.reporter.warning(self.run.too_much_is_written(count));
         }
-    }
-
-    /// The last words of the log, as the end of a sentence.
-    pub(super) fn words(&self) -> String {
-        self.run.as_ref().map(Run::words).unwrap_or_default()
     }
 }

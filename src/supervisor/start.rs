@@ -1,45 +1,26 @@
-//! Brings a control daemon up: takes one of ours over, or replaces somebody else's, or starts a new one. Then sets its
-//! limits and starts its server.
+//! Brings a control daemon up: takes one of ours over, or replaces somebody else's, or starts a new one.
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
-
-use tokio::time::Instant;
 
 use crate::counted::counted;
 use crate::host::{driver, systemd};
-use crate::mps::control::{Control, ControlError, ServerStatus};
+use crate::mps::control::{Control, ControlError};
 use crate::mps::directories::{self, LogFile};
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Launch, Process, Waiting};
-use crate::plan::Present;
 use crate::supervisor::state_file::Running;
 use crate::supervisor::view::ControlDaemonState;
 
-use super::hindrance::{ClearedBy, Hindrance};
-use super::limits::{LIMITS_TIMEOUT, set_defaults};
+use super::hindrance::Hindrance;
 use super::run::Run;
-use super::servers::Limits;
-use super::{Failure, PROGRAM, Worker};
+use super::{Failure, Machine, PROGRAM, Worker};
 
-/// The longest time for a new control daemon to answer. Measured: 20 ms.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The time between two questions to it.
-const ANSWER_PAUSE: Duration = Duration::from_millis(20);
-
-/// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
-const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// The time between two questions for its state.
-const SERVER_PAUSE: Duration = Duration::from_millis(50);
-
-impl Worker {
+impl Machine {
     /// Takes over the control daemon that the state file has as ours, if it still lives.
     pub(super) async fn take_over(&mut self) -> Result<(), Failure> {
-        let id = self.reporter.id();
-        let Some(running) = self.with_state_file(|state_file| state_file.control_daemon(&id).cloned()) else {
+        let id = self.worker.reporter.id();
+        let Some(running) = self.worker.tools.state_file.lock().control_daemon(&id).cloned() else {
             return Ok(());
         };
         let process = match Process::adopt(running.process) {
@@ -57,8 +38,8 @@ impl Worker {
             }
         };
         // It may have clients, and they must be listed even if the rest fails.
-        let control = Arc::new(self.tools.front_ends.of(&running.pipe_directory));
-        self.control.send_replace(Some(Arc::clone(&control)));
+        let control = Arc::new(self.worker.tools.front_ends.of(&running.pipe_directory));
+        self.worker.control.send_replace(Some(Arc::clone(&control)));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
         // Its standard output, since the file may have been removed; from the beginning, for what it says of servers.
@@ -69,83 +50,85 @@ impl Worker {
         let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
         // A log that was begun again is shorter than the offset. Its new lines must not count as known.
         let quiet_until = running.log_offset.min(length);
-        self.run = Some(Run::new(process, running, Arc::clone(&control), log, quiet_until));
-        self.has_run = true;
-        self.reporter.update(|status| status.view.pid = Some(pid));
-        self.continue_if_stopped();
-        match self.answers(&control).await {
+        self.worker.has_run = true;
+        self.worker.reporter.update(|status| status.view.pid = Some(pid));
+        let mut serving = self.hold(Run::new(process, running, Arc::clone(&control), log, quiet_until));
+        serving.continue_if_stopped();
+        match serving.answers().await {
             Ok(()) if control.daemon_pid() == Some(pid) => {}
             Ok(()) => {
                 return Err(Failure::Waiting(format!(
                     "another control daemon has taken the pipe directory of PID {pid}"
                 )));
             }
+            Err(Failure::Ended { .. }) => {
+                self.end_run();
+                return Ok(());
+            }
             // It hangs, or can't be reached. It may have clients, so `watch` goes on with it.
-            Err(failure) => match &mut self.run {
-                Some(run) => _ = run.hindrances.take_in(Some(Hindrance::no_answer(failure.into_text()))),
-                None => return Ok(()),
-            },
+            Err(failure) => {
+                let look = Hindrance::no_answer(failure.into_text());
+                serving.run.hindrances.take_in(Some(look));
+            }
         }
-        self.read_on().await;
-        self.reporter.event(format!("control daemon {id} (PID {pid}) taken over"));
+        serving.read_on().await;
+        self.worker.reporter.event(format!("control daemon {id} (PID {pid}) taken over"));
         tracing::debug!(step = "taken-over", "control daemon {pid} is ours again");
         Ok(())
     }
 
     /// Starts a control daemon for the order.
     pub(super) async fn start(&mut self) -> Result<(), Failure> {
-        self.reporter.enter(ControlDaemonState::Starting, false, "");
-        let plan = self.order.plan.clone();
+        self.worker.reporter.enter(ControlDaemonState::Starting, false, "");
+        let plan = self.worker.order.plan.clone();
         let program = process::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
-        let control = Arc::new(self.tools.front_ends.of(&plan.pipe_directory));
-        self.make_way(&control, &plan.pipe_directory).await?;
+        let control = Arc::new(self.worker.tools.front_ends.of(&plan.pipe_directory));
+        self.worker.make_way(&control, &plan.pipe_directory).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
         directories::open(&plan.pipe_directory).map_err(bad_directory)?;
-        let processes = self.look_at_gpus().await;
-        self.look_for_bypasses(None, &processes).await;
+        let processes = self.worker.look_at_gpus().await;
+        self.worker.look_for_bypasses(None, &processes).await;
         let gpus: Vec<String> = plan
             .gpus
             .iter()
             .map(|gpu| gpu.uuid.clone())
-            .filter(|uuid| !self.unreachable.contains(uuid))
+            .filter(|uuid| !self.worker.unreachable.contains(uuid))
             .collect();
         if gpus.is_empty() {
             return Err(Failure::Waiting("none of its GPUs can be reached".to_owned()));
         }
-        self.take_compute_modes(&gpus).await?;
+        self.worker.take_compute_modes(&gpus).await?;
         tracing::debug!(step = "compute-modes", "compute modes are set");
 
-        let mut multiuser = plan.multiuser && !self.multiuser_refused;
+        let mut multiuser = plan.multiuser && !self.worker.multiuser_refused;
         loop {
-            self.spawn(&program, &control, &gpus, multiuser).await?;
-            match self.answers(&control).await {
+            let run = self.worker.spawn(&program, &control, &gpus, multiuser).await?;
+            match self.hold(run).answers().await {
                 Ok(()) => break,
-                Err(Failure::RefusesMultiuser(_)) if multiuser && plan.multiuser_optional => {
-                    self.reporter.event(
-                        "this driver's control daemon refuses multi-user mode; it runs without".to_owned(),
-                    );
-                    self.multiuser_refused = true;
-                    multiuser = false;
-                }
-                Err(Failure::RefusesMultiuser(_)) if multiuser => {
-                    return Err(Failure::Waiting(
-                        "this driver's control daemon refuses multi-user mode; set cuda_mps_multiuser to auto".to_owned(),
-                    ));
-                }
+                Err(Failure::Ended { refuses_multiuser: true, .. }) if multiuser => self.end_run(),
                 Err(failure) => return Err(failure),
             }
+            let refuses = "this driver's control daemon refuses multi-user mode";
+            if !plan.multiuser_optional {
+                return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to auto")));
+            }
+            self.worker.reporter.event(format!("{refuses}; it runs without"));
+            self.worker.multiuser_refused = true;
+            multiuser = false;
         }
         tracing::debug!(step = "answers", "the control daemon answers");
-        self.control.send_replace(Some(control));
-        if std::mem::replace(&mut self.has_run, true) {
-            self.reporter.update(|status| status.view.restarts += 1);
+        self.worker.control.send_replace(Some(control));
+        if std::mem::replace(&mut self.worker.has_run, true) {
+            self.worker.reporter.update(|status| status.view.restarts += 1);
         }
         Ok(())
     }
+}
 
+impl Worker {
     /// Makes sure that no other control daemon listens in the pipe directory. If it has no clients it is replaced, no
     /// matter who started it. If it has clients it is left to them.
-    async fn make_way(&mut self, control: &Control, pipe_directory: &Path) -> Result<(), Failure> {
+    async fn make_way(&self, control: &Control, pipe_directory: &Path) -> Result<(), Failure> {
         let directory = pipe_directory.display();
         let asked = match control.servers().await {
             Ok(_) => control.client_pids().await,
@@ -188,18 +171,6 @@ impl Worker {
         }
     }
 
-    async fn take_compute_modes(&mut self, gpus: &[String]) -> Result<(), Failure> {
-        if !self.order.set_compute_mode {
-            return Ok(());
-        }
-        for uuid in gpus {
-            let taken = self.tools.compute_modes.take(uuid).await;
-            taken.map_err(|error| Failure::Failed(format!("compute mode of {uuid}: {error}")))?;
-        }
-        self.look_at_gpus().await;
-        Ok(())
-    }
-
     /// Starts the process and follows its log from where it begins.
     async fn spawn(
         &mut self,
@@ -207,7 +178,7 @@ impl Worker {
         control: &Arc<Control>,
         gpus: &[String],
         multiuser: bool,
-    ) -> Result<(), Failure> {
+    ) -> Result<Run, Failure> {
         let plan = &self.order.plan;
         let id = self.reporter.id();
         let not_started =
@@ -243,13 +214,12 @@ impl Worker {
         };
         let pid = running.process.pid;
         tracing::debug!(step = "spawned", "PID {pid} waits for the word");
-        self.with_state_file(|state_file| state_file.remember_control_daemon(&id, running.clone())).map_err(
-            |error| {
-                Failure::Failed(format!(
-                    "a new control daemon can't be written down, so none is started: {error}"
-                ))
-            },
-        )?;
+        let written = self.tools.state_file.lock().remember_control_daemon(&id, running.clone());
+        written.map_err(|error| {
+            Failure::Failed(format!(
+                "a new control daemon can't be written down, so none is started: {error}"
+            ))
+        })?;
         tracing::debug!(step = "written-down", "PID {pid} is written down");
         if systemd::runs_us() {
             match systemd::move_to_scope(&id, pid).await {
@@ -268,176 +238,11 @@ impl Worker {
         }
         let process = waiting.go().await.map_err(not_started)?;
         tracing::debug!(step = "started", "PID {pid} has the word");
-        self.run = Some(Run::new(process, running, Arc::clone(control), log, 0));
         self.reporter.update(|status| {
             status.view.pid = Some(pid);
             status.view.starts += 1;
         });
         self.reporter.event(format!("control daemon {id} started as PID {pid}"));
-        Ok(())
-    }
-
-    /// Waits until the control daemon answers its front end.
-    async fn answers(&mut self, control: &Control) -> Result<(), Failure> {
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
-        loop {
-            let Err(error) = control.servers().await else { return Ok(()) };
-            if Instant::now() >= deadline {
-                return Err(Failure::Failed(format!(
-                    "no answer within {} s of its start: {error}{}",
-                    ANSWER_TIMEOUT.as_secs(),
-                    self.words()
-                )));
-            }
-            self.pause(ANSWER_PAUSE).await?;
-        }
-    }
-
-    /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
-    pub(super) async fn configure(&mut self) -> Result<(), Failure> {
-        let run = self.present()?;
-        let (running, control, unreached) =
-            (run.running.clone(), Arc::clone(&run.control), run.hindrances.is_unreached());
-        self.reporter.update(|status| {
-            status.view.pipe_directory.clone_from(&running.pipe_directory);
-            status.view.log_directory.clone_from(&running.log_directory);
-        });
-        if unreached {
-            self.show_state();
-            return Ok(());
-        }
-        // A stopped control daemon would answer nothing.
-        self.continue_if_stopped();
-        self.look_at_gpus().await;
-        if !self.order.set_compute_mode {
-            for uuid in &running.gpus {
-                self.restore_compute_mode(uuid).await;
-            }
-        }
-        self.give_back_gpus(&running).await;
-        self.find_misfit();
-        if self.place_is_taken(&control) {
-            self.show_state();
-            return Ok(());
-        }
-        self.let_users_in();
-        let limits = self.limits()?;
-        if self.retiring {
-            // Clients that come until it ends get the same limits as the clients before.
-            self.show_state();
-            return Ok(());
-        }
-        set_defaults(&control, &limits).await?;
-        tracing::debug!(step = "defaults", "defaults are set");
-        let servers = control.servers().await?;
-        self.present()?.servers.keep(&servers);
-        for server in &servers {
-            self.watch_server(*server);
-            self.set_live(&control, *server, &limits).await?;
-        }
-        if servers.is_empty() && running.multiuser && self.order.plan.prewarm {
-            self.prewarm(&control, &limits).await?;
-        }
-        tracing::debug!(step = "limits", "limits are confirmed");
-        let percentage = limits.thread_percentage;
-        self.reporter.update(|status| {
-            status.view.multiuser = Some(running.multiuser);
-            for (uuid, gpu) in &mut status.gpus {
-                gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
-            }
-        });
-        let run = self.present()?;
-        run.configured = true;
-        let hindered = run.hindrances.has(ClearedBy::Check);
-        // The first look finds programs that slipped in before.
-        self.bypasses.look_at = Some(Instant::now());
-        self.compare_servers();
-        self.keep_state_file();
-        if !hindered {
-            self.reporter.event(format!("control daemon {} is ready", self.reporter.id()));
-        }
-        self.show_state();
-        tracing::debug!(step = "ready", "the control daemon serves");
-        Ok(())
-    }
-
-    /// Puts back the compute modes of GPUs that neither the control daemon nor the order has any more.
-    async fn give_back_gpus(&mut self, running: &Running) {
-        let wanted = |uuid: &String| self.order.plan.gpus.iter().any(|gpu| gpu.uuid == *uuid);
-        let former = self.former_gpus.iter().filter(|uuid| !wanted(uuid) && !running.gpus.contains(uuid));
-        for uuid in former.cloned().collect::<Vec<_>>() {
-            self.restore_compute_mode(&uuid).await;
-            self.former_gpus.remove(&uuid);
-        }
-        self.former_gpus.extend(running.gpus.iter().cloned());
-    }
-
-    /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
-    pub(super) async fn prewarm(&mut self, control: &Control, limits: &Limits) -> Result<(), Failure> {
-        let servers = control.servers().await?;
-        self.present()?.servers.keep(&servers);
-        control.start_server(0).await?;
-        tracing::debug!(step = "prewarm", "a server was asked for");
-        let deadline = Instant::now() + SERVER_TIMEOUT;
-        let server = loop {
-            // The log tells of an end, the list of a life; a log that can't be written says nothing.
-            let mut active = None;
-            for server in control.servers().await? {
-                if matches!(
-                    control.server_status(server).await?,
-                    ServerStatus::Active | ServerStatus::Unsupported
-                ) {
-                    active = Some(server);
-                }
-            }
-            if let Some(server) = active {
-                break server;
-            }
-            self.pause(SERVER_PAUSE).await?;
-            let servers = &self.present()?.servers;
-            if servers.alive().is_empty()
-                && let Some((server, status)) = servers.last_exit()
-            {
-                return Err(Failure::Failed(format!(
-                    "server {server} exited with status {status} before it was ready{}",
-                    self.words()
-                )));
-            }
-            if Instant::now() >= deadline {
-                return Err(Failure::Failed(format!(
-                    "no server is ready after {} s{}",
-                    SERVER_TIMEOUT.as_secs(),
-                    self.words()
-                )));
-            }
-        };
-        self.watch_server(server);
-        // The list is ahead of the log by a moment.
-        let deadline = Instant::now() + LIMITS_TIMEOUT;
-        while !self.present()?.servers.get(server).is_some_and(|known| known.ready)
-            && self.step(deadline).await?
-        {}
-        self.confirm_or_correct(control, server, limits).await
-    }
-
-    /// Finds out whether the control daemon that runs can serve the order.
-    pub(super) fn find_misfit(&mut self) {
-        let Some(run) = &mut self.run else { return };
-        let running = &run.running;
-        let misfit = if self.retiring {
-            Some("it is not needed any more".to_owned())
-        } else {
-            let present = Present {
-                pipe_directory: &running.pipe_directory,
-                log_directory: &running.log_directory,
-                gpus: &running.gpus,
-                multiuser: running.multiuser,
-            };
-            self.order.plan.misfit(&present, |uuid| !self.unreachable.contains(uuid))
-        };
-        match misfit {
-            Some(why) => run.hindrances.put(Hindrance::Misfit(why)),
-            None => run.hindrances.clear(ClearedBy::Order),
-        }
+        Ok(Run::new(process, running, Arc::clone(control), log, 0))
     }
 }

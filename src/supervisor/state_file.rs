@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -69,6 +70,21 @@ impl Default for Contents {
 pub(crate) fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
     let contents = read(&directory.join(FILE))?;
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
+}
+
+/// The state file in the hands of everybody who keeps something in it.
+#[derive(Debug, Clone)]
+pub(crate) struct SharedStateFile(Arc<Mutex<StateFile>>);
+
+impl SharedStateFile {
+    pub(crate) fn new(state_file: StateFile) -> Self {
+        Self(Arc::new(Mutex::new(state_file)))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, StateFile> {
+        // The state file is whole after every call, also if a thread ends in a panic.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The content of the state file, and the file.
@@ -136,9 +152,9 @@ impl StateFile {
         self.contents.control_daemons.get(id)
     }
 
-    /// The ids of all control daemons that were started, dead or alive.
-    pub(crate) fn control_daemons(&self) -> Vec<String> {
-        self.contents.control_daemons.keys().cloned().collect()
+    /// All control daemons that were started, dead or alive, by their ids.
+    pub(crate) fn control_daemons(&self) -> &BTreeMap<String, Running> {
+        &self.contents.control_daemons
     }
 
     /// Forgets a control daemon that has ended.

@@ -8,9 +8,9 @@ use crate::mps::process;
 use crate::supervisor::bypass::{Bypass, find, in_words};
 use crate::supervisor::view::ControlDaemonState;
 
-use super::{Failure, Worker};
+use super::{Failure, Machine, Serving};
 
-impl Worker {
+impl Machine {
     /// Takes note of a failure. A control daemon that nobody uses is ended, to be started again; one that has clients is
     /// left to them. Whether programs without MPS keep its server out.
     pub(super) async fn failed(&mut self, failure: Failure, pause: Duration) -> bool {
@@ -18,10 +18,11 @@ impl Worker {
         let mut state = if waiting { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let mut reason = failure.into_text();
         let mut held = false;
-        if self.run.is_some() {
-            match self.in_use().await {
-                Ok(0) => match self.holders().await {
-                    holders if holders.is_empty() => _ = self.end_idle().await,
+        let mut ended = false;
+        if let Some(mut serving) = self.serving() {
+            match serving.in_use().await {
+                Ok(0) => match serving.holders().await {
+                    holders if holders.is_empty() => ended = serving.end_idle().await,
                     // Without a control daemon the next program would slip in, too.
                     holders => {
                         held = true;
@@ -41,21 +42,77 @@ impl Worker {
                 }
             }
         }
-        self.reporter.put_off();
-        if self.reporter.reason() != reason {
-            self.reporter.warning(format!("{reason}; tried again in {:.1} s", pause.as_secs_f64()));
+        if ended {
+            self.end_run();
         }
-        self.reporter.enter(state, false, &reason);
+        self.worker.reporter.put_off();
+        if self.worker.reporter.reason() != reason {
+            self.worker.reporter.warning(format!("{reason}; tried again in {:.1} s", pause.as_secs_f64()));
+        }
+        self.worker.reporter.enter(state, false, &reason);
         held
     }
 
+    /// Ends everything: the control daemon first, then the compute modes are put back.
+    pub(super) async fn end(&mut self) {
+        self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
+        if self.run.is_none() {
+            // A control daemon of ours is ours to end, even if it was not taken over yet.
+            if let Err(failure) = self.take_over().await {
+                self.worker.reporter.warning(failure.into_text());
+            }
+        }
+        let mut gpus: BTreeSet<String> =
+            self.worker.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        gpus.extend(self.run.iter().flat_map(|run| run.running.gpus.clone()));
+        // The order may have given up GPUs that no later control daemon came up without.
+        gpus.append(&mut self.worker.former_gpus);
+        if let Some(mut serving) = self.serving() {
+            if !serving.stop().await {
+                return;
+            }
+            self.end_run();
+        }
+        for uuid in gpus {
+            self.worker.restore_compute_mode(&uuid).await;
+        }
+    }
+
+    /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said.
+    pub(super) fn end_run(&mut self) {
+        if let Some(mut run) = self.run.take() {
+            run.tell_fault(&self.worker.reporter, &self.worker.tools.faults);
+            if let Some(count) = self.worker.allowance.left_out_by_now() {
+                self.worker.reporter.warning(run.too_much_is_written(count));
+            }
+        }
+        self.worker.control.send_replace(None);
+        let id = self.worker.reporter.id();
+        if let Err(error) = self.worker.tools.state_file.lock().forget_control_daemon(&id) {
+            self.worker.reporter.warning(format!("the state file can't be written: {error}"));
+        }
+        tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
+        self.worker.reporter.update(|status| {
+            status.view.pid = None;
+            status.view.servers.clear();
+            status.waiting.clear();
+            status.serving = false;
+            for gpu in status.gpus.values_mut() {
+                gpu.thread_percentage = None;
+                gpu.memory_limit_mib = None;
+            }
+        });
+    }
+}
+
+impl Serving<'_> {
     /// The processes on its GPUs that are neither servers nor clients.
     async fn holders(&self) -> Vec<Bypass> {
-        let Some(run) = &self.run else { return Vec::new() };
+        let run = &*self.run;
         let servers = run.servers.alive();
         let mut holders = Vec::new();
         for uuid in &run.running.gpus {
-            let mut there = self.tools.compute_modes.processes(uuid).await.unwrap_or_default();
+            let mut there = self.worker.tools.compute_modes.processes(uuid).await.unwrap_or_default();
             there.retain(|process| !process.via_mps);
             holders.extend(find(uuid, &there, &servers, &BTreeSet::new()));
         }
@@ -65,7 +122,7 @@ impl Worker {
     /// The number of clients of the control daemon. NVML is asked if the control daemon does not answer, or another one answers
     /// in its place.
     pub(super) async fn in_use(&self) -> Result<usize, String> {
-        let Some(run) = &self.run else { return Ok(0) };
+        let run = &*self.run;
         let mut why = "it does not listen in its pipe directory any more".to_owned();
         if run.control.daemon_pid() == Some(run.running.process.pid) {
             match run.control.client_pids().await {
@@ -75,7 +132,7 @@ impl Worker {
         }
         let mut clients = BTreeSet::new();
         for uuid in &run.running.gpus {
-            let asked = self.tools.compute_modes.mps_clients(uuid).await;
+            let asked = self.worker.tools.compute_modes.mps_clients(uuid).await;
             clients.extend(asked.map_err(|nvml| format!("{why}; {nvml}"))?);
         }
         Ok(clients.len())
@@ -85,63 +142,35 @@ impl Worker {
     /// stays until that client is done. Whether it has ended.
     pub(super) async fn end_idle(&mut self) -> bool {
         self.continue_if_stopped();
-        let Some(run) = &mut self.run else { return true };
+        let run = &mut *self.run;
         if process::stop_idle(&mut run.process, &run.control).await {
-            let why = if self.retiring { ": it had no client" } else { ", to start anew" };
-            let (id, pid) = (self.reporter.id(), run.running.process.pid);
-            self.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
-            self.end_run();
+            let why = if self.worker.retiring { ": it had no client" } else { ", to be restarted" };
+            let (id, pid) = (self.worker.reporter.id(), run.running.process.pid);
+            self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
             return true;
         }
         // It hangs, or a client has come after all.
-        if self.in_use().await == Ok(0) {
-            self.stop_control_daemon().await;
-        }
-        self.run.is_none()
+        self.in_use().await == Ok(0) && self.stop().await
     }
 
-    /// Ends the control daemon if one runs, with its clients.
-    pub(super) async fn stop_control_daemon(&mut self) {
+    /// Ends the control daemon with its clients. Whether it has ended.
+    pub(super) async fn stop(&mut self) -> bool {
         self.continue_if_stopped();
-        let Some(run) = &mut self.run else { return };
-        let (id, pid) = (self.reporter.id(), run.running.process.pid);
+        let run = &mut *self.run;
+        let (id, pid) = (self.worker.reporter.id(), run.running.process.pid);
         tracing::debug!(step = "quit", "control daemon {pid} is asked to end");
-        match process::stop(&mut run.process, &run.control, self.order.quit_timeout).await {
+        match process::stop(&mut run.process, &run.control, self.worker.order.quit_timeout).await {
             Ok(how) => {
                 tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
-                self.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
-                self.end_run();
+                self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
+                true
             }
             Err(error) => {
-                self.reporter.warning(format!("control daemon {id} (PID {pid}) can't be stopped: {error}"));
+                self.worker
+                    .reporter
+                    .warning(format!("control daemon {id} (PID {pid}) can't be stopped: {error}"));
+                false
             }
-        }
-    }
-
-    /// Ends everything: the control daemon first, then the compute modes are put back.
-    pub(super) async fn end(&mut self) {
-        self.reporter.enter(ControlDaemonState::Stopping, false, "");
-        if self.run.is_none() {
-            // A control daemon of ours is ours to end, even if it was not taken over yet.
-            if let Err(failure) = self.take_over().await {
-                self.reporter.warning(failure.into_text());
-            }
-        }
-        let mut gpus: BTreeSet<String> = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        gpus.extend(self.run.iter().flat_map(|run| run.running.gpus.clone()));
-        // The order may have given up GPUs that no later control daemon came up without.
-        gpus.append(&mut self.former_gpus);
-        self.stop_control_daemon().await;
-        if self.run.is_none() {
-            for uuid in gpus {
-                self.restore_compute_mode(&uuid).await;
-            }
-        }
-    }
-
-    pub(super) async fn restore_compute_mode(&mut self, uuid: &str) {
-        if let Err(error) = self.tools.compute_modes.restore(uuid).await {
-            self.reporter.warning(format!("compute mode of {uuid} is not put back: {error}"));
         }
     }
 }

@@ -747,7 +747,7 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
 /// A log that outgrows its limit is rotated while it is written; lines after that are understood, also by a
 /// daemon that takes over and finds the lines of the limits gone, and a fault is not missed.
 #[test]
-fn the_log_starts_anew_under_load() {
+fn the_log_is_rotated_under_load() {
     let mut host = Host::new("h200");
     host.configure("cuda_mps_log_max_size: 1");
     host.start();
@@ -976,7 +976,7 @@ fn a_burst_in_the_log_keeps_nobody_waiting() {
     });
     let _ = writeln!(
         std::io::stderr(),
-        "64 MiB in the log: status took {median:?} (median), {longest:?} (longest); kept and started anew after {:?}",
+        "64 MiB in the log: status took {median:?} (median), {longest:?} (longest); kept and rotated after {:?}",
         begun.elapsed()
     );
     assert!(longest < Duration::from_secs(15), "{longest:?}");
@@ -1079,7 +1079,7 @@ fn only_a_file_of_ours_is_the_log() {
 
 /// A link to another file takes the place of the log while the log is copied: the other file is no log.
 #[test]
-fn a_log_started_anew_empties_no_other_file() {
+fn a_rotated_log_empties_no_other_file() {
     for _ in 0..2 {
         let mut host = Host::new("h200");
         host.configure("cuda_mps_log_max_size: 1");

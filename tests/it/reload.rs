@@ -462,7 +462,7 @@ fn switched_off_between_two_services() {
 
 /// A second change while the first one is being made: what the log says of the first is not taken for the second's.
 #[test]
-fn changes_that_follow_each_other_start_nothing_anew() {
+fn changes_that_follow_each_other_restart_nothing() {
     let mut host = Host::new("h200x8");
     host.devices(&[]);
     host.start();

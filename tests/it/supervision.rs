@@ -226,7 +226,7 @@ fn a_stopped_control_daemon_is_continued_to_quit() {
     }
 }
 
-/// A control daemon that nobody needs any more is not said to start anew.
+/// A control daemon that nobody needs any more is not said to restart.
 #[test]
 fn the_end_of_an_unneeded_control_daemon_is_called_an_end() {
     let mut host = Host::serving("h200");
@@ -245,7 +245,7 @@ fn the_end_of_an_unneeded_control_daemon_is_called_an_end() {
     let ended = format!("control daemon shared (PID {}) ended: it had no client", control_pid(&before));
     wait_for("its end", || host.log().contains(&ended).then_some(()));
     host.wait_for_state("ready");
-    assert!(!host.log().contains("anew"), "{}", host.log());
+    assert!(!host.log().contains("restart"), "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));
 }
 

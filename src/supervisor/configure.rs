@@ -1,0 +1,174 @@
+//! Makes a control daemon that runs serve its order: sets its limits and starts its server.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::mps::control::ServerStatus;
+use crate::plan::Present;
+
+use super::hindrance::{ClearedBy, Hindrance};
+use super::limits::{LIMITS_TIMEOUT, set_defaults};
+use super::servers::Limits;
+use super::{Failure, Serving};
+
+/// The longest time for a new control daemon to answer. Measured: 20 ms.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The time between two questions to it.
+const ANSWER_PAUSE: Duration = Duration::from_millis(20);
+
+/// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
+const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The time between two questions for its state.
+const SERVER_PAUSE: Duration = Duration::from_millis(50);
+
+impl Serving<'_> {
+    /// Waits until the control daemon answers its front end.
+    pub(super) async fn answers(&mut self) -> Result<(), Failure> {
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
+        loop {
+            let Err(error) = self.run.control.servers().await else { return Ok(()) };
+            if Instant::now() >= deadline {
+                return Err(Failure::Failed(format!(
+                    "no answer within {} s of its start: {error}{}",
+                    ANSWER_TIMEOUT.as_secs(),
+                    self.run.words()
+                )));
+            }
+            self.pause(ANSWER_PAUSE).await?;
+        }
+    }
+
+    /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
+    pub(super) async fn configure(&mut self) -> Result<(), Failure> {
+        let running = self.run.running.clone();
+        self.worker.reporter.update(|status| {
+            status.view.pipe_directory.clone_from(&running.pipe_directory);
+            status.view.log_directory.clone_from(&running.log_directory);
+        });
+        if self.run.hindrances.is_unreached() {
+            self.show_state();
+            return Ok(());
+        }
+        // A stopped control daemon would answer nothing.
+        self.continue_if_stopped();
+        self.worker.look_at_gpus().await;
+        if !self.worker.order.set_compute_mode {
+            for uuid in &running.gpus {
+                self.worker.restore_compute_mode(uuid).await;
+            }
+        }
+        self.give_back_gpus().await;
+        self.find_misfit();
+        if self.place_is_taken() {
+            self.show_state();
+            return Ok(());
+        }
+        self.let_users_in();
+        let limits = self.limits();
+        if self.worker.retiring {
+            // Clients that come until it ends get the same limits as the clients before.
+            self.show_state();
+            return Ok(());
+        }
+        set_defaults(&self.run.control, &limits).await?;
+        tracing::debug!(step = "defaults", "defaults are set");
+        let servers = self.run.control.servers().await?;
+        self.run.servers.keep(&servers);
+        for server in &servers {
+            self.watch_server(*server);
+            self.set_live(*server, &limits).await?;
+        }
+        if servers.is_empty() && running.multiuser && self.worker.order.plan.prewarm {
+            self.prewarm(&limits).await?;
+        }
+        tracing::debug!(step = "limits", "limits are confirmed");
+        let percentage = limits.thread_percentage;
+        self.worker.reporter.update(|status| {
+            status.view.multiuser = Some(running.multiuser);
+            for (uuid, gpu) in &mut status.gpus {
+                gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
+            }
+        });
+        self.run.configured = true;
+        let hindered = self.run.hindrances.has(ClearedBy::Check);
+        // The first look finds programs that slipped in before.
+        self.worker.bypasses.look_at = Some(Instant::now());
+        self.compare_servers();
+        self.keep_state_file();
+        if !hindered {
+            self.worker.reporter.event(format!("control daemon {} is ready", self.worker.reporter.id()));
+        }
+        self.show_state();
+        tracing::debug!(step = "ready", "the control daemon serves");
+        Ok(())
+    }
+
+    /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
+    pub(super) async fn prewarm(&mut self, limits: &Limits) -> Result<(), Failure> {
+        let servers = self.run.control.servers().await?;
+        self.run.servers.keep(&servers);
+        self.run.control.start_server(0).await?;
+        tracing::debug!(step = "prewarm", "a server was asked for");
+        let deadline = Instant::now() + SERVER_TIMEOUT;
+        let server = loop {
+            // The log tells of an end, the list of a life; a log that can't be written says nothing.
+            let mut active = None;
+            for server in self.run.control.servers().await? {
+                if matches!(
+                    self.run.control.server_status(server).await?,
+                    ServerStatus::Active | ServerStatus::Unsupported
+                ) {
+                    active = Some(server);
+                }
+            }
+            if let Some(server) = active {
+                break server;
+            }
+            self.pause(SERVER_PAUSE).await?;
+            let servers = &self.run.servers;
+            if servers.alive().is_empty()
+                && let Some((server, status)) = servers.last_exit()
+            {
+                return Err(Failure::Failed(format!(
+                    "server {server} exited with status {status} before it was ready{}",
+                    self.run.words()
+                )));
+            }
+            if Instant::now() >= deadline {
+                return Err(Failure::Failed(format!(
+                    "no server is ready after {} s{}",
+                    SERVER_TIMEOUT.as_secs(),
+                    self.run.words()
+                )));
+            }
+        };
+        self.watch_server(server);
+        // The list is ahead of the log by a moment.
+        let deadline = Instant::now() + LIMITS_TIMEOUT;
+        while !self.run.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
+        self.confirm_or_correct(server, limits).await
+    }
+
+    /// Finds out whether the control daemon that runs can serve the order.
+    pub(super) fn find_misfit(&mut self) {
+        let running = &self.run.running;
+        let misfit = if self.worker.retiring {
+            Some("it is not needed any more".to_owned())
+        } else {
+            let present = Present {
+                pipe_directory: &running.pipe_directory,
+                log_directory: &running.log_directory,
+                gpus: &running.gpus,
+                multiuser: running.multiuser,
+            };
+            self.worker.order.plan.misfit(&present, |uuid| !self.worker.unreachable.contains(uuid))
+        };
+        match misfit {
+            Some(why) => self.run.hindrances.put(Hindrance::Misfit(why)),
+            None => self.run.hindrances.clear(ClearedBy::Order),
+        }
+    }
+}

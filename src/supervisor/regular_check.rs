@@ -1,0 +1,215 @@
+//! The regular check of a control daemon that serves, and its consequences.
+
+use rustix::process::Signal;
+
+use crate::mps::control::{ControlError, ServerStatus};
+use crate::mps::directories;
+use crate::mps::process::Process;
+
+use super::heal::still_faulted;
+use super::hindrance::{ClearedBy, Hindrance, News, Progress};
+use super::{Ended, Failure, Serving};
+
+impl Serving<'_> {
+    /// The regular check: the answers, servers, limits, compute modes and files of the control daemon.
+    pub(super) async fn check(&mut self) -> Result<Option<Ended>, Failure> {
+        self.continue_if_stopped();
+        let mut answers = false;
+        match self.servers_and_faults().await {
+            Ok(_) if self.place_is_taken() => {}
+            Ok((servers, faulted)) => {
+                let news = self.run.hindrances.take_in(None);
+                answers = true;
+                self.run.servers.keep(&servers);
+                for server in servers {
+                    self.watch_server(server);
+                }
+                for server in faulted {
+                    self.fault_seen(server);
+                }
+                self.let_users_in();
+                if news == News::AnswersAgain {
+                    self.worker.reporter.event("the control daemon answers again".to_owned());
+                    // It may have missed a command meanwhile.
+                    return Ok(Some(Ended::Again));
+                }
+            }
+            Err(error @ (ControlError::Silent { .. } | ControlError::Unanswered { .. })) => {
+                self.missed(error.to_string());
+            }
+            Err(error @ ControlError::NoDaemon { .. }) => {
+                // It lives, so its sockets have gone: it can't make them again.
+                self.run.hindrances.take_in(Some(Hindrance::DirectoryGone(error.to_string())));
+            }
+            Err(error) => return Err(error.into()),
+        }
+        if answers && !self.run.hindrances.has(ClearedBy::Check) {
+            self.keep_limits().await?;
+        }
+        let processes = self.worker.look_at_gpus().await;
+        self.run.in_use = processes.values().flatten().any(|process| process.via_mps);
+        self.run.places.suspect(&self.worker.order.plan.gpus, &processes);
+        self.keep_compute_modes().await;
+        // After a fatal error, a server's clients are not reliably listed.
+        if answers && !self.run.hindrances.has(ClearedBy::Healing) {
+            self.worker.look_for_bypasses(Some(self.run), &processes).await;
+        }
+        self.find_misfit();
+        self.compare_servers();
+        self.keep_state_file();
+        self.rotate_log();
+        self.tell_left_out();
+        self.show_state();
+        Ok(None)
+    }
+
+    /// All servers, and the servers in FAULT without the known one.
+    async fn servers_and_faults(&self) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
+        let control = &self.run.control;
+        let known = self.run.hindrances.fault().map(|fault| fault.server);
+        let servers = control.servers().await?;
+        let mut faulted = Vec::new();
+        for server in servers.iter().copied().filter(|server| Some(*server) != known) {
+            if control.server_status(server).await? == ServerStatus::Fault
+                && still_faulted(control, server).await?
+            {
+                faulted.push(server);
+            }
+        }
+        Ok((servers, faulted))
+    }
+
+    /// True if another control daemon answers in our pipe directory. Then nothing must be told to it.
+    pub(super) fn place_is_taken(&mut self) -> bool {
+        let own = self.run.running.process.pid;
+        let other = self.run.control.daemon_pid().filter(|listener| *listener != own);
+        if let Some(other) = other {
+            self.run.hindrances.take_in(Some(Hindrance::PlaceTaken(other)));
+        }
+        other.is_some()
+    }
+
+    /// Makes sure that clients of every user can get to the socket.
+    pub(super) fn let_users_in(&mut self) {
+        match directories::let_users_in(&self.run.running.pipe_directory) {
+            Ok(repaired) => {
+                for what in repaired {
+                    self.worker.reporter.warning(format!("{what}; clients of other users were kept out"));
+                }
+            }
+            Err(bad) => _ = self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
+        }
+    }
+
+    /// Continues the control daemon and its servers if somebody has stopped them: a stopped process serves no client.
+    pub(super) fn continue_if_stopped(&mut self) {
+        let run = &*self.run;
+        let mut stopped = Vec::new();
+        if run.process.is_stopped() {
+            stopped.push((run.process.identity().pid, run.process.signal(Signal::CONT)));
+        }
+        for server in run.servers.alive() {
+            let server = Process::of(server);
+            if let Some(server) = server.ok().flatten().filter(Process::is_stopped) {
+                stopped.push((server.identity().pid, server.signal(Signal::CONT)));
+            }
+        }
+        for (pid, continued) in stopped {
+            match continued {
+                Ok(()) => {
+                    self.worker.reporter.warning(format!("PID {pid} was stopped by a signal; continued"));
+                }
+                Err(error) => self
+                    .worker
+                    .reporter
+                    .warning(format!("PID {pid} was stopped by a signal, and can't be continued: {error}")),
+            }
+        }
+    }
+
+    /// Keeps the state file and its log offset up to date, for the next service that takes over.
+    pub(super) fn keep_state_file(&mut self) {
+        let run = &mut *self.run;
+        let trouble = run.log.trouble().filter(|_| !run.hindrances.has(ClearedBy::Order));
+        if trouble != run.log_trouble {
+            run.log_trouble = trouble;
+            let path = run.log.path().display();
+            match trouble {
+                Some(trouble) => self.worker.reporter.warning(format!("{path}: {trouble}")),
+                None => self.worker.reporter.event(format!("{path} can be written again")),
+            }
+        }
+        run.running.log_offset = run.log.offset();
+        let (id, running) = (self.worker.reporter.id(), run.running.clone());
+        let mut state_file = self.worker.tools.state_file.lock();
+        let repaired = state_file.repair();
+        match repaired
+            .and_then(|repaired| state_file.remember_control_daemon(&id, running).map(|()| repaired))
+        {
+            Ok(false) => {}
+            Ok(true) => {
+                self.worker.reporter.warning("the state file was lost or damaged; written again".to_owned());
+            }
+            Err(error) => self.worker.reporter.warning(format!("the state file can't be written: {error}")),
+        }
+    }
+
+    pub(super) fn rotate_log(&mut self) {
+        let log = &mut self.run.log;
+        match log.rotated() {
+            Some(Ok(())) => tracing::debug!("{} was rotated", log.path().display()),
+            Some(Err(error)) => {
+                let text =
+                    format!("{} was rotated, and the old one is not kept: {error}", log.path().display());
+                self.worker.reporter.warning(text);
+            }
+            None if log.offset() > self.worker.order.log_max_bytes => {
+                log.rotate(self.worker.order.log_max_bytes);
+            }
+            None => {}
+        }
+    }
+
+    /// Compares the limits that the servers have written with the order. True if they differ.
+    pub(super) fn compare_servers(&mut self) -> bool {
+        let run = &*self.run;
+        let limits = run.limits(&self.worker.order);
+        let alive = run.servers.alive();
+        let newest = alive.iter().rev().find_map(|pid| Some((*pid, run.servers.get(*pid)?)));
+        let difference = newest
+            .filter(|(_, server)| server.has_written(&limits))
+            .and_then(|(pid, server)| Some(format!("server {pid}: {}", server.differs_from(&limits)?)));
+        let confirmed = newest.map(|(_, server)| server.memory_bytes.clone()).unwrap_or_default();
+        self.worker.reporter.update(|status| {
+            status.view.servers.clone_from(&alive);
+            for (uuid, gpu) in &mut status.gpus {
+                let ordinal = run.running.gpus.iter().position(|served| served == uuid);
+                gpu.memory_limit_mib =
+                    ordinal.and_then(|ordinal| confirmed.get(&ordinal)).map(|bytes| bytes >> 20);
+                gpu.reason = match (ordinal, &difference) {
+                    (None, _) => "not in the control daemon's hands until it restarts".to_owned(),
+                    (Some(_), Some(difference)) => difference.clone(),
+                    (Some(_), None) => run.places.reason(uuid).unwrap_or_default(),
+                };
+            }
+        });
+        difference.is_some()
+    }
+
+    /// Shows the state of the control daemon.
+    pub(super) fn show_state(&mut self) {
+        let run = &*self.run;
+        let progress = Progress {
+            configured: run.configured,
+            in_place: run.running.pipe_directory == self.worker.order.plan.pipe_directory,
+            retiring: self.worker.retiring,
+        };
+        match run.hindrances.shown(progress) {
+            Some(shown) if shown.settled => {
+                self.worker.reporter.enter(shown.state, shown.serving, &shown.reason);
+            }
+            Some(shown) => self.worker.reporter.pass_through(shown.state, shown.serving, &shown.reason),
+            None => {}
+        }
+    }
+}
