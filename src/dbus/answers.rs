@@ -8,7 +8,7 @@ use zbus::names::InterfaceName;
 use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{ObjectPath, Variant, interface};
 
-use super::control::Control;
+use super::control::ControlInterface;
 use super::manager::Manager;
 use super::manager_path;
 use super::rows::{Device, Dict, Gpu, Object, Row, Service, property_name};
@@ -39,7 +39,7 @@ impl Answers {
         let manager = properties(&Service::of(snapshot));
         objects.insert(
             manager_path(),
-            Interfaces::from([(Manager::name(), manager), (Control::name(), BTreeMap::new())]),
+            Interfaces::from([(Manager::name(), manager), (ControlInterface::name(), BTreeMap::new())]),
         );
         add_objects(&mut objects, &gpus)?;
         add_objects(&mut objects, &devices)?;

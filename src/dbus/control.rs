@@ -9,16 +9,15 @@ use zbus::message::Header;
 
 use super::callers::is_privileged;
 use super::gate::Gate;
-use super::manager::{NAME_MAX, ask, bounded_name, bounded_names};
-use super::{Request, RequestError};
+use super::request::{NAME_MAX, Request, RequestError, ask, bounded_name, bounded_names};
 
 /// The methods that change something.
-pub(super) struct Control {
+pub(super) struct ControlInterface {
     requests: mpsc::Sender<Request>,
     gate: Arc<Gate>,
 }
 
-impl Control {
+impl ControlInterface {
     pub(super) fn new(requests: mpsc::Sender<Request>, gate: Arc<Gate>) -> Self {
         Self { requests, gate }
     }
@@ -38,7 +37,7 @@ impl Control {
 }
 
 #[interface(name = "io.yunion.Mps1.Control", introspection_docs = false)]
-impl Control {
+impl ControlInterface {
     #[zbus(out_args("generation"))]
     async fn reload(&self, #[zbus(header)] header: Header<'_>) -> Result<u64, RequestError> {
         self.ask(&header, |reply| Request::Reload { reply }).await

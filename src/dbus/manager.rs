@@ -1,9 +1,8 @@
 //! `io.yunion.Mps1.Manager`, documented in `config/io.yunion.Mps1.Manager.xml`.
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use zbus::interface;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
@@ -11,14 +10,10 @@ use zbus::object_server::SignalEmitter;
 use super::answers::{Answers, Present};
 use super::callers::is_privileged;
 use super::gate::Gate;
+use super::request::{Request, RequestError, ask, bounded_name, bounded_names};
 use super::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service, clean};
-use super::{Request, RequestError};
 use crate::publish::container::{ContainerError, container_config};
 use crate::publish::snapshot::{Named, Snapshot};
-
-/// The time that a request may take. It is longer than a caller waits, so that it only ends a request that nobody waits
-/// for.
-const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The entry point of everything that may be read.
 pub(super) struct Manager {
@@ -52,64 +47,6 @@ fn not_ready() -> RequestError {
 
 fn known(snapshot: &Snapshot) -> Result<(), RequestError> {
     if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready()) }
-}
-
-/// Hands a request to the daemon's loop and waits for the answer.
-pub(super) async fn ask<T>(
-    requests: &mpsc::Sender<Request>,
-    request: impl FnOnce(oneshot::Sender<Result<T, RequestError>>) -> Request,
-) -> Result<T, RequestError> {
-    let (reply, answer) = oneshot::channel();
-    let exchange = async {
-        requests.send(request(reply)).await.ok()?;
-        answer.await.ok()
-    };
-    match tokio::time::timeout(ANSWER_DEADLINE, exchange).await {
-        Ok(Some(answer)) => answer.map_err(RequestError::cleaned),
-        Ok(None) => Err(RequestError::Failed("the daemon is stopping".to_owned())),
-        Err(_) => {
-            let seconds = ANSWER_DEADLINE.as_secs();
-            Err(RequestError::Failed(format!("the daemon gave no answer within {seconds} s")))
-        }
-    }
-}
-
-/// The most bytes that the name of a device or the id of a container has.
-pub(super) const NAME_MAX: usize = 64;
-
-/// The most devices that a caller may name at once; a host has some hundred.
-const NAMES_MAX: usize = 1024;
-
-/// Refuses what can't be a name. The error does not repeat it.
-pub(super) fn bounded_name(name: &str) -> Result<(), RequestError> {
-    if name.len() <= NAME_MAX {
-        return Ok(());
-    }
-    let length = name.len();
-    Err(RequestError::NoSuchDevice(format!("a name has at most {NAME_MAX} bytes, and this one has {length}")))
-}
-
-/// Refuses what can't be a list of names.
-pub(super) fn bounded_names(names: &[String]) -> Result<(), RequestError> {
-    if names.len() > NAMES_MAX {
-        let count = names.len();
-        return Err(RequestError::Failed(format!("{count} devices are named, and {NAMES_MAX} are allowed")));
-    }
-    names.iter().try_for_each(|name| bounded_name(name))
-}
-
-impl From<ContainerError> for RequestError {
-    fn from(error: ContainerError) -> Self {
-        let text = clean(&error.to_string());
-        match error {
-            ContainerError::NotReady => Self::NotReady(text),
-            ContainerError::NoSuchDevice(_) => Self::NoSuchDevice(text),
-            ContainerError::NoneNamed
-            | ContainerError::NoUuid { .. }
-            | ContainerError::NotServable { .. }
-            | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
-        }
-    }
 }
 
 #[interface(name = "io.yunion.Mps1.Manager", introspection_docs = false)]

@@ -12,19 +12,16 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use zbus::connection::Builder;
 use zbus::fdo::{DBusProxy, Properties, RequestNameFlags};
-use zbus::message::{Header, Message};
-use zbus::names::{ErrorName, InterfaceName};
+use zbus::names::InterfaceName;
 use zbus::object_server::{Interface, SignalEmitter};
-use zbus::{Address, Connection, DBusError};
+use zbus::{Address, Connection};
 
 use crate::publish::snapshot::Snapshot;
-use crate::tenants::clients::ClientView;
 
 mod answers;
 mod callers;
@@ -33,147 +30,21 @@ mod gate;
 mod manager;
 pub(crate) mod presence;
 pub(crate) mod proxy;
+mod request;
 pub(crate) mod rows;
 mod wire;
 
 use answers::{Objects, Present};
-use control::Control;
+use control::ControlInterface;
 use gate::Gate;
 use manager::Manager;
+pub use request::{Request, RequestError};
 use rows::{Device, Gpu, Object, Row, Service, clean};
 
 /// The name on the system bus.
 pub(crate) const NAME: &str = "io.yunion.Mps1";
 const ROOT: &str = "/io/yunion/Mps1";
 const MANAGER: &str = "/io/yunion/Mps1/Manager";
-
-/// The error that a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless the
-/// variant says otherwise, and a text for people.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum RequestError {
-    /// No plan exists yet; ask again.
-    NotReady(String),
-    /// No such slice or GPU.
-    NoSuchDevice(String),
-    /// No such client of a slice.
-    NoSuchClient(String),
-    /// The configuration was refused, and the one before stays in force.
-    InvalidConfig(String),
-    /// Something else has to end first.
-    Busy(String),
-    /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, as the bus itself says it.
-    AccessDenied(String),
-    /// Anything else.
-    Failed(String),
-}
-
-impl fmt::Display for RequestError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.text())
-    }
-}
-
-// By hand, since one of the names has another prefix.
-impl DBusError for RequestError {
-    fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {
-        Message::error(call, self.name()).build(&self.text())
-    }
-
-    fn name(&self) -> ErrorName<'_> {
-        ErrorName::from_static_str_unchecked(match self {
-            Self::NotReady(_) => "io.yunion.Mps1.Error.NotReady",
-            Self::NoSuchDevice(_) => "io.yunion.Mps1.Error.NoSuchDevice",
-            Self::NoSuchClient(_) => "io.yunion.Mps1.Error.NoSuchClient",
-            Self::InvalidConfig(_) => "io.yunion.Mps1.Error.InvalidConfig",
-            Self::Busy(_) => "io.yunion.Mps1.Error.Busy",
-            Self::AccessDenied(_) => "org.freedesktop.DBus.Error.AccessDenied",
-            Self::Failed(_) => "io.yunion.Mps1.Error.Failed",
-        })
-    }
-
-    fn description(&self) -> Option<&str> {
-        Some(self.text())
-    }
-}
-
-impl RequestError {
-    fn text(&self) -> &str {
-        match self {
-            Self::NotReady(text)
-            | Self::NoSuchDevice(text)
-            | Self::NoSuchClient(text)
-            | Self::InvalidConfig(text)
-            | Self::Busy(text)
-            | Self::AccessDenied(text)
-            | Self::Failed(text) => text,
-        }
-    }
-
-    /// The same with text that the bus can carry.
-    fn cleaned(self) -> Self {
-        match self {
-            Self::NotReady(text) => Self::NotReady(clean(&text)),
-            Self::NoSuchDevice(text) => Self::NoSuchDevice(clean(&text)),
-            Self::NoSuchClient(text) => Self::NoSuchClient(clean(&text)),
-            Self::InvalidConfig(text) => Self::InvalidConfig(clean(&text)),
-            Self::Busy(text) => Self::Busy(clean(&text)),
-            Self::AccessDenied(text) => Self::AccessDenied(clean(&text)),
-            Self::Failed(text) => Self::Failed(clean(&text)),
-        }
-    }
-}
-
-/// Something that only the daemon can do or find out. A request without an answer for a minute fails.
-#[derive(Debug)]
-pub enum Request {
-    /// Read the configuration again and apply it; the answer is the generation then in force.
-    Reload {
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<u64, RequestError>>,
-    },
-    /// List the processes that use the GPUs at this moment.
-    Clients {
-        /// The user who asks, as the bus says.
-        uid: u32,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>,
-    },
-    /// End the GPU work of a process; the answer comes when it is no client any more.
-    Terminate {
-        /// The process.
-        pid: u32,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-    /// End the GPU work of the clients of slices; the answer comes when none is left.
-    ReleaseDevices {
-        /// The slices, as the caller names them.
-        devices: Vec<String>,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-    /// End the GPU work of the clients in a container; the answer comes when none is left.
-    ReleaseContainer {
-        /// The container's id or the beginning of it, as the caller gives it.
-        id: String,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-    /// Carry out the changes of the configuration that wait for clients to leave.
-    Apply {
-        /// Don't wait for them.
-        force: bool,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-    /// Replace the server of a GPU.
-    RestartServer {
-        /// The GPU, as the caller names it.
-        gpu: String,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-}
 
 /// The service's connection to the bus, with everything that it serves there.
 #[derive(Debug)]
@@ -219,7 +90,7 @@ impl Bus {
         let connection = Builder::socket(socket)
             .serve_at(ROOT, Objects::new(present.clone()))
             .serve_at(MANAGER, Manager::new(present, requests.clone(), Arc::clone(&gate)))
-            .serve_at(MANAGER, Control::new(requests, gate))
+            .serve_at(MANAGER, ControlInterface::new(requests, gate))
             .build()
             .await?;
         let told = Told { service: Service::of(&first), ..Told::default() };
@@ -346,18 +217,4 @@ async fn tell_changes(
     }
     let lost: Vec<&str> = lost.iter().map(String::as_str).collect();
     Properties::properties_changed(emitter, interface, values, Cow::Owned(lost)).await
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn errors_have_their_names_and_no_nul() {
-        let error = RequestError::InvalidConfig("line 3: \0".to_owned()).cleaned();
-        assert_eq!(error.name().as_str(), "io.yunion.Mps1.Error.InvalidConfig");
-        assert_eq!(error.description(), Some("line 3: \u{fffd}"));
-        let denied = RequestError::AccessDenied("no".to_owned()).cleaned();
-        assert_eq!(denied.name().as_str(), "org.freedesktop.DBus.Error.AccessDenied");
-    }
 }

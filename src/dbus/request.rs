@@ -1,0 +1,206 @@
+//! Requests that only the daemon can carry out, their errors, and the bounds of the names in them.
+
+use std::fmt;
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+use zbus::DBusError;
+use zbus::message::{Header, Message};
+use zbus::names::ErrorName;
+
+use super::rows::clean;
+use crate::publish::container::ContainerError;
+use crate::tenants::clients::ClientView;
+
+/// The time that a request may take. It is longer than a caller waits, so that it only ends a request that nobody waits
+/// for.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
+
+/// The error that a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless the
+/// variant says otherwise, and a text for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RequestError {
+    /// No plan exists yet; ask again.
+    NotReady(String),
+    /// No such slice or GPU.
+    NoSuchDevice(String),
+    /// No such client of a slice.
+    NoSuchClient(String),
+    /// The configuration was refused, and the one before stays in force.
+    InvalidConfig(String),
+    /// Something else has to end first.
+    Busy(String),
+    /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, as the bus itself says it.
+    AccessDenied(String),
+    /// Anything else.
+    Failed(String),
+}
+
+impl fmt::Display for RequestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text())
+    }
+}
+
+// By hand, since one of the names has another prefix.
+impl DBusError for RequestError {
+    fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {
+        Message::error(call, self.name()).build(&clean(self.text()))
+    }
+
+    fn name(&self) -> ErrorName<'_> {
+        ErrorName::from_static_str_unchecked(match self {
+            Self::NotReady(_) => "io.yunion.Mps1.Error.NotReady",
+            Self::NoSuchDevice(_) => "io.yunion.Mps1.Error.NoSuchDevice",
+            Self::NoSuchClient(_) => "io.yunion.Mps1.Error.NoSuchClient",
+            Self::InvalidConfig(_) => "io.yunion.Mps1.Error.InvalidConfig",
+            Self::Busy(_) => "io.yunion.Mps1.Error.Busy",
+            Self::AccessDenied(_) => "org.freedesktop.DBus.Error.AccessDenied",
+            Self::Failed(_) => "io.yunion.Mps1.Error.Failed",
+        })
+    }
+
+    fn description(&self) -> Option<&str> {
+        Some(self.text())
+    }
+}
+
+impl RequestError {
+    fn text(&self) -> &str {
+        match self {
+            Self::NotReady(text)
+            | Self::NoSuchDevice(text)
+            | Self::NoSuchClient(text)
+            | Self::InvalidConfig(text)
+            | Self::Busy(text)
+            | Self::AccessDenied(text)
+            | Self::Failed(text) => text,
+        }
+    }
+}
+
+/// Something that only the daemon can do or find out. A request without an answer for a minute fails.
+#[derive(Debug)]
+pub enum Request {
+    /// Read the configuration again and apply it; the answer is the generation then in force.
+    Reload {
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<u64, RequestError>>,
+    },
+    /// List the processes that use the GPUs at this moment.
+    Clients {
+        /// The user who asks, as the bus says.
+        uid: u32,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>,
+    },
+    /// End the GPU work of a process; the answer comes when it is no client any more.
+    Terminate {
+        /// The process.
+        pid: u32,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+    /// End the GPU work of the clients of slices; the answer comes when none is left.
+    ReleaseDevices {
+        /// The slices, as the caller names them.
+        devices: Vec<String>,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+    /// End the GPU work of the clients in a container; the answer comes when none is left.
+    ReleaseContainer {
+        /// The container's id or the beginning of it, as the caller gives it.
+        id: String,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+    /// Carry out the changes of the configuration that wait for clients to leave.
+    Apply {
+        /// Don't wait for them.
+        force: bool,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+    /// Replace the server of a GPU.
+    RestartServer {
+        /// The GPU, as the caller names it.
+        gpu: String,
+        /// Takes the answer.
+        reply: oneshot::Sender<Result<(), RequestError>>,
+    },
+}
+
+impl From<ContainerError> for RequestError {
+    fn from(error: ContainerError) -> Self {
+        let text = error.to_string();
+        match error {
+            ContainerError::NotReady => Self::NotReady(text),
+            ContainerError::NoSuchDevice(_) => Self::NoSuchDevice(text),
+            ContainerError::NoneNamed
+            | ContainerError::NoUuid { .. }
+            | ContainerError::NotServable { .. }
+            | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
+        }
+    }
+}
+
+/// Hands a request to the daemon's loop and waits for the answer.
+pub(super) async fn ask<T>(
+    requests: &mpsc::Sender<Request>,
+    request: impl FnOnce(oneshot::Sender<Result<T, RequestError>>) -> Request,
+) -> Result<T, RequestError> {
+    let (reply, answer) = oneshot::channel();
+    let exchange = async {
+        requests.send(request(reply)).await.ok()?;
+        answer.await.ok()
+    };
+    match tokio::time::timeout(ANSWER_DEADLINE, exchange).await {
+        Ok(Some(answer)) => answer,
+        Ok(None) => Err(RequestError::Failed("the daemon is stopping".to_owned())),
+        Err(_) => {
+            let seconds = ANSWER_DEADLINE.as_secs();
+            Err(RequestError::Failed(format!("the daemon gave no answer within {seconds} s")))
+        }
+    }
+}
+
+/// The most bytes that the name of a device or the id of a container has.
+pub(super) const NAME_MAX: usize = 64;
+
+/// The most devices that a caller may name at once; a host has some hundred.
+const NAMES_MAX: usize = 1024;
+
+/// Refuses what can't be a name. The error does not repeat it.
+pub(super) fn bounded_name(name: &str) -> Result<(), RequestError> {
+    if name.len() <= NAME_MAX {
+        return Ok(());
+    }
+    let length = name.len();
+    Err(RequestError::NoSuchDevice(format!("a name has at most {NAME_MAX} bytes, and this one has {length}")))
+}
+
+/// Refuses what can't be a list of names.
+pub(super) fn bounded_names(names: &[String]) -> Result<(), RequestError> {
+    if names.len() > NAMES_MAX {
+        let count = names.len();
+        return Err(RequestError::Failed(format!("{count} devices are named, and {NAMES_MAX} are allowed")));
+    }
+    names.iter().try_for_each(|name| bounded_name(name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_have_their_names_and_no_nul() {
+        let call = Message::method_call("/io/yunion/Mps1/Manager", "Reload").build(&()).unwrap();
+        let error = RequestError::InvalidConfig("line 3: \0".to_owned());
+        assert_eq!(error.name().as_str(), "io.yunion.Mps1.Error.InvalidConfig");
+        let reply = error.create_reply(&call.header()).unwrap();
+        assert_eq!(reply.body().deserialize::<String>().unwrap(), "line 3: \u{fffd}");
+        let denied = RequestError::AccessDenied("no".to_owned());
+        assert_eq!(denied.name().as_str(), "org.freedesktop.DBus.Error.AccessDenied");
+    }
+}
