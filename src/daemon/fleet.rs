@@ -214,10 +214,10 @@ impl Fleet {
         self.all().for_each(Supervisor::check);
     }
 
-    /// Has the control daemon that serves a GPU checked now.
-    pub(super) fn check_gpu(&self, uuid: &str) {
+    /// Tells the control daemon that serves a GPU of its critical error.
+    pub(super) fn met_xid(&self, uuid: &str, xid: u64) {
         let serves = |supervisor: &&Supervisor| supervisor.status().gpus.contains_key(uuid);
-        self.supervisors.values().filter(serves).for_each(Supervisor::check);
+        self.supervisors.values().filter(serves).for_each(|supervisor| supervisor.met_xid(xid));
     }
 
     /// Gives every control daemon its last goal.

@@ -2,6 +2,7 @@
 //! decides on the plan and publishes the state.
 
 mod cdi_spec;
+mod findings;
 mod fleet;
 mod host_look;
 mod logging;
@@ -12,7 +13,7 @@ mod requests;
 mod service_manager;
 mod signals;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
-use crate::config::{self, Loaded, Problem, Settings, Sources};
+use crate::config::{self, Problem, Settings, Sources};
 use crate::dbus::{Request, presence};
 use crate::host::gpu::Inventory;
 use crate::host::systemd::{self, Stopping};
@@ -34,9 +35,10 @@ use crate::supervisor::state_file::{SharedStateFile, StateFile};
 use crate::supervisor::view::{EVENTS_KEPT, Event};
 use crate::supervisor::{self, Goal, Tools};
 use cdi_spec::{CdiSpec, Slices};
+use findings::{bad_configuration, join, say_findings, say_what_is_new};
 use fleet::Fleet;
 use host_look::{HostLook, Xid};
-use logging::{Level, last_words};
+use logging::Level;
 use requests::Requests;
 use service_manager::ServiceManager;
 use signals::{Signals, Wish};
@@ -141,26 +143,6 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     daemon.service_manager.end().await;
     bus.abort();
     exit
-}
-
-fn bad_configuration(problems: &[Problem]) -> Exit {
-    for problem in problems {
-        last_words(&problem.to_string());
-    }
-    Exit::BadConfiguration
-}
-
-fn say_findings(loaded: &Loaded) {
-    for warning in loaded.warnings.iter().chain(loaded.agent.iter().map(|trouble| &trouble.problem)) {
-        tracing::warn!("{warning}");
-    }
-    let mut by_file: BTreeMap<String, Vec<&str>> = BTreeMap::new();
-    for (origin, key) in &loaded.unknown_keys {
-        by_file.entry(origin.file.display().to_string()).or_default().push(key);
-    }
-    for (file, keys) in by_file {
-        tracing::debug!("{file}: keys of other programs: {}", keys.join(", "));
-    }
 }
 
 /// The way in which the service ends.
@@ -292,7 +274,7 @@ impl Daemon {
     fn xid(&mut self, uuid: &str, xid: u64) {
         tracing::error!(gpu_uuid = uuid, xid, "GPU {uuid} met a critical error, Xid {xid}");
         self.keep_event(format!("GPU {uuid} met a critical error, Xid {xid}"));
-        self.fleet.check_gpu(uuid);
+        self.fleet.met_xid(uuid, xid);
     }
 
     /// Looks at the host for GPUs that could not be served at the last look.
@@ -325,41 +307,11 @@ impl Daemon {
 
     /// Puts a plan in force.
     fn put_in_force(&mut self, plan: Plan) {
-        self.say_what_is_new(&plan);
+        say_what_is_new(self.plan.as_ref().ok(), &plan);
         self.scan_pause = FIRST_SCAN_FOR_MORE;
         self.fleet.pursue(&plan, &self.settings);
         self.plan = Ok(plan);
         self.problem.clear();
-    }
-
-    /// Logs whatever the plan in force does not have: a later look finds the same again.
-    fn say_what_is_new(&self, plan: &Plan) {
-        let known = |gpu: &plan::GpuPlan| {
-            let known = self
-                .plan
-                .as_ref()
-                .ok()?
-                .gpus
-                .iter()
-                .find(|known| known.gpu.pci.address == gpu.gpu.pci.address)?;
-            Some((known.unusable.clone(), known.warnings.clone()))
-        };
-        for gpu in &plan.gpus {
-            if known(gpu) == Some((gpu.unusable.clone(), gpu.warnings.clone())) {
-                continue;
-            }
-            let name = gpu.gpu.pci.address.short();
-            if let Some(reason) = &gpu.unusable {
-                tracing::warn!("{name} is not served: {reason}");
-            }
-            for warning in &gpu.warnings {
-                tracing::warn!("{name}: {warning}");
-            }
-        }
-        let known = self.plan.as_ref().map(|plan| plan.missing.as_slice()).unwrap_or_default();
-        for missing in plan.missing.iter().filter(|missing| !known.contains(missing)) {
-            tracing::warn!("{}", missing.problem);
-        }
     }
 
     /// SIGTERM: a stop ends the control daemons, a restart leaves them to the next start of the service.
@@ -494,15 +446,4 @@ async fn sleep_or_never(deadline: Option<Instant>) {
         Some(deadline) => sleep_until(deadline).await,
         None => std::future::pending().await,
     }
-}
-
-/// The most problems that a message names. `--check` names them all.
-const NAMED_PROBLEMS: usize = 16;
-
-fn join(problems: &[Problem]) -> String {
-    let mut lines: Vec<String> = problems.iter().take(NAMED_PROBLEMS).map(ToString::to_string).collect();
-    if let Some(more) = problems.len().checked_sub(NAMED_PROBLEMS).filter(|more| *more > 0) {
-        lines.push(format!("and {more} more; yunion-mps-daemon --check names them all"));
-    }
-    lines.join("\n")
 }

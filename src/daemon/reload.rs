@@ -5,7 +5,8 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use super::{Daemon, join, say_findings};
+use super::Daemon;
+use super::findings::{join, say_findings};
 use crate::config::{self, Problem};
 use crate::dbus::RequestError;
 use crate::plan::{self, Plan, PlanError};

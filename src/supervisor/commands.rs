@@ -35,6 +35,11 @@ impl Serving<'_> {
                 return ended.then_some(Ended::Stopped);
             }
             Command::Check => self.run.check_at = Instant::now(),
+            // Whatever it has done to the servers, the check finds it.
+            Command::Xid(xid) => {
+                tracing::debug!("checked now, since a GPU met Xid {xid}");
+                self.run.check_at = Instant::now();
+            }
             Command::RestartServer { reply } => {
                 let done = self.restart_servers().await;
                 let _ = reply.send(done);

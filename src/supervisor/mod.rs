@@ -97,6 +97,8 @@ enum Command {
     Apply { force: bool, reply: oneshot::Sender<Result<(), String>> },
     /// Make the regular check now.
     Check,
+    /// A GPU met a critical error with this number.
+    Xid(u64),
     /// End the server and start another, if it has no clients.
     RestartServer { reply: oneshot::Sender<Result<(), String>> },
 }
@@ -225,6 +227,11 @@ impl Supervisor {
     /// Asks for the regular check now.
     pub(crate) fn check(&self) {
         self.send(Command::Check);
+    }
+
+    /// Tells of a critical error of one of its GPUs.
+    pub(crate) fn met_xid(&self, xid: u64) {
+        self.send(Command::Xid(xid));
     }
 
     /// Drops a command if too many wait. The channel of the answer then says so.

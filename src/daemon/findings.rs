@@ -1,0 +1,66 @@
+//! Tells of the problems and warnings of a configuration and of a plan.
+
+use std::collections::BTreeMap;
+
+use super::Exit;
+use super::logging::last_words;
+use crate::config::{Loaded, Problem};
+use crate::plan::{GpuPlan, Plan};
+
+/// Says why the service does not start.
+pub(super) fn bad_configuration(problems: &[Problem]) -> Exit {
+    for problem in problems {
+        last_words(&problem.to_string());
+    }
+    Exit::BadConfiguration
+}
+
+/// Logs what is remarkable of a configuration that is right.
+pub(super) fn say_findings(loaded: &Loaded) {
+    for warning in loaded.warnings.iter().chain(loaded.agent.iter().map(|trouble| &trouble.problem)) {
+        tracing::warn!("{warning}");
+    }
+    let mut by_file: BTreeMap<String, Vec<&str>> = BTreeMap::new();
+    for (origin, key) in &loaded.unknown_keys {
+        by_file.entry(origin.file.display().to_string()).or_default().push(key);
+    }
+    for (file, keys) in by_file {
+        tracing::debug!("{file}: keys of other programs: {}", keys.join(", "));
+    }
+}
+
+/// Logs whatever of a plan `before` does not have: a later look finds the same again.
+pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
+    let known = |gpu: &GpuPlan| {
+        let known = before?.gpus.iter().find(|known| known.gpu.pci.address == gpu.gpu.pci.address)?;
+        Some((known.unusable.clone(), known.warnings.clone()))
+    };
+    for gpu in &plan.gpus {
+        if known(gpu) == Some((gpu.unusable.clone(), gpu.warnings.clone())) {
+            continue;
+        }
+        let name = gpu.gpu.pci.address.short();
+        if let Some(reason) = &gpu.unusable {
+            tracing::warn!("{name} is not served: {reason}");
+        }
+        for warning in &gpu.warnings {
+            tracing::warn!("{name}: {warning}");
+        }
+    }
+    let known = before.map(|before| before.missing.as_slice()).unwrap_or_default();
+    for missing in plan.missing.iter().filter(|missing| !known.contains(missing)) {
+        tracing::warn!("{}", missing.problem);
+    }
+}
+
+/// The most problems that a message names. `--check` names them all.
+const NAMED_PROBLEMS: usize = 16;
+
+/// These problems as one text.
+pub(super) fn join(problems: &[Problem]) -> String {
+    let mut lines: Vec<String> = problems.iter().take(NAMED_PROBLEMS).map(ToString::to_string).collect();
+    if let Some(more) = problems.len().checked_sub(NAMED_PROBLEMS).filter(|more| *more > 0) {
+        lines.push(format!("and {more} more; yunion-mps-daemon --check names them all"));
+    }
+    lines.join("\n")
+}
