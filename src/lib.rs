@@ -59,7 +59,7 @@ pub use arguments::command as daemon_command;
 pub use ctl::{command as ctl_command, main as run_ctl};
 pub use daemon::program::main as run_daemon;
 // The tests of the bus and of systemd:
-pub use dbus::{Bus, Request, RequestError};
+pub use dbus::{Bus, Reply, Request, RequestError};
 pub use host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
 pub use host::systemd::{move_to_scope, runs_us, why_stopping};
 pub use plan::GpuPlan;

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, watch};
 use tokio::task::{JoinHandle, JoinSet};
 
 use crate::config::Settings;
-use crate::dbus::RequestError;
+use crate::dbus::{Reply, RequestError};
 use crate::host::driver::Series;
 use crate::host::gpu::PciAddress;
 use crate::mps::control::{Caller, CallersControl};
@@ -54,7 +54,7 @@ impl Fleet {
         }
     }
 
-    /// Makes the control daemons those of a plan.
+    /// Makes the control daemons match a plan.
     pub(super) fn pursue(&mut self, plan: &Plan, settings: &Settings) {
         let ours = settings.enabled && settings.set_compute_mode;
         self.kept.send_replace(if ours { plan.configured.clone() } else { Configured::default() });
@@ -262,7 +262,7 @@ impl Fleet {
         self.all().map(serving).collect()
     }
 
-    /// Every control daemon that may have clients. Those that an earlier service has left count only if `unsupervised`:
+    /// Every control daemon that may have clients. Control daemons that an earlier service has left count only if `unsupervised`:
     /// nobody takes them over without a plan.
     pub(super) fn controls(&self, unsupervised: bool) -> Vec<Arc<CallersControl>> {
         let left = if unsupervised { self.unsupervised() } else { Vec::new() };
@@ -278,7 +278,7 @@ impl Fleet {
     }
 
     /// Makes the changes that wait for clients to end. The answer comes beside the loop: control daemons take their time.
-    pub(super) fn apply(&self, force: bool, reply: oneshot::Sender<Result<(), RequestError>>) {
+    pub(super) fn apply(&self, force: bool, reply: Reply<()>) {
         // Where nothing runs, nothing waits.
         let running = self.all().filter(|one| one.status().view.pid.is_some());
         let asked: Vec<_> =
@@ -299,12 +299,7 @@ impl Fleet {
     }
 
     /// Replaces the server of a control daemon that serves `gpu`.
-    pub(super) fn restart_server(
-        &self,
-        id: &str,
-        gpu: &str,
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    ) {
+    pub(super) fn restart_server(&self, id: &str, gpu: &str, reply: Reply<()>) {
         let Some(supervisor) = self.supervisors.get(id) else {
             return drop(reply.send(Err(RequestError::Busy(format!("no control daemon serves {gpu}")))));
         };

@@ -60,9 +60,7 @@ const REQUESTS: usize = 16;
 /// The options of the command line.
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
-    /// The configuration files.
     pub sources: Sources,
-    /// The directory of the state file.
     pub runtime_directory: PathBuf,
 }
 
@@ -300,12 +298,10 @@ impl Daemon {
         }
     }
 
-    /// The GPUs of the plan in force.
     fn planned_gpus(&self) -> &[plan::GpuPlan] {
         self.plan.as_ref().map(|plan| plan.gpus.as_slice()).unwrap_or_default()
     }
 
-    /// Puts a plan in force.
     fn put_in_force(&mut self, plan: Plan) {
         say_what_is_new(self.plan.as_ref().ok(), &plan);
         self.scan_pause = FIRST_SCAN_FOR_MORE;

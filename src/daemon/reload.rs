@@ -2,20 +2,19 @@
 
 use std::time::Duration;
 
-use tokio::sync::oneshot;
 use tokio::time::timeout;
 
 use super::Daemon;
 use super::findings::{join, say_findings};
 use crate::config::{self, Problem};
-use crate::dbus::RequestError;
+use crate::dbus::{Reply, RequestError};
 use crate::plan::{self, Plan, PlanError};
 
 /// The time that a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
 const PATIENCE: Duration = Duration::from_secs(50);
 
 /// Reloads for a caller on the bus, who gets the answer when the new configuration is in force.
-pub(super) async fn and_tell(daemon: &mut Daemon, reply: oneshot::Sender<Result<u64, RequestError>>) {
+pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
     if let Err(error) = daemon.reload().await {
         return drop(reply.send(Err(error)));
     }

@@ -1,11 +1,11 @@
-//! Requests from the bus. Whatever takes longer than a moment is done beside the loop.
+//! Requests from the bus. The loop does not wait for anything that takes longer than a moment.
 
+use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{mpsc, oneshot};
 
 use super::fleet::Fleet;
 use super::{Daemon, reload};
-use crate::dbus::{Request, RequestError};
+use crate::dbus::{Reply, Request, RequestError};
 use crate::host::blocking::Blocking;
 use crate::mps::control::Caller;
 use crate::publish::container::ContainerError;
@@ -20,12 +20,9 @@ const TERMINATIONS: usize = 4;
 /// The most callers that wait for the next list of clients; more are told to ask later.
 const LISTINGS: usize = 256;
 
-type Reply<T> = oneshot::Sender<Result<T, RequestError>>;
-
 /// The workers beside the loop.
 #[derive(Debug)]
 pub(super) struct Requests {
-    /// Lists clients.
     listings: ByCaller<mpsc::Sender<Listing>>,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
@@ -53,21 +50,21 @@ impl Requests {
 impl Daemon {
     pub(super) async fn answer(&mut self, request: Request) {
         match request {
-            Request::Reload { reply } => reload::and_tell(self, reply).await,
-            Request::Clients { uid, reply } => {
+            Request::Reload(reply) => reload::and_tell(self, reply).await,
+            Request::Clients(uid, reply) => {
                 self.requests.list_clients(&self.fleet, Caller::of(uid), reply);
             }
-            Request::Terminate { pid, reply } => self.terminate(Ok(Wanted::Process(pid)), reply),
-            Request::ReleaseDevices { devices, reply } => {
+            Request::Terminate(pid, reply) => self.terminate(Ok(Wanted::Process(pid)), reply),
+            Request::ReleaseDevices(devices, reply) => {
                 let wanted = slices(&self.snapshot.borrow(), devices);
                 self.terminate(wanted, reply);
             }
-            Request::ReleaseContainer { id, reply } => {
+            Request::ReleaseContainer(id, reply) => {
                 let id = ContainerId::new(&id).map_err(RequestError::from);
                 self.terminate(id.map(Wanted::Container), reply);
             }
-            Request::Apply { force, reply } => self.fleet.apply(force, reply),
-            Request::RestartServer { gpu, reply } => self.restart_server(&gpu, reply),
+            Request::Apply(force, reply) => self.fleet.apply(force, reply),
+            Request::RestartServer(gpu, reply) => self.restart_server(&gpu, reply),
         }
     }
 
@@ -101,7 +98,7 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Wanted, RequestErro
     let slice = |name: String| match snapshot.find(&name) {
         Some(found @ Named::Slice(..)) => Ok(found.name()),
         Some(found @ Named::Gpu(_)) => Err(RequestError::Failed(format!(
-            "{} is a whole GPU, whose clients may be of several tenants; name its slices, or release containers",
+            "{} is a whole GPU, and its clients may be of several tenants; name its slices, or release containers",
             found.name()
         ))),
         None => Err(ContainerError::NoSuchDevice(name).into()),
@@ -145,7 +142,7 @@ impl<T> ByCaller<T> {
 }
 
 /// Who wants to know the clients, and whom to ask for them.
-type Listing = (Vec<Serving>, oneshot::Sender<Result<Vec<ClientView>, RequestError>>);
+type Listing = (Vec<Serving>, Reply<Vec<ClientView>>);
 
 /// Lists the clients for all callers that have asked since the last list was begun: every user may ask all the time, and
 /// the supervisors must not wait behind all these questions at the control daemons.

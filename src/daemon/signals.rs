@@ -6,7 +6,6 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// The request behind a signal.
 pub(super) enum Wish {
-    /// End.
     Stop,
     /// Read the configuration again.
     Reload,

@@ -83,7 +83,6 @@ struct User {
     credit: Credit,
     /// Bytes of answers that it has not been seen to read.
     unread: u64,
-    /// Requests under way.
     requests: usize,
 }
 
@@ -213,7 +212,7 @@ impl Callers {
             || self.users.values().any(|user| user.unread >= UNREAD_OF_USER / 2)
     }
 
-    /// Forgets the connections that are not among `there`. Gives those left that are to be asked whether they read, the
+    /// Forgets the connections that are not among `there`. Gives the remaining connections that are to be asked whether they read, the
     /// most unread first.
     pub(super) fn keep(&mut self, there: &HashSet<String>, now: Instant) -> Vec<String> {
         let gone: Vec<String> =

@@ -3,13 +3,13 @@
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use zbus::interface;
 use zbus::message::Header;
 
 use super::callers::is_privileged;
 use super::gate::Gate;
-use super::request::{NAME_MAX, Request, RequestError, ask, bounded_name, bounded_names};
+use super::request::{NAME_MAX, Reply, Request, RequestError, ask, bounded_name, bounded_names};
 
 /// The methods that change something.
 pub(super) struct ControlInterface {
@@ -26,7 +26,7 @@ impl ControlInterface {
     async fn ask<T>(
         &self,
         header: &Header<'_>,
-        request: impl FnOnce(oneshot::Sender<Result<T, RequestError>>) -> Request,
+        request: impl FnOnce(Reply<T>) -> Request,
     ) -> Result<T, RequestError> {
         let uid = self.gate.request(header)?.uid;
         if !is_privileged(uid) {
@@ -40,11 +40,11 @@ impl ControlInterface {
 impl ControlInterface {
     #[zbus(out_args("generation"))]
     async fn reload(&self, #[zbus(header)] header: Header<'_>) -> Result<u64, RequestError> {
-        self.ask(&header, |reply| Request::Reload { reply }).await
+        self.ask(&header, Request::Reload).await
     }
 
     async fn apply(&self, force: bool, #[zbus(header)] header: Header<'_>) -> Result<(), RequestError> {
-        self.ask(&header, |reply| Request::Apply { force, reply }).await
+        self.ask(&header, |reply| Request::Apply(force, reply)).await
     }
 
     async fn restart_server(
@@ -53,7 +53,7 @@ impl ControlInterface {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<(), RequestError> {
         bounded_name(&gpu)?;
-        self.ask(&header, |reply| Request::RestartServer { gpu, reply }).await
+        self.ask(&header, |reply| Request::RestartServer(gpu, reply)).await
     }
 
     async fn release_devices(
@@ -62,7 +62,7 @@ impl ControlInterface {
         #[zbus(header)] header: Header<'_>,
     ) -> Result<(), RequestError> {
         bounded_names(&devices)?;
-        self.ask(&header, |reply| Request::ReleaseDevices { devices, reply }).await
+        self.ask(&header, |reply| Request::ReleaseDevices(devices, reply)).await
     }
 
     async fn release_container(
@@ -76,6 +76,6 @@ impl ControlInterface {
                 "a container id has at most {NAME_MAX} digits, and this has {length}"
             )));
         }
-        self.ask(&header, |reply| Request::ReleaseContainer { id, reply }).await
+        self.ask(&header, |reply| Request::ReleaseContainer(id, reply)).await
     }
 }

@@ -97,7 +97,7 @@ impl Manager {
     async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<Dict>, RequestError> {
         known(&self.snapshot())?;
         let uid = self.gate.request(&header)?.uid;
-        let clients = ask(&self.requests, |reply| Request::Clients { uid, reply }).await?;
+        let clients = ask(&self.requests, |reply| Request::Clients(uid, reply)).await?;
         Ok(clients.iter().map(|client| Client::of(client).dict()).collect())
     }
 
@@ -116,7 +116,7 @@ impl Manager {
                  daemon from everybody"
             )));
         }
-        ask(&self.requests, |reply| Request::Terminate { pid, reply }).await
+        ask(&self.requests, |reply| Request::Terminate(pid, reply)).await
     }
 
     #[zbus(out_args("control_daemons"))]

@@ -38,7 +38,7 @@ use answers::{Objects, Present};
 use control::ControlInterface;
 use gate::Gate;
 use manager::Manager;
-pub use request::{Request, RequestError};
+pub use request::{Reply, Request, RequestError};
 use rows::{Device, Gpu, Object, Row, Service, clean};
 
 /// The name on the system bus.

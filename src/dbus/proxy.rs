@@ -31,12 +31,7 @@ pub(crate) enum BusError {
     NotRunning,
     /// The daemon, or the bus on its behalf, has answered with an error.
     #[error("{text}")]
-    Refused {
-        /// The D-Bus error's name.
-        name: String,
-        /// The text of the error.
-        text: String,
-    },
+    Refused { name: String, text: String },
     /// The bus has taken the question, and no answer came in time.
     #[error("yunion-mps-daemon does not answer; journalctl -u yunion-mps-daemon may say why")]
     Silent,
@@ -117,7 +112,6 @@ pub(crate) struct ContainerAnswer {
     pub(crate) environment: Vec<(String, String)>,
     /// Directories: on the host, in the container, read-only.
     pub(crate) mounts: Vec<(String, String, bool)>,
-    /// The UUIDs of the GPUs.
     pub(crate) gpus: Vec<String>,
 }
 
@@ -198,7 +192,6 @@ impl DaemonProxy {
         rows(&self.manager.list_gpus().await?)
     }
 
-    /// The control daemons.
     pub(crate) async fn control_daemons(&self) -> Result<Vec<Listed<ControlDaemon>>, BusError> {
         rows(&self.manager.list_control_daemons().await?)
     }

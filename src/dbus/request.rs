@@ -79,56 +79,27 @@ impl RequestError {
     }
 }
 
+/// Takes the answer to a request.
+pub type Reply<T> = oneshot::Sender<Result<T, RequestError>>;
+
 /// Something that only the daemon can do or find out. A request without an answer for a minute fails.
 #[derive(Debug)]
 pub enum Request {
     /// Read the configuration again and apply it; the answer is the generation then in force.
-    Reload {
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<u64, RequestError>>,
-    },
-    /// List the processes that use the GPUs at this moment.
-    Clients {
-        /// The user who asks, as the bus says.
-        uid: u32,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<Vec<ClientView>, RequestError>>,
-    },
+    Reload(Reply<u64>),
+    /// List the processes that use the GPUs at this moment, for this user, as the bus says.
+    Clients(u32, Reply<Vec<ClientView>>),
     /// End the GPU work of a process; the answer comes when it is no client any more.
-    Terminate {
-        /// The process.
-        pid: u32,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-    /// End the GPU work of the clients of slices; the answer comes when none is left.
-    ReleaseDevices {
-        /// The slices, as the caller names them.
-        devices: Vec<String>,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-    /// End the GPU work of the clients in a container; the answer comes when none is left.
-    ReleaseContainer {
-        /// The container's id or the beginning of it, as the caller gives it.
-        id: String,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-    /// Carry out the changes of the configuration that wait for clients to leave.
-    Apply {
-        /// Don't wait for them.
-        force: bool,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
-    /// Replace the server of a GPU.
-    RestartServer {
-        /// The GPU, as the caller names it.
-        gpu: String,
-        /// Takes the answer.
-        reply: oneshot::Sender<Result<(), RequestError>>,
-    },
+    Terminate(u32, Reply<()>),
+    /// End the GPU work of the clients of slices, as the caller names them; the answer comes when none is left.
+    ReleaseDevices(Vec<String>, Reply<()>),
+    /// End the GPU work of the clients in a container, by its id or the beginning of it; the answer comes when none is
+    /// left.
+    ReleaseContainer(String, Reply<()>),
+    /// Carry out the changes of the configuration that wait for clients to leave; if true, without waiting.
+    Apply(bool, Reply<()>),
+    /// Replace the server of a GPU, as the caller names it.
+    RestartServer(String, Reply<()>),
 }
 
 impl From<ContainerError> for RequestError {
@@ -148,7 +119,7 @@ impl From<ContainerError> for RequestError {
 /// Hands a request to the daemon's loop and waits for the answer.
 pub(super) async fn ask<T>(
     requests: &mpsc::Sender<Request>,
-    request: impl FnOnce(oneshot::Sender<Result<T, RequestError>>) -> Request,
+    request: impl FnOnce(Reply<T>) -> Request,
 ) -> Result<T, RequestError> {
     let (reply, answer) = oneshot::channel();
     let exchange = async {

@@ -16,9 +16,7 @@ pub(crate) const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 /// A process that uses a GPU without a server of ours.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Bypass {
-    /// The UUID of the GPU.
     pub gpu_uuid: String,
-    /// The process.
     pub process: Identity,
     /// Its command, 15 characters at most.
     pub command: String,

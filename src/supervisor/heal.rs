@@ -216,7 +216,7 @@ impl Serving<'_> {
             // Some of these clients are well, and nobody can say which.
             Some(format!(
                 "which GPU it was is not known any more, so the server is left to its clients on several of them: {}; \
-                 end those that get CUDA error 700",
+                 end the clients that get CUDA error 700",
                 in_words(&staying)
             ))
         } else if elsewhere.is_empty() {

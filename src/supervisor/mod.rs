@@ -65,7 +65,6 @@ const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 /// The control daemon that is wanted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Order {
-    /// Its GPUs, directories and limits.
     pub plan: ControlDaemonPlan,
     /// True if we set the compute mode of its GPUs.
     pub set_compute_mode: bool,
@@ -106,11 +105,8 @@ enum Command {
 /// A server met a fatal GPU error, and these clients were hit. None of them need be the culprit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ClientFault {
-    /// The GPU.
     pub gpu_uuid: String,
-    /// The clients' PIDs.
     pub pids: Vec<u32>,
-    /// In words.
     pub reason: String,
 }
 
@@ -380,7 +376,7 @@ struct Machine {
     run: Option<Run>,
 }
 
-/// A worker with the control daemon that runs. What needs a control daemon is a method of this.
+/// A worker with the control daemon that runs. Everything that needs a control daemon is a method of this.
 #[derive(Debug)]
 struct Serving<'m> {
     worker: &'m mut Worker,

@@ -38,7 +38,6 @@ struct Waiting {
 }
 
 impl Pending {
-    /// Takes in a line of the log.
     pub(super) fn take_in(&mut self, meaning: &Meaning) {
         match meaning {
             Meaning::ClientPending { client, uid } => self.add(*client, *uid),

@@ -34,19 +34,13 @@ pub(crate) enum Unavailable {
         .pid.map(|pid| format!(" (PID {pid})")).unwrap_or_default(), .directory.display()
     )]
     InUse {
-        /// The directory.
         directory: PathBuf,
         /// Who has it; None where it ended a moment ago, or is hidden from us in another PID namespace.
         pid: Option<i32>,
     },
     /// The directory can't be made, or the file in it not locked.
     #[error("{}: {error}", .file.display())]
-    Failed {
-        /// The file, or the directory.
-        file: PathBuf,
-        /// Why.
-        error: io::Error,
-    },
+    Failed { file: PathBuf, error: io::Error },
 }
 
 impl RuntimeDirectory {
@@ -88,7 +82,6 @@ impl RuntimeDirectory {
         Ok(())
     }
 
-    /// Where it is.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

@@ -7,7 +7,6 @@ use crate::mps::log::Meaning;
 /// The limits that a server shall have in force.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Limits {
-    /// The active thread percentage.
     pub(super) thread_percentage: u8,
     /// The memory limit of each GPU in MiB, by its ordinal.
     pub(super) memory_mib: BTreeMap<usize, u64>,

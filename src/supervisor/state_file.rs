@@ -26,11 +26,8 @@ const MAX_BYTES: u64 = 1024 * 1024;
 /// A control daemon that was started by us.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Running {
-    /// Its process.
     pub process: Identity,
-    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
     pub pipe_directory: PathBuf,
-    /// Its `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
     /// The UUIDs of its GPUs; the position is the ordinal.
     pub gpus: Vec<String>,

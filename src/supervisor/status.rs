@@ -17,7 +17,6 @@ use crate::supervisor::view::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT
 pub(crate) struct Status {
     /// The plan that the status is about. The newest plan may differ.
     pub plan: ControlDaemonPlan,
-    /// The control daemon.
     pub view: ControlDaemonView,
     /// Whether a client that comes now is served with the planned limits. It can be while the state is `waiting`: for
     /// clients to end before a change.

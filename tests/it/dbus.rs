@@ -457,7 +457,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
     }];
     let daemon = async {
         match requests.recv().await {
-            Some(Request::Clients { reply, .. }) => reply.send(Ok(clients)).unwrap(),
+            Some(Request::Clients(_, reply)) => reply.send(Ok(clients)).unwrap(),
             other => panic!("{other:?}"),
         }
     };
@@ -486,7 +486,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
     ] {
         let daemon = async {
             match requests.recv().await {
-                Some(Request::Reload { reply }) => reply.send(answer).unwrap(),
+                Some(Request::Reload(reply)) => reply.send(answer).unwrap(),
                 other => panic!("{other:?}"),
             }
         };
