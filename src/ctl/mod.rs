@@ -14,6 +14,7 @@ mod doctor;
 mod measure;
 mod published;
 mod show;
+mod signals;
 
 /// The exit status of a command that could not be carried out.
 const FAILED: u8 = 1;
@@ -49,14 +50,22 @@ enum Command {
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl status\n  \
         yunion-mpsctl status --json | jq .service.state")]
-    Status(show::status::Arguments),
+    Status {
+        /// Everything, as one JSON object
+        #[arg(long)]
+        json: bool,
+    },
     /// Lists the processes that use the GPUs, and marks those that bypass MPS
     #[command(after_help = "A container's id is shown with its first 12 digits; JSON has all of it.\n\n\
         Examples:\n  \
         yunion-mpsctl clients\n  \
         yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
         yunion-mpsctl clients --json | jq 'group_by(.device) | map({(.[0].device // \"?\"): length}) | add'")]
-    Clients(show::clients::Arguments),
+    Clients {
+        /// Everything the daemon publishes, as a JSON array
+        #[arg(long)]
+        json: bool,
+    },
     /// Prints metrics of the service, its devices and their clients as `OpenMetrics` text
     #[command(
         after_help = "Where yunion-mps-daemon is not running the only metric is yunion_mps_up 0, and the exit \
@@ -122,12 +131,23 @@ enum Command {
     #[command(after_help = "A wrong configuration is refused, and the one before stays in force.\n\n\
         Examples:\n  \
         yunion-mps-daemon --check && yunion-mpsctl reload")]
-    Reload(act::apply::ReloadArguments),
+    Reload {
+        /// The generation and the state that are published now, as a JSON object
+        #[arg(long)]
+        json: bool,
+    },
     /// Carries out the changes of the configuration that wait for clients to leave
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl apply\n  \
         yunion-mpsctl apply --force")]
-    Apply(act::apply::Arguments),
+    Apply {
+        /// Don't wait for clients: they lose their GPU (CUDA error 806)
+        #[arg(long)]
+        force: bool,
+        /// What was done, as a JSON object
+        #[arg(long)]
+        json: bool,
+    },
     /// Opens a CUDA context as a virtual device and says which SMs and how much memory it really gets
     #[command(
         after_help = "A process with the device's environment looks first, then one without the limits in it: what \
@@ -250,16 +270,16 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
     let mut status = 0;
     match command {
         Command::List(arguments) => show::list::list(&daemon().await?, &arguments, out).await?,
-        Command::Status(arguments) => show::status::status(&daemon().await?, &arguments, out).await?,
-        Command::Clients(arguments) => show::clients::clients(&daemon().await?, &arguments, out).await?,
+        Command::Status { json } => show::status::status(&daemon().await?, json, out).await?,
+        Command::Clients { json } => show::clients::clients(&daemon().await?, json, out).await?,
         Command::Metrics => show::metrics::metrics(&daemon().await?, out).await?,
         Command::Check(arguments) => status = check::report::check(&arguments, out).await?,
         Command::Doctor(arguments) => status = doctor::doctor(&arguments, out).await?,
         Command::Env(arguments) => show::env::env(&daemon().await?, &arguments, out).await?,
         Command::Run(arguments) => status = act::run::run(daemon().await?, &arguments).await?,
         Command::Terminate(arguments) => act::terminate::terminate(&daemon().await?, &arguments, out).await?,
-        Command::Reload(arguments) => act::apply::reload(&daemon().await?, &arguments, out).await?,
-        Command::Apply(arguments) => act::apply::apply(&daemon().await?, &arguments, out).await?,
+        Command::Reload { json } => act::apply::reload(&daemon().await?, json, out).await?,
+        Command::Apply { force, json } => act::apply::apply(&daemon().await?, force, json, out).await?,
         Command::Probe(arguments) => {
             status = measure::probe::probe(&daemon().await?, &arguments, out).await?;
         }

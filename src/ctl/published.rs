@@ -10,7 +10,7 @@ use tokio::time::timeout;
 
 use crate::arguments::Arguments;
 use crate::dbus::proxy::{ACCESS_DENIED, BusError, DaemonProxy, Listed};
-use crate::dbus::rows::{Client, ControlDaemon, Device, Gpu, Service};
+use crate::dbus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::gpu::PciAddress;
 use crate::host::proc;
 
@@ -44,8 +44,9 @@ pub(in crate::ctl) struct Published {
     /// None before the daemon knows its GPUs.
     pub(in crate::ctl) devices: Option<Vec<Listed<Device>>>,
     pub(in crate::ctl) gpus: Vec<Listed<Gpu>>,
-    /// The error is for people.
-    pub(in crate::ctl) clients: Result<Vec<Listed<Client>>, String>,
+    /// The control daemons are asked for them, and may hang.
+    pub(in crate::ctl) clients: Result<Vec<Listed<Client>>, BusError>,
+    pub(in crate::ctl) events: Vec<Listed<Event>>,
     /// The daemon's process.
     pub(in crate::ctl) pid: Option<u32>,
 }
@@ -57,7 +58,12 @@ impl Bus {
             Ok(daemon) => daemon,
             Err(error) => return Self::Unreachable(error.to_string()),
         };
-        match published(&daemon).await {
+        let service = timeout(SIGN_OF_LIFE, daemon.service()).await.unwrap_or(Err(BusError::Silent));
+        let published = match service {
+            Ok(service) => Published::with(service, &daemon).await,
+            Err(error) => Err(error),
+        };
+        match published {
             Ok(published) => Self::Answers(Box::new(published)),
             Err(BusError::NotRunning) => Self::NotRunning,
             Err(BusError::Silent) => Self::Silent,
@@ -67,36 +73,23 @@ impl Bus {
         }
     }
 
+    /// Everything that the daemon publishes, if it does.
+    pub(in crate::ctl) fn published(&self) -> Option<&Published> {
+        if let Self::Answers(published) = self { Some(published) } else { None }
+    }
+
     /// The main file to read where the command line names none: that of the service.
     pub(in crate::ctl) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         self.published()?.config(sysroot)
     }
-
-    /// Everything that the daemon publishes, if it does.
-    pub(in crate::ctl) fn published(&self) -> Option<&Published> {
-        match self {
-            Self::Answers(published) => Some(published),
-            Self::Unreachable(_) | Self::NotRunning | Self::Silent | Self::Denied(_) | Self::Refuses(_) => {
-                None
-            }
-        }
-    }
 }
 
-async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
-    let service = timeout(SIGN_OF_LIFE, daemon.service()).await.map_err(|_| BusError::Silent)??;
-    let control_daemons = daemon.control_daemons().await?;
-    let (devices, gpus) = match daemon.devices().await {
-        Err(error) if error.is("NotReady") => (None, Vec::new()),
-        devices => (Some(devices?), daemon.gpus().await?),
-    };
-    // The control daemons are asked for them, and may hang.
-    let clients = match &devices {
-        Some(_) => daemon.clients().await.map_err(|error| error.to_string()),
-        None => Ok(Vec::new()),
-    };
-    let pid = daemon.service_pid().await.ok();
-    Ok(Published { service, control_daemons, devices, gpus, clients, pid })
+/// The rows of an answer; None before the daemon knows its GPUs.
+pub(in crate::ctl) fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusError> {
+    match answer {
+        Err(error) if error.is("NotReady") => Ok(None),
+        answer => answer.map(Some),
+    }
 }
 
 /// A name as it is published, however its address is written.
@@ -111,6 +104,20 @@ pub(in crate::ctl) fn published_name(name: &str, devices: &[Listed<Device>]) -> 
 }
 
 impl Published {
+    /// Asks for everything else.
+    pub(in crate::ctl) async fn with(
+        service: Listed<Service>,
+        daemon: &DaemonProxy,
+    ) -> Result<Self, BusError> {
+        let control_daemons = daemon.control_daemons().await?;
+        let events = daemon.events().await?;
+        let devices = known(daemon.devices().await)?;
+        let gpus = known(daemon.gpus().await)?.unwrap_or_default();
+        let clients = known(daemon.clients().await).map(Option::unwrap_or_default);
+        let pid = daemon.service_pid().await.ok();
+        Ok(Self { service, control_daemons, devices, gpus, clients, events, pid })
+    }
+
     /// The main file that the service was told to read, where it was told and reads below the same directory.
     pub(in crate::ctl) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         let arguments = Arguments::try_parse_from(proc::arguments_as_given(self.pid?)).ok()?;

@@ -19,12 +19,12 @@ use clap::Args;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
 use tokio::process::Command;
-use tokio::signal::unix::{self, SignalKind};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use crate::ctl::show::env::host_environment;
 use crate::ctl::show::table::printable;
+use crate::ctl::signals::Signals;
 use crate::ctl::{Error, FAILED};
 use crate::dbus::proxy::{BusError, DaemonProxy};
 use crate::host::proc;
@@ -34,6 +34,18 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The first argument of the process that becomes the command.
 const BECOME: &str = "become-command";
+
+/// The signals that would end or stop us alone, and SIGWINCH, which the terminal sends to nobody but us.
+const CAUGHT: [Signal; 8] = [
+    Signal::INT,
+    Signal::QUIT,
+    Signal::TERM,
+    Signal::HUP,
+    Signal::USR1,
+    Signal::USR2,
+    Signal::TSTP,
+    Signal::WINCH,
+];
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
@@ -50,7 +62,7 @@ pub(in crate::ctl) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> R
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
     drop(daemon);
     // Caught first: a signal that arrives while the command starts must not end us alone.
-    let mut signals = Signals::catch()?;
+    let mut signals = Signals::catch(&CAUGHT)?;
     let mut child = Command::new(proc::OWN_PROGRAM)
         .arg(BECOME)
         .args(&arguments.command)
@@ -65,18 +77,16 @@ pub(in crate::ctl) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> R
         tokio::select! {
             ended = child.wait() => return Ok(exit_status(ended.map_err(Error::Wait)?)),
             signal = signals.next() => match signal {
-                Caught::User(signal) if command.handles(signal) => command.tell(signal),
-                Caught::End(signal) | Caught::User(signal) if std::mem::take(&mut first) => {
-                    waiting = Some((signal, Box::pin(release(command))));
-                }
-                Caught::End(signal) | Caught::User(signal) => {
+                Signal::TSTP => command.suspend(),
+                Signal::WINCH => command.send(signal),
+                Signal::USR1 | Signal::USR2 if command.handles(signal) => command.tell(signal),
+                _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
+                _ => {
                     if let Some((first, _)) = waiting.take() {
                         command.send(first);
                     }
                     command.send(signal);
                 }
-                Caught::Suspend => command.suspend(),
-                Caught::Resize => command.send(Signal::WINCH),
             },
             signal = released(&mut waiting) => command.send(signal),
         }
@@ -97,74 +107,6 @@ pub(in crate::ctl) fn become_command(arguments: &[OsString], err: &mut dyn Write
     };
     let _ = writeln!(err, "yunion-mpsctl: can't run {}: {error}", printable(&command.to_string_lossy()));
     Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
-}
-
-/// A signal that was caught.
-enum Caught {
-    /// A signal that ends a command.
-    End(Signal),
-    /// A signal that ends a program, unless the program gives it a meaning.
-    User(Signal),
-    /// Ctrl-Z.
-    Suspend,
-    /// The terminal has another size.
-    Resize,
-}
-
-/// The signals that would end or stop us alone, and SIGWINCH, which the terminal sends to nobody but us.
-struct Signals {
-    interrupt: Option<unix::Signal>,
-    quit: Option<unix::Signal>,
-    terminate: Option<unix::Signal>,
-    hangup: Option<unix::Signal>,
-    user: [Option<unix::Signal>; 2],
-    suspend: Option<unix::Signal>,
-    resize: Option<unix::Signal>,
-}
-
-impl Signals {
-    fn catch() -> Result<Self, Error> {
-        Ok(Self {
-            interrupt: catch(SignalKind::interrupt())?,
-            quit: catch(SignalKind::quit())?,
-            terminate: catch(SignalKind::terminate())?,
-            hangup: catch(SignalKind::hangup())?,
-            user: [catch(SignalKind::user_defined1())?, catch(SignalKind::user_defined2())?],
-            suspend: catch(SignalKind::from_raw(Signal::TSTP.as_raw()))?,
-            resize: catch(SignalKind::window_change())?,
-        })
-    }
-
-    async fn next(&mut self) -> Caught {
-        let [user1, user2] = &mut self.user;
-        tokio::select! {
-            () = received(user1) => Caught::User(Signal::USR1),
-            () = received(user2) => Caught::User(Signal::USR2),
-            () = received(&mut self.interrupt) => Caught::End(Signal::INT),
-            () = received(&mut self.quit) => Caught::End(Signal::QUIT),
-            () = received(&mut self.terminate) => Caught::End(Signal::TERM),
-            () = received(&mut self.hangup) => Caught::End(Signal::HUP),
-            () = received(&mut self.suspend) => Caught::Suspend,
-            () = received(&mut self.resize) => Caught::Resize,
-        }
-    }
-}
-
-/// Catches a signal, unless we were started to ignore it: nohup and a shell's `&` have some ignored, for us and for the
-/// processes that we start.
-pub(in crate::ctl) fn catch(kind: SignalKind) -> Result<Option<unix::Signal>, Error> {
-    if proc::status(proc::OWN).is_ok_and(|own| own.ignores(kind.as_raw_value())) {
-        Ok(None)
-    } else {
-        unix::signal(kind).map(Some).map_err(Error::Signals)
-    }
-}
-
-pub(in crate::ctl) async fn received(signal: &mut Option<unix::Signal>) {
-    match signal {
-        Some(signal) => _ = signal.recv().await,
-        None => std::future::pending().await,
-    }
 }
 
 /// The process group of the command.

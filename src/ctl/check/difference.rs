@@ -8,7 +8,6 @@ use serde::Serialize;
 use crate::config::Loaded;
 use crate::counted::counted;
 use crate::ctl::published::Published;
-use crate::dbus::proxy::Listed;
 use crate::dbus::rows::{self, Gpu};
 use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 
@@ -117,80 +116,131 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Everything that a reload with this plan would change.
-pub(in crate::ctl) fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Vec<Difference> {
-    let settings = &loaded.settings;
-    let enabled = published.service.enabled;
-    if enabled != settings.enabled {
-        let all = published.control_daemons.iter().flat_map(|daemon| daemon.gpus.clone());
-        let clients = published.clients_on(&all.collect::<Vec<_>>());
-        return vec![Difference {
-            kind: Kind::Enabled,
-            subject: "enable_cuda_mps".to_owned(),
-            from: enabled.to_string(),
-            to: settings.enabled.to_string(),
-            effect: match loaded.silent_end() {
-                _ if settings.enabled => Effect::Live,
-                Some(problem) => Effect::Refused { reason: problem.to_string() },
-                None => Effect::Ends { clients },
-            },
-        }];
+/// Everything that a reload with this plan would change; the error says why that is not known.
+pub(in crate::ctl) fn differences(
+    loaded: &Loaded,
+    plan: &Plan,
+    published: &Published,
+) -> Result<Vec<Difference>, String> {
+    if published.devices.is_none() {
+        return Err("the service does not know its GPUs yet".to_owned());
     }
-    let mut differences = Vec::new();
-    control_daemons(plan, published, &mut differences);
+    let mut comparison = Comparison { plan, published, differences: Vec::new() };
+    let (before, after) = (published.service.enabled, loaded.settings.enabled);
+    if before != after {
+        let all = published.control_daemons.iter().flat_map(|daemon| daemon.gpus.clone());
+        let effect = match loaded.silent_end() {
+            _ if after => Effect::Live,
+            Some(problem) => Effect::Refused { reason: problem.to_string() },
+            None => Effect::Ends { clients: published.clients_on(&all.collect::<Vec<_>>()) },
+        };
+        comparison.add(Kind::Enabled, "enable_cuda_mps", &before.to_string(), &after.to_string(), effect);
+        return Ok(comparison.differences);
+    }
+    comparison.control_daemons();
     for gpu in &plan.gpus {
-        gpu_differences(gpu, plan, published, &mut differences);
+        comparison.gpu(gpu);
     }
     for gpu in &published.gpus {
         if !plan.gpus.iter().any(|planned| planned.gpu.pci.address.short() == gpu.addr) {
-            differences.push(Difference {
-                kind: Kind::Devices,
-                subject: gpu.addr.clone(),
-                from: slices(&gpu.addr, 0, count(gpu)),
-                to: String::new(),
-                effect: effect_for(gpu.device_path.as_deref().unwrap_or_default(), plan, published),
-            });
+            let effect = comparison.effect_for(gpu.device_path.as_deref().unwrap_or_default());
+            comparison.add(Kind::Devices, &gpu.addr, &slices(&gpu.addr, 0, count(gpu)), "", effect);
         }
     }
-    differences
+    Ok(comparison.differences)
 }
 
-fn control_daemons(plan: &Plan, published: &Published, differences: &mut Vec<Difference>) {
-    let mut push = |kind, id: &str, from: &str, to: &str, effect| {
-        let (subject, from, to) = (id.to_owned(), from.to_owned(), to.to_owned());
-        differences.push(Difference { kind, subject, from, to, effect });
-    };
-    let ids: Vec<&str> = published.control_daemons.iter().map(|daemon| daemon.id.as_str()).collect();
-    for planned in &plan.control_daemons {
-        if !ids.contains(&planned.id.as_str()) && !ordered(planned, published) {
-            let uuid = planned.gpus.first().map(|gpu| gpu.uuid.as_str()).unwrap_or_default();
-            push(Kind::ControlDaemon, &planned.id, "", "new", effect_for(uuid, plan, published));
-        }
+/// The plan and what is published, and what was found to differ.
+struct Comparison<'a> {
+    plan: &'a Plan,
+    published: &'a Published,
+    differences: Vec<Difference>,
+}
+
+impl Comparison<'_> {
+    fn add(&mut self, kind: Kind, subject: &str, from: &str, to: &str, effect: Effect) {
+        let (subject, from, to) = (subject.to_owned(), from.to_owned(), to.to_owned());
+        self.differences.push(Difference { kind, subject, from, to, effect });
     }
-    for daemon in &published.control_daemons {
-        let id = daemon.id.as_str();
-        let clients = published.clients_on(&daemon.gpus);
-        let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == id) else {
-            // One that is on its way out already has no GPU that is published as its own.
-            if published.served_by(id).next().is_none() {
+
+    fn control_daemons(&mut self) {
+        let Self { plan, published, .. } = *self;
+        for planned in &plan.control_daemons {
+            let known = published.control_daemons.iter().any(|daemon| daemon.id == planned.id);
+            if !known && !ordered(planned, published) {
+                let uuid = planned.gpus.first().map(|gpu| gpu.uuid.as_str()).unwrap_or_default();
+                self.add(Kind::ControlDaemon, &planned.id, "", "new", self.effect_for(uuid));
+            }
+        }
+        for daemon in &published.control_daemons {
+            let id = daemon.id.as_str();
+            let clients = published.clients_on(&daemon.gpus);
+            let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == id) else {
+                // One that is on its way out already has no GPU that is published as its own.
+                if published.served_by(id).next().is_some() {
+                    let reason = "it is not needed any more".to_owned();
+                    self.add(Kind::ControlDaemon, id, "present", "", Effect::Waits { clients, reason });
+                }
+                continue;
+            };
+            // On its way out it has no GPUs as its own any more, and another one of its name takes its place without a
+            // reload.
+            if daemon.gpus.is_empty() && ordered(planned, published) {
                 continue;
             }
-            let reason = "it is not needed any more".to_owned();
-            push(Kind::ControlDaemon, id, "present", "", Effect::Waits { clients, reason });
-            continue;
+            let Some(reason) = misfit(planned, daemon) else { continue };
+            let effect = Effect::Waits { clients, reason };
+            let (from, to) = (daemon.pipe_directory.as_str(), planned.pipe_directory.display().to_string());
+            if from == to {
+                self.add(Kind::ControlDaemon, id, "present", "new", effect);
+            } else {
+                self.add(Kind::PipeDirectory, id, from, &to, effect);
+            }
+        }
+    }
+
+    fn gpu(&mut self, gpu: &GpuPlan) {
+        let name = gpu.gpu.pci.address.short();
+        let uuid = gpu.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default();
+        let now = self.published.gpus.iter().find(|now| now.addr == name);
+        let before = now.map_or(0, |now| count(now));
+        let after = u64::from(gpu.slices);
+        if before < after {
+            self.add(Kind::Devices, &name, "", &slices(&name, before, after), self.effect_for(uuid));
+        } else if after < before {
+            self.add(Kind::Devices, &name, &slices(&name, after, before), "", self.effect_for(uuid));
+        }
+        let Some(now) = now else { return };
+        let threads = (Kind::ThreadPercentage, Some(now.mps_thread_percentage), gpu.thread_percentage.into());
+        for (kind, from, to) in [(Kind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib), threads] {
+            // 0 stands for: not known.
+            if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
+                self.add(kind, &name, &from.to_string(), &to.to_string(), self.effect_for(uuid));
+            }
+        }
+    }
+
+    /// When something about this GPU takes effect.
+    fn effect_for(&self, uuid: &str) -> Effect {
+        let Self { plan, published, .. } = self;
+        let planned = plan.control_daemons.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));
+        let holder = published.control_daemons.iter().find(|one| one.gpus.iter().any(|gpu| gpu == uuid));
+        let same = planned.and_then(|planned| {
+            let daemon = published.control_daemons.iter().find(|daemon| daemon.id == planned.id)?;
+            Some((planned, daemon))
+        });
+        let (daemon, reason) = match (same, holder) {
+            (Some((planned, daemon)), _) => match misfit(planned, daemon) {
+                Some(reason) => (daemon, reason),
+                None => return Effect::Live,
+            },
+            (None, Some(holder)) => (holder, format!("control daemon {} holds the GPU", holder.id)),
+            (None, None) => return Effect::Live,
         };
-        // On its way out it has no GPUs as its own any more, and another one of its name takes its place without a reload.
-        if daemon.gpus.is_empty() && ordered(planned, published) {
-            continue;
-        }
-        let Some(reason) = misfit(planned, daemon) else { continue };
-        let effect = Effect::Waits { clients, reason };
-        let (from, to) = (daemon.pipe_directory.as_str(), planned.pipe_directory.display().to_string());
-        if from == to {
-            push(Kind::ControlDaemon, id, "present", "new", effect);
-        } else {
-            push(Kind::PipeDirectory, id, from, &to, effect);
-        }
+        // A control daemon on its way out is published without GPUs, but its clients are on this one.
+        let own = [uuid.to_owned()];
+        let gpus = if daemon.gpus.is_empty() { &own } else { daemon.gpus.as_slice() };
+        Effect::Waits { clients: published.clients_on(gpus), reason }
     }
 }
 
@@ -214,56 +264,6 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
         multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
     };
     planned.misfit(&present, |_| true)
-}
-
-/// When something about this GPU takes effect.
-fn effect_for(uuid: &str, plan: &Plan, published: &Published) -> Effect {
-    let holds = |daemon: &&Listed<rows::ControlDaemon>| daemon.gpus.iter().any(|gpu| gpu == uuid);
-    let planned = plan.control_daemons.iter().find(|planned| planned.gpus.iter().any(|gpu| gpu.uuid == uuid));
-    let holder = published.control_daemons.iter().find(holds);
-    let same = planned.and_then(|planned| {
-        let daemon = published.control_daemons.iter().find(|daemon| daemon.id == planned.id)?;
-        Some((planned, daemon))
-    });
-    let (daemon, reason) = match (same, holder) {
-        (Some((planned, daemon)), _) => match misfit(planned, daemon) {
-            Some(reason) => (daemon, reason),
-            None => return Effect::Live,
-        },
-        (None, Some(holder)) => (holder, format!("control daemon {} holds the GPU", holder.id)),
-        (None, None) => return Effect::Live,
-    };
-    // A control daemon on its way out is published without GPUs, but its clients are on this one.
-    let own = [uuid.to_owned()];
-    let gpus = if daemon.gpus.is_empty() { &own } else { daemon.gpus.as_slice() };
-    Effect::Waits { clients: published.clients_on(gpus), reason }
-}
-
-fn gpu_differences(gpu: &GpuPlan, plan: &Plan, published: &Published, differences: &mut Vec<Difference>) {
-    let name = gpu.gpu.pci.address.short();
-    let uuid = gpu.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default();
-    let now = published.gpus.iter().find(|now| now.addr == name);
-    let before = now.map_or(0, |now| count(now));
-    let after = u64::from(gpu.slices);
-    let mut push = |kind, from: String, to: String| {
-        let effect = effect_for(uuid, plan, published);
-        differences.push(Difference { kind, subject: name.clone(), from, to, effect });
-    };
-    if before < after {
-        push(Kind::Devices, String::new(), slices(&name, before, after));
-    } else if after < before {
-        push(Kind::Devices, slices(&name, after, before), String::new());
-    }
-    let Some(now) = now else { return };
-    let mut limit = |kind, present: Option<i32>, planned: u64| {
-        // 0 stands for: not known.
-        if let Some(present) = present.filter(|present| planned > 0 && u64::try_from(*present) != Ok(planned))
-        {
-            push(kind, present.to_string(), planned.to_string());
-        }
-    };
-    limit(Kind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib);
-    limit(Kind::ThreadPercentage, Some(now.mps_thread_percentage), gpu.thread_percentage.into());
 }
 
 /// The number of slices of a published GPU.

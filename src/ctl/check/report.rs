@@ -32,21 +32,18 @@ pub(in crate::ctl) async fn check(arguments: &Arguments, out: &mut dyn Write) ->
     let (bus, sysroot) = (Bus::ask().await, arguments.sysroot.clone());
     let config = arguments.config.clone().or_else(|| bus.config(&sysroot));
     let checked = check::look(&Sources { config, sysroot });
-    let (changes, why_not) = match &checked {
+    let changes = match &checked {
         Checked::Right { loaded, plan: Ok(plan), .. } => match bus {
-            Bus::Answers(published) if published.devices.is_none() => {
-                (None, "the service does not know its GPUs yet".to_owned())
-            }
-            Bus::Answers(published) => (Some(differences(loaded, plan, &published)), String::new()),
-            Bus::NotRunning => (None, "yunion-mps-daemon is not running".to_owned()),
-            Bus::Silent => (None, "yunion-mps-daemon does not answer".to_owned()),
-            Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => (None, reason),
+            Bus::Answers(published) => differences(loaded, plan, &published),
+            Bus::NotRunning => Err("yunion-mps-daemon is not running".to_owned()),
+            Bus::Silent => Err("yunion-mps-daemon does not answer".to_owned()),
+            Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => Err(reason),
         },
-        Checked::Right { plan: Err(reason), .. } => (None, reason.to_string()),
-        Checked::Refused(_) | Checked::Wrong { .. } => (None, "the configuration is wrong".to_owned()),
+        Checked::Right { plan: Err(reason), .. } => Err(reason.to_string()),
+        Checked::Refused(_) | Checked::Wrong { .. } => Err("the configuration is wrong".to_owned()),
     };
     if arguments.json {
-        print_json(out, &document(&checked, changes.as_deref(), &why_not))?;
+        print_json(out, &document(&checked, &changes))?;
         return Ok(if checked.problems().is_empty() { 0 } else { FAILED });
     }
     let mut words = Vec::new();
@@ -59,9 +56,9 @@ pub(in crate::ctl) async fn check(arguments: &Arguments, out: &mut dyn Write) ->
         return Ok(status);
     }
     match changes.as_deref() {
-        None => writeln!(out, "\nNothing to compare with: {}", printable(&why_not))?,
-        Some([]) => writeln!(out, "\nNothing would change.")?,
-        Some(changes) => {
+        Err(why_not) => writeln!(out, "\nNothing to compare with: {}", printable(why_not))?,
+        Ok([]) => writeln!(out, "\nNothing would change.")?,
+        Ok(changes) => {
             writeln!(out, "\nWith `systemctl reload yunion-mps-daemon`:")?;
             for change in changes {
                 writeln!(out, "  {}", printable(&change.to_string()))?;
@@ -71,7 +68,7 @@ pub(in crate::ctl) async fn check(arguments: &Arguments, out: &mut dyn Write) ->
     Ok(status)
 }
 
-fn document(checked: &Checked, changes: Option<&[Difference]>, why_not: &str) -> Value {
+fn document(checked: &Checked, changes: &Result<Vec<Difference>, String>) -> Value {
     let loaded = checked.loaded();
     let plan = match checked {
         Checked::Right { plan, .. } => Some(plan),
@@ -87,8 +84,8 @@ fn document(checked: &Checked, changes: Option<&[Difference]>, why_not: &str) ->
         "enabled": loaded.map(|loaded| loaded.settings.enabled),
         "plan": plan.and_then(|plan| plan.as_ref().ok()).map(plan_document),
         "no_plan": plan.and_then(|plan| plan.as_ref().err()).map(ToString::to_string),
-        "differences": changes,
-        "not_compared": changes.is_none().then_some(why_not),
+        "differences": changes.as_ref().ok(),
+        "not_compared": changes.as_ref().err(),
     })
 }
 

@@ -17,30 +17,24 @@ const DIRECTORIES: [&str; 4] =
 
 fn ageing(facts: &Facts) -> Outcome {
     let rules = rules(facts);
-    let mut findings = Vec::new();
-    for (pipe, log) in facts.directories()? {
-        for directory in [pipe, log] {
-            let Some(rule) = aged_by(&directory, &rules) else { continue };
-            let parent = directory.parent().unwrap_or(Path::new("/")).display();
-            findings.push(warning(
-                "directory-ageing",
-                directory.display(),
-                format!(
-                    "systemd-tmpfiles removes what is older than {} there ({}: {} {}), and a control daemon runs for \
-                     months",
-                    rule.age.as_deref().unwrap_or_default(),
-                    rule.file.display(),
-                    rule.kind,
-                    rule.path
-                ),
-                format!(
-                    "put these two lines in /etc/tmpfiles.d/yunion-mps-local.conf: `X {parent}` and `x {}`",
-                    directory.display()
-                ),
-            ));
-        }
-    }
-    Ok(findings)
+    let of = |directory: PathBuf| {
+        let Rule { file, kind, path, age } = aged_by(&directory, &rules)?;
+        let (age, file) = (age.as_deref().unwrap_or_default(), file.display());
+        let parent = directory.parent().unwrap_or(Path::new("/")).display();
+        let directory = directory.display();
+        Some(warning(
+            "directory-ageing",
+            &directory,
+            format!(
+                "systemd-tmpfiles removes what is older than {age} there ({file}: {kind} {path}), and a control daemon \
+                 runs for months"
+            ),
+            format!(
+                "put these two lines in /etc/tmpfiles.d/yunion-mps-local.conf: `X {parent}` and `x {directory}`"
+            ),
+        ))
+    };
+    Ok(facts.all_directories()?.filter_map(of).collect())
 }
 
 /// A line, as far as it matters for ageing.

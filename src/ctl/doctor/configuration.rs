@@ -5,11 +5,12 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use super::facts::Facts;
-use super::{Check, Finding, Outcome, error, info, warning};
+use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
 use crate::check::Checked;
 use crate::config::agent::Trouble;
 use crate::config::{Origin, Problem, Refused};
 use crate::ctl::check::difference::{Kind, differences};
+use crate::plan::Missing;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the configuration", configuration),
@@ -18,31 +19,26 @@ pub(super) const CHECKS: &[Check] = &[
     ("whether the configuration is loaded", loaded),
 ];
 
-/// The place of a problem, the finding and the remedy.
-fn in_words(problem: &Problem) -> (String, String, String) {
+fn of_problem(severity: Severity, name: &'static str, problem: &Problem) -> Finding {
     let key = if problem.key.is_empty() { String::new() } else { format!("{}: ", problem.key) };
-    (problem.origin.to_string(), format!("{key}{}", problem.found), problem.remedy.clone())
+    finding(severity, name, &problem.origin, format!("{key}{}", problem.found), &problem.remedy)
 }
 
 fn configuration(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     match &facts.checked {
         Checked::Refused(Refused { problems, .. }) | Checked::Wrong { problems, .. } => {
-            if let Some(file) =
-                problems.iter().map(|problem| &problem.origin.file).find(|file| for_root(facts, file))
-            {
+            let mut files = problems.iter().map(|problem| &problem.origin.file);
+            if let Some(file) = files.find(|file| for_root(facts, file)) {
                 return Err(format!("only root can read {}", file.display()));
             }
-            for problem in problems {
-                let (origin, found, remedy) = in_words(problem);
-                findings.push(error("configuration-wrong", origin, found, remedy));
-            }
+            let wrong = |problem| of_problem(Severity::Error, "configuration-wrong", problem);
+            findings.extend(problems.iter().map(wrong));
         }
         Checked::Right { plan, missing, .. } => {
-            for one in missing {
-                let (origin, found, remedy) = in_words(&one.problem);
-                let id = if one.certain { "configuration-wrong" } else { "no-plan" };
-                findings.push(error(id, origin, found, remedy));
+            for Missing { problem, certain, .. } in missing {
+                let name = if *certain { "configuration-wrong" } else { "no-plan" };
+                findings.push(of_problem(Severity::Error, name, problem));
             }
             // Without a driver that is what is wrong, and has a check of its own.
             if let (Err(reason), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
@@ -51,11 +47,9 @@ fn configuration(facts: &Facts) -> Outcome {
             }
         }
     }
-    for problem in facts.checked.warnings() {
-        let (origin, found, remedy) = in_words(problem);
-        findings.push(warning("configuration-warning", origin, found, remedy));
-    }
-    if let Some(loaded) = facts.loaded().filter(|loaded| !loaded.settings.enabled) {
+    let warned = |problem| of_problem(Severity::Warning, "configuration-warning", problem);
+    findings.extend(facts.checked.warnings().iter().map(warned));
+    if let Some(loaded) = facts.loaded().ok().filter(|loaded| !loaded.settings.enabled) {
         findings.push(info(
             "mps-disabled",
             loaded.files(),
@@ -74,35 +68,27 @@ fn for_root(facts: &Facts, file: &Path) -> bool {
 }
 
 fn overridden(facts: &Facts) -> Outcome {
-    let loaded = facts.loaded().ok_or("the configuration can't be read")?;
     let of = |(key, earlier, later): &(&str, Origin, Origin)| {
         let found = format!("{key} here counts, and that in {earlier} does not");
         let remedy = format!("if that is not meant, remove {key} from {}", later.file.display());
         info("key-overridden", later, found, remedy)
     };
-    Ok(loaded.overridden.iter().map(of).collect())
+    Ok(facts.loaded()?.overridden.iter().map(of).collect())
 }
 
 /// The host agent reads the same files, and knows less.
 fn agent(facts: &Facts) -> Outcome {
     facts.enabled()?;
-    let of = |trouble: &Trouble| {
-        let (origin, found, remedy) = in_words(&trouble.problem);
-        warning(trouble.name, origin, found, remedy)
-    };
+    let of = |trouble: &Trouble| of_problem(Severity::Warning, trouble.name, &trouble.problem);
     Ok(facts.checked.agent().iter().map(of).collect())
 }
 
 /// Compares the published GPUs with a new plan. A GPU that came or went since then does not concern the files.
 fn loaded(facts: &Facts) -> Outcome {
-    let (loaded, published) = (facts.loaded().ok_or("the configuration can't be read")?, facts.published()?);
-    let plan = facts.plan().ok_or("there is no plan now")?;
-    if published.devices.is_none() {
-        return Err("the service does not know its GPUs yet".to_owned());
-    }
+    let (loaded, published, plan) = (facts.loaded()?, facts.published()?, facts.plan()?);
     let mut findings: Vec<Finding> = Vec::new();
     let mut changes = Vec::new();
-    for difference in differences(loaded, plan, published) {
+    for difference in differences(loaded, plan, published)? {
         match difference.kind {
             Kind::PipeDirectory => findings.push(error(
                 "pipe-directory-differs",

@@ -39,53 +39,30 @@ const TOOLKIT: [&str; 5] = [
     "/etc/nvidia-container-runtime/config.toml",
 ];
 
-fn both(facts: &Facts) -> Result<Vec<PathBuf>, String> {
-    Ok(facts.directories()?.into_iter().flat_map(|(pipe, log)| [pipe, log]).collect())
-}
-
 /// By the rules of the service itself.
 fn refused(facts: &Facts) -> Outcome {
-    let mut findings = Vec::new();
-    for directory in both(facts)? {
-        match look(&directory) {
-            Ok(false) if in_use(facts, &directory) => {
-                findings.push(error(
-                    "directory-missing",
-                    directory.display(),
-                    "it does not exist, though the service runs: somebody has removed it",
-                    "yunion-mpsctl apply restarts the control daemon once it has no clients",
-                ));
-            }
-            Ok(_) => {}
-            Err(bad) => {
-                let remedy = bad.reason.remedy_or("configure another directory in host.conf");
-                findings.push(error("directory-refused", bad.path.display(), &bad.reason.found, remedy));
-            }
+    let of = |directory: PathBuf| match look(&directory) {
+        Ok(false) if in_use(facts, &directory) => Some(error(
+            "directory-missing",
+            directory.display(),
+            "it does not exist, though the service runs: somebody has removed it",
+            "yunion-mpsctl apply restarts the control daemon once it has no clients",
+        )),
+        Ok(_) => None,
+        Err(bad) => {
+            let remedy = bad.reason.remedy_or("configure another directory in host.conf");
+            Some(error("directory-refused", bad.path.display(), &bad.reason.found, remedy))
         }
-    }
-    dedup(&mut findings);
-    Ok(findings)
+    };
+    Ok(facts.all_directories()?.filter_map(of).collect())
 }
 
 /// Whether a control daemon of ours that runs has it.
 fn in_use(facts: &Facts, directory: &Path) -> bool {
-    let daemons = facts.published().map(|published| published.control_daemons.as_slice()).unwrap_or_default();
-    let has = |daemon: &Listed<ControlDaemon>| {
-        let directories = [&daemon.pipe_directory, &daemon.log_directory];
-        daemon.pid.is_some() && directories.iter().any(|path| Path::new(path) == directory)
-    };
-    daemons.iter().any(has)
-}
-
-/// Several directories have the same parents.
-fn dedup(findings: &mut Vec<Finding>) {
-    let mut seen: Vec<Finding> = Vec::new();
-    for finding in findings.drain(..) {
-        if !seen.contains(&finding) {
-            seen.push(finding);
-        }
-    }
-    *findings = seen;
+    let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
+    running.any(|daemon| {
+        [&daemon.pipe_directory, &daemon.log_directory].iter().any(|path| Path::new(path) == directory)
+    })
 }
 
 /// Clients of every user have to get through all parents, and nobody else may write at the end.
@@ -112,7 +89,6 @@ fn closed(facts: &Facts) -> Outcome {
             ));
         }
     }
-    dedup(&mut findings);
     Ok(findings)
 }
 
@@ -120,83 +96,63 @@ fn mode(metadata: &Metadata) -> String {
     format!("its mode is {:04o}", metadata.permissions().mode() & 0o7777)
 }
 
-/// The nearest directory that exists.
-fn existing(path: &Path) -> &Path {
-    path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
-}
-
 fn file_systems(facts: &Facts) -> Outcome {
-    let mut findings = Vec::new();
-    let mut directories = both(facts)?;
-    directories.push(facts.runtime_directory.clone());
-    for directory in directories {
-        if let Ok(system) = rustix::fs::statvfs(existing(&directory)) {
-            findings.extend(judge_file_system(&directory, &system));
-        }
-    }
-    dedup(&mut findings);
-    Ok(findings)
+    let of = |directory: PathBuf| {
+        let existing = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+        judge_file_system(&directory, &rustix::fs::statvfs(existing).ok()?)
+    };
+    Ok(facts.all_directories()?.chain([facts.runtime_directory.clone()]).filter_map(of).collect())
 }
 
 fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
     let room = system.f_bavail.saturating_mul(system.f_frsize);
-    // A file system that does not count its files has 0 of them.
-    let no_files = system.f_files > 0 && system.f_favail == 0;
+    let directory = directory.display();
     if system.f_flag.contains(StatVfsMountFlags::RDONLY) {
-        Some(error(
+        return Some(error(
             "file-system-read-only",
-            directory.display(),
+            &directory,
             "its file system is mounted read-only",
-            format!(
-                "see dmesg for the reason, then mount -o remount,rw $(stat -c %m {})",
-                directory.display()
-            ),
-        ))
-    } else if room < ROOM || no_files {
-        Some(error(
-            "file-system-full",
-            directory.display(),
-            if no_files {
-                "its file system can hold no more files".to_owned()
-            } else {
-                format!("its file system has {room} bytes left")
-            },
-            format!("make room: du -xsh $(stat -c %m {})/*", directory.display()),
-        ))
-    } else {
-        None
+            format!("see dmesg for the reason, then mount -o remount,rw $(stat -c %m {directory})"),
+        ));
     }
+    // A file system that does not count its files has 0 of them.
+    let found = if system.f_files > 0 && system.f_favail == 0 {
+        "its file system can hold no more files".to_owned()
+    } else if room < ROOM {
+        format!("its file system has {room} bytes left")
+    } else {
+        return None;
+    };
+    let remedy = format!("make room: du -xsh $(stat -c %m {directory})/*");
+    Some(error("file-system-full", &directory, found, remedy))
 }
 
 /// A control daemon can live on without the socket that clients look for.
 fn sockets(facts: &Facts) -> Outcome {
-    let mut findings = Vec::new();
-    for daemon in &facts.published()?.control_daemons {
+    let of = |daemon: &Listed<ControlDaemon>| {
         let directory = Path::new(&daemon.pipe_directory);
-        let (Some(pid), "ready" | "waiting") = (daemon.pid, daemon.state.as_str()) else { continue };
-        // Without the directory, that is what is wrong.
-        if !directory.is_dir() {
-            continue;
-        }
-        let subject = directory.join("control").display().to_string();
+        let (Some(pid), "ready" | "waiting") = (daemon.pid, daemon.state.as_str()) else { return None };
+        let socket = directory.join("control");
         match listener(directory) {
-            Some(other) if other != pid => findings.push(error(
+            // Without the directory, that is what is wrong.
+            _ if !directory.is_dir() => None,
+            Some(other) if other != pid => Some(error(
                 "pipe-directory-taken",
-                subject,
+                socket.display(),
                 format!("control daemon {other} listens there, and not ours, {pid}"),
                 format!("end it: kill {other} (its clients end with it), then yunion-mpsctl apply"),
             )),
-            Some(_) => {}
-            None => findings.push(error(
+            Some(_) => None,
+            None => Some(error(
                 "pipe-socket-missing",
-                subject,
+                socket.display(),
                 format!("nobody listens there, though control daemon {pid} lives: new clients find nobody"),
                 "yunion-mpsctl apply restarts it once it has no clients; `yunion-mpsctl doctor` says whether \
                  systemd-tmpfiles may have removed the socket",
             )),
         }
-    }
-    Ok(findings)
+    };
+    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
 }
 
 fn log_size(facts: &Facts) -> Outcome {
@@ -267,49 +223,35 @@ fn shared_memory(facts: &Facts) -> Outcome {
 /// NVIDIA's runtime mounts the directory into every container with a GPU, whenever the directory exists.
 fn container_toolkit(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
-    let Some(found) = TOOLKIT.iter().find(|file| facts.file(file).exists()) else { return Ok(Vec::new()) };
+    let Some(tool) = TOOLKIT.iter().find(|file| facts.file(file).exists()) else { return Ok(Vec::new()) };
     let remedy = "cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: /var/log/yunion-mps in \
                   host.conf, for this service and the host agent alike";
     let pipe = &settings.pipe_directory;
     if pipe == Path::new(CUDA_DEFAULT) {
-        return Ok(vec![warning(
-            "toolkit-captures-containers",
-            pipe.display(),
-            format!(
-                "{found} is installed: it mounts this directory into every container with a GPU, and CUDA looks \
-                 there by itself, so containers that were given no slice become clients too"
-            ),
-            remedy,
-        )]);
+        let found = format!(
+            "{tool} is installed: it mounts this directory into every container with a GPU, and CUDA looks there by \
+             itself, so containers that were given no slice become clients too"
+        );
+        return Ok(vec![warning("toolkit-captures-containers", pipe.display(), found, remedy)]);
     }
     let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(CUDA_DEFAULT));
-    let of = |path: &PathBuf| {
-        info(
-            "toolkit-shows-directories",
-            path.display(),
-            format!(
-                "{found} is installed: it mounts {CUDA_DEFAULT} into every container with a GPU, and with it the \
-                 sockets and logs of others"
-            ),
-            remedy,
-        )
-    };
+    let found = format!(
+        "{tool} is installed: it mounts {CUDA_DEFAULT} into every container with a GPU, and with it the sockets and \
+         logs of others"
+    );
+    let of = |path: &PathBuf| info("toolkit-shows-directories", path.display(), &found, remedy);
     Ok(below.map(of).into_iter().collect())
 }
 
 fn selinux(facts: &Facts) -> Outcome {
     let enforcing = fs::read_to_string(facts.file("/sys/fs/selinux/enforce"));
-    if enforcing.is_ok_and(|text| text.trim() == "1") {
-        let pipe = &facts.enabled()?.pipe_directory;
-        return Ok(vec![info(
-            "selinux-enforcing",
-            pipe.display(),
-            "SELinux may keep containers from the sockets there",
-            format!(
-                "if ausearch -m avc names it: semanage fcontext -a -t container_file_t '{0}(/.*)?' && restorecon -R {0}",
-                pipe.display()
-            ),
-        )]);
+    if !enforcing.is_ok_and(|text| text.trim() == "1") {
+        return Ok(Vec::new());
     }
-    Ok(Vec::new())
+    let pipe = facts.enabled()?.pipe_directory.display();
+    let found = "SELinux may keep containers from the sockets there";
+    let remedy = format!(
+        "if ausearch -m avc names it: semanage fcontext -a -t container_file_t '{pipe}(/.*)?' && restorecon -R {pipe}"
+    );
+    Ok(vec![info("selinux-enforcing", pipe, found, remedy)])
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::facts::{Facts, program, variable};
-use super::{Check, Finding, Outcome, error, warning};
+use super::{Check, Finding, Outcome, edit_unit, error, warning};
 
 pub(super) const CHECKS: &[Check] = &[
     ("the driver", driver),
@@ -65,10 +65,7 @@ fn service_path(facts: &Facts) -> Outcome {
             "program-not-in-service-path",
             name,
             format!("it is in {directory}, and the service looks in {path}"),
-            format!(
-                "systemctl edit yunion-mps-daemon, add [Service] and Environment=PATH={path}:{directory}, then \
-                 systemctl restart yunion-mps-daemon"
-            ),
+            edit_unit(&format!("Environment=PATH={path}:{directory}")),
         ))
     };
     Ok(PROGRAMS.iter().filter_map(hidden).collect())

@@ -3,13 +3,15 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::Duration;
 
 use tokio::process::Command;
 
+use super::DEADLINE;
 use crate::check::{self, Checked};
 use crate::config::{self, Loaded, Origin, Problem, Refused, Settings, Sources};
 use crate::ctl::published::{Bus, Published};
+use crate::dbus::proxy::Listed;
+use crate::dbus::rows::ControlDaemon;
 use crate::host::driver;
 use crate::host::gpu::{Gpu, Inventory, NvmlFacts};
 use crate::host::nvml::Driver;
@@ -28,12 +30,6 @@ pub(super) const UNIT: &str = "yunion-mps-daemon.service";
 /// The directory in which a CUDA program looks for a control daemon if its environment names none. The NVIDIA container
 /// runtime mounts it into containers.
 pub(super) const CUDA_DEFAULT: &str = "/tmp/nvidia-mps";
-
-/// The time that reading the configuration may take.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The time that a program may take to say its version.
-const PROGRAM_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The name of control daemons and servers, as the kernel keeps it.
 const MPS_COMMAND: &str = "nvidia-cuda-mps";
@@ -125,32 +121,32 @@ impl Facts {
         self.sources.sysroot == Path::new("/")
     }
 
-    /// The settings of the files, if they can be read.
-    pub(super) fn loaded(&self) -> Option<&Loaded> {
-        self.checked.loaded()
+    /// The settings of the files; like every error here, this one says why there is nothing to check.
+    pub(super) fn loaded(&self) -> Result<&Loaded, String> {
+        self.checked.loaded().ok_or_else(|| "the configuration can't be read".to_owned())
     }
 
-    pub(super) fn settings(&self) -> Option<&Settings> {
-        self.loaded().map(|loaded| &loaded.settings)
-    }
-
-    /// The settings, where MPS is switched on; the error says why there is nothing to check.
+    /// The settings, where MPS is switched on.
     pub(super) fn enabled(&self) -> Result<&Settings, String> {
-        let settings = self.settings().ok_or("the configuration can't be read")?;
+        let settings = &self.loaded()?.settings;
         if settings.enabled { Ok(settings) } else { Err("enable_cuda_mps is false".to_owned()) }
     }
 
-    /// The plan, if the configuration comes to one.
-    pub(super) fn plan(&self) -> Option<&Plan> {
+    pub(super) fn plan(&self) -> Result<&Plan, String> {
         match &self.checked {
-            Checked::Right { plan, .. } => plan.as_ref().ok(),
-            Checked::Refused(_) | Checked::Wrong { .. } => None,
+            Checked::Right { plan: Ok(plan), .. } => Ok(plan),
+            _ => Err("there is no plan now".to_owned()),
         }
     }
 
-    /// Everything that the daemon publishes; the error says why there is nothing.
+    /// Everything that the daemon publishes.
     pub(super) fn published(&self) -> Result<&Published, String> {
         self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".to_owned())
+    }
+
+    /// The control daemons that the service publishes; none if it does not answer.
+    pub(super) fn own_control_daemons(&self) -> &[Listed<ControlDaemon>] {
+        self.bus.published().map(|published| published.control_daemons.as_slice()).unwrap_or_default()
     }
 
     /// The GPUs that the driver knows.
@@ -168,11 +164,14 @@ impl Facts {
         Ok(planned.iter().map(|one| (one.pipe_directory.clone(), one.log_directory.clone())).collect())
     }
 
+    pub(super) fn all_directories(&self) -> Result<impl Iterator<Item = PathBuf>, String> {
+        Ok(self.directories()?.into_iter().flat_map(|(pipe, log)| [pipe, log]))
+    }
+
     /// Whether a control daemon was started by this service.
     pub(super) fn is_ours(&self, daemon: u32) -> bool {
-        let published = self.bus.published().map(|published| published.control_daemons.as_slice());
         let written = self.state_file.as_deref().unwrap_or_default();
-        published.unwrap_or_default().iter().any(|published| published.pid == Some(daemon))
+        self.own_control_daemons().iter().any(|published| published.pid == Some(daemon))
             || written.iter().any(|running| Identity::of(daemon).is_ok_and(|now| now == running.process))
     }
 
@@ -195,15 +194,14 @@ impl Facts {
         }
         for (uuid, gpu) in &self.gpus {
             for server in &gpu.servers {
-                let Some(pid) = parent(*server).filter(|pid| is_mps(*pid)) else { continue };
-                let trace = format!("its server {server} uses GPU {uuid}");
-                add(FoundDaemon::of(pid, trace));
+                let parent = proc::stat(*server).ok().map(|stat| stat.parent);
+                let Some(pid) = parent.filter(|pid| is_mps(*pid)) else { continue };
+                add(FoundDaemon::of(pid, format!("its server {server} uses GPU {uuid}")));
             }
         }
         if self.own_processes() {
             for pid in proc::pids().into_iter().filter(|pid| is_control_daemon(*pid)) {
-                let trace = "it runs".to_owned();
-                add(FoundDaemon::of(pid, trace));
+                add(FoundDaemon::of(pid, "it runs".to_owned()));
             }
         }
         found
@@ -213,14 +211,14 @@ impl Facts {
 /// Reads the configuration. Its file system may hang.
 fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let all = sources.clone();
-    check::within(LOOK_TIMEOUT, move || config::load(&all)).unwrap_or_else(|| {
+    check::within(DEADLINE, move || config::load(&all)).unwrap_or_else(|| {
         let file = sources.main_files().first().map(|file| file.to_path_buf()).unwrap_or_default();
         let problem = Problem {
             origin: Origin { file, line: None },
             key: String::new(),
             found: format!(
                 "it, or a file that is read after it, can't be read within {} s",
-                LOOK_TIMEOUT.as_secs()
+                DEADLINE.as_secs()
             ),
             remedy: "see whether its file system hangs: findmnt -T FILE, dmesg".to_owned(),
         };
@@ -252,7 +250,7 @@ async fn program_cuda() -> Option<u32> {
         .env("CUDA_MPS_PIPE_DIRECTORY", "/dev/null")
         .stdin(Stdio::null())
         .kill_on_drop(true);
-    let answer = tokio::time::timeout(PROGRAM_TIMEOUT, command.output()).await.ok()?.ok()?;
+    let answer = tokio::time::timeout(DEADLINE, command.output()).await.ok()?.ok()?;
     let text = String::from_utf8_lossy(&answer.stdout).into_owned();
     text.split_once("Binary version: ")?.1.split_whitespace().next()?.parse().ok()
 }
@@ -279,10 +277,6 @@ fn is_control_daemon(pid: u32) -> bool {
     let arguments = proc::arguments(pid);
     arguments.first().is_some_and(|program| program.ends_with("nvidia-cuda-mps-control"))
         && arguments.iter().any(|argument| argument == "-d" || argument == "-f")
-}
-
-fn parent(pid: u32) -> Option<u32> {
-    proc::stat(pid).ok().map(|stat| stat.parent)
 }
 
 /// A variable in the environment of a process; the error is for people.

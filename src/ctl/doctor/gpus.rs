@@ -18,7 +18,7 @@ pub(super) const CHECKS: &[Check] = &[
 /// The planned GPUs.
 fn planned(facts: &Facts) -> Result<&[GpuPlan], String> {
     facts.enabled()?;
-    facts.plan().map(|plan| plan.gpus.as_slice()).ok_or_else(|| "there is no plan now".to_owned())
+    Ok(&facts.plan()?.gpus)
 }
 
 fn names(gpu: &Gpu) -> String {
@@ -29,13 +29,9 @@ fn names(gpu: &Gpu) -> String {
 }
 
 fn unusable(facts: &Facts) -> Outcome {
-    let exclusive = |known: &NvmlFacts| {
-        matches!(known.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread))
-    };
     let takes_mode = facts.enabled()?.set_compute_mode;
     let mut findings = Vec::new();
-    for plan in planned(facts)? {
-        let gpu = &plan.gpu;
+    for GpuPlan { gpu, .. } in planned(facts)? {
         let address = gpu.pci.address;
         let known = match &gpu.nvml {
             Ok(known) => known,
@@ -45,169 +41,150 @@ fn unusable(facts: &Facts) -> Outcome {
                 continue;
             }
         };
-        let mut add = |name, found: String, remedy: String| {
-            findings.push(error(name, names(gpu), found, remedy));
-        };
         if known.mig_enabled {
-            let found = "it is in MIG mode, in which it is not served".to_owned();
-            add(
+            findings.push(error(
                 "mig-enabled",
-                found,
+                names(gpu),
+                "it is in MIG mode, in which it is not served",
                 format!(
                     "once nothing runs on it any more, since it would end: nvidia-smi -i {address} -mig 0, and before \
                      Hopper nvidia-smi -i {address} --gpu-reset"
                 ),
-            );
+            ));
         }
         if known.compute_mode == Some(ComputeMode::Prohibited) {
-            let found = "compute mode Prohibited lets no process in".to_owned();
-            add("compute-mode-prohibited", found, format!("nvidia-smi -i {address} -c DEFAULT"));
+            let found = "compute mode Prohibited lets no process in";
+            let remedy = format!("nvidia-smi -i {address} -c DEFAULT");
+            findings.push(error("compute-mode-prohibited", names(gpu), found, remedy));
         }
         if known.memory_total_mib.is_none() {
-            let found = "NVML does not say how much memory it has, so it can't be divided".to_owned();
-            add("memory-unknown", found, "take it out of the device file".to_owned());
+            let found = "NVML does not say how much memory it has, so it can't be divided";
+            findings.push(error("memory-unknown", names(gpu), found, "take it out of the device file"));
         }
-        if !served(facts, &known.uuid)
-            && !known.foreign_processes.is_empty()
-            && (takes_mode || exclusive(known))
-        {
-            let found = format!("processes without MPS keep it from being served: {}", who(known));
-            add("gpu-held", found, format!("end them: kill {}", pids(known)));
+        let exclusive = [ComputeMode::ExclusiveProcess, ComputeMode::ExclusiveThread];
+        let exclusive = known.compute_mode.is_some_and(|mode| exclusive.contains(&mode));
+        let processes: Vec<_> =
+            known.foreign_processes.iter().map(|(pid, command)| (*pid, command.as_str())).collect();
+        if !served(facts, &known.uuid) && !processes.is_empty() && (takes_mode || exclusive) {
+            let (who, pids) = who_and_pids(&processes);
+            let found = format!("processes without MPS keep it from being served: {who}");
+            findings.push(error("gpu-held", names(gpu), found, format!("end them: kill {pids}")));
         }
     }
     Ok(findings)
 }
 
-fn who(known: &NvmlFacts) -> String {
-    let one = |(pid, command): &(u32, String)| format!("{pid} ({command})");
-    known.foreign_processes.iter().map(one).collect::<Vec<_>>().join(", ")
-}
-
-fn pids(known: &NvmlFacts) -> String {
-    known.foreign_processes.iter().map(|(pid, _)| pid.to_string()).collect::<Vec<_>>().join(" ")
+/// Processes for a finding and for its remedy: `7 (python3), 8 (bash)` and `7 8`.
+fn who_and_pids(processes: &[(u32, &str)]) -> (String, String) {
+    let who: Vec<String> = processes.iter().map(|(pid, command)| format!("{pid} ({command})")).collect();
+    let pids: Vec<String> = processes.iter().map(|(pid, _)| pid.to_string()).collect();
+    (who.join(", "), pids.join(" "))
 }
 
 /// Whether a control daemon of ours that runs has the GPU.
 fn served(facts: &Facts, uuid: &str) -> bool {
-    let Some(published) = facts.bus.published() else { return false };
-    let runs =
-        |id: &str| published.control_daemons.iter().any(|daemon| daemon.id == id && daemon.pid.is_some());
-    published.gpus.iter().any(|gpu| gpu.device_path.as_deref() == Some(uuid) && runs(&gpu.control_daemon))
+    let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
+    running.any(|daemon| daemon.gpus.iter().any(|gpu| gpu == uuid))
 }
 
 fn compute_modes(facts: &Facts) -> Outcome {
-    let settings = facts.settings().ok_or("the configuration can't be read")?;
-    let mut findings: Vec<Finding> = Vec::new();
-    for (gpu, known) in facts.known_gpus() {
-        let Some(mode) = known.compute_mode else { continue };
-        let address = gpu.pci.address;
-        let exclusive = mode == SERVED;
+    let sets_mode = facts.loaded()?.settings.set_compute_mode;
+    let of = |(gpu, known): (&Gpu, &NvmlFacts)| {
+        let (mode, address) = (known.compute_mode?, gpu.pci.address);
         let serving = served(facts, &known.uuid);
-        if serving && settings.set_compute_mode && !exclusive {
-            findings.push(error(
-                "compute-mode-drift",
-                names(gpu),
-                format!("its compute mode is {mode}, so programs can use it without MPS and without limits"),
-                format!("systemctl reload yunion-mps-daemon sets it again, as does nvidia-smi -i {address} -c EXCLUSIVE_PROCESS; find out who changed it"),
-            ));
-        } else if serving && !exclusive {
-            findings.push(info(
-                "compute-mode-left-alone",
-                names(gpu),
-                format!("its compute mode is {mode}, so programs can use it without MPS and without limits"),
-                "cuda_mps_set_compute_mode: true in host.conf",
-            ));
-        } else if exclusive && facts.published().is_err() && facts.control_daemons.is_empty() {
-            findings.push(warning(
+        let open =
+            || format!("its compute mode is {mode}, so programs can use it without MPS and without limits");
+        if serving && mode != SERVED {
+            return Some(if sets_mode {
+                let remedy = format!(
+                    "systemctl reload yunion-mps-daemon sets it again, as does nvidia-smi -i {address} -c \
+                     EXCLUSIVE_PROCESS; find out who changed it"
+                );
+                error("compute-mode-drift", names(gpu), open(), remedy)
+            } else {
+                let remedy = "cuda_mps_set_compute_mode: true in host.conf";
+                info("compute-mode-left-alone", names(gpu), open(), remedy)
+            });
+        }
+        (mode == SERVED && facts.published().is_err() && facts.control_daemons.is_empty()).then(|| {
+            warning(
                 "compute-mode-left",
                 names(gpu),
                 format!(
                     "its compute mode is still {mode}, and nothing serves it: one process alone can use it"
                 ),
                 format!("systemctl start yunion-mps-daemon, or nvidia-smi -i {address} -c DEFAULT"),
-            ));
-        }
-    }
-    Ok(findings)
+            )
+        })
+    };
+    Ok(facts.known_gpus().filter_map(of).collect())
 }
 
 fn bypassing(facts: &Facts) -> Outcome {
     let published = facts.published()?;
-    let mut findings = Vec::new();
-    for (gpu, known) in facts.known_gpus() {
-        let clients = published.clients.iter().flatten();
-        let on_it = clients.filter(|one| one.bypass && one.gpu == known.uuid);
+    let of = |(gpu, known): (&Gpu, &NvmlFacts)| {
+        let on_it = published.clients.iter().flatten().filter(|one| one.bypass && one.gpu == known.uuid);
         let programs: Vec<(u32, &str)> = on_it.map(|one| (one.pid, one.command.as_str())).collect();
-        if programs.is_empty() {
-            continue;
-        }
-        let who: Vec<String> = programs.iter().map(|(pid, command)| format!("{pid} ({command})")).collect();
-        let pids: Vec<String> = programs.iter().map(|(pid, _)| pid.to_string()).collect();
-        findings.push(warning(
-            "bypassing-program",
-            names(gpu),
-            format!("it is cut into slices, and used without MPS and without limits by {}", who.join(", ")),
-            format!(
-                "end them (kill {}) and start them as clients: yunion-mpsctl run {}-0 -- PROGRAM",
-                pids.join(" "),
-                gpu.pci.address.short()
-            ),
-        ));
-    }
-    Ok(findings)
+        let (who, pids) = who_and_pids(&programs);
+        (!programs.is_empty()).then(|| {
+            warning(
+                "bypassing-program",
+                names(gpu),
+                format!("it is cut into slices, and used without MPS and without limits by {who}"),
+                format!(
+                    "end them (kill {pids}) and start them as clients: yunion-mpsctl run {}-0 -- PROGRAM",
+                    gpu.pci.address.short()
+                ),
+            )
+        })
+    };
+    Ok(facts.known_gpus().filter_map(of).collect())
 }
 
 fn persistence(facts: &Facts) -> Outcome {
-    let mut findings = Vec::new();
-    for plan in planned(facts)? {
-        let Ok(known) = &plan.gpu.nvml else { continue };
-        if facts.gpus.get(&known.uuid).and_then(|now| now.persistence) == Some(false) {
-            findings.push(warning(
+    let of = |plan: &GpuPlan| {
+        let uuid = &plan.gpu.nvml.as_ref().ok()?.uuid;
+        (facts.gpus.get(uuid)?.persistence == Some(false)).then(|| {
+            warning(
                 "persistence-off",
                 names(&plan.gpu),
                 "persistence mode is off: whenever no program has the GPU open, the driver forgets its compute mode",
                 "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1 after each boot",
-            ));
-        }
-    }
-    Ok(findings)
+            )
+        })
+    };
+    Ok(planned(facts)?.iter().filter_map(of).collect())
 }
 
 fn warnings(facts: &Facts) -> Outcome {
-    let mut findings = Vec::new();
-    for plan in planned(facts)? {
-        for warned in &plan.warnings {
-            let (subject, found) = (names(&plan.gpu), warned.to_string());
-            findings.push(match warned {
-                Warning::NoComputeCapability => {
-                    info("compute-capability-unknown", subject, found, "nvidia-smi -q and dmesg say more")
-                }
-                Warning::MoreSlicesThanClients { clients, .. } => warning(
-                    "more-slices-than-clients",
-                    subject,
-                    found,
-                    format!("virtual_number: {clients} or less in the device file"),
-                ),
-                Warning::NotEnforced { .. } => info(
-                    "limits-not-enforced",
-                    subject,
-                    found,
-                    "give its slices to tenants who trust each other, or use a GPU from Volta on",
-                ),
-                Warning::GivenOutTwice { origin, .. } => {
-                    warning("given-out-twice", subject, found, format!("remove one of the entries: {origin}"))
-                }
-                Warning::LooseThreads { .. } | Warning::LooseMemory { .. } => info(
-                    "default-limits-loose",
-                    subject,
-                    found,
-                    "cut the GPUs into slices of the same memory and thread_percentage, or give clients the environment \
-                     that yunion-mpsctl env NAME prints",
-                ),
-            });
+    let of_gpu = |plan: &GpuPlan| -> Vec<Finding> {
+        plan.warnings.iter().map(|warned| of_warning(names(&plan.gpu), warned)).collect()
+    };
+    Ok(planned(facts)?.iter().flat_map(of_gpu).collect())
+}
+
+fn of_warning(subject: String, warned: &Warning) -> Finding {
+    match warned {
+        Warning::NoComputeCapability => {
+            info("compute-capability-unknown", subject, warned, "nvidia-smi -q and dmesg say more")
+        }
+        Warning::MoreSlicesThanClients { clients, .. } => {
+            let remedy = format!("virtual_number: {clients} or less in the device file");
+            warning("more-slices-than-clients", subject, warned, remedy)
+        }
+        Warning::NotEnforced { .. } => {
+            let remedy = "give its slices to tenants who trust each other, or use a GPU from Volta on";
+            info("limits-not-enforced", subject, warned, remedy)
+        }
+        Warning::GivenOutTwice { origin, .. } => {
+            warning("given-out-twice", subject, warned, format!("remove one of the entries: {origin}"))
+        }
+        Warning::LooseThreads { .. } | Warning::LooseMemory { .. } => {
+            let remedy = "cut the GPUs into slices of the same memory and thread_percentage, or give clients the \
+                          environment that yunion-mpsctl env NAME prints";
+            info("default-limits-loose", subject, warned, remedy)
         }
     }
-    Ok(findings)
 }
 
 fn oversubscription(facts: &Facts) -> Outcome {

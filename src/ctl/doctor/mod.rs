@@ -13,7 +13,8 @@ mod processes;
 mod service;
 mod serving;
 
-use std::io::Write;
+use std::collections::BTreeMap;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,8 +29,8 @@ use crate::config::Sources;
 use crate::counted::counted;
 use crate::ctl::show::table::printable;
 
-/// The time that a check may take. The file system that it looks at may hang.
-const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
+/// The time that a look at the host may take. A file system or a program may hang.
+const DEADLINE: Duration = Duration::from_secs(5);
 
 /// The exit status when the worst finding is a warning.
 const WARNINGS: u8 = 4;
@@ -90,37 +91,35 @@ fn finding(
     severity: Severity,
     name: &'static str,
     subject: impl ToString,
-    found: impl Into<String>,
-    remedy: impl Into<String>,
+    found: impl ToString,
+    remedy: impl ToString,
 ) -> Finding {
-    Finding { name, severity, subject: subject.to_string(), found: found.into(), remedy: remedy.into() }
+    let (subject, found, remedy) = (subject.to_string(), found.to_string(), remedy.to_string());
+    Finding { name, severity, subject, found, remedy }
 }
 
-fn error(
-    name: &'static str,
-    subject: impl ToString,
-    found: impl Into<String>,
-    remedy: impl Into<String>,
-) -> Finding {
+fn error(name: &'static str, subject: impl ToString, found: impl ToString, remedy: impl ToString) -> Finding {
     finding(Severity::Error, name, subject, found, remedy)
 }
 
 fn warning(
     name: &'static str,
     subject: impl ToString,
-    found: impl Into<String>,
-    remedy: impl Into<String>,
+    found: impl ToString,
+    remedy: impl ToString,
 ) -> Finding {
     finding(Severity::Warning, name, subject, found, remedy)
 }
 
-fn info(
-    name: &'static str,
-    subject: impl ToString,
-    found: impl Into<String>,
-    remedy: impl Into<String>,
-) -> Finding {
+fn info(name: &'static str, subject: impl ToString, found: impl ToString, remedy: impl ToString) -> Finding {
     finding(Severity::Info, name, subject, found, remedy)
+}
+
+/// The remedy that sets something in the service's unit.
+fn edit_unit(setting: &str) -> String {
+    format!(
+        "systemctl edit yunion-mps-daemon, add [Service] and {setting}, then systemctl restart yunion-mps-daemon"
+    )
 }
 
 /// The findings of a check, or the reason why it could not look.
@@ -181,16 +180,21 @@ fn examine(facts: &Arc<Facts>) -> Report {
     let mut report = Report { findings: Vec::new(), made: 0, not_checked: Vec::new() };
     for (what, check) in modules.into_iter().flatten() {
         let all = Arc::clone(facts);
-        match within(CHECK_TIMEOUT, move || check(&all)) {
+        match within(DEADLINE, move || check(&all)) {
             Some(Ok(findings)) => {
                 report.made += 1;
-                report.findings.extend(findings);
+                // Several directories have the same parents.
+                for finding in findings {
+                    if !report.findings.contains(&finding) {
+                        report.findings.push(finding);
+                    }
+                }
             }
             Some(Err(why)) => report.not_checked.push(NotChecked { check: what, reason: why }),
             None => report.findings.push(error(
                 "check-hangs",
                 what,
-                format!("no end of this check within {} s: a file system or a process hangs", CHECK_TIMEOUT.as_secs()),
+                format!("no end of this check within {} s: a file system or a process hangs", DEADLINE.as_secs()),
                 "look for mounts whose server is gone (findmnt -t nfs,nfs4,cifs,fuse) and for lines with `blocked for \
                  more than` in dmesg",
             )),
@@ -201,7 +205,7 @@ fn examine(facts: &Arc<Facts>) -> Report {
     report
 }
 
-fn write(report: &Report, out: &mut dyn Write) -> Result<(), Error> {
+fn write(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     for finding in &report.findings {
         let Finding { name, severity, subject, found, remedy } = finding;
         writeln!(out, "{}: {name}: {}", severity.word(), printable(subject))?;
@@ -221,13 +225,12 @@ fn write(report: &Report, out: &mut dyn Write) -> Result<(), Error> {
             report.made
         )?;
     }
-    let mut whys: Vec<&String> = report.not_checked.iter().map(|check| &check.reason).collect();
-    whys.sort_unstable();
-    whys.dedup();
-    for why in whys {
-        let theirs = report.not_checked.iter().filter(|check| check.reason == *why);
-        let what: Vec<&str> = theirs.map(|check| check.check).collect();
-        writeln!(out, "Not checked, since {}: {}", printable(why), what.join("; "))?;
+    let mut not_checked: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for NotChecked { check, reason } in &report.not_checked {
+        not_checked.entry(reason).or_default().push(check);
+    }
+    for (reason, checks) in not_checked {
+        writeln!(out, "Not checked, since {}: {}", printable(reason), checks.join("; "))?;
     }
     Ok(())
 }

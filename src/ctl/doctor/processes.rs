@@ -1,7 +1,7 @@
 //! Processes that are not as the service has them, or not its own.
 
-use super::facts::Facts;
-use super::{Check, Finding, Outcome, error, warning};
+use super::facts::{Facts, FoundDaemon};
+use super::{Check, Finding, Outcome, Severity, edit_unit, finding, warning};
 use crate::ctl::published::Published;
 use crate::ctl::show::env::quoted;
 use crate::host::proc;
@@ -21,8 +21,7 @@ fn foreign(facts: &Facts) -> Outcome {
         return Err("it is not known which control daemons are ours".to_owned());
     }
     let configured = facts.directories().unwrap_or_default();
-    let of = |daemon: &super::facts::FoundDaemon| -> Finding {
-        let pid = daemon.pid;
+    let of = |daemon: &FoundDaemon| -> Finding {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
@@ -35,21 +34,20 @@ fn foreign(facts: &Facts) -> Outcome {
             ),
             None => "yunion-mpsctl doctor as root says where it listens and how to end it".to_owned(),
         };
-        if in_ours {
-            error(
-                "foreign-control-daemon",
-                format!("process {pid}"),
+        let (severity, found, remedy) = if in_ours {
+            (
+                Severity::Error,
                 format!("{}, and this service has not started it", daemon.trace),
                 format!("it is replaced by the service once it has no clients; by hand: {end}"),
             )
         } else {
-            warning(
-                "foreign-control-daemon",
-                format!("process {pid}"),
+            (
+                Severity::Warning,
                 format!("{}: its clients use GPUs past this service, or find them taken", daemon.trace),
                 format!("{end}; then find out who starts it"),
             )
-        }
+        };
+        finding(severity, "foreign-control-daemon", format!("process {}", daemon.pid), found, remedy)
     };
     Ok(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)).map(of).collect())
 }
@@ -68,8 +66,10 @@ fn open_files(facts: &Facts) -> Outcome {
                 "open-files-too-few",
                 format!("control daemon {} (PID {pid})", daemon.id),
                 format!("it may open {limit} files, and {slices} clients at once need about {needed}"),
-                "systemctl edit yunion-mps-daemon, add [Service] and LimitNOFILE=500000, then systemctl restart \
-                 yunion-mps-daemon; for this control daemon: prlimit --nofile=500000 --pid of it and its server",
+                format!(
+                    "{}; for this control daemon: prlimit --nofile=500000 --pid of it and its server",
+                    edit_unit("LimitNOFILE=500000")
+                ),
             ));
         }
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::facts::{Facts, UNIT};
-use super::{Check, Outcome, error, info, warning};
+use super::{Check, Finding, Outcome, edit_unit, error, info, warning};
 use crate::ctl::published::Bus;
 use crate::host::proc;
 use crate::host::systemd::UnitProperties;
@@ -30,99 +30,82 @@ const POLICIES: [&str; 2] =
 const UPSTREAM: &str = "/opt/yunion/bin/mps-daemon";
 
 fn bus(facts: &Facts) -> Outcome {
-    let mut findings = Vec::new();
-    match &facts.bus {
-        Bus::Answers(_) => {}
-        Bus::Unreachable(reason) => findings.push(error(
-            "bus-unreachable",
-            "the system bus",
-            reason.clone(),
-            "systemctl start dbus; journalctl -u dbus says more",
-        )),
-        Bus::Denied(reason) => findings.push(error(
-            "bus-refuses",
-            "io.yunion.Mps1",
-            reason.clone(),
-            format!("install {} and systemctl reload dbus", POLICIES[0]),
-        )),
+    let finding = match &facts.bus {
+        Bus::Answers(_) => return Ok(Vec::new()),
+        Bus::Unreachable(reason) => {
+            let remedy = "systemctl start dbus; journalctl -u dbus says more";
+            error("bus-unreachable", "the system bus", reason, remedy)
+        }
+        Bus::Denied(reason) => {
+            let remedy = format!("install {} and systemctl reload dbus", POLICIES[0]);
+            error("bus-refuses", "io.yunion.Mps1", reason, remedy)
+        }
         // The bus is well; to start it again would hurt everything else on the host.
-        Bus::Silent => findings.push(error(
+        Bus::Silent => error(
             "service-silent",
             UNIT,
             "it runs and does not answer",
             "journalctl -u yunion-mps-daemon, then systemctl restart yunion-mps-daemon: running jobs carry on",
-        )),
-        Bus::Refuses(reason) => findings.push(error(
+        ),
+        Bus::Refuses(reason) => error(
             "service-refuses",
             UNIT,
             format!("it does not say how it is: {reason}"),
             "run yunion-mpsctl doctor again, in case it was just starting or ending; journalctl -u \
              yunion-mps-daemon says more",
-        )),
-        Bus::NotRunning => {
-            findings.push(error(
-                "service-not-running",
-                UNIT,
-                "nobody owns the name io.yunion.Mps1 on the system bus",
-                "systemctl enable --now yunion-mps-daemon; if it does not stay: journalctl -u yunion-mps-daemon",
-            ));
-            if !POLICIES.iter().any(|file| facts.file(file).exists()) {
-                findings.push(error(
-                    "bus-policy-missing",
-                    POLICIES[0],
-                    "it does not exist, so the bus gives the name io.yunion.Mps1 to nobody",
-                    "install it again with the package, then systemctl reload dbus",
-                ));
-            }
-        }
-    }
-    Ok(findings)
+        ),
+        Bus::NotRunning => error(
+            "service-not-running",
+            UNIT,
+            "nobody owns the name io.yunion.Mps1 on the system bus",
+            "systemctl enable --now yunion-mps-daemon; if it does not stay: journalctl -u yunion-mps-daemon",
+        ),
+    };
+    let no_policy =
+        matches!(facts.bus, Bus::NotRunning) && !POLICIES.iter().any(|file| facts.file(file).exists());
+    let policy = no_policy.then(|| {
+        error(
+            "bus-policy-missing",
+            POLICIES[0],
+            "it does not exist, so the bus gives the name io.yunion.Mps1 to nobody",
+            "install it again with the package, then systemctl reload dbus",
+        )
+    });
+    Ok([finding].into_iter().chain(policy).collect())
 }
 
 fn word<'u>(unit: &'u UnitProperties, key: &str) -> &'u str {
     unit.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
+fn is_set(unit: &UnitProperties, key: &str) -> bool {
+    unit.get(key) == Some(&Value::Bool(true))
+}
+
 fn unit_state(facts: &Facts) -> Outcome {
     Ok(judge_state(facts.unit.as_ref().map_err(Clone::clone)?))
 }
 
-fn judge_state(unit: &UnitProperties) -> Vec<super::Finding> {
+fn judge_state(unit: &UnitProperties) -> Vec<Finding> {
     let mut findings = Vec::new();
     match word(unit, "LoadState") {
         "not-found" => {
-            findings.push(error(
-                "unit-not-installed",
-                UNIT,
-                "systemd knows no such unit",
-                "install the package again, then systemctl daemon-reload",
-            ));
-            return findings;
+            let remedy = "install the package again, then systemctl daemon-reload";
+            return vec![error("unit-not-installed", UNIT, "systemd knows no such unit", remedy)];
         }
         "masked" => {
-            findings.push(error(
-                "unit-masked",
-                UNIT,
-                "it is masked: nothing starts it",
-                "systemctl unmask yunion-mps-daemon && systemctl enable --now yunion-mps-daemon",
-            ));
-            return findings;
+            let remedy = "systemctl unmask yunion-mps-daemon && systemctl enable --now yunion-mps-daemon";
+            return vec![error("unit-masked", UNIT, "it is masked: nothing starts it", remedy)];
         }
-        "bad-setting" | "error" => findings.push(error(
-            "unit-broken",
-            word(unit, "FragmentPath"),
-            "systemd can't read it",
-            format!("systemd-analyze verify {UNIT}"),
-        )),
+        "bad-setting" | "error" => {
+            let (subject, remedy) = (word(unit, "FragmentPath"), format!("systemd-analyze verify {UNIT}"));
+            findings.push(error("unit-broken", subject, "systemd can't read it", remedy));
+        }
         _ => {}
     }
     if word(unit, "UnitFileState") == "disabled" {
-        findings.push(warning(
-            "unit-not-enabled",
-            UNIT,
-            "it does not start at boot",
-            "systemctl enable yunion-mps-daemon",
-        ));
+        let remedy = "systemctl enable yunion-mps-daemon";
+        findings.push(warning("unit-not-enabled", UNIT, "it does not start at boot", remedy));
     }
     if word(unit, "ActiveState") == "failed" {
         let status = unit.get("ExecMainStatus").and_then(Value::as_i64).unwrap_or_default();
@@ -142,51 +125,32 @@ fn judge_state(unit: &UnitProperties) -> Vec<super::Finding> {
         };
         findings.push(error("unit-failed", UNIT, found, remedy));
     }
-    if unit.get("NeedDaemonReload") == Some(&Value::Bool(true)) {
-        findings.push(warning(
-            "unit-changed",
-            word(unit, "FragmentPath"),
-            "it was changed since systemd read it",
-            "systemctl daemon-reload",
-        ));
+    if is_set(unit, "NeedDaemonReload") {
+        let (subject, found) = (word(unit, "FragmentPath"), "it was changed since systemd read it");
+        findings.push(warning("unit-changed", subject, found, "systemctl daemon-reload"));
     }
     findings
 }
 
 fn unit_settings(facts: &Facts) -> Outcome {
     let unit = facts.unit.as_ref().map_err(Clone::clone)?;
-    let directories = facts.directories()?;
-    let needed: Vec<&Path> =
-        directories.iter().flat_map(|(pipe, log)| [pipe.as_path(), log.as_path()]).collect();
-    Ok(judge_settings(unit, &needed))
+    Ok(judge_settings(unit, &facts.all_directories()?.collect::<Vec<_>>()))
 }
 
-fn judge_settings(unit: &UnitProperties, needed: &[&Path]) -> Vec<super::Finding> {
+fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     let mut findings = Vec::new();
     if matches!(word(unit, "LoadState"), "not-found" | "masked") {
         return findings;
     }
-    let edit = |what: &str| {
-        format!(
-            "systemctl edit yunion-mps-daemon, add [Service] and {what}, then systemctl restart yunion-mps-daemon"
-        )
-    };
     let temporary = needed.iter().find(|path| path.starts_with("/tmp") || path.starts_with("/var/tmp"));
-    if let Some(directory) = temporary.filter(|_| unit.get("PrivateTmp") == Some(&Value::Bool(true))) {
-        findings.push(error(
-            "unit-private-tmp",
-            UNIT,
-            format!("PrivateTmp=yes: {} is not the one that containers are given", directory.display()),
-            edit("PrivateTmp=no"),
-        ));
+    if let Some(directory) = temporary.filter(|_| is_set(unit, "PrivateTmp")) {
+        let found =
+            format!("PrivateTmp=yes: {} is not the one that containers are given", directory.display());
+        findings.push(error("unit-private-tmp", UNIT, found, edit_unit("PrivateTmp=no")));
     }
-    let granted = unit.get("ReadWritePaths").and_then(Value::as_array);
-    let granted: Vec<PathBuf> = granted
-        .into_iter()
-        .flatten()
-        .filter_map(Value::as_str)
-        .map(|path| PathBuf::from(path.trim_start_matches(['-', '+'])))
-        .collect();
+    let granted = unit.get("ReadWritePaths").and_then(Value::as_array).into_iter().flatten();
+    let granted: Vec<&str> =
+        granted.filter_map(Value::as_str).map(|path| path.trim_start_matches(['-', '+'])).collect();
     let protected: &[&str] = match word(unit, "ProtectSystem") {
         "yes" => &["/usr", "/boot", "/efi"],
         "full" => &["/usr", "/boot", "/efi", "/etc"],
@@ -202,7 +166,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[&Path]) -> Vec<super::Finding
                 "unit-protects-directory",
                 directory.display(),
                 format!("ProtectSystem={}: the service can't write there", word(unit, "ProtectSystem")),
-                edit(&format!("ReadWritePaths={}", directory.display())),
+                edit_unit(&format!("ReadWritePaths={}", directory.display())),
             ));
         }
     }
@@ -211,7 +175,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[&Path]) -> Vec<super::Finding
             "unit-kill-mode",
             UNIT,
             "KillMode=control-group: a restart can end control daemons, and every job with them",
-            edit("KillMode=process"),
+            edit_unit("KillMode=process"),
         ));
     }
     findings
@@ -230,39 +194,29 @@ fn shadowed(facts: &Facts) -> Outcome {
         return Ok(Vec::new());
     }
     let starts = text.lines().find_map(|line| line.trim().strip_prefix("ExecStart="));
-    Ok(vec![warning(
-        "unit-shadowed",
-        hidden.display(),
-        format!("it hides the unit of the package and starts {}", starts.unwrap_or("nothing")),
-        format!(
-            "rm {} && systemctl daemon-reload; own settings belong in a drop-in: systemctl edit",
-            hidden.display()
-        ),
-    )])
+    let found = format!("it hides the unit of the package and starts {}", starts.unwrap_or("nothing"));
+    let hidden = hidden.display();
+    let remedy =
+        format!("rm {hidden} && systemctl daemon-reload; own settings belong in a drop-in: systemctl edit");
+    Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
 }
 
 /// Two programs that set compute modes and start control daemons would be at each other's throats.
 fn upstream(facts: &Facts) -> Outcome {
-    let mut findings = Vec::new();
-    if facts.file(UPSTREAM).exists() {
-        findings.push(warning(
-            "upstream-installed",
-            UPSTREAM,
-            "the platform's own MPS daemon is still installed, and would use the same GPUs",
-            "remove the package that it is from (dpkg -S or rpm -qf), or rm it",
-        ));
-    }
-    if facts.own_processes() {
-        for pid in proc::pids().into_iter().filter(|pid| proc::name(*pid).as_deref() == Some("mps-daemon")) {
-            findings.push(error(
-                "upstream-running",
-                format!("process {pid}"),
-                "the platform's own MPS daemon runs: it sets compute modes and starts control daemons as well",
-                format!("systemctl stop the unit that `systemctl status {pid}` names, or kill {pid}"),
-            ));
-        }
-    }
-    Ok(findings)
+    let installed = facts.file(UPSTREAM).exists().then(|| {
+        let found = "the platform's own MPS daemon is still installed, and would use the same GPUs";
+        let remedy = "remove the package that it is from (dpkg -S or rpm -qf), or rm it";
+        warning("upstream-installed", UPSTREAM, found, remedy)
+    });
+    let processes = if facts.own_processes() { proc::pids() } else { Vec::new() };
+    let runs = processes.into_iter().filter(|pid| proc::name(*pid).as_deref() == Some("mps-daemon"));
+    let running = runs.map(|pid| {
+        let found =
+            "the platform's own MPS daemon runs: it sets compute modes and starts control daemons as well";
+        let remedy = format!("systemctl stop the unit that `systemctl status {pid}` names, or kill {pid}");
+        error("upstream-running", format!("process {pid}"), found, remedy)
+    });
+    Ok(installed.into_iter().chain(running).collect())
 }
 
 fn version(facts: &Facts) -> Outcome {
@@ -271,12 +225,9 @@ fn version(facts: &Facts) -> Outcome {
     if running.is_empty() || running == ours {
         return Ok(Vec::new());
     }
-    Ok(vec![info(
-        "service-of-another-version",
-        UNIT,
-        format!("version {running} runs, and this program is {ours}"),
-        "systemctl restart yunion-mps-daemon: running jobs carry on",
-    )])
+    let found = format!("version {running} runs, and this program is {ours}");
+    let remedy = "systemctl restart yunion-mps-daemon: running jobs carry on";
+    Ok(vec![info("service-of-another-version", UNIT, found, remedy)])
 }
 
 #[cfg(test)]
@@ -305,7 +256,7 @@ mod tests {
     }
 
     fn found(changes: &Value, needed: &[&str]) -> Vec<&'static str> {
-        let (unit, needed) = (unit(changes), needed.iter().map(Path::new).collect::<Vec<_>>());
+        let (unit, needed) = (unit(changes), needed.iter().map(PathBuf::from).collect::<Vec<_>>());
         let findings = judge_state(&unit).into_iter().chain(judge_settings(&unit, &needed));
         findings.map(|finding| finding.name).collect()
     }

@@ -1,9 +1,8 @@
 //! Troubles that the service itself tells of, and troubles that its clients will notice.
 
 use super::facts::Facts;
-use super::{Check, Finding, Outcome, error, info, warning};
+use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
 use crate::counted::counted;
-use crate::ctl::published::Published;
 use crate::dbus::proxy::Listed;
 use crate::dbus::rows::{Client, ControlDaemon, Gpu};
 use crate::host::driver::MULTI_USER;
@@ -16,6 +15,9 @@ pub(super) const CHECKS: &[Check] = &[
     ("whose slices the clients use", devices),
     ("clients that wait for those of other users", waiting),
 ];
+
+/// The remedy where the service itself gives the reason.
+const DO_WHAT_IT_SAYS: &str = "do what the reason says; yunion-mpsctl status and the journal say more";
 
 fn name(daemon: &ControlDaemon) -> String {
     format!("control daemon {}", daemon.id)
@@ -58,31 +60,20 @@ fn control_daemons(facts: &Facts) -> Outcome {
 /// The GPUs that are not healthy and for which no other finding gives the cause.
 fn gpus(facts: &Facts) -> Outcome {
     let published = facts.published()?;
+    let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
     let planned = |gpu: &&Listed<Gpu>| {
-        let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
         plans.iter().any(|plan| {
             plan.gpu.pci.address.short() == gpu.addr && plan.unusable.is_none() && plan.gpu.nvml.is_ok()
         })
     };
-    let sick = |gpu: &&Listed<Gpu>| !gpu.healthy;
-    let unexplained = |gpu: &&Listed<Gpu>| match daemon_of(gpu, published) {
-        Some(daemon) => daemon.state == "ready",
-        None => published.control_daemons.is_empty(),
+    let unexplained = |gpu: &&Listed<Gpu>| {
+        let daemons = &published.control_daemons;
+        let daemon =
+            daemons.iter().find(|one| !gpu.control_daemon.is_empty() && one.id == gpu.control_daemon);
+        daemon.map_or(daemons.is_empty(), |daemon| daemon.state == "ready")
     };
-    let of = |gpu: &Listed<Gpu>| {
-        error(
-            "gpu-not-served",
-            &gpu.addr,
-            &gpu.reason,
-            "do what the reason says; yunion-mpsctl status and the journal say more",
-        )
-    };
-    Ok(published.gpus.iter().filter(sick).filter(planned).filter(unexplained).map(of).collect())
-}
-
-fn daemon_of<'p>(gpu: &Gpu, published: &'p Published) -> Option<&'p Listed<ControlDaemon>> {
-    let id = &gpu.control_daemon;
-    published.control_daemons.iter().find(|daemon| !id.is_empty() && daemon.id == *id)
+    let sick = published.gpus.iter().filter(|gpu| !gpu.healthy).filter(planned).filter(unexplained);
+    Ok(sick.map(|gpu| error("gpu-not-served", &gpu.addr, &gpu.reason, DO_WHAT_IT_SAYS)).collect())
 }
 
 /// Trouble that concerns no GPU and no control daemon, such as a new configuration that was refused.
@@ -94,10 +85,15 @@ fn service(facts: &Facts) -> Outcome {
     if matches!(state, "ready" | "disabled" | "stopping") || !all_well || facts.inventory.driver.is_err() {
         return Ok(Vec::new());
     }
-    let finding = if state == "failed" { error } else { warning };
-    let remedy = "do what the reason says; yunion-mpsctl status and the journal say more";
+    let severity = if state == "failed" { Severity::Error } else { Severity::Warning };
     let subject = format!("the service is {state}");
-    Ok(vec![finding("service-not-ready", subject, &published.service.state_reason, remedy)])
+    Ok(vec![finding(
+        severity,
+        "service-not-ready",
+        subject,
+        &published.service.state_reason,
+        DO_WHAT_IT_SAYS,
+    )])
 }
 
 /// A control daemon enforces the limits of its largest slice.
@@ -142,12 +138,8 @@ fn devices(facts: &Facts) -> Outcome {
     let clients = match &published.clients {
         Ok(clients) => clients,
         Err(reason) => {
-            return Ok(vec![warning(
-                "clients-unknown",
-                "the clients",
-                reason.clone(),
-                "a control daemon that hangs is dealt with by itself; journalctl -u yunion-mps-daemon says how",
-            )]);
+            let remedy = "a control daemon that hangs is dealt with by itself; journalctl -u yunion-mps-daemon says how";
+            return Ok(vec![warning("clients-unknown", "the clients", reason, remedy)]);
         }
     };
     let nameless: Vec<String> = clients

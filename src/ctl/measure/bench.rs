@@ -4,16 +4,17 @@ use std::io::{self, IsTerminal, Write};
 use std::ops::Deref;
 
 use clap::Args;
-use tokio::signal::unix::{self, SignalKind};
+use rustix::process::Signal;
+use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
-use crate::ctl::act::run::{catch, received};
 use crate::ctl::measure::bench_report::{Measured, Results, Row, document, print, slowest};
-use crate::ctl::measure::cuda_client::{Answer, CudaClient, Environment, Request, Work, unexpected};
+use crate::ctl::measure::cuda_client::{CudaClient, Environment, Request, Work};
 use crate::ctl::measure::probe::refuse_to_queue;
 use crate::ctl::published::published_name;
 use crate::ctl::show::table::{Shown, health};
-use crate::ctl::{Error, print_json};
+use crate::ctl::signals::Signals;
+use crate::ctl::{Error, FAILED, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{Client, Device};
 
@@ -72,8 +73,7 @@ pub(in crate::ctl) async fn bench(
     refuse_to_queue(daemon, first).await?;
     let mut environments = Vec::new();
     for slice in &slices {
-        environments
-            .push(Environment::of_slice(&daemon.container_config(std::slice::from_ref(&slice.addr)).await?));
+        environments.push(Environment::of_slice(daemon, &slice.addr).await?);
     }
     let why_not = why_not_without_mps(first);
     let mut bench = Bench {
@@ -83,7 +83,7 @@ pub(in crate::ctl) async fn bench(
         counts: counts(arguments.processes),
         running: Vec::new(),
     };
-    let mut signals = Signals::catch()?;
+    let mut signals = Signals::catch(&[Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT])?;
     let ended = tokio::select! {
         measured = bench.measure() => measured.map(Ok),
         signal = signals.next() => Ok(Err(signal)),
@@ -93,7 +93,7 @@ pub(in crate::ctl) async fn bench(
     progress("");
     let result = match ended? {
         Ok(result) => result,
-        Err(signal) => return Ok(128 + signal),
+        Err(signal) => return Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED)),
     };
     if arguments.json {
         print_json(out, &document(&slices, why_not.as_deref(), &result))?;
@@ -191,10 +191,7 @@ impl Bench {
     async fn measure(&mut self) -> Result<Results, Error> {
         progress("looking at the GPU");
         self.start(1, false)?;
-        let all_sms = match self.ask(Request::Count).await?.as_slice() {
-            [Answer::Counted(sms)] => *sms,
-            answers => return Err(unexpected(answers)),
-        };
+        let all_sms: u32 = self.ask(Request::Count).await?.into_iter().max().unwrap_or_default();
         self.stop().await;
         let wide_blocks = all_sms.max(1) * WIDE_BLOCKS_PER_SM;
         let mut kernels = Vec::new();
@@ -240,7 +237,7 @@ impl Bench {
     async fn fastest(&mut self, work: Work) -> Result<f64, Error> {
         let mut fastest = f64::INFINITY;
         for _ in 0..CALIBRATION_RUNS {
-            fastest = fastest.min(slowest(&self.run(work).await?) / f64::from(work.launches));
+            fastest = fastest.min(slowest(&self.ask(Request::Run(work)).await?) / f64::from(work.launches));
         }
         Ok(fastest)
     }
@@ -249,8 +246,8 @@ impl Bench {
     /// ready, each with its context, its kernel and a warm GPU.
     async fn time(&mut self, processes: u32, work: Work, with_mps: bool) -> Result<Vec<f64>, Error> {
         self.start(processes, with_mps)?;
-        self.run(Work { launches: WARM_UP_LAUNCHES, ..work }).await?;
-        let seconds = self.run(work).await?;
+        self.ask::<f64>(Request::Run(Work { launches: WARM_UP_LAUNCHES, ..work })).await?;
+        let seconds = self.ask(Request::Run(work)).await?;
         self.stop().await;
         Ok(seconds)
     }
@@ -263,17 +260,8 @@ impl Bench {
         Ok(())
     }
 
-    async fn run(&mut self, work: Work) -> Result<Vec<f64>, Error> {
-        let answers = self.ask(Request::Run(work)).await?;
-        let seconds = answers.iter().map(|answer| match answer {
-            Answer::Ran(seconds) => Ok(*seconds),
-            other => Err(unexpected(std::slice::from_ref(other))),
-        });
-        seconds.collect()
-    }
-
-    /// Tells all of them, and waits for all answers.
-    async fn ask(&mut self, request: Request) -> Result<Vec<Answer>, Error> {
+    /// Sends all of them the request, and waits for all answers.
+    async fn ask<T: DeserializeOwned>(&mut self, request: Request) -> Result<Vec<T>, Error> {
         for process in &mut self.running {
             process.tell(request).await?;
         }
@@ -302,29 +290,6 @@ impl Bench {
 )]
 fn scaled(rounds: u32, factor: f64) -> u32 {
     ((f64::from(rounds) * factor) as u32).clamp(1, MOST_ROUNDS)
-}
-
-/// The signals that end a bench.
-struct Signals([Option<unix::Signal>; 4]);
-
-impl Signals {
-    fn catch() -> Result<Self, Error> {
-        let kinds =
-            [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup(), SignalKind::quit()];
-        let [interrupt, terminate, hangup, quit] = kinds.map(catch);
-        Ok(Self([interrupt?, terminate?, hangup?, quit?]))
-    }
-
-    /// The number of the next one.
-    async fn next(&mut self) -> u8 {
-        let [interrupt, terminate, hangup, quit] = &mut self.0;
-        tokio::select! {
-            () = received(interrupt) => 2,
-            () = received(terminate) => 15,
-            () = received(hangup) => 1,
-            () = received(quit) => 3,
-        }
-    }
 }
 
 /// Says on a terminal what is being done; nothing, in the end.

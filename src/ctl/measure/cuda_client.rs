@@ -1,8 +1,7 @@
-//! A CUDA client of ours: this program started again, in the environment of a slice. What it does on the GPU it is told
-//! line by line on its stdin, and it answers on its stdout. At the end of its stdin it leaves, between two kernels:
-//! however its parent ends, its neighbours are safe.
+//! A CUDA client of ours: this program started again, in the environment of a slice. It reads requests line by line on its
+//! stdin, and answers on its stdout. At the end of its stdin it leaves, between two kernels: however its parent ends, its
+//! neighbours are safe.
 
-use crate::host::proc;
 use std::ffi::OsString;
 use std::io::{self, BufRead, Write};
 use std::process::Stdio;
@@ -11,14 +10,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::timeout;
 
 use crate::ctl::Error;
+use crate::ctl::show::env::host_environment;
 use crate::cuda::{self, Gpu, Kernel};
-use crate::dbus::proxy::{ContainerAnswer, DaemonProxy};
+use crate::dbus::proxy::DaemonProxy;
+use crate::host::proc;
 
 /// The first argument of the process that becomes a CUDA client.
 const BECOME: &str = "become-cuda-client";
@@ -37,16 +40,15 @@ const LEAVE_DEADLINE: Duration = Duration::from_secs(5);
 pub(in crate::ctl) enum Request {
     /// Count the multiprocessors, without a context.
     Count,
-    /// Open a context and say what it sees.
-    Look,
-    /// Allocate until it is refused or has this much, and give it back.
-    Allocate {
-        /// In MiB.
-        most: u64,
-    },
-    /// Run the kernel so many times.
+    /// Open a context and say what it sees. Then allocate until it is refused or has that many MiB, and give it back.
+    Look { allocate: Option<u64> },
+    /// Run the kernel so many times. The answer is the time from the first launch to the end of the last kernel, in
+    /// seconds.
     Run(Work),
 }
+
+/// The answer to a request, or why there is none.
+type Answer<T> = Result<T, String>;
 
 /// Work for a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -59,19 +61,15 @@ pub(in crate::ctl) struct Work {
     pub(in crate::ctl) launches: u32,
 }
 
-/// The answer of a client.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(in crate::ctl) enum Answer {
-    /// Multiprocessors.
-    Counted(u32),
-    /// The multiprocessors and the memory that it sees in its context, in MiB.
-    Seen { sms: u32, memory_free: u64, memory_total: u64 },
-    /// The memory that it got, in MiB.
-    Allocated(u64),
-    /// From the first launch to the end of the last kernel, in seconds.
-    Ran(f64),
-    /// Why it can't.
-    Failed(String),
+/// The multiprocessors and the memory that a client sees in its context, in MiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::ctl) struct Seen {
+    pub(in crate::ctl) sms: u32,
+    pub(in crate::ctl) memory_free: u64,
+    pub(in crate::ctl) memory_total: u64,
+    /// The memory that it got; None where it did not try.
+    #[serde(rename = "memory_allocated")]
+    pub(in crate::ctl) allocated: Option<u64>,
 }
 
 /// The environment of a client.
@@ -80,8 +78,8 @@ pub(in crate::ctl) struct Environment(Vec<(String, String)>);
 
 impl Environment {
     /// The environment that the daemon answers for a slice, as in `yunion-mpsctl run`.
-    pub(in crate::ctl) fn of_slice(answer: &ContainerAnswer) -> Self {
-        Self(crate::ctl::show::env::host_environment(answer))
+    pub(in crate::ctl) async fn of_slice(daemon: &DaemonProxy, name: &str) -> Result<Self, Error> {
+        Ok(Self(host_environment(&daemon.container_config(&[name.to_owned()]).await?)))
     }
 
     /// The same without the limits: what holds then is what the control daemon enforces.
@@ -135,7 +133,19 @@ impl CudaClient {
         Ok(Self { child, requests, answers: BufReader::new(answers).lines() })
     }
 
-    /// Tells it something; the answer is to be fetched.
+    /// Starts a client for one request, and waits until it has left.
+    pub(in crate::ctl) async fn ask_once<T: DeserializeOwned>(
+        environment: &Environment,
+        request: Request,
+    ) -> Result<T, Error> {
+        let mut client = Self::start(environment)?;
+        client.tell(request).await?;
+        let answer = client.answer().await;
+        client.leave().await;
+        answer
+    }
+
+    /// Sends a request; [`Self::answer`] fetches the answer.
     pub(in crate::ctl) async fn tell(&mut self, request: Request) -> Result<(), Error> {
         let mut line = serde_json::to_vec(&request)?;
         line.push(b'\n');
@@ -144,25 +154,19 @@ impl CudaClient {
         Ok(())
     }
 
-    /// Its answers.
-    pub(in crate::ctl) async fn answer(&mut self) -> Result<Answer, Error> {
+    pub(in crate::ctl) async fn answer<T: DeserializeOwned>(&mut self) -> Result<T, Error> {
         let seconds = ANSWER_DEADLINE.as_secs();
-        let line = match timeout(ANSWER_DEADLINE, self.answers.next_line()).await {
-            Ok(Ok(Some(line))) => line,
-            Ok(Ok(None)) => return Err(Error::Failed(format!("a CUDA process {}", self.ending().await))),
-            Ok(Err(error)) => return Err(Error::Failed(format!("a CUDA process: {error}"))),
-            Err(_) => return Err(Error::Failed(format!("no answer of a CUDA process within {seconds} s"))),
+        let trouble = match timeout(ANSWER_DEADLINE, self.answers.next_line()).await {
+            Ok(Ok(Some(line))) => match serde_json::from_str::<Answer<T>>(&line) {
+                Ok(Ok(answer)) => return Ok(answer),
+                Ok(Err(text)) => format!("a CUDA process: {text}"),
+                Err(_) => format!("a CUDA process said {line:?}"),
+            },
+            Ok(Ok(None)) => format!("a CUDA process {}", self.ending().await),
+            Ok(Err(error)) => format!("a CUDA process: {error}"),
+            Err(_) => format!("no answer of a CUDA process within {seconds} s"),
         };
-        match serde_json::from_str(&line) {
-            Ok(Answer::Failed(text)) => Err(Error::Failed(format!("a CUDA process: {text}"))),
-            Ok(answer) => Ok(answer),
-            Err(_) => Err(Error::Failed(format!("a CUDA process said {line:?}"))),
-        }
-    }
-
-    pub(in crate::ctl) async fn ask(&mut self, request: Request) -> Result<Answer, Error> {
-        self.tell(request).await?;
-        self.answer().await
+        Err(Error::Failed(trouble))
     }
 
     async fn ending(&mut self) -> String {
@@ -198,21 +202,20 @@ pub(in crate::ctl) fn become_cuda_client(arguments: &[OsString], out: &mut dyn W
         return None;
     }
     cuda::exit_with_message_on_panic(|out, text| {
-        let _ = say(out, &Answer::Failed(text.to_owned()));
+        let _ = say(out, &Err(text.to_owned()));
     });
     let left = Arc::new(AtomicBool::new(false));
     let requests = requests(Arc::clone(&left));
     let mut member = Member { gpu: None, kernel: None, left };
     for request in requests {
-        let answer = member.carry_out(request).unwrap_or_else(|error| Answer::Failed(error.to_string()));
-        if say(out, &answer).is_err() {
+        if say(out, &member.carry_out(request).map_err(|error| error.to_string())).is_err() {
             break;
         }
     }
     Some(0)
 }
 
-fn say(out: &mut dyn Write, answer: &Answer) -> io::Result<()> {
+fn say(out: &mut dyn Write, answer: &Answer<Value>) -> io::Result<()> {
     serde_json::to_writer(&mut *out, answer)?;
     writeln!(out)?;
     out.flush()
@@ -242,20 +245,20 @@ struct Member {
 }
 
 impl Member {
-    fn carry_out(&mut self, request: Request) -> Result<Answer, cuda::Error> {
+    fn carry_out(&mut self, request: Request) -> Result<Value, cuda::Error> {
         Ok(match request {
-            Request::Count => Answer::Counted(cuda::multiprocessors_without_context()?),
-            Request::Look => {
+            Request::Count => json!(cuda::multiprocessors_without_context()?),
+            Request::Look { allocate } => {
                 let gpu = self.gpu()?;
                 let memory = gpu.memory()?;
-                Answer::Seen {
+                json!(Seen {
                     sms: gpu.multiprocessors()?,
                     memory_free: memory.free_mib,
                     memory_total: memory.total_mib,
-                }
+                    allocated: allocate.map(|most| gpu.allocate_up_to(most)).transpose()?,
+                })
             }
-            Request::Allocate { most } => Answer::Allocated(self.gpu()?.allocate_up_to(most)?),
-            Request::Run(work) => Answer::Ran(self.run(work)?.as_secs_f64()),
+            Request::Run(work) => json!(self.run(work)?.as_secs_f64()),
         })
     }
 
@@ -280,9 +283,4 @@ impl Member {
         }
         Ok(start.elapsed())
     }
-}
-
-/// Answers that are none to what was asked: it can only be a mistake of ours.
-pub(in crate::ctl) fn unexpected(answers: &[Answer]) -> Error {
-    Error::Failed(format!("CUDA processes answered {answers:?}"))
 }

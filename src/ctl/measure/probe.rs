@@ -1,13 +1,13 @@
 //! `yunion-mpsctl probe`: what a slice promises, beside what a CUDA client of it really gets.
 
-use std::io::Write;
+use std::io::{self, Write};
 
 use clap::Args;
 use serde_json::{Value, json};
 
 use crate::counted::counted;
-use crate::ctl::measure::cuda_client::{Answer, CudaClient, Environment, Request, unexpected};
-use crate::ctl::show::table::{Shown, health, printable, table};
+use crate::ctl::measure::cuda_client::{CudaClient, Environment, Request, Seen};
+use crate::ctl::show::table::{Shown, health, printable, table, with_unit};
 use crate::ctl::{Error, FAILED, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{ControlDaemon, Device};
@@ -50,9 +50,8 @@ pub(in crate::ctl) async fn probe(
     let clients = daemon.clients().await?;
     let mut reports = Vec::new();
     for device in chosen {
-        let mut report = Report::new(device, &devices);
-        report.clients =
-            clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
+        let others = clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
+        let mut report = Report::new(device, &devices, others);
         // One that was named is tried in any case.
         if arguments.device.is_none() && !device.healthy {
             let health = health(device.healthy, &device.reason);
@@ -132,20 +131,9 @@ impl Limits {
     }
 }
 
-/// The multiprocessors and the memory that a client got, in MiB.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Seen {
-    sms: u32,
-    memory_free: u64,
-    memory_total: u64,
-    /// None where it wasn't tried.
-    allocated: Option<u64>,
-}
-
 /// All that is found out about one slice.
 struct Report<'a> {
     device: &'a Device,
-    enforced: bool,
     slice: Limits,
     /// A control daemon has the limits of its largest slice.
     control_daemon: Limits,
@@ -159,23 +147,19 @@ struct Report<'a> {
 }
 
 impl<'a> Report<'a> {
-    fn new(device: &'a Device, devices: &[Listed<Device>]) -> Self {
-        let served_with = devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
-        let all: Vec<Limits> = served_with.map(|other| Limits::of(other)).collect();
+    fn new(device: &'a Device, devices: &[Listed<Device>], clients: usize) -> Self {
         let slice = Limits::of(device);
+        let together = || devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
+        let percentages = together().map(|other| Limits::of(other).thread_percentage);
+        let control_daemon = Limits {
+            thread_percentage: percentages.max().unwrap_or(slice.thread_percentage),
+            memory: together().filter_map(|other| Limits::of(other).memory).max(),
+        };
         Self {
             device,
-            enforced: device.limits_enforced,
             slice,
-            control_daemon: Limits {
-                thread_percentage: all
-                    .iter()
-                    .map(|limits| limits.thread_percentage)
-                    .max()
-                    .unwrap_or(slice.thread_percentage),
-                memory: all.iter().filter_map(|limits| limits.memory).max(),
-            },
-            clients: 0,
+            control_daemon,
+            clients,
             all_sms: None,
             as_slice: None,
             without_limits: None,
@@ -186,18 +170,19 @@ impl<'a> Report<'a> {
 
     async fn fill(&mut self, daemon: &DaemonProxy, beside_clients: bool) -> Result<(), Error> {
         refuse_to_queue(daemon, self.device).await?;
-        let name = self.device.addr.clone();
-        let environment = Environment::of_slice(&daemon.container_config(&[name]).await?);
-        let all = count(&environment.without_mps()).await?;
+        let enforced = self.device.limits_enforced;
+        let environment = Environment::of_slice(daemon, &self.device.addr).await?;
+        let all = CudaClient::ask_once(&environment.without_mps(), Request::Count).await?;
         self.all_sms = Some(all);
-        let allocate = self.clients == 0 || beside_clients;
-        let most = |limits: Limits| limits.memory.filter(|_| allocate && self.enforced);
-        let as_slice = look(&environment, most(self.slice)).await?;
+        let allocate = enforced && (self.clients == 0 || beside_clients);
+        let look = |limits: Limits| Request::Look { allocate: limits.memory.filter(|_| allocate) };
+        let as_slice = CudaClient::ask_once(&environment, look(self.slice)).await?;
         // A client's environment can only tighten: limits that somebody has loosened show without it alone.
-        let without_limits = look(&environment.without_limits(), most(self.control_daemon)).await?;
+        let without_limits =
+            CudaClient::ask_once(&environment.without_limits(), look(self.control_daemon)).await?;
         self.as_slice = Some(as_slice);
         self.without_limits = Some(without_limits);
-        if self.enforced {
+        if enforced {
             self.mismatches.extend(differences("a client of this slice", self.slice, as_slice, all));
             let who = "a client that brings no limits of its own";
             self.mismatches.extend(differences(who, self.control_daemon, without_limits, all));
@@ -217,66 +202,41 @@ impl<'a> Report<'a> {
                 "memory_limit": limits.memory,
             })
         };
-        let seen = |seen: Option<Seen>| {
-            seen.map(|seen| {
-                json!({
-                    "sms": seen.sms,
-                    "memory_free": seen.memory_free,
-                    "memory_total": seen.memory_total,
-                    "memory_allocated": seen.allocated,
-                })
-            })
-        };
         json!({
             "addr": self.device.addr,
             "device_path": self.device.device_path,
             "model": self.device.model,
-            "limits_enforced": self.enforced,
+            "limits_enforced": self.device.limits_enforced,
             "sms": self.all_sms,
             "clients": self.clients,
-            "slice": {"promised": limits(self.slice), "found": seen(self.as_slice)},
-            "control_daemon": {"promised": limits(self.control_daemon), "found": seen(self.without_limits)},
+            "slice": {"promised": limits(self.slice), "found": self.as_slice},
+            "control_daemon": {"promised": limits(self.control_daemon), "found": self.without_limits},
             "mismatches": self.mismatches,
             "error": self.error,
             "matches": self.matches(),
         })
     }
 
-    fn print(&self, out: &mut dyn Write) -> Result<(), Error> {
-        let Device { addr, model, device_path, .. } = self.device;
+    fn print(&self, out: &mut dyn Write) -> io::Result<()> {
+        let Device { addr, model, device_path, limits_enforced, .. } = self.device;
         writeln!(out, "{} on {} {}", addr.shown(), model.shown(), device_path.shown())?;
         if let (Some(all), Some(as_slice), Some(without_limits)) =
             (self.all_sms, self.as_slice, self.without_limits)
         {
             let mut table = table(&["Client", "", "SMs", "Memory limit", "free", "total", "allocated"]);
-            let mib = |mib: Option<u64>| mib.map_or_else(|| "-".to_owned(), |mib| format!("{mib} MiB"));
+            let mib = |mib: Option<u64>| with_unit(mib, "MiB");
             for (client, limits, seen) in [
                 ("with this slice's environment", self.slice, as_slice),
                 ("without limits of its own", self.control_daemon, without_limits),
             ] {
-                let promised = format!("{} ({} % of {all})", limits.sms(all), limits.thread_percentage);
-                let none = || "-".to_owned();
-                table.add_row([
-                    client.to_owned(),
-                    "promised".to_owned(),
-                    promised,
-                    mib(limits.memory),
-                    none(),
-                    none(),
-                    none(),
-                ]);
-                table.add_row([
-                    String::new(),
-                    "found".to_owned(),
-                    seen.sms.to_string(),
-                    none(),
-                    mib(Some(seen.memory_free)),
-                    mib(Some(seen.memory_total)),
-                    mib(seen.allocated),
-                ]);
+                let sms = format!("{} ({} % of {all})", limits.sms(all), limits.thread_percentage);
+                table.add_row([client, "promised", &sms, &mib(limits.memory), "-", "-", "-"]);
+                let [free, total] = [seen.memory_free, seen.memory_total].map(|memory| mib(Some(memory)));
+                let (sms, allocated) = (seen.sms.to_string(), mib(seen.allocated));
+                table.add_row(["", "found", &sms, "-", &free, &total, &allocated]);
             }
             writeln!(out, "{table}")?;
-            if !self.enforced {
+            if !limits_enforced {
                 writeln!(out, "This GPU enforces no limits (before Volta), so there is nothing to compare.")?;
             } else if as_slice.allocated.is_none() && self.slice.memory.is_some() {
                 let clients = counted(self.clients, "other client");
@@ -288,46 +248,11 @@ impl<'a> Report<'a> {
         }
         if let Some(error) = &self.error {
             writeln!(out, "NOT PROBED: {}", printable(error))?;
-        } else if self.matches() && self.enforced {
+        } else if self.matches() && *limits_enforced {
             writeln!(out, "What is promised is what a client gets.")?;
         }
-        writeln!(out)?;
-        Ok(())
+        writeln!(out)
     }
-}
-
-async fn count(environment: &Environment) -> Result<u32, Error> {
-    let mut process = CudaClient::start(environment)?;
-    let answer = process.ask(Request::Count).await;
-    process.leave().await;
-    match answer? {
-        Answer::Counted(sms) => Ok(sms),
-        other => Err(unexpected(&[other])),
-    }
-}
-
-/// Starts a client in that environment, which looks around and allocates up to `most` MiB.
-async fn look(environment: &Environment, most: Option<u64>) -> Result<Seen, Error> {
-    let mut process = CudaClient::start(environment)?;
-    let seen = ask(&mut process, most).await;
-    process.leave().await;
-    seen
-}
-
-async fn ask(process: &mut CudaClient, most: Option<u64>) -> Result<Seen, Error> {
-    let mut seen = match process.ask(Request::Look).await? {
-        Answer::Seen { sms, memory_free, memory_total } => {
-            Seen { sms, memory_free, memory_total, allocated: None }
-        }
-        other => return Err(unexpected(&[other])),
-    };
-    if let Some(most) = most {
-        seen.allocated = match process.ask(Request::Allocate { most }).await? {
-            Answer::Allocated(mib) => Some(mib),
-            other => return Err(unexpected(&[other])),
-        };
-    }
-    Ok(seen)
 }
 
 /// In which ways a client has not what the limits promise, on a GPU with that many multiprocessors.

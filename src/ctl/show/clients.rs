@@ -1,9 +1,6 @@
 //! `yunion-mpsctl clients`.
 
 use std::io::Write;
-use std::time::SystemTime;
-
-use clap::Args;
 
 use crate::ctl::show::table::{Shown, printable, table};
 use crate::ctl::show::time;
@@ -17,20 +14,13 @@ const HEADS: [&str; 10] =
 /// As much of a container's id as its runtime shows in tables.
 const SHORT_ID: usize = 12;
 
-#[derive(Debug, Args)]
-pub(in crate::ctl) struct Arguments {
-    /// Everything the daemon publishes, as a JSON array
-    #[arg(long)]
-    json: bool,
-}
-
 pub(in crate::ctl) async fn clients(
     daemon: &DaemonProxy,
-    arguments: &Arguments,
+    json: bool,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     let listed = daemon.clients().await?;
-    if arguments.json {
+    if json {
         return print_json(out, &listed);
     }
     if listed.is_empty() {
@@ -38,11 +28,9 @@ pub(in crate::ctl) async fn clients(
         return Ok(());
     }
     let gpus = daemon.gpus().await?;
-    let now = SystemTime::now();
     let mut table = table(&HEADS).leave_out(&["Container", "Since", "GPU", "User"]);
     for one in &listed {
         let since = one.since.map(time::from_seconds);
-        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         table.add_row([
             one.pid.shown(),
             one.user.shown(),
@@ -52,8 +40,8 @@ pub(in crate::ctl) async fn clients(
             gpu_name(one, &gpus),
             one.container_id.shown().chars().take(SHORT_ID).collect(),
             one.memory_mib.shown(),
-            or_dash(since.map(time::local)),
-            or_dash(since.map(|since| time::age(since, now))),
+            since.map(time::local).shown(),
+            since.map(time::age).shown(),
         ]);
     }
     writeln!(out, "{table}")?;
@@ -75,12 +63,10 @@ pub(in crate::ctl) async fn clients(
 }
 
 fn mps(client: &Client) -> &'static str {
-    if client.bypass {
-        "BYPASS"
-    } else if client.waiting {
-        "WAITS"
-    } else {
-        "yes"
+    match client {
+        Client { bypass: true, .. } => "BYPASS",
+        Client { waiting: true, .. } => "WAITS",
+        _ => "yes",
     }
 }
 

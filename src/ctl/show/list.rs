@@ -2,16 +2,15 @@
 
 use std::io::Write;
 
+use clap::Args;
+
 use crate::ctl::show::clients::state_in_words;
-use crate::ctl::show::table::{Shown, health, table};
+use crate::ctl::show::table::{Column, Shown, health, table_of};
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{Device, Gpu};
-use clap::Args;
 
-/// A column: its head, as the platform has it, and the text of a row.
-type Column<R> = (&'static str, fn(&R) -> String);
-
+/// The heads are the platform's.
 const DEVICES: [Column<Device>; 10] = [
     ("Addr", |device| device.addr.shown()),
     ("Dev_type", |device| device.dev_type.shown()),
@@ -87,12 +86,7 @@ fn show<R>(
     if json {
         print_json(out, &rows)?;
     } else if !rows.is_empty() {
-        let heads: Vec<&str> = columns.iter().map(|(head, _)| *head).collect();
-        let mut table = table(&heads).leave_out(&EXPENDABLE);
-        for row in rows {
-            table.add_row(columns.iter().map(|(_, text)| text(row)));
-        }
-        writeln!(out, "{table}")?;
+        writeln!(out, "{}", table_of(columns, rows).leave_out(&EXPENDABLE))?;
     }
     Ok(rows.is_empty() && !json)
 }

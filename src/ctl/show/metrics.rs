@@ -1,4 +1,4 @@
-//! `yunion-mpsctl metrics`: what the bus says, as `OpenMetrics` text. docs/metrics.md has the list.
+//! `yunion-mpsctl metrics`: the published values as `OpenMetrics` text. docs/metrics.md has the list.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -11,9 +11,10 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::ctl::Error;
+use crate::ctl::published::Published;
 use crate::ctl::show::table::printable;
 use crate::dbus::proxy::{BusError, DaemonProxy, Listed};
-use crate::dbus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
+use crate::dbus::rows::{Client, ControlDaemon, Device, Gpu, Service};
 
 /// The states of the service and of a control daemon, in the order of their documentation.
 const SERVICE_STATES: [&str; 6] = ["disabled", "starting", "ready", "degraded", "failed", "stopping"];
@@ -21,17 +22,14 @@ const CONTROL_DAEMON_STATES: [&str; 6] = ["starting", "ready", "faulted", "backo
 
 type Labels = Vec<(&'static str, String)>;
 
-/// A number of a control daemon.
-type Count = fn(&ControlDaemon) -> u32;
-
 /// Prints the metrics. A service that does not run is one of the things that they say: `yunion_mps_up 0`.
 pub(in crate::ctl) async fn metrics(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(), Error> {
-    let facts = match facts(daemon).await {
-        Err(Error::Bus(BusError::NotRunning)) => None,
-        facts => Some(facts?),
+    let published = match published(daemon).await {
+        Err(BusError::NotRunning) => None,
+        published => Some(published?),
     };
     let mut registry = Registry::with_prefix("yunion_mps");
-    registry.register_collector(Box::new(Metrics(facts)));
+    registry.register_collector(Box::new(Metrics(published)));
     let mut text = String::new();
     encode(&mut text, &registry)
         .map_err(|fmt::Error| io::Error::other("the metrics can't be put into words"))?;
@@ -39,253 +37,193 @@ pub(in crate::ctl) async fn metrics(daemon: &DaemonProxy, out: &mut dyn Write) -
     Ok(())
 }
 
-/// Everything that the metrics are made from.
-#[derive(Debug)]
-struct Facts {
-    service: Listed<Service>,
-    control_daemons: Vec<Listed<ControlDaemon>>,
-    events: Vec<Listed<Event>>,
-    /// Empty before the GPUs are known.
-    gpus: Vec<Listed<Gpu>>,
-    devices: Vec<Listed<Device>>,
-    /// None if a control daemon did not name its clients.
-    clients: Option<Vec<Listed<Client>>>,
-}
-
-async fn facts(daemon: &DaemonProxy) -> Result<Facts, Error> {
-    let service = daemon.service().await?;
-    let control_daemons = daemon.control_daemons().await?;
-    let events = daemon.events().await?;
-    let gpus = known(daemon.gpus().await)?;
-    let devices = known(daemon.devices().await)?;
-    let clients = match known(daemon.clients().await) {
-        Ok(clients) => Some(clients),
-        Err(BusError::Refused { .. }) => None,
-        Err(error) => return Err(error.into()),
-    };
-    Ok(Facts { service, control_daemons, events, gpus, devices, clients })
-}
-
-/// The rows of an answer; none before the GPUs are known.
-fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Vec<R>, BusError> {
-    match answer {
-        Err(error) if error.is("NotReady") => Ok(Vec::new()),
-        answer => answer,
+/// A refusal to list the clients is shown by `yunion_mps_clients_known`. Another failure is one of the whole command.
+async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
+    let published = Published::with(daemon.service().await?, daemon).await?;
+    match published.clients {
+        Err(error) if !matches!(error, BusError::Refused { .. }) => Err(error),
+        _ => Ok(published),
     }
 }
 
 /// None: the service does not run.
 #[derive(Debug)]
-struct Metrics(Option<Facts>);
+struct Metrics(Option<Published>);
 
 impl Collector for Metrics {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut writer = Families(encoder);
-        writer.gauge(
-            "up",
-            "Whether yunion-mps-daemon runs.",
-            None,
-            [(Vec::new(), flag(self.0.is_some()))],
-        )?;
-        match &self.0 {
-            Some(facts) => facts.write(&mut writer),
-            None => Ok(()),
-        }
+        let mut to = Families(encoder);
+        to.one("up", "Whether yunion-mps-daemon runs.", flag(self.0.is_some()))?;
+        let Some(published) = &self.0 else { return Ok(()) };
+        published.service(&mut to)?;
+        published.control_daemons(&mut to)?;
+        published.gpus(&mut to)?;
+        published.devices(&mut to)?;
+        published.clients(&mut to)
     }
 }
 
-impl Facts {
-    fn write(&self, to: &mut Families<'_>) -> fmt::Result {
-        self.service(to)?;
-        self.control_daemons(to)?;
-        self.gpus(to)?;
-        self.devices(to)?;
-        self.clients(to)
-    }
-
+impl Published {
     fn service(&self, to: &mut Families<'_>) -> fmt::Result {
         let Service { version, driver_version, state, enabled, generation, .. } = &*self.service;
         let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
         to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()])?;
-        to.gauge(
-            "service_state",
-            "1 for the state that the service is in.",
-            None,
-            states(&SERVICE_STATES, &printable(state), &Vec::new()),
-        )?;
-        to.gauge("enabled", "Whether enable_cuda_mps is true.", None, [(Vec::new(), flag(*enabled))])?;
-        to.gauge(
+        let states = states(&SERVICE_STATES, &printable(state), &Vec::new());
+        to.gauge("service_state", "1 for the state that the service is in.", None, states)?;
+        to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled))?;
+        to.one(
             "generation",
-            "Grows with every change of the published devices; starts again with the service.",
-            None,
-            [(Vec::new(), *generation)],
+            "Number that grows with every change of the published devices, and starts again with the service.",
+            *generation,
         )?;
         let last = self.events.iter().map(|event| event.at).max();
-        to.gauge(
-            "last_event_timestamp",
-            "When something happened last that an administrator would want to know.",
-            Some(Unit::Seconds),
-            last.map(|microseconds| (Vec::new(), microseconds as f64 / 1e6)),
-        )
+        let last = last.map(|microseconds| (Vec::new(), microseconds as f64 / 1e6));
+        to.gauge("last_event_timestamp", "Time of the last event.", Some(Unit::Seconds), last)
     }
 
     fn control_daemons(&self, to: &mut Families<'_>) -> fmt::Result {
-        let labels = |daemon: &ControlDaemon| vec![("control_daemon", printable(&daemon.id))];
         let daemons = &self.control_daemons;
-        to.gauge(
-            "control_daemon_state",
-            "1 for the state that the control daemon is in.",
-            None,
-            daemons.iter().flat_map(|daemon| {
-                states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &labels(daemon))
-            }),
+        let states = daemons
+            .iter()
+            .flat_map(|daemon| states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &daemon.labels()));
+        to.gauge("control_daemon_state", "1 for the state that the control daemon is in.", None, states)?;
+        to.each("control_daemon_servers", "The MPS servers that run.", None, daemons, |daemon| {
+            Some(daemon.servers.len())
+        })?;
+        to.counter(
+            "control_daemon_restarts",
+            "Restarts of the control daemon since the service started.",
+            daemons,
+            |daemon| daemon.restarts,
         )?;
-        to.gauge(
-            "control_daemon_servers",
-            "The MPS servers that run.",
-            None,
-            daemons.iter().map(|daemon| (labels(daemon), daemon.servers.len())),
+        to.counter(
+            "server_restarts",
+            "MPS servers that replaced an earlier one since the service started.",
+            daemons,
+            |daemon| daemon.server_restarts,
         )?;
-        let counts: [(&str, &str, Count); 3] = [
-            ("control_daemon_restarts", "How often the control daemon was started anew.", |daemon| {
-                daemon.restarts
-            }),
-            ("server_restarts", "How often another MPS server took the place of the one before.", |daemon| {
-                daemon.server_restarts
-            }),
-            ("faults", "Fatal GPU errors of MPS servers.", |daemon| daemon.faults),
-        ];
-        for (name, help, count) in counts {
-            let values = daemons.iter().map(|daemon| (labels(daemon), count(daemon).into()));
-            to.counter(name, help, values)?;
-        }
-        Ok(())
-    }
-
-    fn gpus(&self, to: &mut Families<'_>) -> fmt::Result {
-        let gpus = &self.gpus;
-        to.info(
-            "gpu_info",
-            "The GPUs that are configured.",
-            gpus.iter().map(|gpu| {
-                let mut labels = gpu_labels(gpu);
-                labels.push(("model", text(gpu.model.as_ref())));
-                labels.push(("pci", printable(&gpu.pci_bdf)));
-                labels.push(("control_daemon", printable(&gpu.control_daemon)));
-                labels
-            }),
-        )?;
-        to.gauge(
-            "gpu_healthy",
-            "Whether a client of the GPU that starts now is served with its limits.",
-            None,
-            gpus.iter().map(|gpu| (gpu_labels(gpu), flag(gpu.healthy))),
-        )?;
-        to.gauge(
-            "gpu_devices",
-            "The virtual devices that the GPU is cut into.",
-            None,
-            gpus.iter().map(|gpu| (gpu_labels(gpu), i64::from(gpu.virtual_num))),
-        )?;
-        to.gauge(
-            "gpu_memory",
-            "The memory of the GPU.",
-            Some(Unit::Bytes),
-            gpus.iter().filter_map(|gpu| Some((gpu_labels(gpu), bytes(gpu.mps_memory_total?)))),
+        to.counter(
+            "faults",
+            "Fatal GPU errors of MPS servers since the service started.",
+            daemons,
+            |daemon| daemon.faults,
         )
     }
 
+    fn gpus(&self, to: &mut Families<'_>) -> fmt::Result {
+        let info = |gpu: &Listed<Gpu>| {
+            let model = ("model", text(gpu.model.as_ref()));
+            let pci = ("pci", printable(&gpu.pci_bdf));
+            let control_daemon = ("control_daemon", printable(&gpu.control_daemon));
+            [gpu.labels(), vec![model, pci, control_daemon]].concat()
+        };
+        to.info("gpu_info", "The GPUs that are configured.", self.gpus.iter().map(info))?;
+        to.each(
+            "gpu_healthy",
+            "Whether a client of the GPU that starts now is served with its limits.",
+            None,
+            &self.gpus,
+            |gpu| Some(flag(gpu.healthy)),
+        )?;
+        to.each("gpu_devices", "The virtual devices that the GPU is cut into.", None, &self.gpus, |gpu| {
+            Some(gpu.virtual_num)
+        })?;
+        to.each("gpu_memory", "The memory of the GPU.", Some(Unit::Bytes), &self.gpus, |gpu| {
+            gpu.mps_memory_total.map(bytes)
+        })
+    }
+
     fn devices(&self, to: &mut Families<'_>) -> fmt::Result {
-        let devices = &self.devices;
-        to.info("device_info", "The virtual devices.", devices.iter().map(|device| device_labels(device)))?;
-        to.gauge(
+        let devices = self.devices.as_deref().unwrap_or_default();
+        to.info("device_info", "The virtual devices.", devices.iter().map(|device| device.labels()))?;
+        to.each(
             "device_healthy",
             "Whether a client of the virtual device that starts now is served with its limits.",
             None,
-            devices.iter().map(|device| (device_labels(device), flag(device.healthy))),
+            devices,
+            |device| Some(flag(device.healthy)),
         )?;
-        to.gauge(
+        to.each(
             "device_memory_limit",
             "The GPU memory that each client of the virtual device may have.",
             Some(Unit::Bytes),
-            devices
-                .iter()
-                .filter_map(|device| Some((device_labels(device), bytes(device.mps_memory_limit?)))),
+            devices,
+            |device| device.mps_memory_limit.map(bytes),
         )?;
-        to.gauge(
+        to.each(
             "device_threads_limit",
             "The share of the GPU's threads that each client of the virtual device may have active.",
             Some(Unit::Other("ratio".to_owned())),
-            devices
-                .iter()
-                .map(|device| (device_labels(device), f64::from(device.mps_thread_percentage) / 100.0)),
+            devices,
+            |device| Some(f64::from(device.mps_thread_percentage) / 100.0),
         )?;
-        to.gauge(
+        to.each(
             "device_limits_enforced",
             "Whether the GPU enforces the two limits.",
             None,
-            devices.iter().map(|device| (device_labels(device), flag(device.limits_enforced))),
+            devices,
+            |device| Some(flag(device.limits_enforced)),
         )
     }
 
     fn clients(&self, to: &mut Families<'_>) -> fmt::Result {
-        to.gauge(
+        to.one(
             "clients_known",
-            "Whether every control daemon said who its clients are; where not, nothing is said of them.",
-            None,
-            [(Vec::new(), flag(self.clients.is_some()))],
+            "Whether every control daemon listed its clients; if not, the metrics of clients are left out.",
+            flag(self.clients.is_ok()),
         )?;
-        let Some(clients) = &self.clients else { return Ok(()) };
+        let Ok(clients) = &self.clients else { return Ok(()) };
         let of_gpu = |gpu: &Gpu, bypass: bool| {
             let on_it = |client: &&Listed<Client>| gpu.device_path.as_ref() == Some(&client.gpu);
-            clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count()
+            Some(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count())
         };
-        to.gauge(
-            "gpu_clients",
-            "The processes that use the GPU through MPS.",
-            None,
-            self.gpus.iter().map(|gpu| (gpu_labels(gpu), of_gpu(gpu, false))),
-        )?;
-        to.gauge(
+        to.each("gpu_clients", "The processes that use the GPU through MPS.", None, &self.gpus, |gpu| {
+            of_gpu(gpu, false)
+        })?;
+        to.each(
             "gpu_bypass_processes",
             "The processes that use the GPU without our MPS server.",
             None,
-            self.gpus.iter().map(|gpu| (gpu_labels(gpu), of_gpu(gpu, true))),
+            &self.gpus,
+            |gpu| of_gpu(gpu, true),
         )?;
-        let used = self.used(clients);
+        let devices = self.devices.as_deref().unwrap_or_default();
+        let used = used(devices, clients);
         let of_device = |device: &Device| used.get(device.addr.as_str()).copied().unwrap_or_default();
-        to.gauge(
+        to.each(
             "device_clients",
             "The processes that say that they were given the virtual device.",
             None,
-            self.devices.iter().map(|device| (device_labels(device), of_device(device).clients)),
+            devices,
+            |device| Some(of_device(device).clients),
         )?;
-        to.gauge(
+        to.each(
             "device_memory_used",
-            "The GPU memory that these processes hold.",
+            "The GPU memory that the clients of the virtual device hold.",
             Some(Unit::Bytes),
-            self.devices.iter().map(|device| (device_labels(device), of_device(device).bytes)),
+            devices,
+            |device| Some(of_device(device).bytes),
         )
     }
+}
 
-    /// The clients of each slice and their memory, by the slice that each client was given on its GPU.
-    fn used(&self, clients: &[Listed<Client>]) -> BTreeMap<&str, Used> {
-        let mut used: BTreeMap<&str, Used> = BTreeMap::new();
-        for client in clients.iter().filter(|client| !client.bypass) {
-            let given: BTreeSet<&str> =
-                client.device.iter().flat_map(|all| all.split(',')).map(str::trim).collect();
-            // Two slices of one GPU can't be joined: a client that names both has one.
-            let device = self.devices.iter().find(|device| {
-                given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
-            });
-            if let Some(device) = device {
-                let used = used.entry(&device.addr).or_default();
-                used.clients += 1;
-                used.bytes += client.memory_mib.map(bytes).unwrap_or_default();
-            }
+/// The clients of each slice and their memory, by the slice that each client was given on its GPU.
+fn used<'d>(devices: &'d [Listed<Device>], clients: &[Listed<Client>]) -> BTreeMap<&'d str, Used> {
+    let mut used: BTreeMap<&str, Used> = BTreeMap::new();
+    for client in clients.iter().filter(|client| !client.bypass) {
+        let given: BTreeSet<&str> =
+            client.device.iter().flat_map(|all| all.split(',')).map(str::trim).collect();
+        // Two slices of one GPU can't be joined: a client that names both has one.
+        let device = devices.iter().find(|device| {
+            given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
+        });
+        if let Some(device) = device {
+            let used = used.entry(&device.addr).or_default();
+            used.clients += 1;
+            used.bytes += client.memory_mib.map(bytes).unwrap_or_default();
         }
-        used
     }
+    used
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -294,17 +232,32 @@ struct Used {
     bytes: i64,
 }
 
-/// The address goes with the UUID: the platform has the one, NVIDIA's exporters have the other.
-fn gpu_labels(gpu: &Gpu) -> Labels {
-    vec![("gpu", printable(&gpu.addr)), ("uuid", text(gpu.device_path.as_ref()))]
+/// A row that the labels of its metrics name.
+trait Labelled {
+    fn labels(&self) -> Labels;
 }
 
-fn device_labels(device: &Device) -> Labels {
-    vec![
-        ("device", printable(&device.addr)),
-        ("gpu", printable(&device.base_addr)),
-        ("uuid", text(device.device_path.as_ref())),
-    ]
+impl Labelled for ControlDaemon {
+    fn labels(&self) -> Labels {
+        vec![("control_daemon", printable(&self.id))]
+    }
+}
+
+/// The address goes with the UUID: the platform has the one, NVIDIA's exporters have the other.
+impl Labelled for Gpu {
+    fn labels(&self) -> Labels {
+        vec![("gpu", printable(&self.addr)), ("uuid", text(self.device_path.as_ref()))]
+    }
+}
+
+impl Labelled for Device {
+    fn labels(&self) -> Labels {
+        vec![
+            ("device", printable(&self.addr)),
+            ("gpu", printable(&self.base_addr)),
+            ("uuid", text(self.device_path.as_ref())),
+        ]
+    }
 }
 
 /// A sample for each state, 1 for the present one. A state that is not in the list has its sample at the end.
@@ -351,14 +304,33 @@ impl Families<'_> {
         })
     }
 
-    fn counter(
+    /// A value without labels.
+    fn one<V: EncodeGaugeValue>(&mut self, name: &str, help: &str, value: V) -> fmt::Result {
+        self.gauge(name, help, None, [(Vec::new(), value)])
+    }
+
+    /// A value of each row that has one.
+    fn each<R: Labelled, V: EncodeGaugeValue>(
         &mut self,
         name: &str,
         help: &str,
-        samples: impl IntoIterator<Item = (Labels, u64)>,
+        unit: Option<Unit>,
+        rows: &[Listed<R>],
+        value: impl Fn(&R) -> Option<V>,
     ) -> fmt::Result {
+        self.gauge(name, help, unit, rows.iter().filter_map(|row| Some((row.labels(), value(row)?))))
+    }
+
+    fn counter<R: Labelled>(
+        &mut self,
+        name: &str,
+        help: &str,
+        rows: &[Listed<R>],
+        count: fn(&R) -> u32,
+    ) -> fmt::Result {
+        let samples = rows.iter().map(|row| (row.labels(), count(row)));
         self.family((name, help, None, MetricType::Counter), samples, |metric, labels, value| {
-            metric.encode_family(&labels)?.encode_counter::<Labels, u64, u64>(&value, None)
+            metric.encode_family(&labels)?.encode_counter::<Labels, u32, u64>(&value, None)
         })
     }
 

@@ -1,143 +1,95 @@
 //! `yunion-mpsctl status`.
 
-use std::io::Write;
-use std::time::SystemTime;
+use std::io::{self, Write};
 
-use clap::Args;
 use serde_json::json;
 
-use crate::ctl::show::table::{Shown, health, pairs, table, with_unit};
+use crate::ctl::published::known;
+use crate::ctl::show::table::{Column, Shown, health, pairs, table_of, with_unit};
 use crate::ctl::show::time;
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::{DaemonProxy, Listed};
-use crate::dbus::rows::{ControlDaemon, Event, Gpu, Service};
+use crate::dbus::proxy::DaemonProxy;
+use crate::dbus::rows::{ControlDaemon, Gpu, Service};
 
-#[derive(Debug, Args)]
-pub(in crate::ctl) struct Arguments {
-    /// Everything, as one JSON object
-    #[arg(long)]
-    json: bool,
-}
+const CONTROL_DAEMONS: [Column<ControlDaemon>; 9] = [
+    ("Control daemon", |daemon| daemon.id.shown()),
+    ("State", |daemon| daemon.state.shown()),
+    ("Since", |daemon| time::local(time::from_seconds(daemon.since))),
+    ("For", |daemon| time::age(time::from_seconds(daemon.since))),
+    ("PID", |daemon| daemon.pid.shown()),
+    ("Servers", |daemon| daemon.servers.shown()),
+    ("Multi-user", |daemon| daemon.multiuser.shown()),
+    ("Starts", |daemon| daemon.starts.shown()),
+    ("Reason", |daemon| daemon.reason.shown()),
+];
+
+const GPUS: [Column<Gpu>; 10] = [
+    ("GPU", |gpu| gpu.addr.shown()),
+    ("Model", |gpu| gpu.model.shown()),
+    ("Compute mode", |gpu| gpu.compute_mode.shown()),
+    ("Slices", |gpu| gpu.virtual_num.shown()),
+    ("Threads", |gpu| with_unit(Some(gpu.mps_thread_percentage), "%")),
+    ("confirmed", |gpu| with_unit(gpu.confirmed_thread_percentage, "%")),
+    ("Memory", |gpu| with_unit(gpu.mps_memory_limit, "MiB")),
+    ("confirmed", |gpu| with_unit(gpu.confirmed_memory_limit, "MiB")),
+    ("Enforced", |gpu| gpu.limits_enforced.shown()),
+    ("Health", |gpu| health(gpu.healthy, &gpu.reason)),
+];
 
 pub(in crate::ctl) async fn status(
     daemon: &DaemonProxy,
-    arguments: &Arguments,
+    json: bool,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     let service = daemon.service().await?;
     let control_daemons = daemon.control_daemons().await?;
     let events = daemon.events().await?;
-    let gpus = match daemon.gpus().await {
-        // The service's own state says that it is still starting; the rest of the screen is worth showing.
-        Err(error) if error.is("NotReady") => Vec::new(),
-        answer => answer?,
-    };
-    if arguments.json {
+    // The service's own state says that it is still starting; the rest of the screen is worth showing.
+    let gpus = known(daemon.gpus().await)?.unwrap_or_default();
+    if json {
         let all = json!({
             "service": service, "control_daemons": control_daemons, "gpus": gpus, "events": events,
         });
         return print_json(out, &all);
     }
-    let now = SystemTime::now();
     print_service(out, &service)?;
-    print_control_daemons(out, &control_daemons, now)?;
-    print_gpus(out, &gpus)?;
-    print_events(out, &events, now)
+    if !control_daemons.is_empty() {
+        let expendable = ["Since", "Multi-user", "Starts", "Servers", "For"];
+        writeln!(out, "\n{}", table_of(&CONTROL_DAEMONS, &control_daemons).leave_out(&expendable))?;
+    }
+    if !gpus.is_empty() {
+        let expendable = ["Enforced", "Compute mode", "Model", "confirmed"];
+        writeln!(out, "\n{}", table_of(&GPUS, &gpus).leave_out(&expendable))?;
+    }
+    if !events.is_empty() {
+        let mut lines = pairs();
+        for event in &events {
+            let at = time::from_microseconds(event.at);
+            lines.add_row([format!("  {} ({} ago)", time::local(at), time::age(at)), event.text.shown()]);
+        }
+        writeln!(out, "\nLast events:\n{lines}")?;
+    }
+    Ok(())
 }
 
-fn print_service(out: &mut dyn Write, service: &Service) -> Result<(), Error> {
+fn print_service(out: &mut dyn Write, service: &Service) -> io::Result<()> {
     let driver = match (service.driver_version.as_str(), service.state.as_str()) {
         ("", "disabled") => "not looked for".to_owned(),
         ("", _) => "none".to_owned(),
         _ => service.driver_version.shown(),
     };
-    let mut lines = pairs();
-    lines.add_row(["State:".to_owned(), service.state.shown()]);
-    if !service.state_reason.is_empty() {
-        lines.add_row(["Reason:".to_owned(), service.state_reason.shown()]);
-    }
-    lines.add_row(["Version:".to_owned(), service.version.shown()]);
-    lines.add_row(["Driver:".to_owned(), driver]);
-    lines.add_row(["Generation:".to_owned(), service.generation.shown()]);
-    lines.add_row(["Pipe directory:".to_owned(), service.pipe_directory.shown()]);
-    lines.add_row(["Log directory:".to_owned(), service.log_directory.shown()]);
-    writeln!(out, "{lines}")?;
-    Ok(())
-}
-
-fn print_control_daemons(
-    out: &mut dyn Write,
-    daemons: &[Listed<ControlDaemon>],
-    now: SystemTime,
-) -> Result<(), Error> {
-    if daemons.is_empty() {
-        return Ok(());
-    }
-    let heads =
-        ["Control daemon", "State", "Since", "For", "PID", "Servers", "Multi-user", "Starts", "Reason"];
-    let mut table = table(&heads).leave_out(&["Since", "Multi-user", "Starts", "Servers", "For"]);
-    for daemon in daemons {
-        let since = time::from_seconds(daemon.since);
-        table.add_row([
-            daemon.id.shown(),
-            daemon.state.shown(),
-            time::local(since),
-            time::age(since, now),
-            daemon.pid.shown(),
-            daemon.servers.shown(),
-            daemon.multiuser.shown(),
-            daemon.starts.shown(),
-            daemon.reason.shown(),
-        ]);
-    }
-    writeln!(out, "\n{table}")?;
-    Ok(())
-}
-
-fn print_gpus(out: &mut dyn Write, gpus: &[Listed<Gpu>]) -> Result<(), Error> {
-    if gpus.is_empty() {
-        return Ok(());
-    }
-    let heads = [
-        "GPU",
-        "Model",
-        "Compute mode",
-        "Slices",
-        "Threads",
-        "confirmed",
-        "Memory",
-        "confirmed",
-        "Enforced",
-        "Health",
+    let rows = [
+        ("State:", service.state.shown()),
+        ("Reason:", service.state_reason.shown()),
+        ("Version:", service.version.shown()),
+        ("Driver:", driver),
+        ("Generation:", service.generation.shown()),
+        ("Pipe directory:", service.pipe_directory.shown()),
+        ("Log directory:", service.log_directory.shown()),
     ];
-    let mut table = table(&heads).leave_out(&["Enforced", "Compute mode", "Model", "confirmed"]);
-    for gpu in gpus {
-        table.add_row([
-            gpu.addr.shown(),
-            gpu.model.shown(),
-            gpu.compute_mode.shown(),
-            gpu.virtual_num.shown(),
-            with_unit(Some(gpu.mps_thread_percentage), "%"),
-            with_unit(gpu.confirmed_thread_percentage, "%"),
-            with_unit(gpu.mps_memory_limit, "MiB"),
-            with_unit(gpu.confirmed_memory_limit, "MiB"),
-            gpu.limits_enforced.shown(),
-            health(gpu.healthy, &gpu.reason),
-        ]);
-    }
-    writeln!(out, "\n{table}")?;
-    Ok(())
-}
-
-fn print_events(out: &mut dyn Write, events: &[Listed<Event>], now: SystemTime) -> Result<(), Error> {
-    if events.is_empty() {
-        return Ok(());
-    }
     let mut lines = pairs();
-    for event in events {
-        let at = time::local_and_age(time::from_microseconds(event.at), now);
-        lines.add_row([format!("  {at}"), event.text.shown()]);
+    for (name, text) in rows.iter().filter(|(name, text)| *name != "Reason:" || !text.is_empty()) {
+        lines.add_row([*name, text]);
     }
-    writeln!(out, "\nLast events:\n{lines}")?;
-    Ok(())
+    writeln!(out, "{lines}")
 }

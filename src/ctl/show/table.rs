@@ -5,6 +5,7 @@ use std::fmt;
 
 use comfy_table::{Cell, Color, ColumnConstraint, ContentArrangement};
 
+use crate::dbus::proxy::Listed;
 use crate::dbus::rows::PcieInfo;
 
 /// Borders of `+---+`, nothing between the rows.
@@ -48,6 +49,19 @@ pub(in crate::ctl) struct Table {
 pub(in crate::ctl) fn table(heads: &[&str]) -> Table {
     let heads = heads.iter().map(|head| (*head).to_owned()).collect();
     Table { heads, rows: Vec::new(), expendable: Vec::new(), bordered: true }
+}
+
+/// A column of a table of rows: its head, and the text of a row.
+pub(in crate::ctl) type Column<R> = (&'static str, fn(&R) -> String);
+
+/// A table of these rows.
+pub(in crate::ctl) fn table_of<R>(columns: &[Column<R>], rows: &[Listed<R>]) -> Table {
+    let heads: Vec<&str> = columns.iter().map(|(head, _)| *head).collect();
+    let mut table = table(&heads);
+    for row in rows {
+        table.add_row(columns.iter().map(|(_, text)| text(row)));
+    }
+    table
 }
 
 /// Names and what belongs to them, two columns without borders.
@@ -196,7 +210,7 @@ impl<T: Shown> Shown for Vec<T> {
 }
 
 /// The text of a number with a unit behind it; `-` if it is not known.
-pub(in crate::ctl) fn with_unit(number: Option<i32>, unit: &str) -> String {
+pub(in crate::ctl) fn with_unit<N: fmt::Display>(number: Option<N>, unit: &str) -> String {
     number.map_or_else(|| "-".to_owned(), |number| format!("{number} {unit}"))
 }
 
@@ -316,7 +330,7 @@ mod tests {
     fn a_value_that_is_not_known_is_a_dash() {
         let known = (Some(7), "a\u{1b}".to_owned(), vec![1u32, 2]);
         assert_eq!([known.0.shown(), known.1.shown(), known.2.shown()], ["7", "a\u{fffd}", "1 2"]);
-        assert_eq!([None::<u32>.shown(), Vec::<u32>::new().shown(), with_unit(None, "%")], ["-"; 3]);
+        assert_eq!([None::<u32>.shown(), Vec::<u32>::new().shown(), with_unit(None::<i32>, "%")], ["-"; 3]);
     }
 
     #[test]
