@@ -1,5 +1,5 @@
-//! yunion-mpsctl: what its subcommands do. They show what the bus says and compute nothing a second time; `check` and
-//! `doctor` hold it against what the host itself says, `probe` and `bench` put it to the test by CUDA clients of their own.
+//! The subcommands of yunion-mpsctl. They show the values on the bus and compute nothing a second time. `check` and
+//! `doctor` compare these values with the host itself, `probe` and `bench` test them with CUDA clients of their own.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -46,12 +46,12 @@ enum Command {
         yunion-mpsctl list --gpus\n  \
         yunion-mpsctl list --json | jq -r '.[] | select(.healthy) | .addr'")]
     List(show::list::Arguments),
-    /// Shows the service, its control daemons, the GPUs with their limits, and what happened last
+    /// Shows the service, its control daemons, the GPUs with their limits, and the last events
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl status\n  \
         yunion-mpsctl status --json | jq .service.state")]
     Status {
-        /// Everything, as one JSON object
+        /// Print everything as one JSON object
         #[arg(long)]
         json: bool,
     },
@@ -62,23 +62,23 @@ enum Command {
         yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
         yunion-mpsctl clients --json | jq 'group_by(.device) | map({(.[0].device // \"?\"): length}) | add'")]
     Clients {
-        /// Everything the daemon publishes, as a JSON array
+        /// Print everything that the daemon publishes as a JSON array
         #[arg(long)]
         json: bool,
     },
     /// Prints metrics of the service, its devices and their clients as `OpenMetrics` text
     #[command(
-        after_help = "Where yunion-mps-daemon is not running the only metric is yunion_mps_up 0, and the exit \
-        status is 0 all the same: a collector is to take that in. It is 1 where the bus can't be asked.\n\n\
+        after_help = "If yunion-mps-daemon is not running, the only metric is yunion_mps_up 0 and the exit status is \
+        0, so that a collector gets this finding. The exit status is 1 if the system bus can't be reached.\n\n\
         Examples:\n  \
         yunion-mpsctl metrics\n  \
         yunion-mpsctl metrics | grep '^yunion_mps_device_memory_used_bytes'"
     )]
     Metrics,
-    /// Says whether the configuration is right, what it comes to, and what a reload would change
+    /// Checks the configuration, and shows its plan and the changes that a reload would make
     #[command(
-        after_help = "Needs no root, no GPU and no running daemon; what each of them would tell is then missing. \
-        Timeouts and the size of logs are not published, and so not compared.\n\n\
+        after_help = "Works without root, without a GPU and without the service, and leaves out the parts that need \
+        them. Timeouts and the size of logs are not published, and so not compared.\n\n\
         Exit status: 0 right, whether or not something would change; 1 wrong.\n\n\
         Examples:\n  \
         yunion-mpsctl check && yunion-mpsctl reload\n  \
@@ -86,16 +86,17 @@ enum Command {
         yunion-mpsctl check --json | jq '.differences[] | select(.effect.when != \"live\")'"
     )]
     Check(check::report::Arguments),
-    /// Looks for everything that can be wrong on this host, and names the remedy of each
+    /// Looks for problems on this host, and names a remedy for each
     #[command(
-        after_help = "Runs without the daemon too. What only root may see is not checked for others, and said so.\n\n\
-        Exit status: 0 nothing is wrong (there may be things to know), 4 warnings, 5 errors.\n\n\
+        after_help = "Works without the service too. Only root gets all checks made; others read which checks were \
+        left out.\n\n\
+        Exit status: 0 neither errors nor warnings, 4 warnings, 5 errors.\n\n\
         Examples:\n  \
         yunion-mpsctl doctor\n  \
         yunion-mpsctl doctor --json | jq -r '.findings[] | select(.severity == \"error\") | .remedy'"
     )]
     Doctor(doctor::Arguments),
-    /// Prints what a container, or a process on this host, needs to use devices
+    /// Prints the settings with which a container, or a process on this host, uses devices
     #[command(after_help = "Examples:\n  \
         eval \"$(yunion-mpsctl env 00:06.0-1)\"\n  \
         docker run --rm $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE\n  \
@@ -103,15 +104,15 @@ enum Command {
     Env(show::env::Arguments),
     /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
     #[command(
-        after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of all that it \
-        has started (CUDA error 810), then they are passed on to it; a second one is passed on at once. SIGUSR1 and \
-        SIGUSR2 go to a command that has a use for them, and otherwise count as one that ends it. A signal \
-        alone, in the middle of a kernel, would be a fault for every client on that GPU. So stop it in this way \
-        and not by a signal to the command itself. Only root can have GPU work ended: for everybody else a signal \
-        is passed on at once, with a warning. The command runs in a session of its own: it can use the \
-        terminal, but not /dev/tty.\n\n\
-        The exit status is the command's, or 128 and the number of the signal that ended it; 126 and 127 mean \
-        that it could not be started.\n\n\
+        after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of its child \
+        processes (CUDA error 810). Then the command gets the signal. A second signal is passed on at once. A \
+        command that handles SIGUSR1 or SIGUSR2 gets that signal alone; otherwise the signal counts as one that ends \
+        the command. A signal in the middle of a kernel would be a fault for every client on that GPU, so signal \
+        yunion-mpsctl and not the command itself. Only root can end GPU work: for other users a signal is passed on \
+        at once, with a warning. The command runs in a session of its own: it can use the terminal, but not \
+        /dev/tty.\n\n\
+        The exit status is the command's, or 128 plus the number of the signal that ended it; 126 and 127 mean that \
+        it could not be started.\n\n\
         Examples:\n  \
         yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
         yunion-mpsctl run 00:06.0-1 00:07.0-1 -- ./two-gpus --verbose"
@@ -119,24 +120,24 @@ enum Command {
     Run(act::run::Arguments),
     /// Ends the GPU work of processes without hurting their neighbours
     #[command(
-        after_help = "Those processes get CUDA error 810; no signal is sent to them. It returns when none of them \
-        is a client any more, and fails after 30 seconds.\n\n\
+        after_help = "The processes get CUDA error 810, and no signal. The command returns when none of them is a \
+        client any more, and fails after 30 seconds.\n\n\
         Examples:\n  \
         yunion-mpsctl terminate 1153 && kill 1153\n  \
         yunion-mpsctl terminate --device 00:06.0-1\n  \
         yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b"
     )]
     Terminate(act::terminate::Arguments),
-    /// Has the configuration read again, as systemctl reload does
-    #[command(after_help = "A wrong configuration is refused, and the one before stays in force.\n\n\
+    /// Makes the service read its configuration again, as systemctl reload does
+    #[command(after_help = "The service refuses a wrong configuration, and keeps the old one.\n\n\
         Examples:\n  \
         yunion-mps-daemon --check && yunion-mpsctl reload")]
     Reload {
-        /// The generation and the state that are published now, as a JSON object
+        /// Print the published generation and state as a JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Carries out the changes of the configuration that wait for clients to leave
+    /// Applies the changes of the configuration that wait for clients to leave
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl apply\n  \
         yunion-mpsctl apply --force")]
@@ -144,18 +145,19 @@ enum Command {
         /// Don't wait for clients: they lose their GPU (CUDA error 806)
         #[arg(long)]
         force: bool,
-        /// What was done, as a JSON object
+        /// Print the result as a JSON object
         #[arg(long)]
         json: bool,
     },
-    /// Opens a CUDA context as a virtual device and says which SMs and how much memory it really gets
+    /// Opens a CUDA context on a virtual device, and compares its SMs and its memory with the published limits
     #[command(
-        after_help = "A process with the device's environment looks first, then one without the limits in it: what \
-        that one gets is what the control daemon itself enforces, also if somebody has changed it behind our back. \
-        SMs may differ by one pair, in which GPUs hand them out; memory by what a context takes of it (128 MiB and \
-        6 MiB for each SM at most). GPUs before Volta enforce no limits, and nothing is compared there.\n\n\
-        For a moment each process allocates as much as the device promises. Where other programs hold more than \
-        their share, a neighbour's allocation can fail in that moment; so nothing is allocated on a GPU that has \
+        after_help = "The first process has the environment of the device. The second process has the same \
+        environment without the limits, and so gets the limits that the control daemon itself enforces, even if \
+        somebody else has changed them. SMs may differ by one pair, since GPUs hand out pairs. Memory may differ by \
+        the part that a context takes (128 MiB and 6 MiB for each SM at most). GPUs before Volta enforce no limits, \
+        so nothing is compared there.\n\n\
+        For a moment each process allocates as much memory as the device promises. If other programs hold more than \
+        their share, an allocation of a neighbour can fail in that moment. So nothing is allocated on a GPU that has \
         clients, unless --beside-clients is given.\n\n\
         Exit status: 1 if anything differs, or could not be found out.\n\n\
         Examples:\n  \
@@ -164,11 +166,11 @@ enum Command {
         yunion-mpsctl probe --json | jq '.[] | select(.matches | not)'"
     )]
     Probe(measure::probe::Arguments),
-    /// Measures what MPS is worth on a GPU: CUDA processes side by side, with MPS and without
+    /// Measures the speed of CUDA processes side by side on a GPU, with MPS and without
     #[command(
-        after_help = "Two kernels are run by 1, 2, 4, ... processes at once: a narrow one, which leaves most of the \
-        GPU idle, and a wide one, which fills it. It takes about a minute, in which the GPU is under full load; it \
-        refuses to start beside other clients, unless --beside-clients is given. Without MPS it can only be \
+        after_help = "1, 2, 4, ... processes at once run two kernels: a narrow one, which leaves most of the GPU \
+        idle, and a wide one, which fills it. The measurement takes about a minute, with the GPU under full load. It \
+        does not start beside other clients, unless --beside-clients is given. Processes without MPS can only be \
         measured in compute mode DEFAULT. Ctrl-C ends the processes between two kernels.\n\n\
         Examples:\n  \
         yunion-mpsctl bench\n  \
@@ -265,7 +267,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
-    // `check` and `doctor` have something to say without the daemon too, and look for it themselves.
+    // `check` and `doctor` work without the daemon too, and look for it themselves.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
     match command {
@@ -297,7 +299,7 @@ fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<(), 
     Ok(())
 }
 
-/// The same JSON document without anything that could command a terminal: what of that is left unescaped stands in strings.
+/// The same JSON document without anything that could command a terminal. Only strings can contain such characters.
 fn escaped(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {

@@ -14,37 +14,35 @@ use crate::dbus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::gpu::PciAddress;
 use crate::host::proc;
 
-/// The time that the daemon may take to tell its state, which it always knows. A daemon that is stopped or hangs is not
-/// waited for as long as a daemon that has something to do.
+/// The time that the daemon may take to report its state, which it always knows. A daemon that is stopped or hangs gets
+/// less time than a daemon that has work to do.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
-/// Whether there is a daemon to ask, and what it says.
+/// The daemon's answer, or the reason why there is none.
 #[derive(Debug)]
 pub(in crate::ctl) enum Bus {
     /// The bus can't be reached.
     Unreachable(String),
-    /// Nobody owns the daemon's name.
+    /// No process owns the daemon's name.
     NotRunning,
-    /// Somebody owns it, and does not answer.
+    /// A process owns the name, and does not answer.
     Silent,
-    /// The bus does not let us ask.
+    /// The bus does not allow the question.
     Denied(String),
     /// The daemon answers with an error.
     Refuses(String),
-    /// Everything that it publishes.
     Answers(Box<Published>),
 }
 
 /// The answers of `Manager`.
 #[derive(Debug)]
 pub(in crate::ctl) struct Published {
-    /// Its properties.
     pub(in crate::ctl) service: Listed<Service>,
     pub(in crate::ctl) control_daemons: Vec<Listed<ControlDaemon>>,
     /// None before the daemon knows its GPUs.
     pub(in crate::ctl) devices: Option<Vec<Listed<Device>>>,
     pub(in crate::ctl) gpus: Vec<Listed<Gpu>>,
-    /// The control daemons are asked for them, and may hang.
+    /// The service asks the control daemons for them, and a control daemon may hang.
     pub(in crate::ctl) clients: Result<Vec<Listed<Client>>, BusError>,
     pub(in crate::ctl) events: Vec<Listed<Event>>,
     /// The daemon's process.
@@ -78,7 +76,7 @@ impl Bus {
         if let Self::Answers(published) = self { Some(published) } else { None }
     }
 
-    /// The main file to read where the command line names none: that of the service.
+    /// The main file to read if the command line names none: the file of the service.
     pub(in crate::ctl) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         self.published()?.config(sysroot)
     }
@@ -92,7 +90,7 @@ pub(in crate::ctl) fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Optio
     }
 }
 
-/// A name as it is published, however its address is written.
+/// The published form of a name, with its address written in any way.
 pub(in crate::ctl) fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     let (address, ordinal) = name.split_at(name.find('-').unwrap_or(name.len()));
     let known = devices.iter().filter_map(|device| device.pci_bdf.parse::<PciAddress>().ok());
@@ -104,7 +102,6 @@ pub(in crate::ctl) fn published_name(name: &str, devices: &[Listed<Device>]) -> 
 }
 
 impl Published {
-    /// Asks for everything else.
     pub(in crate::ctl) async fn with(
         service: Listed<Service>,
         daemon: &DaemonProxy,
@@ -118,10 +115,10 @@ impl Published {
         Ok(Self { service, control_daemons, devices, gpus, clients, events, pid })
     }
 
-    /// The main file that the service was told to read, where it was told and reads below the same directory.
+    /// The main file on the command line of the service, if there is one and the service reads below the same directory.
     pub(in crate::ctl) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         let arguments = Arguments::try_parse_from(proc::arguments_as_given(self.pid?)).ok()?;
-        // A relative path is that of the service's working directory, which only root may look up.
+        // A relative path begins at the service's working directory, which only root may look up.
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 

@@ -10,12 +10,12 @@ use tokio::signal::unix::{self, SignalKind};
 use super::Error;
 use crate::host::proc;
 
-/// Signals that do not end this process any more.
+/// Signals that no longer end this process.
 pub(super) struct Signals(Vec<(Signal, unix::Signal)>);
 
 impl Signals {
-    /// Catches the given signals, except those that we were started to ignore: nohup and a shell's `&` have some ignored,
-    /// for us and for the processes that we start.
+    /// Catches signals. A signal that was ignored when this process started stays ignored, as nohup and a shell's `&` want
+    /// it, for us and for the processes that we start.
     pub(super) fn catch(signals: &[Signal]) -> Result<Self, Error> {
         let own = proc::status(proc::OWN);
         let ignored = |signal: Signal| own.as_ref().is_ok_and(|own| own.ignores(signal.as_raw()));

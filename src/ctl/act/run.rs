@@ -94,8 +94,8 @@ pub(in crate::ctl) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> R
 }
 
 /// If the arguments (the first one is the program's name) ask for it, this process leaves its session and becomes the
-/// command that they name. What is returned is the exit status where it can't: as a shell has it for a command that it
-/// does not find or can't execute.
+/// command that they name. If that fails, returns the exit status that a shell has for a command that it does not find or
+/// can't execute.
 pub(in crate::ctl) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
     let [_, ask, command, rest @ ..] = arguments else { return None };
     if ask != BECOME {
@@ -127,7 +127,7 @@ impl Group {
         proc::status(self.0).is_ok_and(|command| command.catches(signal) || command.ignores(signal))
     }
 
-    /// Sends the command itself a signal, and not what it has started, which may know none of it.
+    /// Signals the command itself, and not its child processes: they may not handle the signal.
     fn tell(self, signal: Signal) {
         let _ = kill_process(self.0, signal);
     }
@@ -156,7 +156,7 @@ async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
     }
 }
 
-/// Ends the GPU work of the command and of what it has started, as far as that goes in a few seconds.
+/// Ends the GPU work of the command and of its child processes, as far as possible in a few seconds.
 async fn release(command: Group) {
     let seconds = RELEASE_TIMEOUT.as_secs();
     let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
@@ -195,10 +195,10 @@ async fn terminate_clients(command: Group) -> Result<(), BusError> {
     result
 }
 
-/// Whether a process is `root`, descends from it, or is in the session that it leads: a process whose parent has ended
-/// descends from nobody, but stays in its session.
+/// Whether a process is `root`, descends from it, or is in the session that it leads: an orphan descends from nobody, but
+/// stays in its session.
 fn descends(mut pid: u32, root: u32) -> bool {
-    // Parents can't form a ring, but what is read of them one after the other might.
+    // Parents can't form a ring, but they are read one after the other and may change in between.
     for _ in 0..1000 {
         if pid == root {
             return true;

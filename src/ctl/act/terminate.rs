@@ -15,7 +15,7 @@ use crate::dbus::rows::Client;
 pub(in crate::ctl) struct Arguments {
     #[command(flatten)]
     whom: Whom,
-    /// Whose GPU work has ended, as a JSON object
+    /// Print the PID, the container or the devices as a JSON object
     #[arg(long)]
     json: bool,
 }
@@ -58,8 +58,8 @@ pub(in crate::ctl) async fn terminate(
     Ok(())
 }
 
-/// Fails where a client has a GPU of these devices and does not say which of them it was given: nobody has ended its work,
-/// and nobody can know whether that was wanted.
+/// Fails if a client on a GPU of these devices does not say which device it was given: its work goes on, and nobody can
+/// know whether it was to end.
 async fn refuse_unnamed(daemon: &DaemonProxy, devices: &[String]) -> Result<(), Error> {
     let gpus: Vec<String> = gpus_of(daemon, devices).await?;
     let is_unnamed = |one: &&Listed<Client>| one.device.is_none() && !one.bypass && gpus.contains(&one.gpu);

@@ -1,4 +1,4 @@
-//! The changes that a reload would make: the plan beside what the daemon publishes.
+//! The changes that a reload would make: the plan beside the published values.
 
 use std::fmt;
 use std::path::Path;
@@ -14,15 +14,13 @@ use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 /// One thing that a reload would change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(in crate::ctl) struct Difference {
-    /// Which kind of thing.
     pub(in crate::ctl) kind: Kind,
     /// The GPU or the control daemon.
     pub(in crate::ctl) subject: String,
-    /// The published value; empty for something new.
+    /// The published value; empty for a new thing.
     pub(in crate::ctl) from: String,
-    /// The planned value; empty for something that goes.
+    /// The planned value; empty for a thing that goes.
     pub(in crate::ctl) to: String,
-    /// When it would be so.
     pub(in crate::ctl) effect: Effect,
 }
 
@@ -47,9 +45,9 @@ pub(in crate::ctl) enum Kind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "when", rename_all = "kebab-case")]
 pub(in crate::ctl) enum Effect {
-    /// At once, for clients to come.
+    /// At once, for new clients.
     Live,
-    /// When the clients of a control daemon have gone, which then gives way to another.
+    /// After the clients of a control daemon have ended. Another control daemon then takes its place.
     Waits {
         /// Their number now; null if they can't be asked.
         clients: Option<usize>,
@@ -62,10 +60,7 @@ pub(in crate::ctl) enum Effect {
         clients: Option<usize>,
     },
     /// Not at all: a reload refuses it.
-    Refused {
-        /// Why.
-        reason: String,
-    },
+    Refused { reason: String },
 }
 
 impl fmt::Display for Effect {
@@ -150,7 +145,7 @@ pub(in crate::ctl) fn differences(
     Ok(comparison.differences)
 }
 
-/// The plan and what is published, and what was found to differ.
+/// The plan, the published values, and the differences that were found.
 struct Comparison<'a> {
     plan: &'a Plan,
     published: &'a Published,
@@ -176,15 +171,15 @@ impl Comparison<'_> {
             let id = daemon.id.as_str();
             let clients = published.clients_on(&daemon.gpus);
             let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == id) else {
-                // One that is on its way out already has no GPU that is published as its own.
+                // A control daemon on its way out has no published GPUs of its own any more.
                 if published.served_by(id).next().is_some() {
                     let reason = "it is not needed any more".to_owned();
                     self.add(Kind::ControlDaemon, id, "present", "", Effect::Waits { clients, reason });
                 }
                 continue;
             };
-            // On its way out it has no GPUs as its own any more, and another one of its name takes its place without a
-            // reload.
+            // A control daemon on its way out has no GPUs of its own any more, and another one of the same name takes its
+            // place without a reload.
             if daemon.gpus.is_empty() && ordered(planned, published) {
                 continue;
             }
@@ -213,7 +208,7 @@ impl Comparison<'_> {
         let Some(now) = now else { return };
         let threads = (Kind::ThreadPercentage, Some(now.mps_thread_percentage), gpu.thread_percentage.into());
         for (kind, from, to) in [(Kind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib), threads] {
-            // 0 stands for: not known.
+            // 0 stands for an unknown limit.
             if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
                 self.add(kind, &name, &from.to_string(), &to.to_string(), self.effect_for(uuid));
             }
@@ -260,7 +255,7 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
         pipe_directory: Path::new(&daemon.pipe_directory),
         log_directory: Path::new(&daemon.log_directory),
         gpus: &daemon.gpus,
-        // Not known before it has started; then nothing is to be switched.
+        // Unknown before it has started; then there is nothing to switch.
         multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
     };
     planned.misfit(&present, |_| true)

@@ -1,4 +1,4 @@
-//! The configuration: whether it is right, and what a reload of it would change.
+//! The configuration: its mistakes, and the changes that a reload of it would make.
 
 pub(super) mod difference;
 pub(super) mod report;

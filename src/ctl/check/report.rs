@@ -1,4 +1,4 @@
-//! `yunion-mpsctl check`: is the configuration right, and what would change.
+//! `yunion-mpsctl check`: the mistakes of the configuration, and the changes that a reload would make.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -22,7 +22,7 @@ pub(in crate::ctl) struct Arguments {
     /// Read the host's files (configuration, /sys, pci.ids) below this directory
     #[arg(long, value_name = "DIR", default_value = "/")]
     sysroot: PathBuf,
-    /// Everything, as one JSON object
+    /// Print everything as one JSON object
     #[arg(long)]
     json: bool,
 }

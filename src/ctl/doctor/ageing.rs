@@ -1,4 +1,4 @@
-//! Whether systemd-tmpfiles takes the directories away some day, as tmpfiles.d(5) has it.
+//! Whether systemd-tmpfiles will remove the directories, by the rules of tmpfiles.d(5).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -37,7 +37,7 @@ fn ageing(facts: &Facts) -> Outcome {
     Ok(facts.all_directories()?.filter_map(of).collect())
 }
 
-/// A line, as far as it matters for ageing.
+/// The parts of a line that matter for ageing.
 #[derive(Debug, Clone)]
 struct Rule {
     file: PathBuf,
@@ -57,7 +57,7 @@ fn rules(facts: &Facts) -> Vec<Rule> {
         }
     }
     let read = |file: PathBuf| {
-        // A link to /dev/null hides others and says nothing itself; below another root it must not lead out.
+        // A link to /dev/null hides other files and contains nothing. Below another root it must not lead out.
         let text = fs::read_to_string(facts.file(&file)).unwrap_or_default();
         text.lines().filter_map(|line| rule(&file, line)).collect::<Vec<_>>()
     };
@@ -82,7 +82,7 @@ fn rule(file: &Path, line: &str) -> Option<Rule> {
     Some(Rule { file: file.to_owned(), kind, path: path.to_owned(), age })
 }
 
-/// The line by which a directory's contents are removed. From the root down: each line that fits takes over from the one
+/// The line by which the contents of a directory are removed. From the root down, each line that fits replaces the line
 /// above it.
 fn aged_by<'r>(directory: &Path, rules: &'r [Rule]) -> Option<&'r Rule> {
     let mut way: Vec<&Path> = directory.ancestors().collect();
@@ -92,10 +92,10 @@ fn aged_by<'r>(directory: &Path, rules: &'r [Rule]) -> Option<&'r Rule> {
         for rule in rules.iter().filter(|rule| rule.fits(place)) {
             match rule.kind {
                 'x' => return None,
-                // Its own age, or else the age that holds above it.
+                // Its own age, or else the age of the line above it.
                 'X' => ageing = rule.age.as_ref().map(|_| rule).or(ageing),
                 'd' | 'D' | 'e' | 'v' | 'q' | 'Q' | 'C' => ageing = rule.age.as_ref().map(|_| rule),
-                // Other lines create or change, and say nothing of ageing.
+                // Other lines create or change files, and have no effect on ageing.
                 _ => {}
             }
         }

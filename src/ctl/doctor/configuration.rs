@@ -1,4 +1,4 @@
-//! The configuration files: what they say to us and to the host agent, and whether it is in force.
+//! The configuration files: their mistakes for us and for the host agent, and whether they are in force.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -40,7 +40,7 @@ fn configuration(facts: &Facts) -> Outcome {
                 let name = if *certain { "configuration-wrong" } else { "no-plan" };
                 findings.push(of_problem(Severity::Error, name, problem));
             }
-            // Without a driver that is what is wrong, and has a check of its own.
+            // A missing driver is the cause, and has a check of its own.
             if let (Err(reason), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
                 let remedy = reason.remedy_or("yunion-mpsctl check says more");
                 findings.push(error("no-plan", "the GPUs", &reason.found, remedy));
@@ -60,7 +60,7 @@ fn configuration(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Whether somebody who is not root can't look into a file, which says nothing against it.
+/// Whether only root can read a file, which is no mistake.
 fn for_root(facts: &Facts, file: &Path) -> bool {
     let opened = File::open(facts.file(file));
     !rustix::process::geteuid().is_root()
@@ -76,7 +76,7 @@ fn overridden(facts: &Facts) -> Outcome {
     Ok(facts.loaded()?.overridden.iter().map(of).collect())
 }
 
-/// The host agent reads the same files, and knows less.
+/// The host agent reads the same files, and understands less of them.
 fn agent(facts: &Facts) -> Outcome {
     facts.enabled()?;
     let of = |trouble: &Trouble| of_problem(Severity::Warning, trouble.name, &trouble.problem);

@@ -27,7 +27,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("SELinux", selinux),
 ];
 
-/// Below this a file system counts as full: a control daemon's log grows by this in an hour.
+/// A file system with fewer free bytes counts as full: a control daemon's log grows by as many in an hour.
 const ROOM: u64 = 1 << 20;
 
 /// Files of NVIDIA's container toolkit. If one exists, containers are given [`CUDA_DEFAULT`].
@@ -39,7 +39,7 @@ const TOOLKIT: [&str; 5] = [
     "/etc/nvidia-container-runtime/config.toml",
 ];
 
-/// By the rules of the service itself.
+/// The rules are those of the service itself.
 fn refused(facts: &Facts) -> Outcome {
     let of = |directory: PathBuf| match look(&directory) {
         Ok(false) if in_use(facts, &directory) => Some(error(
@@ -57,7 +57,7 @@ fn refused(facts: &Facts) -> Outcome {
     Ok(facts.all_directories()?.filter_map(of).collect())
 }
 
-/// Whether a control daemon of ours that runs has it.
+/// Whether a control daemon of ours that runs uses the directory.
 fn in_use(facts: &Facts, directory: &Path) -> bool {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     running.any(|daemon| {
@@ -65,7 +65,7 @@ fn in_use(facts: &Facts, directory: &Path) -> bool {
     })
 }
 
-/// Clients of every user have to get through all parents, and nobody else may write at the end.
+/// Clients of every user must reach the directory through all parents, and only its owner may write there.
 fn closed(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     for (pipe, _) in facts.directories()? {
@@ -127,14 +127,14 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
     Some(error("file-system-full", &directory, found, remedy))
 }
 
-/// A control daemon can live on without the socket that clients look for.
+/// A control daemon keeps running when its socket is removed, and clients no longer find it.
 fn sockets(facts: &Facts) -> Outcome {
     let of = |daemon: &Listed<ControlDaemon>| {
         let directory = Path::new(&daemon.pipe_directory);
         let (Some(pid), "ready" | "waiting") = (daemon.pid, daemon.state.as_str()) else { return None };
         let socket = directory.join("control");
         match listener(directory) {
-            // Without the directory, that is what is wrong.
+            // The missing directory is the cause, and has a check of its own.
             _ if !directory.is_dir() => None,
             Some(other) if other != pid => Some(error(
                 "pipe-directory-taken",
@@ -180,7 +180,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
         if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
             return Err(format!("only root can read {}", state_file.display()));
         }
-        // The service that runs knows what stood there; the next one would not.
+        // The service that runs knows the content; the next one would not.
         let remedy = if facts.published().is_ok() {
             "the service writes it again within a minute: do not restart it before, or it takes its control daemons for \
              another's"

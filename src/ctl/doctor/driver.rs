@@ -1,6 +1,6 @@
 //! NVIDIA's driver, its programs and its device nodes.
 
-// All checks have one type, with a Result for the ones that may lack a fact.
+// All checks have one type, with a Result for the checks that may lack a fact.
 #![allow(clippy::unnecessary_wraps)]
 
 use std::fs;
@@ -25,7 +25,7 @@ const PROGRAMS: [&str; 2] = ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"
 /// The PATH that systemd gives a service that sets none.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// A server has some 100 KiB. What is much larger is no server of NVIDIA's, and not searched.
+/// A server has some 100 KiB. A much larger program is no server of NVIDIA's, and not searched.
 const LARGEST_SERVER: u64 = 16 << 20;
 
 fn driver(facts: &Facts) -> Outcome {
@@ -57,7 +57,7 @@ fn path_of_service(facts: &Facts) -> Result<String, String> {
 fn service_path(facts: &Facts) -> Outcome {
     let path = path_of_service(facts)?;
     let hidden = |name: &&str| -> Option<Finding> {
-        // A program that is nowhere has a finding already.
+        // A program that is missing everywhere has a finding already.
         let found = program(name, None).ok()?;
         program(name, Some(&path)).err()?;
         let directory = found.parent().unwrap_or(Path::new("/")).display();
@@ -71,8 +71,8 @@ fn service_path(facts: &Facts) -> Outcome {
     Ok(PROGRAMS.iter().filter_map(hidden).collect())
 }
 
-/// A server may carry the version of the driver that it was built with; a newer control daemon's program says the version
-/// of CUDA.
+/// A server may contain the version of the driver that it was built with. The program of a newer control daemon prints the
+/// version of CUDA.
 fn versions(facts: &Facts) -> Outcome {
     let driver = facts.inventory.driver.as_ref().map_err(|_| "there is no driver to compare with")?;
     let server = program("nvidia-cuda-mps-server", None).map_err(|_| "there is no program to compare")?;

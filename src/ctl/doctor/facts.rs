@@ -1,4 +1,4 @@
-//! Everything that is known of the host at this moment: gathered once, and not judged here.
+//! The facts of the host at this moment: gathered once, and not judged here.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,6 @@ use crate::plan::Plan;
 use crate::reason::Reason;
 use crate::supervisor::state_file::{self, Running};
 
-/// The unit.
 pub(super) const UNIT: &str = "yunion-mps-daemon.service";
 
 /// The directory in which a CUDA program looks for a control daemon if its environment names none. The NVIDIA container
@@ -34,16 +33,15 @@ pub(super) const CUDA_DEFAULT: &str = "/tmp/nvidia-mps";
 /// The name of control daemons and servers, as the kernel keeps it.
 const MPS_COMMAND: &str = "nvidia-cuda-mps";
 
-/// Everything that the checks look at.
 pub(super) struct Facts {
     pub(super) sources: Sources,
     pub(super) checked: Checked,
     pub(super) inventory: Inventory,
-    /// Facts that the inventory leaves out, by the GPU's UUID.
+    /// Facts that are not in the inventory, by the GPU's UUID.
     pub(super) gpus: BTreeMap<String, GpuNow>,
     /// The driver's CUDA version, 13000 for 13.0.
     pub(super) cuda: Option<u32>,
-    /// That of the control daemon's program, if it says one.
+    /// The CUDA version of the control daemon's program, if the program prints one.
     pub(super) program_cuda: Option<u32>,
     pub(super) bus: Bus,
     pub(super) unit: Result<UnitProperties, String>,
@@ -52,16 +50,15 @@ pub(super) struct Facts {
     pub(super) control_daemons: Vec<FoundDaemon>,
 }
 
-/// A GPU at this moment.
 #[derive(Debug, Clone)]
 pub(super) struct GpuNow {
-    /// Whether the driver keeps its state.
+    /// Whether the driver keeps the GPU's state while no program uses it.
     pub(super) persistence: Option<bool>,
     /// The PIDs of the MPS servers on it.
     servers: Vec<u32>,
 }
 
-/// A control daemon that runs, by whatever trace it was found.
+/// A control daemon that runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FoundDaemon {
     pub(super) pid: u32,
@@ -74,7 +71,7 @@ pub(super) struct FoundDaemon {
 }
 
 impl FoundDaemon {
-    /// Made from what the process says of itself.
+    /// Made from the environment and the name space of the process.
     fn of(pid: u32, trace: String) -> Self {
         let elsewhere =
             proc::mount_namespace(pid).is_some_and(|its| proc::mount_namespace(proc::OWN) != Some(its));
@@ -83,7 +80,6 @@ impl FoundDaemon {
 }
 
 impl Facts {
-    /// Looks at the host.
     pub(super) async fn gather(mut sources: Sources) -> Self {
         let bus = Bus::ask().await;
         sources.config = sources.config.or_else(|| bus.config(&sources.sysroot));
@@ -121,7 +117,7 @@ impl Facts {
         self.sources.sysroot == Path::new("/")
     }
 
-    /// The settings of the files; like every error here, this one says why there is nothing to check.
+    /// The settings of the files. The errors of this function and of the next ones say why there is nothing to check.
     pub(super) fn loaded(&self) -> Result<&Loaded, String> {
         self.checked.loaded().ok_or_else(|| "the configuration can't be read".to_owned())
     }
@@ -175,8 +171,8 @@ impl Facts {
             || written.iter().any(|running| Identity::of(daemon).is_ok_and(|now| now == running.process))
     }
 
-    /// By the sockets in the configured directories and in the place where CUDA looks by itself, by the servers on our
-    /// GPUs, and by their name where the processes of this machine are the host's.
+    /// Finds them by the sockets in the configured directories and in the default directory of CUDA, by the servers on our
+    /// GPUs, and, if the processes of this machine are the host's, by their name.
     fn find_control_daemons(&self) -> Vec<FoundDaemon> {
         let mut found: Vec<FoundDaemon> = Vec::new();
         let mut add = |daemon: FoundDaemon| {
@@ -226,7 +222,6 @@ fn load(sources: &Sources) -> Result<Loaded, Refused> {
     })
 }
 
-/// Asks the driver for all that it knows.
 fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u32>) {
     let root = sysroot.to_owned();
     let answer = check::ask_driver(move |driver| {
@@ -241,8 +236,8 @@ fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u3
     answer.unwrap_or_else(|reason| (check::without_driver(sysroot, &reason), BTreeMap::new(), None))
 }
 
-/// Asks the control daemon's program for its version. One that doesn't know the question takes itself for a front end, and
-/// must not find a control daemon then.
+/// Asks the control daemon's program for its version. A program that doesn't know the option acts as a front end, and must
+/// not find a control daemon then.
 async fn program_cuda() -> Option<u32> {
     let mut command = Command::new(program("nvidia-cuda-mps-control", None).ok()?);
     command
@@ -268,8 +263,8 @@ fn is_mps(pid: u32) -> bool {
     proc::name(pid).is_some_and(|name| name == MPS_COMMAND)
 }
 
-/// Servers have the same short name; the control daemon says by its arguments that it is one. The name first: arguments are
-/// in the memory of a process, and whoever asks one that hangs for them hangs too.
+/// Servers have the same short name; only the arguments tell a control daemon from a server. The name is read first: the
+/// arguments are in the memory of the process, and a read of them hangs if the process hangs.
 fn is_control_daemon(pid: u32) -> bool {
     if !is_mps(pid) {
         return false;
@@ -291,7 +286,7 @@ fn pipe_directory(pid: u32) -> Option<PathBuf> {
     Some(value.map_or_else(|| PathBuf::from(CUDA_DEFAULT), PathBuf::from))
 }
 
-/// A program in a PATH; our own where none is given.
+/// A program in a PATH. None stands for our own PATH.
 pub(super) fn program(name: &str, path: Option<&str>) -> Result<PathBuf, Reason> {
     match path {
         None => process::find_program(name),

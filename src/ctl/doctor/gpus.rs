@@ -1,4 +1,4 @@
-//! The GPUs: what keeps one from being served, and what its users will meet.
+//! The GPUs: the reasons why one is not served, and the things that its users will meet.
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, error, info, warning};
@@ -15,7 +15,6 @@ pub(super) const CHECKS: &[Check] = &[
     ("the sum of thread percentages", oversubscription),
 ];
 
-/// The planned GPUs.
 fn planned(facts: &Facts) -> Result<&[GpuPlan], String> {
     facts.enabled()?;
     Ok(&facts.plan()?.gpus)

@@ -1,7 +1,7 @@
-//! `yunion-mpsctl doctor`: everything that can be wrong on this host, each with its remedy.
+//! `yunion-mpsctl doctor`: the problems of this host, each with its remedy.
 //!
-//! The facts are gathered once; every check is a function of them, and the modules group the checks by subject. What the
-//! configuration, the plan and the directories must be is asked of the library, which knows it.
+//! The facts are gathered once; every check is a function of them, and the modules group the checks by subject. The
+//! rules for the configuration, the plan and the directories stand in the modules that the service itself uses.
 
 mod ageing;
 mod configuration;
@@ -42,10 +42,10 @@ pub(super) struct Arguments {
     /// The main configuration file [default: the one that the service reads]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Read the host's files below this directory, and leave its processes out
+    /// Read the host's files below this directory, and leave processes out
     #[arg(long, value_name = "DIR", default_value = "/")]
     sysroot: PathBuf,
-    /// The findings, and what could not be checked, as JSON
+    /// Print the findings, and the checks that could not be made, as JSON
     #[arg(long)]
     json: bool,
 }
@@ -56,7 +56,7 @@ pub(super) struct Arguments {
 enum Severity {
     /// Something is not served, or not as it is published.
     Error,
-    /// It works, and is about to go wrong or to surprise somebody.
+    /// It works now, but will fail or surprise somebody.
     Warning,
     /// Worth knowing.
     Info,
@@ -78,9 +78,8 @@ struct Finding {
     /// Its name, which never changes.
     name: &'static str,
     severity: Severity,
-    /// The file, the GPU, the process that it is about.
+    /// The file, the GPU or the process.
     subject: String,
-    /// The trouble.
     found: String,
     /// The command to type, or the line to write.
     remedy: String,
@@ -115,14 +114,14 @@ fn info(name: &'static str, subject: impl ToString, found: impl ToString, remedy
     finding(Severity::Info, name, subject, found, remedy)
 }
 
-/// The remedy that sets something in the service's unit.
+/// The remedy for a missing setting in the service's unit.
 fn edit_unit(setting: &str) -> String {
     format!(
         "systemctl edit yunion-mps-daemon, add [Service] and {setting}, then systemctl restart yunion-mps-daemon"
     )
 }
 
-/// The findings of a check, or the reason why it could not look.
+/// The findings of a check, or the reason why the check was not possible.
 type Outcome = Result<Vec<Finding>, String>;
 
 /// A check: its subject, for people, and its function.
@@ -133,11 +132,9 @@ type Check = (&'static str, fn(&Facts) -> Outcome);
 struct NotChecked {
     /// The subject of the check, for people.
     check: &'static str,
-    /// Why it could not.
     reason: String,
 }
 
-/// The result of all checks.
 #[derive(Debug, Serialize)]
 struct Report {
     /// The worst first.
@@ -145,7 +142,7 @@ struct Report {
     /// The number of checks that were made.
     #[serde(rename = "checks_made")]
     made: usize,
-    /// No findings prove little without it.
+    /// Without this list, an empty list of findings would prove little.
     not_checked: Vec<NotChecked>,
 }
 
@@ -183,7 +180,7 @@ fn examine(facts: &Arc<Facts>) -> Report {
         match within(DEADLINE, move || check(&all)) {
             Some(Ok(findings)) => {
                 report.made += 1;
-                // Several directories have the same parents.
+                // Directories can share a parent, which gives the same finding twice.
                 for finding in findings {
                     if !report.findings.contains(&finding) {
                         report.findings.push(finding);
@@ -200,7 +197,7 @@ fn examine(facts: &Arc<Facts>) -> Report {
             )),
         }
     }
-    // Stable: within one severity, causes come before what follows from them.
+    // The sort is stable: within one severity, causes stay before their effects.
     report.findings.sort_by_key(|finding| finding.severity);
     report
 }

@@ -1,4 +1,4 @@
-//! Processes that are not as the service has them, or not its own.
+//! Control daemons that the service has not started, and limits of its own control daemons.
 
 use super::facts::{Facts, FoundDaemon};
 use super::{Check, Finding, Outcome, Severity, edit_unit, finding, warning};
@@ -16,7 +16,7 @@ const FILES_PER_CLIENT: u64 = 20;
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
-    // A control daemon is another's only if it is known which ones are ours.
+    // Without a list of our control daemons nobody knows which ones are foreign.
     if facts.published().is_err() && facts.state_file.is_err() {
         return Err("it is not known which control daemons are ours".to_owned());
     }
@@ -25,9 +25,9 @@ fn foreign(facts: &Facts) -> Outcome {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
-            // Its directory is none of the host's, and its programs are not to be trusted.
+            // Its directory is not on the host, and its programs can't be trusted.
             Some(_) if daemon.elsewhere => "end it in the container that it runs in".to_owned(),
-            // A process may say anything of itself, and root will type this line.
+            // A process can put anything in its environment, and root will type this line.
             Some(path) => format!(
                 "echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control, which waits for its clients",
                 quoted(&path.display().to_string())

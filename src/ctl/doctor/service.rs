@@ -1,6 +1,6 @@
-//! The service: its place on the bus, its unit, and what is left of the program that it replaces.
+//! The service: its place on the bus, its unit, and the remains of the program that it replaces.
 
-// All checks have one type, with a Result for the ones that may lack a fact.
+// All checks have one type, with a Result for the checks that may lack a fact.
 #![allow(clippy::unnecessary_wraps)]
 
 use std::fs;
@@ -40,7 +40,7 @@ fn bus(facts: &Facts) -> Outcome {
             let remedy = format!("install {} and systemctl reload dbus", POLICIES[0]);
             error("bus-refuses", "io.yunion.Mps1", reason, remedy)
         }
-        // The bus is well; to start it again would hurt everything else on the host.
+        // The bus works, and to restart it would hurt everything else on the host.
         Bus::Silent => error(
             "service-silent",
             UNIT,
@@ -181,7 +181,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     findings
 }
 
-/// A file in /etc wins over the package's. A link to /dev/null is a mask, which the unit's state tells.
+/// A file in /etc hides the file of the package. A link to /dev/null is a mask, which the unit's state shows.
 fn shadowed(facts: &Facts) -> Outcome {
     let hidden = Path::new("/etc/systemd/system").join(UNIT);
     let file = facts.file(&hidden);
@@ -201,7 +201,7 @@ fn shadowed(facts: &Facts) -> Outcome {
     Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
 }
 
-/// Two programs that set compute modes and start control daemons would be at each other's throats.
+/// Two programs that set compute modes and start control daemons would undo each other's work.
 fn upstream(facts: &Facts) -> Outcome {
     let installed = facts.file(UPSTREAM).exists().then(|| {
         let found = "the platform's own MPS daemon is still installed, and would use the same GPUs";

@@ -1,4 +1,4 @@
-//! Troubles that the service itself tells of, and troubles that its clients will notice.
+//! Problems that the service itself reports, and problems that its clients will notice.
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
@@ -76,7 +76,7 @@ fn gpus(facts: &Facts) -> Outcome {
     Ok(sick.map(|gpu| error("gpu-not-served", &gpu.addr, &gpu.reason, DO_WHAT_IT_SAYS)).collect())
 }
 
-/// Trouble that concerns no GPU and no control daemon, such as a new configuration that was refused.
+/// A problem of no GPU and no control daemon, such as a new configuration that was refused.
 fn service(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let state = published.service.state.as_str();
@@ -144,7 +144,7 @@ fn devices(facts: &Facts) -> Outcome {
     };
     let nameless: Vec<String> = clients
         .iter()
-        // Clients that bypass MPS or wait have a finding of their own.
+        // Clients that bypass MPS or wait have findings of their own.
         .filter(|client| client.device.is_none() && !client.bypass && !client.waiting)
         .map(|client| format!("{} ({})", client.pid, client.command))
         .collect();
@@ -160,7 +160,7 @@ fn devices(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Without multi-user mode the users of a control daemon take turns, and a client that waits says nothing.
+/// Without multi-user mode the users of a control daemon take turns, and a client that waits prints nothing.
 fn waiting(facts: &Facts) -> Outcome {
     let clients = facts.published()?.clients.iter().flatten();
     let of = |client: &Listed<Client>| {

@@ -24,35 +24,35 @@ const NARROW_BLOCKS: u32 = 4;
 /// The blocks of the wide kernel for each multiprocessor: as many threads as it can hold.
 const WIDE_BLOCKS_PER_SM: u32 = 16;
 
-/// The time that one kernel runs, about: short, since a process can only leave between two.
+/// The approximate time of one kernel: short, since a process can only leave between two kernels.
 const KERNEL_SECONDS: f64 = 0.02;
 
-/// The kernels that one process runs: a second's worth of narrow ones. Of wide ones half of that: their times add up.
+/// The kernels that one process runs: narrow ones for a second, wide ones for half a second, since their times add up.
 const NARROW_LAUNCHES: u32 = 50;
 const WIDE_LAUNCHES: u32 = 25;
 
 /// The kernel counts its rounds in an i32.
 const MOST_ROUNDS: u32 = 1 << 30;
 
-/// The kernels that warm a GPU up: its clock rises when there is something to do.
+/// The kernels that warm a GPU up: its clock rises under load.
 const WARM_UP_LAUNCHES: u32 = 5;
 
-/// The measurements of each step of the search for a kernel's length.
+/// The measurements for each step of the calibration.
 const CALIBRATION_RUNS: u32 = 3;
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
-    /// How many processes at most
+    /// Largest number of processes
     #[arg(short = 'n', long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u32).range(1..=60))]
     processes: u32,
     /// Slices of one GPU, which the processes take in turn; a GPU's address or UUID stands for all of its slices. May be
-    /// repeated. Without it: all slices of the first healthy GPU
+    /// repeated. Default: all slices of the first healthy GPU
     #[arg(long, value_name = "NAME")]
     device: Vec<String>,
-    /// Runs even if the GPU has other clients, which it slows down
+    /// Run even if the GPU has other clients; this slows them down
     #[arg(long)]
     beside_clients: bool,
-    /// Everything, as one JSON object
+    /// Print everything as one JSON object
     #[arg(long)]
     json: bool,
 }
@@ -88,7 +88,7 @@ pub(in crate::ctl) async fn bench(
         measured = bench.measure() => measured.map(Ok),
         signal = signals.next() => Ok(Err(signal)),
     };
-    // Also after an error: one process that can't go on must not leave the others at work.
+    // Also after an error: if one process fails, the others must not go on.
     bench.stop().await;
     progress("");
     let result = match ended? {
@@ -155,7 +155,7 @@ fn refuse_beside(clients: &[Listed<Client>], device: &Device) -> Result<(), Erro
     )))
 }
 
-/// Why a process without MPS can't be had on that GPU.
+/// The reason why a process without MPS can't run on that GPU.
 fn why_not_without_mps(device: &Device) -> Option<String> {
     let mode = device.compute_mode.shown();
     (mode != "Default").then(|| {
@@ -176,7 +176,7 @@ fn counts(most: u32) -> Vec<u32> {
 }
 
 struct Bench {
-    /// Of the slices: the processes take them in turn.
+    /// The environments of the slices, which the processes take in turn.
     environments: Vec<Environment>,
     /// The same without MPS.
     alone: Vec<Environment>,
@@ -282,7 +282,6 @@ impl Bench {
     }
 }
 
-/// A number of rounds times a factor.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -292,7 +291,7 @@ fn scaled(rounds: u32, factor: f64) -> u32 {
     ((f64::from(rounds) * factor) as u32).clamp(1, MOST_ROUNDS)
 }
 
-/// Says on a terminal what is being done; nothing, in the end.
+/// Names the present step on a terminal. An empty text removes the line.
 fn progress(text: &str) {
     let mut err = io::stderr();
     if err.is_terminal() {

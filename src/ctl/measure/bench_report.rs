@@ -13,7 +13,6 @@ use crate::dbus::rows::Device;
 /// The width of the longest line where the terminal doesn't tell its own.
 const COLUMNS: usize = 80;
 
-/// All results.
 pub(in crate::ctl) struct Results {
     /// The multiprocessors of the GPU.
     pub(in crate::ctl) all_sms: u32,
@@ -31,12 +30,12 @@ pub(in crate::ctl) struct Measured {
 pub(in crate::ctl) struct Row {
     pub(in crate::ctl) processes: u32,
     pub(in crate::ctl) with_mps: Vec<f64>,
-    /// None where that can't be had.
+    /// None if processes without MPS can't run.
     pub(in crate::ctl) without_mps: Option<Vec<f64>>,
 }
 
 impl Measured {
-    /// All processes' kernels in a second.
+    /// The kernels of all processes in a second.
     fn rate(&self, seconds: &[f64]) -> f64 {
         let kernels = f64::from(self.work.launches) * seconds.iter().map(|_| 1.0).sum::<f64>();
         kernels / slowest(seconds)
@@ -197,7 +196,7 @@ fn bars(measured: &Measured, columns: usize) -> Vec<String> {
     sides.iter().map(line).collect()
 }
 
-/// To the microsecond: what a clock tells beyond that is noise.
+/// To the microsecond: further digits of a clock are noise.
 fn rounded(number: f64) -> f64 {
     (number * 1e6).round() / 1e6
 }

@@ -26,21 +26,20 @@ use crate::host::proc;
 /// The first argument of the process that becomes a CUDA client.
 const BECOME: &str = "become-cuda-client";
 
-/// A pipe directory that isn't there, and that nobody but root could make: what listens in it is nothing.
+/// A pipe directory that does not exist, and that nobody but root could make, so nothing listens in it.
 const NOWHERE: &str = "/nonexistent";
 
 /// The time that an answer may take. A kernel of ours takes milliseconds; a server that has to start, seconds.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
 
-/// The time that a client may take to leave.
 const LEAVE_DEADLINE: Duration = Duration::from_secs(5);
 
-/// A request to a client.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(in crate::ctl) enum Request {
     /// Count the multiprocessors, without a context.
     Count,
-    /// Open a context and say what it sees. Then allocate until it is refused or has that many MiB, and give it back.
+    /// Open a context and report its GPU. Then allocate until an allocation fails or that many MiB are reached, and free
+    /// all of it.
     Look { allocate: Option<u64> },
     /// Run the kernel so many times. The answer is the time from the first launch to the end of the last kernel, in
     /// seconds.
@@ -50,12 +49,10 @@ pub(in crate::ctl) enum Request {
 /// The answer to a request, or why there is none.
 type Answer<T> = Result<T, String>;
 
-/// Work for a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::ctl) struct Work {
     /// Blocks of the kernel's grid.
     pub(in crate::ctl) blocks: u32,
-    /// Rounds in every thread.
     pub(in crate::ctl) rounds: u32,
     /// Kernels, one after the other.
     pub(in crate::ctl) launches: u32,
@@ -82,7 +79,7 @@ impl Environment {
         Ok(Self(host_environment(&daemon.container_config(&[name.to_owned()]).await?)))
     }
 
-    /// The same without the limits: what holds then is what the control daemon enforces.
+    /// The same without the limits: only the limits of the control daemon are left.
     pub(in crate::ctl) fn without_limits(&self) -> Self {
         let kept = ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"];
         Self(self.0.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect())
@@ -100,7 +97,7 @@ impl Environment {
     }
 }
 
-/// A client that runs. Dropped, it leaves by itself.
+/// A client that runs. It leaves by itself when this value is dropped.
 #[derive(Debug)]
 pub(in crate::ctl) struct CudaClient {
     child: Child,
@@ -109,10 +106,10 @@ pub(in crate::ctl) struct CudaClient {
 }
 
 impl CudaClient {
-    /// Starts one. It does nothing on a GPU until it is told to.
+    /// Starts a client. It does nothing on a GPU before its first request.
     pub(in crate::ctl) fn start(environment: &Environment) -> Result<Self, Error> {
         let mut command = Command::new(proc::OWN_PROGRAM);
-        // The caller's own settings of this kind would make it another client than the one asked for.
+        // With the caller's own settings of this kind it would be a client of something else.
         let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
             command.env_remove(name);
@@ -149,7 +146,7 @@ impl CudaClient {
     pub(in crate::ctl) async fn tell(&mut self, request: Request) -> Result<(), Error> {
         let mut line = serde_json::to_vec(&request)?;
         line.push(b'\n');
-        // One that has ended says why in its answer.
+        // If the client has ended, the missing answer says why.
         let _ = self.requests.write_all(&line).await;
         Ok(())
     }
@@ -176,7 +173,7 @@ impl CudaClient {
         }
     }
 
-    /// Waits until it has left. One that doesn't leave by itself has its GPU work ended before it is killed.
+    /// Waits until it has left. If it doesn't leave by itself, its GPU work is ended before it is killed.
     pub(in crate::ctl) async fn leave(self) {
         let Self { mut child, requests, answers } = self;
         let pid = child.id();
@@ -189,13 +186,13 @@ impl CudaClient {
             daemon.terminate_client(pid.unwrap_or_default()).await
         };
         let _ = timeout(LEAVE_DEADLINE, terminate).await;
-        // One that hangs in the driver does not end by that either.
+        // A client that hangs in the driver does not even end by SIGKILL.
         let _ = timeout(LEAVE_DEADLINE, child.kill()).await;
     }
 }
 
 /// If the arguments (the first one is the program's name) ask for it, this process is a CUDA client until the end of its
-/// stdin. What is returned is its exit status.
+/// stdin. Returns its exit status.
 pub(in crate::ctl) fn become_cuda_client(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
     let [_, ask] = arguments else { return None };
     if ask != BECOME {
@@ -236,9 +233,8 @@ fn requests(left: Arc<AtomicBool>) -> mpsc::Receiver<Request> {
     receiver
 }
 
-/// The CUDA client's own state.
 struct Member {
-    // The kernel before its context.
+    // Dropped in this order: the kernel before its context.
     kernel: Option<Kernel>,
     gpu: Option<Gpu>,
     left: Arc<AtomicBool>,

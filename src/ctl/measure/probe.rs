@@ -1,4 +1,4 @@
-//! `yunion-mpsctl probe`: what a slice promises, beside what a CUDA client of it really gets.
+//! `yunion-mpsctl probe`: the limits of a slice, beside the SMs and the memory of a CUDA client of it.
 
 use std::io::{self, Write};
 
@@ -12,24 +12,24 @@ use crate::ctl::{Error, FAILED, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{ControlDaemon, Device};
 
-/// The tolerated difference from the multiprocessors that the percentage gives: GPUs hand them out in pairs.
+/// The tolerated difference in multiprocessors: GPUs hand them out in pairs.
 const SMS_TOLERANCE: u32 = 2;
 
-/// The most that a context takes of the memory limit, in MiB: this much, and this much for each multiprocessor. Measured
-/// on an H200 were 28 and 3.7.
+/// The most that a context takes of the memory limit, in MiB: a fixed part, and a part for each multiprocessor. An H200
+/// takes 28 and 3.7.
 const CONTEXT_MIB: u64 = 128;
 const CONTEXT_MIB_PER_SM: u64 = 6;
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
-    /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Without one: the first
-    /// slice of every GPU, whose other slices have the same limits and the same server
+    /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
+    /// first slice of every GPU; its other slices have the same limits and the same server
     #[arg(value_name = "DEVICE")]
     device: Option<String>,
-    /// Allocates memory even if the GPU has other clients, whose own allocations may fail in that moment
+    /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
     #[arg(long)]
     beside_clients: bool,
-    /// Everything, as a JSON array
+    /// Print everything as a JSON array
     #[arg(long)]
     json: bool,
 }
@@ -52,7 +52,7 @@ pub(in crate::ctl) async fn probe(
     for device in chosen {
         let others = clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
         let mut report = Report::new(device, &devices, others);
-        // One that was named is tried in any case.
+        // A device that was named is tried in any case.
         if arguments.device.is_none() && !device.healthy {
             let health = health(device.healthy, &device.reason);
             report.error = Some(format!("{health}; name it to have it probed all the same"));
@@ -72,7 +72,6 @@ pub(in crate::ctl) async fn probe(
     Ok(if reports.iter().all(Report::matches) { 0 } else { FAILED })
 }
 
-/// The slice that the daemon knows by that name.
 async fn named<'a>(
     daemon: &DaemonProxy,
     name: &str,
@@ -85,8 +84,8 @@ async fn named<'a>(
     device.ok_or_else(|| Error::Failed(format!("device {slice} has gone")))
 }
 
-/// A control daemon that knows no multi-user mode serves one user, until the last client of that one has ended. To be
-/// another user's client is to wait for that, which can be weeks.
+/// A control daemon that knows no multi-user mode serves one user, until the last client of that user has ended. A client
+/// of another user waits until then, which can be weeks.
 pub(in crate::ctl) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<(), Error> {
     let daemons = daemon.control_daemons().await?;
     let serves = |daemon: &&Listed<ControlDaemon>| {
@@ -125,13 +124,12 @@ impl Limits {
         }
     }
 
-    /// The multiprocessors of `all` that the percentage is worth: whole pairs.
+    /// The percentage of `all` multiprocessors, in whole pairs.
     fn sms(self, all: u32) -> u32 {
         (all * self.thread_percentage / 100 / 2 * 2).max(2)
     }
 }
 
-/// All that is found out about one slice.
 struct Report<'a> {
     device: &'a Device,
     slice: Limits,
@@ -142,7 +140,7 @@ struct Report<'a> {
     as_slice: Option<Seen>,
     without_limits: Option<Seen>,
     mismatches: Vec<String>,
-    /// Why not all of it could be found out.
+    /// The reason why the report is incomplete.
     error: Option<String>,
 }
 
@@ -177,7 +175,7 @@ impl<'a> Report<'a> {
         let allocate = enforced && (self.clients == 0 || beside_clients);
         let look = |limits: Limits| Request::Look { allocate: limits.memory.filter(|_| allocate) };
         let as_slice = CudaClient::ask_once(&environment, look(self.slice)).await?;
-        // A client's environment can only tighten: limits that somebody has loosened show without it alone.
+        // A client's environment can only tighten the limits. Loosened limits show only without it.
         let without_limits =
             CudaClient::ask_once(&environment.without_limits(), look(self.control_daemon)).await?;
         self.as_slice = Some(as_slice);
@@ -255,7 +253,7 @@ impl<'a> Report<'a> {
     }
 }
 
-/// In which ways a client has not what the limits promise, on a GPU with that many multiprocessors.
+/// The differences between the limits and the things that a client got, on a GPU with that many multiprocessors.
 fn differences(who: &str, limits: Limits, seen: Seen, all: u32) -> Vec<String> {
     let mut differences = Vec::new();
     let (sms, percentage) = (limits.sms(all), limits.thread_percentage);
@@ -263,11 +261,11 @@ fn differences(who: &str, limits: Limits, seen: Seen, all: u32) -> Vec<String> {
         let found = seen.sms;
         differences.push(format!("{who} has {found} SMs instead of {sms} ({percentage} % of {all})"));
     }
-    // A limit that the GPU itself is smaller than can't be seen.
+    // A limit above the memory of the GPU can't be seen.
     let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
     let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
     let least = limit.saturating_sub(context);
-    // A context counts against the limit too: under it nobody gets all of it.
+    // The context counts against the limit too, so a client never gets all of the limit.
     if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
         let free = seen.memory_free;
         differences.push(format!(

@@ -13,7 +13,7 @@ pub(in crate::ctl) struct Arguments {
     /// Names as `list` shows them: 00:06.0-1; a GPU's address or UUID stands for one slice of it
     #[arg(required = true, value_name = "DEVICE")]
     devices: Vec<String>,
-    /// For whom the answer is
+    /// Format of the answer
     #[arg(long, value_enum, default_value = "shell")]
     format: Format,
 }
@@ -22,7 +22,7 @@ pub(in crate::ctl) struct Arguments {
 enum Format {
     /// Lines for a shell on this host to eval, `CUDA_VISIBLE_DEVICES` included
     Shell,
-    /// Options of `docker run`, one a line
+    /// Options of `docker run`, one per line
     Docker,
     /// Environment, mounts and GPUs as one JSON object
     Json,

@@ -52,10 +52,10 @@ const EXPENDABLE: [&str; 9] = [
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
-    /// One line for each GPU instead of each virtual device
+    /// List the GPUs instead of the virtual devices
     #[arg(long)]
     gpus: bool,
-    /// Everything the daemon publishes, as a JSON array
+    /// Print everything that the daemon publishes as a JSON array
     #[arg(long)]
     json: bool,
 }

@@ -22,7 +22,7 @@ const CONTROL_DAEMON_STATES: [&str; 6] = ["starting", "ready", "faulted", "backo
 
 type Labels = Vec<(&'static str, String)>;
 
-/// Prints the metrics. A service that does not run is one of the things that they say: `yunion_mps_up 0`.
+/// Prints the metrics. If the service does not run, the only metric is `yunion_mps_up 0`.
 pub(in crate::ctl) async fn metrics(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(), Error> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
@@ -37,7 +37,7 @@ pub(in crate::ctl) async fn metrics(daemon: &DaemonProxy, out: &mut dyn Write) -
     Ok(())
 }
 
-/// A refusal to list the clients is shown by `yunion_mps_clients_known`. Another failure is one of the whole command.
+/// A refusal to list the clients is a metric, `yunion_mps_clients_known 0`. Any other failure ends the command.
 async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
     let published = Published::with(daemon.service().await?, daemon).await?;
     match published.clients {
@@ -243,7 +243,7 @@ impl Labelled for ControlDaemon {
     }
 }
 
-/// The address goes with the UUID: the platform has the one, NVIDIA's exporters have the other.
+/// The platform uses the address, NVIDIA's exporters use the UUID.
 impl Labelled for Gpu {
     fn labels(&self) -> Labels {
         vec![("gpu", printable(&self.addr)), ("uuid", text(self.device_path.as_ref()))]
@@ -260,7 +260,7 @@ impl Labelled for Device {
     }
 }
 
-/// A sample for each state, 1 for the present one. A state that is not in the list has its sample at the end.
+/// A sample for each state, 1 for the present state. A state that is not in the list has its sample at the end.
 fn states(known: &[&str], current: &str, labels: &Labels) -> Vec<(Labels, u64)> {
     let unknown = (!known.contains(&current)).then_some(current);
     let all = known.iter().copied().chain(unknown);
@@ -284,7 +284,7 @@ fn flag(is: bool) -> u64 {
     u64::from(is)
 }
 
-/// Writes metric families. One without a sample is left out.
+/// Writes metric families. A family without a sample is left out.
 struct Families<'a>(DescriptorEncoder<'a>);
 
 impl Families<'_> {
@@ -309,7 +309,7 @@ impl Families<'_> {
         self.gauge(name, help, None, [(Vec::new(), value)])
     }
 
-    /// A value of each row that has one.
+    /// A value of each row; rows without the value are left out.
     fn each<R: Labelled, V: EncodeGaugeValue>(
         &mut self,
         name: &str,
@@ -334,8 +334,8 @@ impl Families<'_> {
         })
     }
 
-    /// Facts of things, as labels of a 1. Not of the type info: the parser of `node_exporter` is older than that type, and
-    /// takes nothing at all from a file with a type that it does not know.
+    /// Facts as labels of a 1. The type is not info: the parser of `node_exporter` is older than that type, and rejects the
+    /// whole file if it does not know a type.
     fn info(&mut self, name: &str, help: &str, samples: impl IntoIterator<Item = Labels>) -> fmt::Result {
         self.gauge(name, help, None, samples.into_iter().map(|labels| (labels, 1u64)))
     }

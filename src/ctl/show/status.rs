@@ -44,7 +44,7 @@ pub(in crate::ctl) async fn status(
     let service = daemon.service().await?;
     let control_daemons = daemon.control_daemons().await?;
     let events = daemon.events().await?;
-    // The service's own state says that it is still starting; the rest of the screen is worth showing.
+    // The state of the service says that it is still starting; the rest is worth showing.
     let gpus = known(daemon.gpus().await)?.unwrap_or_default();
     if json {
         let all = json!({

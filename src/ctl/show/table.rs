@@ -1,5 +1,5 @@
 //! Tables in the look of the platform's own command line. On a terminal they fit its width and have colours; in a pipe
-//! they are as wide as what is in them, one line a row.
+//! they are as wide as their texts, one line for each row.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ const LOOK: &str = "||--+-++|    ++++++";
 /// left out first.
 const PROSE: usize = 24;
 
-/// Column heads below which a word says how well something is.
+/// Heads of columns that show a state by a word.
 const STATES: [&str; 3] = ["State", "Health", "State:"];
 
 /// The width of the terminal that stdout goes to: the value of COLUMNS, or the terminal's own. None: no terminal, or a
@@ -64,7 +64,7 @@ pub(in crate::ctl) fn table_of<R>(columns: &[Column<R>], rows: &[Listed<R>]) -> 
     table
 }
 
-/// Names and what belongs to them, two columns without borders.
+/// Names and their values, two columns without borders.
 pub(in crate::ctl) fn pairs() -> Table {
     Table { bordered: false, ..table(&[]) }
 }
@@ -117,8 +117,8 @@ impl Table {
         format!("{text}\n{}", note.render(width, false))
     }
 
-    /// Leaves out what there is no room for, and has the last column take what the others leave. Gives the heads of
-    /// what is left out.
+    /// Leaves out columns until the rest has room, and gives the last column the room that is left. Returns the heads of
+    /// the columns that are left out.
     fn fit(&self, table: &mut comfy_table::Table, width: usize) -> Vec<&str> {
         table.set_content_arrangement(ContentArrangement::Dynamic);
         table.set_width(u16::try_from(width).unwrap_or(u16::MAX));
@@ -162,7 +162,7 @@ impl fmt::Display for Table {
     }
 }
 
-/// Green is well, red is not served, yellow is what may pass.
+/// Green is well, red is not served, yellow may pass.
 fn state_colour(text: &str) -> Option<Color> {
     match text.split([':', ';']).next().unwrap_or_default() {
         "ready" | "healthy" => Some(Color::Green),
@@ -214,7 +214,7 @@ pub(in crate::ctl) fn with_unit<N: fmt::Display>(number: Option<N>, unit: &str) 
     number.map_or_else(|| "-".to_owned(), |number| format!("{number} {unit}"))
 }
 
-/// Whether a GPU or a slice works, and what there is to know.
+/// Whether a GPU or a slice works, and the reason or a note.
 pub(in crate::ctl) fn health(healthy: bool, reason: &str) -> String {
     let word = if healthy { "healthy" } else { "not healthy" };
     if reason.is_empty() { word.to_owned() } else { format!("{word}: {}", printable(reason)) }
