@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -15,6 +15,7 @@ use crate::support::client::Client;
 use crate::support::host::{
     Host, alive, control_daemon, control_pid, process_state, signal_pid, start_time, text,
 };
+use crate::support::listener::Listener;
 use crate::support::skip::root_or_skip;
 use crate::support::wait::{DEADLINE, wait_for};
 
@@ -220,52 +221,6 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The signals on the bus, as gdbus prints them.
-struct Listener {
-    child: Child,
-    file: PathBuf,
-}
-
-impl Listener {
-    fn start(host: &Host) -> Self {
-        let file = host.path("heard");
-        let child = host
-            .command("gdbus")
-            .args(["monitor", "--system", "--dest", "io.yunion.Mps1"])
-            .args(["--object-path", "/io/yunion/Mps1/Manager"])
-            .env("LC_ALL", "C")
-            .stdout(File::create(&file).unwrap())
-            .spawn()
-            .unwrap();
-        let listener = Self { child, file };
-        wait_for("a listener", || listener.heard().contains("is owned by").then_some(()));
-        listener
-    }
-
-    fn heard(&self) -> String {
-        fs::read_to_string(&self.file).unwrap()
-    }
-
-    /// The `ClientFault` signals with these PIDs: one, or several where the server was slow to name them all.
-    fn wait_for_fault(&self, pids: &[u32]) -> String {
-        let words = pids.iter().map(ToString::to_string).collect::<Vec<_>>();
-        wait_for("ClientFault", || {
-            let heard = self.heard();
-            let names_one =
-                |line: &&str| line.contains("ClientFault") && words.iter().any(|pid| line.contains(pid));
-            let told = heard.lines().filter(names_one).collect::<Vec<_>>().join("\n");
-            words.iter().all(|pid| told.contains(pid)).then_some(told)
-        })
-    }
-}
-
-impl Drop for Listener {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 fn exit_code(mut client: Client) -> Option<i32> {
     wait_for("the client's end", || client.try_wait().unwrap()).code()
 }
@@ -312,6 +267,18 @@ fn a_server_that_dies_is_not_taken_for_faulted() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// A fault that hits two clients: both end, and the signal names both and the GPU.
+fn a_fault_of_two_clients_is_told(host: &Host, listener: &Listener) {
+    let hit = [host.client(), host.client()];
+    let pids = [hit[0].id(), hit[1].id()];
+    host.fault();
+    for client in hit {
+        assert_eq!(exit_code(client), Some(4));
+    }
+    let told = listener.wait_for_fault(&pids);
+    assert!(told.contains("GPU-168acfc9-c926-5401-354d-2910ddcd391b"), "{told}");
+}
+
 /// A fatal GPU error after which all clients leave: it is told with every client that was hit, and over by itself.
 #[test]
 fn a_fault_is_told_and_heals_when_clients_leave() {
@@ -319,14 +286,7 @@ fn a_fault_is_told_and_heals_when_clients_leave() {
     let before = host.wait_for_state("ready");
     let listener = Listener::start(&host);
     for _ in 0..3 {
-        let hit = [host.client(), host.client()];
-        let pids = [hit[0].id(), hit[1].id()];
-        host.fault();
-        for client in hit {
-            assert_eq!(exit_code(client), Some(4));
-        }
-        let told = listener.wait_for_fault(&pids);
-        assert!(told.contains("GPU-168acfc9-c926-5401-354d-2910ddcd391b"), "{told}");
+        a_fault_of_two_clients_is_told(&host, &listener);
         let status = recovered(&host, 4);
         assert_eq!(server(&status), server(&before), "the server gets over it by itself");
         a_client_is_served(&host);
@@ -346,14 +306,7 @@ fn a_fault_that_ends_the_control_daemon_is_told() {
     let before = host.wait_for_state("ready");
     host.plant("mps/fault/fault-ends-control", "");
     let listener = Listener::start(&host);
-    let hit = [host.client(), host.client()];
-    let pids = [hit[0].id(), hit[1].id()];
-    host.fault();
-    for client in hit {
-        assert_eq!(exit_code(client), Some(4));
-    }
-    let told = listener.wait_for_fault(&pids);
-    assert!(told.contains("GPU-168acfc9-c926-5401-354d-2910ddcd391b"), "{told}");
+    a_fault_of_two_clients_is_told(&host, &listener);
     host.clear("mps/fault/fault-ends-control");
     let after = wait_for("another control daemon", || {
         let status = host.json(&["status"]).filter(|status| status["service"]["state"] == "ready")?;

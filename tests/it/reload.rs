@@ -1,7 +1,5 @@
 //! A configuration that changes while the service runs.
 
-use std::fs::File;
-use std::process::Stdio;
 use std::thread::sleep;
 use std::time::Duration;
 
@@ -9,6 +7,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::support::host::{Host, assert_has, control_daemon, control_pid, text};
+use crate::support::listener::Listener;
 use crate::support::wait::wait_for;
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
@@ -28,16 +27,7 @@ fn generation(status: &Value) -> u64 {
 fn more_slices() {
     let mut host = Host::serving("tesla-p40");
     let before = host.wait_for_state("ready");
-    let heard = host.path("heard");
-    let mut listener = host
-        .command("gdbus")
-        .args(["monitor", "--system", "--dest", "io.yunion.Mps1", "--object-path", "/io/yunion/Mps1/Manager"])
-        .stdout(File::create(&heard).unwrap())
-        .stderr(Stdio::inherit())
-        .spawn()
-        .unwrap();
-    let heard = || std::fs::read_to_string(&heard).unwrap();
-    wait_for("a listener", || heard().contains("is owned by").then_some(()));
+    let listener = Listener::start(&host);
 
     host.devices(&[&format!("{ENTRY} 6")]);
     host.signal(Signal::HUP);
@@ -60,10 +50,7 @@ fn more_slices() {
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "3G\n");
     assert!(generation(&after) > generation(&before));
     assert_eq!(after["service"]["state"], "ready");
-    let last = format!("DevicesChanged (uint64 {},)", generation(&after));
-    wait_for("the signal of the last change", || heard().contains(&last).then_some(()));
-    listener.kill().unwrap();
-    listener.wait().unwrap();
+    listener.wait_for(&format!("DevicesChanged (uint64 {},)", generation(&after)));
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -88,16 +75,7 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     let others = host.list().into_iter().filter(|device| device["base_addr"] != *gpu);
     let others: Vec<String> = others.map(|device| device["addr"].as_str().unwrap().to_owned()).collect();
     assert_eq!(others.len(), 56);
-    let heard = host.path("heard");
-    let mut listener = host
-        .command("gdbus")
-        .args(["monitor", "--system", "--dest", "io.yunion.Mps1"])
-        .stdout(File::create(&heard).unwrap())
-        .stderr(Stdio::inherit())
-        .spawn()
-        .unwrap();
-    let heard = || std::fs::read_to_string(&heard).unwrap();
-    wait_for("a listener", || heard().contains("is owned by").then_some(()));
+    let listener = Listener::start(&host);
 
     // Larger slices, with which the defaults grow; the same again; smaller ones, for which the defaults stay.
     for slices in [7, 8, 9] {
@@ -109,10 +87,9 @@ fn only_the_gpu_that_changes_is_said_to_change() {
         for device in devices {
             assert_eq!(device["healthy"], true, "{device}");
         }
-        let signal = format!("DevicesChanged {}", text(&reloaded).trim());
-        wait_for("the last signal of the reload", || heard().contains(&signal).then_some(()));
+        listener.wait_for(&format!("DevicesChanged {}", text(&reloaded).trim()));
     }
-    let heard = heard();
+    let heard = listener.heard();
     // A slice below a default that has grown gets a warning. Its health does not change.
     let of_others = |line: &&str| {
         let is_in = |other: &String| {
@@ -125,8 +102,6 @@ fn only_the_gpu_that_changes_is_said_to_change() {
         assert!(!line.contains("'Healthy'"), "{line}");
     }
     assert!(!heard.contains("'State'"), "{heard}");
-    listener.kill().unwrap();
-    listener.wait().unwrap();
     assert_eq!(host.stop().code(), Some(0));
 }
 

@@ -3,6 +3,7 @@
 pub(crate) mod bus;
 pub(crate) mod client;
 pub(crate) mod host;
+pub(crate) mod listener;
 pub(crate) mod service;
 #[path = "../../support/skip.rs"]
 pub(crate) mod skip;

@@ -1,0 +1,49 @@
+//! The signals on the bus, as gdbus prints them.
+
+use std::fs::{self, File};
+use std::path::PathBuf;
+
+use super::client::Client;
+use super::host::Host;
+use super::wait::wait_for;
+
+/// A gdbus that prints every signal of the service. It ends with this value.
+pub(crate) struct Listener {
+    _gdbus: Client,
+    file: PathBuf,
+}
+
+impl Listener {
+    /// Starts it, and waits until it listens.
+    pub(crate) fn start(host: &Host) -> Self {
+        let file = host.path("heard");
+        let mut gdbus = host.command("gdbus");
+        gdbus.args(["monitor", "--system", "--dest", "io.yunion.Mps1"]).env("LC_ALL", "C");
+        gdbus.stdout(File::create(&file).unwrap());
+        let listener = Self { _gdbus: Client::start(&mut gdbus), file };
+        listener.wait_for("is owned by");
+        listener
+    }
+
+    /// Everything that it has printed, a line for each signal.
+    pub(crate) fn heard(&self) -> String {
+        fs::read_to_string(&self.file).unwrap()
+    }
+
+    /// Waits for a line with this text.
+    pub(crate) fn wait_for(&self, text: &str) {
+        wait_for(text, || self.heard().contains(text).then_some(()));
+    }
+
+    /// The `ClientFault` signals with these PIDs: one, or several where the server was slow to name them all.
+    pub(crate) fn wait_for_fault(&self, pids: &[u32]) -> String {
+        let words = pids.iter().map(ToString::to_string).collect::<Vec<_>>();
+        wait_for("ClientFault", || {
+            let heard = self.heard();
+            let names_one =
+                |line: &&str| line.contains("ClientFault") && words.iter().any(|pid| line.contains(pid));
+            let told = heard.lines().filter(names_one).collect::<Vec<_>>().join("\n");
+            words.iter().all(|pid| told.contains(pid)).then_some(told)
+        })
+    }
+}
