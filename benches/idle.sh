@@ -1,7 +1,7 @@
 #!/bin/sh
-# How often an idle daemon wakes up, how long it takes to be ready, and how soon it sees a control daemon's death, on a
-# simulated host: benches/idle.sh [SECONDS]. Figures are printed; only an idle daemon that wakes up once a second or
-# more often is a failure. The programs are those in BINARIES (target/release).
+# Measures the daemon on a simulated host: its time until it is ready, the time until it sees the death of a control
+# daemon, and its wake-ups while it is idle. Usage: benches/idle.sh [SECONDS]. It prints the figures, and fails only if
+# the idle daemon wakes up once a second or more often. BINARIES names the folder of the programs (target/release).
 set -eu
 cd "$(dirname "$0")/.."
 seconds=${1:-60}
@@ -22,7 +22,7 @@ eval "$("$binaries/yunion-mps-sim" create h200 "$host/h")"
 export RUNTIME_DIRECTORY="$host/h/run" CUDA_MPS_PIPE_DIRECTORY="$host/h/mps/pipe"
 now() { date +%s%N; }
 milliseconds() { echo $((($2 - $1) / 1000000)); }
-# Until the command given succeeds, which is tried without a pause: a pause would be in the figure.
+# Tries the command until it succeeds, without a pause: a pause would be in the figure.
 until_true() {
     give_up=$(($(date +%s) + 30))
     until "$@" >/dev/null 2>&1; do
@@ -52,7 +52,7 @@ bus=$!
 export DBUS_SYSTEM_BUS_ADDRESS="unix:path=$host/socket"
 until_true test -S "$host/socket"
 
-# Ready is what the log says: a question on the bus would be work for the daemon too.
+# The log says when it is ready: a question on the bus would be work for the daemon too.
 ready() { [ "$(grep -c 'ready: 4 devices' "$host/log")" -ge "$1" ]; }
 start=$(now)
 "$binaries/yunion-mps-daemon" --sysroot "$host/h/sysroot" 2>"$host/log" &
@@ -70,8 +70,8 @@ seen=$(milliseconds "$start" "$(now)")
 until_true ready 2
 echo "a control daemon's SIGKILL: seen after $seen ms, served again after $(milliseconds "$start" "$(now)") ms"
 
-# Wake-ups, voluntary or not, of all threads: each thread's last count less its first. A thread that comes counts from
-# nothing, and one that goes with what it was last seen to have.
+# Wake-ups, voluntary or not, of all threads: each thread's last count less its first. A new thread counts from 0, and a
+# thread that ends counts with its last figure.
 counts() {
     for thread in /proc/"$daemon"/task/*; do
         awk -v "thread=${thread##*/}" '/ctxt_switches/ { sum += $2 } END { print thread, sum }' "$thread/status" || :

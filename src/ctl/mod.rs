@@ -205,14 +205,7 @@ impl Error {
     fn exit_status(&self) -> u8 {
         match self {
             Self::Bus(BusError::NotRunning) => NOT_RUNNING,
-            Self::Bus(_)
-            | Self::Runtime(_)
-            | Self::Output(_)
-            | Self::Json(_)
-            | Self::Signals(_)
-            | Self::Start(_)
-            | Self::Wait(_)
-            | Self::Failed(_) => FAILED,
+            _ => FAILED,
         }
     }
 

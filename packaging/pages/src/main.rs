@@ -1,7 +1,7 @@
 //! Writes the manual pages and shell completions that come from the command lines: `yunion-mps-pages OUT GOLDEN`.
 //!
-//! OUT gets `yunion-mps-daemon.8`, `yunion-mpsctl.1` and the completions of both programs for bash, zsh and fish. From
-//! GOLDEN comes what yunion-mpsctl's subcommands really print, `<subcommand>.txt` each, where there is such a file.
+//! OUT gets `yunion-mps-daemon.8`, `yunion-mpsctl.1` and the completions of both programs for bash, zsh and fish. GOLDEN
+//! has the recorded output of yunion-mpsctl's subcommands, `<subcommand>.txt` each.
 
 mod manual;
 

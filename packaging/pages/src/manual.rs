@@ -1,4 +1,4 @@
-//! The manual pages: what clap knows of a command line, and after it what is written by hand in packaging/man.
+//! The manual pages: the command line from clap, and after it the text that is written by hand in packaging/man.
 
 use std::path::Path;
 use std::{fs, io};
@@ -96,7 +96,7 @@ impl Page {
         })
     }
 
-    /// The usage as `--help` shows it: `clap_mangen`'s synopsis leaves out what options take.
+    /// The usage as `--help` shows it: `clap_mangen`'s synopsis leaves out the values of options.
     fn usage(&mut self, command: &Command) -> io::Result<()> {
         let usage = command.clone().render_usage().to_string();
         self.write(|roff| {
@@ -164,7 +164,7 @@ impl Page {
         self.output(&format!("Output, on a host with one Tesla P40 in 4 slices:\n{text}"))
     }
 
-    /// A line of introduction, and below it what was printed.
+    /// A line of introduction, and the output below it.
     fn output(&mut self, text: &str) -> io::Result<()> {
         let (introduction, printed) = text.split_once('\n').unwrap_or((text, ""));
         self.write(|roff| {

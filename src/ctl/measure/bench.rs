@@ -100,7 +100,6 @@ pub(in crate::ctl) async fn bench(
     } else {
         print(out, &slices, why_not.as_deref(), &result)?;
     }
-    out.flush()?;
     Ok(0)
 }
 

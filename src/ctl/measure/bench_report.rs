@@ -2,11 +2,10 @@
 
 use std::io::{self, IsTerminal, Write};
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use crate::ctl::Error;
 use crate::ctl::measure::cuda_client::Work;
-use crate::ctl::show::table::{Shown, printable, table};
+use crate::ctl::show::table::{Shown, Table, printable, table, width};
 use crate::cuda::THREADS;
 use crate::dbus::rows::Device;
 
@@ -50,6 +49,14 @@ impl Measured {
     fn speedup(&self, seconds: &[f64]) -> f64 {
         self.rate(seconds) / self.rate_of_one()
     }
+
+    fn document(&self, seconds: &[f64]) -> Value {
+        json!({
+            "seconds": seconds.iter().map(|seconds| rounded(*seconds)).collect::<Vec<f64>>(),
+            "kernels_per_second": rounded(self.rate(seconds)),
+            "speedup": rounded(self.speedup(seconds)),
+        })
+    }
 }
 
 pub(in crate::ctl) fn slowest(seconds: &[f64]) -> f64 {
@@ -59,35 +66,25 @@ pub(in crate::ctl) fn slowest(seconds: &[f64]) -> f64 {
 pub(in crate::ctl) fn document(slices: &[&Device], why_not: Option<&str>, result: &Results) -> Value {
     let names: Vec<&String> = slices.iter().map(|slice| &slice.addr).collect();
     let first = slices.first();
-    let kernels: serde_json::Map<String, Value> = result
-        .kernels
-        .iter()
-        .map(|measured| {
-            let ran = |seconds: &Vec<f64>| {
-                json!({
-                    "seconds": seconds.iter().map(|seconds| rounded(*seconds)).collect::<Vec<f64>>(),
-                    "kernels_per_second": rounded(measured.rate(seconds)),
-                    "speedup": rounded(measured.speedup(seconds)),
-                })
-            };
-            let rows: Vec<Value> = measured
-                .rows
-                .iter()
-                .map(|row| {
-                    json!({
-                        "processes": row.processes,
-                        "with_mps": ran(&row.with_mps),
-                        "without_mps": row.without_mps.as_ref().map(ran),
-                    })
-                })
-                .collect();
-            let Work { blocks, rounds, launches } = measured.work;
-            let kernel = json!({
-                "blocks": blocks, "threads": THREADS, "rounds": rounds, "launches": launches, "rows": rows,
-            });
-            (measured.kernel.to_owned(), kernel)
-        })
-        .collect();
+    let mut kernels = Map::new();
+    for measured in &result.kernels {
+        let row = |row: &Row| {
+            json!({
+                "processes": row.processes,
+                "with_mps": measured.document(&row.with_mps),
+                "without_mps": row.without_mps.as_ref().map(|seconds| measured.document(seconds)),
+            })
+        };
+        let Work { blocks, rounds, launches } = measured.work;
+        let kernel = json!({
+            "blocks": blocks,
+            "threads": THREADS,
+            "rounds": rounds,
+            "launches": launches,
+            "rows": measured.rows.iter().map(row).collect::<Vec<_>>(),
+        });
+        kernels.insert(measured.kernel.to_owned(), kernel);
+    }
     json!({
         "devices": names,
         "device_path": first.map(|first| &first.device_path),
@@ -104,7 +101,7 @@ pub(in crate::ctl) fn print(
     slices: &[&Device],
     why_not: Option<&str>,
     result: &Results,
-) -> Result<(), Error> {
+) -> io::Result<()> {
     let (count, all) = (slices.len(), result.all_sms);
     if let Some(first) = slices.first() {
         let (model, uuid) = (first.model.shown(), first.device_path.shown());
@@ -117,9 +114,11 @@ pub(in crate::ctl) fn print(
             "\nA {} kernel ({blocks} blocks of {THREADS} threads), {launches} of them in each process:",
             measured.kernel
         )?;
-        print_table(out, measured)?;
+        writeln!(out, "{}", table_of(measured))?;
         if io::stdout().is_terminal() {
-            print_bars(out, measured)?;
+            for line in bars(measured, width().unwrap_or(COLUMNS)) {
+                writeln!(out, "{line}")?;
+            }
         }
         writeln!(out, "{}", in_words(measured.kernel))?;
     }
@@ -138,7 +137,7 @@ fn in_words(kernel: &str) -> &'static str {
     }
 }
 
-fn print_table(out: &mut dyn Write, measured: &Measured) -> Result<(), Error> {
+fn table_of(measured: &Measured) -> Table {
     let compares = measured.rows.iter().any(|row| row.without_mps.is_some());
     let mut heads = vec!["Processes", "Time with MPS", "Kernels/s", "Speed-up"];
     if compares {
@@ -153,8 +152,7 @@ fn print_table(out: &mut dyn Write, measured: &Measured) -> Result<(), Error> {
         let without = row.without_mps.iter().flat_map(cells);
         table.add_row([row.processes.to_string()].into_iter().chain(cells(&row.with_mps)).chain(without));
     }
-    writeln!(out, "{table}")?;
-    Ok(())
+    table
 }
 
 /// The shortest and the longest time, in milliseconds.
@@ -169,14 +167,6 @@ fn span(seconds: &[f64]) -> String {
 }
 
 /// The speed-ups as bars, as wide as the terminal.
-fn print_bars(out: &mut dyn Write, measured: &Measured) -> Result<(), Error> {
-    let columns = rustix::termios::tcgetwinsize(io::stdout()).map_or(COLUMNS, |size| size.ws_col.into());
-    for line in bars(measured, columns) {
-        writeln!(out, "{line}")?;
-    }
-    Ok(())
-}
-
 fn bars(measured: &Measured, columns: usize) -> Vec<String> {
     let sides = measured.rows.iter().flat_map(|row| {
         let with = Some(("with", row.processes, measured.speedup(&row.with_mps)));

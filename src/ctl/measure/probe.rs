@@ -67,7 +67,6 @@ pub(in crate::ctl) async fn probe(
     }
     if arguments.json {
         print_json(out, &reports.iter().map(Report::document).collect::<Vec<_>>())?;
-        out.flush()?;
     }
     Ok(if reports.iter().all(Report::matches) { 0 } else { FAILED })
 }

@@ -76,7 +76,6 @@ fn gpu_name(client: &Client, gpus: &[Listed<Gpu>]) -> String {
     gpu.map_or(&client.gpu, |gpu| &gpu.addr).shown()
 }
 
-/// An empty list in words.
 fn why_none(service: &Service) -> String {
     match service.state.as_str() {
         "ready" => "No clients: no process uses a GPU that is served.".to_owned(),

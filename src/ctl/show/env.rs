@@ -1,9 +1,10 @@
 //! `yunion-mpsctl env`.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 
 use clap::{Args, ValueEnum};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{ContainerAnswer, DaemonProxy};
@@ -56,8 +57,7 @@ pub(in crate::ctl) async fn env(
 }
 
 fn document(answer: &ContainerAnswer) -> Value {
-    let environment: Map<String, Value> =
-        answer.environment.iter().map(|(name, value)| (name.clone(), json!(value))).collect();
+    let environment: BTreeMap<_, _> = answer.environment.iter().cloned().collect();
     let mounts: Vec<Value> = answer
         .mounts
         .iter()

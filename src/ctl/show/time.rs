@@ -7,8 +7,7 @@ use jiff::tz::TimeZone;
 
 /// The moment so many seconds after 1970, as the bus has most of them.
 pub(in crate::ctl) fn from_seconds(seconds: i64) -> SystemTime {
-    let seconds = u64::try_from(seconds).unwrap_or_default();
-    UNIX_EPOCH.checked_add(Duration::from_secs(seconds)).unwrap_or(UNIX_EPOCH)
+    from_microseconds(seconds.saturating_mul(1_000_000))
 }
 
 /// The moment so many microseconds after 1970, as the bus has the times of events.
