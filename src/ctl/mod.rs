@@ -88,8 +88,8 @@ enum Command {
     Check(check::report::Arguments),
     /// Looks for problems on this host, and names a remedy for each
     #[command(
-        after_help = "Works without the service too. Only root gets all checks made; others read which checks were \
-        left out.\n\n\
+        after_help = "Works without the service too. Some checks need root; for other users, doctor names the checks \
+        that it has left out.\n\n\
         Exit status: 0 neither errors nor warnings, 4 warnings, 5 errors.\n\n\
         Examples:\n  \
         yunion-mpsctl doctor\n  \
@@ -104,8 +104,8 @@ enum Command {
     Env(show::env::Arguments),
     /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
     #[command(
-        after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of its child \
-        processes (CUDA error 810). Then the command gets the signal. A second signal is passed on at once. A \
+        after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every process \
+        that it has started (CUDA error 810). Then the command gets the signal. A second signal is passed on at once. A \
         command that handles SIGUSR1 or SIGUSR2 gets that signal alone; otherwise the signal counts as one that ends \
         the command. A signal in the middle of a kernel would be a fault for every client on that GPU, so signal \
         yunion-mpsctl and not the command itself. Only root can end GPU work: for other users a signal is passed on \

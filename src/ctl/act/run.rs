@@ -156,7 +156,7 @@ async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
     }
 }
 
-/// Ends the GPU work of the command and of its child processes, as far as possible in a few seconds.
+/// Ends the GPU work of the command and of every process that it has started, as far as possible in a few seconds.
 async fn release(command: Group) {
     let seconds = RELEASE_TIMEOUT.as_secs();
     let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
