@@ -12,4 +12,3 @@ pub(crate) mod launch;
 pub(crate) mod log;
 pub(crate) mod process;
 mod readable;
-mod turns;

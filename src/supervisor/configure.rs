@@ -8,7 +8,7 @@ use crate::mps::control::ServerStatus;
 use crate::plan::Present;
 
 use super::hindrance::{ClearedBy, Hindrance};
-use super::limits::{LIMITS_TIMEOUT, set_defaults};
+use super::limits::{LIMITS_TIMEOUT, set_limits};
 use super::servers::Limits;
 use super::{Failure, Serving};
 
@@ -73,7 +73,7 @@ impl Serving<'_> {
             self.show_state();
             return Ok(());
         }
-        set_defaults(&self.run.control, &limits).await?;
+        set_limits(&self.run.control, None, &limits).await?;
         tracing::debug!(step = "defaults", "defaults are set");
         let servers = self.run.control.servers().await?;
         self.run.servers.keep(&servers);

@@ -48,7 +48,7 @@ impl Serving<'_> {
             self.worker
                 .reporter
                 .warning(format!("limits for new servers were changed by others: {found}; set again"));
-            set_defaults(&self.run.control, limits).await?;
+            set_limits(&self.run.control, None, limits).await?;
         }
         Ok(())
     }
@@ -97,11 +97,8 @@ impl Serving<'_> {
 
     async fn give(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         self.run.servers.expect_limits(server);
-        self.run.control.set_thread_percentage(server, limits.thread_percentage).await?;
+        set_limits(&self.run.control, Some(server), limits).await?;
         self.run.servers.thread_percentage_answered(server, limits.thread_percentage);
-        for (ordinal, mib) in &limits.memory_mib {
-            self.run.control.set_memory_limit(server, *ordinal, *mib).await?;
-        }
         match self.confirm(server, limits).await? {
             Some(difference) => Err(Failure::Failed(format!("server {server}: {difference}"))),
             None => Ok(()),
@@ -115,7 +112,7 @@ impl Serving<'_> {
         self.worker
             .reporter
             .warning(format!("server {server} has come with other limits: {difference}; set again"));
-        set_defaults(&self.run.control, limits).await?;
+        set_limits(&self.run.control, None, limits).await?;
         self.give(server, limits).await
     }
 
@@ -127,10 +124,7 @@ impl Serving<'_> {
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {
             // The disk may be full. The settings are read back, to the GiB.
-            self.run.control.set_thread_percentage(server, limits.thread_percentage).await?;
-            for (ordinal, mib) in &limits.memory_mib {
-                self.run.control.set_memory_limit(server, *ordinal, *mib).await?;
-            }
+            set_limits(&self.run.control, Some(server), limits).await?;
             self.worker.reporter.warning(format!(
                 "server {server} wrote no limits to the log; they are confirmed to the GiB only"
             ));
@@ -140,11 +134,15 @@ impl Serving<'_> {
     }
 }
 
-/// Sets the limits of the servers to come; each is read back.
-pub(super) async fn set_defaults(control: &Control, limits: &Limits) -> Result<(), ControlError> {
-    control.set_default_thread_percentage(limits.thread_percentage).await?;
+/// Sets the limits of a server, or of the servers to come; each is read back.
+pub(super) async fn set_limits(
+    control: &Control,
+    server: Option<u32>,
+    limits: &Limits,
+) -> Result<(), ControlError> {
+    control.set_thread_percentage(server, limits.thread_percentage).await?;
     for (ordinal, mib) in &limits.memory_mib {
-        control.set_default_memory_limit(*ordinal, *mib).await?;
+        control.set_memory_limit(server, *ordinal, *mib).await?;
     }
     Ok(())
 }

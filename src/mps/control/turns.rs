@@ -1,35 +1,56 @@
 //! The queue for one control daemon, which sometimes fails if it is asked several things at once. A caller of a higher
 //! rank goes first, however many callers of a lower rank wait.
 
+use std::time::Duration;
+
 use tokio::sync::watch;
 
-/// The caller's rank, the highest first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Rank {
-    Supervisor,
+/// The longest time that a bus caller's question waits for its turn. Each question before it takes
+/// [`ANSWER_TIMEOUT`](super::ANSWER_TIMEOUT) at most.
+pub(super) const TURN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The kind of user that asks the control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Caller {
+    /// Root, who waits for no other user.
     Root,
+    /// Any other user.
     User,
 }
 
-const RANKS: usize = 3;
+impl Caller {
+    /// The kind of this user. If the service does not run as root, its own user counts as root.
+    pub(crate) fn of(uid: u32) -> Self {
+        let is_root = uid == 0 || uid == rustix::process::geteuid().as_raw();
+        if is_root { Self::Root } else { Self::User }
+    }
+}
+
+/// The rank of somebody who asks, the highest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Rank {
+    Supervisor,
+    Caller(Caller),
+}
 
 #[derive(Debug, Default)]
 struct State {
     taken: bool,
-    /// The number of waiting callers, by rank.
-    waiting: [usize; RANKS],
+    waiting: Vec<Rank>,
 }
 
 impl State {
-    fn waiting(&mut self, rank: Rank) -> impl Iterator<Item = &mut usize> {
-        self.waiting.iter_mut().skip(rank as usize).take(1)
-    }
-
     /// Takes the turn for a waiting caller, if nobody has the turn and nobody of a higher rank waits.
     fn take(&mut self, rank: Rank) -> bool {
-        let free = !self.taken && self.waiting.iter().take(rank as usize).all(|above| *above == 0);
+        let free = !self.taken && self.waiting.iter().all(|other| *other >= rank);
         self.taken |= free;
         free
+    }
+
+    fn leave(&mut self, rank: Rank) {
+        if let Some(place) = self.waiting.iter().position(|other| *other == rank) {
+            self.waiting.swap_remove(place);
+        }
     }
 }
 
@@ -40,7 +61,8 @@ pub(super) struct Turns(watch::Sender<State>);
 impl Turns {
     /// Waits for the caller's turn.
     pub(super) async fn next(&self, rank: Rank) -> Turn<'_> {
-        let waiting = Waiting::new(self, rank);
+        self.0.send_modify(|state| state.waiting.push(rank));
+        let waiting = Waiting(self, rank);
         let mut changes = self.0.subscribe();
         while !self.0.send_if_modified(|state| state.take(rank)) {
             // The channel closes only with `self`.
@@ -54,17 +76,9 @@ impl Turns {
 /// A caller that waits. Dropping it gives up the wait.
 struct Waiting<'a>(&'a Turns, Rank);
 
-impl<'a> Waiting<'a> {
-    fn new(turns: &'a Turns, rank: Rank) -> Self {
-        turns.0.send_modify(|state| state.waiting(rank).for_each(|waiting| *waiting += 1));
-        Self(turns, rank)
-    }
-}
-
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        let Self(turns, rank) = *self;
-        turns.0.send_modify(|state| state.waiting(rank).for_each(|waiting| *waiting -= 1));
+        self.0.0.send_modify(|state| state.leave(self.1));
     }
 }
 
@@ -84,13 +98,16 @@ mod tests {
 
     use super::*;
 
+    const ROOT: Rank = Rank::Caller(Caller::Root);
+    const USER: Rank = Rank::Caller(Caller::User);
+
     #[tokio::test]
     async fn the_higher_go_first_and_none_is_forgotten() {
         let turns = Arc::new(Turns::default());
         let order = Arc::new(Mutex::new(Vec::new()));
-        let first = turns.next(Rank::User).await;
+        let first = turns.next(USER).await;
         let mut asked = Vec::new();
-        for rank in [Rank::User, Rank::User, Rank::Root, Rank::Supervisor, Rank::Root] {
+        for rank in [USER, USER, ROOT, Rank::Supervisor, ROOT] {
             let (turns, order) = (Arc::clone(&turns), Arc::clone(&order));
             asked.push(tokio::spawn(async move {
                 let _turn = turns.next(rank).await;
@@ -100,13 +117,13 @@ mod tests {
             tokio::task::yield_now().await;
         }
         // A caller that gives up its wait holds up nobody.
-        let gives_up = tokio::time::timeout(std::time::Duration::ZERO, turns.next(Rank::Supervisor));
+        let gives_up = tokio::time::timeout(Duration::ZERO, turns.next(Rank::Supervisor));
         assert!(gives_up.await.is_err());
         drop(first);
         for asked in asked {
             asked.await.unwrap();
         }
-        let expected = [Rank::Supervisor, Rank::Root, Rank::Root, Rank::User, Rank::User];
+        let expected = [Rank::Supervisor, ROOT, ROOT, USER, USER];
         assert_eq!(*order.lock().unwrap(), expected);
     }
 }

@@ -1,0 +1,42 @@
+//! The reasons why a command had no verified effect.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::turns::TURN_TIMEOUT;
+
+/// The most characters of a wrong answer that a message shows.
+const SHOWN_CHARACTERS: usize = 200;
+
+/// The reason why a command had no verified effect.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// The front end could not be run.
+    #[error("{program}: {source}")]
+    NotRun { program: PathBuf, source: io::Error },
+    /// No control daemon listens in the pipe directory. `said` is what the front end printed.
+    #[error("no control daemon answers in {pipe_directory}: {said}")]
+    NoDaemon { pipe_directory: PathBuf, said: String },
+    /// The control daemon gave no answer in time: it hangs or is stopped.
+    #[error("the control daemon did not answer `{command}` within {} s", after.as_secs())]
+    Silent { command: String, after: Duration },
+    /// Others with a higher rank kept asking until the deadline.
+    #[error("`{command}` did not get its turn at the control daemon within {} s", TURN_TIMEOUT.as_secs())]
+    Crowded { command: String },
+    /// The control daemon gave no answer to a command that always has one. It drops the conversations that waited while
+    /// it hung.
+    #[error("the control daemon gave no answer to `{command}`")]
+    Unanswered { command: String },
+    /// The answer is none that the command can have.
+    #[error("`{command}` was answered with {answer:?}, expected {expected}")]
+    Unexpected { command: String, answer: String, expected: String },
+}
+
+pub(super) fn unexpected(command: &str, answer: &str, expected: &str) -> ControlError {
+    let mut shown: String = answer.chars().take(SHOWN_CHARACTERS).collect();
+    if shown.len() < answer.len() {
+        shown.push('…');
+    }
+    ControlError::Unexpected { command: command.to_owned(), answer: shown, expected: expected.to_owned() }
+}
