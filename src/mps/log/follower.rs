@@ -1,0 +1,363 @@
+//! Finds new lines in the file while others append to it.
+
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{OFlags, inotify};
+use rustix::io::Errno;
+
+use super::lines::{CHUNK_BYTES, Lines};
+use super::meaning::Line;
+use super::rotation::Rotation;
+use crate::host::proc;
+use crate::mps::readable::Readable;
+
+/// The last bytes of a log, in which the reason for an end is looked for.
+const END_BYTES: u64 = 256 << 10;
+
+/// The number of lines after which other tasks have a turn. A tenant can make a control daemon write thousands of lines
+/// a second.
+const LINES_AT_A_TIME: u32 = 256;
+
+/// Follows a file to which others append, from a given offset on.
+#[derive(Debug)]
+pub(crate) struct Follower {
+    path: PathBuf,
+    /// The file is never opened by its path again, since somebody may have put another file there.
+    file: File,
+    /// The offset up to which the file has been read.
+    read: u64,
+    lines: Lines,
+    lines_since_pause: u32,
+    rotation: Option<Rotation>,
+    rotated: Option<io::Result<()>>,
+    changes: Readable,
+}
+
+impl Follower {
+    /// Follows `file`, which is or was at `path`, from `offset` in bytes. It can be rotated only if it is open for
+    /// writing too.
+    pub(crate) fn new(file: File, path: &Path, offset: u64) -> io::Result<Self> {
+        let flags = inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC;
+        let changes = inotify::init(flags).map_err(|error| match error {
+            Errno::MFILE => io::Error::other(format!(
+                "{error}; raise the sysctl fs.inotify.max_user_instances, or the open files of this service"
+            )),
+            error => error.into(),
+        })?;
+        // The watch uses the descriptor, so it watches this file, whatever the path leads to now.
+        let this_file = proc::open_file(proc::OWN, file.as_raw_fd());
+        inotify::add_watch(&changes, this_file, inotify::WatchFlags::MODIFY)?;
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            read: offset,
+            lines: Lines::default(),
+            lines_since_pause: 0,
+            rotation: None,
+            rotated: None,
+            changes: Readable::new(changes)?,
+        })
+    }
+
+    /// The file's path.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The offset up to which lines have been handed out, in bytes.
+    pub(crate) fn offset(&self) -> u64 {
+        self.read.saturating_sub(self.lines.held().len() as u64)
+    }
+
+    /// The length of the file, in bytes.
+    pub(crate) fn length(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+
+    /// Skips all lines that are not handed out yet, except at the end of the file.
+    pub(crate) fn skip_to_end(&mut self) -> io::Result<()> {
+        let end = self.length()?.saturating_sub(END_BYTES);
+        if self.offset() < end {
+            self.read = end;
+            self.lines = Lines::default();
+        }
+        Ok(())
+    }
+
+    /// Whether the file is still the file at its path.
+    pub(crate) fn is_in_place(&self) -> bool {
+        let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::symlink_metadata(&self.path)) else {
+            return false;
+        };
+        (ours.dev(), ours.ino()) == (there.dev(), there.ino())
+    }
+
+    /// The reason why the control daemon can't write to the file, if there is one.
+    pub(crate) fn trouble(&self) -> Option<&'static str> {
+        if !self.is_in_place() {
+            return Some("was removed; the control daemon still writes to the removed file");
+        }
+        let full = rustix::fs::fstatvfs(&self.file).is_ok_and(|statistics| statistics.f_bfree == 0);
+        full.then_some(
+            "its file system is full; until there is room, the control daemon and its servers can't log",
+        )
+    }
+
+    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and
+    /// truncated, since the processes that write to it can't be told to use another. That happens in steps while its
+    /// lines are waited for. [`Follower::rotated`] reports the end.
+    pub(crate) fn rotate(&mut self, max_bytes: u64) {
+        let writable = || rustix::fs::fcntl_getfl(&self.file).is_ok_and(|flags| flags.contains(OFlags::RDWR));
+        let due = || self.length().is_ok_and(|length| length > max_bytes) && writable();
+        if self.rotation.is_none() && due() && self.is_in_place() {
+            self.rotation = Some(Rotation::begin(&self.path));
+        }
+    }
+
+    /// Whether a rotation has finished since the last call. An error if the contents could not be kept.
+    pub(crate) fn rotated(&mut self) -> Option<io::Result<()>> {
+        self.rotated.take()
+    }
+
+    /// Takes the next step of a rotation.
+    fn copy_on(&mut self) -> io::Result<()> {
+        let Some(rotation) = &mut self.rotation else { return Ok(()) };
+        let length = self.file.metadata()?.len();
+        let copied = rotation.copy_on(&self.file, length);
+        // Truncation removes the bytes that were not read yet, so they must be few enough to be read first.
+        if !copied || length.saturating_sub(self.read) > CHUNK_BYTES as u64 {
+            return Ok(());
+        }
+        while self.read < length && self.fill()? {}
+        rustix::fs::ftruncate(&self.file, 0)?;
+        self.read = 0;
+        self.rotated = self.rotation.take().map(Rotation::result);
+        Ok(())
+    }
+
+    /// Reads the next bytes. False if there are none.
+    fn fill(&mut self) -> io::Result<bool> {
+        let mut chunk = [0; CHUNK_BYTES];
+        let mut count = self.file.read_at(&mut chunk, self.read)?;
+        if count == 0 && self.file.metadata()?.len() < self.read {
+            // Somebody else truncated the file and writes it from the beginning.
+            (self.read, self.lines, self.rotation) = (0, Lines::default(), None);
+            count = self.file.read_at(&mut chunk, 0)?;
+        }
+        self.read += count as u64;
+        self.lines.add(chunk.get(..count).unwrap_or_default());
+        Ok(count > 0)
+    }
+
+    /// The next line that is already in the file, if there is one.
+    fn try_next(&mut self) -> io::Result<Option<Line>> {
+        loop {
+            if let Some(line) = self.lines.next() {
+                return Ok(Some(Line::parse(&line)));
+            }
+            if !self.fill()? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// The same, but other tasks have a turn now and then. Nothing is lost if the call is cancelled.
+    pub(crate) async fn next_there(&mut self) -> io::Result<Option<Line>> {
+        if self.lines_since_pause >= LINES_AT_A_TIME {
+            self.pause().await?;
+        }
+        self.lines_since_pause += 1;
+        self.try_next()
+    }
+
+    async fn pause(&mut self) -> io::Result<()> {
+        self.lines_since_pause = 0;
+        self.copy_on()?;
+        tokio::task::yield_now().await;
+        Ok(())
+    }
+
+    /// Waits for the next line. Nothing is lost if the call is cancelled.
+    pub(crate) async fn next(&mut self) -> io::Result<Line> {
+        loop {
+            if let Some(line) = self.next_there().await? {
+                return Ok(line);
+            }
+            if self.rotation.is_some() {
+                self.pause().await?;
+            } else {
+                self.changed().await?;
+            }
+        }
+    }
+
+    /// Waits until the file has changed.
+    async fn changed(&self) -> io::Result<()> {
+        self.changes
+            .until(|queue| {
+                let mut buffer = [MaybeUninit::uninit(); 1024];
+                let mut events = inotify::Reader::new(queue, &mut buffer);
+                events.next()?;
+                // Further events say the same.
+                while !events.is_buffer_empty() && events.next().is_ok() {}
+                Ok(())
+            })
+            .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::super::lines::LINE_MAX_BYTES;
+    use super::super::meaning::Writer;
+    use super::*;
+
+    fn open(path: &Path) -> File {
+        File::options().read(true).write(true).open(path).unwrap()
+    }
+
+    #[tokio::test]
+    async fn follows_appends_cut_lines_and_truncation() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("control.log");
+        std::fs::write(&path, "old\n[d t Control 7] first\n").unwrap();
+        let mut follower = Follower::new(open(&path), &path, 4).unwrap();
+        let mut writer = File::options().append(true).open(&path).unwrap();
+        assert_eq!(follower.next().await.unwrap().text, "first");
+        assert_eq!(follower.try_next().unwrap(), None);
+
+        writer.write_all(b"[d t Server 8] half").unwrap();
+        assert_eq!(follower.try_next().unwrap(), None);
+        let (line, ()) = tokio::join!(follower.next(), async {
+            tokio::task::yield_now().await;
+            writer.write_all(b" and half\n").unwrap();
+        });
+        let line = line.unwrap();
+        assert_eq!((line.writer, line.text.as_str()), (Some(Writer::Server(8)), "half and half"));
+
+        writer.set_len(0).unwrap();
+        let (line, ()) = tokio::join!(follower.next(), async {
+            tokio::task::yield_now().await;
+            writer.write_all(b"again\n").unwrap();
+        });
+        assert_eq!(line.unwrap().text, "again");
+    }
+
+    #[tokio::test]
+    async fn rotation_keeps_one_old_file_and_loses_no_line() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("control.log");
+        std::fs::write(&path, "").unwrap();
+        let mut writer = File::options().append(true).open(&path).unwrap();
+        let mut follower = Follower::new(open(&path), &path, 0).unwrap();
+        for round in 0..3 {
+            let line = format!("line of round {round}");
+            writer.write_all(format!("{line}\n").as_bytes()).unwrap();
+            follower.rotate(10);
+            // The line is read before the file is truncated.
+            assert_eq!(follower.next().await.unwrap().text, line);
+            let kept = loop {
+                assert_eq!(follower.next_there().await.unwrap(), None);
+                follower.pause().await.unwrap();
+                if let Some(kept) = follower.rotated() {
+                    break kept;
+                }
+            };
+            kept.unwrap();
+            writer.write_all(b"after\n").unwrap();
+            assert_eq!(follower.next().await.unwrap().text, "after");
+            let old = std::fs::read_to_string(directory.path().join("control.log.1")).unwrap();
+            assert!(old.ends_with(&format!("{line}\n")), "{old}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), "after\n");
+        }
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2);
+        assert!(follower.is_in_place());
+        std::fs::remove_file(&path).unwrap();
+        assert!(!follower.is_in_place());
+        follower.rotate(0);
+        assert!(follower.rotation.is_none());
+    }
+
+    /// While the file is copied, somebody replaces it with a link to another file. That other file must stay unharmed.
+    #[tokio::test]
+    async fn rotation_follows_no_link_that_takes_the_place_of_the_file() {
+        for _ in 0..5 {
+            let directory = tempfile::tempdir().unwrap();
+            let [path, elsewhere] = ["control.log", "elsewhere"].map(|name| directory.path().join(name));
+            let line = format!("{}\n", "x".repeat(1000));
+            std::fs::write(&path, line.repeat(16 << 10)).unwrap();
+            std::fs::write(&elsewhere, "not a log\n").unwrap();
+            let length = path.metadata().unwrap().len();
+            let mut follower = Follower::new(open(&path), &path, length).unwrap();
+            follower.rotate(1);
+            follower.pause().await.unwrap();
+            assert!(follower.rotated().is_none(), "it is copied in steps");
+            std::fs::remove_file(&path).unwrap();
+            std::os::unix::fs::symlink(&elsewhere, &path).unwrap();
+            while follower.rotated().is_none() {
+                follower.pause().await.unwrap();
+            }
+            assert_eq!(std::fs::read_to_string(&elsewhere).unwrap(), "not a log\n");
+            assert_eq!(follower.length().unwrap(), 0);
+            assert_eq!(directory.path().join("control.log.1").metadata().unwrap().len(), length);
+        }
+    }
+
+    /// Other tasks have a turn while many lines are read and copied, and no line is lost.
+    #[tokio::test]
+    async fn a_burst_is_read_and_kept_in_steps() {
+        const LINES: usize = 100_000;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("control.log");
+        std::fs::write(&path, "[d t Server 8] some words of a line\n".repeat(LINES)).unwrap();
+        let mut follower = Follower::new(open(&path), &path, 0).unwrap();
+        let turns = std::rc::Rc::new(std::cell::Cell::new(0));
+        let counting = std::rc::Rc::clone(&turns);
+        let others = tokio::task::LocalSet::new();
+        others.spawn_local(async move {
+            loop {
+                counting.set(counting.get() + 1);
+                tokio::task::yield_now().await;
+            }
+        });
+        others
+            .run_until(async {
+                follower.rotate(1);
+                for _ in 0..LINES {
+                    assert_eq!(follower.next().await.unwrap().text, "some words of a line");
+                    assert!(
+                        follower.lines.bytes.capacity() <= 4 * CHUNK_BYTES,
+                        "{}",
+                        follower.lines.bytes.capacity()
+                    );
+                }
+                while follower.rotated().is_none() {
+                    follower.pause().await.unwrap();
+                }
+            })
+            .await;
+        assert!(turns.get() >= LINES / LINES_AT_A_TIME as usize, "{} turns", turns.get());
+        assert_eq!((follower.offset(), follower.length().unwrap()), (0, 0));
+    }
+
+    #[tokio::test]
+    async fn an_endless_line_is_cut() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("control.log");
+        std::fs::write(&path, vec![b'x'; 10 * LINE_MAX_BYTES]).unwrap();
+        let mut follower = Follower::new(open(&path), &path, 0).unwrap();
+        let mut lines = 0;
+        while let Some(line) = follower.try_next().unwrap() {
+            assert!(line.text.len() <= LINE_MAX_BYTES);
+            lines += 1;
+        }
+        assert_eq!(lines, 10);
+    }
+}

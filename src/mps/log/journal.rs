@@ -1,0 +1,102 @@
+//! A line on its way to the journal.
+
+use tracing::Level;
+
+use super::meaning::{Line, Meaning, Writer};
+
+impl Line {
+    /// Passes the line on, with the fields by which journalctl can filter.
+    pub(crate) fn trace(&self, control_daemon: &str) {
+        let text = self.text.as_str();
+        let (server, client, ordinal) = self.subjects();
+        let (server, client, ordinal) =
+            (server.map(u64::from), client.map(u64::from), ordinal.and_then(|n| u64::try_from(n).ok()));
+        macro_rules! pass_on {
+            ($level:ident) => {
+                tracing::$level!(
+                    mps_control = control_daemon,
+                    mps_server_pid = server,
+                    mps_client_pid = client,
+                    mps_device = ordinal,
+                    "mps: {text}"
+                )
+            };
+        }
+        match self.level() {
+            Level::WARN => pass_on!(warn),
+            Level::INFO => pass_on!(info),
+            _ => pass_on!(debug),
+        }
+    }
+
+    /// The importance of the line for an administrator.
+    pub(crate) fn level(&self) -> Level {
+        match &self.meaning {
+            Meaning::Ordinary | Meaning::Noise | Meaning::ClientAdmitted(_) | Meaning::ClientLeft(_) => {
+                Level::DEBUG
+            }
+            Meaning::ServerStarting { .. }
+            | Meaning::ServerReady(_)
+            | Meaning::ThreadPercentage { .. }
+            | Meaning::MemoryLimit { .. }
+            | Meaning::ClientPending { .. }
+            | Meaning::ServerExited { status: 0, .. }
+            // The supervisor tells the fault once for each GPU, with all that these lines say.
+            | Meaning::Fault { .. }
+            | Meaning::FaultHandling { .. }
+            | Meaning::TornDown { .. } => Level::INFO,
+            Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
+        }
+    }
+
+    /// The server, the client and the GPU's ordinal that the line is about.
+    fn subjects(&self) -> (Option<u32>, Option<u32>, Option<usize>) {
+        let server = match (&self.meaning, self.writer) {
+            (
+                Meaning::ServerStarting { server, .. }
+                | Meaning::ServerReady(server)
+                | Meaning::ServerExited { server, .. },
+                _,
+            ) => Some(*server),
+            (_, Some(Writer::Server(writer))) => Some(writer),
+            _ => None,
+        };
+        let client = match &self.meaning {
+            Meaning::Fault { client, .. }
+            | Meaning::TornDown { client, .. }
+            | Meaning::ClientLeft(client)
+            | Meaning::ClientPending { client, .. }
+            | Meaning::ClientAdmitted(client) => Some(*client),
+            _ => None,
+        };
+        let ordinal = match &self.meaning {
+            Meaning::MemoryLimit { ordinal, .. } | Meaning::TornDown { ordinal, .. } => Some(*ordinal),
+            _ => None,
+        };
+        (server, client, ordinal)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_writer_may_have_two_words() {
+        let line =
+            Line::parse("[2024-04-29 11:22:10.440 Legacy Server    95] Failed to start : invalid argument");
+        assert_eq!((line.writer, line.level()), (Some(Writer::Server(95)), Level::WARN));
+        assert_eq!(line.text, "Failed to start : invalid argument");
+        assert_eq!(line.subjects().0, Some(95));
+    }
+
+    proptest! {
+        #[test]
+        fn no_line_makes_the_parser_panic(line in "\\PC{0,200}") {
+            let _ = Line::parse(&line);
+            let _ = Line::parse(&format!("[d t Server 1] {line}")).subjects();
+        }
+    }
+}
