@@ -117,7 +117,7 @@ impl Published {
 
     /// The main file on the command line of the service, if there is one and the service reads below the same directory.
     pub(in crate::ctl) fn config(&self, sysroot: &Path) -> Option<PathBuf> {
-        let arguments = Arguments::try_parse_from(proc::arguments_as_given(self.pid?)).ok()?;
+        let arguments = Arguments::try_parse_from(proc::arguments(self.pid?)).ok()?;
         // A relative path begins at the service's working directory, which only root may look up.
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }

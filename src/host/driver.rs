@@ -11,9 +11,12 @@
 //! | [`most_clients`]: 48 | any | Volta | the documentation, and the log of an H200 with 580.159.04 |
 //! | [`most_clients`]: 16 | any | any | the documentation |
 //! | [`control_daemon_arguments`] | any | any | tried with 555 and 580; 580 knows two more spellings |
+//! | [`starts_control_daemon`] | any | any | tried with 535 to 580 |
 //! | [`refuses_an_option`] | any | any | tried with 535 and 550, which name no option, 555 and 580 |
 //! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
 //! | [`VERSION_OPTION`] | 580 | any | tried with 580; the servers of 535 to 555 carry the driver's version instead |
+
+use std::ffi::OsString;
 
 /// A GPU's compute capability, major and minor. None where NVML does not say it: it is taken for an old one.
 pub(crate) type Capability = Option<(u32, u32)>;
@@ -80,20 +83,34 @@ pub(crate) fn most_clients(driver: Series, gpu: Capability) -> u32 {
     }
 }
 
-/// The option for multi-user mode, from which series on it is spelt so; the newest first.
+/// The spelling of the option for multi-user mode, each with the first series that spells it so; the newest first.
 const MULTI_USER_OPTION: &[(u32, &str)] = &[(ANY_DRIVER, "-multiuser-server")];
+
+/// The option that keeps a control daemon in the foreground, and the option for the background.
+const FOREGROUND: &str = "-f";
+const BACKGROUND: &str = "-d";
 
 /// The arguments of a control daemon that stays in the foreground, with or without multi-user mode.
 pub(crate) fn control_daemon_arguments(driver: Series, multi_user: bool) -> Vec<&'static str> {
     let spelt = MULTI_USER_OPTION.iter().find(|(since, _)| driver.0 >= *since);
     let option = spelt.filter(|_| multi_user).map(|(_, option)| *option);
-    ["-f"].into_iter().chain(option).collect()
+    [FOREGROUND].into_iter().chain(option).collect()
+}
+
+/// Whether these arguments start a control daemon. With others its program is a front end.
+pub(crate) fn starts_control_daemon(arguments: &[OsString]) -> bool {
+    arguments.iter().any(|argument| argument == FOREGROUND || argument == BACKGROUND)
 }
 
 /// Whether a control daemon that has ended says in this line that it did not know an option. It then takes itself for a
 /// front end, and finds no control daemon.
 pub(crate) fn refuses_an_option(line: &str) -> bool {
-    line.contains("Cannot find MPS control daemon") || line.contains("Unrecognized option")
+    finds_no_control_daemon(line) || line.contains("Unrecognized option")
+}
+
+/// Whether a front end says that no control daemon listens in the pipe directory.
+pub(crate) fn finds_no_control_daemon(said: &str) -> bool {
+    said.contains("Cannot find MPS control daemon")
 }
 
 /// Whether the control daemon does not know the command that it answers so.

@@ -1,7 +1,5 @@
 //! The order in which the kernel's OOM killer ends processes: this service first, a tenant's job last.
 
-use std::io;
-
 /// The `oom_score_adj` of a control daemon and its servers, since every job on their GPUs ends with them. The unit sets
 /// it with `OOMScoreAdjust=`, so a process without `CAP_SYS_RESOURCE` may return to it.
 pub(crate) const OF_CONTROL_DAEMONS: i16 = -900;
@@ -9,10 +7,4 @@ pub(crate) const OF_CONTROL_DAEMONS: i16 = -900;
 /// The `oom_score_adj` of this service, which can be started again without harm.
 pub(crate) const OWN: i16 = 0;
 
-/// Gives this process and its future children this `oom_score_adj`.
-///
-/// # Errors
-/// The kernel refuses a value below the value that root has set.
-pub(crate) fn adjust(score: i16) -> io::Result<()> {
-    super::proc::set_oom_score_adj(score)
-}
+pub(crate) use super::proc::set_oom_score_adj as adjust;

@@ -2,7 +2,8 @@
 //!
 //! A process can give itself any name, and the kernel cuts a name after 15 bytes, in the middle of a character too. So
 //! none of these files need be text. All of them are read as bytes, up to a bound. A caller that reads about a process
-//! which may end holds that process (see `mps::hold`), since another process may get its PID at any moment.
+//! which may end holds that process (see `mps::hold`), since another process may get its PID at any moment. An error says
+//! that the process has ended or that its file can't be read.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
@@ -34,6 +35,11 @@ fn path(process: impl Display, file: &str) -> PathBuf {
 
 fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
     beginning(path, MAX_BYTES)
+}
+
+/// The error about a file of a process that lacks what it should have.
+fn lacks(process: impl Display, file: &str, found: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("{} {found}", path(process, file).display()))
 }
 
 fn beginning(path: impl AsRef<Path>, max_bytes: u64) -> io::Result<Vec<u8>> {
@@ -98,13 +104,8 @@ impl Stat {
 }
 
 /// The state of a process, its parent, and so on.
-///
-/// # Errors
-/// The process has ended, or the file can't be read.
 pub(crate) fn stat(pid: u32) -> io::Result<Stat> {
-    let file = path(pid, "stat");
-    Stat::parse(&read(&file)?)
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, format!("{} is cut short", file.display())))
+    Stat::parse(&read(path(pid, "stat"))?).ok_or_else(|| lacks(pid, "stat", "is cut short"))
 }
 
 /// The state of each of its threads. Threads that have ended are left out.
@@ -146,9 +147,6 @@ impl Status {
 }
 
 /// The user ids and the signals of a process.
-///
-/// # Errors
-/// The process has ended, or the file can't be read.
 pub(crate) fn status(process: impl Display) -> io::Result<Status> {
     read(path(process, "status")).map(Status)
 }
@@ -167,15 +165,9 @@ pub(crate) fn program(pid: u32) -> String {
     program.trim_end_matches('\n').chars().take(PROGRAM_CHARACTERS).map(printable).collect()
 }
 
-/// The arguments of a process, the program's name first. They are in the memory of the process, so this call hangs if
-/// the process hangs in the driver.
-pub(crate) fn arguments(pid: u32) -> Vec<String> {
-    let all = read(path(pid, "cmdline")).unwrap_or_default();
-    all.split(|byte| *byte == 0).map(text).collect()
-}
-
-/// The arguments as bytes, without empty ones.
-pub(crate) fn arguments_as_given(pid: u32) -> Vec<OsString> {
+/// The arguments of a process, the program's name first, without empty ones. They are in the memory of the process, so
+/// this call hangs if the process hangs in the driver.
+pub(crate) fn arguments(pid: u32) -> Vec<OsString> {
     let all = read(path(pid, "cmdline")).unwrap_or_default();
     let arguments = all.split(|byte| *byte == 0).filter(|argument| !argument.is_empty());
     arguments.map(|argument| OsStr::from_bytes(argument).to_owned()).collect()
@@ -195,9 +187,6 @@ pub(crate) fn set_oom_score_adj(score: i16) -> io::Result<()> {
 }
 
 /// The environment that a process was given or declares to have. This call may hang like [`arguments`].
-///
-/// # Errors
-/// The process has ended, or the file can't be read.
 pub(crate) fn environment(pid: u32) -> io::Result<Vec<u8>> {
     read(path(pid, "environ"))
 }
@@ -210,17 +199,11 @@ pub(crate) fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]
 
 /// The control groups of a process, one line for each hierarchy: `0::/system.slice/a.service`. Users who may make
 /// control groups can give them any name.
-///
-/// # Errors
-/// The process has ended, or the file can't be read.
 pub(crate) fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
     read(path(process, "cgroup"))
 }
 
 /// The same as text, with a replacement character for bytes that are no text.
-///
-/// # Errors
-/// See [`cgroups`].
 pub(crate) fn cgroups_text(process: impl Display) -> io::Result<String> {
     cgroups(process).map(|cgroups| text(&cgroups))
 }
@@ -231,14 +214,9 @@ pub(crate) fn mount_namespace(process: impl Display) -> Option<PathBuf> {
 }
 
 /// The number of files that a process may open. The largest number if there is no limit.
-///
-/// # Errors
-/// The process has ended, or the file can't be read.
 pub(crate) fn open_files_limit(pid: u32) -> io::Result<u64> {
-    let file = path(pid, "limits");
-    soft_limit(&read(&file)?, "Max open files").ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, format!("{} does not have it", file.display()))
-    })
+    let limit = soft_limit(&read(path(pid, "limits"))?, "Max open files");
+    limit.ok_or_else(|| lacks(pid, "limits", "does not have it"))
 }
 
 fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
@@ -248,9 +226,6 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
 
 /// Whether something is mounted at a place, according to a file like /proc/mounts. Below a sysroot that is another
 /// file.
-///
-/// # Errors
-/// The file can't be read.
 pub(crate) fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     let mounts = read(mounts)?;
     let mut lines = mounts.split(|byte| *byte == b'\n');
@@ -355,7 +330,7 @@ mod tests {
         assert_eq!(name(u32::MAX), None);
         assert_eq!(status(OWN).unwrap().real_uid(), Some(rustix::process::getuid().as_raw()));
         assert_eq!(program(own), std::env::current_exe().unwrap().to_string_lossy());
-        assert_eq!(arguments(own).first().cloned(), std::env::args().next());
+        assert_eq!(arguments(own).first().cloned(), std::env::args_os().next());
         assert_eq!(mount_namespace(own), mount_namespace(OWN));
         let started = booted().unwrap() + started(own).unwrap();
         assert!(started <= SystemTime::now() + Duration::from_secs(2));

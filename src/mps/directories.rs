@@ -10,6 +10,7 @@ use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
+use rustix::path::Arg;
 
 /// The reason why a directory can't be used, with the remedy.
 #[derive(Debug, thiserror::Error)]
@@ -48,10 +49,12 @@ pub(crate) fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
 /// The same as for [`open`].
 pub(crate) fn look(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
+    let stat = stat(&directory).map_err(|reason| bad(path, reason))?;
     // The service runs as root, even if another user runs this check.
-    let stat =
-        rustix::fs::fstat(&directory).map_err(|error| bad(path, format!("can't be looked at: {error}")))?;
-    if stat.st_uid == 0 { Ok(true) } else { owner(&stat).map(|()| true).map_err(|reason| bad(path, reason)) }
+    if stat.st_uid != 0 {
+        owner(&stat).map_err(|reason| bad(path, reason))?;
+    }
+    Ok(true)
 }
 
 fn bad(at: &Path, reason: impl Into<Reason>) -> BadDirectory {
@@ -75,34 +78,31 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
                 Err(error) => return Err(bad(&at, format!("can't be made: {error}"))),
             }
         }
-        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let entry = match rustix::fs::openat(&directory, name, flags, Mode::empty()) {
-            Ok(entry) => entry,
-            Err(Errno::NOENT) if !make => return Ok(None),
-            Err(error) => return Err(bad(&at, format!("can't be opened: {error}"))),
-        };
-        let kind = file_type(&entry).map_err(|error| bad(&at, format!("can't be looked at: {error}")))?;
+        let entry = entry(&directory, name).map_err(|error| bad(&at, format!("can't be opened: {error}")))?;
+        let Some(entry) = entry else { return Ok(None) };
+        let stat = stat(&entry).map_err(|reason| bad(&at, reason))?;
         let last = at == path;
-        directory = match kind {
-            // The caller checks the last directory itself.
-            FileType::Directory if last => entry,
+        directory = match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => {
-                others_rule(&entry).map_err(|reason| bad(&at, reason))?;
+                // The caller checks the last directory itself.
+                if !last {
+                    others_rule(&stat).map_err(|reason| bad(&at, reason))?;
+                }
                 entry
             }
             // A link that only root can make, such as /var/run, is as good as a directory.
-            FileType::Symlink if !last && only_root_writes(&directory).unwrap_or(false) => {
+            FileType::Symlink if !last && only_root_writes(&directory) => {
                 let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
                 rustix::fs::openat(&directory, name, flags, Mode::empty())
                     .map_err(|error| bad(&at, format!("leads nowhere: {error}")))?
             }
-            FileType::Symlink => {
-                let found = format!("is a symbolic link, which is not followed in {}", parent.display());
+            kind => {
+                let found = if kind == FileType::Symlink {
+                    format!("is a symbolic link, which is not followed in {}", parent.display())
+                } else {
+                    "is not a directory".to_owned()
+                };
                 return Err(bad(&at, Reason::new(found, "remove it or configure another directory")));
-            }
-            _ => {
-                let remedy = "remove it or configure another directory";
-                return Err(bad(&at, Reason::new("is not a directory", remedy)));
             }
         };
     }
@@ -123,7 +123,7 @@ fn read_only(path: &Path) -> Reason {
 
 /// Checks that the directory is ours, and sets its mode to 0755. It returns the former mode if that was different.
 fn claim(directory: &OwnedFd) -> Result<Option<u32>, Reason> {
-    let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
+    let stat = stat(directory)?;
     owner(&stat)?;
     let mode = stat.st_mode & 0o777;
     if mode == MODE {
@@ -144,11 +144,10 @@ fn owner(stat: &Stat) -> Result<(), Reason> {
     ))
 }
 
-/// A user who can rename things in a directory can put another directory in the place of the service's directory after any check. /tmp
-/// passes, since only the owner of a thing can rename it there. A directory that root lets a group write to, such as
-/// /var/log, passes too.
-fn others_rule(directory: &OwnedFd) -> Result<(), Reason> {
-    let stat = rustix::fs::fstat(directory).map_err(|error| format!("can't be looked at: {error}"))?;
+/// A user who can rename things in a directory can put another directory in the place of the service's directory after
+/// any check. /tmp passes, since only the owner of a thing can rename it there. A directory that root lets a group write
+/// to, such as /var/log, passes too.
+fn others_rule(stat: &Stat) -> Result<(), Reason> {
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
         return Err(Reason::new(
@@ -166,13 +165,23 @@ fn others_rule(directory: &OwnedFd) -> Result<(), Reason> {
     Ok(())
 }
 
-fn file_type(entry: &OwnedFd) -> io::Result<FileType> {
-    Ok(FileType::from_raw_mode(rustix::fs::fstat(entry)?.st_mode))
+fn only_root_writes(directory: &OwnedFd) -> bool {
+    stat(directory).is_ok_and(|stat| stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
 }
 
-fn only_root_writes(directory: &OwnedFd) -> io::Result<bool> {
-    let stat = rustix::fs::fstat(directory)?;
-    Ok(stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
+fn stat(file: &OwnedFd) -> Result<Stat, Reason> {
+    rustix::fs::fstat(file).map_err(|error| format!("can't be looked at: {error}").into())
+}
+
+/// The thing of this name in a directory, or None if there is none. `O_PATH` finds it without opening it, since opening a
+/// FIFO blocks and opening a device may have effects.
+fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<OwnedFd>> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match rustix::fs::openat(directory, name, flags, Mode::empty()) {
+        Ok(entry) => Ok(Some(entry)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Sees to it that clients of every user can reach the socket in the pipe directory of a control daemon that this
@@ -190,22 +199,17 @@ pub(crate) fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDire
         }),
     );
     let path = pipe_directory.join(SOCKET);
-    let bad_socket = |found: String| bad(&path, found);
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let socket = match rustix::fs::openat(&directory, SOCKET, flags, Mode::empty()) {
-        Ok(socket) => socket,
-        Err(Errno::NOENT) => return Ok(repaired),
-        Err(error) => return Err(bad_socket(format!("can't be opened: {error}"))),
-    };
-    let stat =
-        rustix::fs::fstat(&socket).map_err(|error| bad_socket(format!("can't be looked at: {error}")))?;
+    let bad_socket = |reason: Reason| bad(&path, reason);
+    let socket = entry(&directory, SOCKET).map_err(|error| format!("can't be opened: {error}").into());
+    let Some(socket) = socket.map_err(bad_socket)? else { return Ok(repaired) };
+    let stat = stat(&socket).map_err(bad_socket)?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
-        return Err(bad_socket("is not the socket of the control daemon".to_owned()));
+        return Err(bad_socket("is not the socket of the control daemon".into()));
     }
-    owner(&stat).map_err(|reason| bad(&path, reason))?;
+    owner(&stat).map_err(bad_socket)?;
     if stat.st_mode & SOCKET_MODE != SOCKET_MODE {
         chmod(&socket, SOCKET_MODE)
-            .map_err(|error| bad_socket(format!("can't be made {SOCKET_MODE:04o}: {error}")))?;
+            .map_err(|error| bad_socket(format!("can't be made {SOCKET_MODE:04o}: {error}").into()))?;
         let was = stat.st_mode & 0o777;
         repaired.push(format!("mode of {} was {was:04o}, and is {SOCKET_MODE:04o} again", path.display()));
     }
@@ -259,14 +263,7 @@ enum Found {
 }
 
 fn find_log(directory: impl AsFd, name: &str) -> io::Result<Found> {
-    // O_PATH finds out what the thing is before it is opened: opening a FIFO blocks, and opening a device may have
-    // effects.
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let entry = match rustix::fs::openat(directory, name, flags, Mode::empty()) {
-        Ok(entry) => entry,
-        Err(Errno::NOENT) => return Ok(Found::Nothing),
-        Err(error) => return Err(error.into()),
-    };
+    let Some(entry) = entry(directory, name)? else { return Ok(Found::Nothing) };
     let stat = rustix::fs::fstat(&entry)?;
     let us = rustix::process::geteuid().as_raw();
     let why = match FileType::from_raw_mode(stat.st_mode) {

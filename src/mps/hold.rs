@@ -30,7 +30,7 @@ impl Hold<OwnedFd> {
     /// Holds the process that has this PID now.
     ///
     /// # Errors
-    /// The process has ended (see [`is_gone`]), or the kernel refused, for example because the service has no file
+    /// The process has ended (see [`unless_gone`]), or the kernel refused, for example because the service has no file
     /// descriptors left.
     pub(super) fn of(pid: u32) -> io::Result<Self> {
         let pidfd = match pidfd_open(number(pid)?, PidfdFlags::empty()) {
@@ -99,8 +99,16 @@ impl<Fd: std::os::fd::AsFd> Hold<Fd> {
     }
 }
 
+/// None in place of an error that says that there is no such process.
+pub(super) fn unless_gone<T>(found: io::Result<T>) -> io::Result<Option<T>> {
+    match found {
+        Err(error) if is_gone(&error) => Ok(None),
+        found => found.map(Some),
+    }
+}
+
 /// Whether this error says that there is no such process. With any other error the process may exist.
-pub(crate) fn is_gone(error: &io::Error) -> bool {
+fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 

@@ -16,7 +16,7 @@ use tokio::process::{Child, ChildStdin, Command};
 
 use super::control::{Control, ControlError};
 use super::frozen::{self, Thawed};
-use super::hold::{Hold, is_gone};
+use super::hold::{Hold, unless_gone};
 use super::identity::Identity;
 use super::launch;
 use super::readable::Readable;
@@ -49,11 +49,7 @@ impl Process {
     /// # Errors
     /// See [`Process::adopt`].
     pub(crate) fn of(pid: u32) -> io::Result<Option<Self>> {
-        match Self::hold(pid, None) {
-            Ok(process) => Ok(Some(process)),
-            Err(error) if is_gone(&error) => Ok(None),
-            Err(error) => Err(error),
-        }
+        unless_gone(Self::hold(pid, None))
     }
 
     /// Whether SIGSTOP or a debugger has stopped the process.
@@ -313,11 +309,7 @@ impl Held {
     /// # Errors
     /// The kernel refused, for example because the service has no file descriptors left.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
-        match Hold::of(pid) {
-            Ok(hold) => Ok(Some(Self(hold))),
-            Err(error) if is_gone(&error) => Ok(None),
-            Err(error) => Err(error),
-        }
+        Ok(unless_gone(Hold::of(pid))?.map(Self))
     }
 
     /// Continues the process if SIGSTOP or a control group stops it.

@@ -19,7 +19,7 @@ const FLOORS: [&[&str]; 10] = [
 ];
 
 /// Words that stand in the code of few files only, with the beginnings of these files' paths.
-const HOMES: [(&str, &[&str]); 11] = [
+const HOMES: [(&str, &[&str]); 13] = [
     ("nvml_wrapper", &["host/nvml.rs"]),
     ("serde_yaml", &["config/"]),
     ("zbus", &["dbus/", "host/systemd.rs", "host/variant.rs"]),
@@ -30,7 +30,9 @@ const HOMES: [(&str, &[&str]); 11] = [
     ("/proc/", &["host/proc.rs"]),
     ("(7, 0)", &["host/driver.rs"]),
     ("multiuser-server", &["host/driver.rs"]),
+    ("\"-f\"", &["host/driver.rs"]),
     ("Unknown command", &["host/driver.rs"]),
+    ("Cannot find MPS", &["host/driver.rs"]),
 ];
 
 struct Source {

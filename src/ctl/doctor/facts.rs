@@ -270,8 +270,8 @@ fn is_control_daemon(pid: u32) -> bool {
         return false;
     }
     let arguments = proc::arguments(pid);
-    arguments.first().is_some_and(|program| program.ends_with("nvidia-cuda-mps-control"))
-        && arguments.iter().any(|argument| argument == "-d" || argument == "-f")
+    arguments.first().is_some_and(|program| Path::new(program).ends_with("nvidia-cuda-mps-control"))
+        && driver::starts_control_daemon(&arguments)
 }
 
 /// A variable in the environment of a process; the error is for people.

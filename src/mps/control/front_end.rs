@@ -11,6 +11,7 @@ use tokio::process::Command;
 
 use super::error::{ControlError, unexpected};
 use super::turns::Turns;
+use crate::host::driver::finds_no_control_daemon;
 
 /// The number of tries for a command that the control daemon does not accept, and the pause between two tries. The
 /// control daemon sometimes fails one of two front ends that ask at once.
@@ -69,7 +70,7 @@ impl FrontEnd {
         if said.contains("Cannot send command") {
             return Ok(None);
         }
-        if !status.success() || said.contains("Cannot find MPS control daemon") {
+        if !status.success() || finds_no_control_daemon(&said) {
             let said = if said.trim().is_empty() { status.to_string() } else { said.trim().to_owned() };
             return Err(ControlError::NoDaemon { pipe_directory: self.pipe_directory.clone(), said });
         }
