@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::config::agent::Trouble;
 use crate::config::{self, Loaded, Problem, Refused, Sources};
-use crate::host::gpu::Inventory;
+use crate::host::inventory::Inventory;
 use crate::host::nvml::Driver;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 use crate::reason::Reason;

@@ -5,7 +5,7 @@
 //! ```text
 //! host.conf, host_local.conf, host_container_device.yml         host: NVML, /sys, pci.ids
 //!                  |                                                     |
-//!               config::Settings                                host::gpu::Inventory
+//!               config::Settings                                host::inventory::Inventory
 //!                  \________________  plan::plan()  (pure)  _____________/
 //!                                          |
 //!                    Plan: control daemons, their GPUs, slices and limits

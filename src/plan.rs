@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use crate::config::{DeviceEntry, DevicePath, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
 use crate::host::driver::{self, LIMITS, MULTI_USER, Series};
-use crate::host::gpu::{ComputeMode, Gpu, Inventory, NvmlFacts, PciAddress, PciDevice};
+use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciAddress, PciDevice};
+use crate::host::inventory::Inventory;
 use crate::reason::Reason;
 
 /// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the

@@ -9,7 +9,8 @@ use tokio::time::Instant;
 
 use super::newcomers;
 use crate::host::blocking::Blocking;
-use crate::host::gpu::{Gpu, Inventory};
+use crate::host::gpu::Gpu;
+use crate::host::inventory::Inventory;
 use crate::host::nvml::Driver;
 
 /// The time that NVML gets to tell of a GPU that is served, and the pause between two looks: one error is no reason to end

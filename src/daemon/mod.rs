@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::config::{self, Problem, Settings, Sources};
 use crate::dbus::{Request, presence};
-use crate::host::gpu::Inventory;
+use crate::host::inventory::Inventory;
 use crate::host::systemd::{self, Stopping};
 use crate::mps::control::FrontEnds;
 use crate::plan::{self, Configured, Plan, PlanError};

@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use crate::host::gpu::Inventory;
+use crate::host::inventory::Inventory;
 use crate::host::proc;
 
 /// The time that such a program gets to end. After that its GPU is left out, and the others are served without it.

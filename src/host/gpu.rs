@@ -1,12 +1,9 @@
-//! The GPUs of this host, as plain data.
+//! A GPU as plain data.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
-use super::driver::Series;
-use super::{nvml, pci_ids, sysfs};
 use crate::reason::Reason;
 
 /// NVIDIA's PCI vendor number.
@@ -234,141 +231,9 @@ impl Gpu {
     }
 }
 
-/// Everything known of this host's GPUs at one moment.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Inventory {
-    /// The driver's version, `580.159.04`, or the reason why NVML can't be used, in words for an administrator.
-    pub driver: Result<String, Reason>,
-    /// The NVIDIA GPUs in the order of their addresses: the GPUs on the bus and the GPUs that NVML knows.
-    pub gpus: Vec<Gpu>,
-    /// Display devices of other vendors, so that the message about an entry that names such a device can say so.
-    pub others: Vec<PciDevice>,
-}
-
-impl Inventory {
-    /// The series of the driver.
-    pub(crate) fn series(&self) -> Series {
-        Series::of(self.driver.as_deref().unwrap_or_default())
-    }
-
-    /// Reads the facts from the bus, the driver and pci.ids. It never fails. A fact that can't be read is missing, and
-    /// if the result has a place for the reason, the reason is there.
-    ///
-    /// `driver` is the open NVML, or the reason why there is none.
-    pub(crate) fn read(sysroot: &Path, driver: Result<&nvml::Driver, &Reason>) -> Self {
-        let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
-            tracing::warn!("{reason}");
-            Vec::new()
-        });
-        let listed = driver.map_err(Clone::clone).and_then(|driver| Ok((driver, driver.facts()?)));
-        match listed {
-            Err(reason) => Self::without_driver(devices, &reason),
-            Ok((driver, listed)) => {
-                // The version is not needed to serve GPUs.
-                let version = driver.version().unwrap_or_else(|reason| {
-                    tracing::warn!("{reason}");
-                    "unknown".to_owned()
-                });
-                Self::merged(sysroot, devices, version, listed, |address| driver.facts_at(address))
-            }
-        }
-    }
-
-    fn without_driver(devices: Vec<PciDevice>, reason: &Reason) -> Self {
-        let (gpus, others): (Vec<_>, Vec<_>) =
-            devices.into_iter().partition(|device| device.vendor == NVIDIA);
-        let gpus = gpus.into_iter().map(|pci| Gpu { pci, nvml: Err(reason.clone()) }).collect();
-        Self { driver: Err(reason.clone()), gpus, others }
-    }
-
-    /// `ask` is called for the GPUs that NVML did not list. It usually returns the reason.
-    fn merged(
-        sysroot: &Path,
-        devices: Vec<PciDevice>,
-        version: String,
-        listed: Vec<nvml::Listed>,
-        ask: impl Fn(PciAddress) -> Result<NvmlFacts, Reason>,
-    ) -> Self {
-        let mut listed: BTreeMap<PciAddress, nvml::Listed> =
-            listed.into_iter().map(|gpu| (gpu.address, gpu)).collect();
-        let mut gpus = Vec::new();
-        let mut others = Vec::new();
-        for pci in devices {
-            if pci.vendor != NVIDIA {
-                others.push(pci);
-                continue;
-            }
-            let nvml = match (listed.remove(&pci.address), pci.foreign_driver()) {
-                (Some(gpu), _) => gpu.facts,
-                (None, Some(other)) => Err(Reason::new(
-                    format!("the kernel driver {other} holds it"),
-                    "bind it to nvidia, or take it out of the device file",
-                )),
-                (None, None) => ask(pci.address),
-            };
-            gpus.push(Gpu { pci, nvml });
-        }
-        // The remaining GPUs have no entry in /sys, for example in a container that hides it.
-        let wanted: BTreeSet<_> = listed.values().map(|gpu| (gpu.vendor, gpu.device)).collect();
-        let names = pci_ids::names(sysroot, &wanted);
-        gpus.extend(listed.into_values().map(|gpu| Gpu {
-            pci: PciDevice {
-                address: gpu.address,
-                vendor: gpu.vendor,
-                device: gpu.device,
-                driver: None,
-                render_node: None,
-                card_node: None,
-                numa_node: -1,
-                link: None,
-                pci_ids_name: names.get(&(gpu.vendor, gpu.device)).cloned(),
-            },
-            nvml: gpu.facts,
-        }));
-        gpus.sort_by_key(|gpu| gpu.pci.address);
-        Self { driver: Ok(version), gpus, others }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn address(text: &str) -> PciAddress {
-        text.parse().unwrap()
-    }
-
-    fn facts(index: u32) -> NvmlFacts {
-        NvmlFacts {
-            uuid: format!("GPU-{index:08}-372d-2432-b4b4-beca4d8d3400"),
-            name: "Tesla P40".to_owned(),
-            index,
-            minor: Some(index),
-            memory_total_mib: Some(23040),
-            compute_capability: Some((6, 1)),
-            compute_mode: Some(ComputeMode::Default),
-            mig_enabled: false,
-            foreign_processes: Vec::new(),
-        }
-    }
-
-    fn on_bus(at: &str, vendor: u16, driver: Option<&str>) -> PciDevice {
-        PciDevice {
-            address: address(at),
-            vendor,
-            device: 0x1b38,
-            driver: driver.map(str::to_owned),
-            render_node: None,
-            card_node: None,
-            numa_node: -1,
-            link: None,
-            pci_ids_name: None,
-        }
-    }
-
-    fn listed(at: &str, index: u32) -> nvml::Listed {
-        nvml::Listed { address: address(at), vendor: NVIDIA, device: 0x1b38, facts: Ok(facts(index)) }
-    }
 
     #[test]
     fn the_texts_about_a_link_equal_the_platforms() {
@@ -421,70 +286,13 @@ mod tests {
             ("10000:e1:00.0", "10000:e1:00.0", "10000:e1:00.0"),
         ];
         for (text, short, full) in golden {
-            assert_eq!(address(text).short(), short);
-            assert_eq!(address(text).to_string(), full);
+            assert_eq!(text.parse::<PciAddress>().unwrap().short(), short);
+            assert_eq!(text.parse::<PciAddress>().unwrap().to_string(), full);
         }
         for text in
             ["", ".", ":.", "06.0", "0:06.0", "00:06", "00:20.0", "00:06.8", "+0:06.0", "00:06.0 ", "x"]
         {
             assert_eq!(text.parse::<PciAddress>(), Err(BadPciAddress), "{text:?}");
         }
-    }
-
-    #[test]
-    fn the_name_in_pci_ids_comes_first() {
-        let mut gpu = Gpu { pci: on_bus("00:06.0", NVIDIA, None), nvml: Ok(facts(0)) };
-        assert_eq!(gpu.vendor_device_id(), "10de:1b38");
-        gpu.pci.pci_ids_name = Some("H200 SXM 141GB".to_owned());
-        assert_eq!(gpu.model(), "H200 SXM 141GB");
-        gpu.pci.pci_ids_name = None;
-        assert_eq!(gpu.model(), "Tesla P40");
-        gpu.nvml = Err("lost".into());
-        assert_eq!(gpu.model(), "");
-    }
-
-    #[test]
-    fn bus_and_driver_are_merged_by_address() {
-        let root = tempfile::tempdir().unwrap();
-        let devices = vec![
-            on_bus("00:06.0", NVIDIA, Some("nvidia")),
-            on_bus("00:07.0", NVIDIA, Some("vfio-pci")),
-            on_bus("00:08.0", NVIDIA, Some("nvidia")),
-            on_bus("03:00.0", 0x1002, Some("amdgpu")),
-        ];
-        // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
-        let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
-        let inventory = Inventory::merged(root.path(), devices, "580.159.04".to_owned(), known, |missing| {
-            Err(format!("{missing} is lost").into())
-        });
-        assert_eq!(inventory.driver, Ok("580.159.04".to_owned()));
-        let seen: Vec<_> =
-            inventory.gpus.iter().map(|gpu| (gpu.pci.address.to_string(), gpu.nvml.clone())).collect();
-        assert_eq!(seen[0], ("0000:00:06.0".to_owned(), Ok(facts(1))));
-        assert_eq!(seen[1].0, "0000:00:07.0");
-        assert!(seen[1].1.as_ref().unwrap_err().found.contains("vfio-pci holds it"));
-        assert_eq!(seen[2], ("0000:00:08.0".to_owned(), Err("0000:00:08.0 is lost".into())));
-        assert_eq!(seen[3], ("0001:1a:00.0".to_owned(), Ok(facts(0))));
-        assert_eq!(seen.len(), 4);
-        let others: Vec<_> = inventory.others.iter().map(|device| device.address).collect();
-        assert_eq!(others, [address("03:00.0")]);
-    }
-
-    #[test]
-    fn without_a_driver_the_bus_is_still_known() {
-        let root = tempfile::tempdir().unwrap();
-        let device = root.path().join("sys/bus/pci/devices/0000:00:06.0");
-        std::fs::create_dir_all(&device).unwrap();
-        for (name, text) in [("class", "0x030200\n"), ("vendor", "0x10de\n"), ("device", "0x1b38\n")] {
-            std::fs::write(device.join(name), text).unwrap();
-        }
-        let inventory = Inventory::read(root.path(), Err(&"no driver".into()));
-        assert_eq!(inventory.driver, Err("no driver".into()));
-        assert_eq!(inventory.gpus.len(), 1);
-        assert_eq!(inventory.gpus[0].pci.address, address("00:06.0"));
-        assert_eq!(inventory.gpus[0].nvml, Err("no driver".into()));
-
-        let empty = Inventory::read(&root.path().join("nowhere"), Err(&"no driver".into()));
-        assert_eq!(empty.gpus, []);
     }
 }

@@ -3,11 +3,13 @@
 pub(crate) mod blocking;
 pub(crate) mod driver;
 pub(crate) mod gpu;
+mod gpu_processes;
+pub(crate) mod inventory;
 pub(crate) mod nvml;
 pub(crate) mod oom;
 mod pci_ids;
 pub(crate) mod proc;
 pub(crate) mod regular_file;
-pub(crate) mod sysfs;
+mod sysfs;
 pub(crate) mod systemd;
 pub(crate) mod variant;
