@@ -1,5 +1,6 @@
-//! A CUDA context, for the subcommands of yunion-mpsctl that look at a GPU as a client does. Each use needs a process of
-//! its own, since the driver takes a slice's limits from the environment of the process and keeps them until it ends.
+//! A CUDA context, for the subcommands of yunion-mpsctl that look at a GPU as a client does. Each use needs a process
+//! of its own, since the driver takes a slice's limits from the environment of the process and keeps them until it
+//! ends.
 
 mod raw;
 
@@ -57,9 +58,6 @@ pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
 }
 
 /// The number of multiprocessors of the first GPU that this process sees, found without a context.
-///
-/// # Errors
-/// The driver's error.
 pub(crate) fn multiprocessors_without_context() -> Result<u32, Error> {
     let count = CudaContext::device_count().and_then(|_| raw::multiprocessors(0));
     count.map(number).map_err(|error| Error::new("finding the GPU", error))
@@ -82,9 +80,6 @@ pub(crate) struct Memory {
 
 impl Gpu {
     /// Makes the context. From then on this process is an MPS client.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub(crate) fn open() -> Result<Self, Error> {
         let failed = |error| Error::new("opening a CUDA context", error);
         let context = CudaContext::new(0).map_err(failed)?;
@@ -94,28 +89,19 @@ impl Gpu {
     }
 
     /// The number of multiprocessors that this process may use.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub(crate) fn multiprocessors(&self) -> Result<u32, Error> {
         let count = self.context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
         count.map(number).map_err(|error| Error::new("counting the multiprocessors", error))
     }
 
     /// The memory that this process sees.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub(crate) fn memory(&self) -> Result<Memory, Error> {
         let (free, total) =
             self.context.mem_get_info().map_err(|error| Error::new("asking for the free memory", error))?;
         Ok(Memory { free_mib: (free / MIB) as u64, total_mib: (total / MIB) as u64 })
     }
 
-    /// Allocates memory until the driver refuses or `most_mib` is reached, frees it, and returns the amount.
-    ///
-    /// # Errors
-    /// The driver's error, unless it is that the memory is used up.
+    /// Allocates memory until it is used up or `most_mib` is reached, frees it, and returns the amount.
     pub(crate) fn allocate_up_to(&self, most_mib: u64) -> Result<u64, Error> {
         let failed = |error| Error::new("allocating memory", error);
         let most = usize::try_from(most_mib).unwrap_or(usize::MAX);
@@ -138,9 +124,6 @@ impl Gpu {
     }
 
     /// Loads the kernel.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub(crate) fn kernel(&self) -> Result<Kernel, Error> {
         let failed = |error| Error::new("loading the kernel", error);
         let module = self.context.load_module(Ptx::from_src(MULTIPLY_ADD)).map_err(failed)?;
@@ -160,9 +143,6 @@ pub(crate) struct Kernel {
 
 impl Kernel {
     /// Runs the kernel once, and waits until it ends.
-    ///
-    /// # Errors
-    /// The driver's error.
     pub(crate) fn run(&self, blocks: u32, rounds: u32) -> Result<(), Error> {
         raw::launch(&self.stream, &self.function, &self.results, blocks, rounds)
             .and_then(|()| self.stream.synchronize())

@@ -1,5 +1,5 @@
-//! Everything that differs by the series of NVIDIA's driver, or by the generation of a GPU: since when it is so, and how
-//! that is known. No other module compares a driver's version or a compute capability.
+//! Everything that differs by the series of NVIDIA's driver, or by the generation of a GPU: since when it is so, and
+//! how that is known. No other module compares a driver's version or a compute capability.
 //!
 //! | | from driver | on GPUs from | known from |
 //! |---|---|---|---|
@@ -59,8 +59,8 @@ const VOLTA: (u32, u32) = (7, 0);
 /// The limits of memory and threads are enforced.
 pub(crate) const LIMITS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// One server serves the clients of every user. The control daemon decides whether its driver can: it is started with the
-/// option, and again without it if it refuses it.
+/// One server serves the clients of every user. The control daemon decides whether its driver can: it is started with
+/// the option, and again without it if it refuses it.
 pub(crate) const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
 
 /// A client needs no right to write to the pipe directory.

@@ -1,4 +1,5 @@
-//! NVIDIA's driver, asked through NVML. Only this module names `nvml_wrapper`.
+//! NVIDIA's driver, asked through NVML. Only this module names `nvml_wrapper`. All errors are in words for an
+//! administrator.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -56,9 +57,6 @@ pub(crate) struct Listed {
 
 impl Driver {
     /// Loads NVML and connects to the driver.
-    ///
-    /// # Errors
-    /// The reason, with the remedy, in words for an administrator.
     pub(crate) fn open() -> Result<Self, Reason> {
         let nvml =
             Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
@@ -72,31 +70,18 @@ impl Driver {
     }
 
     /// The driver's version, `580.159.04`.
-    ///
-    /// # Errors
-    /// NVML can't report it. The error is in words for an administrator.
     pub(crate) fn version(&self) -> Result<String, String> {
-        self.nvml
-            .sys_driver_version()
-            .map_err(|error| format!("the driver's version can't be read: {}", words(&error)))
+        read("the driver's version", self.nvml.sys_driver_version())
     }
 
     /// The CUDA version of the driver, 13000 for 13.0.
-    ///
-    /// # Errors
-    /// NVML can't report it. The error is in words for an administrator.
     pub(crate) fn cuda_version(&self) -> Result<u32, String> {
-        let version = self.nvml.sys_cuda_driver_version();
-        let version =
-            version.map_err(|error| format!("the CUDA version can't be read: {}", words(&error)))?;
+        let version = read("the CUDA version", self.nvml.sys_cuda_driver_version())?;
         u32::try_from(version).map_err(|_| format!("a CUDA version of {version}"))
     }
 
-    /// Every GPU that NVML lists and with an address that it knows, in NVML's order. A GPU without a handle is left out, since
-    /// NVML doesn't report its address. [`Driver::facts_at`] gives the reason for an address.
-    ///
-    /// # Errors
-    /// The GPUs can't be listed at all. The error is in words for an administrator.
+    /// Every GPU that NVML lists, if it knows the GPU's address, in NVML's order. A GPU without a handle is left out,
+    /// since NVML doesn't report its address. [`Driver::facts_at`] gives the reason for an address.
     pub(crate) fn facts(&self) -> Result<Vec<Listed>, Reason> {
         let count =
             self.nvml.device_count().map_err(|error| words(&error).of("the driver can't list its GPUs"))?;
@@ -121,9 +106,6 @@ impl Driver {
     }
 
     /// The facts that NVML reports about the GPU at this address.
-    ///
-    /// # Errors
-    /// The reason why NVML can't report them, in words for an administrator.
     pub(crate) fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, Reason> {
         let device = self.nvml.device_by_pci_bus_id(address.to_string()).map_err(|error| match error {
             NvmlError::NotFound | NvmlError::InvalidArg => {
@@ -136,27 +118,16 @@ impl Driver {
     }
 
     /// The compute mode of the GPU with this UUID.
-    ///
-    /// # Errors
-    /// The reason, in words for an administrator.
     pub(crate) fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
-        let mode = self.device(uuid)?.compute_mode();
-        mode.map(ours).map_err(|error| format!("the compute mode can't be read: {}", words(&error)))
+        read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
     }
 
     /// Whether the driver keeps the GPU's state, including its compute mode, while no program has the GPU open.
-    ///
-    /// # Errors
-    /// The reason, in words for an administrator.
     pub(crate) fn persistence_mode(&self, uuid: &str) -> Result<bool, String> {
-        let mode = self.device(uuid)?.is_in_persistent_mode();
-        mode.map_err(|error| format!("the persistence mode can't be read: {}", words(&error)))
+        read("the persistence mode", self.device(uuid)?.is_in_persistent_mode())
     }
 
     /// Sets the compute mode and verifies it by reading it back.
-    ///
-    /// # Errors
-    /// It can't be set, or another mode is read back. The error is in words for an administrator.
     pub(crate) fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
         self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
             NvmlError::NoPermission => {
@@ -173,9 +144,6 @@ impl Driver {
     }
 
     /// The processes with a context on the GPU with this UUID, by PID. MPS servers and clients are included.
-    ///
-    /// # Errors
-    /// The reason, in words for an administrator.
     pub(crate) fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
         let device = self.device(uuid)?;
         let contexts = contexts(&device)
@@ -185,9 +153,7 @@ impl Driver {
 
     /// Waits for critical errors of every GPU that can report them, and passes each to `seen`: the GPU's UUID and the
     /// Xid number. It ends when `seen` returns false.
-    ///
-    /// # Errors
-    /// No GPU can report critical errors, or none can any longer. The error is in words for an administrator.
+    /// It is an error if no GPU can report critical errors, or none can any longer.
     pub(crate) fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
         let (events, uuids) = self.xid_events()?;
         loop {
@@ -285,6 +251,10 @@ fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, Reason> {
 /// Major and minor.
 fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> {
     Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
+}
+
+fn read<T>(what: &str, value: Result<T, NvmlError>) -> Result<T, String> {
+    value.map_err(|error| format!("{what} can't be read: {}", words(&error)))
 }
 
 /// The value, or None if only this value can't be read. An error if the whole GPU is gone.

@@ -2,8 +2,8 @@
 //!
 //! A process can give itself any name, and the kernel cuts a name after 15 bytes, in the middle of a character too. So
 //! none of these files need be text. All of them are read as bytes, up to a bound. A caller that reads about a process
-//! which may end holds that process (see `mps::hold`), since another process may get its PID at any moment. An error says
-//! that the process has ended or that its file can't be read.
+//! which may end holds that process (see `mps::hold`), since another process may get its PID at any moment. An error
+//! says that the process has ended or that its file can't be read.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;

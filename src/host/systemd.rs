@@ -69,11 +69,10 @@ pub fn runs_us() -> bool {
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let name = scope_name(id);
-    match timeout(SCOPE_TIMEOUT, start_scope(&name, &scope_properties(id, pid, &own))).await {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => return Err(format!("systemd refuses to make {name}: {error}")),
-        Err(_) => return Err(format!("systemd has not made {name} within {} s", SCOPE_TIMEOUT.as_secs())),
-    }
+    let properties = scope_properties(id, pid, &own);
+    let started = start_scope(&name, &properties);
+    let [refused, silent] = [format!("refuses to make {name}"), format!("has not made {name}")];
+    answer(SCOPE_TIMEOUT, started, &refused, &silent).await?;
     let deadline = Instant::now() + SCOPE_TIMEOUT;
     // systemd's answer only says that the job is queued. The process's control group shows that the job is done.
     loop {
@@ -96,36 +95,24 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
 
 /// Lifts the limits of this service's unit until the next boot, for a control daemon that stays in the unit's control
 /// group. Otherwise the kernel could end servers, and tenants' jobs with them, to free memory.
-///
-/// # Errors
-/// systemd refuses or does not answer.
 pub(crate) async fn lift_limits() -> Result<(), String> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let lifted = async {
-        let connection = connect().await?;
-        let systemd =
-            SystemdProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
-        let limits = ["MemoryHigh", "MemoryMax", "TasksMax"];
-        systemd.set_unit_properties(&own, true, &limits.map(|limit| (limit, Variant::from(u64::MAX)))).await
+        let limits = ["MemoryHigh", "MemoryMax", "TasksMax"].map(|limit| (limit, Variant::from(u64::MAX)));
+        manager(&connect().await?).await?.set_unit_properties(&own, true, &limits).await
     };
-    match timeout(SCOPE_TIMEOUT, lifted).await {
-        Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) => Err(format!("systemd refuses to lift the limits of {own}: {error}")),
-        Err(_) => {
-            Err(format!("systemd has not lifted the limits of {own} within {} s", SCOPE_TIMEOUT.as_secs()))
-        }
-    }
+    let [refused, silent] =
+        [format!("refuses to lift the limits of {own}"), format!("has not lifted the limits of {own}")];
+    answer(SCOPE_TIMEOUT, lifted, &refused, &silent).await
 }
 
 /// Asks systemd which job it has for this service's unit. Takes 10 s at most.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
-    match timeout(WHY_TIMEOUT, own_job()).await {
-        Ok(Ok(job)) => classify(job.as_deref(), &own),
-        Ok(Err(error)) => {
-            Stopping::Unknown(format!("systemd can't be asked what it does with {own}: {error}"))
-        }
-        Err(_) => Stopping::Unknown(format!("systemd did not answer within {} s", WHY_TIMEOUT.as_secs())),
+    let refused = format!("can't be asked what it does with {own}");
+    match answer(WHY_TIMEOUT, own_job(), &refused, "did not answer").await {
+        Ok(job) => classify(job.as_deref(), &own),
+        Err(reason) => Stopping::Unknown(reason),
     }
 }
 
@@ -155,9 +142,7 @@ pub(crate) type UnitProperties = serde_json::Map<String, serde_json::Value>;
 pub(crate) async fn unit(name: &str) -> Result<UnitProperties, String> {
     let asked = async {
         let connection = connect().await?;
-        let systemd =
-            SystemdProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
-        let unit = systemd.load_unit(name).await?;
+        let unit = manager(&connection).await?.load_unit(name).await?;
         let properties = fdo::PropertiesProxy::builder(&connection)
             .destination("org.freedesktop.systemd1")
             .path(unit)
@@ -168,12 +153,21 @@ pub(crate) async fn unit(name: &str) -> Result<UnitProperties, String> {
             let values = properties.get_all(interface.try_into()?).await?;
             all.extend(values.iter().map(|(name, value)| (name.clone(), json(value))));
         }
-        Ok::<_, zbus::Error>(all)
+        Ok(all)
     };
-    match timeout(ANSWER_TIMEOUT, asked).await {
-        Ok(Ok(all)) => Ok(all),
-        Ok(Err(error)) => Err(format!("systemd can't be asked on the system bus: {error}")),
-        Err(_) => Err(format!("systemd did not answer within {} s", ANSWER_TIMEOUT.as_secs())),
+    answer(ANSWER_TIMEOUT, asked, "can't be asked on the system bus", "did not answer").await
+}
+
+/// Waits for an answer of systemd. `refused` and `silent` begin the errors.
+async fn answer<T>(
+    patience: Duration,
+    asked: impl Future<Output = zbus::Result<T>>,
+    refused: &str,
+    silent: &str,
+) -> Result<T, String> {
+    match timeout(patience, asked).await {
+        Ok(answer) => answer.map_err(|error| format!("systemd {refused}: {error}")),
+        Err(_) => Err(format!("systemd {silent} within {} s", patience.as_secs())),
     }
 }
 
@@ -219,10 +213,13 @@ async fn connect() -> zbus::Result<Connection> {
     Builder::system().build().await
 }
 
+async fn manager(connection: &Connection) -> zbus::Result<SystemdProxy<'_>> {
+    SystemdProxy::builder(connection).cache_properties(CacheProperties::No).build().await
+}
+
 async fn own_job() -> zbus::Result<Option<String>> {
     let connection = connect().await?;
-    let systemd = SystemdProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
-    let unit = systemd.get_unit_by_pid(std::process::id()).await?;
+    let unit = manager(&connection).await?.get_unit_by_pid(std::process::id()).await?;
     let unit = UnitProxy::builder(&connection).path(unit).cache_properties(CacheProperties::No);
     let (number, job) = unit.build().await?.job().await?;
     if number == 0 {
@@ -235,7 +232,7 @@ async fn own_job() -> zbus::Result<Option<String>> {
 async fn start_scope(name: &str, properties: &[Property]) -> zbus::Result<()> {
     let connection = connect().await?;
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
-    let systemd = SystemdProxy::builder(&connection).cache_properties(CacheProperties::No).build().await?;
+    let systemd = manager(&connection).await?;
     // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. Scopes know this
     // property since systemd 253. Earlier versions behave so anyway.
     let mut extended = vec![("OOMPolicy", Variant::from("continue"))];

@@ -145,8 +145,8 @@ fn owner(stat: &Stat) -> Result<(), Reason> {
 }
 
 /// A user who can rename things in a directory can put another directory in the place of the service's directory after
-/// any check. /tmp passes, since only the owner of a thing can rename it there. A directory that root lets a group write
-/// to, such as /var/log, passes too.
+/// any check. /tmp passes, since only the owner of a thing can rename it there. A directory that root lets a group
+/// write to, such as /var/log, passes too.
 fn others_rule(stat: &Stat) -> Result<(), Reason> {
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
@@ -173,8 +173,8 @@ fn stat(file: &OwnedFd) -> Result<Stat, Reason> {
     rustix::fs::fstat(file).map_err(|error| format!("can't be looked at: {error}").into())
 }
 
-/// The thing of this name in a directory, or None if there is none. `O_PATH` finds it without opening it, since opening a
-/// FIFO blocks and opening a device may have effects.
+/// The thing of this name in a directory, or None if there is none. `O_PATH` finds it without opening it, since opening
+/// a FIFO blocks and opening a device may have effects.
 fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     match rustix::fs::openat(directory, name, flags, Mode::empty()) {

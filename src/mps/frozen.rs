@@ -1,4 +1,5 @@
-//! Control groups with processes that the kernel has frozen, for example after `docker pause`. No signal continues them.
+//! Control groups with processes that the kernel has frozen, for example after `docker pause`. No signal continues
+//! them.
 
 use std::ffi::OsStr;
 use std::fs;

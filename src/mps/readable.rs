@@ -13,8 +13,8 @@ pub(super) struct Readable(AsyncFd<OwnedFd>);
 impl Readable {
     /// Registers the descriptor with the running runtime.
     pub(super) fn new(fd: OwnedFd) -> io::Result<Self> {
-        // tokio deprecates this function for types with an AsRawFd that may return another descriptor each time, and offers an
-        // unsafe function instead. An OwnedFd always returns the same descriptor.
+        // tokio deprecates this function for types with an AsRawFd that may return another descriptor each time, and
+        // offers an unsafe function instead. An OwnedFd always returns the same descriptor.
         #[expect(deprecated, reason = "sound for OwnedFd")]
         AsyncFd::with_interest(fd, Interest::READABLE).map(Self)
     }

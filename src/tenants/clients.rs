@@ -43,8 +43,8 @@ pub struct ClientView {
 /// The environment variable that names the slices of a container.
 const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
-/// The host's users. Users that only a directory service knows stay without a name: an answer of such a service can take
-/// long.
+/// The host's users. Users that only a directory service knows stay without a name, since such a service can take long
+/// to answer.
 const USERS: &str = "/etc/passwd";
 
 /// The time for all questions to the kernel about processes. Each takes microseconds.
@@ -81,11 +81,9 @@ impl Look {
     }
 }
 
-/// The clients of all these control daemons, and the processes that use their GPUs without MPS. A control daemon that does
-/// not answer is an error: a reader would take a list with holes for the truth.
-///
-/// # Errors
-/// The reason in words: a control daemon gives no answer or a wrong one, or a process can't be looked at.
+/// The clients of all these control daemons, and the processes that use their GPUs without MPS. A control daemon that
+/// does not answer and a process that can't be looked at are errors: a reader would take a list with holes for the
+/// truth.
 pub(crate) async fn list(
     serving: Vec<Serving>,
     nvml: ComputeModes,
@@ -188,8 +186,8 @@ fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
     views
 }
 
-/// The GPUs of a client, each once. Control daemon and driver must both name the GPU, since a program can choose a name that
-/// adds rows to the control daemon's list. The control daemon knows a client before the driver does.
+/// The GPUs of a client, each once. The control daemon and the driver must both name the GPU, since a program can
+/// choose a name that adds rows to the control daemon's list. The control daemon knows a client before the driver does.
 fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
     let connections = look.clients.iter().filter(|client| client.pid == pid);
     let said: Vec<&String> = connections
@@ -232,8 +230,8 @@ fn user_in(users: &str, uid: u32) -> String {
     named.unwrap_or(number)
 }
 
-/// The slices or GPUs that a process claims to have. Text that holds anything but names is left out: everybody can read the
-/// list.
+/// The slices or GPUs that a process claims to have. Text that holds anything but names is left out, since everybody
+/// can read the list.
 fn device(pid: u32) -> Option<String> {
     device_in(&proc::environment(pid).ok()?).filter(|names| names.split(',').all(is_name))
 }
@@ -249,28 +247,26 @@ pub(crate) fn device_in(environment: &[u8]) -> Option<String> {
     (!variable.is_empty()).then(|| variable.to_owned())
 }
 
+/// The id of the innermost container around a process.
 fn container(pid: u32) -> Option<String> {
-    container_in(&proc::cgroups_text(pid).ok()?)
+    containers_in(&proc::cgroups_text(pid).ok()?).next().map(str::to_owned)
 }
 
-/// The container's id in the cgroup paths of a process: every runtime puts the 64 hexadecimal digits of it there, in
-/// one form of name or another, and the innermost one is the process's own.
-fn container_in(cgroups: &str) -> Option<String> {
-    containers_in(cgroups).next().map(str::to_owned)
-}
-
-/// The ids of all containers around the process, one inside the other, the innermost of each hierarchy first.
+/// The ids of all containers around a process, from its cgroup paths, the innermost of each hierarchy first. Every
+/// runtime puts the 64 hexadecimal digits of the id there, in one form of name or another.
 pub(crate) fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
-    let paths = cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
-    let names = paths.flat_map(|path| path.rsplit('/'));
-    names.filter_map(container_in_name)
+    paths_in(cgroups).flat_map(|path| path.rsplit('/')).filter_map(container_in_name)
 }
 
-/// Whether the host's own runtime has made a container, as far as these cgroup paths tell: it is the outermost container of
-/// its path, and not in the part of the tree where a user's own service manager lets that user choose names.
+fn paths_in(cgroups: &str) -> impl Iterator<Item = &str> {
+    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2))
+}
+
+/// Whether the host's own runtime has made a container, as far as these cgroup paths tell: the container is the
+/// outermost of its path, and not in the part of the tree where a user's own service manager lets that user choose
+/// names.
 pub(crate) fn is_the_hosts(cgroups: &str, id: &str) -> bool {
-    let paths = cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2));
-    paths.filter(|path| !path.contains("/user@")).any(|path| {
+    paths_in(cgroups).filter(|path| !path.contains("/user@")).any(|path| {
         let mut names = path.split('/').filter_map(container_in_name);
         names.next() == Some(id)
     })
@@ -281,7 +277,6 @@ fn container_in_name(name: &str) -> Option<&str> {
     name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64)
 }
 
-/// When a process started.
 fn started(pid: u32) -> Option<SystemTime> {
     proc::booted()?.checked_add(proc::started(pid)?)
 }
@@ -306,10 +301,10 @@ mod tests {
             format!("0::/cloudpods/{id}"),
             format!("0::/cloudpods.slice/cri-containerd-{id}.scope"),
         ] {
-            assert_eq!(container_in(&path).as_deref(), Some(id.as_str()), "{path}");
+            assert_eq!(containers_in(&path).next(), Some(id.as_str()), "{path}");
         }
-        assert_eq!(container_in("0::/user.slice/user-0.slice/session-1.scope"), None);
-        assert_eq!(container_in("garbage"), None);
+        assert_eq!(containers_in("0::/user.slice/user-0.slice/session-1.scope").next(), None);
+        assert_eq!(containers_in("garbage").next(), None);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Ends the GPU work of a tenant and leaves its neighbours alone.
 //!
-//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel. This is a fault, and a
-//! fault hits every client on that GPU. `terminate_client` ends the kernel first. So an agent asks for this before it stops a
-//! process or a container.
+//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel. This is a fault, and
+//! a fault hits every client on that GPU. `terminate_client` ends the kernel first. So the host agent asks for this
+//! before it stops a process or a container.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -46,42 +46,29 @@ pub(crate) struct ContainerId(String);
 
 impl ContainerId {
     /// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
-    ///
-    /// # Errors
-    /// [`TerminationError::NoId`].
     pub(crate) fn new(text: &str) -> Result<Self, TerminationError> {
         let is_id = (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit());
         if is_id { Ok(Self(text.to_ascii_lowercase())) } else { Err(TerminationError::NoId(text.to_owned())) }
     }
 }
 
-/// The reason why some of them may have GPU work left.
+/// The reason why some wanted processes may have GPU work left.
 #[derive(Debug, thiserror::Error)]
 pub enum TerminationError {
-    /// Not the id of a container.
+    /// The text is not the id of a container.
     #[error(
         "{0:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them"
     )]
     NoId(String),
     /// Several containers have ids that begin so. Nothing was done.
     #[error("{id} is the beginning of several containers: {}; give more digits", found.join(", "))]
-    SeveralContainers {
-        /// The beginning that the caller gave.
-        id: String,
-        /// Their ids.
-        found: Vec<String>,
-    },
+    SeveralContainers { id: String, found: Vec<String> },
     /// The process is no client of any control daemon here.
     #[error("process {0} is no client of a GPU here; ListClients shows those there are")]
     NoSuchClient(u32),
     /// A process can't be looked at, so nobody knows whether it is wanted. The work of the others was ended.
     #[error("process {pid} can't be looked at: {source}")]
-    Unreadable {
-        /// The process.
-        pid: u32,
-        /// Why.
-        source: io::Error,
-    },
+    Unreadable { pid: u32, source: io::Error },
     /// A control daemon did not answer. Work on the other control daemons was ended.
     #[error(transparent)]
     Control(#[from] ControlError),
@@ -97,11 +84,9 @@ fn in_words(left: &BTreeSet<u32>) -> String {
     left.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Ends the GPU work of all wanted processes, and returns when it is over. A process that waits for something else notices at
-/// its next call to CUDA, and stays listed as a client until then. From now on no signal to it can hurt its neighbours.
-///
-/// # Errors
-/// See [`TerminationError`].
+/// Ends the GPU work of all wanted processes, and returns when the work is over. A process that waits for something
+/// else notices at its next call to CUDA, and stays listed as a client until then. From now on no signal to such a
+/// process can hurt its neighbours.
 pub(crate) async fn terminate(
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
@@ -169,8 +154,9 @@ impl Termination {
         Ok((found, silent.or(unreadable)))
     }
 
-    /// Whether a client's work has been ended: it still has a connection from that time. A client that has started over
-    /// has only new ones, since the old ones are useless. Others can forge additional connections, but remove none.
+    /// Whether a client's work has been ended: the client still has a connection from that time. A client that has
+    /// started over has only new connections, since the old ones are useless. Other users can forge additional
+    /// connections, but they can't remove any.
     fn has_ended(&self, found: &Found) -> bool {
         self.ended
             .get(&(found.server, found.pid))
@@ -208,10 +194,11 @@ impl Termination {
     }
 }
 
-/// Ends the GPU work of one client. The control daemon waits for the client meanwhile, and everybody waits for the control
-/// daemon. So a client that can't take part must not be waited for. If its server met a fatal GPU error, it has no work left.
-/// If it is stopped or frozen, it is continued first, and again as often as it stops before the answer comes. It is never
-/// killed: its neighbours would have a fault. None: it can't be continued, and nothing was done.
+/// Ends the GPU work of one client. The control daemon waits for the client meanwhile, and everybody waits for the
+/// control daemon. So nobody may wait for a client that can't take part. If its server met a fatal GPU error, the
+/// client has no work left. A client that is stopped or frozen is continued first, and again as often as it stops
+/// before the answer comes. A client is never killed, since that would be a fault for its neighbours. None if the
+/// client can't be continued, and nothing was done.
 async fn end_work(
     control: &CallersControl,
     server: u32,
@@ -291,20 +278,13 @@ fn pick(
             connections.entry((client.server, client.pid)).or_default().insert(client.id);
         }
         for ((server, pid), connections) in connections {
-            match hold_and_look(pid, wanted) {
-                Ok(None | Some((_, Look::Other))) => {}
-                Ok(Some((held, look))) => {
-                    let ids = if let Look::In(ids) = look { ids } else { BTreeSet::new() };
+            match hold_if_wanted(pid, wanted) {
+                Ok(None) => {}
+                Ok(Some((held, ids))) => {
                     let hosts = ids.iter().any(|id| id.hosts);
                     containers.extend(ids);
-                    found.push(Found {
-                        control: Arc::clone(&control),
-                        server,
-                        pid,
-                        connections,
-                        held,
-                        hosts,
-                    });
+                    let control = Arc::clone(&control);
+                    found.push(Found { control, server, pid, connections, held, hosts });
                 }
                 Err(source) => _ = unreadable.get_or_insert(TerminationError::Unreadable { pid, source }),
             }
@@ -332,39 +312,27 @@ struct Container {
     hosts: bool,
 }
 
-/// The result of a look at a process.
-#[derive(Debug, PartialEq, Eq)]
-enum Look {
-    /// It is not wanted.
-    Other,
-    /// It is wanted.
-    Wanted,
-    /// It is wanted, being in these containers.
-    In(BTreeSet<Container>),
-}
-
-/// Looks at a process while it is held; None when it has gone.
-fn hold_and_look(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, Look)>> {
+/// Holds a process and returns it with the wanted containers around it. None if it is not wanted or has gone.
+fn hold_if_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, BTreeSet<Container>)>> {
     let Some(held) = Held::open(pid)? else { return Ok(None) };
-    let look = look_at(pid, wanted);
+    let containers = find_wanted(pid, wanted);
     // If the process has ended, its PID may have been another's while it was read.
-    if held.alive() { look.map(|look| Some((held, look))) } else { Ok(None) }
+    if held.alive() { Ok(containers?.map(|containers| (held, containers))) } else { Ok(None) }
 }
 
-fn look_at(pid: u32, wanted: &Wanted) -> io::Result<Look> {
-    Ok(match wanted {
-        Wanted::Process(other) if *other != pid => Look::Other,
-        Wanted::Process(_) => Look::Wanted,
-        Wanted::Slices(names) if has_slice(&proc::environment(pid)?, names) => Look::Wanted,
-        Wanted::Slices(_) => Look::Other,
+fn find_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<BTreeSet<Container>>> {
+    let is_wanted = match wanted {
+        Wanted::Process(other) => *other == pid,
+        Wanted::Slices(names) => has_slice(&proc::environment(pid)?, names),
         Wanted::Container(ContainerId(id)) => {
             let cgroups = proc::cgroups_text(pid)?.to_ascii_lowercase();
             let ids = containers_in(&cgroups).filter(|found| found.starts_with(id.as_str()));
             let ids: BTreeSet<Container> =
                 ids.map(|id| Container { id: id.to_owned(), hosts: is_the_hosts(&cgroups, id) }).collect();
-            if ids.is_empty() { Look::Other } else { Look::In(ids) }
+            return Ok((!ids.is_empty()).then_some(ids));
         }
-    })
+    };
+    Ok(is_wanted.then(BTreeSet::new))
 }
 
 fn has_slice(environment: &[u8], names: &[String]) -> bool {
@@ -406,11 +374,11 @@ mod tests {
     #[test]
     fn a_process_is_looked_at_for_what_is_wanted() {
         let pid = std::process::id();
-        let look = |wanted| hold_and_look(pid, &wanted).unwrap().map(|(_, look)| look);
-        assert_eq!(look(Wanted::Process(pid)), Some(Look::Wanted));
-        assert_eq!(look(Wanted::Process(pid + 1)), Some(Look::Other));
-        assert_eq!(look(Wanted::Slices(vec!["no such slice".to_owned()])), Some(Look::Other));
-        assert!(hold_and_look(u32::MAX, &Wanted::Slices(Vec::new())).unwrap().is_none());
+        let found = |wanted| hold_if_wanted(pid, &wanted).unwrap().map(|(_, containers)| containers);
+        assert_eq!(found(Wanted::Process(pid)), Some(BTreeSet::new()));
+        assert_eq!(found(Wanted::Process(pid + 1)), None);
+        assert_eq!(found(Wanted::Slices(vec!["no such slice".to_owned()])), None);
+        assert!(hold_if_wanted(u32::MAX, &Wanted::Slices(Vec::new())).unwrap().is_none());
     }
 
     #[test]
