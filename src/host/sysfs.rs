@@ -11,9 +11,6 @@ use super::gpu::{PciAddress, PciDevice, PcieLink};
 const DISPLAY: u32 = 0x03;
 
 /// Every display device on the PCI bus, in the order of addresses. A device that can't be read doesn't hide the others.
-///
-/// # Errors
-/// The list of PCI devices can't be read at all.
 pub(crate) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     let bus = sysroot.join("sys/bus/pci/devices");
     let entries = fs::read_dir(&bus)

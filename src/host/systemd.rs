@@ -136,9 +136,6 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
 pub(crate) type UnitProperties = serde_json::Map<String, serde_json::Value>;
 
 /// Asks systemd about a service, installed or not. Takes 2 s at most.
-///
-/// # Errors
-/// There is no systemd on the system bus, or it does not answer.
 pub(crate) async fn unit(name: &str) -> Result<UnitProperties, String> {
     let asked = async {
         let connection = connect().await?;

@@ -44,9 +44,6 @@ pub(crate) fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
 
 /// Whether the directory exists, if [`open`] would accept it as it is. Nothing is made or changed, so `--check` can use
 /// it. A missing directory is no error.
-///
-/// # Errors
-/// The same as for [`open`].
 pub(crate) fn look(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
     let stat = stat(&directory).map_err(|reason| bad(path, reason))?;
@@ -230,9 +227,6 @@ pub(crate) struct LogFile {
 /// Opens the log of this name in a directory that [`open`] returned, and makes it if it is missing. It accepts only a
 /// regular file that we own and that has no second name. Others could read or write anything else, so anything else is
 /// renamed.
-///
-/// # Errors
-/// The log can be neither opened nor renamed.
 pub(crate) fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     let mut moved_away = None;
     loop {
@@ -301,9 +295,6 @@ fn move_away(directory: impl AsFd, name: &str) -> io::Result<String> {
 }
 
 /// Makes a new, empty file in a directory that [`open`] made, and removes the former file of that name.
-///
-/// # Errors
-/// The reason, in words for an administrator.
 pub(crate) fn replace(directory: &Path, name: &Path) -> Result<File, String> {
     let directory = walk(directory, false).map_err(|bad| bad.to_string())?.ok_or("its directory has gone")?;
     match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {

@@ -45,9 +45,6 @@ impl Process {
     }
 
     /// Holds the process that has this PID now. None if there is no such process.
-    ///
-    /// # Errors
-    /// See [`Process::adopt`].
     pub(crate) fn of(pid: u32) -> io::Result<Option<Self>> {
         unless_gone(Self::hold(pid, None))
     }
@@ -79,6 +76,10 @@ impl Process {
                 None
             }
         }
+    }
+
+    async fn ends_within(&mut self, patience: Duration) -> bool {
+        tokio::time::timeout(patience, self.exited()).await.is_ok()
     }
 
     /// Sends the process a signal. It is no error if the process has already ended.
@@ -258,11 +259,11 @@ pub(crate) async fn stop(
     } else {
         SILENT_TIMEOUT
     };
-    if tokio::time::timeout(patience, process.exited()).await.is_ok() {
+    if process.ends_within(patience).await {
         return Ok(Stopped::Quit);
     }
     process.signal(Signal::TERM)?;
-    if tokio::time::timeout(TERMINATE_TIMEOUT, process.exited()).await.is_ok() {
+    if process.ends_within(TERMINATE_TIMEOUT).await {
         return Ok(Stopped::Terminated);
     }
     process.signal(Signal::KILL)?;
@@ -295,7 +296,7 @@ pub(crate) async fn stop_idle(process: &mut Process, control: &Control) -> bool 
         return false;
     }
     let patience = patience_after(control.quit_when_idle(IDLE_QUIT_TIMEOUT).await, process);
-    tokio::time::timeout(patience, process.exited()).await.is_ok()
+    process.ends_within(patience).await
 }
 
 /// A hold on a process that the service did not start. While the process lives, no other process has its PID. So what
@@ -305,9 +306,6 @@ pub(crate) struct Held(Hold<OwnedFd>);
 
 impl Held {
     /// Holds the process that has this PID now. None if there is no such process.
-    ///
-    /// # Errors
-    /// The kernel refused, for example because the service has no file descriptors left.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
         Ok(unless_gone(Hold::of(pid))?.map(Self))
     }

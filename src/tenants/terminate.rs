@@ -260,10 +260,7 @@ async fn list_clients(
     (listed, silent)
 }
 
-/// The wanted clients, and the first client that could not be looked at.
-///
-/// # Errors
-/// Something forbids to touch any of them.
+/// The wanted clients, and the first client that could not be looked at. It is an error if none of them may be touched.
 fn pick(
     listed: Vec<(Arc<CallersControl>, Vec<Client>)>,
     wanted: &Wanted,
