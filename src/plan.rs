@@ -6,7 +6,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
-use crate::config::{DeviceEntry, DevicePath, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
+use crate::config::{DevicePath, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
 use crate::host::driver::{self, LIMITS, MULTI_USER, Series};
 use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciAddress, PciDevice};
 use crate::host::inventory::Inventory;
@@ -368,11 +368,11 @@ fn wanted<'a>(
     let mut wanted = Vec::new();
     let mut missing = Vec::new();
     let mut earlier = Earlier::default();
-    for (index, entry) in settings.devices.iter().enumerate() {
+    for entry in &settings.devices {
         let Some(mps) = &entry.mps else { continue };
         let Some(path) = &entry.path else {
             let found = "an NVIDIA_MPS entry without a path".to_owned();
-            problems.push(problem(entry, index, "path", found, choices(inventory)));
+            problems.push(entry.problem("path", found, choices(inventory)));
             continue;
         };
         let mut gone = None;
@@ -380,11 +380,11 @@ fn wanted<'a>(
         let gpu = match find(&sought, inventory) {
             Ok(gpu) => Some(gpu),
             Err(Miss::Wrong { found, remedy } | Miss::Ambiguous { found, remedy }) => {
-                problems.push(problem(entry, index, "path", found, remedy));
+                problems.push(entry.problem("path", found, remedy));
                 continue;
             }
             Err(Miss::Absent { found, remedy, certain }) => {
-                let problem = problem(entry, index, "path", found, remedy);
+                let problem = entry.problem("path", found, remedy);
                 let known = known_before(&sought, inventory, before);
                 if known.is_none_or(|known| known.gone) {
                     gone = Some(problem.to_string());
@@ -404,12 +404,12 @@ fn wanted<'a>(
             let which = address.map(|address| format!(" ({address})")).unwrap_or_default();
             let found = format!("{path}{which} is named a second time");
             let remedy = format!("{origin} names it as {first}; keep one");
-            problems.push(problem(entry, index, "path", found, remedy));
+            problems.push(entry.problem("path", found, remedy));
             continue;
         }
         if let Some(gpu) = gpu {
             if let Some((found, remedy)) = too_many(gpu, mps.slices) {
-                problems.push(problem(entry, index, "virtual_number", found, remedy));
+                problems.push(entry.problem("virtual_number", found, remedy));
             }
             wanted.push(Wanted { gpu, slices: mps.slices, thread_percentage: mps.thread_percentage, gone });
         }
@@ -513,8 +513,7 @@ fn unclaimed<'a>(
     for one in &wanted {
         if let Some((found, remedy)) = too_many(one.gpu, one.slices) {
             let file = settings.sources.last().cloned().unwrap_or_default();
-            let origin = Origin { file, line: None };
-            problems.push(Problem { origin, key: "cuda_mps_replicas".to_owned(), found, remedy });
+            problems.push(Problem::new(Origin::whole(&file), "cuda_mps_replicas", found, remedy));
         }
     }
     wanted
@@ -543,10 +542,6 @@ fn why_nothing(settings: &Settings, inventory: &Inventory) -> String {
         return "this host has no NVIDIA GPU to serve".to_owned();
     }
     format!("every NVIDIA GPU of this host has another use: {}{remedy}", others.join(", "))
-}
-
-fn problem(entry: &DeviceEntry, index: usize, field: &str, found: String, remedy: String) -> Problem {
-    Problem { origin: entry.origin.clone(), key: format!("devices[{index}].{field}"), found, remedy }
 }
 
 /// Each slice needs at least 1 MiB.
@@ -965,7 +960,7 @@ fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemon
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::MpsEntry;
+    use crate::config::{DeviceEntry, MpsEntry};
     use proptest::prelude::*;
 
     const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
@@ -988,6 +983,7 @@ mod tests {
         let mut settings = settings();
         for (line, (path, slices)) in (2..).zip(entries) {
             settings.devices.push(DeviceEntry {
+                name: format!("devices[{}]", line - 2),
                 origin: Origin { file: "devices.yml".into(), line: Some(line) },
                 device_type: "NVIDIA_MPS".to_owned(),
                 path: Some(path),
@@ -1000,6 +996,7 @@ mod tests {
     /// Adds an entry of another type, on line 90.
     fn and_other(mut settings: Settings, path: Option<DevicePath>) -> Settings {
         settings.devices.push(DeviceEntry {
+            name: "devices[88]".to_owned(),
             origin: Origin { file: "devices.yml".into(), line: Some(90) },
             device_type: "NVIDIA_GPU_SHARE".to_owned(),
             path,

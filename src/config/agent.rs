@@ -29,7 +29,6 @@ const TYPES: [&str; 13] = [
 pub(crate) struct Trouble {
     /// The stable name of this kind of trouble.
     pub name: &'static str,
-    /// The place, the effect and the remedy.
     pub problem: Problem,
     /// The path that the agent does not know, if the trouble is a path.
     pub path: Option<DevicePath>,
@@ -54,20 +53,14 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>) -> Vec<Tr
              containers {}, where no control daemon listens",
             settings.pipe_directory.display()
         );
-        let (key, remedy) = (super::TOPOLOGY_KEY.to_owned(), "write cuda_mps_topology: shared".to_owned());
-        let problem = Problem { origin: origin.clone(), key, found, remedy };
+        let problem =
+            Problem::new(origin.clone(), super::TOPOLOGY_KEY, found, "write cuda_mps_topology: shared");
         troubles.push(Trouble { name: "agent-needs-shared", problem, path: None });
     }
-    for (index, entry) in settings.devices.iter().enumerate() {
-        let problem = |key, found: String, remedy: &str| Problem {
-            origin: entry.origin.clone(),
-            key: format!("devices[{index}].{key}"),
-            found,
-            remedy: remedy.to_owned(),
-        };
+    for entry in &settings.devices {
         if !TYPES.contains(&entry.device_type.as_str()) {
             let found = format!("with {:?} the platform's host agent does not start", entry.device_type);
-            let problem = problem("type", found, "correct its spelling or remove the entry");
+            let problem = entry.problem("type", found, "correct its spelling or remove the entry");
             troubles.push(Trouble { name: "agent-unknown-type", problem, path: None });
         }
         let Some(path) = entry.path.as_ref().filter(|_| entry.mps.is_some()) else { continue };
@@ -76,7 +69,7 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>) -> Vec<Tr
                 format!("with {path} the platform's host agent does not start, unless it reads D-Bus");
             let remedy =
                 "name the GPU by its render node, /dev/dri/renderDN, as `ls -l /dev/dri/by-path` shows it";
-            let problem = problem("path", found, remedy);
+            let problem = entry.problem("path", found, remedy);
             troubles.push(Trouble { name: "agent-needs-render-node", problem, path: Some(path.clone()) });
         }
     }

@@ -5,9 +5,10 @@
 //! entry that may have been meant as `NVIDIA_MPS` is an error: without any `NVIDIA_MPS` entry every GPU of the host is
 //! served, and a typing error must not have that effect.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use super::yaml::{self, Node, Value};
+use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, MpsEntry, Origin, Problem};
 use super::{percentage, slices};
 use crate::host::gpu::PciAddress;
@@ -21,232 +22,205 @@ const MAX_ENTRIES: usize = 1024;
 
 /// The entries of the file, in its order.
 pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<DeviceEntry> {
-    let place = |line| Origin { file: file.to_owned(), line };
-    let root = match yaml::parse(file, text) {
-        Ok(node) => node,
+    let (list, items) = match items(file, text, findings) {
+        Ok(items) => items,
         Err(problem) => {
             findings.problems.push(problem);
             return Vec::new();
         }
     };
+    let entry = |(index, item): (usize, Node<'_>)| {
+        // YAML does not report the line of every entry.
+        let origin = Origin { line: item.line.or(list.line), ..list.clone() };
+        Entry { name: format!("devices[{index}]"), origin }.read(item.value, findings)
+    };
+    items.into_iter().enumerate().filter_map(entry).collect()
+}
+
+/// The items of the list `devices`, and the place of the list.
+fn items<'t>(
+    file: &Path,
+    text: &'t str,
+    findings: &mut Findings,
+) -> Result<(Origin, Vec<Node<'t>>), Problem> {
+    let place = |line| Origin { file: file.to_owned(), line };
+    let write_list = "write `devices:` and below it one entry per device";
+    let root = yaml::parse(file, text)?;
     let pairs = match root.value {
         Value::Map(pairs) => pairs,
         Value::Null => Vec::new(),
         other => {
-            findings.problems.push(Problem {
-                origin: place(root.line),
-                key: String::new(),
-                found: format!("{} instead of the key `devices`", other.found()),
-                remedy: "write `devices:` and below it one entry per device".to_owned(),
-            });
-            return Vec::new();
+            let found = format!("{} instead of the key `devices`", other.found());
+            return Err(Problem::new(place(root.line), "", found, write_list));
         }
     };
     let empty = pairs.is_empty();
     let mut devices = None;
     for (key, value) in pairs {
-        let origin = place(key.line);
-        let name = key.value.as_text().unwrap_or_default().into_owned();
+        let (origin, name) = (place(key.line), key.value.text());
         if words(&name) != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
-            findings.warnings.push(Problem {
-                origin,
-                key: name,
-                found: format!("already written at {earlier}; the last one counts"),
-                remedy: "put all entries into one list".to_owned(),
-            });
+            let found = format!("already written at {earlier}; the last one counts");
+            findings.warnings.push(Problem::new(origin, name, found, "put all entries into one list"));
         }
     }
     let Some((origin, list)) = devices else {
-        let problem = |remedy: &str| Problem {
-            origin: place(None),
-            key: "devices".to_owned(),
-            found: "no such list".to_owned(),
-            remedy: remedy.to_owned(),
-        };
-        if empty {
-            findings.warnings.push(problem(
-                "write one; without NVIDIA_MPS entries every NVIDIA GPU is cut into cuda_mps_replicas slices",
-            ));
-        } else {
-            findings.problems.push(problem("write `devices:` and below it one entry per device"));
+        let problem = |remedy| Problem::new(place(None), "devices", "no such list", remedy);
+        if !empty {
+            return Err(problem(write_list));
         }
-        return Vec::new();
+        findings.warnings.push(problem(
+            "write one; without NVIDIA_MPS entries every NVIDIA GPU is cut into cuda_mps_replicas slices",
+        ));
+        return Ok((place(None), Vec::new()));
     };
     match list.value {
         Value::List(items) if items.len() > MAX_ENTRIES => {
-            findings.problems.push(Problem {
-                origin,
-                key: "devices".to_owned(),
-                found: format!("{} entries, the limit is {MAX_ENTRIES}", items.len()),
-                remedy: "write one entry for each device of this host".to_owned(),
-            });
-            Vec::new()
+            let found = format!("{} entries, the limit is {MAX_ENTRIES}", items.len());
+            Err(Problem::new(origin, "devices", found, "write one entry for each device of this host"))
         }
-        Value::List(items) => items
-            .into_iter()
-            .enumerate()
-            .filter_map(|(index, item)| Item::new(&origin, index, item).read(findings))
-            .collect(),
-        Value::Null => Vec::new(),
+        Value::List(items) => Ok((origin, items)),
+        Value::Null => Ok((origin, Vec::new())),
         other => {
-            findings.problems.push(Problem {
-                origin,
-                key: "devices".to_owned(),
-                found: other.found(),
-                remedy: "write a list: below `devices:` one `- path: ...` per device".to_owned(),
-            });
-            Vec::new()
+            let remedy = "write a list: below `devices:` one `- path: ...` per device";
+            Err(Problem::new(origin, "devices", other.found(), remedy))
         }
     }
-}
-
-/// One element of the list.
-struct Item<'t> {
-    /// The name for messages, `devices[2]`.
-    name: String,
-    /// The first line of the entry, or that of the list if YAML doesn't report the entry's.
-    origin: Origin,
-    value: Value<'t>,
-}
-
-/// The value of a key in an entry, with its place.
-struct Field<'t> {
-    origin: Origin,
-    value: Value<'t>,
 }
 
 /// An entry's keys. Each key may have any of the spellings that the host agent accepts.
-#[derive(Default)]
-struct Fields<'t> {
-    path: Option<Field<'t>>,
-    device_type: Option<Field<'t>>,
-    virtual_number: Option<Field<'t>>,
-    thread_percentage: Option<Field<'t>>,
-    /// Warnings about unknown keys and keys that appear twice.
-    warnings: Vec<Problem>,
+const KEYS: [&str; 4] = ["path", "type", "virtual_number", "thread_percentage"];
+
+/// The value of each key of an entry, with the line of the key.
+type Fields<'t> = HashMap<&'static str, Node<'t>>;
+
+/// An entry's name for messages, `devices[2]`, and its place.
+struct Entry {
+    name: String,
+    origin: Origin,
 }
 
-impl<'t> Item<'t> {
-    fn new(list: &Origin, index: usize, node: Node<'t>) -> Self {
-        let origin = Origin { line: node.line.or(list.line), ..list.clone() };
-        Self { name: format!("devices[{index}]"), origin, value: node.value }
-    }
-
-    fn problem(&self, origin: &Origin, key: &str, found: String, remedy: &str) -> Problem {
+impl Entry {
+    fn problem(
+        &self,
+        line: Option<usize>,
+        key: &str,
+        found: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Problem {
         let key = if key.is_empty() { self.name.clone() } else { format!("{}.{key}", self.name) };
-        Problem { origin: origin.clone(), key, found, remedy: remedy.to_owned() }
+        Problem::new(Origin { line, ..self.origin.clone() }, key, found, remedy)
     }
 
     /// The entry. None if it is unusable. `findings` has the problem then.
-    fn read(mut self, findings: &mut Findings) -> Option<DeviceEntry> {
-        let pairs = match std::mem::replace(&mut self.value, Value::Null) {
+    fn read(self, value: Value<'_>, findings: &mut Findings) -> Option<DeviceEntry> {
+        let pairs = match value {
             Value::Map(pairs) => pairs,
-            Value::Null => {
-                let remedy = "remove it, or write the keys path, type and virtual_number";
-                findings.problems.push(self.problem(&self.origin, "", "an empty entry".into(), remedy));
-                return None;
-            }
             other => {
-                let remedy = "write an entry with the keys path, type and virtual_number";
-                findings.problems.push(self.problem(&self.origin, "", other.found(), remedy));
+                let (found, remedy) = match other {
+                    Value::Null => {
+                        let remedy = "remove it, or write the keys path, type and virtual_number";
+                        ("an empty entry".to_owned(), remedy)
+                    }
+                    other => (other.found(), "write an entry with the keys path, type and virtual_number"),
+                };
+                findings.problems.push(self.problem(self.origin.line, "", found, remedy));
                 return None;
             }
         };
-        let fields = self.fields(pairs);
-        let device_type =
-            fields.device_type.as_ref().and_then(|field| field.value.as_text()).unwrap_or_default();
-        if device_type != MPS_TYPE {
-            if let Some((found, remedy)) = slip(fields.device_type.as_ref(), &device_type) {
-                let origin = fields.device_type.as_ref().map_or(&self.origin, |field| &field.origin);
-                findings.problems.push(self.problem(origin, "type", found, remedy));
+        let (fields, warnings) = self.fields(pairs);
+        let device_type = match self.required(&fields, "type", WRITE_TYPE, device_type) {
+            Ok(device_type) => device_type,
+            Err(problem) => {
+                findings.problems.push(problem);
                 return None;
             }
-            let path = fields.path.as_ref().and_then(|field| field.value.as_text());
-            return Some(DeviceEntry {
-                device_type: device_type.into_owned(),
-                path: path.filter(|path| !path.is_empty()).map(|path| classify(&path)),
-                origin: self.origin,
-                mps: None,
-            });
+        };
+        if device_type != MPS_TYPE {
+            let path = fields.get("path").and_then(|field| path(&field.value).ok());
+            let Self { name, origin } = self;
+            return Some(DeviceEntry { name, origin, device_type, path, mps: None });
         }
-        let device_type = device_type.into_owned();
-        let known = findings.problems.len();
-        let path = self.path(fields.path.as_ref(), findings);
-        let slices = self.number(fields.virtual_number.as_ref(), "virtual_number", slices, findings);
-        if slices.is_none() && fields.virtual_number.is_none() {
-            let remedy = "write the number of slices of the GPU, 1 to 999";
-            findings.problems.push(self.problem(&self.origin, "virtual_number", "missing".into(), remedy));
-        }
-        let set = fields.thread_percentage.filter(|field| field.value != Value::Null);
-        let thread_percentage = self.number(set.as_ref(), "thread_percentage", percentage, findings);
-        findings.warnings.extend(fields.warnings);
-        if findings.problems.len() > known {
-            return None;
-        }
-        Some(DeviceEntry {
-            origin: self.origin,
-            device_type,
-            path,
-            mps: slices.map(|slices| MpsEntry { slices, thread_percentage }),
-        })
-    }
-
-    fn fields(&self, pairs: Vec<(Node<'t>, Node<'t>)>) -> Fields<'t> {
-        let mut fields = Fields::default();
-        for (key, value) in pairs {
-            let name = key.value.as_text().unwrap_or_default();
-            let origin = Origin { line: key.line.or(self.origin.line), ..self.origin.clone() };
-            let slot = match words(&name).as_str() {
-                "path" => &mut fields.path,
-                "type" => &mut fields.device_type,
-                "virtual_number" => &mut fields.virtual_number,
-                "thread_percentage" => &mut fields.thread_percentage,
-                _ => {
-                    let found = "no such key; it is ignored".to_owned();
-                    let remedy = "correct the spelling or remove it";
-                    fields.warnings.push(self.problem(&origin, &yaml::printable(&name), found, remedy));
-                    continue;
-                }
-            };
-            if slot.replace(Field { origin: origin.clone(), value: value.value }).is_some() {
-                let found = "written twice; the last one counts".to_owned();
-                fields.warnings.push(self.problem(
-                    &origin,
-                    &yaml::printable(&name),
-                    found,
-                    "remove one of them",
-                ));
+        findings.warnings.extend(warnings);
+        let path = self.required(&fields, "path", WRITE_PATH, path);
+        let remedy = "write the number of slices of the GPU, 1 to 999";
+        let slices = self.required(&fields, "virtual_number", remedy, slices);
+        let set = fields.get("thread_percentage").filter(|field| field.value != Value::Null);
+        let thread_percentage =
+            set.map(|field| self.valid(field, "thread_percentage", percentage)).transpose();
+        match (path, slices, thread_percentage) {
+            (Ok(path), Ok(slices), Ok(thread_percentage)) => {
+                let mps = Some(MpsEntry { slices, thread_percentage });
+                let Self { name, origin } = self;
+                Some(DeviceEntry { name, origin, device_type, path: Some(path), mps })
+            }
+            (path, slices, thread_percentage) => {
+                let problems = [path.err(), slices.err(), thread_percentage.err()];
+                findings.problems.extend(problems.into_iter().flatten());
+                None
             }
         }
-        fields
     }
 
-    fn path(&self, field: Option<&Field<'t>>, findings: &mut Findings) -> Option<DevicePath> {
-        let text = field.and_then(|field| field.value.as_text()).filter(|text| !text.is_empty());
-        if text.is_none() {
-            let origin = field.map_or(&self.origin, |field| &field.origin);
-            let found = field.map_or_else(|| "missing".to_owned(), |field| field.value.found());
-            let remedy = "name the GPU by its render node, such as /dev/dri/renderD128";
-            findings.problems.push(self.problem(origin, "path", found, remedy));
+    /// The keys, and warnings about unknown keys and keys that appear twice.
+    fn fields<'t>(&self, pairs: Vec<Pair<'t>>) -> (Fields<'t>, Vec<Problem>) {
+        let (mut fields, mut warnings) = (Fields::default(), Vec::new());
+        for (key, Node { value, .. }) in pairs {
+            let (line, name) = (key.line.or(self.origin.line), key.value.text());
+            let ours = words(&name);
+            let (found, remedy) = match KEYS.into_iter().find(|key| *key == ours) {
+                None => ("no such key; it is ignored", "correct the spelling or remove it"),
+                Some(key) => match fields.insert(key, Node { line, value }) {
+                    None => continue,
+                    Some(_) => ("written twice; the last one counts", "remove one of them"),
+                },
+            };
+            warnings.push(self.problem(line, &yaml::printable(&name), found, remedy));
         }
-        text.map(|text| classify(&text))
+        (fields, warnings)
     }
 
-    fn number<T>(
+    /// A key that must be there. `read` returns the remedy for a wrong value.
+    fn required<T>(
         &self,
-        field: Option<&Field<'t>>,
+        fields: &Fields<'_>,
+        key: &str,
+        remedy: &str,
+        read: fn(&Value<'_>) -> Result<T, String>,
+    ) -> Result<T, Problem> {
+        let missing = || self.problem(self.origin.line, key, "missing", remedy);
+        self.valid(fields.get(key).ok_or_else(missing)?, key, read)
+    }
+
+    fn valid<T>(
+        &self,
+        field: &Node<'_>,
         key: &str,
         read: fn(&Value<'_>) -> Result<T, String>,
-        findings: &mut Findings,
-    ) -> Option<T> {
-        let field = field?;
-        read(&field.value)
-            .map_err(|remedy| {
-                findings.problems.push(self.problem(&field.origin, key, field.value.found(), &remedy));
-            })
-            .ok()
+    ) -> Result<T, Problem> {
+        read(&field.value).map_err(|remedy| self.problem(field.line, key, field.value.found(), remedy))
+    }
+}
+
+const WRITE_PATH: &str = "name the GPU by its render node, such as /dev/dri/renderD128";
+const WRITE_TYPE: &str = "write a type such as NVIDIA_MPS";
+
+fn path(value: &Value<'_>) -> Result<DevicePath, String> {
+    match value.text().as_ref() {
+        "" => Err(WRITE_PATH.to_owned()),
+        text => Ok(classify(text)),
+    }
+}
+
+/// The type. A type that is probably a misspelt `NVIDIA_MPS` is an error.
+fn device_type(value: &Value<'_>) -> Result<String, String> {
+    match value.text().as_ref() {
+        "" => Err(WRITE_TYPE.to_owned()),
+        text if text != MPS_TYPE && is_near_miss(text) => {
+            Err("write NVIDIA_MPS, or the intended other type".to_owned())
+        }
+        text => Ok(text.to_owned()),
     }
 }
 
@@ -280,19 +254,6 @@ fn words(key: &str) -> String {
     words
 }
 
-/// The problem with a type other than `NVIDIA_MPS`, and the remedy: the type is missing, or is probably a misspelt
-/// `NVIDIA_MPS`.
-fn slip(field: Option<&Field<'_>>, device_type: &str) -> Option<(String, &'static str)> {
-    let Some(field) = field else {
-        return Some(("missing".to_owned(), "write a type such as NVIDIA_MPS"));
-    };
-    if device_type.is_empty() {
-        return Some((field.value.found(), "write a type such as NVIDIA_MPS"));
-    }
-    (device_type.len() <= LONGEST_SLIP && is_near_miss(device_type))
-        .then(|| (field.value.found(), "write NVIDIA_MPS, or the intended other type"))
-}
-
 /// A text with more bytes is never taken for a misspelt type.
 const LONGEST_SLIP: usize = 64;
 
@@ -302,7 +263,7 @@ const LONGEST_SLIP: usize = 64;
 fn is_near_miss(device_type: &str) -> bool {
     let letters = |text: &str| text.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "");
     let (found, ours) = (letters(device_type), letters(MPS_TYPE));
-    found == "mps" || strsim::osa_distance(&found, &ours) <= 1
+    device_type.len() <= LONGEST_SLIP && (found == "mps" || strsim::osa_distance(&found, &ours) <= 1)
 }
 
 /// The kind of name that a path is.
@@ -373,6 +334,7 @@ mod tests {
             "  virtual_number: 4\n",
         );
         let entry = DeviceEntry {
+            name: "devices[0]".to_owned(),
             origin: Origin { file: PathBuf::from(FILE), line: Some(2) },
             device_type: "NVIDIA_MPS".to_owned(),
             path: Some(DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),

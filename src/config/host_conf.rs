@@ -8,7 +8,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::yaml::{self, Node, Value};
+use super::yaml::{self, Node, Pair, Value};
 use super::{Findings, LogLevel, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 
@@ -57,7 +57,7 @@ const KEYS: [(&str, Setter); 16] = [
         seconds(value, 0..=3600).map(|time| draft.settings.fault_grace = time)
     }),
     ("cuda_mps_log_max_size", |draft, value| {
-        whole(value, 1..=1024, "MiB").map(|mib| draft.settings.log_max_bytes = u64::from(mib) * 1024 * 1024)
+        whole(value, 1..=1024, "MiB").map(|mib: u64| draft.settings.log_max_bytes = mib * 1024 * 1024)
     }),
     ("cuda_mps_cdi_directory", |draft, value| {
         optional(value, directory).map(|path| draft.settings.cdi_directory = path)
@@ -92,27 +92,23 @@ impl Draft {
 
     /// Reads one file. Its values override the present ones.
     pub(super) fn overlay(&mut self, file: &Path, text: &str, findings: &mut Findings) {
-        let (syntax, lines) = match read(file, text) {
+        self.settings.sources.push(file.to_owned());
+        let (syntax, pairs) = match read(file, text) {
             Ok(read) => read,
             Err(problem) => return findings.problems.push(problem),
         };
-        for (key, setter, line) in ours(file, syntax, &lines, findings) {
-            if line.value == Value::Null {
+        for Chosen { key, setter, line, value } in ours(file, syntax, pairs, findings) {
+            if value == Value::Null {
                 continue;
             }
-            let origin = Origin { file: file.to_owned(), line: line.number };
-            match setter(self, &line.value) {
+            let origin = Origin { file: file.to_owned(), line };
+            match setter(self, &value) {
                 Ok(()) => {
                     if let Some(earlier) = self.origins.insert(key, origin.clone()) {
                         findings.overridden.push((key, earlier, origin));
                     }
                 }
-                Err(remedy) => findings.problems.push(Problem {
-                    origin,
-                    key: key.to_owned(),
-                    found: line.value.found(),
-                    remedy,
-                }),
+                Err(remedy) => findings.problems.push(Problem::new(origin, key, value.found(), remedy)),
             }
         }
     }
@@ -124,37 +120,27 @@ impl Draft {
             && let Some((key, origin)) =
                 self.origins.get_key_value(LOG_KEY).or(self.origins.get_key_value(PIPE_KEY))
         {
-            findings.problems.push(Problem {
-                origin: origin.clone(),
-                key: (*key).to_owned(),
-                found: format!("found {:?} for both {PIPE_KEY} and {LOG_KEY}", pipe_directory.display()),
-                remedy: "give each a directory of its own".to_owned(),
-            });
+            let found = format!("found {:?} for both {PIPE_KEY} and {LOG_KEY}", pipe_directory.display());
+            let remedy = "give each a directory of its own";
+            findings.problems.push(Problem::new(origin.clone(), *key, found, remedy));
         }
-        let below = match topology {
-            Topology::Shared => "/".len() + LONGEST_SOCKET.len(),
-            Topology::PerGpu => "//".len() + GPU_UUID_BYTES + LONGEST_SOCKET.len(),
+        let (below, socket) = match topology {
+            Topology::Shared => ("/".len(), "the control daemon's socket in it"),
+            Topology::PerGpu => {
+                ("//".len() + GPU_UUID_BYTES, "a control daemon's socket in <pipe directory>/<GPU UUID>")
+            }
         };
+        let below = below + LONGEST_SOCKET.len();
         let length = pipe_directory.as_os_str().len() + below;
         if length > SOCKET_PATH_BYTES
             && let Some((key, origin)) =
                 self.origins.get_key_value(PIPE_KEY).or(self.origins.get_key_value(TOPOLOGY_KEY))
         {
-            let what = match topology {
-                Topology::Shared => "the control daemon's socket in it",
-                Topology::PerGpu => "a control daemon's socket in <pipe directory>/<GPU UUID>",
-            };
-            findings.problems.push(Problem {
-                origin: origin.clone(),
-                key: (*key).to_owned(),
-                found: format!(
-                    "{what} would have a path of {length} bytes, the limit is {SOCKET_PATH_BYTES}"
-                ),
-                remedy: format!(
-                    "choose a directory whose path has at most {} bytes",
-                    SOCKET_PATH_BYTES.saturating_sub(below)
-                ),
-            });
+            let found =
+                format!("{socket} would have a path of {length} bytes, the limit is {SOCKET_PATH_BYTES}");
+            let longest = SOCKET_PATH_BYTES.saturating_sub(below);
+            let remedy = format!("choose a directory whose path has at most {longest} bytes");
+            findings.problems.push(Problem::new(origin.clone(), *key, found, remedy));
         }
     }
 }
@@ -168,38 +154,23 @@ enum Syntax {
     KeyValue,
 }
 
-/// One `key: value` or `key = value` line.
-#[derive(Debug, PartialEq)]
-struct Line<'t> {
-    number: Option<usize>,
-    key: String,
-    value: Value<'t>,
-}
-
-fn read<'t>(file: &Path, text: &'t str) -> Result<(Syntax, Vec<Line<'t>>), Problem> {
+fn read<'t>(file: &Path, text: &'t str) -> Result<(Syntax, Vec<Pair<'t>>), Problem> {
     let refused = match yaml::parse(file, text) {
         Ok(Node { value: Value::Null, .. }) => return Ok((Syntax::Yaml, Vec::new())),
-        Ok(Node { value: Value::Map(pairs), .. }) => {
-            let line = |(key, value): (Node<'t>, Node<'t>)| {
-                let name = key.value.as_text().unwrap_or_default().into_owned();
-                Line { number: key.line, key: name, value: value.value }
-            };
-            return Ok((Syntax::Yaml, pairs.into_iter().map(line).collect()));
+        Ok(Node { value: Value::Map(pairs), .. }) => return Ok((Syntax::Yaml, pairs)),
+        Ok(Node { line, value }) => {
+            let found = format!("{} instead of keys", value.found());
+            let remedy = "write one `key: value` on each line";
+            Problem::new(Origin { file: file.to_owned(), line }, "", found, remedy)
         }
-        Ok(Node { line, value }) => Problem {
-            origin: Origin { file: file.to_owned(), line },
-            key: String::new(),
-            found: format!("{} instead of keys", value.found()),
-            remedy: "write one `key: value` on each line".to_owned(),
-        },
         Err(problem) => problem,
     };
-    key_value_lines(text).map(|lines| (Syntax::KeyValue, lines)).ok_or(refused)
+    key_value_lines(text).map(|pairs| (Syntax::KeyValue, pairs)).ok_or(refused)
 }
 
 /// Reads the `key = value` form. None if a line is neither that nor a `[section]`, or if there is no such line.
-fn key_value_lines(text: &str) -> Option<Vec<Line<'_>>> {
-    let mut lines = Vec::new();
+fn key_value_lines(text: &str) -> Option<Vec<Pair<'_>>> {
+    let mut pairs = Vec::new();
     for (at, line) in text.lines().enumerate() {
         // In this form even a # in quotes starts a comment.
         let line = line.split('#').next().unwrap_or_default().trim();
@@ -207,13 +178,15 @@ fn key_value_lines(text: &str) -> Option<Vec<Line<'_>>> {
             continue;
         }
         let (key, value) = line.split_once('=')?;
+        let text = |text| Value::Text { text, quoted: true };
         let value = match value.trim() {
             "" => Value::Null,
-            text => Value::Text { text: unquoted(text).into(), quoted: true },
+            value => text(unquoted(value).into()),
         };
-        lines.push(Line { number: Some(at + 1), key: key.trim().to_owned(), value });
+        let line = Some(at + 1);
+        pairs.push((Node { line, value: text(key.trim().into()) }, Node { line, value }));
     }
-    if lines.is_empty() { None } else { Some(lines) }
+    if pairs.is_empty() { None } else { Some(pairs) }
 }
 
 /// Removes the quotes around a value, and replaces the escapes, which only count within quotes.
@@ -225,50 +198,49 @@ fn unquoted(value: &str) -> String {
     }
 }
 
-/// The lines with keys of this service, in file order. Each key appears once.
-fn ours<'l, 't>(
-    file: &Path,
-    syntax: Syntax,
-    lines: &'l [Line<'t>],
-    findings: &mut Findings,
-) -> Vec<(&'static str, Setter, &'l Line<'t>)> {
-    let mut chosen: Vec<(&'static str, Setter, &Line<'t>)> = Vec::new();
-    for line in lines {
-        let origin = Origin { file: file.to_owned(), line: line.number };
-        let name = line.key.trim().replace('-', "_");
+/// The value of a key of this service, and its line.
+struct Chosen<'t> {
+    key: &'static str,
+    setter: Setter,
+    line: Option<usize>,
+    value: Value<'t>,
+}
+
+/// The values of this service's keys, in file order. Each key appears once.
+fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Findings) -> Vec<Chosen<'t>> {
+    let mut chosen: Vec<Chosen<'t>> = Vec::new();
+    for (Node { line, value: written }, Node { value, .. }) in pairs {
+        let origin = Origin { file: file.to_owned(), line };
+        let written = written.text();
+        let name = written.trim().replace('-', "_");
         let Some((key, setter)) = KEYS.into_iter().find(|(key, _)| *key == name) else {
+            let written = yaml::printable(&written);
             if is_nearly_device_file(&name) {
                 let remedy = format!("write {DEVICE_FILE_KEY}: without it every NVIDIA GPU would be served");
-                let found = "no such key".to_owned();
-                let problem = Problem { origin, key: yaml::printable(&line.key), found, remedy };
+                let problem = Problem::new(origin, written, "no such key", remedy);
                 findings.nearly_device_file.get_or_insert(problem);
             } else if let Some(remedy) = meant_for_us(&name) {
-                let found = "no such key; it is ignored".to_owned();
-                findings.warnings.push(Problem { origin, key: yaml::printable(&line.key), found, remedy });
+                let found = "no such key; it is ignored";
+                findings.warnings.push(Problem::new(origin, written, found, remedy));
             } else {
-                findings.unknown_keys.push((origin, yaml::printable(&line.key)));
+                findings.unknown_keys.push((origin, written));
             }
             continue;
         };
-        if let Some((_, _, earlier)) = chosen.iter().find(|(other, _, _)| *other == key) {
-            let place =
-                earlier.number.map_or_else(|| "before".to_owned(), |number| format!("on line {number}"));
+        if let Some(earlier) = chosen.iter().find(|earlier| earlier.key == key) {
+            let place = earlier.line.map_or_else(|| "before".to_owned(), |line| format!("on line {line}"));
             let counts = match syntax {
                 Syntax::Yaml => "the last one counts",
                 Syntax::KeyValue => "in `key = value` files the first one counts",
             };
-            findings.warnings.push(Problem {
-                origin,
-                key: key.to_owned(),
-                found: format!("already set {place}; {counts}"),
-                remedy: "remove one of them".to_owned(),
-            });
+            let found = format!("already set {place}; {counts}");
+            findings.warnings.push(Problem::new(origin, key, found, "remove one of them"));
             match syntax {
-                Syntax::Yaml => chosen.retain(|(other, _, _)| *other != key),
+                Syntax::Yaml => chosen.retain(|earlier| earlier.key != key),
                 Syntax::KeyValue => continue,
             }
         }
-        chosen.push((key, setter, line));
+        chosen.push(Chosen { key, setter, line, value });
     }
     chosen
 }
@@ -296,8 +268,8 @@ fn boolean(value: &Value<'_>) -> Result<bool, String> {
     value.as_bool().ok_or_else(|| "write true or false, without quotes".to_owned())
 }
 
-fn seconds(value: &Value<'_>, range: RangeInclusive<u32>) -> Result<Duration, String> {
-    whole(value, range, "seconds").map(|seconds| Duration::from_secs(seconds.into()))
+fn seconds(value: &Value<'_>, range: RangeInclusive<u64>) -> Result<Duration, String> {
+    whole(value, range, "seconds").map(Duration::from_secs)
 }
 
 /// A text that may be empty, which means the same as an unset key.
@@ -307,7 +279,7 @@ fn optional<T>(value: &Value<'_>, read: fn(&Value<'_>) -> Result<T, String>) -> 
 
 /// The absolute path of a file. It is not normalised, since messages show it as it is written.
 fn file(value: &Value<'_>) -> Result<PathBuf, String> {
-    let text = value.as_text().unwrap_or_default();
+    let text = value.text();
     if text.starts_with('/') && !text.contains(char::is_control) {
         Ok(PathBuf::from(text.as_ref()))
     } else {
@@ -317,7 +289,7 @@ fn file(value: &Value<'_>) -> Result<PathBuf, String> {
 
 /// The absolute path of a directory. It is normalised, so that two spellings of one directory are equal.
 fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
-    let text = value.as_text().unwrap_or_default();
+    let text = value.text();
     let parts: Vec<&str> = text.split('/').filter(|part| !matches!(*part, "" | ".")).collect();
     if !text.starts_with('/') || text.contains(char::is_control) {
         Err("write the absolute path of a directory, without control characters".to_owned())
@@ -331,28 +303,28 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
 }
 
 fn log_level(value: &Value<'_>) -> Result<LogLevel, String> {
-    match value.as_text().as_deref() {
-        Some("debug") => Ok(LogLevel::Debug),
-        Some("info") => Ok(LogLevel::Info),
-        Some("warn") => Ok(LogLevel::Warn),
-        Some("error") => Ok(LogLevel::Error),
+    match value.text().as_ref() {
+        "debug" => Ok(LogLevel::Debug),
+        "info" => Ok(LogLevel::Info),
+        "warn" => Ok(LogLevel::Warn),
+        "error" => Ok(LogLevel::Error),
         _ => Err("write debug, info, warn or error".to_owned()),
     }
 }
 
 fn topology(value: &Value<'_>) -> Result<Topology, String> {
-    match value.as_text().as_deref() {
-        Some("shared") => Ok(Topology::Shared),
-        Some("per_gpu") => Ok(Topology::PerGpu),
+    match value.text().as_ref() {
+        "shared" => Ok(Topology::Shared),
+        "per_gpu" => Ok(Topology::PerGpu),
         _ => Err("write shared or per_gpu".to_owned()),
     }
 }
 
 fn thread_policy(value: &Value<'_>) -> Result<ThreadPolicy, String> {
-    match value.as_text().as_deref() {
-        Some("equal") => Ok(ThreadPolicy::Equal),
-        Some("balanced") => Ok(ThreadPolicy::Balanced),
-        Some("unlimited") => Ok(ThreadPolicy::Unlimited),
+    match value.text().as_ref() {
+        "equal" => Ok(ThreadPolicy::Equal),
+        "balanced" => Ok(ThreadPolicy::Balanced),
+        "unlimited" => Ok(ThreadPolicy::Unlimited),
         _ => percentage(value)
             .map(ThreadPolicy::Fixed)
             .map_err(|_| "write equal, balanced, unlimited or a whole number from 1 to 100".to_owned()),
@@ -360,11 +332,10 @@ fn thread_policy(value: &Value<'_>) -> Result<ThreadPolicy, String> {
 }
 
 fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
-    match (value.as_text().as_deref(), value.as_bool()) {
-        (Some("auto"), _) => Ok(MultiUser::Auto),
-        (_, Some(true)) => Ok(MultiUser::On),
-        (_, Some(false)) => Ok(MultiUser::Off),
-        _ => Err("write auto, or true or false without quotes".to_owned()),
+    match value.as_bool() {
+        Some(on) => Ok(if on { MultiUser::On } else { MultiUser::Off }),
+        None if value.text() == "auto" => Ok(MultiUser::Auto),
+        None => Err("write auto, or true or false without quotes".to_owned()),
     }
 }
 
@@ -382,6 +353,7 @@ mod tests {
         let mut draft = Draft::new();
         let mut findings = Findings::default();
         draft.overlay(Path::new(FILE), text, &mut findings);
+        assert_eq!(std::mem::take(&mut draft.settings.sources), [Path::new(FILE)]);
         draft.check_together(&mut findings);
         (draft, findings)
     }

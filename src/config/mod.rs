@@ -30,13 +30,9 @@ pub(crate) struct Settings {
     pub log_directory: PathBuf,
     /// `cuda_mps_replicas`: the number of slices of each GPU if no entry of the device file says which GPUs to serve.
     pub replicas: NonZeroU32,
-    /// `log_level`.
     pub log_level: LogLevel,
-    /// `cuda_mps_topology`.
     pub topology: Topology,
-    /// `cuda_mps_thread_percentage`.
     pub thread_policy: ThreadPolicy,
-    /// `cuda_mps_multiuser`.
     pub multiuser: MultiUser,
     /// `cuda_mps_prewarm`: start the server before the first client comes.
     pub prewarm: bool,
@@ -84,7 +80,8 @@ impl Default for Settings {
 /// alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DeviceEntry {
-    /// The entry's place, for messages.
+    /// The entry's name in messages, `devices[2]`.
+    pub name: String,
     pub origin: Origin,
     /// `type`, verbatim.
     pub device_type: String,
@@ -92,6 +89,13 @@ pub(crate) struct DeviceEntry {
     pub path: Option<DevicePath>,
     /// Present on `NVIDIA_MPS` entries only.
     pub mps: Option<MpsEntry>,
+}
+
+impl DeviceEntry {
+    /// A problem with one key of the entry.
+    pub(crate) fn problem(&self, key: &str, found: impl Into<String>, remedy: impl Into<String>) -> Problem {
+        Problem::new(self.origin.clone(), format!("{}.{key}", self.name), found, remedy)
+    }
 }
 
 /// The keys that only an `NVIDIA_MPS` entry has.
@@ -144,6 +148,13 @@ pub struct Origin {
     pub line: Option<usize>,
 }
 
+impl Origin {
+    /// The place of a problem that is the file itself.
+    pub(crate) fn whole(file: &Path) -> Self {
+        Self { file: file.to_owned(), line: None }
+    }
+}
+
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.line {
@@ -156,7 +167,6 @@ impl fmt::Display for Origin {
 /// A mistake in the configuration: its place, what was found there, and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Problem {
-    /// The file and line.
     pub origin: Origin,
     /// The key or the entry, in a user's spelling: `cuda_mps_replicas`, `devices[2].virtual_number`.
     pub key: String,
@@ -164,6 +174,18 @@ pub(crate) struct Problem {
     pub found: String,
     /// The allowed values, or another remedy.
     pub remedy: String,
+}
+
+impl Problem {
+    /// Without a key it is a problem of the whole line or file.
+    pub(crate) fn new(
+        origin: Origin,
+        key: impl Into<String>,
+        found: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Self { origin, key: key.into(), found: found.into(), remedy: remedy.into() }
+    }
 }
 
 impl fmt::Display for Problem {
@@ -179,14 +201,10 @@ impl fmt::Display for Problem {
 /// `log_level`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum LogLevel {
-    /// `debug`.
     Debug,
-    /// `info`.
     #[default]
     Info,
-    /// `warn`.
     Warn,
-    /// `error`.
     Error,
 }
 
@@ -238,7 +256,6 @@ pub(crate) struct Sources {
 /// A configuration without problems.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Loaded {
-    /// The settings.
     pub settings: Settings,
     /// Whether any file sets `enable_cuda_mps`. It may be false only because no file mentions it.
     pub says_enabled: bool,
@@ -273,16 +290,13 @@ struct Findings {
 }
 
 /// Reads the main file, then the local file that overrides it, then the device file that they name.
-///
-/// # Errors
-/// A file is wrong or can't be read.
 pub(crate) fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let mut findings = Findings::default();
     let mut draft = Draft::new();
     read_main_file(sources, &mut draft, &mut findings);
     if let Some(file) = draft.local_file.clone() {
         match read_text(&sources.sysroot, &file) {
-            Ok(text) => overlay(&mut draft, file, &text, &mut findings),
+            Ok(text) => draft.overlay(&file, &text, &mut findings),
             // The local file is optional, even if a key names it.
             Err(Unreadable::Missing) => {}
             Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
@@ -298,11 +312,6 @@ pub(crate) fn load(sources: &Sources) -> Result<Loaded, Refused> {
     } else {
         Err(Refused { problems, warnings })
     }
-}
-
-fn overlay(draft: &mut Draft, file: PathBuf, text: &str, findings: &mut Findings) {
-    draft.overlay(&file, text, findings);
-    draft.settings.sources.push(file);
 }
 
 /// The default place of the main file. Messages name it if there is no main file.
@@ -327,12 +336,8 @@ impl Loaded {
     pub(crate) fn silent_end(&self) -> Option<Problem> {
         (!self.settings.enabled && !self.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
-            Problem {
-                origin: Origin { file: file.to_owned(), line: None },
-                key: ENABLE_KEY.to_owned(),
-                found: "no longer set, while GPUs are served".to_owned(),
-                remedy: format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work"),
-            }
+            let remedy = format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work");
+            Problem::new(Origin::whole(file), ENABLE_KEY, "no longer set, while GPUs are served", remedy)
         })
     }
 }
@@ -350,7 +355,7 @@ impl Sources {
 fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
     for file in sources.main_files() {
         match read_text(&sources.sysroot, file) {
-            Ok(text) => return overlay(draft, file.to_path_buf(), &text, findings),
+            Ok(text) => return draft.overlay(file, &text, findings),
             Err(Unreadable::Missing) => {}
             Err(Unreadable::Bad(problem)) => return findings.problems.push(problem),
         }
@@ -361,12 +366,7 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
         }
         None => (Path::new(MAIN_FILE), &mut findings.warnings, "without it every key has its default"),
     };
-    list.push(Problem {
-        origin: Origin { file: file.to_owned(), line: None },
-        key: String::new(),
-        found: "no such file".to_owned(),
-        remedy: remedy.to_owned(),
-    });
+    list.push(Problem::new(Origin::whole(file), "", "no such file", remedy));
 }
 
 fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
@@ -394,13 +394,10 @@ fn read_named_device_file(sources: &Sources, file: PathBuf, draft: &mut Draft, f
         }
         Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
         Err(Unreadable::Missing) => {
-            let nowhere = Origin { file: file.clone(), line: None };
-            findings.problems.push(Problem {
-                origin: draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or(nowhere),
-                key: DEVICE_FILE_KEY.to_owned(),
-                found: format!("no such file: {}", file.display()),
-                remedy: "create it or correct the path".to_owned(),
-            });
+            let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
+            let found = format!("no such file: {}", file.display());
+            let remedy = "create it or correct the path";
+            findings.problems.push(Problem::new(origin, DEVICE_FILE_KEY, found, remedy));
         }
     }
 }
@@ -414,10 +411,7 @@ enum Unreadable {
 }
 
 fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
-    let bad = |found: String, remedy: &str| {
-        let origin = Origin { file: file.to_owned(), line: None };
-        Unreadable::Bad(Problem { origin, key: String::new(), found, remedy: remedy.to_owned() })
-    };
+    let bad = |found: String, remedy| Unreadable::Bad(Problem::new(Origin::whole(file), "", found, remedy));
     let bytes = regular_file::read(&below(sysroot, file), MAX_FILE_BYTES).map_err(|error| match error {
         regular_file::Unreadable::Failed(error)
             if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
@@ -444,12 +438,7 @@ pub(crate) fn below(sysroot: &Path, file: &Path) -> PathBuf {
 
 /// The text of a file, if the bytes can be the text of a configuration file at all.
 fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, Problem> {
-    let bad = |line: Option<usize>, found: &str, remedy: &str| Problem {
-        origin: Origin { file: file.to_owned(), line },
-        key: String::new(),
-        found: found.to_owned(),
-        remedy: remedy.to_owned(),
-    };
+    let bad = |line, found, remedy| Problem::new(Origin { file: file.to_owned(), line }, "", found, remedy);
     let line_of =
         |bytes: &[u8], at: usize| Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
     if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
@@ -465,24 +454,25 @@ fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, Problem> {
 }
 
 /// A whole number within a range. The error names the allowed values.
-fn whole(value: &Value<'_>, range: RangeInclusive<u32>, unit: &str) -> Result<u32, String> {
-    let number = value.as_integer().and_then(|number| u32::try_from(number).ok());
-    number.filter(|number| range.contains(number)).ok_or_else(|| {
-        let unit = if unit.is_empty() { String::new() } else { format!(" of {unit}") };
-        format!("write a whole number{unit} from {} to {}", range.start(), range.end())
-    })
+fn whole<T>(value: &Value<'_>, range: RangeInclusive<T>, unit: &str) -> Result<T, String>
+where
+    T: TryFrom<i128> + PartialOrd + fmt::Display,
+{
+    let number = value.as_integer().and_then(|number| T::try_from(number).ok());
+    number
+        .filter(|number| range.contains(number))
+        .ok_or_else(|| format!("write a whole number of {unit} from {} to {}", range.start(), range.end()))
 }
 
 /// A number of slices. The platform's `addr` column has 16 characters. In a PCI domain other than 0000 the longest name
 /// of a slice is `0001:1a:00.0-999`, so a slice's number has at most three digits.
 fn slices(value: &Value<'_>) -> Result<NonZeroU32, String> {
-    whole(value, 1..=999, "slices")
-        .and_then(|n| NonZeroU32::new(n).ok_or_else(|| "write 1 or more".to_owned()))
+    whole(value, 1..=999, "slices").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
 /// An active thread percentage.
 fn percentage(value: &Value<'_>) -> Result<u8, String> {
-    whole(value, 1..=100, "percent").and_then(|n| u8::try_from(n).map_err(|_| "write 100 or less".to_owned()))
+    whole(value, 1..=100, "percent")
 }
 
 #[cfg(test)]

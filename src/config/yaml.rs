@@ -20,7 +20,6 @@ pub(super) struct Node<'t> {
     /// The line, from 1. For a text it is the text's own, for a list or mapping the first line that is known in it.
     /// None for a number, a boolean or null, since their key has the line.
     pub(super) line: Option<usize>,
-    /// The value.
     pub(super) value: Value<'t>,
 }
 
@@ -40,8 +39,11 @@ pub(super) enum Value<'t> {
     Float(f64),
     Text { text: Cow<'t, str>, quoted: bool },
     List(Vec<Node<'t>>),
-    Map(Vec<(Node<'t>, Node<'t>)>),
+    Map(Vec<Pair<'t>>),
 }
+
+/// A key and its value.
+pub(super) type Pair<'t> = (Node<'t>, Node<'t>);
 
 /// The most characters of a text that a message repeats.
 const SHOWN_CHARS: usize = 80;
@@ -94,6 +96,11 @@ impl Value<'_> {
         }
     }
 
+    /// A scalar as text. Empty for anything else.
+    pub(super) fn text(&self) -> Cow<'_, str> {
+        self.as_text().unwrap_or_default()
+    }
+
     /// The value in a message: on one line, of bounded length, without control characters.
     pub(super) fn found(&self) -> String {
         match self {
@@ -137,15 +144,12 @@ fn without_controls(text: &str) -> String {
 pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, Problem> {
     let brackets = text.bytes().filter(|byte| matches!(byte, b'[' | b'{')).count();
     if brackets > MAX_BRACKETS {
-        return Err(Problem {
-            origin: Origin { file: file.to_owned(), line: None },
-            key: String::new(),
-            found: format!("{brackets} brackets, the limit is {MAX_BRACKETS}"),
-            remedy: "write lists and mappings with one item on each line".to_owned(),
-        });
+        let found = format!("{brackets} brackets, the limit is {MAX_BRACKETS}");
+        let remedy = "write lists and mappings with one item on each line";
+        return Err(Problem::new(Origin::whole(file), "", found, remedy));
     }
     let Some(document) = serde_yaml::Deserializer::from_str(text).next() else {
-        return Ok(Node { line: None, value: Value::Null });
+        return Ok(Node::of(Value::Null));
     };
     let source = Source {
         text,
@@ -165,13 +169,9 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> Problem {
         Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
         None => ("not valid YAML", "correct that line or the line before it"),
     };
-    Problem {
-        origin: Origin { file: file.to_owned(), line: tabbed.or(line) },
-        key: String::new(),
-        // The parser's message may repeat keys of the file.
-        found: format!("{found} ({})", without_controls(&cut(&error.to_string(), ERROR_CHARS))),
-        remedy: remedy.to_owned(),
-    }
+    // The parser's message may repeat keys of the file.
+    let found = format!("{found} ({})", without_controls(&cut(&error.to_string(), ERROR_CHARS)));
+    Problem::new(Origin { file: file.to_owned(), line: tabbed.or(line) }, "", found, remedy)
 }
 
 /// The number of values that aliases may add to the values in the file.
@@ -316,9 +316,6 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 }
 
-/// A key and its value.
-type Pair<'t> = (Node<'t>, Node<'t>);
-
 /// The pairs of a mapping. A later pair overrides an earlier one. A merge key, `<<`, stands for the pairs of the
 /// mappings in its value. As in the platform's parser, these pairs count at the place of the merge key: a later key
 /// overrides them, and they override an earlier one.
@@ -366,7 +363,7 @@ impl<'t> Pairs<'t> {
         let mut behind: BTreeSet<String> = BTreeSet::new();
         let mut kept: Vec<Pair<'t>> = Vec::new();
         for (place, pair) in all.into_iter().enumerate().rev() {
-            let name = pair.0.value.as_text().unwrap_or_default().into_owned();
+            let name = pair.0.value.text().into_owned();
             if behind.insert(name) || !merged.contains(&place) {
                 kept.push(pair);
             }
