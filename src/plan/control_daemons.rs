@@ -1,0 +1,320 @@
+//! The control daemons that serve the usable GPUs, and the comparison of a control daemon with a later plan.
+
+use std::path::{Path, PathBuf};
+
+use super::gpus::GpuPlan;
+use super::limits::{Defaults, Limit};
+use crate::config::{MultiUser, Settings, Topology};
+use crate::host::driver::{self, MULTI_USER, Series};
+use crate::host::gpu::{NvmlFacts, PciAddress};
+use crate::host::inventory::Inventory;
+
+/// One control daemon.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ControlDaemonPlan {
+    /// `shared`, or the GPU's UUID.
+    pub id: String,
+    /// `CUDA_MPS_PIPE_DIRECTORY`.
+    pub pipe_directory: PathBuf,
+    /// `CUDA_MPS_LOG_DIRECTORY`.
+    pub log_directory: PathBuf,
+    /// The GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend on the
+    /// order of entries.
+    pub gpus: Vec<ServedGpu>,
+    pub driver: Series,
+    /// The default active thread percentage: the largest percentage of its GPUs.
+    pub thread_percentage: u8,
+    /// Whether to ask for one server for the clients of every user.
+    pub multiuser: bool,
+    /// Whether the control daemon is started without that if its driver refuses it.
+    pub multiuser_optional: bool,
+    /// Whether the server is started before the first client.
+    pub prewarm: bool,
+}
+
+/// A GPU of a control daemon. Its position is its ordinal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ServedGpu {
+    pub uuid: String,
+    /// The address, for messages and the state file.
+    pub pci: PciAddress,
+    /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
+    pub memory_limit_mib: u64,
+    /// The memory of one of its slices in MiB.
+    pub slice_memory_mib: u64,
+    /// The active thread percentage of one of its slices.
+    pub slice_thread_percentage: u8,
+    /// Whether the GPU enforces limits.
+    pub limits_enforced: bool,
+    /// The number of clients that it can hold at once.
+    pub places: u32,
+}
+
+/// A running control daemon: the properties that only another control daemon can change.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Present<'a> {
+    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub pipe_directory: &'a Path,
+    /// Its `CUDA_MPS_LOG_DIRECTORY`.
+    pub log_directory: &'a Path,
+    /// The UUIDs of its GPUs.
+    pub gpus: &'a [String],
+    /// Whether one server serves every user.
+    pub multiuser: bool,
+}
+
+impl ControlDaemonPlan {
+    /// The GPUs that the control daemon serves as planned only after it has been told more than for `before`.
+    pub(crate) fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
+        let waits = |gpu: &&ServedGpu| {
+            let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
+            let ((memory, threads), known) = (self.limits(gpu), before.limits(known));
+            memory.waits_for_default(&known.0) || threads.waits_for_default(&known.1)
+        };
+        self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
+    }
+
+    /// The memory limit and the thread percentage of the slices of one of its GPUs.
+    fn limits(&self, gpu: &ServedGpu) -> (Limit, Limit) {
+        let memory = Limit { own: gpu.slice_memory_mib, default: gpu.memory_limit_mib };
+        let own = gpu.slice_thread_percentage.into();
+        (memory, Limit { own, default: self.thread_percentage.into() })
+    }
+
+    /// The part of this plan that a running control daemon can't fulfil, so that another must take its place. A GPU
+    /// that is not `reachable` is ignored.
+    pub(crate) fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
+        let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
+        let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
+        if present.pipe_directory != self.pipe_directory {
+            Some(format!("the pipe directory becomes {}", self.pipe_directory.display()))
+        } else if present.log_directory != self.log_directory {
+            Some(format!("the log directory becomes {}", self.log_directory.display()))
+        } else if let Some(gpu) = joins {
+            Some(format!("{} joins", gpu.uuid))
+        } else if let Some(uuid) = leaves {
+            Some(format!("{uuid} leaves"))
+        } else if present.multiuser && !self.multiuser {
+            Some("multi-user mode is switched off".to_owned())
+        } else if !present.multiuser && self.multiuser && !self.multiuser_optional {
+            Some("multi-user mode is switched on".to_owned())
+        } else {
+            None
+        }
+    }
+}
+
+/// The control daemons for the GPUs that can be served now.
+pub(super) fn control_daemons(
+    gpus: &[GpuPlan],
+    settings: &Settings,
+    inventory: &Inventory,
+) -> Vec<ControlDaemonPlan> {
+    let mut usable: Vec<(&GpuPlan, &NvmlFacts)> = gpus
+        .iter()
+        .filter(|gpu| gpu.unusable.is_none())
+        .filter_map(|gpu| Some((gpu, gpu.gpu.nvml.as_ref().ok()?)))
+        .collect();
+    usable.sort_by_key(|(gpu, _)| gpu.gpu.pci.address);
+    let together = match settings.topology {
+        Topology::Shared => usable.len().max(1),
+        Topology::PerGpu => 1,
+    };
+    usable.chunks(together).filter_map(|gpus| control_daemon(gpus, settings, inventory)).collect()
+}
+
+fn control_daemon(
+    gpus: &[(&GpuPlan, &NvmlFacts)],
+    settings: &Settings,
+    inventory: &Inventory,
+) -> Option<ControlDaemonPlan> {
+    let (first, NvmlFacts { uuid, .. }) = gpus.first()?;
+    let (id, log_directory) = match settings.topology {
+        Topology::Shared => ("shared", settings.log_directory.clone()),
+        Topology::PerGpu => (uuid.as_str(), settings.log_directory.join(uuid)),
+    };
+    let (multiuser, multiuser_optional) = match settings.multiuser {
+        MultiUser::On => (true, false),
+        MultiUser::Auto => {
+            let all = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
+            (all, all)
+        }
+        MultiUser::Off => (false, false),
+    };
+    let defaults = Defaults::of(gpus.iter().map(|(gpu, _)| *gpu));
+    let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
+        uuid: facts.uuid.clone(),
+        pci: gpu.gpu.pci.address,
+        memory_limit_mib: defaults.memory_mib,
+        slice_memory_mib: gpu.memory_limit_mib,
+        slice_thread_percentage: gpu.thread_percentage,
+        limits_enforced: gpu.limits_enforced,
+        places: driver::most_clients(inventory.series(), facts.compute_capability),
+    };
+    Some(ControlDaemonPlan {
+        id: id.to_owned(),
+        pipe_directory: first.pipe_directory.clone(),
+        log_directory,
+        gpus: gpus.iter().map(served).collect(),
+        driver: inventory.series(),
+        thread_percentage: defaults.thread_percentage,
+        multiuser,
+        multiuser_optional,
+        prewarm: settings.prewarm && multiuser,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::plan::tests::{facts, h200s, limits, node, plan, with};
+
+    /// A slice waits for the control daemon only if its own limits change, and with them the default that it needs.
+    #[test]
+    fn a_slice_with_unchanged_limits_waits_for_nothing() {
+        let plan_of = |slices: [(u64, u8); 3]| {
+            let gpus = slices.iter().enumerate().map(|(n, (memory, threads))| ServedGpu {
+                uuid: format!("GPU-{n}"),
+                pci: "00:06.0".parse().unwrap(),
+                memory_limit_mib: slices.iter().map(|(memory, _)| *memory).max().unwrap(),
+                slice_memory_mib: *memory,
+                slice_thread_percentage: *threads,
+                limits_enforced: true,
+                places: 48,
+            });
+            ControlDaemonPlan {
+                id: "shared".to_owned(),
+                pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+                log_directory: "/tmp/nvidia-mps/log".into(),
+                gpus: gpus.collect(),
+                driver: Series::default(),
+                thread_percentage: slices.iter().map(|(_, threads)| *threads).max().unwrap(),
+                multiuser: true,
+                multiuser_optional: true,
+                prewarm: true,
+            }
+        };
+        let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
+        for (before, after, expected) in [
+            ([quarter; 3], [quarter; 3], &[][..]),
+            // The default is larger than the new limits before and after the change.
+            ([quarter; 3], [quarter, eighth, quarter], &[]),
+            ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
+            // The default grows, but the other slices keep their own limits.
+            ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
+            // The default was smaller than the second slice's new limit.
+            ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
+            // The default shrinks.
+            ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0"]),
+            ([quarter; 3], [(4000, 12), quarter, quarter], &[]),
+            ([quarter; 3], [(4000, 30), quarter, quarter], &["GPU-0"]),
+        ] {
+            let (before, after) = (plan_of(before), plan_of(after));
+            assert_eq!(after.to_be_set_since(&before).collect::<Vec<_>>(), expected, "{before:?} {after:?}");
+        }
+        let mut fewer = plan_of([quarter; 3]);
+        fewer.gpus.truncate(2);
+        assert_eq!(plan_of([quarter; 3]).to_be_set_since(&fewer).collect::<Vec<_>>(), ["GPU-2"]);
+    }
+
+    #[test]
+    fn a_shared_control_daemon_serves_in_pci_order_with_the_largest_percentage() {
+        let inventory = h200s();
+        let plan = plan(&with(vec![(node(130), 4), (node(128), 10), (node(129), 2)]), &inventory).unwrap();
+        let configured: Vec<_> = plan.gpus.iter().map(|gpu| gpu.gpu.pci.address.bus).collect();
+        assert_eq!(configured, [0x1c, 0x1a, 0x1b]);
+        assert_eq!(limits(&plan), [(30720, 25), (12288, 10), (61440, 50)]);
+        let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
+        let served: Vec<_> =
+            daemon.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.memory_limit_mib)).collect();
+        assert_eq!(served, [("GPU-0", 61440), ("GPU-1", 61440), ("GPU-2", 61440)]);
+        assert_eq!(daemon.thread_percentage, 50);
+        assert_eq!((daemon.multiuser, daemon.multiuser_optional, daemon.prewarm), (true, true, true));
+        assert!(
+            plan.gpus[0].warnings[0].to_string().contains("default is 50 %"),
+            "{:?}",
+            plan.gpus[0].warnings
+        );
+        assert!(plan.gpus[1].warnings[0].to_string().contains("keep to 10 %"), "{:?}", plan.gpus[1].warnings);
+        assert!(
+            plan.gpus[1].warnings[1].to_string().contains("keep to 12288 MiB"),
+            "{:?}",
+            plan.gpus[1].warnings
+        );
+        assert_eq!(plan.gpus[2].warnings, []);
+    }
+
+    #[test]
+    fn each_gpu_can_have_a_control_daemon_of_its_own() {
+        let mut settings = with(vec![(node(131), 4), (node(128), 10)]);
+        settings.topology = Topology::PerGpu;
+        let mut inventory = h200s();
+        facts(&mut inventory, 0).compute_capability = Some((6, 1));
+        let plan = plan(&settings, &inventory).unwrap();
+        let daemons: Vec<_> = plan
+            .control_daemons
+            .iter()
+            .map(|daemon| {
+                let pipe = daemon.pipe_directory.to_str().unwrap();
+                (daemon.id.as_str(), pipe, daemon.gpus.len(), daemon.thread_percentage, daemon.multiuser)
+            })
+            .collect();
+        assert_eq!(
+            daemons,
+            [
+                ("GPU-0", "/tmp/nvidia-mps/pipe/GPU-0", 1, 10, false),
+                ("GPU-3", "/tmp/nvidia-mps/pipe/GPU-3", 1, 25, true),
+            ]
+        );
+        assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
+        assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
+        // With one GPU each, the defaults are the limits of its slices.
+        assert_eq!(plan.gpus[0].warnings, []);
+    }
+
+    #[test]
+    fn multiuser_follows_the_setting_and_the_weakest_gpu() {
+        let mut settings = with(vec![(node(128), 4), (node(129), 4)]);
+        let mut mixed = h200s();
+        facts(&mut mixed, 1).compute_capability = Some((6, 1));
+        let mut seen = |setting, prewarm, inventory: &Inventory| {
+            settings.multiuser = setting;
+            settings.prewarm = prewarm;
+            let daemon = plan(&settings, inventory).unwrap().control_daemons.remove(0);
+            (daemon.multiuser, daemon.multiuser_optional, daemon.prewarm)
+        };
+        assert_eq!(seen(MultiUser::Auto, true, &h200s()), (true, true, true));
+        assert_eq!(seen(MultiUser::Auto, false, &h200s()), (true, true, false));
+        assert_eq!(seen(MultiUser::Auto, true, &mixed), (false, false, false));
+        assert_eq!(seen(MultiUser::On, true, &mixed), (true, false, true));
+        assert_eq!(seen(MultiUser::Off, true, &h200s()), (false, false, false));
+    }
+
+    proptest! {
+        #[test]
+        fn the_order_of_entries_changes_nothing_but_the_order(
+            entries in Just(vec![(0u32, 4u32), (1, 10), (2, 3), (3, 7)]).prop_shuffle(),
+            kept in 1usize..=4,
+            per_gpu: bool,
+        ) {
+            let mut shuffled: Vec<_> = entries.into_iter().take(kept).collect();
+            let make = |entries: &[(u32, u32)]| {
+                let mut settings = with(entries.iter().map(|(gpu, slices)| (node(128 + gpu), *slices)).collect());
+                settings.topology = if per_gpu { Topology::PerGpu } else { Topology::Shared };
+                plan(&settings, &h200s()).unwrap()
+            };
+            let one = make(&shuffled);
+            let in_order: Vec<_> = one.gpus.iter().map(|gpu| gpu.gpu.pci.address.bus - 0x1a).collect();
+            let written: Vec<_> = shuffled.iter().map(|(gpu, _)| u8::try_from(*gpu).unwrap()).collect();
+            prop_assert_eq!(in_order, written);
+            shuffled.sort_unstable();
+            let sorted = make(&shuffled);
+            prop_assert_eq!(&one.control_daemons, &sorted.control_daemons);
+            for gpu in &one.gpus {
+                prop_assert!(sorted.gpus.contains(gpu));
+            }
+        }
+    }
+}

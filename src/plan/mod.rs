@@ -1,0 +1,91 @@
+//! The plan: the control daemons to run, with their GPUs, slices and limits. It is a pure function of the settings and
+//! the host's GPUs.
+//!
+//! The way of the data: `entries` finds the GPUs that the configuration asks for, and asks `paths` for the GPU behind
+//! each path. `gpus` plans each of them with the `limits` of its slices and its `warnings`. `control_daemons` divides
+//! the usable GPUs among control daemons.
+
+mod configured;
+mod control_daemons;
+mod entries;
+mod gpus;
+mod limits;
+mod paths;
+mod warnings;
+
+pub(crate) use configured::Configured;
+pub(crate) use control_daemons::{ControlDaemonPlan, Present, ServedGpu};
+pub use gpus::GpuPlan;
+pub(crate) use paths::render_node;
+pub(crate) use warnings::Warning;
+
+use crate::config::{DevicePath, Problem, Settings};
+use crate::host::inventory::Inventory;
+use crate::reason::Reason;
+
+/// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the
+/// plan of a configuration without GPUs.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Plan {
+    /// Every GPU of the configuration, in its order, served or not.
+    pub gpus: Vec<GpuPlan>,
+    /// The entries of the device file without a GPU on this host now.
+    pub missing: Vec<Missing>,
+    /// The control daemons that serve the GPUs.
+    pub control_daemons: Vec<ControlDaemonPlan>,
+    /// The GPUs of the configuration, by UUID.
+    pub configured: Configured,
+    /// The reason why there is no GPU, in words for an administrator. Empty if there is a GPU, or if none is asked for.
+    pub nothing: String,
+}
+
+/// An entry of the device file without a GPU on this host now. The GPU may come, or come back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Missing {
+    pub problem: Problem,
+    pub path: DevicePath,
+    /// Whether this is certain. It is not while a GPU that may be the right one can't be asked.
+    pub certain: bool,
+}
+
+/// The reason why there is no plan.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum PlanError {
+    /// The configuration is wrong until someone corrects it. This has every problem, at least one.
+    Problems(Vec<Problem>),
+    /// The host has none of the configured GPUs. This has their entries, at least one.
+    Missing(Vec<Missing>),
+    /// The configuration can't be checked yet, since there is no driver. The reason is in words for an administrator.
+    NotYet(Reason),
+}
+
+/// The problems of these entries.
+pub(crate) fn problems(missing: &[Missing]) -> Vec<Problem> {
+    missing.iter().map(|missing| missing.problem.clone()).collect()
+}
+
+/// Makes the plan. A GPU that does not work or is not there is a state of that GPU or of its entry, and no error. A GPU
+/// from the plan `before` that has gone keeps its place, so its devices become unhealthy but still exist.
+pub(crate) fn plan(
+    settings: &Settings,
+    inventory: &Inventory,
+    before: &[GpuPlan],
+) -> Result<Plan, PlanError> {
+    let before = Inventory {
+        driver: Ok(String::new()),
+        gpus: before.iter().map(|plan| plan.gpu.clone()).collect(),
+        others: Vec::new(),
+    };
+    let (wanted, missing) = entries::wanted(settings, inventory, &before)?;
+    let mut gpus: Vec<GpuPlan> =
+        wanted.into_iter().map(|wanted| gpus::gpu_plan(&wanted, settings, inventory)).collect();
+    warnings::of_other_claims(&mut gpus, settings, inventory);
+    let control_daemons = control_daemons::control_daemons(&gpus, settings, inventory);
+    warnings::of_loose_defaults(&mut gpus, &control_daemons);
+    let configured = Configured::new(&gpus, &missing, inventory);
+    let nothing = if gpus.is_empty() { entries::why_nothing(settings, inventory) } else { String::new() };
+    Ok(Plan { gpus, missing, control_daemons, configured, nothing })
+}
+
+#[cfg(test)]
+mod tests;
