@@ -21,15 +21,9 @@ pub(crate) enum Checked {
     /// The files have mistakes.
     Refused(Refused),
     /// The files have no mistakes in themselves, but don't fit this host.
-    Wrong {
-        /// The problems, at least one.
-        problems: Vec<Problem>,
-        /// The settings.
-        loaded: Loaded,
-    },
+    Wrong { problems: Vec<Problem>, loaded: Loaded },
     /// The configuration is right, whether or not this host can serve its GPUs now.
     Right {
-        /// The settings.
         loaded: Loaded,
         /// The driver's version, or the reason why there is none. None if the driver was not asked.
         driver: Option<Result<String, Reason>>,
@@ -71,10 +65,6 @@ impl Checked {
     /// The settings with which the platform's host agent or its containers fail.
     pub(crate) fn agent(&self) -> &[Trouble] {
         self.loaded().map(|loaded| loaded.agent.as_slice()).unwrap_or_default()
-    }
-
-    fn verdict(&self) -> Verdict {
-        if self.problems().is_empty() { Verdict::Right } else { Verdict::Wrong }
     }
 }
 
@@ -168,11 +158,8 @@ pub(crate) fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdic
     }
     if let Some(loaded) = checked.loaded() {
         let none = loaded.settings.sources.is_empty();
-        writeln!(
-            out,
-            "configuration: {}",
-            if none { "none, all defaults".to_owned() } else { loaded.files() }
-        )?;
+        let files = if none { "none, all defaults".to_owned() } else { loaded.files() };
+        writeln!(out, "configuration: {files}")?;
     }
     match checked {
         Checked::Refused(Refused { problems, .. }) | Checked::Wrong { problems, .. } => {
@@ -180,11 +167,10 @@ pub(crate) fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdic
                 writeln!(out, "error: {problem}")?;
             }
         }
-        Checked::Right { loaded, driver, plan, missing } => {
-            if !loaded.settings.enabled {
-                writeln!(out, "enable_cuda_mps is false: no GPU would be served")?;
-                return Ok(checked.verdict());
-            }
+        Checked::Right { loaded, .. } if !loaded.settings.enabled => {
+            writeln!(out, "enable_cuda_mps is false: no GPU would be served")?;
+        }
+        Checked::Right { driver, plan, missing, .. } => {
             match driver {
                 Some(Ok(version)) => writeln!(out, "driver: {version}")?,
                 Some(Err(reason)) => writeln!(out, "driver: none: {reason}")?,
@@ -200,7 +186,7 @@ pub(crate) fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdic
             }
         }
     }
-    Ok(checked.verdict())
+    Ok(if checked.problems().is_empty() { Verdict::Right } else { Verdict::Wrong })
 }
 
 fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
@@ -239,12 +225,10 @@ fn write_gpu(plan: &GpuPlan, out: &mut dyn Write) -> io::Result<()> {
     match &plan.unusable {
         Some(reason) => writeln!(out, "not served: {reason}")?,
         None if plan.slices == 1 => writeln!(out, "1 slice, {name}-0, {share}")?,
-        None => writeln!(
-            out,
-            "{} slices, {name}-0 to {name}-{}, each {share}",
-            plan.slices,
-            plan.slices.saturating_sub(1),
-        )?,
+        None => {
+            let (slices, last) = (plan.slices, plan.slices.saturating_sub(1));
+            writeln!(out, "{slices} slices, {name}-0 to {name}-{last}, each {share}")?;
+        }
     }
     for warning in &plan.warnings {
         writeln!(out, "  warning: {warning}")?;

@@ -113,16 +113,19 @@ impl Draft {
         }
     }
 
+    /// A problem at the first of these keys that a file sets.
+    fn problem_at(&self, keys: [&str; 2], found: String, remedy: &str) -> Option<Problem> {
+        let (key, origin) = keys.iter().find_map(|key| self.origins.get_key_value(key))?;
+        Some(Problem::new(origin.clone(), *key, found, remedy))
+    }
+
     /// The checks that need all files.
     pub(super) fn check_together(&self, findings: &mut Findings) {
         let Settings { pipe_directory, log_directory, topology, .. } = &self.settings;
-        if pipe_directory == log_directory
-            && let Some((key, origin)) =
-                self.origins.get_key_value(LOG_KEY).or(self.origins.get_key_value(PIPE_KEY))
-        {
+        if pipe_directory == log_directory {
             let found = format!("found {:?} for both {PIPE_KEY} and {LOG_KEY}", pipe_directory.display());
             let remedy = "give each a directory of its own";
-            findings.problems.push(Problem::new(origin.clone(), *key, found, remedy));
+            findings.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, remedy));
         }
         let (below, socket) = match topology {
             Topology::Shared => ("/".len(), "the control daemon's socket in it"),
@@ -132,15 +135,12 @@ impl Draft {
         };
         let below = below + LONGEST_SOCKET.len();
         let length = pipe_directory.as_os_str().len() + below;
-        if length > SOCKET_PATH_BYTES
-            && let Some((key, origin)) =
-                self.origins.get_key_value(PIPE_KEY).or(self.origins.get_key_value(TOPOLOGY_KEY))
-        {
+        if length > SOCKET_PATH_BYTES {
             let found =
                 format!("{socket} would have a path of {length} bytes, the limit is {SOCKET_PATH_BYTES}");
             let longest = SOCKET_PATH_BYTES.saturating_sub(below);
             let remedy = format!("choose a directory whose path has at most {longest} bytes");
-            findings.problems.push(Problem::new(origin.clone(), *key, found, remedy));
+            findings.problems.extend(self.problem_at([PIPE_KEY, TOPOLOGY_KEY], found, &remedy));
         }
     }
 }

@@ -52,7 +52,7 @@ fn mount(mount: &Mount) -> Value {
     })
 }
 
-/// Why there is no spec, or not the right one.
+/// The reason why there is no spec, or not the right one.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CdiError {
     /// The directory can't be used.
@@ -60,20 +60,11 @@ pub(crate) enum CdiError {
     Directory(#[from] directories::BadDirectory),
     /// The file can't be written or removed.
     #[error("{file}: can't be {what}: {error}")]
-    File {
-        /// The spec.
-        file: String,
-        /// The step that failed.
-        what: &'static str,
-        /// The system's error.
-        error: io::Error,
-    },
+    File { file: String, what: &'static str, error: io::Error },
 }
 
-/// Writes the spec into `directory`, unless it is there already. A reader never sees half of it.
-///
-/// # Errors
-/// See [`CdiError`]; the file is then as it was.
+/// Writes the spec into `directory`, unless it is there already. A reader never sees half of it. After an error the
+/// file is as it was.
 pub(crate) fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
     let opened = directories::open(directory)?;
     if read(&opened).is_ok_and(|current| current == spec.as_bytes()) {
@@ -112,9 +103,6 @@ fn replace(directory: &OwnedFd, spec: &str) -> io::Result<()> {
 }
 
 /// Removes the spec at `file`. A missing file is no error.
-///
-/// # Errors
-/// [`CdiError::File`].
 pub(crate) fn remove(file: &Path) -> Result<(), CdiError> {
     match rustix::fs::unlink(file) {
         Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),

@@ -42,8 +42,7 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
         (true, Err(_)) => None,
     };
     let (state, reason) = state(parts, gpus.as_deref());
-    let listed_again = gpus.as_ref().map(|gpus| gpus.iter().map(listed).collect::<Vec<_>>())
-        == previous.gpus.as_ref().map(|gpus| gpus.iter().map(listed).collect::<Vec<_>>());
+    let listed_again = listed(gpus.clone()) == listed(previous.gpus.clone());
     Snapshot {
         generation: if listed_again { previous.generation } else { previous.generation + 1 },
         state,
@@ -61,28 +60,22 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
 /// The Snapshot before anything is known.
 pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     Snapshot {
-        generation: 0,
-        state: State::Starting,
         reason: "the first pass over the GPUs has not ended".to_owned(),
         enabled: settings.enabled,
-        driver_version: String::new(),
         pipe_directory: settings.pipe_directory.clone(),
         log_directory: settings.log_directory.clone(),
-        gpus: None,
-        control_daemons: Vec::new(),
-        events: VecDeque::new(),
+        ..Snapshot::default()
     }
 }
 
-/// The part of a GPU that `ListDevices` and `ListGpus` show. The generation grows when it changes.
-fn listed(gpu: &GpuView) -> GpuView {
-    let mut listed = gpu.clone();
-    if let Ok(facts) = &mut listed.plan.gpu.nvml {
+/// The part of the GPUs that `ListDevices` and `ListGpus` show. The generation grows when it changes.
+fn listed(mut gpus: Option<Vec<GpuView>>) -> Option<Vec<GpuView>> {
+    for facts in gpus.iter_mut().flatten().filter_map(|gpu| gpu.plan.gpu.nvml.as_mut().ok()) {
         // The plan has them as they were when it was made. The view has them as they are now.
         facts.compute_mode = None;
         facts.foreign_processes.clear();
     }
-    listed
+    gpus
 }
 
 fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
@@ -92,22 +85,7 @@ fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
 fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     let facts = plan.gpu.nvml.as_ref().ok();
     let uuid = facts.map(|facts| facts.uuid.as_str()).unwrap_or_default();
-    let served = parts.statuses.iter().find_map(|status| Some((status, status.gpus.get(uuid)?)));
-    let mut view = GpuView {
-        plan: plan.clone(),
-        healthy: false,
-        reason: String::new(),
-        compute_mode: facts.and_then(|facts| facts.compute_mode),
-        control_daemon: String::new(),
-        confirmed_thread_percentage: None,
-        confirmed_memory_limit_mib: None,
-    };
-    if let Some((status, gpu)) = served {
-        view.control_daemon.clone_from(&status.view.id);
-        view.compute_mode = gpu.compute_mode.or(view.compute_mode);
-        view.confirmed_thread_percentage = gpu.thread_percentage;
-        view.confirmed_memory_limit_mib = gpu.memory_limit_mib;
-    }
+    let served = served(parts, uuid);
     let trouble = match (&plan.unusable, served) {
         (Some(reason), _) => Some(reason.clone()),
         (None, None) => Some(in_the_way(uuid, parts.leaving)),
@@ -120,21 +98,25 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         (None, Some((_, gpu))) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
         (None, Some(_)) => None,
     };
-    view.healthy = trouble.is_none();
-    view.reason = trouble.unwrap_or_else(|| {
-        let bypassed = served.map(|(_, gpu)| gpu).filter(|gpu| !gpu.bypasses.is_empty()).map(used_without_us);
-        bypassed
-            .into_iter()
-            .chain(plan.warnings.iter().map(ToString::to_string))
-            .collect::<Vec<_>>()
-            .join("; ")
-    });
-    view
+    let gpu = served.map(|(_, gpu)| gpu);
+    GpuView {
+        plan: plan.clone(),
+        healthy: trouble.is_none(),
+        reason: trouble.unwrap_or_else(|| {
+            let bypassed = gpu.filter(|gpu| !gpu.bypasses.is_empty()).map(used_without_us);
+            let warnings = plan.warnings.iter().map(ToString::to_string);
+            bypassed.into_iter().chain(warnings).collect::<Vec<_>>().join("; ")
+        }),
+        compute_mode: gpu.and_then(|gpu| gpu.compute_mode).or(facts.and_then(|facts| facts.compute_mode)),
+        control_daemon: served.map(|(status, _)| status.view.id.clone()).unwrap_or_default(),
+        confirmed_thread_percentage: gpu.and_then(|gpu| gpu.thread_percentage),
+        confirmed_memory_limit_mib: gpu.and_then(|gpu| gpu.memory_limit_mib),
+    }
 }
 
-/// The status of a GPU, from the control daemon that is to serve it.
-fn served<'a>(parts: &Parts<'a>, uuid: &str) -> Option<&'a GpuStatus> {
-    parts.statuses.iter().find_map(|status| status.gpus.get(uuid))
+/// The status of a GPU, and of the control daemon that is to serve it.
+fn served<'a>(parts: &Parts<'a>, uuid: &str) -> Option<(&'a Status, &'a GpuStatus)> {
+    parts.statuses.iter().find_map(|status| Some((status, status.gpus.get(uuid)?)))
 }
 
 fn used_without_us(gpu: &GpuStatus) -> String {
@@ -144,7 +126,7 @@ fn used_without_us(gpu: &GpuStatus) -> String {
 /// The first GPU that somebody uses without an MPS server of this service.
 fn bypassed(parts: &Parts<'_>, gpus: &[GpuView]) -> Option<String> {
     gpus.iter().find_map(|view| {
-        let gpu = served(parts, view.uuid())?;
+        let (_, gpu) = served(parts, view.uuid())?;
         let address = view.plan.gpu.pci.address.short();
         (!gpu.bypasses.is_empty()).then(|| format!("GPU {address} is {}", used_without_us(gpu)))
     })
@@ -192,7 +174,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     }
     // Setting limits takes some milliseconds, and nothing is wrong meanwhile.
     let being_set = |gpu: &GpuView| {
-        served(parts, gpu.uuid()).is_some_and(|status| status.being_set) && gpu.plan.unusable.is_none()
+        served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.being_set) && gpu.plan.unusable.is_none()
     };
     let unserved = |gpu: &&GpuView| !gpu.healthy && !being_set(gpu);
     let bad = gpus.iter().filter(unserved).count();
@@ -208,7 +190,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
         };
     }
     // A server that can't open one of its GPUs serves none of them, so this GPU is the reason for all.
-    let keeps_server_out = |gpu: &&GpuView| served(parts, gpu.uuid()).is_some_and(|gpu| gpu.server_kept_out);
+    let keeps_server_out =
+        |gpu: &&GpuView| served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);
     let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
     let first =

@@ -21,13 +21,13 @@ pub(crate) struct ContainerConfig {
 pub(crate) struct Mount {
     /// The directory on the host.
     pub host: PathBuf,
-    /// Where the container sees it.
+    /// The place in the container.
     pub container: PathBuf,
     /// Whether the container must not write to it.
     pub read_only: bool,
 }
 
-/// Why there is no answer.
+/// The reason why there is no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ContainerError {
     /// No plan exists yet.
@@ -36,36 +36,21 @@ pub enum ContainerError {
     /// An empty list of devices.
     #[error("no device was named; name at least one, as ListDevices shows them")]
     NoneNamed,
-    /// A name that stands for nothing; the text is the name.
+    /// A name that stands for nothing.
     #[error("there is no device {0:?}; ListDevices shows those there are")]
     NoSuchDevice(String),
     /// A device of a GPU that the driver can't name.
     #[error("the UUID of the GPU of {device} is not known: {reason}")]
-    NoUuid {
-        /// The device's name.
-        device: String,
-        /// The driver's reason.
-        reason: String,
-    },
+    NoUuid { device: String, reason: String },
     /// A device of a GPU that can't be served as it is.
     #[error("{device} can't be served: {reason}")]
-    NotServable {
-        /// The device's name.
-        device: String,
-        /// The reason, with what to do.
-        reason: String,
-    },
+    NotServable { device: String, reason: String },
     /// Devices of different control daemons.
     #[error(
         "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
          of one GPU, or set cuda_mps_topology to shared"
     )]
-    SeveralControlDaemons {
-        /// One device.
-        first: String,
-        /// Another device, of another control daemon.
-        second: String,
-    },
+    SeveralControlDaemons { first: String, second: String },
 }
 
 /// The settings for a container that uses these devices.
@@ -73,9 +58,6 @@ pub enum ContainerError {
 /// A name is the name of a slice (`00:06.0-1`) or of a GPU (its address or UUID). The name of a GPU stands for one slice of
 /// it. Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice, and a client can only
 /// tighten them. So two slices of one GPU get the same answer as one slice.
-///
-/// # Errors
-/// See [`ContainerError`].
 pub(crate) fn container_config(
     snapshot: &Snapshot,
     names: impl IntoIterator<Item = impl AsRef<str>>,
@@ -110,19 +92,17 @@ pub(crate) fn container_config(
     }
     let first = gpus.first().ok_or(ContainerError::NoneNamed)?;
     let percentage =
-        gpus.iter().map(|gpu| gpu.plan.thread_percentage).min().ok_or(ContainerError::NoneNamed)?;
-
+        gpus.iter().map(|gpu| gpu.plan.thread_percentage).min().unwrap_or(first.plan.thread_percentage);
     let pipe_directory = &first.plan.pipe_directory;
     let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid().to_owned()).collect();
-    let mut environment = vec![
+    let environment = vec![
         ("CUDA_MPS_PIPE_DIRECTORY", pipe_directory.display().to_string()),
         ("NVIDIA_VISIBLE_DEVICES", uuids.join(",")),
         ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
+        ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)),
+        ("YUNION_MPS_DEVICE", devices.join(",")),
     ];
-    environment.push(("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)));
-    environment.push(("YUNION_MPS_DEVICE", devices.join(",")));
-
     let mount =
         |directory: PathBuf, read_only| Mount { host: directory.clone(), container: directory, read_only };
     // If the root user of a container may write there, it can take the control daemon's sockets away from everybody or

@@ -9,11 +9,12 @@ use crate::plan::GpuPlan;
 use crate::supervisor::view::{ControlDaemonView, Event};
 
 /// The service's state in one word. A reader treats an unknown word as `degraded`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum State {
     /// `enable_cuda_mps` is false: nothing is served, nothing is wrong.
     Disabled,
     /// The first pass over the GPUs has not ended.
+    #[default]
     Starting,
     /// Every configured GPU is served.
     Ready,
@@ -40,7 +41,7 @@ impl State {
 }
 
 /// Everything published, at one generation.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Snapshot {
     /// Grows by one with every change of what `ListDevices` or `ListGpus` returns.
     pub generation: u64,
@@ -210,14 +211,11 @@ pub(crate) mod tests {
         Snapshot {
             generation: 1,
             state: State::Ready,
-            reason: String::new(),
             enabled: true,
-            driver_version: String::new(),
             pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
             log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
             gpus,
-            control_daemons: Vec::new(),
-            events: VecDeque::new(),
+            ..Snapshot::default()
         }
     }
 
