@@ -1,6 +1,6 @@
 #!/bin/bash
 # Builds what the packages hold: the two programs, against the C library of an old distribution, in target/packaged; the
-# manual pages, completions and the copyright file in target/pages. What is up to date is not built again.
+# manual pages, completions and the copyright file in target/pages. Nothing that is up to date is built again.
 # zig is the linker: it brings the symbols of every version of the C library.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Fetches zig and cargo-zigbuild into .cache/tools and prints the directory. What is there already is not fetched again.
+# Fetches zig and cargo-zigbuild into .cache/tools and prints the directory. Nothing that is there already is fetched again.
 # They come from PyPI, pinned by scripts/zig-requirements.txt.
 set -euo pipefail
 cd "$(dirname "$0")/.."

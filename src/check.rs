@@ -68,15 +68,6 @@ impl Checked {
     }
 }
 
-/// The verdict of the check.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verdict {
-    /// The configuration is right, as far as this host can tell now.
-    Right,
-    /// The configuration is wrong, or an entry names no GPU of this host. The problems have been written.
-    Wrong,
-}
-
 /// Reads the configuration, and asks the driver if the configuration asks for GPUs.
 pub(crate) fn look(sources: &Sources) -> Checked {
     match config::load(sources) {
@@ -146,13 +137,8 @@ pub(crate) fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checke
     Checked::Right { loaded, driver, plan, missing }
 }
 
-/// Writes what a start would do. An error means that writing failed.
-pub(crate) fn run(sources: &Sources, out: &mut dyn Write) -> io::Result<Verdict> {
-    write(&look(sources), out)
-}
-
 /// Writes the result in words.
-pub(crate) fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdict> {
+pub(crate) fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<()> {
     for warning in checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem)) {
         writeln!(out, "warning: {warning}")?;
     }
@@ -186,7 +172,7 @@ pub(crate) fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<Verdic
             }
         }
     }
-    Ok(if checked.problems().is_empty() { Verdict::Right } else { Verdict::Wrong })
+    Ok(())
 }
 
 fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
@@ -214,7 +200,7 @@ fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
 
 fn write_gpu(plan: &GpuPlan, out: &mut dyn Write) -> io::Result<()> {
     let name = plan.gpu.pci.address.short();
-    let uuid = plan.gpu.nvml.as_ref().map_or("UUID unknown", |facts| facts.uuid.as_str());
+    let uuid = plan.gpu.uuid().unwrap_or("UUID unknown");
     write!(out, "GPU {name} {} ({uuid}): ", plan.gpu.model())?;
     let share = format!(
         "{} MiB and {} % of the threads{}",

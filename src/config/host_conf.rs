@@ -15,9 +15,7 @@ use super::{percentage, slices, whole};
 /// The result of the files that are read so far.
 pub(super) struct Draft {
     pub(super) settings: Settings,
-    /// `container_device_config_file`.
     pub(super) device_file: Option<PathBuf>,
-    /// `local_config_file`.
     pub(super) local_file: Option<PathBuf>,
     /// The place of each key's value. A key without a place has its default.
     origins: BTreeMap<&'static str, Origin>,

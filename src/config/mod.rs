@@ -110,7 +110,6 @@ pub(crate) struct MpsEntry {
 /// The kind of name by which an entry's `path` names its GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum DevicePath {
-    /// `/dev/dri/renderDN`.
     RenderNode(PathBuf),
     /// A PCI address with its domain.
     Pci(crate::host::gpu::PciAddress),
@@ -198,7 +197,6 @@ impl fmt::Display for Problem {
     }
 }
 
-/// `log_level`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum LogLevel {
     Debug,
@@ -208,7 +206,6 @@ pub(crate) enum LogLevel {
     Error,
 }
 
-/// `cuda_mps_topology`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Topology {
     /// One control daemon in the pipe directory, for all GPUs.

@@ -42,7 +42,6 @@ pub(super) enum Value<'t> {
     Map(Vec<Pair<'t>>),
 }
 
-/// A key and its value.
 pub(super) type Pair<'t> = (Node<'t>, Node<'t>);
 
 /// The most characters of a text that a message repeats.

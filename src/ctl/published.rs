@@ -23,7 +23,6 @@ const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 pub(in crate::ctl) enum Bus {
     /// The bus can't be reached.
     Unreachable(String),
-    /// No process owns the daemon's name.
     NotRunning,
     /// A process owns the name, and does not answer.
     Silent,
@@ -45,7 +44,6 @@ pub(in crate::ctl) struct Published {
     /// The service asks the control daemons for them, and a control daemon may hang.
     pub(in crate::ctl) clients: Result<Vec<Listed<Client>>, BusError>,
     pub(in crate::ctl) events: Vec<Listed<Event>>,
-    /// The daemon's process.
     pub(in crate::ctl) pid: Option<u32>,
 }
 

@@ -24,7 +24,6 @@ const MIB: usize = 1 << 20;
 /// The sizes of allocations. Each size is tried until it fails, then the next smaller one.
 const STEPS_MIB: [usize; 5] = [256, 64, 16, 4, 1];
 
-/// An error of the CUDA driver.
 #[derive(Debug, thiserror::Error)]
 #[error("{what}: {text} ({code})")]
 pub(crate) struct Error {
@@ -123,7 +122,6 @@ impl Gpu {
         Ok(got as u64)
     }
 
-    /// Loads the kernel.
     pub(crate) fn kernel(&self) -> Result<Kernel, Error> {
         let failed = |error| Error::new("loading the kernel", error);
         let module = self.context.load_module(Ptx::from_src(MULTIPLY_ADD)).map_err(failed)?;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::Exit;
 use super::logging::last_words;
 use crate::config::{Loaded, Problem};
-use crate::plan::{GpuPlan, Plan};
+use crate::plan::{self, GpuPlan, Plan, PlanError};
 
 /// Says why the service does not start.
 pub(super) fn bad_configuration(problems: &[Problem]) -> Exit {
@@ -50,6 +50,15 @@ pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     let known = before.map(|before| before.missing.as_slice()).unwrap_or_default();
     for missing in plan.missing.iter().filter(|missing| !known.contains(missing)) {
         tracing::warn!("{}", missing.problem);
+    }
+}
+
+/// Why there is no plan, in words.
+pub(super) fn why(error: PlanError) -> String {
+    match error {
+        PlanError::Problems(problems) => join(&problems),
+        PlanError::Missing(missing) => join(&plan::problems(&missing)),
+        PlanError::NotYet(reason) => reason.into(),
     }
 }
 

@@ -106,7 +106,7 @@ impl Fleet {
         if !settings.set_compute_mode {
             return;
         }
-        for uuid in held().filter_map(|gpu| Some(gpu.gpu.nvml.as_ref().ok()?.uuid.clone())) {
+        for uuid in held().filter_map(|gpu| gpu.gpu.uuid().map(str::to_owned)) {
             let compute_modes = self.tools.compute_modes.clone();
             self.see_to_mode(async move {
                 if let Err(error) = compute_modes.take(&uuid).await {
@@ -328,8 +328,8 @@ fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order {
 /// The plan of a control daemon that runs and has no place in any plan, as far as it is known.
 fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
     let address = |uuid: &str| {
-        let facts = plan.gpus.iter().find(|gpu| gpu.gpu.nvml.as_ref().is_ok_and(|facts| facts.uuid == uuid));
-        facts.map_or(PciAddress { domain: 0, bus: 0, device: 0, function: 0 }, |gpu| gpu.gpu.pci.address)
+        let gpu = plan.gpus.iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
+        gpu.map_or(PciAddress { domain: 0, bus: 0, device: 0, function: 0 }, |gpu| gpu.gpu.pci.address)
     };
     let gpus = running.gpus.iter().map(|uuid| plan::ServedGpu {
         uuid: uuid.clone(),

@@ -114,8 +114,6 @@ fn untold(inventory: &Inventory, served: &[String]) -> Option<String> {
     if inventory.driver.is_err() || !inventory.gpus.iter().any(silent) {
         return None;
     }
-    let told = |uuid: &String| {
-        inventory.gpus.iter().any(|gpu| gpu.nvml.as_ref().is_ok_and(|facts| facts.uuid == *uuid))
-    };
+    let told = |uuid: &String| inventory.gpus.iter().any(|gpu| gpu.uuid() == Some(uuid));
     served.iter().find(|uuid| !told(uuid)).cloned()
 }

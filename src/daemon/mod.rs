@@ -35,7 +35,7 @@ use crate::supervisor::state_file::{SharedStateFile, StateFile};
 use crate::supervisor::view::{EVENTS_KEPT, Event};
 use crate::supervisor::{self, Goal, Tools};
 use cdi_spec::{CdiSpec, Slices};
-use findings::{bad_configuration, join, say_findings, say_what_is_new};
+use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::Fleet;
 use host_look::{HostLook, Xid};
 use logging::Level;
@@ -57,7 +57,6 @@ const FAULTS: usize = 64;
 /// The most requests that wait. The next caller waits for a place.
 const REQUESTS: usize = 16;
 
-/// The options of the command line.
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
     pub sources: Sources,
@@ -242,8 +241,7 @@ impl Daemon {
         match plan::plan(&self.settings, &inventory, &[]) {
             Ok(plan) => self.put_in_force(plan),
             Err(PlanError::Problems(problems)) => return Err(problems),
-            Err(PlanError::Missing(missing)) => self.not_yet(join(&plan::problems(&missing))),
-            Err(PlanError::NotYet(reason)) => self.not_yet(reason.into()),
+            Err(error) => self.not_yet(why(error)),
         }
         Ok(())
     }
@@ -287,9 +285,7 @@ impl Daemon {
                 self.problem.clear();
                 return;
             }
-            Err(PlanError::NotYet(reason)) => reason.into(),
-            Err(PlanError::Missing(missing)) => join(&plan::problems(&missing)),
-            Err(PlanError::Problems(problems)) => join(&problems),
+            Err(error) => why(error),
         };
         if self.plan.is_err() {
             self.not_yet(reason);

@@ -8,7 +8,7 @@ use clap::Parser;
 
 use super::{Exit, Options, logging};
 use crate::arguments::Arguments;
-use crate::check::{self, Verdict};
+use crate::check;
 use crate::config::Sources;
 use crate::host::oom;
 use crate::mps::launch;
@@ -28,9 +28,10 @@ pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let sources = Sources { config: arguments.config, sysroot: arguments.sysroot };
     if arguments.check {
-        return match check::run(&sources, &mut io::stdout().lock()) {
-            Ok(Verdict::Right) => ExitCode::SUCCESS,
-            Ok(Verdict::Wrong) => ExitCode::from(BAD_CONFIGURATION),
+        let checked = check::look(&sources);
+        return match check::write(&checked, &mut io::stdout().lock()) {
+            Ok(()) if checked.problems().is_empty() => ExitCode::SUCCESS,
+            Ok(()) => ExitCode::from(BAD_CONFIGURATION),
             Err(error) => fail(&format!("the result can't be written: {error}")),
         };
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::Daemon;
-use super::findings::{join, say_findings};
+use super::findings::{join, say_findings, why};
 use crate::config::{self, Problem};
 use crate::dbus::{Reply, RequestError};
 use crate::plan::{self, Plan, PlanError};
@@ -78,17 +78,12 @@ impl Daemon {
                     return Err(invalid(&slips));
                 }
             }
-            let reason = match planned {
-                Ok(plan) => Ok(plan),
+            match planned {
                 Err(PlanError::Problems(problems)) => return Err(invalid(&problems)),
-                Err(PlanError::Missing(missing)) => Err(join(&plan::problems(&missing))),
-                Err(PlanError::NotYet(reason)) => Err(reason.into()),
-            };
-            match reason {
-                Err(reason) if self.plan.is_ok() && self.settings.enabled => {
-                    return Err(RequestError::NotReady(reason));
+                Err(error) if self.plan.is_ok() && self.settings.enabled => {
+                    return Err(RequestError::NotReady(why(error)));
                 }
-                planned => planned,
+                planned => planned.map_err(why),
             }
         } else {
             Ok(Plan::default())

@@ -20,7 +20,6 @@ const TERMINATIONS: usize = 4;
 /// The most callers that wait for the next list of clients; more are told to ask later.
 const LISTINGS: usize = 256;
 
-/// The workers beside the loop.
 #[derive(Debug)]
 pub(super) struct Requests {
     listings: ByCaller<mpsc::Sender<Listing>>,

@@ -28,7 +28,6 @@ struct News {
     beats: u64,
 }
 
-/// One message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Message {
     Reloading,
@@ -109,7 +108,6 @@ impl ServiceManager {
         self.news.send_if_modified(|news| !std::mem::replace(&mut news.ready, true));
     }
 
-    /// The service is on its way down.
     pub(super) fn stopping(&self) {
         self.news.send_modify(|news| news.stopping = true);
     }

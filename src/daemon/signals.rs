@@ -7,7 +7,6 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 /// The request behind a signal.
 pub(super) enum Wish {
     Stop,
-    /// Read the configuration again.
     Reload,
 }
 

@@ -37,12 +37,9 @@ const CONNECTIONS: usize = 512;
 /// The most connections that are known. The bus allows each user 256.
 const CONNECTIONS_MAX: usize = 4096;
 
-/// A decision about a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// It is answered.
     Admit,
-    /// It is refused, for this reason.
     Refuse(String),
     /// It gets no answer: its user has been refused often enough.
     Ignore,

@@ -60,7 +60,6 @@ struct Inside {
     last_look: Option<Instant>,
 }
 
-/// The gate.
 #[derive(Debug)]
 pub(super) struct Gate {
     inside: Mutex<Inside>,
@@ -73,7 +72,6 @@ pub(super) struct Gate {
     asker: Connection,
 }
 
-/// The sender of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Requester {
     /// The user, as the kernel has told the bus.

@@ -23,7 +23,6 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
 /// The time that the bus may take to let us in. It answers in milliseconds. The deadline of a method starts later.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
-/// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BusError {
     /// Nobody owns the bus name.
@@ -158,7 +157,6 @@ fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
 /// The name of the bus's own error for a call that its policy does not allow.
 pub(crate) const ACCESS_DENIED: &str = "org.freedesktop.DBus.Error.AccessDenied";
 
-/// A connection to the daemon.
 #[derive(Debug, Clone)]
 pub(crate) struct DaemonProxy {
     manager: ManagerProxy<'static>,

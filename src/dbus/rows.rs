@@ -13,7 +13,7 @@ use zbus::object_server::Interface;
 use zbus::{Variant, interface};
 
 use super::{ROOT, RequestError};
-use crate::host::gpu::{NvmlFacts, PcieLink};
+use crate::host::gpu::PcieLink;
 use crate::host::variant::json;
 use crate::publish::snapshot::{GpuView, Snapshot};
 use crate::supervisor::view::{self, ControlDaemonView};
@@ -165,19 +165,19 @@ macro_rules! gpu_object {
                 $($own)*
                 compute_mode: Option<String> = $gpu.compute_mode.map(|mode| mode.to_string());
                 "const" detected_on_host: bool = true;
-                device_path: Option<String> = nvml($gpu).map(|nvml| nvml.uuid.clone());
+                device_path: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.uuid.clone());
                 healthy: bool = $gpu.healthy;
                 "const" hot_pluggable: bool = false;
                 limits_enforced: bool = $gpu.plan.limits_enforced;
                 memory_size: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
                 model: Option<String> = Some($gpu.plan.gpu.model()).filter(|model| !model.is_empty());
                 mps_memory_limit: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
-                mps_memory_total: Option<i32> = nvml($gpu).and_then(|nvml| known_mib(nvml.memory_total_mib?));
+                mps_memory_total: Option<i32> = $gpu.plan.gpu.facts().and_then(|nvml| known_mib(nvml.memory_total_mib?));
                 mps_thread_percentage: i32 = $gpu.plan.thread_percentage.into();
                 numa_node: i32 = $gpu.plan.gpu.pci.numa_node;
-                nvidia_index: Option<u32> = nvml($gpu).map(|nvml| nvml.index);
-                nvidia_minor: Option<u32> = nvml($gpu).and_then(|nvml| nvml.minor);
-                nvidia_name: Option<String> = nvml($gpu).map(|nvml| nvml.name.clone());
+                nvidia_index: Option<u32> = $gpu.plan.gpu.facts().map(|nvml| nvml.index);
+                nvidia_minor: Option<u32> = $gpu.plan.gpu.facts().and_then(|nvml| nvml.minor);
+                nvidia_name: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.name.clone());
                 pcie_info: Option<PcieInfo> = $gpu.plan.gpu.pci.link.as_ref().map(PcieInfo::of);
                 pipe_directory: String = path(&$gpu.plan.pipe_directory);
                 reason: String = $gpu.reason.clone();
@@ -333,10 +333,6 @@ fn path_element(name: &str) -> String {
 /// Text that D-Bus can carry: a NUL would make the bus close the connection.
 pub(super) fn clean(text: &str) -> String {
     text.replace('\0', "\u{fffd}")
-}
-
-fn nvml(gpu: &GpuView) -> Option<&NvmlFacts> {
-    gpu.plan.gpu.nvml.as_ref().ok()
 }
 
 fn path(path: &Path) -> String {

@@ -57,7 +57,6 @@ fn not_a_socket(address: &Address) -> io::Error {
     )
 }
 
-/// A message that has come.
 #[derive(Debug)]
 pub(super) struct Arrival {
     /// The message; without its body where that was too large.

@@ -216,13 +216,20 @@ pub struct Gpu {
 }
 
 impl Gpu {
+    /// The facts from the driver, if there are any.
+    pub fn facts(&self) -> Option<&NvmlFacts> {
+        self.nvml.as_ref().ok()
+    }
+
+    /// The UUID, if the driver says it.
+    pub fn uuid(&self) -> Option<&str> {
+        self.facts().map(|facts| facts.uuid.as_str())
+    }
+
     /// The published model: the name from pci.ids, otherwise NVML's name. The platform takes it from lspci.
     pub fn model(&self) -> String {
-        let nvml = self.nvml.as_ref().map(|facts| facts.name.as_str());
-        match &self.pci.pci_ids_name {
-            Some(name) => name.clone(),
-            None => nvml.unwrap_or_default().to_owned(),
-        }
+        let nvml = self.facts().map(|facts| &facts.name);
+        self.pci.pci_ids_name.as_ref().or(nvml).cloned().unwrap_or_default()
     }
 
     /// The vendor and the device number, `10de:1b38`.

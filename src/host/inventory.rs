@@ -20,7 +20,6 @@ pub(crate) struct Inventory {
 }
 
 impl Inventory {
-    /// The series of the driver.
     pub(crate) fn series(&self) -> Series {
         Series::of(self.driver.as_deref().unwrap_or_default())
     }

@@ -125,7 +125,6 @@ impl Status {
         ids.split_ascii_whitespace().filter_map(|id| id.parse().ok()).collect()
     }
 
-    /// The real user id.
     pub(crate) fn real_uid(&self) -> Option<u32> {
         self.uids().first().copied()
     }
@@ -232,13 +231,11 @@ pub(crate) fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     Ok(lines.any(|line| line.split(|byte| *byte == b' ').nth(1) == Some(place.as_bytes())))
 }
 
-/// The time since boot.
 pub(crate) fn uptime() -> Option<Duration> {
     let uptime = text(&read("/proc/uptime").ok()?);
     Duration::try_from_secs_f64(uptime.split_ascii_whitespace().next()?.parse().ok()?).ok()
 }
 
-/// The time of the last boot.
 pub(crate) fn booted() -> Option<SystemTime> {
     let seconds = line(&read("/proc/stat").ok()?, "btime ")?.parse().ok()?;
     SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))

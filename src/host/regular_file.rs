@@ -7,16 +7,12 @@ use std::path::Path;
 
 use rustix::fs::{OFlags, PROC_SUPER_MAGIC, fstatfs};
 
-/// The reason why a file is not read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unreadable {
-    /// The file can't be opened or read.
     #[error("can't be read: {0}")]
     Failed(#[from] io::Error),
-    /// The file is no regular file.
     #[error("is {0} and no regular file")]
     NotRegular(&'static str),
-    /// The file has more bytes than this.
     #[error("is larger than {0} bytes")]
     TooLarge(u64),
 }

@@ -18,7 +18,6 @@ use crate::host::proc;
 /// The pause between two looks at a process without a pidfd.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A hold on a process.
 #[derive(Debug)]
 pub(super) struct Hold<Fd> {
     identity: Identity,
@@ -63,7 +62,6 @@ impl Hold<OwnedFd> {
 }
 
 impl Hold<Readable> {
-    /// Waits until the process has ended.
     pub(super) async fn ended(&self) {
         let Some(pidfd) = &self.pidfd else {
             while is_alive(self.identity) {
@@ -80,7 +78,6 @@ impl Hold<Readable> {
 }
 
 impl<Fd: std::os::fd::AsFd> Hold<Fd> {
-    /// The identity of the held process.
     pub(super) fn identity(&self) -> Identity {
         self.identity
     }

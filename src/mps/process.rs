@@ -61,7 +61,6 @@ impl Process {
         File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
     }
 
-    /// The identity of this process.
     pub(crate) fn identity(&self) -> Identity {
         self.hold.identity()
     }

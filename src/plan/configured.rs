@@ -22,7 +22,7 @@ impl Configured {
     }
 
     pub(super) fn new(gpus: &[GpuPlan], missing: &[Missing], inventory: &Inventory) -> Self {
-        let uuid = |gpu: &Gpu| gpu.nvml.as_ref().ok().map(|facts| facts.uuid.clone());
+        let uuid = |gpu: &Gpu| gpu.uuid().map(str::to_owned);
         let certainly: BTreeSet<String> = gpus.iter().filter_map(|plan| uuid(&plan.gpu)).collect();
         let told = missing.is_empty() && gpus.iter().all(|plan| plan.gpu.nvml.is_ok());
         let can_be = |gpu: &Gpu| missing.iter().any(|missing| paths::can_be(&missing.path, gpu));

@@ -9,7 +9,6 @@ use crate::host::driver::{self, MULTI_USER, Series};
 use crate::host::gpu::{NvmlFacts, PciAddress};
 use crate::host::inventory::Inventory;
 
-/// One control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ControlDaemonPlan {
     /// `shared`, or the GPU's UUID.
@@ -113,7 +112,7 @@ pub(super) fn control_daemons(
     let mut usable: Vec<(&GpuPlan, &NvmlFacts)> = gpus
         .iter()
         .filter(|gpu| gpu.unusable.is_none())
-        .filter_map(|gpu| Some((gpu, gpu.gpu.nvml.as_ref().ok()?)))
+        .filter_map(|gpu| Some((gpu, gpu.gpu.facts()?)))
         .collect();
     usable.sort_by_key(|(gpu, _)| gpu.gpu.pci.address);
     let together = match settings.topology {

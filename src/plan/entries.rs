@@ -120,10 +120,9 @@ fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
 fn known_before<'a>(path: &DevicePath, inventory: &'a Inventory, before: &'a Inventory) -> Option<Known<'a>> {
     let known = find(path, before).ok()?;
     let in_place = inventory.gpus.iter().find(|gpu| gpu.pci.address == known.pci.address);
-    let uuid = |gpu: &'a Gpu| gpu.nvml.as_ref().ok().map(|facts| &facts.uuid);
     match in_place {
         None => Some(Known { gpu: known, gone: true }),
-        Some(gpu) if gpu.nvml.is_err() || uuid(gpu) == uuid(known) => Some(Known { gpu, gone: false }),
+        Some(gpu) if gpu.nvml.is_err() || gpu.uuid() == known.uuid() => Some(Known { gpu, gone: false }),
         Some(_) => None,
     }
 }

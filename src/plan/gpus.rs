@@ -54,7 +54,7 @@ impl GpuPlan {
 
 pub(super) fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
     let Wanted { gpu, slices, thread_percentage, gone } = wanted;
-    let facts = gpu.nvml.as_ref().ok();
+    let facts = gpu.facts();
     let total = facts.and_then(|facts| facts.memory_total_mib);
     let limits_enforced = LIMITS.holds(inventory.series(), facts.and_then(|facts| facts.compute_capability));
     let pipe_directory = match (settings.topology, facts) {
@@ -113,7 +113,7 @@ fn obstacles(gpu: &Gpu, facts: &NvmlFacts) -> Vec<String> {
 /// All reasons why the GPU can't be served, in one text.
 fn why_unusable(gpu: &Gpu, settings: &Settings) -> Option<String> {
     let mut reasons = ailments(gpu);
-    reasons.extend(gpu.nvml.as_ref().ok().and_then(|facts| held(facts, settings)));
+    reasons.extend(gpu.facts().and_then(|facts| held(facts, settings)));
     if reasons.is_empty() { None } else { Some(reasons.join("; ")) }
 }
 

@@ -25,7 +25,7 @@ pub(super) fn thread_percentage(policy: ThreadPolicy, slices: NonZeroU32) -> u8 
 
 /// Each slice needs at least 1 MiB.
 pub(super) fn too_many(gpu: &Gpu, slices: NonZeroU32) -> Option<Reason> {
-    let total = gpu.nvml.as_ref().ok()?.memory_total_mib?;
+    let total = gpu.facts()?.memory_total_mib?;
     let found = || format!("{slices} slices of {}, which has {total} MiB", gpu.pci.address);
     (memory_mib(total, slices) == 0).then(|| Reason::new(found(), "give each slice 1 MiB or more"))
 }

@@ -48,7 +48,6 @@ pub(crate) struct Missing {
     pub certain: bool,
 }
 
-/// The reason why there is no plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum PlanError {
     /// The configuration is wrong until someone corrects it. This has every problem, at least one.
@@ -59,7 +58,6 @@ pub(crate) enum PlanError {
     NotYet(Reason),
 }
 
-/// The problems of these entries.
 pub(crate) fn problems(missing: &[Missing]) -> Vec<Problem> {
     missing.iter().map(|missing| missing.problem.clone()).collect()
 }

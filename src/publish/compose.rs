@@ -83,7 +83,7 @@ fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
 }
 
 fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
-    let facts = plan.gpu.nvml.as_ref().ok();
+    let facts = plan.gpu.facts();
     let uuid = facts.map(|facts| facts.uuid.as_str()).unwrap_or_default();
     let served = served(parts, uuid);
     let trouble = match (&plan.unusable, served) {

@@ -108,7 +108,7 @@ pub(crate) fn container_config(
     // If the root user of a container may write there, it can take the control daemon's sockets away from everybody or
     // replace them: `rm -rf /tmp/*` at the start of a container is enough.
     let driver = Series::of(&snapshot.driver_version);
-    let capability = |gpu: &GpuView| gpu.plan.gpu.nvml.as_ref().ok()?.compute_capability;
+    let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|gpu| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     let mounts = vec![mount(PathBuf::from("/dev/shm"), false), mount(pipe_directory.clone(), read_only)];
     Ok(ContainerConfig { environment, mounts, gpus: uuids })

@@ -136,7 +136,7 @@ impl GpuView {
 
     /// The GPU's UUID; empty if NVML does not tell it.
     pub fn uuid(&self) -> &str {
-        self.plan.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default()
+        self.plan.gpu.uuid().unwrap_or_default()
     }
 }
 

@@ -5,7 +5,6 @@ use tokio::time::Instant;
 /// Something to do for a control daemon that serves. Of two that are due at the same moment, the upper one comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Task {
-    /// The regular check.
     Check,
     /// The next step against a fault.
     Heal,

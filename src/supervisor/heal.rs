@@ -45,7 +45,6 @@ impl Fault {
         Self { server, since, clients: BTreeSet::new(), told: BTreeSet::new(), look_at, held_up: None }
     }
 
-    /// The fault in words, for people.
     pub(super) fn reason(&self) -> String {
         let held_up = self.held_up.as_ref().map(|why| format!("; {why}")).unwrap_or_default();
         format!(

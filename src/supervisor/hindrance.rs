@@ -37,11 +37,8 @@ pub(super) enum Hindrance {
 /// comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
-    /// `heal`.
     Healing,
-    /// The regular check.
     Check,
-    /// `revive`.
     Revival,
     /// The order, compared with what runs.
     Order,

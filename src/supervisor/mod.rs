@@ -79,7 +79,6 @@ pub(crate) struct Order {
 /// The aim of a supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Goal {
-    /// Serve this.
     Serve,
     /// End once it has no clients, and put the compute modes back.
     Retire,
@@ -93,13 +92,17 @@ pub(crate) enum Goal {
 #[derive(Debug)]
 enum Command {
     /// Make a change that waits for clients to end: now if `force`, or if there are none.
-    Apply { force: bool, reply: oneshot::Sender<Result<(), String>> },
-    /// Make the regular check now.
+    Apply {
+        force: bool,
+        reply: oneshot::Sender<Result<(), String>>,
+    },
     Check,
     /// A GPU met a critical error with this number.
     Xid(u64),
     /// End the server and start another, if it has no clients.
-    RestartServer { reply: oneshot::Sender<Result<(), String>> },
+    RestartServer {
+        reply: oneshot::Sender<Result<(), String>>,
+    },
 }
 
 /// A server met a fatal GPU error, and these clients were hit. None of them need be the culprit.
@@ -244,10 +247,12 @@ enum Failure {
     /// It does not do what it should.
     Failed(String),
     /// Its process has ended, perhaps since it does not know the multi-user option.
-    Ended { text: String, refuses_multiuser: bool },
+    Ended {
+        text: String,
+        refuses_multiuser: bool,
+    },
     /// Something outside must change first.
     Waiting(String),
-    /// The control daemon does not answer.
     Silent(String),
 }
 
@@ -271,7 +276,6 @@ impl Failure {
 /// The way in which serving ended.
 #[derive(Debug)]
 enum Ended {
-    /// It failed.
     Failure(Failure),
     /// It has to be told its order again, or an order begins again at once.
     Again,

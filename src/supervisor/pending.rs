@@ -128,7 +128,7 @@ mod tests {
         pending.take_in(&Meaning::ClientPending { client: process.pid, uid: own });
         let kept = pending.waiting.values().filter(|one| one.uid == own).count();
         assert!(kept <= KEPT_OF_A_USER, "{kept}");
-        // Those that are no process any more are nobody.
+        // A PID without a process is nobody.
         assert_eq!(pending.look(), []);
         pending.take_in(&Meaning::ClientPending { client: process.pid, uid: own });
         assert_eq!(pending.waiting.len(), 1);

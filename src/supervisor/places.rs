@@ -10,13 +10,11 @@ use crate::mps::control::Client;
 use crate::mps::log::Meaning;
 use crate::plan::ServedGpu;
 
+use super::watch::CLIENT_LEFT_PAUSE;
 use super::{Failure, Serving};
 
 /// The time between two counts of a full GPU's clients. The log tells of most ends at once.
 const PERIOD: Duration = Duration::from_secs(5);
-
-/// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
-const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
 /// Which GPUs are full.
 #[derive(Debug, Default)]

@@ -61,7 +61,6 @@ pub(super) struct Run {
     pub(super) watched_servers: BTreeSet<u32>,
     pub(super) server_ended: mpsc::Sender<u32>,
     server_ends: mpsc::Receiver<u32>,
-    /// The time of the next regular check.
     pub(super) check_at: Instant,
     /// The time of the next count of the clients, for a control daemon that is to end.
     pub(super) count_at: Instant,

@@ -24,10 +24,8 @@ pub(crate) struct RuntimeDirectory {
     lock: File,
 }
 
-/// Why the directory can't be had.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unavailable {
-    /// Another process has it.
     #[error(
         "another yunion-mps-daemon{} works with {}, and there can be one at a time; end that one first \
          (systemctl stop yunion-mps-daemon), or look with --check, which needs no turn",

@@ -99,7 +99,6 @@ impl Servers {
         self.entry(pid).thread_tenths = Some(u32::from(percentage) * 10);
     }
 
-    /// Takes in a line of the log.
     pub(super) fn take_in(&mut self, meaning: &Meaning) {
         match meaning {
             Meaning::ServerStarting { server, uid } => {

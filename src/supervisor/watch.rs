@@ -27,7 +27,7 @@ const CHECK_SOON: Duration = Duration::from_millis(100);
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
 /// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
-const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
+pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
 impl Serving<'_> {
     /// Watches the control daemon until it ends or has to start again.

@@ -53,7 +53,6 @@ const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time in which the end of a control daemon that no longer listens is noticed. It takes milliseconds.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A control daemon.
 #[derive(Debug, Clone)]
 pub(crate) struct Serving {
     /// The way to ask it.

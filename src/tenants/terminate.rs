@@ -32,7 +32,6 @@ const ID: usize = 64;
 /// The processes with GPU work that is to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Wanted {
-    /// One process, by its PID.
     Process(u32),
     /// Every process that has one of these slices, by name, in its environment.
     Slices(Vec<String>),
@@ -106,7 +105,6 @@ type Connections = BTreeSet<Option<u64>>;
 struct Termination {
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
-    /// Asks the kernel about processes.
     kernel: Blocking,
     /// The processes without work any more, by server and client, with the connections that they had. Each is held, so
     /// that no other process with its PID is taken for it.

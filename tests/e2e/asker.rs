@@ -1,7 +1,7 @@
 //! A service for the tests of `yunion_mps::host::systemd`: it asks systemd what the daemon asks, and says what it hears.
 //!
 //! /run/asker names the scope to ask for, if it should ask for one. The process to be moved is a shell that can say when
-//! it is ended. What is said goes to standard output, which is the journal, and to /var/order.
+//! it is ended. Its answers go to standard output, which is the journal, and to /var/order.
 
 use std::io::Write;
 use std::process::{Command, ExitCode, Stdio};

@@ -19,7 +19,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("at_shutdown_we_stop_first", shutdown),
 ];
 
-/// Those that could differ. In a container with this hierarchy systemd isn't told when a scope gets empty, which takes
+/// The properties that could differ. In a container with this hierarchy systemd isn't told when a scope gets empty, which takes
 /// the point out of the others.
 pub(crate) const CHECKS_LEGACY: &[Check] = &[
     ("a_process_moves_to_a_scope_that_outlives_us", outlives),

@@ -820,8 +820,8 @@ fn a_critical_error_is_told_and_looked_into() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The same of a GPU that falls off its bus with it, and says not even its UUID any more. Those of the others are told
-/// after that, too.
+/// The same of a GPU that falls off its bus with it, and says not even its UUID any more. Errors of other GPUs are
+/// told after that, too.
 #[test]
 fn a_critical_error_of_a_lost_gpu_is_told() {
     let mut host = Host::serving("h200x8");

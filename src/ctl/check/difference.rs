@@ -15,7 +15,6 @@ use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(in crate::ctl) struct Difference {
     pub(in crate::ctl) kind: Kind,
-    /// The GPU or the control daemon.
     pub(in crate::ctl) subject: String,
     /// The published value; empty for a new thing.
     pub(in crate::ctl) from: String,
@@ -27,7 +26,6 @@ pub(in crate::ctl) struct Difference {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(in crate::ctl) enum Kind {
-    /// `enable_cuda_mps`.
     Enabled,
     /// The devices of a GPU.
     Devices,
@@ -196,7 +194,7 @@ impl Comparison<'_> {
 
     fn gpu(&mut self, gpu: &GpuPlan) {
         let name = gpu.gpu.pci.address.short();
-        let uuid = gpu.gpu.nvml.as_ref().map(|facts| facts.uuid.as_str()).unwrap_or_default();
+        let uuid = gpu.gpu.uuid().unwrap_or_default();
         let now = self.published.gpus.iter().find(|now| now.addr == name);
         let before = now.map_or(0, |now| count(now));
         let after = u64::from(gpu.slices);

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::check::{self, Checked, Verdict};
+use crate::check::{self, Checked};
 use crate::config::{Problem, Sources};
 use crate::ctl::check::difference::{Difference, differences};
 use crate::ctl::published::Bus;
@@ -42,16 +42,16 @@ pub(in crate::ctl) async fn check(arguments: &Arguments, out: &mut dyn Write) ->
         Checked::Right { plan: Err(reason), .. } => Err(reason.to_string()),
         Checked::Refused(_) | Checked::Wrong { .. } => Err("the configuration is wrong".to_owned()),
     };
+    let status = if checked.problems().is_empty() { 0 } else { FAILED };
     if arguments.json {
         print_json(out, &document(&checked, &changes))?;
-        return Ok(if checked.problems().is_empty() { 0 } else { FAILED });
+        return Ok(status);
     }
     let mut words = Vec::new();
-    let verdict = check::write(&checked, &mut words)?;
+    check::write(&checked, &mut words)?;
     for line in String::from_utf8_lossy(&words).lines() {
         writeln!(out, "{}", printable(line))?;
     }
-    let status = if verdict == Verdict::Wrong { FAILED } else { 0 };
     if matches!(checked, Checked::Refused(_) | Checked::Wrong { .. }) {
         return Ok(status);
     }
@@ -103,7 +103,7 @@ fn plan_document(plan: &Plan) -> Value {
     let gpu = |gpu: &GpuPlan| {
         json!({
             "addr": gpu.gpu.pci.address.short(),
-            "device_path": gpu.gpu.nvml.as_ref().ok().map(|facts| &facts.uuid),
+            "device_path": gpu.gpu.uuid(),
             "virtual_num": gpu.slices,
             "mps_memory_limit": gpu.memory_limit_mib,
             "mps_thread_percentage": gpu.thread_percentage,

@@ -148,7 +148,7 @@ impl Facts {
 
     /// The GPUs that the driver knows.
     pub(super) fn known_gpus(&self) -> impl Iterator<Item = (&Gpu, &NvmlFacts)> {
-        self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.nvml.as_ref().ok()?)))
+        self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.facts()?)))
     }
 
     /// Pipe and log directory of each planned control daemon; without a plan, the directories of the settings.
@@ -227,7 +227,7 @@ fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u3
     let root = sysroot.to_owned();
     let answer = check::ask_driver(move |driver| {
         let inventory = Inventory::read(&root, driver);
-        let uuids = inventory.gpus.iter().filter_map(|gpu| Some(gpu.nvml.as_ref().ok()?.uuid.clone()));
+        let uuids = inventory.gpus.iter().filter_map(|gpu| gpu.uuid().map(str::to_owned));
         let gpus =
             driver.iter().flat_map(|driver| uuids.clone().map(|uuid| (uuid.clone(), now(driver, &uuid))));
         let gpus = gpus.collect();

@@ -142,7 +142,7 @@ fn bypassing(facts: &Facts) -> Outcome {
 
 fn persistence(facts: &Facts) -> Outcome {
     let of = |plan: &GpuPlan| {
-        let uuid = &plan.gpu.nvml.as_ref().ok()?.uuid;
+        let uuid = plan.gpu.uuid()?;
         (facts.gpus.get(uuid)?.persistence == Some(false)).then(|| {
             warning(
                 "persistence-off",

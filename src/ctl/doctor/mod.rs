@@ -50,7 +50,6 @@ pub(super) struct Arguments {
     json: bool,
 }
 
-/// The severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Severity {
@@ -137,7 +136,6 @@ struct NotChecked {
 
 #[derive(Debug, Serialize)]
 struct Report {
-    /// The worst first.
     findings: Vec<Finding>,
     /// The number of checks that were made.
     #[serde(rename = "checks_made")]

@@ -182,7 +182,6 @@ struct Bench {
     /// Whether processes without MPS can run as well.
     compares: bool,
     counts: Vec<u32>,
-    /// The processes at work.
     running: Vec<CudaClient>,
 }
 

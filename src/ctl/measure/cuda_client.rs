@@ -69,7 +69,6 @@ pub(in crate::ctl) struct Seen {
     pub(in crate::ctl) allocated: Option<u64>,
 }
 
-/// The environment of a client.
 #[derive(Debug, Clone)]
 pub(in crate::ctl) struct Environment(Vec<(String, String)>);
 

@@ -4,16 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::host::driver::is_unknown_command;
 
-/// The status that a server reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ServerStatus {
-    /// The server is not ready yet.
     Initializing,
-    /// The server takes clients.
     Active,
     /// The server met a fatal GPU error. It takes no client until the present clients are gone.
     Fault,
-    /// There is no such server.
     Gone,
     /// The control daemon does not know the command.
     Unsupported,
@@ -48,9 +44,7 @@ impl Client {
 pub(crate) enum Terminated {
     /// The client's GPU work has ended. The program gets CUDA error 810.
     Done,
-    /// The server has no such client.
     NoSuchClient,
-    /// There is no such server.
     NoSuchServer,
 }
 

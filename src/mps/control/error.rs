@@ -12,7 +12,6 @@ const SHOWN_CHARACTERS: usize = 200;
 /// The reason why a command had no verified effect.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// The front end could not be run.
     #[error("{program}: {source}")]
     NotRun { program: PathBuf, source: io::Error },
     /// No control daemon listens in the pipe directory. `said` is what the front end printed.

@@ -102,7 +102,6 @@ pub(crate) struct Access {
 }
 
 impl Access {
-    /// The access for this caller.
     pub(crate) fn new(control: watch::Receiver<Option<Arc<Control>>>, caller: Caller) -> Self {
         Self { control, caller }
     }
@@ -159,7 +158,6 @@ impl CallersControl {
         if answer.is_empty() { self.ask(command).await } else { Ok(answer) }
     }
 
-    /// The status that a server reports.
     pub(crate) async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
         let command = format!("get_server_status {server}");
         let answer = self.ask_for_something(&command).await?;

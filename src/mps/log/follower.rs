@@ -64,7 +64,6 @@ impl Follower {
         })
     }
 
-    /// The file's path.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }

@@ -11,7 +11,6 @@ pub(crate) struct Line {
     pub meaning: Meaning,
 }
 
-/// The process that wrote a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Writer {
     /// The control daemon, by its PID.
@@ -20,7 +19,6 @@ pub(crate) enum Writer {
     Server(u32),
 }
 
-/// The meaning of a line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Meaning {
     /// The line changes nothing that the service knows.
@@ -44,11 +42,7 @@ pub(crate) enum Meaning {
     /// The server that wrote the line limits its clients to this much memory of one GPU.
     MemoryLimit { server: u32, ordinal: usize, bytes: u64 },
     /// A client met a fatal GPU error. It did not necessarily cause the error, which hits every client on that GPU.
-    Fault {
-        server: u32,
-        /// The client that the line names.
-        client: u32,
-    },
+    Fault { server: u32, client: u32 },
     /// A server ends every client on the GPUs with the error, and starts over.
     FaultHandling { server: u32 },
     /// A client is torn down because of a fault.

@@ -248,7 +248,7 @@ impl Host {
         output.status.success().then(|| serde_json::from_slice(&output.stdout).unwrap())
     }
 
-    /// What `yunion-mpsctl list` has: every slice.
+    /// Every slice, as `yunion-mpsctl list` has it.
     pub(crate) fn list(&self) -> Vec<Value> {
         let listed = self.json(&["list"]).unwrap_or_else(|| panic!("no list of devices\n{}", self.log()));
         listed.as_array().unwrap().clone()
