@@ -334,6 +334,7 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
     let gpus = running.gpus.iter().map(|uuid| plan::ServedGpu {
         uuid: uuid.clone(),
         pci: address(uuid),
+        slices: 0,
         memory_limit_mib: 0,
         slice_memory_mib: 0,
         slice_thread_percentage: 100,
@@ -345,6 +346,7 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         id: id.to_owned(),
         pipe_directory: running.pipe_directory.clone(),
         log_directory: running.log_directory.clone(),
+        slice_directories: None,
         gpus: gpus.collect(),
         driver: Series::default(),
         thread_percentage: 100,

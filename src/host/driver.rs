@@ -6,6 +6,7 @@
 //! | [`LIMITS`] | any | Volta | NVIDIA's MPS documentation |
 //! | [`MULTI_USER`] | 555 | Volta | driver: 535 and 550 refused the option, 555 and 580 took it; GPU: the documentation |
 //! | [`READ_ONLY_PIPE_DIRECTORY`] | 580 | Volta | tried on an H200 with 580.159.04; nothing older was |
+//! | [`LINKED_SOCKET`] | 580 | Volta | tried on an H200 with 580.159.04, for a multi-user server; nothing older was |
 //! | [`NVML_LISTS_CLIENTS`] | any | Volta | the documentation: before, the server does the work of its clients |
 //! | [`most_clients`]: 60 | 590 | Volta | the documentation: from CUDA 13.1 on |
 //! | [`most_clients`]: 48 | any | Volta | the documentation, and the log of an H200 with 580.159.04 |
@@ -65,6 +66,10 @@ pub(crate) const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
 
 /// A client needs no right to write to the pipe directory.
 pub(crate) const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
+
+/// A client of a multi-user server needs nothing but a hard link to the control daemon's socket, in any directory, and
+/// no memory that it shares with the host.
+pub(crate) const LINKED_SOCKET: Since = Since { series: 580, capability: VOLTA };
 
 /// NVML lists the clients of MPS apart from the other processes on a GPU.
 pub(crate) const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
@@ -139,7 +144,7 @@ mod tests {
     /// All of it, for people to read.
     #[test]
     fn drivers_and_gpus_differ_so() {
-        let mut listed = "driver GPU limits clients multi-user read-only NVML-lists\n".to_owned();
+        let mut listed = "driver GPU limits clients multi-user read-only linked NVML-lists\n".to_owned();
         let yes = |is: bool| if is { "yes" } else { "no" };
         for version in
             ["unknown", "535.261.03", "550.163.01", "555.58.02", "575.57.08", "580.159.04", "590.44.01"]
@@ -149,29 +154,30 @@ mod tests {
                 let name = gpu.map_or("unknown".to_owned(), |(major, minor)| format!("{major}.{minor}"));
                 writeln!(
                     listed,
-                    "{} {name} {} {} {} {} {}",
+                    "{} {name} {} {} {} {} {} {}",
                     driver.0,
                     yes(LIMITS.holds(driver, gpu)),
                     most_clients(driver, gpu),
                     yes(MULTI_USER.holds(driver, gpu)),
                     yes(READ_ONLY_PIPE_DIRECTORY.holds(driver, gpu)),
+                    yes(LINKED_SOCKET.holds(driver, gpu)),
                     yes(NVML_LISTS_CLIENTS.holds(driver, gpu)),
                 )
                 .unwrap();
             }
         }
-        let mut golden = "driver GPU limits clients multi-user read-only NVML-lists\n".to_owned();
+        let mut golden = "driver GPU limits clients multi-user read-only linked NVML-lists\n".to_owned();
         for (driver, from_volta_on) in [
-            (0, "yes 48 no no yes"),
-            (535, "yes 48 no no yes"),
-            (550, "yes 48 no no yes"),
-            (555, "yes 48 yes no yes"),
-            (575, "yes 48 yes no yes"),
-            (580, "yes 48 yes yes yes"),
-            (590, "yes 60 yes yes yes"),
+            (0, "yes 48 no no no yes"),
+            (535, "yes 48 no no no yes"),
+            (550, "yes 48 no no no yes"),
+            (555, "yes 48 yes no no yes"),
+            (575, "yes 48 yes no no yes"),
+            (580, "yes 48 yes yes yes yes"),
+            (590, "yes 60 yes yes yes yes"),
         ] {
             for older in ["unknown", "6.1"] {
-                writeln!(golden, "{driver} {older} no 16 no no no").unwrap();
+                writeln!(golden, "{driver} {older} no 16 no no no no").unwrap();
             }
             for newer in ["7.0", "9.0"] {
                 writeln!(golden, "{driver} {newer} {from_volta_on}").unwrap();

@@ -27,7 +27,7 @@ const MODE: u32 = 0o755;
 
 /// The socket to which clients connect, and the mode that the control daemon gives it. To connect takes the right to
 /// write.
-const SOCKET: &str = "control";
+pub(super) const SOCKET: &str = "control";
 const SOCKET_MODE: u32 = 0o666;
 
 /// Makes `path` and its missing parents, all with mode 0755, and opens `path`. It refuses a symbolic link in a
@@ -39,6 +39,23 @@ pub(crate) fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     if rustix::fs::accessat(&directory, ".", Access::WRITE_OK, AtFlags::EACCESS) == Err(Errno::ROFS) {
         return Err(bad(path, read_only(path).of("can't be written")));
     }
+    Ok(directory)
+}
+
+/// The same for the directory `path`, which is in a `parent` that [`open`] returned.
+pub(super) fn open_in(parent: &OwnedFd, path: &Path) -> Result<OwnedFd, BadDirectory> {
+    let name = path.file_name().unwrap_or_default();
+    match rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(MODE)) {
+        Ok(()) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(bad(path, format!("can't be made: {error}"))),
+    }
+    let directory = entry(parent, name).map_err(|error| bad(path, format!("can't be opened: {error}")))?;
+    let directory = directory.ok_or_else(|| bad(path, "has just been removed".to_owned()))?;
+    let kind = FileType::from_raw_mode(stat(&directory).map_err(|reason| bad(path, reason))?.st_mode);
+    if kind != FileType::Directory {
+        return Err(bad(path, Reason::new("is not a directory", "remove it")));
+    }
+    claim(&directory).map_err(|reason| bad(path, reason))?;
     Ok(directory)
 }
 

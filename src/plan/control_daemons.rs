@@ -1,11 +1,12 @@
 //! The control daemons that serve the usable GPUs, and the comparison of a control daemon with a later plan.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::gpus::GpuPlan;
+use super::gpus::{GpuPlan, slice_file_name};
 use super::limits::{Defaults, Limit};
 use crate::config::{MultiUser, Settings, Topology};
-use crate::host::driver::{self, MULTI_USER, Series};
+use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
 use crate::host::gpu::{NvmlFacts, PciAddress};
 use crate::host::inventory::Inventory;
 
@@ -17,6 +18,9 @@ pub(crate) struct ControlDaemonPlan {
     pub pipe_directory: PathBuf,
     /// `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
+    /// The directory in which each of its slices has a directory with a link to its socket. None if its clients have to
+    /// connect in the pipe directory.
+    pub slice_directories: Option<PathBuf>,
     /// The GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend on the
     /// order of entries.
     pub gpus: Vec<ServedGpu>,
@@ -37,6 +41,8 @@ pub(crate) struct ServedGpu {
     pub uuid: String,
     /// The address, for messages and the state file.
     pub pci: PciAddress,
+    /// The number of its slices.
+    pub slices: u32,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
     /// The memory of one of its slices in MiB.
@@ -67,10 +73,25 @@ impl ControlDaemonPlan {
     pub(crate) fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         let waits = |gpu: &&ServedGpu| {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
+            let moved =
+                self.slice_directories.is_some() && self.slice_directories != before.slice_directories;
+            let has_new_slices = self.slice_directories.is_some() && gpu.slices > known.slices;
             let ((memory, threads), known) = (self.limits(gpu), before.limits(known));
-            memory.waits_for_default(&known.0) || threads.waits_for_default(&known.1)
+            memory.waits_for_default(&known.0)
+                || threads.waits_for_default(&known.1)
+                || moved
+                || has_new_slices
         };
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
+    }
+
+    /// The names of the directories of its slices.
+    pub(crate) fn slice_file_names(&self) -> BTreeSet<String> {
+        let of = |gpu: &ServedGpu| {
+            let pci = gpu.pci;
+            (0..gpu.slices).map(move |ordinal| slice_file_name(pci, ordinal))
+        };
+        self.gpus.iter().flat_map(of).collect()
     }
 
     /// The memory limit and the thread percentage of the slices of one of its GPUs.
@@ -103,9 +124,9 @@ impl ControlDaemonPlan {
     }
 }
 
-/// The control daemons for the GPUs that can be served now.
+/// The control daemons for the GPUs that can be served now. It gives slices their directories.
 pub(super) fn control_daemons(
-    gpus: &[GpuPlan],
+    gpus: &mut [GpuPlan],
     settings: &Settings,
     inventory: &Inventory,
 ) -> Vec<ControlDaemonPlan> {
@@ -119,7 +140,36 @@ pub(super) fn control_daemons(
         Topology::Shared => usable.len().max(1),
         Topology::PerGpu => 1,
     };
-    usable.chunks(together).filter_map(|gpus| control_daemon(gpus, settings, inventory)).collect()
+    let control_daemons: Vec<ControlDaemonPlan> =
+        usable.chunks(together).filter_map(|gpus| control_daemon(gpus, settings, inventory)).collect();
+    for gpu in gpus {
+        // A GPU that can't be served now keeps the directories that it has beside the others.
+        let its = control_daemons.iter().find(|daemon| daemon.pipe_directory == gpu.pipe_directory);
+        gpu.slice_directories = its.and_then(|daemon| daemon.slice_directories.clone());
+    }
+    control_daemons
+}
+
+/// The longest path of a socket, in bytes, with the zero at its end: `sun_path` of `sockaddr_un`.
+const SOCKET_PATH_BYTES: usize = 108;
+
+/// The directories of the slices of these GPUs, if a client can connect in any directory.
+fn slice_directories(
+    gpus: &[(&GpuPlan, &NvmlFacts)],
+    multiuser: bool,
+    settings: &Settings,
+    inventory: &Inventory,
+) -> Option<PathBuf> {
+    let linked = |facts: &NvmlFacts| LINKED_SOCKET.holds(inventory.series(), facts.compute_capability);
+    if !multiuser || !gpus.iter().all(|(_, facts)| linked(facts)) {
+        return None;
+    }
+    let directories = settings.pipe_directory.join("slices");
+    let names =
+        gpus.iter().map(|(gpu, _)| slice_file_name(gpu.gpu.pci.address, gpu.slices.saturating_sub(1)));
+    let longest = names.map(|name| name.len()).max()?;
+    let path = directories.as_os_str().len() + "/".len() + longest + "/control".len();
+    (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
 fn control_daemon(
@@ -140,10 +190,12 @@ fn control_daemon(
         }
         MultiUser::Off => (false, false),
     };
+    let slice_directories = slice_directories(gpus, multiuser, settings, inventory);
     let defaults = Defaults::of(gpus.iter().map(|(gpu, _)| *gpu));
     let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
         uuid: facts.uuid.clone(),
         pci: gpu.gpu.pci.address,
+        slices: gpu.slices,
         memory_limit_mib: defaults.memory_mib,
         slice_memory_mib: gpu.memory_limit_mib,
         slice_thread_percentage: gpu.thread_percentage,
@@ -158,8 +210,10 @@ fn control_daemon(
         driver: inventory.series(),
         thread_percentage: defaults.thread_percentage,
         multiuser,
-        multiuser_optional,
+        // A server of a user's own would have to get into the pipe directory.
+        multiuser_optional: multiuser_optional && slice_directories.is_none(),
         prewarm: settings.prewarm && multiuser,
+        slice_directories,
     })
 }
 
@@ -168,6 +222,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::config::ThreadPolicy;
     use crate::plan::tests::{facts, h200s, limits, node, plan, with};
 
     /// A slice waits for the control daemon only if its own limits change, and with them the default that it needs.
@@ -177,6 +232,7 @@ mod tests {
             let gpus = slices.iter().enumerate().map(|(n, (memory, threads))| ServedGpu {
                 uuid: format!("GPU-{n}"),
                 pci: "00:06.0".parse().unwrap(),
+                slices: 4,
                 memory_limit_mib: slices.iter().map(|(memory, _)| *memory).max().unwrap(),
                 slice_memory_mib: *memory,
                 slice_thread_percentage: *threads,
@@ -187,6 +243,7 @@ mod tests {
                 id: "shared".to_owned(),
                 pipe_directory: "/tmp/nvidia-mps/pipe".into(),
                 log_directory: "/tmp/nvidia-mps/log".into(),
+                slice_directories: None,
                 gpus: gpus.collect(),
                 driver: Series::default(),
                 thread_percentage: slices.iter().map(|(_, threads)| *threads).max().unwrap(),
@@ -230,7 +287,7 @@ mod tests {
             daemon.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.memory_limit_mib)).collect();
         assert_eq!(served, [("GPU-0", 61440), ("GPU-1", 61440), ("GPU-2", 61440)]);
         assert_eq!(daemon.thread_percentage, 50);
-        assert_eq!((daemon.multiuser, daemon.multiuser_optional, daemon.prewarm), (true, true, true));
+        assert_eq!((daemon.multiuser, daemon.multiuser_optional, daemon.prewarm), (true, false, true));
         assert!(
             plan.gpus[0].warnings[0].to_string().contains("default is 50 %"),
             "{:?}",
@@ -284,11 +341,64 @@ mod tests {
             let daemon = plan(&settings, inventory).unwrap().control_daemons.remove(0);
             (daemon.multiuser, daemon.multiuser_optional, daemon.prewarm)
         };
-        assert_eq!(seen(MultiUser::Auto, true, &h200s()), (true, true, true));
-        assert_eq!(seen(MultiUser::Auto, false, &h200s()), (true, true, false));
+        assert_eq!(seen(MultiUser::Auto, true, &h200s()), (true, false, true), "slices have directories");
+        let older = Inventory { driver: Ok("575.57.08".to_owned()), ..h200s() };
+        assert_eq!(seen(MultiUser::Auto, true, &older), (true, true, true));
+        assert_eq!(seen(MultiUser::Auto, false, &older), (true, true, false));
         assert_eq!(seen(MultiUser::Auto, true, &mixed), (false, false, false));
         assert_eq!(seen(MultiUser::On, true, &mixed), (true, false, true));
         assert_eq!(seen(MultiUser::Off, true, &h200s()), (false, false, false));
+    }
+
+    #[test]
+    fn slices_have_directories_where_a_linked_socket_is_enough() {
+        let settings = with(vec![(node(128), 2), (node(129), 1)]);
+        let linked = |settings: &Settings, inventory: &Inventory| {
+            let plan = plan(settings, inventory).unwrap();
+            let daemon = &plan.control_daemons[0];
+            assert_eq!(plan.gpus[0].slice_directories, daemon.slice_directories);
+            assert!(daemon.slice_directories.is_none() || !daemon.multiuser_optional);
+            daemon.slice_directories.as_ref()?;
+            assert_eq!(plan.gpus[0].slice_directory(1).unwrap().file_name().unwrap(), "1a_00.0-1");
+            Some(daemon.slice_file_names().into_iter().collect::<Vec<_>>())
+        };
+        let mut inventory = h200s();
+        inventory.driver = Ok("580.159.04".to_owned());
+        let all = ["1a_00.0-0", "1a_00.0-1", "1b_00.0-0"].map(str::to_owned).to_vec();
+        assert_eq!(linked(&settings, &inventory), Some(all.clone()));
+        let per_gpu = Settings { topology: Topology::PerGpu, ..settings.clone() };
+        assert_eq!(linked(&per_gpu, &inventory), Some(all[..2].to_vec()));
+        let single_user = Settings { multiuser: MultiUser::Off, ..settings.clone() };
+        assert_eq!(linked(&single_user, &inventory), None);
+        let too_long =
+            Settings { pipe_directory: format!("/tmp/{}", "x".repeat(80)).into(), ..settings.clone() };
+        assert_eq!(linked(&too_long, &inventory), None);
+        inventory.driver = Ok("575.57.08".to_owned());
+        assert_eq!(linked(&settings, &inventory), None);
+        inventory.driver = Ok("580.159.04".to_owned());
+        facts(&mut inventory, 1).compute_capability = Some((6, 1));
+        assert_eq!(linked(&settings, &inventory), None);
+    }
+
+    /// A slice is served only once its directory leads somewhere.
+    #[test]
+    fn a_gpu_with_new_slices_waits_for_their_directories() {
+        let mut inventory = h200s();
+        inventory.driver = Ok("580.159.04".to_owned());
+        let plan_of = |slices: u32, inventory: &Inventory| {
+            let mut settings = with(vec![(node(128), slices), (node(129), 1)]);
+            settings.thread_policy = ThreadPolicy::Unlimited;
+            plan(&settings, inventory).unwrap().control_daemons.remove(0)
+        };
+        let waiting = |before: &ControlDaemonPlan, after: &ControlDaemonPlan| {
+            after.to_be_set_since(before).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let (two, four) = (plan_of(2, &inventory), plan_of(4, &inventory));
+        assert_eq!(waiting(&two, &four), ["GPU-0"]);
+        assert_eq!(waiting(&two, &two), [""; 0]);
+        inventory.driver = Ok("575.57.08".to_owned());
+        let older = plan_of(2, &inventory);
+        assert_eq!(waiting(&older, &two), ["GPU-0", "GPU-1"], "after an upgrade of the driver");
     }
 
     proptest! {

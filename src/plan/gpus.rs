@@ -7,7 +7,7 @@ use super::limits;
 use super::warnings::{self, Warning};
 use crate::config::{Settings, Topology};
 use crate::host::driver::LIMITS;
-use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts};
+use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciAddress};
 use crate::host::inventory::Inventory;
 
 /// One configured GPU.
@@ -28,8 +28,10 @@ pub struct GpuPlan {
     pub unusable: Option<String>,
     /// Facts that an administrator should know, although the GPU is served.
     pub warnings: Vec<Warning>,
-    /// The directory in which its clients connect.
+    /// The pipe directory of its control daemon.
     pub pipe_directory: PathBuf,
+    /// The directory of the directories of its slices, if each slice has one.
+    pub slice_directories: Option<PathBuf>,
 }
 
 impl GpuPlan {
@@ -41,6 +43,17 @@ impl GpuPlan {
         }
     }
 
+    /// The name of the slice with this ordinal: `00:06.0-1`.
+    pub fn slice_name(&self, ordinal: u32) -> String {
+        slice_name(self.gpu.pci.address, ordinal)
+    }
+
+    /// The directory of the slice with this ordinal.
+    pub fn slice_directory(&self, ordinal: u32) -> Option<PathBuf> {
+        let name = slice_file_name(self.gpu.pci.address, ordinal);
+        Some(self.slice_directories.as_ref()?.join(name))
+    }
+
     /// The processes without MPS, if they alone keep the GPU from being served.
     pub fn holders(&self) -> &[(u32, String)] {
         match &self.gpu.nvml {
@@ -50,6 +63,15 @@ impl GpuPlan {
             _ => &[],
         }
     }
+}
+
+fn slice_name(gpu: PciAddress, ordinal: u32) -> String {
+    format!("{}-{ordinal}", gpu.short())
+}
+
+/// The name of the directory of a slice: its own, without the colons at which `docker --volume` splits.
+pub(super) fn slice_file_name(gpu: PciAddress, ordinal: u32) -> String {
+    slice_name(gpu, ordinal).replace(':', "_")
 }
 
 pub(super) fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
@@ -79,6 +101,7 @@ pub(super) fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inv
         unusable,
         warnings: facts.map(|facts| warnings::of(facts, slices.get(), inventory)).unwrap_or_default(),
         pipe_directory,
+        slice_directories: None,
         gpu,
     }
 }

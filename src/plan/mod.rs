@@ -78,7 +78,7 @@ pub(crate) fn plan(
     let mut gpus: Vec<GpuPlan> =
         wanted.into_iter().map(|wanted| gpus::gpu_plan(&wanted, settings, inventory)).collect();
     warnings::of_other_claims(&mut gpus, settings, inventory);
-    let control_daemons = control_daemons::control_daemons(&gpus, settings, inventory);
+    let control_daemons = control_daemons::control_daemons(&mut gpus, settings, inventory);
     warnings::of_loose_defaults(&mut gpus, &control_daemons);
     let configured = Configured::new(&gpus, &missing, inventory);
     let nothing = if gpus.is_empty() { entries::why_nothing(settings, inventory) } else { String::new() };

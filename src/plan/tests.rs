@@ -167,14 +167,17 @@ fn the_p40_of_the_platforms_documentation() {
             unusable: None,
             warnings: vec![Warning::NotEnforced { capability: (6, 1) }],
             pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+            slice_directories: None,
         }],
         control_daemons: vec![ControlDaemonPlan {
             id: "shared".to_owned(),
             pipe_directory: "/tmp/nvidia-mps/pipe".into(),
             log_directory: "/tmp/nvidia-mps/log".into(),
+            slice_directories: None,
             gpus: vec![ServedGpu {
                 uuid: P40.to_owned(),
                 pci: "00:06.0".parse().unwrap(),
+                slices: 4,
                 memory_limit_mib: 5760,
                 slice_memory_mib: 5760,
                 slice_thread_percentage: 25,

@@ -1,9 +1,12 @@
 //! The settings that make a container a client of slices: a pure function of the Snapshot and the names asked for.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
 use crate::publish::snapshot::{GpuView, Snapshot};
+
+/// The place of a slice's directory in a container.
+const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 
 /// The settings that a container runtime adds to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,6 +70,7 @@ pub(crate) fn container_config(
     }
     let mut devices: Vec<String> = Vec::new();
     let mut gpus: Vec<&GpuView> = Vec::new();
+    let mut directory = None;
     for asked in names {
         let asked = asked.as_ref();
         let found = snapshot.find(asked).ok_or_else(|| ContainerError::NoSuchDevice(asked.to_owned()))?;
@@ -83,6 +87,9 @@ pub(crate) fn container_config(
         {
             return Err(ContainerError::SeveralControlDaemons { first: device.clone(), second: name });
         }
+        if gpus.is_empty() {
+            directory = gpu.plan.slice_directory(found.ordinal());
+        }
         if !gpus.iter().any(|known| known.uuid() == gpu.uuid()) {
             gpus.push(gpu);
         }
@@ -93,25 +100,39 @@ pub(crate) fn container_config(
     let first = gpus.first().ok_or(ContainerError::NoneNamed)?;
     let percentage =
         gpus.iter().map(|gpu| gpu.plan.thread_percentage).min().unwrap_or(first.plan.thread_percentage);
-    let pipe_directory = &first.plan.pipe_directory;
+    let connect = match &directory {
+        Some(_) => Path::new(SLICE_DIRECTORY),
+        None => &first.plan.pipe_directory,
+    };
     let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid().to_owned()).collect();
     let environment = vec![
-        ("CUDA_MPS_PIPE_DIRECTORY", pipe_directory.display().to_string()),
+        ("CUDA_MPS_PIPE_DIRECTORY", connect.display().to_string()),
         ("NVIDIA_VISIBLE_DEVICES", uuids.join(",")),
         ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
         ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)),
         ("YUNION_MPS_DEVICE", devices.join(",")),
     ];
-    let mount =
-        |directory: PathBuf, read_only| Mount { host: directory.clone(), container: directory, read_only };
+    let mounts = match directory {
+        Some(host) => vec![Mount { host, container: connect.to_owned(), read_only: true }],
+        None => pipe_directory_mounts(snapshot, &gpus, connect),
+    };
+    Ok(ContainerConfig { environment, mounts, gpus: uuids })
+}
+
+/// The mounts of a client that needs the pipe directory itself.
+fn pipe_directory_mounts(snapshot: &Snapshot, gpus: &[&GpuView], pipe_directory: &Path) -> Vec<Mount> {
+    let mount = |directory: &Path, read_only| Mount {
+        host: directory.to_owned(),
+        container: directory.to_owned(),
+        read_only,
+    };
     // If the root user of a container may write there, it can take the control daemon's sockets away from everybody or
     // replace them: `rm -rf /tmp/*` at the start of a container is enough.
     let driver = Series::of(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|gpu| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
-    let mounts = vec![mount(PathBuf::from("/dev/shm"), false), mount(pipe_directory.clone(), read_only)];
-    Ok(ContainerConfig { environment, mounts, gpus: uuids })
+    vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
 }
 
 /// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
@@ -201,6 +222,24 @@ mod tests {
         one.environment.pop();
         one.environment.push(("YUNION_MPS_DEVICE", "00:06.0-1,00:06.0-2".to_owned()));
         assert_eq!(two, one);
+    }
+
+    #[test]
+    fn a_slice_with_a_directory_needs_nothing_else() {
+        let mut snapshot = two_gpus();
+        for gpu in snapshot.gpus.as_mut().unwrap() {
+            gpu.plan.slice_directories = Some("/tmp/nvidia-mps/pipe/slices".into());
+        }
+        for (asked, directory) in [
+            (&["00:06.0-1"][..], "00_06.0-1"),
+            (&["00:06.0"], "00_06.0-0"),
+            (&["00:07.0-3", "00:06.0-1"], "00_07.0-3"),
+        ] {
+            let config = container_config(&snapshot, asked).unwrap();
+            assert_eq!(environment(&config)[0], ("CUDA_MPS_PIPE_DIRECTORY", "/run/yunion-mps"));
+            let host = Path::new("/tmp/nvidia-mps/pipe/slices").join(directory);
+            assert_eq!(config.mounts, [Mount { host, container: "/run/yunion-mps".into(), read_only: true }]);
+        }
     }
 
     #[test]

@@ -131,7 +131,7 @@ impl Snapshot {
 impl GpuView {
     /// The name of the slice with this ordinal: `00:06.0-1`.
     pub fn slice_name(&self, ordinal: u32) -> String {
-        format!("{}-{ordinal}", self.plan.gpu.pci.address.short())
+        self.plan.slice_name(ordinal)
     }
 
     /// The GPU's UUID; empty if NVML does not tell it.
@@ -145,6 +145,14 @@ impl<'a> Named<'a> {
     pub fn gpu(&self) -> &'a GpuView {
         match self {
             Self::Gpu(gpu) | Self::Slice(gpu, _) => gpu,
+        }
+    }
+
+    /// The ordinal of the slice. The name of a GPU stands for its first one.
+    pub(super) fn ordinal(&self) -> u32 {
+        match self {
+            Self::Gpu(_) => 0,
+            Self::Slice(_, ordinal) => *ordinal,
         }
     }
 
@@ -196,6 +204,7 @@ pub(crate) mod tests {
                 unusable: None,
                 warnings: Vec::new(),
                 pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+                slice_directories: None,
             },
             healthy: true,
             reason: String::new(),

@@ -92,6 +92,8 @@ impl Serving<'_> {
                 gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
             }
         });
+        self.link_slices();
+        tracing::debug!(step = "linked", "the directories of slices lead here");
         self.run.configured = true;
         let hindered = self.run.hindrances.has(ClearedBy::Check);
         // The first look finds programs that slipped in before.

@@ -122,6 +122,7 @@ mod tests {
         ServedGpu {
             uuid: uuid.to_owned(),
             pci,
+            slices: 4,
             memory_limit_mib: 0,
             slice_memory_mib: 0,
             slice_thread_percentage: 100,

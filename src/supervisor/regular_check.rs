@@ -1,10 +1,12 @@
 //! The regular check of a control daemon that serves, and its consequences.
 
+use std::path::PathBuf;
+
 use rustix::process::Signal;
 
 use crate::mps::control::{ControlError, ServerStatus};
-use crate::mps::directories;
 use crate::mps::process::Process;
+use crate::mps::{directories, links};
 
 use super::heal::still_faulted;
 use super::hindrance::{ClearedBy, Hindrance, News, Progress};
@@ -28,6 +30,13 @@ impl Serving<'_> {
                     self.fault_seen(server);
                 }
                 self.let_users_in();
+                if self.run.configured && !self.worker.retiring {
+                    for directory in self.link_slices() {
+                        let directory = directory.display();
+                        let text = format!("{directory} did not lead to the control daemon, and does again");
+                        self.worker.reporter.warning(text);
+                    }
+                }
                 if news == News::AnswersAgain {
                     self.worker.reporter.event("the control daemon answers again".to_owned());
                     // It may have missed a command meanwhile.
@@ -87,6 +96,17 @@ impl Serving<'_> {
             self.run.hindrances.take_in(Some(Hindrance::PlaceTaken(other)));
         }
         other.is_some()
+    }
+
+    /// Makes sure that the directory of each slice leads to the control daemon. Returns the directories that did not.
+    pub(super) fn link_slices(&mut self) -> Vec<PathBuf> {
+        let plan = &self.worker.order.plan;
+        let Some(parent) = &plan.slice_directories else { return Vec::new() };
+        let linked = links::lead_to(&self.run.running.pipe_directory, parent, &plan.slice_file_names());
+        linked.unwrap_or_else(|bad| {
+            self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string())));
+            Vec::new()
+        })
     }
 
     /// Makes sure that clients of every user can get to the socket.

@@ -110,7 +110,8 @@ impl Machine {
             }
             let refuses = "this driver's control daemon refuses multi-user mode";
             if !plan.multiuser_optional {
-                return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to auto")));
+                let setting = if plan.slice_directories.is_some() { "off" } else { "auto" };
+                return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to {setting}")));
             }
             self.worker.reporter.event(format!("{refuses}; it runs without"));
             self.worker.multiuser_refused = true;

@@ -251,6 +251,7 @@ mod tests {
             id: "shared".to_owned(),
             pipe_directory: "/tmp/pipe".into(),
             log_directory: "/tmp/log".into(),
+            slice_directories: None,
             gpus: Vec::new(),
             driver: Series::default(),
             thread_percentage,

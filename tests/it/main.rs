@@ -41,6 +41,7 @@ mod reload;
 mod service_manager;
 mod serving;
 mod skips;
+mod slices;
 mod soak;
 mod structure;
 mod supervision;

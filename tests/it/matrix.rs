@@ -13,13 +13,14 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
+use crate::slices::leads_to;
 use crate::support::client::Client;
 use crate::support::host::{Host, alive, signal_pid, stat_fields};
 use crate::support::wait::{DEADLINE, wait_for};
 
 /// Where a start can be killed that finds nothing to take over, one that does, a reload, and a stop. The names are those
 /// of the daemon's log.
-const COLD: [&str; 11] = [
+const COLD: [&str; 12] = [
     "mode-written-down",
     "mode-set",
     "compute-modes",
@@ -30,10 +31,11 @@ const COLD: [&str; 11] = [
     "defaults",
     "prewarm",
     "limits",
+    "linked",
     "ready",
 ];
-const WARM: [&str; 4] = ["taken-over", "defaults", "limits", "ready"];
-const RELOAD: [&str; 5] = ["granted", "defaults", "live", "limits", "ready"];
+const WARM: [&str; 5] = ["taken-over", "defaults", "limits", "linked", "ready"];
+const RELOAD: [&str; 6] = ["granted", "defaults", "live", "limits", "linked", "ready"];
 const STOP: [&str; 5] = ["quit", "ended", "forgotten", "mode-back", "mode-forgotten"];
 
 /// A kill at no step: at any time at all.
@@ -509,6 +511,11 @@ impl Row {
         self.look();
         let listed = self.host.list();
         assert!(listed.iter().all(|device| device["healthy"] == true), "{listed:?}");
+        for device in &listed {
+            let name = device["addr"].as_str().unwrap().replace(':', "_");
+            let directory = self.host.path("mps/pipe/slices").join(name);
+            assert!(leads_to(&directory, Path::new(device["pipe_directory"].as_str().unwrap())), "{device}");
+        }
         let running = control_daemons(&self.host);
         assert_eq!(running.len(), self.daemons, "control daemons {running:?}");
         wait_for("the end of launchers", || launchers(&self.host).is_empty().then_some(()));

@@ -68,10 +68,15 @@ fn document(answer: &ContainerAnswer) -> Value {
     json!({"environment": environment, "mounts": mounts, "gpus": answer.gpus})
 }
 
-/// The environment of a process on this host. No container runtime hides the other GPUs from it, and its device 0, to
-/// which the memory limit applies, has to be the right one.
+/// The environment of a process on this host. It sees a directory at the place that the directory has here. No container
+/// runtime hides the other GPUs from it, and its device 0, to which the memory limit applies, has to be the right one.
 pub(in crate::ctl) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)> {
     let mut environment = answer.environment.clone();
+    for (_, value) in &mut environment {
+        if let Some((host, ..)) = answer.mounts.iter().find(|(_, container, _)| container == value) {
+            value.clone_from(host);
+        }
+    }
     environment.push(("CUDA_VISIBLE_DEVICES".to_owned(), answer.gpus.join(",")));
     environment
 }

@@ -60,13 +60,23 @@ impl Host {
         command
     }
 
-    /// The variables of a container that is given a slice.
+    /// The variables of a container that is given a slice, which sees a mounted directory at the place that it has here.
     pub(crate) fn environment_of(&self, device: &str) -> Vec<(String, String)> {
+        let answer = self.container_of(device);
+        let mounts = answer["mounts"].as_array().unwrap();
+        let here = |value: &Value| {
+            let mount = mounts.iter().find(|mount| mount["container"] == *value);
+            mount.map_or(value, |mount| &mount["host"]).as_str().unwrap().to_owned()
+        };
+        let variables = answer["environment"].as_object().unwrap().iter();
+        variables.map(|(name, value)| (name.clone(), here(value))).collect()
+    }
+
+    /// Everything that a container is given for a slice.
+    pub(crate) fn container_of(&self, device: &str) -> Value {
         let answer = self.mpsctl(&["env", device, "--format", "json"]);
         assert!(answer.status.success(), "{}", text(&answer));
-        let answer: Value = serde_json::from_slice(&answer.stdout).unwrap();
-        let variables = answer["environment"].as_object().unwrap().iter();
-        variables.map(|(name, value)| (name.clone(), value.as_str().unwrap().to_owned())).collect()
+        serde_json::from_slice(&answer.stdout).unwrap()
     }
 
     /// A client that computes until it is ended, once it is served.

@@ -45,6 +45,7 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
             unusable: None,
             warnings: Vec::new(),
             pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+            slice_directories: None,
         },
         healthy: true,
         reason: String::new(),
