@@ -2,6 +2,7 @@
 //! decides on the plan and publishes the state.
 
 mod cdi_spec;
+mod drain;
 mod findings;
 mod fleet;
 mod host_look;
@@ -122,7 +123,8 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         plan: Err("no look at the GPUs yet".to_owned()),
         requests: Requests::new(&tools.compute_modes),
         fleet: Fleet::new(tools, kept),
-        cdi_spec: CdiSpec::new(state_file),
+        cdi_spec: CdiSpec::new(state_file.clone()),
+        state_file,
         changed,
         snapshot,
         on_the_bus,
@@ -163,6 +165,7 @@ struct Daemon {
     fleet: Fleet,
     requests: Requests,
     cdi_spec: CdiSpec,
+    state_file: SharedStateFile,
     /// Wakes the loop up.
     changed: Arc<Notify>,
     snapshot: watch::Sender<Arc<Snapshot>>,
@@ -377,6 +380,7 @@ impl Daemon {
     fn compose(&self) -> Snapshot {
         let problems = [&self.refused, &self.problem, &self.cdi_spec.problem];
         let problem = problems.into_iter().find(|problem| !problem.is_empty());
+        let drained = self.state_file.lock().drained().clone();
         let parts = Parts {
             settings: &self.settings,
             driver: &self.look.driver_version,
@@ -384,6 +388,7 @@ impl Daemon {
             statuses: &self.fleet.statuses(),
             leaving: &self.fleet.statuses_of_leaving(),
             starting: self.fleet.starting(),
+            drained: &drained,
             events: &self.events,
             problem: problem.map_or("", String::as_str),
             stopping: self.ending.is_some(),

@@ -62,6 +62,8 @@ impl Daemon {
                 let id = ContainerId::new(&id).map_err(RequestError::from);
                 self.terminate(id.map(Wanted::Container), reply);
             }
+            Request::Drain(names, reply) => drop(reply.send(self.drain(&names))),
+            Request::Undrain(names, reply) => drop(reply.send(self.undrain(&names))),
             Request::Apply(force, reply) => self.fleet.apply(force, reply),
             Request::RestartServer(gpu, reply) => self.restart_server(&gpu, reply),
         }

@@ -65,6 +65,24 @@ impl ControlInterface {
         self.ask(&header, |reply| Request::ReleaseDevices(devices, reply)).await
     }
 
+    async fn drain(
+        &self,
+        names: Vec<String>,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<(), RequestError> {
+        bounded_names(&names)?;
+        self.ask(&header, |reply| Request::Drain(names, reply)).await
+    }
+
+    async fn undrain(
+        &self,
+        names: Vec<String>,
+        #[zbus(header)] header: Header<'_>,
+    ) -> Result<(), RequestError> {
+        bounded_names(&names)?;
+        self.ask(&header, |reply| Request::Undrain(names, reply)).await
+    }
+
     async fn release_container(
         &self,
         id: String,

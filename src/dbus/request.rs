@@ -98,6 +98,10 @@ pub enum Request {
     ReleaseContainer(String, Reply<()>),
     /// Carry out the changes of the configuration that wait for clients to leave; if true, without waiting.
     Apply(bool, Reply<()>),
+    /// Take slices and GPUs, as the caller names them, out of use for new clients; without names everything.
+    Drain(Vec<String>, Reply<()>),
+    /// Let new clients have them again; without names everything.
+    Undrain(Vec<String>, Reply<()>),
     /// Replace the server of a GPU, as the caller names it.
     RestartServer(String, Reply<()>),
 }
@@ -111,6 +115,7 @@ impl From<ContainerError> for RequestError {
             ContainerError::NoneNamed
             | ContainerError::NoUuid { .. }
             | ContainerError::NotServable { .. }
+            | ContainerError::Drained { .. }
             | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
         }
     }

@@ -166,7 +166,6 @@ macro_rules! gpu_object {
                 compute_mode: Option<String> = $gpu.compute_mode.map(|mode| mode.to_string());
                 "const" detected_on_host: bool = true;
                 device_path: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.uuid.clone());
-                healthy: bool = $gpu.healthy;
                 "const" hot_pluggable: bool = false;
                 limits_enforced: bool = $gpu.plan.limits_enforced;
                 memory_size: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
@@ -180,7 +179,6 @@ macro_rules! gpu_object {
                 nvidia_name: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.name.clone());
                 pcie_info: Option<PcieInfo> = $gpu.plan.gpu.pci.link.as_ref().map(PcieInfo::of);
                 pipe_directory: String = path(&$gpu.plan.pipe_directory);
-                reason: String = $gpu.reason.clone();
                 render_node: Option<String> = $gpu.plan.gpu.pci.render_node.as_deref().map(path);
                 servable: bool = $gpu.plan.servable();
                 vendor_device_id: String = $gpu.plan.gpu.vendor_device_id();
@@ -197,10 +195,13 @@ gpu_object! {
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
         // The platform's own defaults: another number would mark its rows as changed.
         "const" device_minor: i32 = -1;
+        drained: bool = gpu.drained.contains(&slice);
+        healthy: bool = gpu.slice_healthy(slice);
         "const" index: i32 = -1;
         "const" name: String = gpu.slice_name(slice);
         "const" ordinal: u32 = slice;
         "const" pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
+        reason: String = gpu.slice_reason(slice);
     }
 }
 
@@ -214,8 +215,10 @@ gpu_object! {
         confirmed_thread_percentage: Option<i32> = gpu.confirmed_thread_percentage.map(i32::from);
         control_daemon: String = gpu.control_daemon.clone();
         "const" dev_type: String = "GPU".to_owned();
+        healthy: bool = gpu.healthy;
         name: String = gpu.plan.gpu.pci.address.short();
         pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
+        reason: String = gpu.gpu_reason();
         "const" sharing_mode: String = "MPS".to_owned();
         virtual_num: i32 = i32::try_from(gpu.plan.slices).unwrap_or(i32::MAX);
     }

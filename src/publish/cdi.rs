@@ -23,9 +23,9 @@ const NEW_FILE: &str = ".yunion.io-mps.new";
 /// The earliest version in which a device's name may begin with a digit. A runtime refuses a later one than its own.
 const VERSION: &str = "0.5.0";
 
-/// The spec of all slices that can be used now. None if there are none: a spec without devices is not valid.
+/// The spec of all slices that a new client can use now. None if there are none: a spec without devices is not valid.
 pub(crate) fn spec(snapshot: &Snapshot) -> Option<String> {
-    let healthy = snapshot.slices().filter(|(gpu, _)| gpu.healthy);
+    let healthy = snapshot.slices().filter(|(gpu, ordinal)| gpu.slice_healthy(*ordinal));
     let devices: Vec<Value> =
         healthy.filter_map(|(gpu, ordinal)| device(snapshot, &gpu.slice_name(ordinal))).collect();
     if devices.is_empty() {

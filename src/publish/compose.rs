@@ -1,12 +1,13 @@
 //! Makes the Snapshot from the plan and the supervisors' statuses.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::config::Settings;
 use crate::counted::counted;
 use crate::plan::{GpuPlan, Plan};
 use crate::publish::snapshot::{GpuView, Snapshot, State};
 use crate::supervisor::bypass;
+use crate::supervisor::drained::Drained;
 use crate::supervisor::view::{ControlDaemonState, EVENTS_KEPT, Event};
 use crate::supervisor::{GpuStatus, Status};
 
@@ -25,6 +26,8 @@ pub(crate) struct Parts<'a> {
     pub leaving: &'a [Status],
     /// Whether a control daemon starts as soon as another one, which ends now, has left its GPUs.
     pub starting: bool,
+    /// The slices that an administrator has taken out of use for new clients.
+    pub drained: &'a Drained,
     /// Events that concern no control daemon.
     pub events: &'a VecDeque<Event>,
     /// A standing problem that serves nobody worse, such as a new configuration that was refused.
@@ -111,7 +114,13 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         control_daemon: served.map(|(status, _)| status.view.id.clone()).unwrap_or_default(),
         confirmed_thread_percentage: gpu.and_then(|gpu| gpu.thread_percentage),
         confirmed_memory_limit_mib: gpu.and_then(|gpu| gpu.memory_limit_mib),
+        drained: drained(plan, parts.drained),
     }
+}
+
+fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
+    let address = plan.gpu.pci.address.short();
+    (0..plan.slices).filter(|ordinal| drained.has(&address, &format!("{address}-{ordinal}"))).collect()
 }
 
 /// The status of a GPU, and of the control daemon that is to serve it.
@@ -159,6 +168,8 @@ fn missing(parts: &Parts<'_>) -> Option<String> {
     Some(format!("{}{more}", first.problem))
 }
 
+/// Drained slices don't count: nothing is wrong with a host that an administrator has drained, and its present clients
+/// are served.
 fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     if parts.stopping {
         return (State::Stopping, String::new());
@@ -218,11 +229,15 @@ fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
 /// The unit's status line.
 pub(crate) fn status_line(snapshot: &Snapshot) -> String {
     let gpus = snapshot.gpus.as_deref().unwrap_or_default();
-    let slices: usize = gpus.iter().filter(|gpu| gpu.healthy).map(|gpu| gpu.plan.slices as usize).sum();
+    let slices = snapshot.slices().filter(|(gpu, ordinal)| gpu.slice_healthy(*ordinal)).count();
+    let drained: usize = gpus.iter().map(|gpu| gpu.drained.len()).sum();
     let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
     let mut line = snapshot.state.as_str().to_owned();
     if !gpus.is_empty() {
         line.push_str(&format!(": {} on {healthy} of {} GPUs", counted(slices, "device"), gpus.len()));
+        if drained > 0 {
+            line.push_str(&format!(", {drained} drained"));
+        }
     }
     if !snapshot.reason.is_empty() {
         line.push_str("; ");

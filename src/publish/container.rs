@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
-use crate::publish::snapshot::{GpuView, Snapshot};
+use crate::publish::snapshot::{GpuView, Named, Snapshot, drained};
+use crate::reason::Reason;
 
 /// The place of a slice's directory in a container.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
@@ -48,6 +49,9 @@ pub enum ContainerError {
     /// A device of a GPU that can't be served as it is.
     #[error("{device} can't be served: {reason}")]
     NotServable { device: String, reason: String },
+    /// A slice that is drained, or a GPU without any other slice.
+    #[error("{device} is {reason}")]
+    Drained { device: String, reason: Reason },
     /// Devices of different control daemons.
     #[error(
         "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
@@ -59,7 +63,7 @@ pub enum ContainerError {
 /// The settings for a container that uses these devices.
 ///
 /// A name is the name of a slice (`00:06.0-1`) or of a GPU (its address or UUID). The name of a GPU stands for one slice of
-/// it. Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice, and a client can only
+/// it that is not drained. Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice, and a client can only
 /// tighten them. So two slices of one GPU get the same answer as one slice.
 pub(crate) fn container_config(
     snapshot: &Snapshot,
@@ -81,6 +85,9 @@ pub(crate) fn container_config(
         if !gpu.plan.servable() {
             let reason = gpu.plan.unusable.clone().unwrap_or_default();
             return Err(ContainerError::NotServable { device: name, reason });
+        }
+        if is_drained(found) {
+            return Err(ContainerError::Drained { reason: drained(&name), device: name });
         }
         if let (Some(first), Some(device)) = (gpus.first(), devices.first())
             && first.plan.pipe_directory != gpu.plan.pipe_directory
@@ -133,6 +140,14 @@ fn pipe_directory_mounts(snapshot: &Snapshot, gpus: &[&GpuView], pipe_directory:
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|gpu| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
+}
+
+/// Whether no new client gets the slice, or any slice of the GPU.
+fn is_drained(found: Named<'_>) -> bool {
+    match found {
+        Named::Gpu(gpu) => gpu.all_drained(),
+        Named::Slice(gpu, ordinal) => gpu.drained.contains(&ordinal),
+    }
 }
 
 /// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
@@ -271,6 +286,26 @@ mod tests {
         );
         // A program without MPS ends some day, and a container that starts after that needs the answer.
         assert!(with(&|facts| facts.foreign_processes = vec![(7, "job".to_owned())]).is_ok());
+    }
+
+    #[test]
+    fn a_drained_slice_is_given_to_nobody_and_its_gpu_while_another_is_left() {
+        let mut snapshot = two_gpus();
+        let mut drain = |ordinals: std::ops::Range<u32>| {
+            snapshot.gpus.as_mut().unwrap()[0].drained.extend(ordinals);
+            snapshot.clone()
+        };
+        let refusal = |snapshot: &Snapshot, names: &[&str]| {
+            container_config(snapshot, names).err().map(|error| error.to_string())
+        };
+        let drained =
+            |name| format!("{name} is drained for new clients; yunion-mpsctl undrain {name} takes that back");
+        let some = drain(1..3);
+        assert_eq!(refusal(&some, &["00:06.0-0", "00:06.0-1"]), Some(drained("00:06.0-1")));
+        assert_eq!(refusal(&some, &["00:06.0-0", "00:07.0-1", "GPU-1"]), None);
+        let all = drain(0..4);
+        assert_eq!(refusal(&all, &["GPU-1"]), Some(drained("00:06.0")));
+        assert_eq!(refusal(&all, &["GPU-2"]), None);
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! The Snapshot: everything that this service publishes, as plain data. D-Bus and the unit's status line are made from it
 //! alone.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::path::PathBuf;
 
 use crate::host::gpu::{ComputeMode, PciAddress};
 use crate::plan::GpuPlan;
+use crate::reason::Reason;
 use crate::supervisor::view::{ControlDaemonView, Event};
 
 /// The service's state in one word. A reader treats an unknown word as `degraded`.
@@ -70,7 +71,7 @@ pub struct Snapshot {
 pub struct GpuView {
     /// The plan for it.
     pub plan: GpuPlan,
-    /// Whether a client that starts now is served with the planned limits.
+    /// Whether a client that starts now is served with the planned limits. Drained slices change nothing here.
     pub healthy: bool,
     /// Why not, or what to know though it is; empty when there is nothing to say.
     pub reason: String,
@@ -82,6 +83,8 @@ pub struct GpuView {
     pub confirmed_thread_percentage: Option<u8>,
     /// The memory limit that a running server has confirmed, in MiB.
     pub confirmed_memory_limit_mib: Option<u64>,
+    /// The ordinals of the slices that an administrator has taken out of use for new clients.
+    pub drained: BTreeSet<u32>,
 }
 
 /// The thing behind a name.
@@ -134,6 +137,31 @@ impl GpuView {
         self.plan.slice_name(ordinal)
     }
 
+    /// Whether a client that starts now gets the slice and is served with its limits.
+    pub fn slice_healthy(&self, ordinal: u32) -> bool {
+        self.healthy && !self.drained.contains(&ordinal)
+    }
+
+    /// Why not, or what to know though it is.
+    pub fn slice_reason(&self, ordinal: u32) -> String {
+        let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
+        joined(drained, &self.reason)
+    }
+
+    /// The reason of the GPU itself, which also says how many slices are drained.
+    pub fn gpu_reason(&self) -> String {
+        let drained = self.drained.len();
+        joined(
+            (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices)),
+            &self.reason,
+        )
+    }
+
+    /// Whether no slice is left for a new client.
+    pub fn all_drained(&self) -> bool {
+        (0..self.plan.slices).all(|ordinal| self.drained.contains(&ordinal))
+    }
+
     /// The GPU's UUID; empty if NVML does not tell it.
     pub fn uuid(&self) -> &str {
         self.plan.gpu.uuid().unwrap_or_default()
@@ -163,6 +191,16 @@ impl<'a> Named<'a> {
             Self::Slice(gpu, ordinal) => gpu.slice_name(*ordinal),
         }
     }
+}
+
+/// The reason why no new client gets this slice or GPU.
+pub(crate) fn drained(name: &str) -> Reason {
+    Reason::new("drained for new clients", format!("yunion-mpsctl undrain {name} takes that back"))
+}
+
+fn joined(first: Option<String>, second: &str) -> String {
+    let second = (!second.is_empty()).then(|| second.to_owned());
+    first.into_iter().chain(second).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
@@ -212,6 +250,7 @@ pub(crate) mod tests {
             control_daemon: "shared".to_owned(),
             confirmed_thread_percentage: None,
             confirmed_memory_limit_mib: None,
+            drained: BTreeSet::new(),
         }
     }
 
@@ -279,5 +318,25 @@ pub(crate) mod tests {
         let snapshot = snapshot(Some(vec![lost]));
         assert_eq!(snapshot.find(""), None);
         assert_eq!(snapshot.find("00:06.0").map(|found| found.name()).as_deref(), Some("00:06.0"));
+    }
+
+    #[test]
+    fn a_drained_slice_is_not_healthy_and_its_neighbours_are() {
+        let mut view = gpu("00:06.0", "GPU-1");
+        view.drained.insert(1);
+        assert!(view.slice_healthy(0) && !view.slice_healthy(1) && view.healthy && !view.all_drained());
+        assert_eq!(view.slice_reason(0), "");
+        let drained = "drained for new clients; yunion-mpsctl undrain 00:06.0-1 takes that back";
+        assert_eq!(view.slice_reason(1), drained);
+        assert_eq!(view.gpu_reason(), "1 of 4 slices drained");
+        view.healthy = false;
+        view.reason = "GPU is lost".to_owned();
+        assert!(!view.slice_healthy(0));
+        assert_eq!(
+            (view.slice_reason(0), view.slice_reason(1)),
+            ("GPU is lost".to_owned(), format!("{drained}; GPU is lost"))
+        );
+        view.drained.extend(0..4);
+        assert!(view.all_drained());
     }
 }

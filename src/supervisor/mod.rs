@@ -12,6 +12,7 @@ mod bypasses;
 mod commands;
 pub(crate) mod compute_modes;
 mod configure;
+pub(crate) mod drained;
 mod gpus;
 mod heal;
 mod hindrance;

@@ -1,5 +1,5 @@
 //! Facts that must survive this service: its control daemons, the compute mode that each GPU had before the service
-//! changed it, and the place of the CDI spec.
+//! changed it, the place of the CDI spec, and the slices that an administrator has drained.
 //!
 //! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
 //! not a reboot.
@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::host::gpu::ComputeMode;
 use crate::host::regular_file::{self, Unreadable};
 use crate::mps::identity::Identity;
+use crate::supervisor::drained::Drained;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 
 const FILE: &str = "state.json";
@@ -47,6 +48,8 @@ struct Contents {
     control_daemons: BTreeMap<String, Running>,
     #[serde(default)]
     cdi_spec: Option<PathBuf>,
+    #[serde(default)]
+    drained: Drained,
 }
 
 impl Default for Contents {
@@ -56,6 +59,7 @@ impl Default for Contents {
             previous_compute_modes: BTreeMap::new(),
             control_daemons: BTreeMap::new(),
             cdi_spec: None,
+            drained: Drained::default(),
         }
     }
 }
@@ -98,7 +102,8 @@ impl StateFile {
         let file = directory.path().join(FILE);
         let contents = read(&file).unwrap_or_else(|what| {
             tracing::warn!(
-                "{}: {what}; a control daemon that runs is taken for another's, and compute modes stay as they are",
+                "{}: {what}; a control daemon that runs is taken for another's, compute modes stay as they are, and nothing is \
+                 drained any more",
                 file.display()
             );
             None
@@ -169,6 +174,16 @@ impl StateFile {
     /// The CDI spec that was written since the host was started.
     pub(crate) fn cdi_spec(&self) -> Option<&Path> {
         self.contents.cdi_spec.as_deref()
+    }
+
+    /// Writes down what is drained from now on.
+    pub(crate) fn set_drained(&mut self, drained: Drained) -> io::Result<()> {
+        self.change(|contents| contents.drained = drained)
+    }
+
+    /// The slices that are drained.
+    pub(crate) fn drained(&self) -> &Drained {
+        &self.contents.drained
     }
 
     /// Writes the file again if it is not as it should be, and says whether that was needed.
@@ -252,6 +267,18 @@ mod tests {
         assert_eq!(again.previous_compute_mode(UUID), Some(ComputeMode::ExclusiveThread));
         again.forget_compute_mode(UUID).unwrap();
         assert_eq!(open(&directory).previous_compute_mode(UUID), None);
+    }
+
+    #[test]
+    fn a_drain_survives_and_is_not_in_the_file_of_an_earlier_version() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join(FILE), r#"{"version": 1, "previous_compute_modes": {}}"#).unwrap();
+        let mut state_file = open(&directory);
+        assert_eq!(state_file.drained(), &Drained::default());
+        let mut drained = Drained::default();
+        drained.drain(&["00:06.0-1".to_owned()]);
+        state_file.set_drained(drained.clone()).unwrap();
+        assert_eq!(open(&directory).drained(), &drained);
     }
 
     #[test]

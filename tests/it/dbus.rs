@@ -73,6 +73,7 @@ fn golden_slice(ordinal: u32) -> Value {
         "ordinal": ["u", ordinal],
         "index": ["i", -1],
         "device_minor": ["i", -1],
+        "drained": ["b", false],
     }))
 }
 
@@ -300,6 +301,7 @@ async fn what_is_not_known_is_left_out() {
         "detected_on_host": ["b", true],
         "hot_pluggable": ["b", false],
         "servable": ["b", true],
+        "drained": ["b", false],
         "healthy": ["b", false],
         // A NUL in a string would make the bus close the connection.
         "reason": ["s", "GPU is lost\u{fffd}"],
@@ -769,6 +771,8 @@ async fn control_is_roots_whatever_the_policy_says() {
         ("RestartServer", &["00:06.0"]),
         ("ReleaseDevices", &["['00:06.0-1']"]),
         ("ReleaseContainer", &["0123456789ab"]),
+        ("Drain", &["['00:06.0-1']"]),
+        ("Undrain", &["@as []"]),
     ] {
         let mut gdbus = service.bus.command_as_nobody("gdbus");
         gdbus.args(["call", "--system", "--dest", NAME, "--object-path", MANAGER, "--method"]);

@@ -1,6 +1,6 @@
 //! Snapshots as the daemon would publish them.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
@@ -53,6 +53,7 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
         control_daemon: "shared".to_owned(),
         confirmed_thread_percentage: Some(25),
         confirmed_memory_limit_mib: None,
+        drained: BTreeSet::new(),
     }
 }
 
