@@ -128,6 +128,30 @@ enum Command {
         yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b"
     )]
     Terminate(act::terminate::Arguments),
+    /// Takes slices, GPUs or the whole host out of use for new clients, while the present clients finish
+    #[command(
+        after_help = "A drained slice is not healthy, GetContainerConfig and the commands env and run refuse it, and the \
+        CDI spec leaves it out. The drain lasts until undrain or the next boot: not even systemctl stop ends it. The \
+        service can't keep out a container that has the pipe directory already, or that an agent gives the pipe \
+        directory by itself: such a container can start new clients, and --wait waits for these too.\n\n\
+        --wait waits for every client of a GPU that is drained as a whole, and for every client that does not say which \
+        slice it has. Ctrl-C ends the waiting, and the drain stays.\n\n\
+        Exit status: 0 with --wait only if no client is left.\n\n\
+        Examples:\n  \
+        yunion-mpsctl drain 00:06.0-1\n  \
+        yunion-mpsctl drain 00:06.0 --wait\n  \
+        yunion-mpsctl drain --all --wait && systemctl stop yunion-mps-daemon"
+    )]
+    Drain(act::drain::Arguments),
+    /// Lets new clients have drained slices again
+    #[command(
+        after_help = "A slice of a drained GPU can be taken back alone, and a GPU of a drained host: the rest stays \
+        drained.\n\n\
+        Examples:\n  \
+        yunion-mpsctl undrain 00:06.0-1\n  \
+        yunion-mpsctl undrain --all"
+    )]
+    Undrain(act::drain::What),
     /// Makes the service read its configuration again, as systemctl reload does
     #[command(after_help = "The service refuses a wrong configuration, and keeps the old one.\n\n\
         Examples:\n  \
@@ -273,6 +297,8 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
         Command::Env(arguments) => show::env::env(&daemon().await?, &arguments, out).await?,
         Command::Run(arguments) => status = act::run::run(daemon().await?, &arguments).await?,
         Command::Terminate(arguments) => act::terminate::terminate(&daemon().await?, &arguments, out).await?,
+        Command::Drain(arguments) => status = act::drain::drain(&daemon().await?, &arguments, out).await?,
+        Command::Undrain(what) => act::drain::undrain(&daemon().await?, &what, out).await?,
         Command::Reload { json } => act::apply::reload(&daemon().await?, json, out).await?,
         Command::Apply { force, json } => act::apply::apply(&daemon().await?, force, json, out).await?,
         Command::Probe(arguments) => {

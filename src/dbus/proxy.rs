@@ -142,6 +142,8 @@ trait Control {
     fn apply(&self, force: bool) -> zbus::Result<()>;
     fn release_devices(&self, devices: &[String]) -> zbus::Result<()>;
     fn release_container(&self, id: &str) -> zbus::Result<()>;
+    fn drain(&self, names: &[String]) -> zbus::Result<()>;
+    fn undrain(&self, names: &[String]) -> zbus::Result<()>;
 }
 
 /// The answer of a call of Control. The bus refuses everybody but root, in words about its own rules.
@@ -217,6 +219,16 @@ impl DaemonProxy {
     /// Ends the GPU work of the clients in a container, and returns when none is left. For root.
     pub(crate) async fn release_container(&self, id: &str) -> Result<(), BusError> {
         for_root(self.control.release_container(id).await)
+    }
+
+    /// Takes slices and GPUs out of use for new clients; without names everything. For root.
+    pub(crate) async fn drain(&self, names: &[String]) -> Result<(), BusError> {
+        for_root(self.control.drain(names).await)
+    }
+
+    /// Lets new clients have them again; without names everything. For root.
+    pub(crate) async fn undrain(&self, names: &[String]) -> Result<(), BusError> {
+        for_root(self.control.undrain(names).await)
     }
 
     /// Has the configuration read again; the generation then in force. For root.

@@ -200,6 +200,8 @@ async fn exit_statuses_say_what_happened() {
         &["terminate", "--device", "00:06.0-1"],
         &["reload"],
         &["apply"],
+        &["drain", "--all"],
+        &["undrain", "00:06.0"],
         &["probe"],
         &["bench"],
     ] {
@@ -223,9 +225,17 @@ async fn exit_statuses_say_what_happened() {
     }
 
     let service = Service::start(p40_board()).await;
-    for arguments in
-        [&[][..], &["bogus"], &["env"], &["run", "00:06.0-1"], &["list", "--bogus"], &["bench", "--bogus"]]
-    {
+    for arguments in [
+        &[][..],
+        &["bogus"],
+        &["env"],
+        &["run", "00:06.0-1"],
+        &["list", "--bogus"],
+        &["bench", "--bogus"],
+        &["drain"],
+        &["drain", "00:06.0", "--all"],
+        &["undrain"],
+    ] {
         let (status, out, err) = ended(&mut ctl(&service.bus, arguments)).await;
         assert_eq!((status, out.as_str()), (Some(2), ""), "{arguments:?}");
         assert!(err.contains("Usage: yunion-mpsctl"), "{err}");
@@ -250,6 +260,8 @@ async fn every_subcommand_has_examples() {
         "terminate",
         "reload",
         "apply",
+        "drain",
+        "undrain",
         "probe",
         "bench",
     ] {

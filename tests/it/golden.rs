@@ -56,6 +56,8 @@ const CASES: &[(&str, &[&str])] = &[
     ("probe", &["yunion-mpsctl", "probe", "DEVICE", "--beside-clients", "--json"]),
     ("bench", &["yunion-mpsctl", "bench", "-n", "2", "--device", "DEVICE", "--beside-clients"]),
     ("bench", &["yunion-mpsctl", "bench", "-n", "2", "--device", "DEVICE", "--beside-clients", "--json"]),
+    ("drain", &["yunion-mpsctl", "drain", "DEVICE"]),
+    ("undrain", &["yunion-mpsctl", "undrain", "DEVICE"]),
     ("apply", &["yunion-mpsctl", "apply"]),
     ("apply", &["yunion-mpsctl", "apply", "--json"]),
     ("reload", &["yunion-mpsctl", "reload"]),

@@ -29,6 +29,7 @@ mod clients;
 mod ctl;
 mod dbus;
 mod doctor;
+mod drain;
 mod example;
 mod faults;
 mod golden;

@@ -13,6 +13,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the state of the service", service),
     ("whether limits are confirmed", limits),
     ("whose slices the clients use", devices),
+    ("drained slices", drained),
     ("clients that wait for those of other users", waiting),
 ];
 
@@ -157,6 +158,22 @@ fn devices(facts: &Facts) -> Outcome {
         format!("nobody knows which slice they were given: {}", nameless.join(", ")),
         "start them with the environment that GetContainerConfig or yunion-mpsctl env answers, or with \
          yunion-mpsctl run",
+    )])
+}
+
+/// Slices that an administrator may have forgotten.
+fn drained(facts: &Facts) -> Outcome {
+    let devices = facts.published()?.devices.as_deref().unwrap_or_default();
+    let drained: Vec<&str> =
+        devices.iter().filter(|device| device.drained).map(|device| device.addr.as_str()).collect();
+    if drained.is_empty() {
+        return Ok(Vec::new());
+    }
+    Ok(vec![info(
+        "slices-drained",
+        counted(drained.len(), "slice"),
+        format!("drained for new clients: {}", drained.join(", ")),
+        "yunion-mpsctl undrain NAME takes that back for a slice or a GPU, undrain --all for everything",
     )])
 }
 

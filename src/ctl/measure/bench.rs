@@ -46,7 +46,7 @@ pub(in crate::ctl) struct Arguments {
     #[arg(short = 'n', long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u32).range(1..=60))]
     processes: u32,
     /// Slices of one GPU, which the processes take in turn; a GPU's address or UUID stands for all of its slices. May be
-    /// repeated. Default: all slices of the first healthy GPU
+    /// repeated. Default: all slices of the first healthy GPU that are not drained
     #[arg(long, value_name = "NAME")]
     device: Vec<String>,
     /// Run even if the GPU has other clients; this slows them down
@@ -108,7 +108,9 @@ fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a
     let all = || devices.iter().map(Deref::deref);
     if names.is_empty() {
         let first = all().find(|device| device.healthy).and_then(|first| first.device_path.as_ref());
-        return Ok(all().filter(|device| first.is_some() && device.device_path.as_ref() == first).collect());
+        let of_first = |device: &&Device| first.is_some() && device.device_path.as_ref() == first;
+        // The others of a healthy GPU are drained.
+        return Ok(all().filter(of_first).filter(|device| device.healthy).collect());
     }
     let mut chosen: Vec<&Device> = Vec::new();
     for name in names {

@@ -23,7 +23,7 @@ const CONTEXT_MIB_PER_SM: u64 = 6;
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
     /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
-    /// first slice of every GPU; its other slices have the same limits and the same server
+    /// first slice of every GPU that is not drained; its other slices have the same limits and the same server
     #[arg(value_name = "DEVICE")]
     device: Option<String>,
     /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
@@ -42,7 +42,7 @@ pub(in crate::ctl) async fn probe(
     let devices = daemon.devices().await?;
     let chosen: Vec<&Listed<Device>> = match &arguments.device {
         Some(name) => vec![named(daemon, name, &devices).await?],
-        None => devices.iter().filter(|device| device.ordinal == 0).collect(),
+        None => first_slices(&devices),
     };
     if chosen.is_empty() {
         return Err(Error::Failed("there is no device to probe; see: yunion-mpsctl status".to_owned()));
@@ -55,7 +55,8 @@ pub(in crate::ctl) async fn probe(
         // A device that was named is tried in any case.
         if arguments.device.is_none() && !device.healthy {
             let health = health(device.healthy, &device.reason);
-            report.error = Some(format!("{health}; name it to have it probed all the same"));
+            let advice = if device.drained { "" } else { "; name it to have it probed all the same" };
+            report.error = Some(format!("{health}{advice}"));
         } else if let Err(error) = report.fill(daemon, arguments.beside_clients).await {
             report.error = Some(error.to_string());
         }
@@ -69,6 +70,19 @@ pub(in crate::ctl) async fn probe(
         print_json(out, &reports.iter().map(Report::document).collect::<Vec<_>>())?;
     }
     Ok(if reports.iter().all(Report::matches) { 0 } else { FAILED })
+}
+
+/// The first slice of each GPU that is not drained. Where all are, it is the first.
+fn first_slices(devices: &[Listed<Device>]) -> Vec<&Listed<Device>> {
+    let mut first: Vec<&Listed<Device>> = Vec::new();
+    for device in devices {
+        match first.iter_mut().find(|one| one.base_addr == device.base_addr) {
+            Some(one) if one.drained && !device.drained => *one = device,
+            Some(_) => {}
+            None => first.push(device),
+        }
+    }
+    first
 }
 
 async fn named<'a>(

@@ -12,7 +12,7 @@ const HEADS: [&str; 10] =
     ["PID", "User", "Command", "MPS", "Device", "GPU", "Container", "Memory (MiB)", "Since", "Age"];
 
 /// As much of a container's id as its runtime shows in tables.
-const SHORT_ID: usize = 12;
+pub(in crate::ctl) const SHORT_ID: usize = 12;
 
 pub(in crate::ctl) async fn clients(
     daemon: &DaemonProxy,

@@ -138,10 +138,17 @@ impl Published {
         to.info("device_info", "The virtual devices.", devices.iter().map(|device| device.labels()))?;
         to.each(
             "device_healthy",
-            "Whether a client of the virtual device that starts now is served with its limits.",
+            "Whether a client that starts now gets the virtual device and is served with its limits.",
             None,
             devices,
             |device| Some(flag(device.healthy)),
+        )?;
+        to.each(
+            "device_drained",
+            "Whether the virtual device is taken out of use for new clients.",
+            None,
+            devices,
+            |device| Some(flag(device.drained)),
         )?;
         to.each(
             "device_memory_limit",

@@ -31,8 +31,12 @@ pub(in crate::ctl) fn width() -> Option<usize> {
 
 /// Whether stdout takes colours: a terminal does, unless `NO_COLOR` or TERM says otherwise.
 pub(in crate::ctl) fn colour() -> bool {
+    is_drawn_on() && std::env::var_os("NO_COLOR").is_none_or(|text| text.is_empty())
+}
+
+/// Whether a text on stdout can take the place of an earlier one: on a terminal, unless TERM says otherwise.
+pub(in crate::ctl) fn is_drawn_on() -> bool {
     rustix::termios::isatty(rustix::stdio::stdout())
-        && std::env::var_os("NO_COLOR").is_none_or(|text| text.is_empty())
         && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 

@@ -1,0 +1,391 @@
+//! `yunion-mpsctl drain` and `undrain`: slices, a GPU or the host out of use for new clients.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Lines};
+use std::process::{ChildStdout, Output, Stdio};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::support::client::Client;
+use crate::support::host::{Host, binaries, signal_pid, text};
+use crate::support::skip::root_or_skip;
+use crate::support::wait::wait_for;
+
+/// A host that serves and keeps a CDI spec.
+fn serving(board: &str) -> Host {
+    let mut host = Host::new(board);
+    host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
+    host.start();
+    host.wait_for_state("ready");
+    host
+}
+
+/// The devices in the CDI spec; none without a file.
+fn in_spec(host: &Host) -> Vec<String> {
+    let Ok(spec) = fs::read_to_string(host.path("run/cdi/yunion.io-mps.json")) else { return Vec::new() };
+    let spec: Value = serde_json::from_str(&spec).unwrap();
+    let devices = spec["devices"].as_array().unwrap().iter();
+    devices.map(|device| device["name"].as_str().unwrap().to_owned()).collect()
+}
+
+fn names(devices: &[Value], wanted: impl Fn(&Value) -> bool) -> Vec<String> {
+    let wanted = devices.iter().filter(|device| wanted(device));
+    wanted.map(|device| device["addr"].as_str().unwrap().to_owned()).collect()
+}
+
+fn drained(host: &Host) -> Vec<String> {
+    names(&host.list(), |device| device["drained"] == true)
+}
+
+/// Runs a command, which has to succeed.
+fn done(host: &Host, arguments: &[&str]) -> String {
+    let output = host.mpsctl(arguments);
+    assert!(output.status.success(), "{arguments:?}: {}", text(&output));
+    text(&output)
+}
+
+fn refused(output: &Output, reason: &str) {
+    assert!(output.status.code() == Some(1) && text(output).contains(reason), "{}", text(output));
+}
+
+fn events(host: &Host) -> Vec<String> {
+    let status = host.json(&["status"]).unwrap();
+    let events = status["events"].as_array().unwrap().iter();
+    events.map(|event| event["text"].as_str().unwrap().to_owned()).collect()
+}
+
+/// A slice is drained everywhere, and nothing else is.
+fn assert_only_drained(host: &Host, name: &str) {
+    let listed = host.list();
+    assert_eq!(names(&listed, |device| device["drained"] == true), [name]);
+    assert_eq!(names(&listed, |device| device["healthy"] == false), [name]);
+    let device = listed.iter().find(|device| device["addr"] == name).unwrap();
+    let reason = format!("drained for new clients; yunion-mpsctl undrain {name} takes that back");
+    assert!(device["reason"].as_str().unwrap().starts_with(&reason), "{device:#}");
+    assert_eq!(in_spec(host), names(&listed, |device| device["addr"] != name));
+    let status = host.json(&["status"]).unwrap();
+    assert_eq!(
+        (&status["service"]["state"], &status["service"]["state_reason"]),
+        (&"ready".into(), &"".into())
+    );
+    assert_eq!(status["gpus"][0]["healthy"], true);
+    let said = format!("1 of {} slices drained", listed.len());
+    assert!(status["gpus"][0]["reason"].as_str().unwrap().starts_with(&said), "{status:#}");
+    refused(&host.mpsctl(&["env", name]), &format!("{name} is {reason}"));
+    refused(&host.mpsctl(&["run", name, "--", "true"]), &format!("{name} is {reason}"));
+    let answer = host
+        .command("gdbus")
+        .args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path"])
+        .args(["/io/yunion/Mps1/Manager", "--method", "io.yunion.Mps1.Manager.GetContainerConfig"])
+        .arg(format!("['00:06.0-0','{name}']"))
+        .output()
+        .unwrap();
+    refused(&answer, &format!("io.yunion.Mps1.Error.Failed: {name} is drained"));
+    for other in ["00:06.0-0", "00:06.0"] {
+        done(host, &["env", other]);
+    }
+}
+
+#[test]
+fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
+    let mut host = serving("tesla-p40");
+    let said = done(&host, &["drain", "0000:00:06.0-1"]);
+    assert_eq!(said, "0000:00:06.0-1 is drained: no new client gets it.\nNo client is left.\n");
+    assert_only_drained(&host, "00:06.0-1");
+    assert_eq!(events(&host).last().unwrap(), "00:06.0-1 is drained");
+    let metrics = done(&host, &["metrics"]);
+    for (slice, value) in [("00:06.0-0", 0), ("00:06.0-1", 1)] {
+        let sample = metrics
+            .lines()
+            .find(|line| line.starts_with(&format!("yunion_mps_device_drained{{device=\"{slice}\"")));
+        assert!(sample.unwrap().ends_with(&format!(" {value}")), "{metrics}");
+    }
+
+    let doctor = host
+        .command(binaries().join("yunion-mpsctl"))
+        .arg("doctor")
+        .arg("--sysroot")
+        .arg(host.path("sysroot"))
+        .output();
+    let doctor = text(&doctor.unwrap());
+    assert!(doctor.contains("info: slices-drained: 1 slice\n"), "{doctor}");
+
+    // Once more is no news.
+    let before = events(&host);
+    done(&host, &["drain", "00:06.0-1"]);
+    assert_eq!(events(&host), before);
+
+    // Whether the service ends at once, as it should, or for good.
+    for how in ["kill", "stop", "reload"] {
+        match how {
+            "kill" => {
+                host.signal(Signal::KILL);
+                host.ended();
+                host.start();
+            }
+            "stop" => {
+                assert_eq!(host.stop().code(), Some(0));
+                host.start();
+            }
+            _ => {
+                done(&host, &["reload"]);
+            }
+        }
+        host.wait_for_state("ready");
+        assert_only_drained(&host, "00:06.0-1");
+    }
+
+    // A name that there is not changes nothing.
+    for command in ["drain", "undrain"] {
+        refused(
+            &host.mpsctl(&[command, "00:06.0-1", "00:06.0-0", "00:09.0"]),
+            "there is no device \"00:09.0\"",
+        );
+        refused(&host.mpsctl(&[command, ""]), "there is no device \"\"");
+        assert_only_drained(&host, "00:06.0-1");
+    }
+
+    assert_eq!(done(&host, &["undrain", "00:06.0-1"]), "00:06.0-1 takes clients again.\n");
+    assert_eq!(events(&host).last().unwrap(), "00:06.0-1 takes clients again");
+    assert!(drained(&host).is_empty());
+    assert_eq!(in_spec(&host).len(), 4);
+    done(&host, &["env", "00:06.0-1"]);
+}
+
+#[test]
+fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
+    let host = serving("h200x8");
+    let all = names(&host.list(), |_| true);
+    let gpus = host.json(&["list", "--gpus"]).unwrap();
+    let (first, second) = (gpus[0]["addr"].as_str().unwrap(), gpus[1]["addr"].as_str().unwrap());
+    let of = |gpu: &str| names(&host.list(), |device| device["base_addr"] == gpu);
+    let uuid = gpus[1]["device_path"].as_str().unwrap();
+    done(&host, &["drain", uuid]);
+    assert_eq!(drained(&host), of(second));
+    for name in [second, uuid] {
+        refused(&host.mpsctl(&["env", name]), &format!("{second} is drained for new clients"));
+    }
+    done(&host, &["env", first]);
+    assert_eq!(events(&host).last().unwrap(), &format!("{second} is drained"));
+
+    assert_eq!(
+        done(&host, &["drain", "--all"]),
+        "Every device is drained: no new client gets it.\nNo client is left.\n"
+    );
+    assert_eq!(drained(&host), all);
+    assert!(in_spec(&host).is_empty());
+    assert_eq!(host.json(&["status"]).unwrap()["service"]["state"], "ready");
+
+    // A part of the whole: the rest stays drained.
+    done(&host, &["undrain", &format!("{first}-1")]);
+    assert_eq!(drained(&host).len(), all.len() - 1);
+    assert_eq!(in_spec(&host), [format!("{first}-1")]);
+    // The commands that choose a slice by themselves leave the drained ones out.
+    let probed = text(&host.mpsctl(&["probe", "--json"]));
+    assert!(probed.contains(&format!("\"{first}-1\"")) && probed.contains("drained"), "{probed}");
+    assert!(!probed.contains("name it to have it probed"), "{probed}");
+    done(&host, &["undrain", first, second]);
+    assert_eq!(
+        drained(&host),
+        names(&host.list(), |device| device["base_addr"] != first && device["base_addr"] != second)
+    );
+    assert_eq!(done(&host, &["undrain", "--all"]), "Every device takes clients again.\n");
+    assert!(drained(&host).is_empty());
+}
+
+/// A reload may take a drained slice away and bring it back.
+#[test]
+fn a_drained_name_without_a_slice_is_kept() {
+    let host = serving("tesla-p40");
+    let cut = |number: u32| {
+        host.devices(&[&format!("path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: {number}")]);
+        done(&host, &["reload"]);
+        assert_eq!(host.list().len(), number as usize);
+    };
+    done(&host, &["drain", "00:06.0-3"]);
+    cut(2);
+    assert!(drained(&host).is_empty());
+    cut(4);
+    assert_eq!(drained(&host), ["00:06.0-3"]);
+    cut(2);
+    done(&host, &["undrain", "00:06.0-3"]);
+    refused(&host.mpsctl(&["undrain", "00:06.0-3"]), "there is no device");
+    cut(4);
+    assert!(drained(&host).is_empty());
+}
+
+#[test]
+fn only_root_may_drain() {
+    if !root_or_skip("only_root_may_drain") {
+        return;
+    }
+    let host = serving("tesla-p40");
+    let answer = host
+        .command("setpriv")
+        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "gdbus", "call", "--system", "--dest"])
+        .args(["io.yunion.Mps1", "--object-path", "/io/yunion/Mps1/Manager", "--method"])
+        .args(["io.yunion.Mps1.Control.Drain", "['00:06.0-1']"])
+        .output()
+        .unwrap();
+    refused(&answer, "org.freedesktop.DBus.Error.AccessDenied");
+    assert!(drained(&host).is_empty());
+}
+
+/// A client of a slice, once it is listed.
+fn client_of(host: &Host, device: &str) -> Client {
+    let client = Client::start(&mut host.program_of(device, &["hold", "600"]));
+    until_listed(host, client.id());
+    client
+}
+
+fn until_listed(host: &Host, pid: u32) {
+    wait_for("the client", || {
+        let clients = host.json(&["clients"])?;
+        clients.as_array().unwrap().iter().any(|client| client["pid"] == pid).then_some(())
+    });
+}
+
+/// A command that waits, and the lines that it prints.
+struct Waiting {
+    command: Client,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Waiting {
+    fn start(host: &Host, arguments: &[&str]) -> Self {
+        let mut command = host.command(binaries().join("yunion-mpsctl"));
+        let mut command = Client::start(command.args(arguments).stdout(Stdio::piped()));
+        let lines = BufReader::new(command.stdout.take().unwrap()).lines();
+        Self { command, lines }
+    }
+
+    fn line(&mut self) -> String {
+        self.lines.next().unwrap().unwrap()
+    }
+
+    /// The exit status at the end of its output, and the lines until then.
+    fn ended(mut self) -> (Option<i32>, Vec<String>) {
+        let lines = self.lines.map(Result::unwrap).collect();
+        (self.command.wait().unwrap().code(), lines)
+    }
+}
+
+#[test]
+fn the_waiting_ends_with_the_last_client_of_a_slice() {
+    let host = Host::serving("h200");
+    let (neighbour, tenant) = (client_of(&host, "00:06.0-0"), client_of(&host, "00:06.0-1"));
+    // Nobody knows the slice of this one.
+    let nameless = Client::start(&mut host.program(&["hold", "600"]));
+    until_listed(&host, nameless.id());
+    let said = done(&host, &["drain", "00:06.0-1"]);
+    let line = said.lines().nth(1).unwrap();
+    assert!(line.starts_with("Still there: process ") && said.lines().count() == 2, "{said}");
+    assert!(line.contains(", 00:06.0-1)") && line.contains(", slice not known)"), "{said}");
+    assert!(!line.contains(&neighbour.id().to_string()), "{said}");
+
+    let mut waiting = Waiting::start(&host, &["drain", "00:06.0-1", "--wait"]);
+    assert_eq!(waiting.line(), "00:06.0-1 is drained: no new client gets it.");
+    let mut first = [waiting.line(), waiting.line()];
+    first.sort();
+    for (client, slice) in [(&tenant, "00:06.0-1"), (&nameless, "slice not known")] {
+        let begin = format!("Waiting for process {} (", client.id());
+        let found = first.iter().any(|line| line.starts_with(&begin) && line.contains(slice));
+        assert!(found, "{first:?}");
+    }
+    let ended = |client: Client| {
+        let line = format!("Process {} has left.", client.id());
+        client.end();
+        line
+    };
+    let (nameless, tenant) = (ended(nameless), ended(tenant));
+    let (status, lines) = waiting.ended();
+    assert_eq!(status, Some(0));
+    assert_eq!(lines.last().unwrap(), "No client is left.");
+    assert!(lines.contains(&nameless) && lines.contains(&tenant), "{lines:?}");
+    assert_eq!(host.json(&["clients"]).unwrap()[0]["pid"], neighbour.id());
+    assert_eq!(drained(&host), ["00:06.0-1"]);
+}
+
+/// A wait for the whole host goes on while the service is upgraded, and does not take a service that starts for one
+/// without clients.
+#[test]
+fn the_waiting_goes_on_over_a_restart_of_the_service() {
+    let mut host = Host::serving("h200");
+    let client = client_of(&host, "00:06.0-1");
+    let mut waiting = Waiting::start(&host, &["drain", "--all", "--wait"]);
+    assert_eq!(waiting.line(), "Every device is drained: no new client gets it.");
+    assert!(waiting.line().starts_with(&format!("Waiting for process {} ", client.id())));
+    for restart in 0..5 {
+        host.signal(Signal::KILL);
+        host.ended();
+        if restart == 0 {
+            assert!(waiting.line().starts_with("Nobody knows now which clients are still there: "));
+        }
+        host.start();
+        host.wait_for_state("ready");
+        until_listed(&host, client.id());
+    }
+    assert_eq!(waiting.command.try_wait().unwrap(), None);
+    client.end();
+    let (status, lines) = waiting.ended();
+    assert_eq!((status, lines.last().unwrap().as_str()), (Some(0), "No client is left."));
+    assert_eq!(drained(&host).len(), host.list().len());
+}
+
+#[test]
+fn ctrl_c_ends_the_waiting_and_not_the_drain() {
+    let host = Host::serving("h200");
+    let client = client_of(&host, "00:06.0-1");
+    for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let mut waiting = Waiting::start(&host, &["drain", "00:06.0", "--wait"]);
+        waiting.line();
+        assert!(waiting.line().starts_with(&format!("Waiting for process {} ", client.id())));
+        signal_pid(waiting.command.id(), signal);
+        let said = "The waiting has ended, and the drain stays: yunion-mpsctl undrain 00:06.0 takes it back.";
+        assert_eq!(waiting.ended(), (Some(status), vec![said.to_owned()]));
+        assert_eq!(drained(&host).len(), 4);
+    }
+}
+
+/// The status is 0 only if no client is left, also where nobody reads.
+#[test]
+fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
+    let host = Host::serving("h200");
+    let _client = client_of(&host, "00:06.0-1");
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = host.command(binaries().join("yunion-mpsctl"));
+    let ended = command.args(["drain", "--all", "--wait"]).stdout(writer).output().unwrap();
+    refused(&ended, "the waiting has ended; the drain stays");
+    assert_eq!(drained(&host).len(), 4);
+}
+
+/// On a terminal the present clients take the place of the earlier ones.
+#[test]
+fn a_terminal_shows_who_is_left() {
+    let host = Host::serving("h200");
+    let client = client_of(&host, "00:06.0-1");
+    let program = binaries().join("yunion-mpsctl");
+    let script = format!("stty cols 120 rows 50 && exec '{}' drain 00:06.0 --wait", program.display());
+    let mut command = host.command("script");
+    command
+        .args(["-qefc", &script, "/dev/null"])
+        .env("TERM", "xterm")
+        .env("NO_COLOR", "1")
+        .env("SHELL", "/bin/sh");
+    let mut terminal = Client::start(command.stdout(Stdio::piped()));
+    let mut lines = BufReader::new(terminal.stdout.take().unwrap()).lines().map(Result::unwrap);
+    assert_eq!(lines.next().unwrap().trim_end(), "00:06.0 is drained: no new client gets it.");
+    assert_eq!(lines.next().unwrap().trim_end(), "Waiting for 1 client:");
+    let row = lines.find(|line| line.starts_with(&format!("| {} ", client.id()))).unwrap();
+    assert!(row.contains("| 00:06.0-1 |"), "{row}");
+    client.end();
+    let last = lines.last().unwrap();
+    // Over the head, the table's five lines and nothing else.
+    assert!(
+        last.starts_with("\u{1b}[6A\u{1b}[J") && last.trim_end().ends_with("No client is left."),
+        "{last:?}"
+    );
+    assert_eq!(terminal.wait().unwrap().code(), Some(0));
+}
