@@ -97,10 +97,14 @@ enum Command {
     )]
     Doctor(doctor::Arguments),
     /// Prints the settings with which a container, or a process on this host, uses devices
-    #[command(after_help = "Examples:\n  \
+    #[command(
+        after_help = "Slices of one GPU can't be joined: with several of them the settings are those of one slice, and a \
+        warning on standard error says so. run warns too.\n\n\
+        Examples:\n  \
         eval \"$(yunion-mpsctl env 00:06.0-1)\"\n  \
         docker run --rm $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE\n  \
-        yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json")]
+        yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json"
+    )]
     Env(show::env::Arguments),
     /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
     #[command(

@@ -1,6 +1,7 @@
 //! `io.yunion.Mps1.Manager`, documented in `config/io.yunion.Mps1.Manager.xml`.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::mpsc;
 use zbus::interface;
@@ -12,7 +13,8 @@ use super::callers::is_privileged;
 use super::gate::Gate;
 use super::request::{Request, RequestError, ask, bounded_name, bounded_names};
 use super::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service, clean};
-use crate::publish::container::{ContainerError, container_config};
+use crate::publish::container::{ContainerConfig, ContainerError, container_config};
+use crate::publish::one_slice;
 use crate::publish::snapshot::{Named, Snapshot};
 
 /// The entry point of everything that may be read.
@@ -20,11 +22,24 @@ pub(super) struct Manager {
     present: Present,
     requests: mpsc::Sender<Request>,
     gate: Arc<Gate>,
+    /// The GPUs of which somebody was given several slices at once.
+    given_several: Mutex<BTreeSet<String>>,
 }
 
 impl Manager {
     pub(super) fn new(present: Present, requests: mpsc::Sender<Request>, gate: Arc<Gate>) -> Self {
-        Self { present, requests, gate }
+        Self { present, requests, gate, given_several: Mutex::default() }
+    }
+
+    /// Warns of slices of one GPU that are given together, once for each GPU: every user may ask as often as he likes.
+    fn warn_of_several(&self, config: &ContainerConfig) {
+        let mut told = self.given_several.lock().unwrap_or_else(PoisonError::into_inner);
+        for (gpu, slices) in one_slice::given_several(config.devices()) {
+            if told.insert(gpu.to_owned()) {
+                let words = one_slice::in_words(&slices);
+                tracing::warn!("GetContainerConfig: {words}; this is said once for each GPU");
+            }
+        }
     }
 
     fn snapshot(&self) -> Arc<Snapshot> {
@@ -84,6 +99,7 @@ impl Manager {
     ) -> Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>), RequestError> {
         bounded_names(&devices)?;
         let config = container_config(&self.snapshot(), devices)?;
+        self.warn_of_several(&config);
         let environment =
             config.environment.into_iter().map(|(name, value)| (name.to_owned(), clean(&value)));
         let mounts = config.mounts.into_iter().map(|mount| {

@@ -9,6 +9,9 @@ use crate::reason::Reason;
 /// The place of a slice's directory in a container.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 
+/// The environment variable that names the devices of a container.
+const DEVICES: &str = "YUNION_MPS_DEVICE";
+
 /// The settings that a container runtime adds to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ContainerConfig {
@@ -18,6 +21,19 @@ pub(crate) struct ContainerConfig {
     pub mounts: Vec<Mount>,
     /// The UUIDs of the GPUs, each once, in the order asked for.
     pub gpus: Vec<String>,
+}
+
+impl ContainerConfig {
+    /// The published names of the devices, each once, with commas.
+    pub(crate) fn devices(&self) -> &str {
+        devices_in(&self.environment)
+    }
+}
+
+/// The same in the environment of a container.
+pub(crate) fn devices_in(environment: &[(impl AsRef<str>, String)]) -> &str {
+    let devices = environment.iter().find(|(name, _)| name.as_ref() == DEVICES);
+    devices.map_or("", |(_, devices)| devices.as_str())
 }
 
 /// A directory of the host, mounted in the container.
@@ -118,7 +134,7 @@ pub(crate) fn container_config(
         ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
         ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)),
-        ("YUNION_MPS_DEVICE", devices.join(",")),
+        (DEVICES, devices.join(",")),
     ];
     let mounts = match directory {
         Some(host) => vec![Mount { host, container: connect.to_owned(), read_only: true }],

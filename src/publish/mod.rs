@@ -3,4 +3,5 @@
 pub(crate) mod cdi;
 pub(crate) mod compose;
 pub(crate) mod container;
+pub(crate) mod one_slice;
 pub(crate) mod snapshot;

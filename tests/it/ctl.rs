@@ -187,6 +187,23 @@ async fn env_speaks_shell_docker_and_json() {
     assert_eq!(json["gpus"], json!([P40]));
 }
 
+/// Two slices of one GPU are one slice, and whoever asks for two is told so. The answer is the same.
+#[tokio::test]
+async fn slices_of_one_gpu_are_said_to_be_one_slice() {
+    const WARNING: &str = "yunion-mpsctl: warning: 00:06.0-1 and 00:06.0-2 are of one GPU, and MPS can't join slices: \
+                           together they have the memory and the threads of one slice\n";
+    let service = Service::start(p40_board()).await;
+    let (_, one, err) = ended(&mut ctl(&service.bus, &["env", "00:06.0-1", "0000:00:06.0-1"])).await;
+    assert_eq!(err, "", "the same slice twice is one slice");
+    let two = ["env", "00:06.0-1", "00:06.0-2", "00:06.0-1"];
+    let (status, out, err) = ended(&mut ctl(&service.bus, &two)).await;
+    assert_eq!((status, err.as_str()), (Some(0), WARNING));
+    assert_eq!(out.replace("00:06.0-1,00:06.0-2", "00:06.0-1"), one);
+    let run = ["run", "00:06.0-1", "00:06.0-2", "--", "printenv", "YUNION_MPS_DEVICE"];
+    let (status, out, err) = ended(&mut ctl(&service.bus, &run)).await;
+    assert_eq!((status, out.as_str(), err.as_str()), (Some(0), "00:06.0-1,00:06.0-2\n", WARNING));
+}
+
 #[tokio::test]
 async fn exit_statuses_say_what_happened() {
     let empty = PrivateBus::start();

@@ -294,3 +294,28 @@ fn a_mixed_host_serves_what_it_can() {
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
 }
+
+/// Slices of one GPU that are given together are one slice, and the journal says so, but not as often as somebody asks.
+#[test]
+fn slices_of_one_gpu_given_together_are_in_the_journal_once() {
+    let mut host = Host::serving("h200");
+    for _ in 0..3 {
+        for devices in
+            ["['00:06.0-1', '00:06.0-2']", "['00:06.0', '00:06.0-3']", "['00:06.0-1', '00:06.0-1']"]
+        {
+            let output = host
+                .command("gdbus")
+                .args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path"])
+                .args(["/io/yunion/Mps1/Manager", "--method", "io.yunion.Mps1.Manager.GetContainerConfig"])
+                .arg(devices)
+                .output()
+                .unwrap();
+            assert!(output.status.success(), "{}", text(&output));
+        }
+    }
+    let log = host.log();
+    let warnings: Vec<&str> = log.lines().filter(|line| line.contains("can't join slices")).collect();
+    assert_eq!(warnings.len(), 1, "{log}");
+    assert!(warnings[0].contains("WARN") && warnings[0].contains("00:06.0-1 and 00:06.0-2 are"), "{log}");
+    assert_eq!(host.stop().code(), Some(0));
+}

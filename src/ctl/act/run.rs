@@ -22,7 +22,7 @@ use tokio::process::Command;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use crate::ctl::show::env::host_environment;
+use crate::ctl::show::env::{host_environment, warn_of_several};
 use crate::ctl::show::table::printable;
 use crate::ctl::signals::Signals;
 use crate::ctl::{Error, FAILED};
@@ -59,6 +59,7 @@ pub(in crate::ctl) struct Arguments {
 
 pub(in crate::ctl) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8, Error> {
     let answer = daemon.container_config(&arguments.devices).await?;
+    warn_of_several(&answer);
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
     drop(daemon);
     // Caught first: a signal that arrives while the command starts must not end us alone.

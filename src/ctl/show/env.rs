@@ -1,13 +1,16 @@
 //! `yunion-mpsctl env`.
 
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::io::{self, Write};
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
+use crate::ctl::show::table::printable;
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{ContainerAnswer, DaemonProxy};
+use crate::publish::container::devices_in;
+use crate::publish::one_slice;
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
@@ -35,6 +38,7 @@ pub(in crate::ctl) async fn env(
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     let answer = daemon.container_config(&arguments.devices).await?;
+    warn_of_several(&answer);
     match arguments.format {
         Format::Shell => {
             for (name, value) in host_environment(&answer) {
@@ -54,6 +58,14 @@ pub(in crate::ctl) async fn env(
         Format::Json => print_json(out, &document(&answer))?,
     }
     Ok(())
+}
+
+/// Says on standard error that several slices of one GPU are not joined: whoever names them wants more than one.
+pub(in crate::ctl) fn warn_of_several(answer: &ContainerAnswer) {
+    for slices in one_slice::given_several(devices_in(&answer.environment)).values() {
+        let words = printable(&one_slice::in_words(slices));
+        let _ = writeln!(io::stderr(), "yunion-mpsctl: warning: {words}");
+    }
 }
 
 fn document(answer: &ContainerAnswer) -> Value {
