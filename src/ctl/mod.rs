@@ -125,7 +125,7 @@ enum Command {
     /// Ends the GPU work of processes without hurting their neighbours
     #[command(
         after_help = "The processes get CUDA error 810, and no signal. The command returns when none of them is a \
-        client any more, and fails after 30 seconds.\n\n\
+        client any more, names them by PID, user and container, and fails after 30 seconds.\n\n\
         Examples:\n  \
         yunion-mpsctl terminate 1153 && kill 1153\n  \
         yunion-mpsctl terminate --device 00:06.0-1\n  \
@@ -166,7 +166,8 @@ enum Command {
         json: bool,
     },
     /// Applies the changes of the configuration that wait for clients to leave
-    #[command(after_help = "Examples:\n  \
+    #[command(after_help = "With --force the journal names the clients before they end.\n\n\
+        Examples:\n  \
         yunion-mpsctl apply\n  \
         yunion-mpsctl apply --force")]
     Apply {

@@ -6,14 +6,17 @@ use std::sync::Arc;
 use tokio::sync::{Notify, watch};
 use tokio::task::{JoinHandle, JoinSet};
 
+use super::farewell::Doomed;
 use crate::config::Settings;
 use crate::dbus::{Reply, RequestError};
 use crate::host::driver::Series;
 use crate::host::gpu::PciAddress;
-use crate::mps::control::{Caller, CallersControl};
+use crate::mps::control::{Access, Caller, CallersControl};
 use crate::mps::identity::Identity;
 use crate::mps::process;
 use crate::plan::{self, Configured, Plan};
+use crate::supervisor::bypass::Bypass;
+use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::Running;
 use crate::supervisor::{Goal, Order, Status, Supervisor, Tools};
 use crate::tenants::clients::Serving;
@@ -38,6 +41,8 @@ pub(super) struct Fleet {
     modes: Vec<JoinHandle<()>>,
     /// Wait for the end of processes that keep a server out.
     holders: JoinSet<()>,
+    /// Orders to end control daemons for a change, until they are carried out.
+    forced: Vec<JoinHandle<()>>,
 }
 
 impl Fleet {
@@ -51,7 +56,12 @@ impl Fleet {
             kept,
             modes: Vec::new(),
             holders: JoinSet::new(),
+            forced: Vec::new(),
         }
+    }
+
+    pub(super) fn compute_modes(&self) -> &ComputeModes {
+        &self.tools.compute_modes
     }
 
     /// Makes the control daemons match a plan.
@@ -169,6 +179,7 @@ impl Fleet {
     pub(super) fn move_on(&mut self) {
         self.leaving.retain(|supervisor| !supervisor.ended());
         self.modes.retain(|mode| !mode.is_finished());
+        self.forced.retain(|order| !order.is_finished());
         for order in std::mem::take(&mut self.pending) {
             if self.in_the_way(&order).next().is_some() {
                 self.pending.push(order);
@@ -254,12 +265,63 @@ impl Fleet {
     /// waits for its clients.
     pub(super) fn serving(&self, caller: Caller) -> Vec<Serving> {
         let serving = |supervisor: &Supervisor| {
-            let Status { gpus, waiting, .. } = supervisor.status();
-            let bypasses = gpus.values().flat_map(|gpu| gpu.bypasses.clone()).collect();
+            let status = supervisor.status();
+            let bypasses = bypasses(&status).collect();
+            let Status { gpus, waiting, .. } = status;
             let control = supervisor.access(caller);
             Serving { control, gpus: gpus.into_keys().collect(), bypasses, waiting }
         };
         self.all().map(serving).collect()
+    }
+
+    /// Every control daemon of ours that runs, taken over or not, if a stop ends it.
+    pub(super) fn ended_by_stop(&self) -> Vec<Doomed> {
+        self.doomed(|_| true)
+    }
+
+    /// The same for a configuration that disables MPS. A control daemon on the way out keeps its clients.
+    pub(super) fn ended_by_disabling(&self) -> Vec<Doomed> {
+        self.doomed(|id| !self.leaving.iter().any(|one| one.status().view.id == id))
+    }
+
+    /// The same for an order to make the changes that wait for clients to end.
+    pub(super) fn ended_by_force(&self) -> Vec<Doomed> {
+        self.doomed(|id| {
+            let is_it = |status: &Status| status.view.id == id && status.ends_when_idle;
+            self.all().map(Supervisor::status).any(|status| is_it(&status))
+        })
+    }
+
+    fn doomed(&self, ends: impl Fn(&str) -> bool) -> Vec<Doomed> {
+        let running = self.tools.state_file.lock().control_daemons().clone();
+        let ours = running.into_iter().filter(|(id, running)| ends(id) && is_alive(running));
+        ours.map(|(id, running)| {
+            let serving = self.serving_if_in_place(&id, running);
+            (id, serving)
+        })
+        .collect()
+    }
+
+    /// The way to the clients of a control daemon, by its entry in the state file: its supervisor may not have taken it
+    /// over yet.
+    fn serving_if_in_place(&self, id: &str, running: Running) -> Result<Serving, String> {
+        let control = self.tools.front_ends.of(&running.pipe_directory);
+        if control.daemon_pid() != Some(running.process.pid) {
+            return Err("it does not listen in its pipe directory any more".to_owned());
+        }
+        let status = self.all().map(Supervisor::status).find(|status| status.view.id == id);
+        let (_, control) = watch::channel(Some(Arc::new(control)));
+        Ok(Serving {
+            control: Access::new(control, Caller::Root),
+            gpus: running.gpus,
+            bypasses: status.iter().flat_map(bypasses).collect(),
+            waiting: status.map(|status| status.waiting).unwrap_or_default(),
+        })
+    }
+
+    /// Whether a control daemon is being ended with its clients.
+    pub(super) fn is_ending_one(&self) -> bool {
+        !self.forced.is_empty() || self.leaving.iter().any(Supervisor::stops)
     }
 
     /// Every control daemon that may have clients. Control daemons that an earlier service has left count only if `unsupervised`:
@@ -272,18 +334,19 @@ impl Fleet {
     fn unsupervised(&self) -> Vec<CallersControl> {
         let state_file = self.tools.state_file.lock();
         let running = state_file.control_daemons().values();
-        let alive = running.filter(|running| Identity::of(running.process.pid).ok() == Some(running.process));
+        let alive = running.filter(|running| is_alive(running));
         let front_end = |running: &Running| self.tools.front_ends.of(&running.pipe_directory);
         alive.map(|running| front_end(running).on_behalf(Caller::Root)).collect()
     }
 
     /// Makes the changes that wait for clients to end. The answer comes beside the loop: control daemons take their time.
-    pub(super) fn apply(&self, force: bool, reply: Reply<()>) {
+    pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         // Where nothing runs, nothing waits.
         let running = self.all().filter(|one| one.status().view.pid.is_some());
         let asked: Vec<_> =
             running.map(|supervisor| (supervisor.status().view.id, supervisor.apply(force))).collect();
-        tokio::spawn(async move {
+        let changed = Arc::clone(&self.changed);
+        let applied = tokio::spawn(async move {
             let mut in_the_way = Vec::new();
             for (id, answer) in asked {
                 match answer.await {
@@ -295,7 +358,11 @@ impl Fleet {
             let done =
                 if in_the_way.is_empty() { Ok(()) } else { Err(RequestError::Busy(in_the_way.join("; "))) };
             let _ = reply.send(done);
+            changed.notify_one();
         });
+        if force {
+            self.forced.push(applied);
+        }
     }
 
     /// Replaces the server of a control daemon that serves `gpu`.
@@ -309,6 +376,15 @@ impl Fleet {
             let _ = reply.send(done.map_err(RequestError::Busy));
         });
     }
+}
+
+fn is_alive(running: &Running) -> bool {
+    Identity::of(running.process.pid).ok() == Some(running.process)
+}
+
+/// The processes that are known to use its GPUs without its servers.
+fn bypasses(status: &Status) -> impl Iterator<Item = Bypass> {
+    status.gpus.values().flat_map(|gpu| gpu.bypasses.clone())
 }
 
 fn busy(id: &str) -> String {

@@ -3,6 +3,7 @@
 
 mod cdi_spec;
 mod drain;
+mod farewell;
 mod findings;
 mod fleet;
 mod host_look;
@@ -40,7 +41,7 @@ use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::Fleet;
 use host_look::{HostLook, Xid};
 use logging::Level;
-use requests::Requests;
+use requests::{Requests, Terminated};
 use service_manager::ServiceManager;
 use signals::{Signals, Wish};
 
@@ -106,6 +107,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     let bus =
         tokio::spawn(presence::stay_on_the_bus(seen, requests, faults_seen, joined, Arc::clone(&changed)));
     let (xids, xids_seen) = mpsc::channel(FAULTS);
+    let (terminated, terminated_seen) = mpsc::channel(REQUESTS);
     let (driver, driver_seen) = watch::channel(None);
     let (kept, kept_seen) = watch::channel(Configured::default());
     let tools = Tools {
@@ -121,7 +123,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         level,
         settings: loaded.settings,
         plan: Err("no look at the GPUs yet".to_owned()),
-        requests: Requests::new(&tools.compute_modes),
+        requests: Requests::new(&tools.compute_modes, terminated),
         fleet: Fleet::new(tools, kept),
         cdi_spec: CdiSpec::new(state_file.clone()),
         state_file,
@@ -131,6 +133,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         events: VecDeque::new(),
         refused: String::new(),
         problem: String::new(),
+        farewell: String::new(),
         next_scan: None,
         scan_pause: FIRST_SCAN_FOR_MORE,
         ending: None,
@@ -138,7 +141,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         reloads: 0,
         in_force: watch::Sender::new(0),
     };
-    let exit = daemon.run(signals, received, xids_seen).await;
+    let exit = daemon.run(signals, received, xids_seen, terminated_seen).await;
     daemon.service_manager.end().await;
     bus.abort();
     exit
@@ -176,6 +179,8 @@ struct Daemon {
     refused: String,
     /// The trouble that the last look at the host found with the configuration in force.
     problem: String,
+    /// The clients that are being ended, in words; empty if there are none.
+    farewell: String,
     next_scan: Option<Instant>,
     /// The time until the next look at the host for a GPU that can't be served.
     scan_pause: Duration,
@@ -193,6 +198,7 @@ impl Daemon {
         mut signals: Signals,
         mut requests: mpsc::Receiver<Request>,
         mut xids: mpsc::Receiver<Xid>,
+        mut terminated: mpsc::Receiver<Terminated>,
     ) -> Exit {
         if let Err(problems) = self.first_pass().await {
             return bad_configuration(&problems);
@@ -214,6 +220,7 @@ impl Daemon {
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
                 Some((uuid, xid)) = xids.recv() => self.xid(&uuid, xid),
+                Some(ended) = terminated.recv() => self.terminated(ended),
                 () = changed.notified() => {}
                 () = sleep_or_never(self.next_scan) => {
                     self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);
@@ -333,6 +340,11 @@ impl Daemon {
         };
         self.ending = Some(ending);
         self.service_manager.stopping();
+        if ending == Ending::ForGood {
+            self.settle();
+            let doomed = self.fleet.ended_by_stop();
+            self.name_clients("the stop", doomed).await;
+        }
         let goal = if ending == Ending::ForGood { Goal::Stop } else { Goal::Leave };
         self.fleet.stop(&goal, &self.settings).await;
     }
@@ -341,6 +353,9 @@ impl Daemon {
     /// published.
     fn settle(&mut self) {
         self.fleet.move_on();
+        if self.ending.is_none() && !self.fleet.is_ending_one() {
+            self.farewell.clear();
+        }
         let settled = self.fleet.settled();
         let snapshot = self.compose();
         self.keep_cdi_spec(&snapshot);
@@ -419,7 +434,7 @@ impl Daemon {
             let snapshot = self.snapshot.borrow();
             (compose::status_line(&snapshot), snapshot.state)
         };
-        self.service_manager.status(state, line);
+        self.service_manager.status(state, &line, &self.farewell);
         if settled && *self.on_the_bus.borrow() && self.ending.is_none() {
             self.service_manager.ready();
         }

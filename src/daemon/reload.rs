@@ -89,6 +89,10 @@ impl Daemon {
             Ok(Plan::default())
         };
         tracing::debug!(step = "granted", "the new configuration is right");
+        if !loaded.settings.enabled {
+            let doomed = self.fleet.ended_by_disabling();
+            self.name_clients("enable_cuda_mps: false", doomed).await;
+        }
         self.level.set(loaded.settings.log_level);
         self.settings = loaded.settings;
         match plan {

@@ -1,4 +1,5 @@
-//! Requests from the bus. The loop does not wait for anything that takes longer than a moment.
+//! Requests from the bus. The loop does not wait for anything that takes longer than a moment, except for the names of
+//! clients that an administrator ends.
 
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
@@ -12,6 +13,7 @@ use crate::publish::container::ContainerError;
 use crate::publish::snapshot::{Named, Snapshot};
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ClientView, Serving};
+use crate::tenants::in_words::in_words;
 use crate::tenants::terminate::{self, ContainerId, TerminationError, Wanted};
 
 /// The most terminations that ask the kernel about processes at a time. It takes microseconds.
@@ -25,16 +27,27 @@ pub(super) struct Requests {
     listings: ByCaller<mpsc::Sender<Listing>>,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
+    /// Takes the terminations that have ended beside the loop.
+    terminated: mpsc::Sender<Terminated>,
+}
+
+/// A termination that has ended.
+#[derive(Debug)]
+pub(super) struct Terminated {
+    /// Names the clients that had work, if any had.
+    event: Option<String>,
+    answer: Result<(), RequestError>,
+    reply: Reply<()>,
 }
 
 impl Requests {
-    pub(super) fn new(compute_modes: &ComputeModes) -> Self {
+    pub(super) fn new(compute_modes: &ComputeModes, terminated: mpsc::Sender<Terminated>) -> Self {
         let listings = ByCaller::new(|| {
             let (listings, asked) = mpsc::channel(LISTINGS);
             tokio::spawn(list_clients(asked, compute_modes.clone()));
             listings
         });
-        Self { listings, kernel: Blocking::new(TERMINATIONS) }
+        Self { listings, kernel: Blocking::new(TERMINATIONS), terminated }
     }
 
     fn list_clients(&self, fleet: &Fleet, caller: Caller, reply: Reply<Vec<ClientView>>) {
@@ -64,7 +77,13 @@ impl Daemon {
             }
             Request::Drain(names, reply) => drop(reply.send(self.drain(&names))),
             Request::Undrain(names, reply) => drop(reply.send(self.undrain(&names))),
-            Request::Apply(force, reply) => self.fleet.apply(force, reply),
+            Request::Apply(force, reply) => {
+                if force {
+                    let doomed = self.fleet.ended_by_force();
+                    self.name_clients("apply --force", doomed).await;
+                }
+                self.fleet.apply(force, reply);
+            }
             Request::RestartServer(gpu, reply) => self.restart_server(&gpu, reply),
         }
     }
@@ -75,11 +94,25 @@ impl Daemon {
             Err(error) => return drop(reply.send(Err(error))),
         };
         let controls = self.fleet.controls(self.plan.is_err());
-        let kernel = self.requests.kernel.clone();
+        let (kernel, terminated) = (self.requests.kernel.clone(), self.requests.terminated.clone());
+        let event = wanted.event();
         tokio::spawn(async move {
-            let ended = terminate::terminate(controls, wanted, kernel).await;
-            let _ = reply.send(ended.map_err(RequestError::from));
+            let (had_work, ended) = terminate::terminate(controls, wanted, kernel).await;
+            let event = in_words(had_work).map(|clients| event + &clients);
+            let answer = ended.map_err(RequestError::from);
+            let _ = terminated.send(Terminated { event, answer, reply }).await;
         });
+    }
+
+    /// Answers whoever has asked for a termination. The event is published before.
+    pub(super) fn terminated(&mut self, terminated: Terminated) {
+        let Terminated { event, answer, reply } = terminated;
+        if let Some(event) = event {
+            // The journal has it already.
+            self.keep_event(event);
+            self.settle();
+        }
+        let _ = reply.send(answer);
     }
 
     fn restart_server(&self, gpu: &str, reply: Reply<()>) {

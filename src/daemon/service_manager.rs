@@ -112,9 +112,11 @@ impl ServiceManager {
         self.news.send_modify(|news| news.stopping = true);
     }
 
-    /// Tells the state of the service. It goes to the journal too, as urgent as the state is.
-    pub(super) fn status(&mut self, state: State, line: String) {
-        if line == self.news.borrow().status {
+    /// Tells the state of the service. It goes to the journal too, as urgent as the state is, but without the farewell,
+    /// which the journal has already.
+    pub(super) fn status(&mut self, state: State, line: &str, farewell: &str) {
+        let status = if farewell.is_empty() { line.to_owned() } else { format!("{line}; {farewell}") };
+        if status == self.news.borrow().status {
             return;
         }
         match state {
@@ -125,7 +127,7 @@ impl ServiceManager {
             State::Disabled | State::Starting | State::Ready | State::Stopping => tracing::info!("{line}"),
         }
         self.state = Some(state);
-        self.news.send_modify(|news| news.status = line);
+        self.news.send_modify(|news| news.status = status);
     }
 
     /// Waits until the last message has been sent, if that does not take long.

@@ -5,12 +5,10 @@ use std::path::{Path, PathBuf};
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
 use crate::publish::snapshot::{GpuView, Named, Snapshot, drained};
 use crate::reason::Reason;
+use crate::tenants::clients::DEVICE_VARIABLE;
 
 /// The place of a slice's directory in a container.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
-
-/// The environment variable that names the devices of a container.
-const DEVICES: &str = "YUNION_MPS_DEVICE";
 
 /// The settings that a container runtime adds to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,7 +30,7 @@ impl ContainerConfig {
 
 /// The same in the environment of a container.
 pub(crate) fn devices_in(environment: &[(impl AsRef<str>, String)]) -> &str {
-    let devices = environment.iter().find(|(name, _)| name.as_ref() == DEVICES);
+    let devices = environment.iter().find(|(name, _)| name.as_ref() == DEVICE_VARIABLE);
     devices.map_or("", |(_, devices)| devices.as_str())
 }
 
@@ -134,7 +132,7 @@ pub(crate) fn container_config(
         ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
         ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)),
-        (DEVICES, devices.join(",")),
+        (DEVICE_VARIABLE, devices.join(",")),
     ];
     let mounts = match directory {
         Some(host) => vec![Mount { host, container: connect.to_owned(), read_only: true }],

@@ -183,6 +183,11 @@ impl Supervisor {
         self.pursue(goal, order);
     }
 
+    /// True if it is to end now, with its clients.
+    pub(crate) fn stops(&self) -> bool {
+        self.goal.borrow().0 == Goal::Stop
+    }
+
     /// True once it has ended.
     pub(crate) fn ended(&self) -> bool {
         self.task.is_finished()

@@ -224,6 +224,8 @@ impl Serving<'_> {
             in_place: run.running.pipe_directory == self.worker.order.plan.pipe_directory,
             retiring: self.worker.retiring,
         };
+        let ends_when_idle = run.hindrances.ends_when_idle();
+        self.worker.reporter.update(|status| status.ends_when_idle = ends_when_idle);
         match run.hindrances.shown(progress) {
             Some(shown) if shown.settled => {
                 self.worker.reporter.enter(shown.state, shown.serving, &shown.reason);

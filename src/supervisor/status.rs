@@ -13,6 +13,8 @@ use crate::supervisor::bypass::Bypass;
 use crate::supervisor::view::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
 
 /// The status of a control daemon and its GPUs.
+// Each flag is a fact of its own: none of them excludes another.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Status {
     /// The plan that the status is about. The newest plan may differ.
@@ -29,6 +31,8 @@ pub(crate) struct Status {
     pub settled: bool,
     /// True if the next step waits for clients to end, or follows a failure. That may take days.
     pub put_off: bool,
+    /// True if it runs and is to end as soon as it has no client.
+    pub ends_when_idle: bool,
     /// The last things that happened to it, oldest first.
     pub events: VecDeque<Event>,
 }
@@ -131,6 +135,7 @@ impl Reporter {
             waiting: Vec::new(),
             settled: false,
             put_off: false,
+            ends_when_idle: false,
             events: VecDeque::new(),
         });
         (Self { status, changed }, seen)

@@ -97,6 +97,7 @@ impl Machine {
             status.view.servers.clear();
             status.waiting.clear();
             status.serving = false;
+            status.ends_when_idle = false;
             for gpu in status.gpus.values_mut() {
                 gpu.thread_percentage = None;
                 gpu.memory_limit_mib = None;

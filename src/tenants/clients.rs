@@ -12,6 +12,7 @@ use crate::mps::control::{Access, CallersControl, Client, ControlError};
 use crate::mps::identity::Identity;
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::supervisor::compute_modes::ComputeModes;
+use crate::tenants::in_words::Whose;
 
 /// A process that uses a GPU, as it is at the moment of asking.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,8 +41,8 @@ pub struct ClientView {
     pub since: Option<SystemTime>,
 }
 
-/// The environment variable that names the slices of a container.
-const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
+/// The environment variable that names the devices of a container.
+pub(crate) const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
 /// The host's users. Users that only a directory service knows stay without a name, since such a service can take long
 /// to answer.
@@ -80,6 +81,11 @@ impl Look {
     }
 }
 
+/// The text of [`USERS`].
+pub(super) fn users() -> String {
+    String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned()
+}
+
 /// The clients of all these control daemons, and the processes that use their GPUs without MPS. A control daemon that
 /// does not answer and a process that can't be looked at are errors: a reader would take a list with holes for the
 /// truth.
@@ -91,7 +97,7 @@ pub(crate) async fn list(
     let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
     // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
     let viewed = kernel.ask(VIEW_TIMEOUT, move || {
-        let users = String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned();
+        let users = users();
         serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &users)).collect()
     });
     viewed.await.ok_or_else(|| {
@@ -202,7 +208,7 @@ fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
 }
 
 fn view(pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>, users: &str) -> ClientView {
-    let uid = proc::status(pid).ok().and_then(|status| status.real_uid());
+    let uid = uid(pid);
     ClientView {
         pid,
         bypass: false,
@@ -216,6 +222,15 @@ fn view(pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>, us
         memory_mib,
         since: started(pid),
     }
+}
+
+fn uid(pid: u32) -> Option<u32> {
+    proc::status(pid).ok()?.real_uid()
+}
+
+/// The facts about a process that can be read without its memory, which may hang.
+pub(super) fn whose(pid: u32, users: &str) -> Whose {
+    Whose { pid, user: uid(pid).map(|uid| user_in(users, uid)), slices: None, container: container(pid) }
 }
 
 /// The name of a user in the text of /etc/passwd, or the number of a user without a name.

@@ -16,7 +16,8 @@ use crate::host::blocking::Blocking;
 use crate::host::proc;
 use crate::mps::control::{CallersControl, Client, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
-use crate::tenants::clients::{containers_in, device_in, is_the_hosts};
+use crate::tenants::clients::{containers_in, device_in, is_the_hosts, users, whose};
+use crate::tenants::in_words::{Whose, shortened};
 
 /// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -37,6 +38,18 @@ pub(crate) enum Wanted {
     Slices(Vec<String>),
     /// Every process in a container, or in a container inside it.
     Container(ContainerId),
+}
+
+impl Wanted {
+    /// The beginning of the event that names the clients with work that was ended. yunion-mpsctl finds the event by it.
+    pub(crate) fn event(&self) -> String {
+        let whom = match self {
+            Self::Process(pid) => format!("process {pid}"),
+            Self::Slices(names) => shortened(&names.join(",")),
+            Self::Container(ContainerId(id)) => format!("container {id}"),
+        };
+        format!("GPU work ended for {whom}, of ")
+    }
 }
 
 /// The id of a container, or its beginning.
@@ -72,31 +85,39 @@ pub enum TerminationError {
     #[error(transparent)]
     Control(#[from] ControlError),
     /// Time is up. The processes have not been sent a signal.
-    #[error("after {} s the GPU work of these clients could not be ended: {}; no signal was sent to them", TIMEOUT.as_secs(), in_words(.0))]
+    #[error("after {} s the GPU work of these clients could not be ended: {}; no signal was sent to them", TIMEOUT.as_secs(), pids(.0))]
     StillThere(BTreeSet<u32>),
     /// Time is up, and not even the clients are known.
     #[error("after {} s it is not known which clients there are", TIMEOUT.as_secs())]
     NotKnown,
 }
 
-fn in_words(left: &BTreeSet<u32>) -> String {
+fn pids(left: &BTreeSet<u32>) -> String {
     left.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
 /// Ends the GPU work of all wanted processes, and returns when the work is over. A process that waits for something
 /// else notices at its next call to CUDA, and stays listed as a client until then. From now on no signal to such a
-/// process can hurt its neighbours.
+/// process can hurt its neighbours. The first answer names the clients that had work, also after an error.
 pub(crate) async fn terminate(
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
     kernel: Blocking,
-) -> Result<(), TerminationError> {
-    let mut termination =
-        Termination { controls, wanted, kernel, ended: BTreeMap::new(), left: None, only_hosts: false };
-    match tokio::time::timeout(TIMEOUT, termination.run()).await {
+) -> (Vec<Whose>, Result<(), TerminationError>) {
+    let mut termination = Termination {
+        controls,
+        wanted,
+        kernel,
+        ended: BTreeMap::new(),
+        had_work: Vec::new(),
+        left: None,
+        only_hosts: false,
+    };
+    let result = match tokio::time::timeout(TIMEOUT, termination.run()).await {
         Ok(result) => result,
         Err(_) => Err(termination.left.map_or(TerminationError::NotKnown, TerminationError::StillThere)),
-    }
+    };
+    (termination.had_work, result)
 }
 
 /// The connections of a client, by the ids that `ps` gives them.
@@ -109,6 +130,8 @@ struct Termination {
     /// The processes without work any more, by server and client, with the connections that they had. Each is held, so
     /// that no other process with its PID is taken for it.
     ended: BTreeMap<(u32, u32), (Held, Connections)>,
+    /// The same clients in the words of people, as they were before the end of their work.
+    had_work: Vec<Whose>,
     /// The processes with work at the last look; None before the first look that found any.
     left: Option<BTreeSet<u32>>,
     /// The wanted container is known to be made by the host's own runtime.
@@ -164,7 +187,7 @@ impl Termination {
     /// Ends the work of each client.
     async fn terminate(&mut self, found: Vec<Found>) -> Result<(), TerminationError> {
         let mut trouble = None;
-        for Found { control, server, pid, connections, held, hosts: _ } in found {
+        for Found { control, server, pid, connections, held, whose, hosts: _ } in found {
             // A process that has ended may have left its PID to another.
             if !held.alive() {
                 continue;
@@ -174,8 +197,9 @@ impl Termination {
                     tracing::info!(
                         mps_server_pid = server,
                         mps_client_pid = pid,
-                        "GPU work of client {pid} ended on request"
+                        "GPU work ended on request: {whose}"
                     );
+                    self.had_work.push(whose);
                     self.ended.insert((server, pid), (held, connections));
                 }
                 // It has just gone, it is just coming, or a debugger holds it: the next look tells.
@@ -234,6 +258,7 @@ struct Found {
     pid: u32,
     connections: Connections,
     held: Held,
+    whose: Whose,
     /// Whether it is in a wanted container that the host's own runtime has made.
     hosts: bool,
 }
@@ -266,6 +291,7 @@ fn pick(
 ) -> Result<(Vec<Found>, Option<TerminationError>), TerminationError> {
     let (mut found, mut unreadable) = (Vec::new(), None);
     let mut containers = BTreeSet::new();
+    let users = users();
     for (control, clients) in listed {
         // A client of two GPUs has two lines.
         let mut connections: BTreeMap<(u32, u32), Connections> = BTreeMap::new();
@@ -275,11 +301,12 @@ fn pick(
         for ((server, pid), connections) in connections {
             match hold_if_wanted(pid, wanted) {
                 Ok(None) => {}
-                Ok(Some((held, ids))) => {
+                Ok(Some((held, Match { containers: ids, slices }))) => {
                     let hosts = ids.iter().any(|id| id.hosts);
                     containers.extend(ids);
                     let control = Arc::clone(&control);
-                    found.push(Found { control, server, pid, connections, held, hosts });
+                    let whose = Whose { slices, ..whose(pid, &users) };
+                    found.push(Found { control, server, pid, connections, held, whose, hosts });
                 }
                 Err(source) => _ = unreadable.get_or_insert(TerminationError::Unreadable { pid, source }),
             }
@@ -307,32 +334,45 @@ struct Container {
     hosts: bool,
 }
 
-/// Holds a process and returns it with the wanted containers around it. None if it is not wanted or has gone.
-fn hold_if_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, BTreeSet<Container>)>> {
-    let Some(held) = Held::open(pid)? else { return Ok(None) };
-    let containers = find_wanted(pid, wanted);
-    // If the process has ended, its PID may have been another's while it was read.
-    if held.alive() { Ok(containers?.map(|containers| (held, containers))) } else { Ok(None) }
+/// Why a process is wanted.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Match {
+    /// The wanted containers around it.
+    containers: BTreeSet<Container>,
+    /// The wanted slices that it has, with commas.
+    slices: Option<String>,
 }
 
-fn find_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<BTreeSet<Container>>> {
-    let is_wanted = match wanted {
-        Wanted::Process(other) => *other == pid,
-        Wanted::Slices(names) => has_slice(&proc::environment(pid)?, names),
+/// Holds a process and returns it with the reason why it is wanted. None if it is not wanted or has gone.
+fn hold_if_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, Match)>> {
+    let Some(held) = Held::open(pid)? else { return Ok(None) };
+    let found = find_wanted(pid, wanted);
+    // If the process has ended, its PID may have been another's while it was read.
+    if held.alive() { Ok(found?.map(|found| (held, found))) } else { Ok(None) }
+}
+
+fn find_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<Match>> {
+    match wanted {
+        Wanted::Process(other) => Ok((*other == pid).then(Match::default)),
+        Wanted::Slices(names) => {
+            let slices = slices_of(&proc::environment(pid)?, names);
+            Ok((!slices.is_empty()).then(|| Match { slices: Some(slices.join(",")), ..Match::default() }))
+        }
         Wanted::Container(ContainerId(id)) => {
             let cgroups = proc::cgroups_text(pid)?.to_ascii_lowercase();
             let ids = containers_in(&cgroups).filter(|found| found.starts_with(id.as_str()));
             let ids: BTreeSet<Container> =
                 ids.map(|id| Container { id: id.to_owned(), hosts: is_the_hosts(&cgroups, id) }).collect();
-            return Ok((!ids.is_empty()).then_some(ids));
+            Ok((!ids.is_empty()).then(|| Match { containers: ids, ..Match::default() }))
         }
-    };
-    Ok(is_wanted.then(BTreeSet::new))
+    }
 }
 
-fn has_slice(environment: &[u8], names: &[String]) -> bool {
+/// The slices among `names` that a process was given.
+fn slices_of<'a>(environment: &[u8], names: &'a [String]) -> Vec<&'a str> {
     let given = device_in(environment).unwrap_or_default();
-    given.split(',').any(|given| names.iter().any(|name| name == given.trim()))
+    let has = |name: &&String| given.split(',').any(|given| given.trim() == name.as_str());
+    names.iter().filter(has).map(String::as_str).collect()
 }
 
 #[cfg(test)]
@@ -354,23 +394,23 @@ mod tests {
     fn a_slice_is_one_of_the_names_given() {
         let names = ["00:06.0-1".to_owned(), "00:07.0-0".to_owned()];
         for (environment, expected) in [
-            ("YUNION_MPS_DEVICE=00:06.0-1", true),
-            ("A=\0YUNION_MPS_DEVICE=00:08.0-0,00:07.0-0\0", true),
-            ("YUNION_MPS_DEVICE=00:06.0-10", false),
-            ("YUNION_MPS_DEVICE=00:06.0", false),
-            ("YUNION_MPS_DEVICE=", false),
-            ("OTHER=00:06.0-1", false),
-            ("", false),
+            ("YUNION_MPS_DEVICE=00:06.0-1", &["00:06.0-1"][..]),
+            ("A=\0YUNION_MPS_DEVICE=00:08.0-0,00:07.0-0\0", &["00:07.0-0"]),
+            ("YUNION_MPS_DEVICE=00:06.0-10", &[]),
+            ("YUNION_MPS_DEVICE=00:06.0", &[]),
+            ("YUNION_MPS_DEVICE=", &[]),
+            ("OTHER=00:06.0-1", &[]),
+            ("", &[]),
         ] {
-            assert_eq!(has_slice(environment.as_bytes(), &names), expected, "{environment:?}");
+            assert_eq!(slices_of(environment.as_bytes(), &names), expected, "{environment:?}");
         }
     }
 
     #[test]
     fn a_process_is_looked_at_for_what_is_wanted() {
         let pid = std::process::id();
-        let found = |wanted| hold_if_wanted(pid, &wanted).unwrap().map(|(_, containers)| containers);
-        assert_eq!(found(Wanted::Process(pid)), Some(BTreeSet::new()));
+        let found = |wanted| hold_if_wanted(pid, &wanted).unwrap().map(|(_, found)| found);
+        assert_eq!(found(Wanted::Process(pid)), Some(Match::default()));
         assert_eq!(found(Wanted::Process(pid + 1)), None);
         assert_eq!(found(Wanted::Slices(vec!["no such slice".to_owned()])), None);
         assert!(hold_if_wanted(u32::MAX, &Wanted::Slices(Vec::new())).unwrap().is_none());

@@ -31,6 +31,7 @@ mod dbus;
 mod doctor;
 mod drain;
 mod example;
+mod farewell;
 mod faults;
 mod golden;
 mod matrix;

@@ -11,13 +11,16 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::support::client::Client;
+use crate::support::client::{Client, in_words, own_user};
 use crate::support::host::{Host, binaries, control_daemon, control_pid, process_state, signal_pid, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
 /// The number of tries for each way of ending a client.
 const ROUNDS: usize = 4;
+
+/// The words for the slice of every client but the bystander.
+const SLICE: &str = ", slice 00:06.0-1";
 
 const TERMINATED: &str = "the MPS client has been terminated by the server (810)";
 
@@ -151,7 +154,8 @@ fn failed(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-fn nobody(host: &Host, program: &Path) -> Command {
+/// A program as another user.
+pub(crate) fn nobody(host: &Host, program: &Path) -> Command {
     let mut command = host.command("setpriv");
     command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(program);
     command
@@ -174,11 +178,17 @@ fn a_signal_alone_takes_the_bystander_along() {
 #[test]
 fn terminate_by_pid_and_by_device() {
     let mut scene = Scene::new();
+    let user = own_user();
     for _ in 0..ROUNDS {
         let victim = scene.victim();
         let pid = victim.id().to_string();
         let said = succeeded(&scene.host.mpsctl(&["terminate", &pid]));
-        assert_eq!(said, format!("Process {pid} uses no GPU any more.\n"));
+        // Its environment is not read for this.
+        let ended = in_words(&[(victim.id(), &user, "")]);
+        assert_eq!(said, format!("Process {pid} uses no GPU any more.\nEnded the GPU work of {ended}.\n"));
+        // So it stands in the journal.
+        let own = format!("GPU work ended on request: {}", ended.trim_start_matches("1 client: "));
+        assert!(scene.host.log().contains(&own), "{own}\n{}", scene.host.log());
         assert_terminated(victim);
         assert!(scene.bystander_survives());
 
@@ -186,7 +196,10 @@ fn terminate_by_pid_and_by_device() {
         let (one, two) = (scene.victim(), scene.victim());
         let said =
             succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-2", "--device", "00:06.0-1"]));
-        assert_eq!(said, "No process uses 00:06.0-2, 00:06.0-1 any more.\n");
+        let both = in_words(&[(one.id(), &user, SLICE), (two.id(), &user, SLICE)]);
+        let expected =
+            format!("No process uses 00:06.0-2, 00:06.0-1 any more.\nEnded the GPU work of {both}.\n");
+        assert_eq!(said, expected);
         assert_terminated(one);
         assert_terminated(two);
         assert!(scene.bystander_survives());
@@ -256,6 +269,7 @@ impl Drop for Container {
 #[test]
 fn terminate_by_container() {
     let mut scene = Scene::new();
+    let user = own_user();
     for _ in 0..ROUNDS {
         let (Some(container), Some(other)) = (Container::new(), Container::new()) else {
             skip("terminate_by_container", NO_CONTAINER);
@@ -267,7 +281,10 @@ fn terminate_by_container() {
         other.take(scene.bystander.id(), "init");
         let id = container.id.as_str();
         let said = succeeded(&scene.host.mpsctl(&["terminate", "--container", &id[..12]]));
-        assert_eq!(said, format!("No process in container {} uses a GPU any more.\n", &id[..12]));
+        let inside = format!(", container {}", &id[..12]);
+        let both = in_words(&[(shallow.id(), &user, &inside), (deep.id(), &user, &inside)]);
+        let expected = format!("No process in container {} uses a GPU any more.\n", &id[..12]);
+        assert_eq!(said, format!("{expected}Ended the GPU work of {both}.\n"));
         assert_terminated(shallow);
         assert_terminated(deep);
         // Nobody is left, and that is no error.

@@ -10,14 +10,14 @@ use crate::support::host::Host;
 use crate::support::wait::DEADLINE;
 
 /// The service manager's end of the notification socket.
-struct ServiceManager {
+pub(crate) struct ServiceManager {
     socket: UnixDatagram,
     /// Messages of a datagram that are still to be looked at.
     waiting: VecDeque<String>,
 }
 
 impl ServiceManager {
-    fn of(host: &mut Host) -> Self {
+    pub(crate) fn of(host: &mut Host) -> Self {
         let path = host.path("notify");
         let socket = UnixDatagram::bind(&path).unwrap();
         host.set("NOTIFY_SOCKET", path.to_str().unwrap());
@@ -38,7 +38,7 @@ impl ServiceManager {
     }
 
     /// Everything up to the first that is wanted.
-    fn until(&mut self, wanted: impl Fn(&str) -> bool) -> Vec<String> {
+    pub(crate) fn until(&mut self, wanted: impl Fn(&str) -> bool) -> Vec<String> {
         let deadline = Instant::now() + DEADLINE;
         let mut heard = Vec::new();
         loop {

@@ -10,12 +10,12 @@ use tokio::time::sleep;
 
 use crate::counted::counted;
 use crate::ctl::published::published_name;
-use crate::ctl::show::clients::SHORT_ID;
 use crate::ctl::show::table::{Shown, is_drawn_on, printable, table};
 use crate::ctl::signals::Signals;
 use crate::ctl::{Error, FAILED};
 use crate::dbus::proxy::{BusError, DaemonProxy, Listed};
 use crate::dbus::rows::{Client, Device};
+use crate::tenants::in_words::SHORT_ID;
 
 /// The pause between two looks at the clients.
 const PAUSE: Duration = Duration::from_secs(1);

@@ -1,6 +1,7 @@
 //! `yunion-mpsctl terminate`.
 
 use std::io::Write;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use serde_json::json;
@@ -9,7 +10,8 @@ use crate::ctl::published::published_name;
 use crate::ctl::show::table::printable;
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
-use crate::dbus::rows::Client;
+use crate::dbus::rows::{Client, Event};
+use crate::tenants::terminate::{ContainerId, Wanted};
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
@@ -40,6 +42,7 @@ pub(in crate::ctl) async fn terminate(
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     let Whom { pid, device, container } = &arguments.whom;
+    let asked = SystemTime::now();
     let (ended, words) = if let Some(pid) = pid {
         daemon.terminate_client(*pid).await?;
         (json!({"pid": pid}), format!("Process {pid} uses no GPU any more."))
@@ -55,7 +58,29 @@ pub(in crate::ctl) async fn terminate(
         return print_json(out, &ended);
     }
     writeln!(out, "{words}")?;
+    if let Some(whose) = whose(daemon, &arguments.whom, asked).await {
+        writeln!(out, "Ended the GPU work of {}.", printable(&whose))?;
+    }
     Ok(())
+}
+
+/// The clients that had work, as the service names them in an event. A control daemon is not asked for them: one that
+/// hangs would be busy with that question first. None if there were none, or the service does not answer.
+async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
+    let wanted = match whom {
+        Whom { pid: Some(pid), .. } => Wanted::Process(*pid),
+        Whom { container: Some(id), .. } => Wanted::Container(ContainerId::new(id).ok()?),
+        Whom { device, .. } => {
+            let known = daemon.devices().await.ok()?;
+            Wanted::Slices(device.iter().map(|name| published_name(name, &known)).collect())
+        }
+    };
+    let beginning = wanted.event();
+    let asked = asked.duration_since(UNIX_EPOCH).ok()?.as_micros();
+    let is_new = |event: &&Listed<Event>| u128::try_from(event.at).is_ok_and(|at| at >= asked);
+    let events = daemon.events().await.ok()?;
+    let event = events.iter().rev().filter(is_new).find_map(|event| event.text.strip_prefix(&beginning));
+    event.map(str::to_owned)
 }
 
 /// Fails if a client on a GPU of these devices does not say which device it was given: its work goes on, and nobody can

@@ -7,12 +7,10 @@ use crate::ctl::show::time;
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{Client, Gpu, Service};
+use crate::tenants::in_words::SHORT_ID;
 
 const HEADS: [&str; 10] =
     ["PID", "User", "Command", "MPS", "Device", "GPU", "Container", "Memory (MiB)", "Since", "Age"];
-
-/// As much of a container's id as its runtime shows in tables.
-pub(in crate::ctl) const SHORT_ID: usize = 12;
 
 pub(in crate::ctl) async fn clients(
     daemon: &DaemonProxy,

@@ -45,6 +45,22 @@ impl Drop for Client {
     }
 }
 
+/// Clients as the service names them, each given by its PID, its user and the words behind the user.
+pub(crate) fn in_words(clients: &[(u32, &str, &str)]) -> String {
+    let mut clients = clients.to_vec();
+    clients.sort_unstable();
+    let named: Vec<String> =
+        clients.iter().map(|(pid, user, more)| format!("PID {pid} of user {user}{more}")).collect();
+    let plural = if named.len() == 1 { "" } else { "s" };
+    format!("{} client{plural}: {}", named.len(), named.join("; "))
+}
+
+/// The name of the user who runs these tests.
+pub(crate) fn own_user() -> String {
+    let id = Command::new("id").arg("-un").output().unwrap();
+    String::from_utf8(id.stdout).unwrap().trim().to_owned()
+}
+
 impl Host {
     /// `cuda-client`, as a client of the control daemon in the pipe directory of host.conf.
     pub(crate) fn program(&self, arguments: &[&str]) -> Command {

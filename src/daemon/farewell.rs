@@ -1,0 +1,122 @@
+//! Says whose work the service ends, before it ends control daemons with their clients.
+
+use std::time::Duration;
+
+use tokio::time::timeout;
+
+use super::Daemon;
+use crate::host::blocking::Blocking;
+use crate::supervisor::compute_modes::ComputeModes;
+use crate::tenants::clients::{self, ClientView, Serving};
+use crate::tenants::in_words::{Whose, in_words as clients_in_words};
+
+/// The time for the list of clients. It takes milliseconds, and a second more if a process has just come to a GPU
+/// without MPS. A control daemon that hangs must not hold up its own end.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// A control daemon that ends with its clients: its id, and the way to list them or the reason why there is none.
+pub(super) type Doomed = (String, Result<Serving, String>);
+
+impl Daemon {
+    /// Names the clients of these control daemons in the journal, in an event and in the status line, if there are any.
+    /// `cause` is whatever ends them, in words.
+    pub(super) async fn name_clients(&mut self, cause: &str, doomed: Vec<Doomed>) {
+        let (clients, unknown) = list(doomed, self.fleet.compute_modes()).await;
+        let Some(farewell) = in_words(cause, &clients, &unknown) else { return };
+        tracing::warn!("{farewell}");
+        self.keep_event(farewell.clone());
+        self.farewell = farewell;
+        self.tell_service_manager(false);
+    }
+}
+
+/// The clients of all these control daemons, and the control daemons whose clients could not be listed, with the
+/// reasons. Each is asked by itself: one that hangs must not hide the clients of the others.
+async fn list(doomed: Vec<Doomed>, nvml: &ComputeModes) -> (Vec<ClientView>, Vec<(String, String)>) {
+    // One that hangs on a process must not block the others either.
+    let kernel = Blocking::new(doomed.len());
+    let ask = |(id, serving): Doomed| {
+        let (nvml, kernel) = (nvml.clone(), kernel.clone());
+        let listed = async move {
+            let listed = clients::list(vec![serving?], nvml, &kernel);
+            timeout(PATIENCE, listed)
+                .await
+                .unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
+        };
+        (id, tokio::spawn(listed))
+    };
+    let asked: Vec<_> = doomed.into_iter().map(ask).collect();
+    let (mut clients, mut unknown) = (Vec::new(), Vec::new());
+    for (id, listed) in asked {
+        match listed.await.unwrap_or_else(|error| Err(error.to_string())) {
+            // A process that uses a GPU without MPS carries on.
+            Ok(listed) => clients.extend(listed.into_iter().filter(|client| !client.bypass)),
+            Err(reason) => unknown.push((id, reason)),
+        }
+    }
+    (clients, unknown)
+}
+
+/// None if nobody loses anything.
+fn in_words(cause: &str, clients: &[ClientView], unknown: &[(String, String)]) -> Option<String> {
+    let named = clients_in_words(clients.iter().map(Whose::from));
+    let unknown = unknown.first().map(|(id, reason)| {
+        let others = match unknown.len() {
+            1 => String::new(),
+            all => format!(" and {} more", all.saturating_sub(1)),
+        };
+        format!("the clients of control daemon {id}{others} could not be listed: {reason}")
+    });
+    match (named, unknown) {
+        (None, None) => None,
+        (Some(named), None) => Some(format!("{cause} ends the work of {named}")),
+        (None, Some(unknown)) => Some(format!("{cause} ends control daemons with their clients; {unknown}")),
+        (Some(named), Some(unknown)) => Some(format!("{cause} ends the work of {named}; {unknown}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn client(pid: u32) -> ClientView {
+        ClientView {
+            pid,
+            bypass: false,
+            waiting: false,
+            uid: Some(0),
+            user: Some("root".to_owned()),
+            command: "python3".to_owned(),
+            gpu_uuid: "GPU-1".to_owned(),
+            device: None,
+            container_id: None,
+            memory_mib: None,
+            since: None,
+        }
+    }
+
+    #[test]
+    fn whoever_is_not_known_is_not_forgotten() {
+        let silent = |ids: &[&str]| -> Vec<(String, String)> {
+            ids.iter().map(|id| ((*id).to_owned(), "no answer".to_owned())).collect()
+        };
+        assert_eq!(in_words("the stop", &[], &[]), None);
+        for (clients, unknown, expected) in [
+            (vec![client(7)], silent(&[]), "the stop ends the work of 1 client: PID 7 of user root"),
+            (
+                vec![],
+                silent(&["GPU-1"]),
+                "the stop ends control daemons with their clients; the clients of control daemon GPU-1 could not be \
+                 listed: no answer",
+            ),
+            (
+                vec![client(7)],
+                silent(&["GPU-1", "GPU-2", "GPU-3"]),
+                "the stop ends the work of 1 client: PID 7 of user root; the clients of control daemon GPU-1 and 2 \
+                 more could not be listed: no answer",
+            ),
+        ] {
+            assert_eq!(in_words("the stop", &clients, &unknown).as_deref(), Some(expected));
+        }
+    }
+}

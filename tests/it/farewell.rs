@@ -1,0 +1,217 @@
+//! Before the service ends control daemons with their clients, it says whose work that is: in the journal, in the status
+//! line and in an event.
+
+use std::time::Instant;
+
+use rustix::process::Signal;
+
+use crate::release::{Container, NO_CONTAINER, nobody};
+use crate::service_manager::ServiceManager;
+use crate::support::client::{Client, in_words, own_user};
+use crate::support::host::{Host, control_pid, text};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
+
+/// A client of a slice, once it is listed.
+fn client(host: &Host, device: &str) -> Client {
+    let client = Client::start(&mut host.program_of(device, &["hold", "600"]));
+    wait_until_listed(host, client.id());
+    client
+}
+
+fn wait_until_listed(host: &Host, pid: u32) {
+    wait_for("the client", || {
+        let clients = host.json(&["clients"])?;
+        clients.as_array().unwrap().iter().any(|client| client["pid"] == pid).then_some(())
+    });
+}
+
+/// The only line of the log with this text, which is a warning and stands before the end of the control daemon.
+fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
+    let log = host.log();
+    let lines: Vec<&str> = log.lines().collect();
+    let places: Vec<usize> = lines
+        .iter()
+        .enumerate()
+        .filter(|(_, line)| line.contains(expected))
+        .map(|(place, _)| place)
+        .collect();
+    assert_eq!(places.len(), 1, "{expected}\n{log}");
+    assert!(lines[places[0]].contains("WARN"), "{log}");
+    let ended = format!("(PID {control_daemon}) ended by");
+    let end = lines.iter().position(|line| line.contains(&ended)).unwrap_or_else(|| panic!("{log}"));
+    assert!(places[0] < end, "{log}");
+}
+
+#[test]
+fn the_stop_names_the_clients() {
+    let mut host = Host::new("h200");
+    let mut manager = ServiceManager::of(&mut host);
+    host.start();
+    manager.until(|message| message == "READY=1");
+    let control_daemon = control_pid(&host.wait_for_state("ready"));
+    let (one, two) = (client(&host, "00:06.0-1"), client(&host, "00:06.0-2"));
+    let user = own_user();
+    let container = Container::new();
+    let inside = match &container {
+        Some(container) => {
+            container.take(two.id(), "init");
+            format!(", container {}", &container.id[..12])
+        }
+        None => {
+            skip("the_stop_names_the_clients: the container", NO_CONTAINER);
+            String::new()
+        }
+    };
+    let words = in_words(&[
+        (one.id(), &user, ", slice 00:06.0-1"),
+        (two.id(), &user, &format!(", slice 00:06.0-2{inside}")),
+    ]);
+    let expected = format!("the stop ends the work of {words}");
+    host.signal(Signal::TERM);
+    manager.until(|message| message == "STOPPING=1");
+    manager.until(|message| message.starts_with("STATUS=stopping") && message.ends_with(&expected));
+    assert_eq!(host.ended().code(), Some(0));
+    assert_warned(&host, &expected, control_daemon);
+    drop((one, two));
+}
+
+#[test]
+fn the_clients_of_another_user_are_named_as_theirs() {
+    if !root_or_skip("the_clients_of_another_user_are_named_as_theirs") {
+        return;
+    }
+    let mut host = Host::serving("h200");
+    let control_daemon = control_pid(&host.wait_for_state("ready"));
+    let own = client(&host, "00:06.0-1");
+    let mut command = nobody(&host, &host.path("bin/cuda-client"));
+    let theirs = Client::start(command.envs(host.environment_of("00:06.0-2")).args(["hold", "600"]));
+    wait_until_listed(&host, theirs.id());
+    let words =
+        in_words(&[(own.id(), "root", ", slice 00:06.0-1"), (theirs.id(), "nobody", ", slice 00:06.0-2")]);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_warned(&host, &format!("the stop ends the work of {words}"), control_daemon);
+    drop((own, theirs));
+}
+
+#[test]
+fn without_clients_nothing_is_said() {
+    let mut host = Host::serving("h200");
+    host.wait_for_state("ready");
+    assert!(host.mpsctl(&["apply", "--force"]).status.success());
+    assert_eq!(host.stop().code(), Some(0));
+    for words in ["ends the work of", "with their clients", "could not be listed"] {
+        assert!(!host.log().contains(words), "{}", host.log());
+    }
+}
+
+/// A restart ends nobody, so nobody is named.
+#[test]
+fn clients_that_carry_on_are_not_named() {
+    let mut host = Host::serving("h200");
+    host.wait_for_state("ready");
+    let client = client(&host, "00:06.0-1");
+    // Nothing waits to be applied.
+    assert!(host.mpsctl(&["apply", "--force"]).status.success());
+    host.configure("log_level: debug");
+    assert!(host.call("Control.Reload").status.success());
+    assert!(!host.log().contains("ends the work of"), "{}", host.log());
+    drop(client);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+#[test]
+fn a_forced_change_names_the_clients() {
+    let mut host = Host::new("h200");
+    let mut manager = ServiceManager::of(&mut host);
+    host.start();
+    manager.until(|message| message == "READY=1");
+    let control_daemon = control_pid(&host.wait_for_state("ready"));
+    let client = client(&host, "00:06.0-1");
+    let user = own_user();
+    let expected =
+        format!("apply --force ends the work of {}", in_words(&[(client.id(), &user, ", slice 00:06.0-1")]));
+    host.configure("cuda_mps_topology: per_gpu");
+    assert!(host.call("Control.Reload").status.success());
+    let refused = host.mpsctl(&["apply"]);
+    assert!(text(&refused).contains("in the way: 1 client"), "{}", text(&refused));
+    assert!(!host.log().contains(&expected));
+    let applied = host.mpsctl(&["apply", "--force"]);
+    assert!(applied.status.success(), "{}", text(&applied));
+    manager.until(|message| message.starts_with("STATUS=") && message.ends_with(&expected));
+    // It is over when they have ended.
+    manager.until(|message| message == "STATUS=ready: 4 devices on 1 of 1 GPUs");
+    let status = host.wait_for_state("ready");
+    let events = status["events"].as_array().unwrap();
+    assert!(events.iter().any(|event| event["text"] == expected), "{events:?}");
+    drop(client);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_warned(&host, &expected, control_daemon);
+}
+
+#[test]
+fn a_configuration_that_disables_names_the_clients() {
+    let mut host = Host::new("h200");
+    let mut manager = ServiceManager::of(&mut host);
+    host.start();
+    manager.until(|message| message == "READY=1");
+    let control_daemon = control_pid(&host.wait_for_state("ready"));
+    let client = client(&host, "00:06.0-3");
+    let user = own_user();
+    let expected = format!(
+        "enable_cuda_mps: false ends the work of {}",
+        in_words(&[(client.id(), &user, ", slice 00:06.0-3")])
+    );
+    host.configure("enable_cuda_mps: false");
+    assert!(host.call("Control.Reload").status.success());
+    manager.until(|message| message.starts_with("STATUS=") && message.ends_with(&expected));
+    manager.until(|message| message == "STATUS=disabled; enable_cuda_mps is false");
+    host.wait_for_status("nobody on the way out", |status| {
+        status["control_daemons"].as_array().unwrap().is_empty()
+    });
+    assert_warned(&host, &expected, control_daemon);
+    // Nobody is left to be named a second time.
+    assert!(host.call("Control.Reload").status.success());
+    assert_warned(&host, &expected, control_daemon);
+    drop(client);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The time of the names is bounded: this control daemon would never answer.
+#[test]
+fn a_control_daemon_that_hangs_does_not_hold_up_the_stop() {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_quit_timeout: 1");
+    host.start();
+    let control_daemon = control_pid(&host.wait_for_state("ready"));
+    let client = client(&host, "00:06.0-1");
+    host.plant("mps/fault/front-end-hangs", "");
+    let begun = Instant::now();
+    assert_eq!(host.stop().code(), Some(0));
+    println!("stopped after {:?}", begun.elapsed());
+    let expected = "the stop ends control daemons with their clients; the clients of control daemon shared could not be \
+                    listed: no answer within 3 s";
+    assert_warned(&host, expected, control_daemon);
+    drop(client);
+    host.nothing_runs();
+}
+
+/// A service that finds no driver takes no control daemon over, and a stop ends it nevertheless.
+#[test]
+fn the_clients_of_a_control_daemon_that_was_not_taken_over_are_named() {
+    let mut host = Host::serving("h200");
+    host.wait_for_state("ready");
+    let client = client(&host, "00:06.0-1");
+    let user = own_user();
+    host.signal(Signal::KILL);
+    host.ended();
+    host.clear("driver");
+    host.start();
+    host.wait_for_state("failed");
+    assert_eq!(host.stop().code(), Some(0));
+    let words = in_words(&[(client.id(), &user, ", slice 00:06.0-1")]);
+    let expected = format!("the stop ends the work of {words}");
+    assert!(host.log().contains(&expected), "{expected}\n{}", host.log());
+    drop(client);
+    host.nothing_runs();
+}
