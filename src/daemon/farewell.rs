@@ -1,4 +1,4 @@
-//! Says whose work the service ends, before it ends control daemons with their clients.
+//! Names the clients of control daemons before the service ends both.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ impl Daemon {
     }
 }
 
-/// The clients of all these control daemons, and the control daemons whose clients could not be listed, with the
+/// The clients of all these control daemons, and the control daemons with clients that could not be listed, with the
 /// reasons. Each is asked by itself: one that hangs must not hide the clients of the others.
 async fn list(doomed: Vec<Doomed>, nvml: &ComputeModes) -> (Vec<ClientView>, Vec<(String, String)>) {
     // One that hangs on a process must not block the others either.

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 /// The GPUs that there are: their published names, and the number of slices of each.
 pub(crate) type Cut = BTreeMap<String, u32>;
 
-/// What is drained, by published names: `00:06.0` is a GPU with all its slices, `00:06.0-1` is one slice. A name stays,
-/// though nothing has it any more: the next reload may bring its slice back.
+/// The drained slices and GPUs, by published names: `00:06.0` is a GPU with all its slices, `00:06.0-1` is one slice. A
+/// name stays, though nothing has it any more: the next reload may bring its slice back.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Drained {
     /// Everything, also a GPU that comes later.

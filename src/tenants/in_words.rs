@@ -1,4 +1,4 @@
-//! Clients in words, for people who want to know whose work was ended.
+//! Clients in words, for people who look for the owners of work that was ended.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ const SLICES: usize = 4;
 /// As much of a container's id as its runtime shows in tables.
 pub(crate) const SHORT_ID: usize = 12;
 
-/// The facts that tell whose client it is. The name of its program is not among them: a tenant chooses that name, and
+/// The facts that tell the owner of a client. The name of its program is not among them: a tenant chooses that name, and
 /// could make it look like another client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Whose {

@@ -1,4 +1,4 @@
-//! Before the service ends control daemons with their clients, it says whose work that is: in the journal, in the status
+//! Before the service ends control daemons with their clients, it names the clients: in the journal, in the status
 //! line and in an event.
 
 use std::time::Instant;

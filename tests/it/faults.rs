@@ -362,6 +362,7 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
 fn a_fault_lasts_where_nobody_tells_of_its_end() {
     let mut host = Host::new("h200");
     host.plant("mps/version", "535");
+    host.plant("driver", "535.261.03");
     host.configure("cuda_mps_fault_grace: 0");
     host.start();
     host.wait_for_state("ready");

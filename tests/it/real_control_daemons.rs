@@ -16,6 +16,8 @@ fn host(series: &str) -> Host {
         assert!(file.is_file(), "{} is missing; fetch it with scripts/fetch-mps-control.sh", file.display());
     }
     let mut host = Host::new("h200");
+    // The parts of a driver have one version.
+    host.plant("driver", series);
     host.prefer(&programs);
     host
 }

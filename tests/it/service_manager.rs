@@ -1,6 +1,7 @@
 //! The messages to the service manager, and their time.
 
 use std::collections::VecDeque;
+use std::io::ErrorKind;
 use std::os::unix::net::UnixDatagram;
 use std::time::Instant;
 
@@ -27,7 +28,13 @@ impl ServiceManager {
     fn datagram(&mut self) -> Vec<String> {
         let mut bytes = vec![0; 65536];
         self.socket.set_read_timeout(Some(DEADLINE)).unwrap();
-        let length = self.socket.recv(&mut bytes).expect("a message of the daemon's");
+        let length = loop {
+            match self.socket.recv(&mut bytes) {
+                // A child of another test has ended.
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                received => break received.expect("a message of the daemon's"),
+            }
+        };
         let text = String::from_utf8(bytes[..length].to_vec()).unwrap();
         text.lines().map(str::to_owned).collect()
     }

@@ -131,7 +131,7 @@ struct DrainedGpu {
 }
 
 impl Scope {
-    /// What the names mean now: a reload may take a GPU away that still has clients.
+    /// The meaning of the names at this moment: a reload may take a GPU away that still has clients.
     async fn new(daemon: &DaemonProxy, names: &[String]) -> Result<Self, BusError> {
         if names.is_empty() {
             return Ok(Self { all: true, gpus: Vec::new() });
