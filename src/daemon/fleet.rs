@@ -324,8 +324,8 @@ impl Fleet {
         !self.forced.is_empty() || self.leaving.iter().any(Supervisor::stops)
     }
 
-    /// Every control daemon that may have clients. Control daemons that an earlier service has left count only if `unsupervised`:
-    /// nobody takes them over without a plan.
+    /// Every control daemon that may have clients. Control daemons that an earlier service has left count only if
+    /// `unsupervised`: nobody takes them over without a plan.
     pub(super) fn controls(&self, unsupervised: bool) -> Vec<Arc<CallersControl>> {
         let left = if unsupervised { self.unsupervised() } else { Vec::new() };
         self.all().filter_map(Supervisor::control_in_place).chain(left).map(Arc::new).collect()

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
+use crate::reason::Reason;
+
 use super::directories::{self, BadDirectory, SOCKET};
 
 /// A link that is about to take its place.
@@ -30,7 +32,10 @@ pub(crate) fn lead_to(
     let slices = directories::open(parent)?;
     let bad = |path: &Path, error: io::Error| BadDirectory {
         path: path.to_owned(),
-        reason: format!("can't lead to the control daemon: {error}").into(),
+        reason: Reason::new(
+            format!("can't lead to the control daemon: {error}"),
+            "see that its file system has room and can have hard links",
+        ),
     };
     let socket = identity(&source).map_err(|error| bad(pipe_directory, error))?;
     let Some(socket) = socket else { return Ok(Vec::new()) };

@@ -92,7 +92,8 @@ impl Serving<'_> {
                 gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
             }
         });
-        self.link_slices();
+        // A failure has a pause before the next start. A hindrance would end an idle control daemon at once, again and again.
+        self.link_slices().map_err(|bad| Failure::Waiting(bad.to_string()))?;
         tracing::debug!(step = "linked", "the directories of slices lead here");
         self.run.configured = true;
         let hindered = self.run.hindrances.has(ClearedBy::Check);

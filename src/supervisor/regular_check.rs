@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use rustix::process::Signal;
 
 use crate::mps::control::{ControlError, ServerStatus};
+use crate::mps::directories::{self, BadDirectory};
+use crate::mps::links;
 use crate::mps::process::Process;
-use crate::mps::{directories, links};
 
 use super::heal::still_faulted;
 use super::hindrance::{ClearedBy, Hindrance, News, Progress};
@@ -31,11 +32,7 @@ impl Serving<'_> {
                 }
                 self.let_users_in();
                 if self.run.configured && !self.worker.retiring {
-                    for directory in self.link_slices() {
-                        let directory = directory.display();
-                        let text = format!("{directory} did not lead to the control daemon, and does again");
-                        self.worker.reporter.warning(text);
-                    }
+                    self.keep_links();
                 }
                 if news == News::AnswersAgain {
                     self.worker.reporter.event("the control daemon answers again".to_owned());
@@ -98,15 +95,25 @@ impl Serving<'_> {
         other.is_some()
     }
 
-    /// Makes sure that the directory of each slice leads to the control daemon. Returns the directories that did not.
-    pub(super) fn link_slices(&mut self) -> Vec<PathBuf> {
+    /// Makes the directory of each slice lead to the control daemon. Returns the directories that did not.
+    pub(super) fn link_slices(&self) -> Result<Vec<PathBuf>, BadDirectory> {
         let plan = &self.worker.order.plan;
-        let Some(parent) = &plan.slice_directories else { return Vec::new() };
-        let linked = links::lead_to(&self.run.running.pipe_directory, parent, &plan.slice_file_names());
-        linked.unwrap_or_else(|bad| {
-            self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string())));
-            Vec::new()
-        })
+        let Some(parent) = &plan.slice_directories else { return Ok(Vec::new()) };
+        links::lead_to(&self.run.running.pipe_directory, parent, &plan.slice_file_names())
+    }
+
+    /// Renews the links that somebody has taken away or replaced.
+    fn keep_links(&mut self) {
+        match self.link_slices() {
+            Ok(renewed) => {
+                for directory in renewed {
+                    let directory = directory.display();
+                    let text = format!("{directory} did not lead to the control daemon, and does again");
+                    self.worker.reporter.warning(text);
+                }
+            }
+            Err(bad) => _ = self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
+        }
     }
 
     /// Makes sure that clients of every user can get to the socket.

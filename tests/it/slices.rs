@@ -175,6 +175,26 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// Something in the place of a slice's directory keeps its GPU from being called ready. The control daemon is tried
+/// again after pauses, and not as fast as it can be started.
+#[test]
+fn a_slice_without_a_directory_is_not_ready() {
+    let mut host = Host::serving("h200");
+    let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
+    let directory = directory_of(&host, &slice);
+    assert_eq!(host.stop().code(), Some(0));
+    fs::remove_dir_all(&directory).unwrap();
+    fs::write(&directory, "").unwrap();
+    host.start();
+    let reason = format!("{}: is not a directory; remove it", directory.display());
+    host.wait_for_failure(&reason);
+    wait_for("the pause", || host.log().contains(&format!("{reason}; tried again in 0.1 s")).then_some(()));
+    fs::remove_file(&directory).unwrap();
+    host.wait_for_state("ready");
+    assert!(leads_to(&directory, &host.path("mps/pipe")));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// A reload with fewer slices takes their links away, and one with more gives them back before they are healthy, in the
 /// same directories.
 #[test]
