@@ -69,6 +69,11 @@ const SOCKET_PATH_BYTES: usize = 106;
 /// The control daemon's socket with the longest name. The control daemon does not start without this socket.
 const LONGEST_SOCKET: &str = "control_privileged";
 
+/// Whether a control daemon can make its sockets in this directory, as far as the length of its path goes.
+pub(crate) fn has_room_for_sockets(directory: &Path) -> bool {
+    directory.as_os_str().len() + "/".len() + LONGEST_SOCKET.len() <= SOCKET_PATH_BYTES
+}
+
 /// The length of `GPU-` and a UUID.
 const GPU_UUID_BYTES: usize = 40;
 
@@ -124,6 +129,15 @@ impl Draft {
             let found = format!("found {:?} for both {PIPE_KEY} and {LOG_KEY}", pipe_directory.display());
             let remedy = "give each a directory of its own";
             findings.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, remedy));
+        }
+        let private = self.settings.private_directory();
+        if log_directory.starts_with(&private) {
+            let found = format!(
+                "found {:?}, and {:?} is for the control daemons' sockets",
+                log_directory.display(),
+                private.display()
+            );
+            findings.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, "choose another directory"));
         }
         let (below, socket) = match topology {
             Topology::Shared => ("/".len(), "the control daemon's socket in it"),

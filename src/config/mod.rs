@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::host::regular_file;
+pub(crate) use host_conf::has_room_for_sockets;
 use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
 use yaml::Value;
 
@@ -50,6 +51,15 @@ pub(crate) struct Settings {
     pub devices: Vec<DeviceEntry>,
     /// The files that were read, in the order in which they were layered.
     pub sources: Vec<PathBuf>,
+}
+
+impl Settings {
+    /// The place of the directories that only control daemons use, beside the pipe directory.
+    pub(crate) fn private_directory(&self) -> PathBuf {
+        let mut directory = self.pipe_directory.clone().into_os_string();
+        directory.push(".private");
+        directory.into()
+    }
 }
 
 impl Default for Settings {

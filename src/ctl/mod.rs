@@ -135,9 +135,10 @@ enum Command {
     /// Takes slices, GPUs or the whole host out of use for new clients, while the present clients finish
     #[command(
         after_help = "A drained slice is not healthy, GetContainerConfig and the commands env and run refuse it, and the \
-        CDI spec leaves it out. The drain lasts until undrain or the next boot: not even systemctl stop ends it. The \
-        service can't keep out a container that has the pipe directory already, or that an agent gives the pipe \
-        directory by itself: such a container can start new clients, and --wait waits for these too.\n\n\
+        CDI spec leaves it out. The drain lasts until undrain or the next boot: not even systemctl stop ends it. A \
+        container that an agent gives the pipe directory by itself can start new clients until every slice of its control \
+        daemon is drained, and with drivers before 580 nothing keeps such a container out. --wait waits for these clients \
+        too.\n\n\
         --wait waits for every client of a GPU that is drained as a whole, and for every client that does not say which \
         slice it has. Ctrl-C ends the waiting, and the drain stays.\n\n\
         Exit status: 0 with --wait only if no client is left.\n\n\

@@ -305,7 +305,7 @@ impl Fleet {
     /// The way to the clients of a control daemon, by its entry in the state file: its supervisor may not have taken it
     /// over yet.
     fn serving_if_in_place(&self, id: &str, running: Running) -> Result<Serving, String> {
-        let control = self.tools.front_ends.of(&running.pipe_directory);
+        let control = self.tools.front_ends.of(running.control_directory());
         if control.daemon_pid() != Some(running.process.pid) {
             return Err("it does not listen in its pipe directory any more".to_owned());
         }
@@ -335,7 +335,7 @@ impl Fleet {
         let state_file = self.tools.state_file.lock();
         let running = state_file.control_daemons().values();
         let alive = running.filter(|running| is_alive(running));
-        let front_end = |running: &Running| self.tools.front_ends.of(&running.pipe_directory);
+        let front_end = |running: &Running| self.tools.front_ends.of(running.control_directory());
         alive.map(|running| front_end(running).on_behalf(Caller::Root)).collect()
     }
 
@@ -362,6 +362,16 @@ impl Fleet {
         });
         if force {
             self.forced.push(applied);
+        }
+    }
+
+    /// Makes the directories lead to their control daemons, as the state file has them drained. Resolves when they do.
+    pub(super) fn link(&self) -> impl Future<Output = ()> + Send + use<> {
+        let links: Vec<_> = self.supervisors.values().filter_map(Supervisor::link).collect();
+        async move {
+            for link in links {
+                link.await;
+            }
         }
     }
 
@@ -421,6 +431,7 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
     plan::ControlDaemonPlan {
         id: id.to_owned(),
         pipe_directory: running.pipe_directory.clone(),
+        private_directory: running.private_directory.clone(),
         log_directory: running.log_directory.clone(),
         slice_directories: None,
         gpus: gpus.collect(),

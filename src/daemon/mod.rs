@@ -37,6 +37,7 @@ use crate::supervisor::state_file::{SharedStateFile, StateFile};
 use crate::supervisor::view::{EVENTS_KEPT, Event};
 use crate::supervisor::{self, Goal, Tools};
 use cdi_spec::{CdiSpec, Slices};
+use drain::{Draining, Linked};
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::Fleet;
 use host_look::{HostLook, Xid};
@@ -108,6 +109,8 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         tokio::spawn(presence::stay_on_the_bus(seen, requests, faults_seen, joined, Arc::clone(&changed)));
     let (xids, xids_seen) = mpsc::channel(FAULTS);
     let (terminated, terminated_seen) = mpsc::channel(REQUESTS);
+    let (linked, linked_seen) = mpsc::channel(REQUESTS);
+    let drained = state_file.lock().drained().clone();
     let (driver, driver_seen) = watch::channel(None);
     let (kept, kept_seen) = watch::channel(Configured::default());
     let tools = Tools {
@@ -126,6 +129,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         requests: Requests::new(&tools.compute_modes, terminated),
         fleet: Fleet::new(tools, kept),
         cdi_spec: CdiSpec::new(state_file.clone()),
+        draining: Draining::new(drained, linked),
         state_file,
         changed,
         snapshot,
@@ -141,7 +145,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         reloads: 0,
         in_force: watch::Sender::new(0),
     };
-    let exit = daemon.run(signals, received, xids_seen, terminated_seen).await;
+    let exit = daemon.run(signals, received, xids_seen, terminated_seen, linked_seen).await;
     daemon.service_manager.end().await;
     bus.abort();
     exit
@@ -168,6 +172,7 @@ struct Daemon {
     fleet: Fleet,
     requests: Requests,
     cdi_spec: CdiSpec,
+    draining: Draining,
     state_file: SharedStateFile,
     /// Wakes the loop up.
     changed: Arc<Notify>,
@@ -199,6 +204,7 @@ impl Daemon {
         mut requests: mpsc::Receiver<Request>,
         mut xids: mpsc::Receiver<Xid>,
         mut terminated: mpsc::Receiver<Terminated>,
+        mut linked: mpsc::Receiver<Linked>,
     ) -> Exit {
         if let Err(problems) = self.first_pass().await {
             return bad_configuration(&problems);
@@ -221,6 +227,7 @@ impl Daemon {
                 Some(request) = requests.recv() => self.answer(request).await,
                 Some((uuid, xid)) = xids.recv() => self.xid(&uuid, xid),
                 Some(ended) = terminated.recv() => self.terminated(ended),
+                Some(change) = linked.recv() => self.linked(change),
                 () = changed.notified() => {}
                 () = sleep_or_never(self.next_scan) => {
                     self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);
@@ -395,7 +402,6 @@ impl Daemon {
     fn compose(&self) -> Snapshot {
         let problems = [&self.refused, &self.problem, &self.cdi_spec.problem];
         let problem = problems.into_iter().find(|problem| !problem.is_empty());
-        let drained = self.state_file.lock().drained().clone();
         let parts = Parts {
             settings: &self.settings,
             driver: &self.look.driver_version,
@@ -403,7 +409,7 @@ impl Daemon {
             statuses: &self.fleet.statuses(),
             leaving: &self.fleet.statuses_of_leaving(),
             starting: self.fleet.starting(),
-            drained: &drained,
+            drained: &self.draining.published,
             events: &self.events,
             problem: problem.map_or("", String::as_str),
             stopping: self.ending.is_some(),

@@ -75,8 +75,8 @@ impl Daemon {
                 let id = ContainerId::new(&id).map_err(RequestError::from);
                 self.terminate(id.map(Wanted::Container), reply);
             }
-            Request::Drain(names, reply) => drop(reply.send(self.drain(&names))),
-            Request::Undrain(names, reply) => drop(reply.send(self.undrain(&names))),
+            Request::Drain(names, reply) => self.drain(&names, reply),
+            Request::Undrain(names, reply) => self.undrain(&names, reply),
             Request::Apply(force, reply) => {
                 if force {
                     let doomed = self.fleet.ended_by_force();

@@ -264,6 +264,7 @@ row! {
 row! {
     /// A control daemon, with the GPUs that it serves.
     ControlDaemon(daemon: &ControlDaemonView, snapshot: &Snapshot) {
+        control_directory: String = path(&daemon.control_directory);
         faults: u32 = daemon.faults;
         gpus: Vec<String> = uuids_served_by(&daemon.id, snapshot);
         id: String = daemon.id.clone();

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat, StatxFlags};
 use rustix::io::Errno;
 use rustix::path::Arg;
 
@@ -22,8 +22,11 @@ pub(crate) struct BadDirectory {
     pub reason: Reason,
 }
 
-/// The mode of both directories: everybody may look into them, and only the owner may write.
+/// The mode of the pipe directory and the log directory: everybody may look into them, and only the owner may write.
 const MODE: u32 = 0o755;
+
+/// The mode of a private directory.
+const PRIVATE: u32 = 0o700;
 
 /// The socket to which clients connect, and the mode that the control daemon gives it. To connect takes the right to
 /// write.
@@ -34,8 +37,17 @@ const SOCKET_MODE: u32 = 0o666;
 /// directory where others can write, a directory of another owner, anything that is no directory, and a parent that
 /// another user owns or in which everybody can rename things.
 pub(crate) fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
+    open_as(path, MODE)
+}
+
+/// The same for a directory with mode 0700, which is for this service and its control daemons.
+pub(crate) fn open_private(path: &Path) -> Result<OwnedFd, BadDirectory> {
+    open_as(path, PRIVATE)
+}
+
+fn open_as(path: &Path, mode: u32) -> Result<OwnedFd, BadDirectory> {
     let directory = walk(path, true)?.ok_or_else(|| bad(path, "has just been removed".to_owned()))?;
-    claim(&directory).map_err(|reason| bad(path, reason))?;
+    claim(&directory, mode).map_err(|reason| bad(path, reason))?;
     if rustix::fs::accessat(&directory, ".", Access::WRITE_OK, AtFlags::EACCESS) == Err(Errno::ROFS) {
         return Err(bad(path, read_only(path).of("can't be written")));
     }
@@ -55,7 +67,7 @@ pub(super) fn open_in(parent: &OwnedFd, path: &Path) -> Result<OwnedFd, BadDirec
     if kind != FileType::Directory {
         return Err(bad(path, Reason::new("is not a directory", "remove it")));
     }
-    claim(&directory).map_err(|reason| bad(path, reason))?;
+    claim(&directory, MODE).map_err(|reason| bad(path, reason))?;
     Ok(directory)
 }
 
@@ -135,16 +147,31 @@ fn read_only(path: &Path) -> Reason {
     )
 }
 
-/// Checks that the directory is ours, and sets its mode to 0755. It returns the former mode if that was different.
-fn claim(directory: &OwnedFd) -> Result<Option<u32>, Reason> {
+/// Checks that the directory is ours, and sets its mode. It returns the former mode if that was different.
+fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Reason> {
     let stat = stat(directory)?;
     owner(&stat)?;
-    let mode = stat.st_mode & 0o777;
-    if mode == MODE {
+    let was = stat.st_mode & 0o777;
+    if was == mode {
         return Ok(None);
     }
-    chmod(directory, MODE).map_err(|error| format!("can't be made 0755: {error}"))?;
-    Ok(Some(mode))
+    chmod(directory, mode).map_err(|error| format!("can't be made {mode:04o}: {error}"))?;
+    Ok(Some(was))
+}
+
+/// Whether links can lead from one directory to the other: both are, or would be made, on one mount.
+pub(crate) fn on_one_mount(one: &Path, other: &Path) -> bool {
+    let mount = |path: &Path| {
+        let there = path.ancestors().find_map(|path| {
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            rustix::fs::open(path, flags, Mode::empty()).ok()
+        })?;
+        let found = rustix::fs::statx(&there, "", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).ok()?;
+        // A kernel before 5.8 does not say the mount.
+        let known = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::MNT_ID);
+        Some((found.stx_dev_major, found.stx_dev_minor, known.then_some(found.stx_mnt_id)))
+    };
+    mount(one) == mount(other)
 }
 
 fn owner(stat: &Stat) -> Result<(), Reason> {
@@ -208,7 +235,7 @@ pub(crate) fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDire
     let Some(directory) = walk(pipe_directory, false)? else { return Ok(Vec::new()) };
     let mut repaired = Vec::new();
     repaired.extend(
-        claim(&directory).map_err(|reason| bad(pipe_directory, reason))?.map(|was| {
+        claim(&directory, MODE).map_err(|reason| bad(pipe_directory, reason))?.map(|was| {
             format!("mode of {} was {was:04o}, and is {MODE:04o} again", pipe_directory.display())
         }),
     );
@@ -228,6 +255,17 @@ pub(crate) fn let_users_in(pipe_directory: &Path) -> Result<Vec<String>, BadDire
         repaired.push(format!("mode of {} was {was:04o}, and is {SOCKET_MODE:04o} again", path.display()));
     }
     Ok(repaired)
+}
+
+/// Sees to it that nobody but root gets into a private directory, and describes the repair. A missing directory is no
+/// error.
+///
+/// # Errors
+/// The directory belongs to another user, or can't be repaired.
+pub(crate) fn keep_others_out(private: &Path) -> Result<Option<String>, BadDirectory> {
+    let Some(directory) = walk(private, false)? else { return Ok(None) };
+    let was = claim(&directory, PRIVATE).map_err(|reason| bad(private, reason))?;
+    Ok(was.map(|was| format!("mode of {} was {was:04o}, and is {PRIVATE:04o} again", private.display())))
 }
 
 /// A control daemon's log.

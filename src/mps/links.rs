@@ -1,5 +1,5 @@
-//! The directories of slices: each has a hard link to its control daemon's socket and nothing else. A client needs no
-//! more, and whoever has only that can't command the control daemon.
+//! The pipe directory and the directories of slices: each has a hard link to the socket that the control daemon makes in its
+//! private directory. A client needs no more, and whoever has only that can't set limits for others.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -16,41 +16,106 @@ use super::directories::{self, BadDirectory, SOCKET};
 /// A link that is about to take its place.
 const NEW: &str = ".control.new";
 
-/// Gives each directory of `names` in `parent` a link to the socket in `pipe_directory`, and takes the links to that socket
-/// away from all other directories there. A client that connects meanwhile finds the former socket or this one.
-/// Directories are never removed, since a container keeps the directory that it has. Returns the directories that had
-/// another socket or none.
-///
-/// # Errors
-/// A directory can't be used, or the link can't be made.
-pub(crate) fn lead_to(
-    pipe_directory: &Path,
-    parent: &Path,
-    names: &BTreeSet<String>,
-) -> Result<Vec<PathBuf>, BadDirectory> {
-    let source = directories::open(pipe_directory)?;
-    let slices = directories::open(parent)?;
-    let bad = |path: &Path, error: io::Error| BadDirectory {
+/// The other files that a control daemon makes in its directory. Where only links are, they are from an earlier one.
+const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
+
+/// A control daemon's socket, to which links lead.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    directory: OwnedFd,
+    /// Its device and inode number.
+    identity: (u64, u64),
+}
+
+impl Socket {
+    /// The socket in the directory where its control daemon has made it. None if it is not there.
+    ///
+    /// # Errors
+    /// The directory can't be used.
+    pub(crate) fn of(control_directory: &Path, private: bool) -> Result<Option<Self>, BadDirectory> {
+        let open = if private { directories::open_private } else { directories::open };
+        let directory = open(control_directory)?;
+        let identity = identity(&directory).map_err(|error| bad(control_directory, &error))?;
+        Ok(identity.map(|identity| Self { directory, identity }))
+    }
+
+    /// Makes the pipe directory lead here, or to no control daemon if `open` is false. Whether it had to be made so.
+    ///
+    /// # Errors
+    /// The directory can't be used, or the link can't be made.
+    pub(crate) fn lead_from(&self, pipe_directory: &Path, open: bool) -> Result<bool, BadDirectory> {
+        let directory = directories::open(pipe_directory)?;
+        let led = || {
+            for name in LEFTOVERS {
+                remove(&directory, name)?;
+            }
+            if open { self.link(&directory) } else { self.unlink(&directory) }
+        };
+        led().map_err(|error| bad(pipe_directory, &error))
+    }
+
+    /// Makes each directory of `names` in `parent` lead here, and no other directory there. A client that connects
+    /// meanwhile finds the former socket or this one. Directories are never removed, since a container keeps the directory
+    /// that it has. Returns the directories of `names` that had another socket or none.
+    ///
+    /// # Errors
+    /// A directory can't be used, or the link can't be made.
+    pub(crate) fn lead_from_each(
+        &self,
+        parent: &Path,
+        names: &BTreeSet<String>,
+    ) -> Result<Vec<PathBuf>, BadDirectory> {
+        let slices = directories::open(parent)?;
+        let mut renewed = Vec::new();
+        for name in names {
+            let path = parent.join(name);
+            let directory = directories::open_in(&slices, &path)?;
+            if self.link(&directory).map_err(|error| bad(&path, &error))? {
+                renewed.push(path);
+            }
+        }
+        for name in others(&slices, names).map_err(|error| bad(parent, &error))? {
+            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            let unlinked = match rustix::fs::openat(&slices, &name, flags, Mode::empty()) {
+                Ok(directory) => self.unlink(&directory),
+                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(false),
+                Err(error) => Err(error.into()),
+            };
+            unlinked.map_err(|error| bad(&parent.join(&name), &error))?;
+        }
+        Ok(renewed)
+    }
+
+    /// Makes the link, unless it is there. Whether it was not.
+    fn link(&self, directory: &OwnedFd) -> io::Result<bool> {
+        if identity(directory)? == Some(self.identity) {
+            return Ok(false);
+        }
+        // A crash may have left one.
+        remove(directory, NEW)?;
+        rustix::fs::linkat(&self.directory, SOCKET, directory, NEW, AtFlags::empty())?;
+        rustix::fs::renameat(directory, NEW, directory, SOCKET)?;
+        Ok(true)
+    }
+
+    /// Takes the link away from a directory if it leads here. Whether it did.
+    fn unlink(&self, directory: &OwnedFd) -> io::Result<bool> {
+        let leads_here = identity(directory)? == Some(self.identity);
+        if leads_here {
+            remove(directory, SOCKET)?;
+        }
+        Ok(leads_here)
+    }
+}
+
+fn bad(path: &Path, error: &io::Error) -> BadDirectory {
+    BadDirectory {
         path: path.to_owned(),
         reason: Reason::new(
             format!("can't lead to the control daemon: {error}"),
             "see that its file system has room and can have hard links",
         ),
-    };
-    let socket = identity(&source).map_err(|error| bad(pipe_directory, error))?;
-    let Some(socket) = socket else { return Ok(Vec::new()) };
-    let mut renewed = Vec::new();
-    for name in names {
-        let path = parent.join(name);
-        let directory = directories::open_in(&slices, &path)?;
-        if link(&source, &directory, socket).map_err(|error| bad(&path, error))? {
-            renewed.push(path);
-        }
     }
-    for name in others(&slices, names).map_err(|error| bad(parent, error))? {
-        unlink(&slices, &name, socket).map_err(|error| bad(&parent.join(&name), error))?;
-    }
-    Ok(renewed)
 }
 
 /// The device and the inode number of the socket in a directory, if there is one.
@@ -60,18 +125,6 @@ fn identity(directory: impl AsFd) -> io::Result<Option<(u64, u64)>> {
         Err(Errno::NOENT) => Ok(None),
         Err(error) => Err(error.into()),
     }
-}
-
-/// Makes the link, unless it is there. Whether it was not.
-fn link(source: &OwnedFd, directory: &OwnedFd, socket: (u64, u64)) -> io::Result<bool> {
-    if identity(directory)? == Some(socket) {
-        return Ok(false);
-    }
-    // A crash may have left one.
-    remove(directory, NEW)?;
-    rustix::fs::linkat(source, SOCKET, directory, NEW, AtFlags::empty())?;
-    rustix::fs::renameat(directory, NEW, directory, SOCKET)?;
-    Ok(true)
 }
 
 /// The directories that are there besides these.
@@ -89,17 +142,6 @@ fn others(slices: &OwnedFd, names: &BTreeSet<String>) -> io::Result<Vec<String>>
         }
     }
     Ok(others)
-}
-
-/// Takes the link away from a directory if it leads to this socket.
-fn unlink(slices: &OwnedFd, name: &str, socket: (u64, u64)) -> io::Result<()> {
-    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let directory = match rustix::fs::openat(slices, name, flags, Mode::empty()) {
-        Ok(directory) => directory,
-        Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => return Ok(()),
-        Err(error) => return Err(error.into()),
-    };
-    if identity(&directory)? == Some(socket) { remove(&directory, SOCKET) } else { Ok(()) }
 }
 
 fn remove(directory: &OwnedFd, name: &str) -> io::Result<()> {
@@ -125,28 +167,35 @@ mod tests {
     impl Place {
         fn new() -> Self {
             let root = tempfile::tempdir().unwrap();
-            fs::create_dir(root.path().join("pipe")).unwrap();
-            let socket = UnixListener::bind(root.path().join("pipe/control")).unwrap();
+            fs::create_dir(root.path().join("private")).unwrap();
+            let socket = UnixListener::bind(root.path().join("private/control")).unwrap();
             Self { root, socket }
         }
 
         fn lead(&self, names: &[&str]) -> Result<Vec<String>, String> {
             let names = names.iter().map(|name| (*name).to_owned()).collect();
-            let pipe = self.root.path().join("pipe");
-            let renewed = lead_to(&pipe, &pipe.join("slices"), &names).map_err(|bad| bad.to_string())?;
+            let at = |path: &str| self.root.path().join(path);
+            let socket = Socket::of(&at("private"), true).map_err(|bad| bad.to_string())?;
+            let Some(socket) = socket else { return Ok(Vec::new()) };
+            let renewed = socket.lead_from_each(&at("pipe/slices"), &names).map_err(|bad| bad.to_string())?;
             Ok(renewed.iter().map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect())
+        }
+
+        fn lead_from_pipe(&self, open: bool) -> bool {
+            let socket = Socket::of(&self.root.path().join("private"), true).unwrap().unwrap();
+            socket.lead_from(&self.root.path().join("pipe"), open).unwrap()
         }
 
         /// A new socket, as a new control daemon makes it.
         fn renew(&mut self) {
-            let path = self.root.path().join("pipe/control");
+            let path = self.root.path().join("private/control");
             fs::remove_file(&path).unwrap();
             self.socket = UnixListener::bind(path).unwrap();
         }
 
         fn leads(&self, name: &str) -> bool {
             let inode = |path: &str| fs::metadata(self.root.path().join(path)).map(|found| found.ino()).ok();
-            inode("pipe/control") == inode(&format!("pipe/slices/{name}/control"))
+            inode("private/control") == inode(&format!("pipe/{name}/control"))
         }
     }
 
@@ -159,10 +208,10 @@ mod tests {
         assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o755);
         let held = fs::metadata(&directory).unwrap().ino();
         place.renew();
-        assert!(!place.leads("a"));
+        assert!(!place.leads("slices/a"));
         assert_eq!(place.lead(&["a", "c"]).unwrap(), ["a", "c"]);
-        assert!(place.leads("a") && place.leads("c"));
-        assert!(!place.leads("b"), "its link leads to the former socket");
+        assert!(place.leads("slices/a") && place.leads("slices/c"));
+        assert!(!place.leads("slices/b"), "its link leads to the former socket");
         assert_eq!(place.lead(&["c"]).unwrap(), [""; 0]);
         assert!(!place.root.path().join("pipe/slices/a/control").exists());
         assert_eq!(place.lead(&["a"]).unwrap(), ["a"]);
@@ -185,13 +234,35 @@ mod tests {
         let _other = UnixListener::bind(at("pipe/slices/other/control")).unwrap();
         fs::write(at("pipe/slices/file"), "").unwrap();
         fs::create_dir(at("elsewhere")).unwrap();
-        fs::hard_link(at("pipe/control"), at("elsewhere/control")).unwrap();
+        fs::hard_link(at("private/control"), at("elsewhere/control")).unwrap();
         symlink(at("elsewhere"), at("pipe/slices/link")).unwrap();
         assert_eq!(place.lead(&["a"]).unwrap(), [""; 0]);
         assert!(at("pipe/slices/other/control").exists() && at("elsewhere/control").exists());
         let refused = place.lead(&["a", "link"]).unwrap_err();
         assert!(refused.contains("slices/link: is not a directory"), "{refused}");
-        fs::remove_file(at("pipe/control")).unwrap();
+        fs::remove_file(at("private/control")).unwrap();
         assert_eq!(place.lead(&["a"]).unwrap(), [""; 0], "no control daemon listens yet");
+    }
+
+    /// The pipe directory of an earlier version of this service is left with nothing but the link.
+    #[test]
+    fn the_pipe_directory_has_the_link_alone() {
+        let mut place = Place::new();
+        let at = |path: &str| place.root.path().join(path);
+        fs::create_dir(at("pipe")).unwrap();
+        for left in LEFTOVERS.iter().chain(&[SOCKET]) {
+            fs::write(at("pipe").join(left), "").unwrap();
+        }
+        assert!(place.lead_from_pipe(true));
+        assert!(place.leads("") && !place.lead_from_pipe(true));
+        let files: Vec<_> = fs::read_dir(at("pipe")).unwrap().map(|file| file.unwrap().file_name()).collect();
+        assert_eq!(files, [SOCKET]);
+        assert_eq!(fs::metadata(at("private")).unwrap().permissions().mode() & 0o777, 0o700);
+        assert!(place.lead_from_pipe(false) && !place.lead_from_pipe(false));
+        assert_eq!(fs::read_dir(at("pipe")).unwrap().count(), 0);
+        assert!(place.lead_from_pipe(true));
+        place.renew();
+        assert!(!place.lead_from_pipe(false), "another control daemon may have made that socket");
+        assert!(place.lead_from_pipe(true) && place.leads(""));
     }
 }

@@ -9,6 +9,7 @@ mod frozen;
 mod hold;
 pub(crate) mod identity;
 pub(crate) mod launch;
+pub(crate) mod link_watch;
 pub(crate) mod links;
 pub(crate) mod log;
 pub(crate) mod process;

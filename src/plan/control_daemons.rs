@@ -1,11 +1,10 @@
 //! The control daemons that serve the usable GPUs, and the comparison of a control daemon with a later plan.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::gpus::{GpuPlan, slice_file_name};
+use super::gpus::{GpuPlan, slice_file_name, slice_name};
 use super::limits::{Defaults, Limit};
-use crate::config::{MultiUser, Settings, Topology};
+use crate::config::{self, MultiUser, Settings, Topology};
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
 use crate::host::gpu::{NvmlFacts, PciAddress};
 use crate::host::inventory::Inventory;
@@ -14,8 +13,11 @@ use crate::host::inventory::Inventory;
 pub(crate) struct ControlDaemonPlan {
     /// `shared`, or the GPU's UUID.
     pub id: String,
-    /// `CUDA_MPS_PIPE_DIRECTORY`.
+    /// The directory in which clients find it.
     pub pipe_directory: PathBuf,
+    /// The directory of the control daemon alone, in which it makes its sockets. The pipe directory then has a link to the
+    /// socket for clients. None if it makes its sockets in the pipe directory.
+    pub private_directory: Option<PathBuf>,
     /// `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
     /// The directory in which each of its slices has a directory with a link to its socket. None if its clients have to
@@ -58,8 +60,10 @@ pub(crate) struct ServedGpu {
 /// A running control daemon: the properties that only another control daemon can change.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Present<'a> {
-    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
+    /// The directory in which clients find it.
     pub pipe_directory: &'a Path,
+    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub control_directory: &'a Path,
     /// Its `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: &'a Path,
     /// The UUIDs of its GPUs.
@@ -85,13 +89,18 @@ impl ControlDaemonPlan {
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
     }
 
-    /// The names of the directories of its slices.
-    pub(crate) fn slice_file_names(&self) -> BTreeSet<String> {
-        let of = |gpu: &ServedGpu| {
+    /// The directory in which the control daemon makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub(crate) fn control_directory(&self) -> &Path {
+        self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
+    }
+
+    /// The published names of its slices, each behind the name of its GPU and in front of the name of its directory.
+    pub(crate) fn slices(&self) -> impl Iterator<Item = (String, String, String)> {
+        self.gpus.iter().flat_map(|gpu| {
             let pci = gpu.pci;
-            (0..gpu.slices).map(move |ordinal| slice_file_name(pci, ordinal))
-        };
-        self.gpus.iter().flat_map(of).collect()
+            let slice = move |ordinal| (pci.short(), slice_name(pci, ordinal), slice_file_name(pci, ordinal));
+            (0..gpu.slices).map(slice)
+        })
     }
 
     /// The memory limit and the thread percentage of the slices of one of its GPUs.
@@ -108,6 +117,8 @@ impl ControlDaemonPlan {
         let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
         if present.pipe_directory != self.pipe_directory {
             Some(format!("the pipe directory becomes {}", self.pipe_directory.display()))
+        } else if present.control_directory != self.control_directory() {
+            Some(format!("its sockets move to {}", self.control_directory().display()))
         } else if present.log_directory != self.log_directory {
             Some(format!("the log directory becomes {}", self.log_directory.display()))
         } else if let Some(gpu) = joins {
@@ -153,17 +164,24 @@ pub(super) fn control_daemons(
 /// The longest path of a socket, in bytes, with the zero at its end: `sun_path` of `sockaddr_un`.
 const SOCKET_PATH_BYTES: usize = 108;
 
-/// The directories of the slices of these GPUs, if a client can connect in any directory.
-fn slice_directories(
-    gpus: &[(&GpuPlan, &NvmlFacts)],
-    multiuser: bool,
-    settings: &Settings,
-    inventory: &Inventory,
-) -> Option<PathBuf> {
-    let linked = |facts: &NvmlFacts| LINKED_SOCKET.holds(inventory.series(), facts.compute_capability);
-    if !multiuser || !gpus.iter().all(|(_, facts)| linked(facts)) {
-        return None;
-    }
+/// Whether clients of these GPUs can connect in any directory.
+fn linked(gpus: &[(&GpuPlan, &NvmlFacts)], multiuser: bool, inventory: &Inventory) -> bool {
+    let on = |facts: &NvmlFacts| LINKED_SOCKET.holds(inventory.series(), facts.compute_capability);
+    multiuser && gpus.iter().all(|(_, facts)| on(facts))
+}
+
+/// The private directory of the control daemon with this pipe directory. It is beside the pipe directory of the settings,
+/// since links can't lead to another file system, and since whatever is inside is given to containers.
+fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathBuf> {
+    let below = pipe_directory.strip_prefix(&settings.pipe_directory).ok()?;
+    let base = settings.private_directory();
+    // Joined with nothing, a path would end with a slash.
+    let directory = if below.as_os_str().is_empty() { base } else { base.join(below) };
+    config::has_room_for_sockets(&directory).then_some(directory)
+}
+
+/// The directories of the slices of these GPUs, where clients can connect in any directory.
+fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
     let directories = settings.pipe_directory.join("slices");
     let names =
         gpus.iter().map(|(gpu, _)| slice_file_name(gpu.gpu.pci.address, gpu.slices.saturating_sub(1)));
@@ -190,7 +208,9 @@ fn control_daemon(
         }
         MultiUser::Off => (false, false),
     };
-    let slice_directories = slice_directories(gpus, multiuser, settings, inventory);
+    let linked = linked(gpus, multiuser, inventory);
+    let private_directory = linked.then(|| private_directory(&first.pipe_directory, settings)).flatten();
+    let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
     let defaults = Defaults::of(gpus.iter().map(|(gpu, _)| *gpu));
     let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
         uuid: facts.uuid.clone(),
@@ -210,9 +230,10 @@ fn control_daemon(
         driver: inventory.series(),
         thread_percentage: defaults.thread_percentage,
         multiuser,
-        // A server of a user's own would have to get into the pipe directory.
-        multiuser_optional: multiuser_optional && slice_directories.is_none(),
+        // A server of a user's own would have to get into the directory of the control daemon.
+        multiuser_optional: multiuser_optional && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
+        private_directory,
         slice_directories,
     })
 }
@@ -243,6 +264,7 @@ mod tests {
                 id: "shared".to_owned(),
                 pipe_directory: "/tmp/nvidia-mps/pipe".into(),
                 log_directory: "/tmp/nvidia-mps/log".into(),
+                private_directory: None,
                 slice_directories: None,
                 gpus: gpus.collect(),
                 driver: Series::default(),
@@ -357,10 +379,11 @@ mod tests {
             let plan = plan(settings, inventory).unwrap();
             let daemon = &plan.control_daemons[0];
             assert_eq!(plan.gpus[0].slice_directories, daemon.slice_directories);
-            assert!(daemon.slice_directories.is_none() || !daemon.multiuser_optional);
+            assert_eq!(daemon.private_directory.is_some(), !daemon.multiuser_optional && daemon.multiuser);
+            assert!(daemon.slice_directories.is_none() || daemon.private_directory.is_some());
             daemon.slice_directories.as_ref()?;
             assert_eq!(plan.gpus[0].slice_directory(1).unwrap().file_name().unwrap(), "1a_00.0-1");
-            Some(daemon.slice_file_names().into_iter().collect::<Vec<_>>())
+            Some(daemon.slices().map(|(_, _, name)| name).collect::<Vec<_>>())
         };
         let mut inventory = h200s();
         inventory.driver = Ok("580.159.04".to_owned());
@@ -378,6 +401,54 @@ mod tests {
         inventory.driver = Ok("580.159.04".to_owned());
         facts(&mut inventory, 1).compute_capability = Some((6, 1));
         assert_eq!(linked(&settings, &inventory), None);
+    }
+
+    /// Containers are given the pipe directory, with all that is in it.
+    #[test]
+    fn a_private_directory_is_beside_the_pipe_directory() {
+        let mut inventory = h200s();
+        inventory.driver = Ok("580.159.04".to_owned());
+        let private = |pipe: &str, topology| {
+            let settings = Settings {
+                pipe_directory: pipe.into(),
+                topology,
+                ..with(vec![(node(128), 2), (node(129), 1)])
+            };
+            let daemon = plan(&settings, &inventory).unwrap().control_daemons.remove(0);
+            assert!(!daemon.control_directory().ends_with("/"));
+            let private = daemon.private_directory.clone()?;
+            assert_eq!(daemon.control_directory(), private);
+            Some(private.to_str().unwrap().to_owned())
+        };
+        let shared = |pipe: &str| private(pipe, Topology::Shared);
+        assert_eq!(shared("/tmp/nvidia-mps/pipe").unwrap(), "/tmp/nvidia-mps/pipe.private");
+        let per_gpu = private("/tmp/nvidia-mps/pipe", Topology::PerGpu).unwrap();
+        assert_eq!(per_gpu, "/tmp/nvidia-mps/pipe.private/GPU-0");
+        let long = |bytes: usize| format!("/{}", "x".repeat(bytes - 1));
+        assert_eq!(shared(&long(79)).unwrap(), format!("{}.private", long(79)));
+        assert_eq!(shared(&long(80)), None);
+    }
+
+    /// A control daemon of an earlier version of this service has its sockets in the pipe directory.
+    #[test]
+    fn a_control_daemon_in_the_pipe_directory_does_not_fit() {
+        let mut inventory = h200s();
+        inventory.driver = Ok("580.159.04".to_owned());
+        let daemon = plan(&with(vec![(node(128), 2)]), &inventory).unwrap().control_daemons.remove(0);
+        let misfit = |control_directory: &Path| {
+            let gpus: Vec<String> = daemon.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+            let present = Present {
+                pipe_directory: &daemon.pipe_directory,
+                control_directory,
+                log_directory: &daemon.log_directory,
+                gpus: &gpus,
+                multiuser: true,
+            };
+            daemon.misfit(&present, |_| true)
+        };
+        assert_eq!(misfit(daemon.control_directory()), None);
+        let moves = format!("its sockets move to {}.private", daemon.pipe_directory.display());
+        assert_eq!(misfit(&daemon.pipe_directory), Some(moves));
     }
 
     /// A slice is served only once its directory leads somewhere.

@@ -65,7 +65,7 @@ impl GpuPlan {
     }
 }
 
-fn slice_name(gpu: PciAddress, ordinal: u32) -> String {
+pub(super) fn slice_name(gpu: PciAddress, ordinal: u32) -> String {
     format!("{}-{ordinal}", gpu.short())
 }
 

@@ -173,6 +173,7 @@ fn the_p40_of_the_platforms_documentation() {
             id: "shared".to_owned(),
             pipe_directory: "/tmp/nvidia-mps/pipe".into(),
             log_directory: "/tmp/nvidia-mps/log".into(),
+            private_directory: None,
             slice_directories: None,
             gpus: vec![ServedGpu {
                 uuid: P40.to_owned(),

@@ -6,6 +6,8 @@ use tokio::time::Instant;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Task {
     Check,
+    /// Renew the links that somebody has taken away.
+    Links,
     /// The next step against a fault.
     Heal,
     /// Start the next server.
@@ -24,6 +26,7 @@ pub(super) enum Task {
 #[derive(Debug)]
 pub(super) struct Agenda {
     pub(super) check: Instant,
+    pub(super) links: Option<Instant>,
     pub(super) heal: Option<Instant>,
     pub(super) revive: Option<Instant>,
     pub(super) bypasses: Option<Instant>,
@@ -36,6 +39,7 @@ impl Agenda {
     /// The task that comes first, and its time.
     pub(super) fn first(&self) -> (Instant, Task) {
         let tasks = [
+            (self.links, Task::Links),
             (self.heal, Task::Heal),
             (self.revive, Task::Revive),
             (self.bypasses, Task::Bypasses),
@@ -59,6 +63,7 @@ mod tests {
         let now = Instant::now();
         let after = |seconds| now + Duration::from_secs(seconds);
         let agenda = |check| Agenda {
+            links: None,
             check,
             heal: None,
             revive: None,

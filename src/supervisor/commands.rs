@@ -34,6 +34,11 @@ impl Serving<'_> {
                 let _ = reply.send(if ended { Ok(()) } else { Err("a client came in between".to_owned()) });
                 return ended.then_some(Ended::Stopped);
             }
+            Command::Link { reply } => {
+                self.keep_links();
+                self.show_state();
+                let _ = reply.send(());
+            }
             Command::Check => self.run.check_at = Instant::now(),
             // Whatever it has done to the servers, the check finds it.
             Command::Xid(xid) => {

@@ -46,6 +46,7 @@ impl Serving<'_> {
         let running = self.run.running.clone();
         self.worker.reporter.update(|status| {
             status.view.pipe_directory.clone_from(&running.pipe_directory);
+            running.control_directory().clone_into(&mut status.view.control_directory);
             status.view.log_directory.clone_from(&running.log_directory);
         });
         if self.run.hindrances.is_unreached() {
@@ -75,6 +76,9 @@ impl Serving<'_> {
         }
         set_limits(&self.run.control, None, &limits).await?;
         tracing::debug!(step = "defaults", "defaults are set");
+        // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
+        self.lead_here()?;
+        tracing::debug!(step = "linked", "the pipe directory and the directories of slices lead here");
         let servers = self.run.control.servers().await?;
         self.run.servers.keep(&servers);
         for server in &servers {
@@ -92,9 +96,8 @@ impl Serving<'_> {
                 gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
             }
         });
-        // A failure has a pause before the next start. A hindrance would end an idle control daemon at once, again and again.
-        self.link_slices().map_err(|bad| Failure::Waiting(bad.to_string()))?;
-        tracing::debug!(step = "linked", "the directories of slices lead here");
+        // A slice may have been drained or taken back meanwhile.
+        self.lead_here()?;
         self.run.configured = true;
         let hindered = self.run.hindrances.has(ClearedBy::Check);
         // The first look finds programs that slipped in before.
@@ -107,6 +110,12 @@ impl Serving<'_> {
         self.show_state();
         tracing::debug!(step = "ready", "the control daemon serves");
         Ok(())
+    }
+
+    /// Makes the directories lead to it. A failure has a pause before the next start: a hindrance would end an idle control
+    /// daemon at once, again and again.
+    fn lead_here(&mut self) -> Result<(), Failure> {
+        self.link().map(drop).map_err(|bad| Failure::Waiting(bad.to_string()))
     }
 
     /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
@@ -163,6 +172,7 @@ impl Serving<'_> {
         } else {
             let present = Present {
                 pipe_directory: &running.pipe_directory,
+                control_directory: running.control_directory(),
                 log_directory: &running.log_directory,
                 gpus: &running.gpus,
                 multiuser: running.multiuser,

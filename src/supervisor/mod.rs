@@ -17,6 +17,7 @@ mod gpus;
 mod heal;
 mod hindrance;
 mod limits;
+pub(crate) mod links;
 mod pass_on;
 mod pending;
 mod places;
@@ -32,6 +33,7 @@ pub(crate) mod view;
 mod watch;
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -45,6 +47,7 @@ use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
 
 use bypasses::Bypasses;
+use links::{Links, give_up_private_directory};
 use pass_on::Allowance;
 use run::Run;
 use status::Reporter;
@@ -98,6 +101,10 @@ enum Command {
         reply: oneshot::Sender<Result<(), String>>,
     },
     Check,
+    /// Make the directories lead to the control daemon, as the state file has it drained. Answered when they do.
+    Link {
+        reply: oneshot::Sender<()>,
+    },
     /// A GPU met a critical error with this number.
     Xid(u64),
     /// End the server and start another, if it has no clients.
@@ -160,6 +167,8 @@ impl Supervisor {
             former_gpus: BTreeSet::new(),
             bypasses: Bypasses::default(),
             allowance: Allowance::default(),
+            links: Links::default(),
+            not_beside: None,
         };
         let (goal, goals) = channel::channel((goal, order));
         let machine = Machine { worker, run: None };
@@ -209,8 +218,12 @@ impl Supervisor {
     /// pipe directory, since clients in its containers are clients of that control daemon.
     pub(crate) fn control_in_place(&self) -> Option<CallersControl> {
         self.access(Caller::Root).now().or_else(|| {
-            let control = self.front_ends.of(&self.status.borrow().view.pipe_directory);
-            control.daemon_pid().map(|_| control.on_behalf(Caller::Root))
+            let status = self.status.borrow();
+            let directories = [&status.view.control_directory, &status.view.pipe_directory];
+            let mut there = directories.into_iter().map(|directory| self.front_ends.of(directory));
+            there
+                .find(|control| control.daemon_pid().is_some())
+                .map(|control| control.on_behalf(Caller::Root))
         })
     }
 
@@ -227,6 +240,22 @@ impl Supervisor {
         let (reply, answer) = oneshot::channel();
         self.send(Command::RestartServer { reply });
         answer
+    }
+
+    /// Makes the directories lead to its control daemon, as the state file has it drained. None if it does not serve: then it
+    /// makes them before it serves again.
+    pub(crate) fn link(&self) -> Option<impl Future<Output = ()> + Send + use<>> {
+        if !self.status.borrow().serving {
+            return None;
+        }
+        let (reply, answer) = oneshot::channel();
+        let commands = self.commands.clone();
+        Some(async move {
+            // Both fail only if the supervisor has ended, and then nobody is led anywhere.
+            if commands.send(Command::Link { reply }).await.is_ok() {
+                let _ = answer.await;
+            }
+        })
     }
 
     /// Asks for the regular check now.
@@ -377,6 +406,10 @@ struct Worker {
     bypasses: Bypasses,
     /// The number of log lines that may still be passed on.
     allowance: Allowance,
+    /// The directories that lead clients to its control daemons.
+    links: Links,
+    /// The private directory that is told to be on another mount than the pipe directory.
+    not_beside: Option<PathBuf>,
 }
 
 /// The state machine: a worker, and the control daemon that runs, if one does.
@@ -440,5 +473,16 @@ impl Worker {
         // If the plan is the same, nothing changes for clients.
         self.reporter.plan(&order.plan);
         self.order = order;
+        let plan = &mut self.order.plan;
+        let Some(private) = give_up_private_directory(plan) else { return };
+        if self.not_beside.as_ref() == Some(&private) {
+            return;
+        }
+        self.reporter.warning(format!(
+            "{} is a mount of its own, so no private directory is beside it: whoever has the pipe directory and is root \
+             of the host, in a container too, can command the control daemon",
+            plan.pipe_directory.display()
+        ));
+        self.not_beside = Some(private);
     }
 }

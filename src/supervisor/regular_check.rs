@@ -1,12 +1,9 @@
 //! The regular check of a control daemon that serves, and its consequences.
 
-use std::path::PathBuf;
-
 use rustix::process::Signal;
 
 use crate::mps::control::{ControlError, ServerStatus};
-use crate::mps::directories::{self, BadDirectory};
-use crate::mps::links;
+use crate::mps::directories;
 use crate::mps::process::Process;
 
 use super::heal::still_faulted;
@@ -95,27 +92,6 @@ impl Serving<'_> {
         other.is_some()
     }
 
-    /// Makes the directory of each slice lead to the control daemon. Returns the directories that did not.
-    pub(super) fn link_slices(&self) -> Result<Vec<PathBuf>, BadDirectory> {
-        let plan = &self.worker.order.plan;
-        let Some(parent) = &plan.slice_directories else { return Ok(Vec::new()) };
-        links::lead_to(&self.run.running.pipe_directory, parent, &plan.slice_file_names())
-    }
-
-    /// Renews the links that somebody has taken away or replaced.
-    fn keep_links(&mut self) {
-        match self.link_slices() {
-            Ok(renewed) => {
-                for directory in renewed {
-                    let directory = directory.display();
-                    let text = format!("{directory} did not lead to the control daemon, and does again");
-                    self.worker.reporter.warning(text);
-                }
-            }
-            Err(bad) => _ = self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
-        }
-    }
-
     /// Makes sure that clients of every user can get to the socket.
     pub(super) fn let_users_in(&mut self) {
         match directories::let_users_in(&self.run.running.pipe_directory) {
@@ -123,6 +99,14 @@ impl Serving<'_> {
                 for what in repaired {
                     self.worker.reporter.warning(format!("{what}; clients of other users were kept out"));
                 }
+            }
+            Err(bad) => _ = self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
+        }
+        let Some(private) = &self.run.running.private_directory else { return };
+        match directories::keep_others_out(private) {
+            Ok(None) => {}
+            Ok(Some(what)) => {
+                self.worker.reporter.warning(format!("{what}; others could command the control daemon"));
             }
             Err(bad) => _ = self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
         }

@@ -38,6 +38,8 @@ pub(super) enum Occurrence {
     Ended(Option<ExitStatus>),
     /// One of its servers ends.
     ServerEnded(u32),
+    /// Somebody changes a directory that leads to it.
+    LinksTouched,
     /// Nothing happens until the deadline.
     Nothing,
 }
@@ -179,7 +181,11 @@ impl Run {
 impl Serving<'_> {
     /// Waits for what happens next, until `deadline`.
     pub(super) async fn next(&mut self, deadline: Instant) -> Result<Occurrence, Failure> {
-        let occurrence = self.run.next(deadline).await?;
+        let occurrence = tokio::select! {
+            biased;
+            occurrence = self.run.next(deadline) => occurrence?,
+            () = self.worker.links.touched() => Occurrence::LinksTouched,
+        };
         if let Occurrence::Line(line) = &occurrence {
             self.take_in(line);
         }
@@ -190,6 +196,10 @@ impl Serving<'_> {
     pub(super) async fn step(&mut self, deadline: Instant) -> Result<bool, Failure> {
         match self.next(deadline).await? {
             Occurrence::Line(_) => Ok(true),
+            Occurrence::LinksTouched => {
+                self.worker.links.look_soon();
+                Ok(true)
+            }
             Occurrence::ServerEnded(server) => {
                 self.forget_server(server).await;
                 Ok(true)

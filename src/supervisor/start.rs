@@ -38,7 +38,7 @@ impl Machine {
             }
         };
         // It may have clients, and they must be listed even if the rest fails.
-        let control = Arc::new(self.worker.tools.front_ends.of(&running.pipe_directory));
+        let control = Arc::new(self.worker.tools.front_ends.of(running.control_directory()));
         self.worker.control.send_replace(Some(Arc::clone(&control)));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
@@ -82,9 +82,17 @@ impl Machine {
         self.worker.reporter.enter(ControlDaemonState::Starting, false, "");
         let plan = self.worker.order.plan.clone();
         let program = process::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
-        let control = Arc::new(self.worker.tools.front_ends.of(&plan.pipe_directory));
-        self.worker.make_way(&control, &plan.pipe_directory).await?;
+        let control = Arc::new(self.worker.tools.front_ends.of(plan.control_directory()));
+        self.worker.make_way(&control, plan.control_directory()).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
+        if let Some(private) = &plan.private_directory {
+            directories::open_private(private).map_err(bad_directory)?;
+            // An earlier version of this service, or somebody else, may have started one in the pipe directory.
+            let other = self.worker.tools.front_ends.of(&plan.pipe_directory);
+            if other.daemon_pid().is_some() {
+                self.worker.make_way(&other, &plan.pipe_directory).await?;
+            }
+        }
         directories::open(&plan.pipe_directory).map_err(bad_directory)?;
         let processes = self.worker.look_at_gpus().await;
         self.worker.look_for_bypasses(None, &processes).await;
@@ -110,7 +118,11 @@ impl Machine {
             }
             let refuses = "this driver's control daemon refuses multi-user mode";
             if !plan.multiuser_optional {
-                let setting = if plan.slice_directories.is_some() { "off" } else { "auto" };
+                let setting = if plan.slice_directories.is_some() || plan.private_directory.is_some() {
+                    "off"
+                } else {
+                    "auto"
+                };
                 return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to {setting}")));
             }
             self.worker.reporter.event(format!("{refuses}; it runs without"));
@@ -197,7 +209,7 @@ impl Worker {
         let log = Follower::new(file, &path, begin).map_err(log_error)?;
 
         let environment = [
-            ("CUDA_MPS_PIPE_DIRECTORY", plan.pipe_directory.display().to_string()),
+            ("CUDA_MPS_PIPE_DIRECTORY", plan.control_directory().display().to_string()),
             ("CUDA_MPS_LOG_DIRECTORY", plan.log_directory.display().to_string()),
             ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
         ];
@@ -208,6 +220,7 @@ impl Worker {
         let running = Running {
             process: waiting.identity(),
             pipe_directory: plan.pipe_directory.clone(),
+            private_directory: plan.private_directory.clone(),
             log_directory: plan.log_directory.clone(),
             gpus: gpus.to_vec(),
             multiuser,

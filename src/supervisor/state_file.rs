@@ -28,7 +28,11 @@ const MAX_BYTES: u64 = 1024 * 1024;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Running {
     pub process: Identity,
+    /// The directory in which clients find it.
     pub pipe_directory: PathBuf,
+    /// The directory in which it makes its sockets, if that is another one.
+    #[serde(default)]
+    pub private_directory: Option<PathBuf>,
     pub log_directory: PathBuf,
     /// The UUIDs of its GPUs; the position is the ordinal.
     pub gpus: Vec<String>,
@@ -36,6 +40,13 @@ pub(crate) struct Running {
     pub multiuser: bool,
     /// The bytes of its log that have been passed on.
     pub log_offset: u64,
+}
+
+impl Running {
+    /// The directory in which it makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub(crate) fn control_directory(&self) -> &Path {
+        self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

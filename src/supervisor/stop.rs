@@ -86,6 +86,7 @@ impl Machine {
                 self.worker.reporter.warning(run.too_much_is_written(count));
             }
         }
+        self.worker.links.lead_nowhere();
         self.worker.control.send_replace(None);
         let id = self.worker.reporter.id();
         if let Err(error) = self.worker.tools.state_file.lock().forget_control_daemon(&id) {

@@ -50,8 +50,10 @@ pub struct ControlDaemonView {
     pub pid: Option<u32>,
     /// The PIDs of its servers.
     pub servers: Vec<u32>,
-    /// `CUDA_MPS_PIPE_DIRECTORY`.
+    /// The directory in which clients find it.
     pub pipe_directory: PathBuf,
+    /// The directory in which it makes its sockets, and in which root finds it with NVIDIA's front end.
+    pub control_directory: PathBuf,
     /// `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
     /// True if one server serves every user; None before that is known.

@@ -67,6 +67,7 @@ impl Serving<'_> {
         }
         Agenda {
             check: run.check_at,
+            links: self.worker.links.look_at,
             heal: run.hindrances.fault().map(|fault| fault.look_at),
             revive: run.hindrances.revival().map(|(at, _)| at),
             bypasses: self.worker.bypasses.look_at,
@@ -82,6 +83,10 @@ impl Serving<'_> {
                 let checked = self.check().await;
                 self.run.check_at = Instant::now() + self.check_period();
                 return checked;
+            }
+            Task::Links => {
+                self.keep_links();
+                self.show_state();
             }
             Task::Heal => self.heal().await?,
             Task::Revive => self.revive().await?,
@@ -104,6 +109,7 @@ impl Serving<'_> {
         let now = Instant::now();
         match occurrence {
             Occurrence::Nothing => {}
+            Occurrence::LinksTouched => self.worker.links.look_soon(),
             Occurrence::Ended(status) => return Err(self.ended(status).await),
             Occurrence::ServerEnded(server) => self.server_gone(server).await,
             Occurrence::Line(line) => {

@@ -361,6 +361,7 @@ async fn control_daemons_and_events_are_listed() {
         "pid": ["u", 4711],
         "servers": ["au", [4712]],
         "pipe_directory": ["s", "/tmp/nvidia-mps/pipe"],
+        "control_directory": ["s", "/tmp/nvidia-mps/pipe"],
         "log_directory": ["s", "/tmp/nvidia-mps/log"],
         "multiuser": ["b", false],
         "starts": ["u", 1],

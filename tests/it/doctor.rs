@@ -300,10 +300,14 @@ faults! {
     } => ["directory-refused", "control-daemon-waiting"];
     no_directory: "h200", Before, |scene| fs::write(scene.host.path("mps/log"), "").unwrap()
         => ["directory-refused", "control-daemon-waiting"];
-    socket_removed: "h200", Serving, |scene| fs::remove_file(scene.host.path("mps/pipe/control")).unwrap()
+    socket_removed: "h200", Serving, |scene| fs::remove_file(scene.host.path("mps/pipe.private/control")).unwrap()
         => ["pipe-socket-missing", "clients-unknown"];
-    directory_removed: "h200", Serving, |scene| fs::remove_dir_all(scene.host.path("mps/pipe")).unwrap()
+    directory_removed: "h200", Serving, |scene| fs::remove_dir_all(scene.host.path("mps/pipe.private")).unwrap()
         => ["directory-missing", "clients-unknown"];
+    all_drained: "h200", Serving, |scene| assert!(scene.host.mpsctl(&["drain", "--all"]).status.success())
+        => ["slices-drained"];
+    open_private_directory: "h200", Serving, |scene| scene.chmod("mps/pipe.private", 0o755)
+        => ["private-directory-open"];
     log_too_large: "h200", Idle, |scene| {
         fs::create_dir(scene.host.path("mps/log")).unwrap();
         File::create(scene.host.path("mps/log/control.log")).unwrap().set_len(40 << 20).unwrap();
@@ -319,7 +323,7 @@ faults! {
     aged_no_more: "h200", Serving, |scene| {
         scene.write("/usr/lib/tmpfiles.d/tmp.conf", TMP);
         let mps = scene.host.path("mps").display().to_string();
-        scene.write("/etc/tmpfiles.d/own.conf", &format!("X {mps}\nx {mps}/pipe\nx {mps}/log\n"));
+        scene.write("/etc/tmpfiles.d/own.conf", &format!("X {mps}\nx {mps}/pipe\nx {mps}/pipe.private\nx {mps}/log\n"));
     } => [];
     ageing_overridden: "h200", Serving, |scene| {
         scene.write("/usr/lib/tmpfiles.d/tmp.conf", TMP);

@@ -29,13 +29,13 @@ const COLD: [&str; 12] = [
     "started",
     "answers",
     "defaults",
+    "linked",
     "prewarm",
     "limits",
-    "linked",
     "ready",
 ];
-const WARM: [&str; 5] = ["taken-over", "defaults", "limits", "linked", "ready"];
-const RELOAD: [&str; 6] = ["granted", "defaults", "live", "limits", "linked", "ready"];
+const WARM: [&str; 5] = ["taken-over", "defaults", "linked", "limits", "ready"];
+const RELOAD: [&str; 6] = ["granted", "defaults", "linked", "live", "limits", "ready"];
 const STOP: [&str; 5] = ["quit", "ended", "forgotten", "mode-back", "mode-forgotten"];
 
 /// A kill at no step: at any time at all.

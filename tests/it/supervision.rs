@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,22 +54,21 @@ fn a_killed_control_daemon_comes_back() {
 
 /// Starts a control daemon that isn't the service's.
 fn foreign_control_daemon(host: &Host) -> Child {
-    foreign_control_daemon_as(host, "-f")
+    foreign_control_daemon_in(host, &host.path("mps/pipe"), "-f")
 }
 
-fn foreign_control_daemon_as(host: &Host, mode: &str) -> Child {
-    let pipe = host.path("mps/pipe");
-    fs::create_dir_all(&pipe).unwrap();
+fn foreign_control_daemon_in(host: &Host, pipe: &Path, mode: &str) -> Child {
+    fs::create_dir_all(pipe).unwrap();
     let control_daemon = host
         .command("nvidia-cuda-mps-control")
         .arg(mode)
-        .env("CUDA_MPS_PIPE_DIRECTORY", &pipe)
+        .env("CUDA_MPS_PIPE_DIRECTORY", pipe)
         .env("CUDA_MPS_LOG_DIRECTORY", host.path("mps"))
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
     wait_for("the foreign control daemon's answer", || {
-        (host.front_end(&pipe, "get_default_active_thread_percentage") == "100.0\n").then_some(())
+        (host.front_end(pipe, "get_default_active_thread_percentage") == "100.0\n").then_some(())
     });
     control_daemon
 }
@@ -112,7 +111,7 @@ fn an_idle_foreign_control_daemon_is_replaced() {
     for mode in ["-f", "-d"] {
         let mut host = Host::new("tesla-p40");
         let pipe = host.path("mps/pipe");
-        let mut foreign = foreign_control_daemon_as(&host, mode);
+        let mut foreign = foreign_control_daemon_in(&host, &pipe, mode);
         host.start();
         let status = host.wait_for_state("ready");
         foreign.wait().unwrap();
@@ -249,16 +248,16 @@ fn the_end_of_an_unneeded_control_daemon_is_called_an_end() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The pipe directory is taken away, and another control daemon listens in a new one at its place: what it answers is not
-/// ours. The client of ours runs on, the other is left alone, and the state names it.
+/// The directory of its sockets is taken away, and another control daemon listens in a new one at its place: what it answers
+/// is not ours. The client of ours runs on, the other is left alone, and the state names it.
 #[test]
 fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
     let mut host = Host::serving("h200");
     let before = host.wait_for_state("ready");
     let mut client = host.client();
-    let pipe = host.path("mps/pipe");
+    let pipe = host.path("mps/pipe.private");
     fs::rename(&pipe, host.path("mps/taken")).unwrap();
-    let mut foreign = foreign_control_daemon(&host);
+    let mut foreign = foreign_control_daemon_in(&host, &pipe, "-f");
     assert!(host.call("Control.Reload").status.success());
     let status = host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
     assert_eq!(control_pid(&status), control_pid(&before));
@@ -283,6 +282,52 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
     assert!(!alive(control_pid(&before)));
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
+}
+
+/// Another control daemon that is started in the pipe directory takes no client from ours, which is in a directory of its
+/// own. It makes way for the next one of ours.
+#[test]
+fn another_control_daemon_in_the_pipe_directory_takes_no_clients() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let pipe = host.path("mps/pipe");
+    let mut foreign = host
+        .command("nvidia-cuda-mps-control")
+        .arg("-f")
+        .env("CUDA_MPS_PIPE_DIRECTORY", &pipe)
+        .env("CUDA_MPS_LOG_DIRECTORY", host.path("mps"))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let told = format!("did not lead to the control daemon: process {} listened there", foreign.id());
+    wait_for("the warning", || host.log().contains(&told).then_some(()));
+    let client = host.client();
+    let clients = host.front_end(&host.path("mps/pipe.private"), "ps");
+    assert!(clients.contains(&client.id().to_string()), "{clients}");
+    assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&before));
+    client.end();
+    foreign.kill().unwrap();
+    foreign.wait().unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The same where it was there before, with a client.
+#[test]
+fn a_control_daemon_of_others_in_the_pipe_directory_keeps_its_clients() {
+    let mut host = Host::new("h200");
+    let pipe = host.path("mps/pipe");
+    let mut foreign = foreign_control_daemon(&host);
+    let mut client = host.client();
+    host.start();
+    let status = host.wait_for_failure(&format!("PID {}", foreign.id()));
+    let reason = status["service"]["state_reason"].as_str().unwrap();
+    let command = format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control", pipe.display());
+    assert!(reason.contains(&command) && reason.contains("1 client"), "{reason}");
+    assert!(client.try_wait().unwrap().is_none() && foreign.try_wait().unwrap().is_none());
+    client.end();
+    foreign.wait().unwrap();
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
 }
 
 /// The daemon once more on the same host, as somebody starts it by hand who has forgotten `--check`, with nobody to

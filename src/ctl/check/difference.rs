@@ -10,6 +10,7 @@ use crate::counted::counted;
 use crate::ctl::published::Published;
 use crate::dbus::rows::{self, Gpu};
 use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
+use crate::supervisor::links::give_up_private_directory;
 
 /// One thing that a reload would change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -118,7 +119,12 @@ pub(in crate::ctl) fn differences(
     if published.devices.is_none() {
         return Err("the service does not know its GPUs yet".to_owned());
     }
-    let mut comparison = Comparison { plan, published, differences: Vec::new() };
+    // As the service does it.
+    let mut plan = plan.clone();
+    for daemon in &mut plan.control_daemons {
+        give_up_private_directory(daemon);
+    }
+    let mut comparison = Comparison { plan: &plan, published, differences: Vec::new() };
     let (before, after) = (published.service.enabled, loaded.settings.enabled);
     if before != after {
         let all = published.control_daemons.iter().flat_map(|daemon| daemon.gpus.clone());
@@ -251,6 +257,7 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
 fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<String> {
     let present = Present {
         pipe_directory: Path::new(&daemon.pipe_directory),
+        control_directory: Path::new(&daemon.control_directory),
         log_directory: Path::new(&daemon.log_directory),
         gpus: &daemon.gpus,
         // Unknown before it has started; then there is nothing to switch.

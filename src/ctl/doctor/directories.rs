@@ -18,6 +18,7 @@ use crate::mps::directories::look;
 pub(super) const CHECKS: &[Check] = &[
     ("the pipe and log directories", refused),
     ("the way to the pipe directory", closed),
+    ("the private directories", private),
     ("the file systems", file_systems),
     ("the sockets of the control daemons", sockets),
     ("the size of the logs", log_size),
@@ -61,7 +62,8 @@ fn refused(facts: &Facts) -> Outcome {
 fn in_use(facts: &Facts, directory: &Path) -> bool {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     running.any(|daemon| {
-        [&daemon.pipe_directory, &daemon.log_directory].iter().any(|path| Path::new(path) == directory)
+        let its = [&daemon.pipe_directory, &daemon.control_directory, &daemon.log_directory];
+        its.iter().any(|path| Path::new(path) == directory)
     })
 }
 
@@ -90,6 +92,39 @@ fn closed(facts: &Facts) -> Outcome {
         }
     }
     Ok(findings)
+}
+
+/// Whoever gets into the control daemon's own directory as root, in a container too, can command it.
+fn private(facts: &Facts) -> Outcome {
+    let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
+    let of = |daemon: &Listed<ControlDaemon>| {
+        let own = Path::new(&daemon.control_directory);
+        if daemon.control_directory == daemon.pipe_directory {
+            let wanted =
+                planned.iter().find(|planned| planned.id == daemon.id)?.private_directory.as_ref()?;
+            return daemon.pid.map(|_| {
+                warning(
+                    "sockets-not-private",
+                    own.display(),
+                    "the control daemon's sockets are there, and not in a directory of its own: a container that has this \
+                     directory and runs as the host's root can command it",
+                    format!(
+                        "if the directory is a mount, configure one that is not; else the sockets move to {} when its \
+                         clients have ended, or with yunion-mpsctl apply --force, which ends them",
+                        wanted.display()
+                    ),
+                )
+            });
+        }
+        let metadata = fs::metadata(own).ok().filter(|metadata| metadata.mode() & 0o077 != 0)?;
+        Some(error(
+            "private-directory-open",
+            own.display(),
+            format!("{}: others than root can command the control daemon", mode(&metadata)),
+            format!("chmod 700 {}, and see who has changed it", own.display()),
+        ))
+    };
+    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
 }
 
 fn mode(metadata: &Metadata) -> String {
@@ -130,29 +165,39 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
 /// A control daemon keeps running when its socket is removed, and clients no longer find it.
 fn sockets(facts: &Facts) -> Outcome {
     let of = |daemon: &Listed<ControlDaemon>| {
-        let directory = Path::new(&daemon.pipe_directory);
         let (Some(pid), "ready" | "waiting") = (daemon.pid, daemon.state.as_str()) else { return None };
-        let socket = directory.join("control");
-        match listener(directory) {
-            // The missing directory is the cause, and has a check of its own.
-            _ if !directory.is_dir() => None,
-            Some(other) if other != pid => Some(error(
-                "pipe-directory-taken",
-                socket.display(),
-                format!("control daemon {other} listens there, and not ours, {pid}"),
-                format!("end it: kill {other} (its clients end with it), then yunion-mpsctl apply"),
-            )),
-            Some(_) => None,
-            None => Some(error(
-                "pipe-socket-missing",
-                socket.display(),
-                format!("nobody listens there, though control daemon {pid} lives: new clients find nobody"),
-                "yunion-mpsctl apply restarts it once it has no clients; `yunion-mpsctl doctor` says whether \
-                 systemd-tmpfiles may have removed the socket",
-            )),
-        }
+        let own = socket(Path::new(&daemon.control_directory), pid);
+        // The pipe directory leads nowhere while no slice takes clients.
+        let devices = facts.published().ok()?.devices.iter().flatten();
+        let mut its = devices
+            .filter(|device| device.device_path.as_ref().is_some_and(|uuid| daemon.gpus.contains(uuid)));
+        let mut open = || its.any(|device| !device.drained);
+        own.or_else(|| if open() { socket(Path::new(&daemon.pipe_directory), pid) } else { None })
     };
     Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+}
+
+/// The fault of the socket in a directory where this control daemon is to be found.
+fn socket(directory: &Path, pid: u32) -> Option<Finding> {
+    let socket = directory.join("control");
+    match listener(directory) {
+        // The missing directory is the cause, and has a check of its own.
+        _ if !directory.is_dir() => None,
+        Some(other) if other != pid => Some(error(
+            "pipe-directory-taken",
+            socket.display(),
+            format!("control daemon {other} listens there, and not ours, {pid}"),
+            format!("end it: kill {other} (its clients end with it), then yunion-mpsctl apply"),
+        )),
+        Some(_) => None,
+        None => Some(error(
+            "pipe-socket-missing",
+            socket.display(),
+            format!("nobody listens there, though control daemon {pid} lives: new clients find nobody"),
+            "yunion-mpsctl apply restarts it once it has no clients; `yunion-mpsctl doctor` says whether \
+                 systemd-tmpfiles may have removed the socket",
+        )),
+    }
 }
 
 fn log_size(facts: &Facts) -> Outcome {

@@ -161,8 +161,18 @@ impl Facts {
         Ok(planned.iter().map(|one| (one.pipe_directory.clone(), one.log_directory.clone())).collect())
     }
 
+    /// The private directories of the control daemons that the service publishes.
+    pub(super) fn private_directories(&self) -> impl Iterator<Item = PathBuf> {
+        let private = |daemon: &&Listed<ControlDaemon>| daemon.control_directory != daemon.pipe_directory;
+        self.own_control_daemons()
+            .iter()
+            .filter(private)
+            .map(|daemon| PathBuf::from(&daemon.control_directory))
+    }
+
     pub(super) fn all_directories(&self) -> Result<impl Iterator<Item = PathBuf>, String> {
-        Ok(self.directories()?.into_iter().flat_map(|(pipe, log)| [pipe, log]))
+        let directories = self.directories()?.into_iter().flat_map(|(pipe, log)| [pipe, log]);
+        Ok(directories.chain(self.private_directories()))
     }
 
     /// Whether a control daemon was started by this service.

@@ -8,8 +8,9 @@ use crate::ctl::published::known;
 use crate::ctl::show::table::{Column, Shown, health, pairs, table_of, with_unit};
 use crate::ctl::show::time;
 use crate::ctl::{Error, print_json};
-use crate::dbus::proxy::DaemonProxy;
+use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{ControlDaemon, Gpu, Service};
+use crate::supervisor::PROGRAM;
 
 const CONTROL_DAEMONS: [Column<ControlDaemon>; 9] = [
     ("Control daemon", |daemon| daemon.id.shown()),
@@ -56,6 +57,7 @@ pub(in crate::ctl) async fn status(
     if !control_daemons.is_empty() {
         let expendable = ["Since", "Multi-user", "Starts", "Servers", "For"];
         writeln!(out, "\n{}", table_of(&CONTROL_DAEMONS, &control_daemons).leave_out(&expendable))?;
+        print_front_ends(out, &control_daemons)?;
     }
     if !gpus.is_empty() {
         let expendable = ["Enforced", "Compute mode", "Model", "confirmed"];
@@ -68,6 +70,16 @@ pub(in crate::ctl) async fn status(
             lines.add_row([format!("  {} ({} ago)", time::local(at), time::age(at)), event.text.shown()]);
         }
         writeln!(out, "\nLast events:\n{lines}")?;
+    }
+    Ok(())
+}
+
+/// The way for root to a control daemon that is not in the pipe directory.
+fn print_front_ends(out: &mut dyn Write, control_daemons: &[Listed<ControlDaemon>]) -> io::Result<()> {
+    let private = |daemon: &&Listed<ControlDaemon>| daemon.control_directory != daemon.pipe_directory;
+    for daemon in control_daemons.iter().filter(private) {
+        let (id, directory) = (daemon.id.shown(), daemon.control_directory.shown());
+        writeln!(out, "NVIDIA's front end of {id}: CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}")?;
     }
     Ok(())
 }

@@ -70,6 +70,7 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
         log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
         gpus: Some(gpus),
         control_daemons: vec![ControlDaemonView {
+            control_directory: "/tmp/nvidia-mps/pipe".into(),
             id: "shared".to_owned(),
             state: ControlDaemonState::Ready,
             reason: String::new(),

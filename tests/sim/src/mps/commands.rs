@@ -4,20 +4,48 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::control::{Daemon, Server};
+use super::control::{Asker, Daemon, Server};
 use super::wire::{Order, Status};
 use super::{memory_limit, memory_text, percentage};
 use crate::state::Gpu;
 
 impl Daemon {
     /// Carries out a command, and returns the front end's output.
-    pub(super) fn command(&'static self, line: &str) -> String {
+    pub(super) fn command(&'static self, line: &str, asker: Asker) -> String {
         self.log(&format!("Cmd:{line}"));
         let words: Vec<&str> = line.split_whitespace().collect();
         let (name, rest) = words.split_first().unwrap_or((&"", &[]));
         let mut answer = String::new();
-        self.carry_out(name, rest, &mut answer);
+        match *name {
+            "quit" if !asker.may_command() => {
+                self.say(&mut answer, "Not enough privilege to execute quit command");
+            }
+            "set_default_active_thread_percentage" | "set_default_device_pinned_mem_limit"
+                if !asker.may_command() =>
+            {
+                self.refuse(asker, &mut answer);
+            }
+            "terminate_client" if !asker.may_change() => {
+                self.refuse(asker, &mut answer);
+                self.say(&mut answer, "800");
+            }
+            "shutdown_server" | "set_active_thread_percentage" | "set_device_pinned_mem_limit"
+                if !asker.may_change() =>
+            {
+                self.refuse(asker, &mut answer);
+            }
+            name => self.carry_out(name, rest, &mut answer),
+        }
         answer
+    }
+
+    fn refuse(&'static self, asker: Asker, answer: &mut String) {
+        let text = format!(
+            "Insufficient privileges for UID {}. Control deamon settings can only be modified by the user who started it \
+             or by the root user.",
+            asker.uid
+        );
+        self.say(answer, &text);
     }
 
     fn carry_out(&'static self, name: &str, rest: &[&str], answer: &mut String) {

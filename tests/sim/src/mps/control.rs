@@ -198,6 +198,26 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// A front end, as the kernel and the socket tell of it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asker {
+    pub(super) uid: u32,
+    /// Whether it has found `control_privileged`.
+    privileged: bool,
+}
+
+impl Asker {
+    /// Whether it may change what concerns one server or client.
+    pub(super) fn may_change(self) -> bool {
+        self.uid == rustix::process::geteuid().as_raw()
+    }
+
+    /// Whether it may change the defaults and end the control daemon.
+    pub(super) fn may_command(self) -> bool {
+        self.may_change() && self.privileged
+    }
+}
+
 impl Daemon {
     /// Serves until the `quit` command.
     fn serve(host: Host, multiuser: bool, background: bool) -> io::Result<u8> {
@@ -222,13 +242,13 @@ impl Daemon {
         }
         let control = wire::listen(&pipe.join("control"))?;
         fs::set_permissions(pipe.join("control"), Permissions::from_mode(0o666))?;
-        // No program is known that uses this socket.
-        let _privileged = wire::listen(&pipe.join("control_privileged"))?;
+        // A front end of the same user finds it, and may then do everything.
+        let privileged = wire::listen(&pipe.join("control_privileged"))?;
         fs::set_permissions(pipe.join("control_privileged"), Permissions::from_mode(0o755))?;
         leave_files(&pipe, version)?;
 
         let names = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-        let daemon = Box::leak(Box::new(Self {
+        let daemon: &'static Self = Box::leak(Box::new(Self {
             gpus: visible(&host.gpus(), names.as_deref()).into_iter().flatten().collect(),
             version,
             multiuser,
@@ -252,7 +272,8 @@ impl Daemon {
                 std::process::exit(1);
             });
         }
-        daemon.accept(&control)
+        thread::spawn(move || daemon.accept(&privileged, true));
+        daemon.accept(&control, false)
     }
 
     fn announce(&self) {
@@ -278,10 +299,10 @@ impl Daemon {
         lock(&self.state).server.clone()
     }
 
-    fn accept(&'static self, control: &OwnedFd) -> io::Result<u8> {
+    fn accept(&'static self, socket: &OwnedFd, privileged: bool) -> io::Result<u8> {
         loop {
-            let connection = rustix::net::accept_with(control, rustix::net::SocketFlags::CLOEXEC)?;
-            thread::spawn(move || self.answer(&connection));
+            let connection = rustix::net::accept_with(socket, rustix::net::SocketFlags::CLOEXEC)?;
+            thread::spawn(move || self.answer(&connection, privileged));
         }
     }
 
@@ -289,12 +310,14 @@ impl Daemon {
         lock(&self.busy)
     }
 
-    fn answer(&'static self, connection: &OwnedFd) {
+    fn answer(&'static self, connection: &OwnedFd, privileged: bool) {
         drop(self.nothing_else());
         self.log("Accepting connection...");
         let hello = wire::receive(connection).zip(wire::peer(connection));
         match hello {
-            Some((Hello::FrontEnd, _)) => self.user_interface(connection),
+            Some((Hello::FrontEnd, (_, uid))) => {
+                self.user_interface(connection, Asker { uid, privileged });
+            }
             Some((Hello::Client(hello), (pid, uid))) => {
                 // A real client connects more than once, and each time causes this line.
                 self.log("User did not send valid credentials");
@@ -305,10 +328,10 @@ impl Daemon {
         }
     }
 
-    fn user_interface(&'static self, connection: &OwnedFd) {
+    fn user_interface(&'static self, connection: &OwnedFd, asker: Asker) {
         self.log("NEW UI");
         while let Some(line) = wire::receive::<String>(connection) {
-            let answer = self.command(&line);
+            let answer = self.command(&line, asker);
             if wire::send(connection, &answer).is_err() {
                 break;
             }

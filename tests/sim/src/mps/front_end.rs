@@ -12,7 +12,13 @@ pub(super) fn run(host: &Host) -> u8 {
             std::thread::park();
         }
     }
-    let hello = wire::connect(&super::pipe_directory().join("control"))
+    let directory = super::pipe_directory();
+    let connected = ["control_privileged", "control"].map(|socket| directory.join(socket));
+    // Without `control` it looks no further.
+    let connected = if directory.join("control").exists() { &connected[..] } else { &[] };
+    let connected = connected.iter().find_map(|socket| wire::connect(socket).ok());
+    let hello = connected
+        .ok_or(io::ErrorKind::NotFound.into())
         .and_then(|control| wire::send(&control, &Hello::FrontEnd).map(|()| control));
     let Ok(control) = hello else {
         _ = writeln!(io::stderr(), "Cannot find MPS control daemon process");
