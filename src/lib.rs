@@ -28,6 +28,7 @@
 //! | 6 | `tenants` | the clients: the list of them, and the end of their GPU work |
 //! | 5 | `supervisor` | one state machine per control daemon, compute modes, the state file |
 //! | 4 | `mps` | one control daemon: its process, front end, log and directories; it alone starts and signals one |
+//! | 4 | `membership` | the slices that a process has, by its mounts or its environment |
 //! | 4 | `check`, `arguments` | `yunion-mps-daemon --check`, and the service's command line |
 //! | 3 | `plan` | from configuration and inventory to the plan; pure |
 //! | 2 | `config` | the configuration files |
@@ -43,6 +44,7 @@ mod cuda;
 mod daemon;
 mod dbus;
 mod host;
+mod membership;
 mod mps;
 mod plan;
 mod publish;
@@ -62,6 +64,7 @@ pub use daemon::program::main as run_daemon;
 pub use dbus::{Bus, Reply, Request, RequestError};
 pub use host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
 pub use host::systemd::{move_to_scope, runs_us, why_stopping};
+pub use membership::{KnownBy, Membership};
 pub use plan::GpuPlan;
 pub use publish::snapshot::{GpuView, Snapshot, State};
 pub use supervisor::view::{ControlDaemonState, ControlDaemonView, Event};

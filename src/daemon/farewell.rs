@@ -6,6 +6,7 @@ use tokio::time::timeout;
 
 use super::Daemon;
 use crate::host::blocking::Blocking;
+use crate::membership::Slices;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ClientView, Serving};
 use crate::tenants::in_words::{Whose, in_words as clients_in_words};
@@ -21,7 +22,7 @@ impl Daemon {
     /// Names the clients of these control daemons in the journal, in an event and in the status line, if there are any.
     /// `cause` is whatever ends them, in words.
     pub(super) async fn name_clients(&mut self, cause: &str, doomed: Vec<Doomed>) {
-        let (clients, unknown) = list(doomed, self.fleet.compute_modes()).await;
+        let (clients, unknown) = list(doomed, &self.fleet.slices(), self.fleet.compute_modes()).await;
         let Some(farewell) = in_words(cause, &clients, &unknown) else { return };
         tracing::warn!("{farewell}");
         self.keep_event(farewell.clone());
@@ -32,13 +33,17 @@ impl Daemon {
 
 /// The clients of all these control daemons, and the control daemons with clients that could not be listed, with the
 /// reasons. Each is asked by itself: one that hangs must not hide the clients of the others.
-async fn list(doomed: Vec<Doomed>, nvml: &ComputeModes) -> (Vec<ClientView>, Vec<(String, String)>) {
+async fn list(
+    doomed: Vec<Doomed>,
+    slices: &Slices,
+    nvml: &ComputeModes,
+) -> (Vec<ClientView>, Vec<(String, String)>) {
     // One that hangs on a process must not block the others either.
     let kernel = Blocking::new(doomed.len());
     let ask = |(id, serving): Doomed| {
-        let (nvml, kernel) = (nvml.clone(), kernel.clone());
+        let (slices, nvml, kernel) = (slices.clone(), nvml.clone(), kernel.clone());
         let listed = async move {
-            let listed = clients::list(vec![serving?], nvml, &kernel);
+            let listed = clients::list(vec![serving?], slices, nvml, &kernel);
             timeout(PATIENCE, listed)
                 .await
                 .unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
@@ -88,7 +93,7 @@ mod tests {
             user: Some("root".to_owned()),
             command: "python3".to_owned(),
             gpu_uuid: "GPU-1".to_owned(),
-            device: None,
+            slices: None,
             container_id: None,
             memory_mib: None,
             since: None,

@@ -11,6 +11,7 @@ use crate::config::Settings;
 use crate::dbus::{Reply, RequestError};
 use crate::host::driver::Series;
 use crate::host::gpu::PciAddress;
+use crate::membership::Slices;
 use crate::mps::control::{Access, Caller, CallersControl};
 use crate::mps::identity::Identity;
 use crate::mps::process;
@@ -272,6 +273,12 @@ impl Fleet {
             Serving { control, gpus: gpus.into_keys().collect(), bypasses, waiting }
         };
         self.all().map(serving).collect()
+    }
+
+    /// The slices of all control daemons.
+    pub(super) fn slices(&self) -> Slices {
+        let statuses: Vec<Status> = self.all().map(Supervisor::status).collect();
+        Slices::of(statuses.iter().map(|status| &status.plan))
     }
 
     /// Every control daemon of ours that runs, taken over or not, if a stop ends it.

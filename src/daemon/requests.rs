@@ -8,6 +8,7 @@ use super::fleet::Fleet;
 use super::{Daemon, reload};
 use crate::dbus::{Reply, Request, RequestError};
 use crate::host::blocking::Blocking;
+use crate::membership::Slices;
 use crate::mps::control::Caller;
 use crate::publish::container::ContainerError;
 use crate::publish::snapshot::{Named, Snapshot};
@@ -51,8 +52,8 @@ impl Requests {
     }
 
     fn list_clients(&self, fleet: &Fleet, caller: Caller, reply: Reply<Vec<ClientView>>) {
-        if let Err(TrySendError::Full((_, reply)) | TrySendError::Closed((_, reply))) =
-            self.listings.of(caller).try_send((fleet.serving(caller), reply))
+        if let Err(TrySendError::Full((.., reply)) | TrySendError::Closed((.., reply))) =
+            self.listings.of(caller).try_send((fleet.serving(caller), fleet.slices(), reply))
         {
             let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
         }
@@ -95,9 +96,9 @@ impl Daemon {
         };
         let controls = self.fleet.controls(self.plan.is_err());
         let (kernel, terminated) = (self.requests.kernel.clone(), self.requests.terminated.clone());
-        let event = wanted.event();
+        let (event, slices) = (wanted.event(), self.fleet.slices());
         tokio::spawn(async move {
-            let (had_work, ended) = terminate::terminate(controls, wanted, kernel).await;
+            let (had_work, ended) = terminate::terminate(controls, wanted, slices, kernel).await;
             let event = in_words(had_work).map(|clients| event + &clients);
             let answer = ended.map_err(RequestError::from);
             let _ = terminated.send(Terminated { event, answer, reply }).await;
@@ -176,7 +177,7 @@ impl<T> ByCaller<T> {
 }
 
 /// Who wants to know the clients, and whom to ask for them.
-type Listing = (Vec<Serving>, Reply<Vec<ClientView>>);
+type Listing = (Vec<Serving>, Slices, Reply<Vec<ClientView>>);
 
 /// Lists the clients for all callers that have asked since the last list was begun: every user may ask all the time, and
 /// the supervisors must not wait behind all these questions at the control daemons.
@@ -184,10 +185,11 @@ async fn list_clients(mut asked: mpsc::Receiver<Listing>, nvml: ComputeModes) {
     let mut waiting: Vec<Listing> = Vec::new();
     let kernel = Blocking::new(1);
     while asked.recv_many(&mut waiting, LISTINGS).await > 0 {
-        let Some((serving, _)) = waiting.last() else { continue };
-        let listed =
-            clients::list(serving.clone(), nvml.clone(), &kernel).await.map_err(RequestError::Failed);
-        for (_, reply) in waiting.drain(..) {
+        let Some((serving, slices, _)) = waiting.last() else { continue };
+        let listed = clients::list(serving.clone(), slices.clone(), nvml.clone(), &kernel)
+            .await
+            .map_err(RequestError::Failed);
+        for (.., reply) in waiting.drain(..) {
             let _ = reply.send(listed.clone());
         }
     }

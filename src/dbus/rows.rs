@@ -296,8 +296,9 @@ row! {
         bypass: bool = client.bypass;
         command: String = client.command.clone();
         container_id: Option<String> = client.container_id.clone();
-        device: Option<String> = client.device.clone();
+        device: Option<String> = client.slices.as_ref().map(|known| known.slices.join(","));
         gpu: String = client.gpu_uuid.clone();
+        known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.as_str().to_owned());
         memory_mib: Option<i32> = client.memory_mib.map(mib);
         pid: u32 = client.pid;
         since: Option<i64> = client.since.map(seconds);

@@ -5,6 +5,7 @@ pub(crate) mod driver;
 pub(crate) mod gpu;
 mod gpu_processes;
 pub(crate) mod inventory;
+pub(crate) mod mounts;
 pub(crate) mod nvml;
 pub(crate) mod oom;
 mod pci_ids;

@@ -9,6 +9,7 @@ use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -25,6 +26,13 @@ pub(crate) const MOUNTS: &str = "/proc/mounts";
 /// The most bytes that are read of a file. The kernel allows less for the arguments and the environment of a new
 /// process, but a process can declare any part of its memory to be its environment.
 const MAX_BYTES: u64 = 8 << 20;
+
+/// The most bytes that are read of a list of mounts. A container may be able to make any number of mounts, and the mounts
+/// that its runtime has made come first.
+const MOUNTINFO_BYTES: u64 = 1 << 20;
+
+/// The first process of the host.
+pub(crate) const FIRST: u32 = 1;
 
 /// The most characters of a program's name that are shown.
 const PROGRAM_CHARACTERS: usize = 200;
@@ -208,8 +216,32 @@ pub(crate) fn cgroups_text(process: impl Display) -> io::Result<String> {
 }
 
 /// The identity of the mount namespace of a process. Two processes that see the same file systems have the same one.
-pub(crate) fn mount_namespace(process: impl Display) -> Option<PathBuf> {
-    fs::read_link(path(process, "ns/mnt")).ok()
+pub(crate) fn mount_namespace(process: impl Display) -> io::Result<PathBuf> {
+    fs::read_link(path(process, "ns/mnt"))
+}
+
+/// The identity of the user namespace of a process.
+pub(crate) fn user_namespace(process: impl Display) -> io::Result<PathBuf> {
+    fs::read_link(path(process, "ns/user"))
+}
+
+/// The root directory of a process in its mount namespace.
+pub(crate) fn root(process: impl Display) -> io::Result<PathBuf> {
+    fs::read_link(path(process, "root"))
+}
+
+/// The mounts that a process sees below its root directory, a line for each.
+pub(crate) fn mountinfo(process: impl Display) -> io::Result<Vec<u8>> {
+    beginning(path(process, "mountinfo"), MOUNTINFO_BYTES)
+}
+
+/// The mount through which this process has opened a file, by its id in [`mountinfo`], and the path of the file.
+pub(crate) fn location(file: impl AsFd) -> io::Result<(u64, PathBuf)> {
+    let descriptor = file.as_fd().as_raw_fd();
+    let information = format!("fdinfo/{descriptor}");
+    let mount = line(&read(path(OWN, &information))?, "mnt_id:").and_then(|id| id.parse().ok());
+    let mount = mount.ok_or_else(|| lacks(OWN, &information, "does not name the mount"))?;
+    Ok((mount, fs::read_link(open_file(OWN, descriptor))?))
 }
 
 /// The number of files that a process may open. The largest number if there is no limit.
@@ -328,7 +360,9 @@ mod tests {
         assert_eq!(status(OWN).unwrap().real_uid(), Some(rustix::process::getuid().as_raw()));
         assert_eq!(program(own), std::env::current_exe().unwrap().to_string_lossy());
         assert_eq!(arguments(own).first().cloned(), std::env::args_os().next());
-        assert_eq!(mount_namespace(own), mount_namespace(OWN));
+        assert_eq!(mount_namespace(own).unwrap(), mount_namespace(OWN).unwrap());
+        assert_ne!(mount_namespace(own).unwrap(), user_namespace(own).unwrap());
+        assert!(root(own).unwrap().is_absolute() && mount_namespace(u32::MAX).is_err());
         let started = booted().unwrap() + started(own).unwrap();
         assert!(started <= SystemTime::now() + Duration::from_secs(2));
         assert!(started > SystemTime::now() - Duration::from_secs(86400));

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::gpus::{GpuPlan, slice_file_name, slice_name};
 use super::limits::{Defaults, Limit};
+use super::slice_names;
 use crate::config::{self, MultiUser, Settings, Topology};
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
 use crate::host::gpu::{NvmlFacts, PciAddress};
@@ -182,7 +183,7 @@ fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathB
 
 /// The directories of the slices of these GPUs, where clients can connect in any directory.
 fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
-    let directories = settings.pipe_directory.join("slices");
+    let directories = settings.pipe_directory.join(slice_names::DIRECTORIES);
     let names =
         gpus.iter().map(|(gpu, _)| slice_file_name(gpu.gpu.pci.address, gpu.slices.saturating_sub(1)));
     let longest = names.map(|name| name.len()).max()?;

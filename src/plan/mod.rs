@@ -11,6 +11,7 @@ mod entries;
 mod gpus;
 mod limits;
 mod paths;
+pub(crate) mod slice_names;
 mod warnings;
 
 pub(crate) use configured::Configured;

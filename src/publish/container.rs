@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
+use crate::membership::DEVICE_VARIABLE;
 use crate::publish::snapshot::{GpuView, Named, Snapshot, drained};
 use crate::reason::Reason;
-use crate::tenants::clients::DEVICE_VARIABLE;
 
 /// The place of a slice's directory in a container.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";

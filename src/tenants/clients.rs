@@ -5,9 +5,10 @@ use std::fs;
 use std::time::{Duration, SystemTime};
 
 use crate::host::blocking::Blocking;
-use crate::host::gpu::PciAddress;
 use crate::host::nvml::GpuProcess;
 use crate::host::proc;
+use crate::membership::containers::containers_in;
+use crate::membership::{Membership, SliceMounts, Slices};
 use crate::mps::control::{Access, CallersControl, Client, ControlError};
 use crate::mps::identity::Identity;
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
@@ -31,8 +32,8 @@ pub struct ClientView {
     pub command: String,
     /// The UUID of the GPU; empty if it uses none yet.
     pub gpu_uuid: String,
-    /// The name of the slice that it uses, if known.
-    pub device: Option<String>,
+    /// The slices that it has, if known.
+    pub slices: Option<Membership>,
     /// The container that it runs in, if it runs in one.
     pub container_id: Option<String>,
     /// The GPU memory that it holds, in MiB.
@@ -40,9 +41,6 @@ pub struct ClientView {
     /// When it started.
     pub since: Option<SystemTime>,
 }
-
-/// The environment variable that names the devices of a container.
-pub(crate) const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
 /// The host's users. Users that only a directory service knows stay without a name, since such a service can take long
 /// to answer.
@@ -91,14 +89,15 @@ pub(super) fn users() -> String {
 /// truth.
 pub(crate) async fn list(
     serving: Vec<Serving>,
+    slices: Slices,
     nvml: ComputeModes,
     kernel: &Blocking,
 ) -> Result<Vec<ClientView>, String> {
     let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
     // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
     let viewed = kernel.ask(VIEW_TIMEOUT, move || {
-        let users = users();
-        serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &users)).collect()
+        let about = About { users: users(), mounts: SliceMounts::look(&slices), slices };
+        serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &about)).collect()
     });
     viewed.await.ok_or_else(|| {
         format!(
@@ -163,24 +162,24 @@ async fn has_gone(one: &Serving, control: &CallersControl) -> bool {
     tokio::time::timeout(END_TIMEOUT, one.control.replaced(control)).await.is_ok()
 }
 
-fn views(one: &Serving, look: &Look, users: &str) -> Vec<ClientView> {
+fn views(one: &Serving, look: &Look, about: &About) -> Vec<ClientView> {
     let pids: BTreeSet<u32> = look.clients.iter().map(|client| client.pid).collect();
     let mut views: Vec<ClientView> = Vec::new();
     for pid in pids {
         for uuid in gpus_of(pid, one, look) {
             let process = look.process(&uuid, pid);
             let memory_mib = process.and_then(|process| process.memory_mib);
-            views.push(view(pid, proc::program(pid), uuid, memory_mib, users));
+            views.push(about.view(pid, proc::program(pid), uuid, memory_mib));
         }
     }
     let bypasses = look.bypasses.iter().map(|bypass| {
         let Bypass { gpu_uuid, process, command, memory_mib } = bypass.clone();
-        ClientView { bypass: true, ..view(process.pid, command, gpu_uuid, memory_mib, users) }
+        ClientView { bypass: true, ..about.view(process.pid, command, gpu_uuid, memory_mib) }
     });
     views.extend(bypasses);
     let waiting = one.waiting.iter().filter_map(|process| {
         let command = proc::name(process.pid)?;
-        let view = view(process.pid, command, String::new(), None, users);
+        let view = about.view(process.pid, command, String::new(), None);
         // A server may have taken it by now, or it may have ended.
         let waits = !views.iter().any(|served| served.pid == process.pid)
             && Identity::of(process.pid).ok() == Some(*process);
@@ -207,20 +206,31 @@ fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
     BTreeSet::from([either.cloned().unwrap_or_default()])
 }
 
-fn view(pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>, users: &str) -> ClientView {
-    let uid = uid(pid);
-    ClientView {
-        pid,
-        bypass: false,
-        waiting: false,
-        uid,
-        user: uid.map(|uid| user_in(users, uid)),
-        command,
-        gpu_uuid,
-        device: device(pid),
-        container_id: container(pid),
-        memory_mib,
-        since: started(pid),
+/// All that is the same for every process of one list.
+struct About {
+    /// The text of [`USERS`].
+    users: String,
+    mounts: SliceMounts,
+    slices: Slices,
+}
+
+impl About {
+    fn view(&self, pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>) -> ClientView {
+        let uid = uid(pid);
+        let slices = self.mounts.of(pid).ok().flatten().and_then(|all| self.slices.on(&gpu_uuid, all));
+        ClientView {
+            pid,
+            bypass: false,
+            waiting: false,
+            uid,
+            user: uid.map(|uid| user_in(&self.users, uid)),
+            command,
+            gpu_uuid,
+            slices,
+            container_id: container(pid),
+            memory_mib,
+            since: started(pid),
+        }
     }
 }
 
@@ -229,8 +239,13 @@ fn uid(pid: u32) -> Option<u32> {
 }
 
 /// The facts about a process that can be read without its memory, which may hang.
-pub(super) fn whose(pid: u32, users: &str) -> Whose {
-    Whose { pid, user: uid(pid).map(|uid| user_in(users, uid)), slices: None, container: container(pid) }
+pub(super) fn whose(pid: u32, mounts: &SliceMounts, users: &str) -> Whose {
+    Whose {
+        pid,
+        user: uid(pid).map(|uid| user_in(users, uid)),
+        slices: mounts.mounted(pid).map(|mounted| mounted.slices),
+        container: container(pid),
+    }
 }
 
 /// The name of a user in the text of /etc/passwd, or the number of a user without a name.
@@ -244,51 +259,9 @@ fn user_in(users: &str, uid: u32) -> String {
     named.unwrap_or(number)
 }
 
-/// The slices or GPUs that a process claims to have. Text that holds anything but names is left out, since everybody
-/// can read the list.
-fn device(pid: u32) -> Option<String> {
-    device_in(&proc::environment(pid).ok()?).filter(|names| names.split(',').all(is_name))
-}
-
-fn is_name(name: &str) -> bool {
-    let (address, ordinal) = name.split_once('-').unwrap_or((name, "0"));
-    address.parse::<PciAddress>().is_ok() && ordinal.len() <= 3 && ordinal.parse::<u32>().is_ok()
-}
-
-/// The value of [`DEVICE_VARIABLE`] in a process's environment: the names of slices, with commas.
-pub(crate) fn device_in(environment: &[u8]) -> Option<String> {
-    let variable = std::str::from_utf8(proc::variable(environment, DEVICE_VARIABLE)?).ok()?;
-    (!variable.is_empty()).then(|| variable.to_owned())
-}
-
 /// The id of the innermost container around a process.
 fn container(pid: u32) -> Option<String> {
     containers_in(&proc::cgroups_text(pid).ok()?).next().map(str::to_owned)
-}
-
-/// The ids of all containers around a process, from its cgroup paths, the innermost of each hierarchy first. Every
-/// runtime puts the 64 hexadecimal digits of the id there, in one form of name or another.
-pub(crate) fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
-    paths_in(cgroups).flat_map(|path| path.rsplit('/')).filter_map(container_in_name)
-}
-
-fn paths_in(cgroups: &str) -> impl Iterator<Item = &str> {
-    cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2))
-}
-
-/// Whether the host's own runtime has made a container, as far as these cgroup paths tell: the container is the
-/// outermost of its path, and not in the part of the tree where a user's own service manager lets that user choose
-/// names.
-pub(crate) fn is_the_hosts(cgroups: &str, id: &str) -> bool {
-    paths_in(cgroups).filter(|path| !path.contains("/user@")).any(|path| {
-        let mut names = path.split('/').filter_map(container_in_name);
-        names.next() == Some(id)
-    })
-}
-
-/// The container's id in the name of a control group.
-fn container_in_name(name: &str) -> Option<&str> {
-    name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64)
 }
 
 fn started(pid: u32) -> Option<SystemTime> {
@@ -298,69 +271,6 @@ fn started(pid: u32) -> Option<SystemTime> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn container_ids_of_every_runtime() {
-        let id = "0123456789abcdef".repeat(4);
-        for path in [
-            format!("0::/system.slice/docker-{id}.scope"),
-            format!("12:devices:/docker/{id}"),
-            format!("0::/kubepods.slice/kubepods-pod12345678_1234.slice/cri-containerd-{id}.scope"),
-            format!("0::/kubepods/besteffort/pod1b2c/{id}"),
-            format!("0::/machine.slice/libpod-{id}.scope/container"),
-            format!("0::/system.slice/crio-{id}.scope"),
-            format!("3:cpu:/\n0::/default/{id}"),
-            // Cloudpods: below its own parent, in every hierarchy there is.
-            format!("5:cpuset:/cloudpods/{id}\n0::/"),
-            format!("0::/cloudpods/{id}"),
-            format!("0::/cloudpods.slice/cri-containerd-{id}.scope"),
-        ] {
-            assert_eq!(containers_in(&path).next(), Some(id.as_str()), "{path}");
-        }
-        assert_eq!(containers_in("0::/user.slice/user-0.slice/session-1.scope").next(), None);
-        assert_eq!(containers_in("garbage").next(), None);
-    }
-
-    #[test]
-    fn a_container_in_a_container_is_in_both() {
-        let (outer, inner) = ("a".repeat(64), "b".repeat(64));
-        let path = format!("0::/docker/{outer}/system.slice/docker-{inner}.scope/init");
-        assert_eq!(containers_in(&path).collect::<Vec<_>>(), [inner, outer]);
-    }
-
-    #[test]
-    fn who_may_name_control_groups_makes_no_container_of_the_hosts() {
-        let (own, other) = ("a".repeat(64), "b".repeat(64));
-        for path in [
-            format!("0::/system.slice/docker-{own}.scope/docker-{other}.scope"),
-            format!("1:name=systemd:/user.slice\n7:freezer:/docker/{own}"),
-        ] {
-            assert!(is_the_hosts(&path, &own) && !is_the_hosts(&path, &other), "{path}");
-        }
-        let path = format!("0::/user.slice/user-1000.slice/user@1000.service/app.slice/docker-{own}.scope");
-        assert!(!is_the_hosts(&path, &own));
-    }
-
-    #[test]
-    fn devices_stand_in_the_environment() {
-        assert_eq!(
-            device_in(b"A=1\0YUNION_MPS_DEVICE=00:06.0-1,00:07.0-0\0").as_deref(),
-            Some("00:06.0-1,00:07.0-0")
-        );
-        assert_eq!(device_in(b"XYUNION_MPS_DEVICE=00:06.0-1\0YUNION_MPS_DEVICE=\0\xff"), None);
-    }
-
-    #[test]
-    fn only_names_are_taken_for_names() {
-        for name in ["00:06.0-1", "0001:1a:00.0-12", "00:06.0"] {
-            assert!(is_name(name), "{name}");
-        }
-        for other in
-            ["", "mine", "00:06.0-", "00:06.0--1", "00:06.0-1234", "00:06.0-1\u{1b}[2J", "00:06.0-1 "]
-        {
-            assert!(!is_name(other), "{other}");
-        }
-    }
 
     #[test]
     fn users_have_names_or_numbers() {

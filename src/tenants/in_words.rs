@@ -19,8 +19,8 @@ pub(crate) const SHORT_ID: usize = 12;
 pub(crate) struct Whose {
     pub pid: u32,
     pub user: Option<String>,
-    /// The slices that it says it was given, with commas.
-    pub slices: Option<String>,
+    /// The slices that it has.
+    pub slices: Option<Vec<String>>,
     pub container: Option<String>,
 }
 
@@ -29,7 +29,7 @@ impl From<&ClientView> for Whose {
         Self {
             pid: client.pid,
             user: client.user.clone(),
-            slices: client.device.clone(),
+            slices: client.slices.as_ref().map(|known| known.slices.clone()),
             container: client.container_id.clone(),
         }
     }
@@ -42,7 +42,7 @@ impl fmt::Display for Whose {
             write!(f, " of user {user}")?;
         }
         if let Some(slices) = &self.slices {
-            let plural = if slices.contains(',') { "s" } else { "" };
+            let plural = if slices.len() > 1 { "s" } else { "" };
             write!(f, ", slice{plural} {}", shortened(slices))?;
         }
         if let Some(container) = &self.container {
@@ -66,10 +66,10 @@ pub(crate) fn in_words(clients: impl IntoIterator<Item = Whose>) -> Option<Strin
     Some(format!("{}: {}", counted(clients.len(), "client"), named.join("; ")))
 }
 
-/// The first of these names. A process can claim any number of slices.
-pub(super) fn shortened(slices: &str) -> String {
-    let mut names: Vec<&str> = slices.split(',').take(SLICES).collect();
-    if slices.split(',').nth(SLICES).is_some() {
+/// The first of these names, with commas.
+pub(super) fn shortened(slices: &[String]) -> String {
+    let mut names: Vec<&str> = slices.iter().take(SLICES).map(String::as_str).collect();
+    if slices.len() > SLICES {
         names.push("...");
     }
     names.join(",")
@@ -81,7 +81,7 @@ mod tests {
 
     fn whose(pid: u32) -> Whose {
         let text = |text: &str| Some(text.to_owned());
-        Whose { pid, user: text("alice"), slices: text("00:06.0-1"), container: None }
+        Whose { pid, user: text("alice"), slices: Some(vec!["00:06.0-1".to_owned()]), container: None }
     }
 
     #[test]
@@ -101,7 +101,7 @@ mod tests {
         assert!(words.starts_with("40 clients: PID 1 of user alice, slice 00:06.0-1; PID 2 "), "{words}");
         assert!(words.ends_with("PID 32 of user alice, slice 00:06.0-1; and 8 more"), "{words}");
         assert!(!in_words((1..=32).map(whose)).unwrap().contains("more"));
-        let greedy = Whose { slices: Some(vec!["00:06.0-1"; 10_000].join(",")), ..whose(1) };
+        let greedy = Whose { slices: Some(vec!["00:06.0-1".to_owned(); 64]), ..whose(1) };
         let words = in_words([greedy]).unwrap();
         assert!(words.ends_with(", slices 00:06.0-1,00:06.0-1,00:06.0-1,00:06.0-1,..."), "{words}");
     }

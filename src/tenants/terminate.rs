@@ -14,9 +14,11 @@ use tokio::time::sleep;
 
 use crate::host::blocking::Blocking;
 use crate::host::proc;
+use crate::membership::containers::{containers_in, is_the_hosts};
+use crate::membership::{SliceMounts, Slices};
 use crate::mps::control::{CallersControl, Client, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
-use crate::tenants::clients::{containers_in, device_in, is_the_hosts, users, whose};
+use crate::tenants::clients::{users, whose};
 use crate::tenants::in_words::{Whose, shortened};
 
 /// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
@@ -34,7 +36,7 @@ const ID: usize = 64;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Wanted {
     Process(u32),
-    /// Every process that has one of these slices, by name, in its environment.
+    /// Every process that has one of these slices, by name.
     Slices(Vec<String>),
     /// Every process in a container, or in a container inside it.
     Container(ContainerId),
@@ -45,7 +47,7 @@ impl Wanted {
     pub(crate) fn event(&self) -> String {
         let whom = match self {
             Self::Process(pid) => format!("process {pid}"),
-            Self::Slices(names) => shortened(&names.join(",")),
+            Self::Slices(names) => shortened(names),
             Self::Container(ContainerId(id)) => format!("container {id}"),
         };
         format!("GPU work ended for {whom}, of ")
@@ -102,11 +104,13 @@ fn pids(left: &BTreeSet<u32>) -> String {
 pub(crate) async fn terminate(
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
+    slices: Slices,
     kernel: Blocking,
 ) -> (Vec<Whose>, Result<(), TerminationError>) {
     let mut termination = Termination {
         controls,
         wanted,
+        slices,
         kernel,
         ended: BTreeMap::new(),
         had_work: Vec::new(),
@@ -126,6 +130,7 @@ type Connections = BTreeSet<Option<u64>>;
 struct Termination {
     controls: Vec<Arc<CallersControl>>,
     wanted: Wanted,
+    slices: Slices,
     kernel: Blocking,
     /// The processes without work any more, by server and client, with the connections that they had. Each is held, so
     /// that no other process with its PID is taken for it.
@@ -166,10 +171,10 @@ impl Termination {
     /// The wanted clients as they are now, and the reason why some may be missing.
     async fn look(&mut self) -> Result<(Vec<Found>, Option<TerminationError>), TerminationError> {
         let (listed, silent) = list_clients(&self.controls).await;
-        let wanted = self.wanted.clone();
+        let (wanted, slices) = (self.wanted.clone(), self.slices.clone());
         // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
         let only_hosts = self.only_hosts;
-        let picked = self.kernel.ask(TIMEOUT, move || pick(listed, &wanted, only_hosts)).await;
+        let picked = self.kernel.ask(TIMEOUT, move || pick(listed, &wanted, &slices, only_hosts)).await;
         let (found, unreadable) = picked.ok_or(TerminationError::NotKnown)??;
         self.only_hosts |= found.iter().any(|found| found.hosts);
         Ok((found, silent.or(unreadable)))
@@ -287,11 +292,12 @@ async fn list_clients(
 fn pick(
     listed: Vec<(Arc<CallersControl>, Vec<Client>)>,
     wanted: &Wanted,
+    slices: &Slices,
     only_hosts: bool,
 ) -> Result<(Vec<Found>, Option<TerminationError>), TerminationError> {
     let (mut found, mut unreadable) = (Vec::new(), None);
     let mut containers = BTreeSet::new();
-    let users = users();
+    let (users, mounts) = (users(), SliceMounts::look(slices));
     for (control, clients) in listed {
         // A client of two GPUs has two lines.
         let mut connections: BTreeMap<(u32, u32), Connections> = BTreeMap::new();
@@ -299,13 +305,14 @@ fn pick(
             connections.entry((client.server, client.pid)).or_default().insert(client.id);
         }
         for ((server, pid), connections) in connections {
-            match hold_if_wanted(pid, wanted) {
+            match hold_if_wanted(pid, wanted, &mounts) {
                 Ok(None) => {}
                 Ok(Some((held, Match { containers: ids, slices }))) => {
                     let hosts = ids.iter().any(|id| id.hosts);
                     containers.extend(ids);
                     let control = Arc::clone(&control);
-                    let whose = Whose { slices, ..whose(pid, &users) };
+                    let known = whose(pid, &mounts, &users);
+                    let whose = Whose { slices: slices.or(known.slices), ..known };
                     found.push(Found { control, server, pid, connections, held, whose, hosts });
                 }
                 Err(source) => _ = unreadable.get_or_insert(TerminationError::Unreadable { pid, source }),
@@ -339,24 +346,25 @@ struct Container {
 struct Match {
     /// The wanted containers around it.
     containers: BTreeSet<Container>,
-    /// The wanted slices that it has, with commas.
-    slices: Option<String>,
+    /// The wanted slices that it has.
+    slices: Option<Vec<String>>,
 }
 
 /// Holds a process and returns it with the reason why it is wanted. None if it is not wanted or has gone.
-fn hold_if_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<(Held, Match)>> {
+fn hold_if_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<(Held, Match)>> {
     let Some(held) = Held::open(pid)? else { return Ok(None) };
-    let found = find_wanted(pid, wanted);
+    let found = find_wanted(pid, wanted, mounts);
     // If the process has ended, its PID may have been another's while it was read.
     if held.alive() { Ok(found?.map(|found| (held, found))) } else { Ok(None) }
 }
 
-fn find_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<Match>> {
+fn find_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<Match>> {
     match wanted {
         Wanted::Process(other) => Ok((*other == pid).then(Match::default)),
         Wanted::Slices(names) => {
-            let slices = slices_of(&proc::environment(pid)?, names);
-            Ok((!slices.is_empty()).then(|| Match { slices: Some(slices.join(",")), ..Match::default() }))
+            let mut slices = mounts.of(pid)?.map(|known| known.slices).unwrap_or_default();
+            slices.retain(|slice| names.contains(slice));
+            Ok((!slices.is_empty()).then(|| Match { slices: Some(slices), ..Match::default() }))
         }
         Wanted::Container(ContainerId(id)) => {
             let cgroups = proc::cgroups_text(pid)?.to_ascii_lowercase();
@@ -366,13 +374,6 @@ fn find_wanted(pid: u32, wanted: &Wanted) -> io::Result<Option<Match>> {
             Ok((!ids.is_empty()).then(|| Match { containers: ids, ..Match::default() }))
         }
     }
-}
-
-/// The slices among `names` that a process was given.
-fn slices_of<'a>(environment: &[u8], names: &'a [String]) -> Vec<&'a str> {
-    let given = device_in(environment).unwrap_or_default();
-    let has = |name: &&String| given.split(',').any(|given| given.trim() == name.as_str());
-    names.iter().filter(has).map(String::as_str).collect()
 }
 
 #[cfg(test)]
@@ -391,29 +392,14 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_is_one_of_the_names_given() {
-        let names = ["00:06.0-1".to_owned(), "00:07.0-0".to_owned()];
-        for (environment, expected) in [
-            ("YUNION_MPS_DEVICE=00:06.0-1", &["00:06.0-1"][..]),
-            ("A=\0YUNION_MPS_DEVICE=00:08.0-0,00:07.0-0\0", &["00:07.0-0"]),
-            ("YUNION_MPS_DEVICE=00:06.0-10", &[]),
-            ("YUNION_MPS_DEVICE=00:06.0", &[]),
-            ("YUNION_MPS_DEVICE=", &[]),
-            ("OTHER=00:06.0-1", &[]),
-            ("", &[]),
-        ] {
-            assert_eq!(slices_of(environment.as_bytes(), &names), expected, "{environment:?}");
-        }
-    }
-
-    #[test]
     fn a_process_is_looked_at_for_what_is_wanted() {
         let pid = std::process::id();
-        let found = |wanted| hold_if_wanted(pid, &wanted).unwrap().map(|(_, found)| found);
+        let mounts = SliceMounts::look(&Slices::default());
+        let found = |wanted| hold_if_wanted(pid, &wanted, &mounts).unwrap().map(|(_, found)| found);
         assert_eq!(found(Wanted::Process(pid)), Some(Match::default()));
         assert_eq!(found(Wanted::Process(pid + 1)), None);
         assert_eq!(found(Wanted::Slices(vec!["no such slice".to_owned()])), None);
-        assert!(hold_if_wanted(u32::MAX, &Wanted::Slices(Vec::new())).unwrap().is_none());
+        assert!(hold_if_wanted(u32::MAX, &Wanted::Slices(Vec::new()), &mounts).unwrap().is_none());
     }
 
     #[test]

@@ -8,8 +8,8 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::process::{Child, ChildStdout};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
-use yunion_mps::ClientView;
 use yunion_mps::{Bus, Request, RequestError};
+use yunion_mps::{ClientView, KnownBy, Membership};
 use yunion_mps::{GpuView, Snapshot, State};
 
 use crate::support::bus::{PrivateBus, complained, output, printed};
@@ -453,7 +453,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         user: Some("worker".to_owned()),
         command: "python3".to_owned(),
         gpu_uuid: P40.to_owned(),
-        device: Some("00:06.0-1".to_owned()),
+        slices: Some(Membership { slices: vec!["00:06.0-1".to_owned()], known_by: KnownBy::Mount }),
         container_id: None,
         memory_mib: Some(580),
         since: Some(UNIX_EPOCH + Duration::from_secs(1_700_000_000)),
@@ -474,6 +474,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         "command": ["s", "python3"],
         "gpu": ["s", P40],
         "device": ["s", "00:06.0-1"],
+        "known_by": ["s", "mount"],
         "memory_mib": ["i", 580],
         "since": ["x", 1_700_000_000],
     });

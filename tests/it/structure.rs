@@ -10,7 +10,7 @@ const FLOORS: [&[&str]; 10] = [
     &["host"],
     &["config"],
     &["plan"],
-    &["mps", "arguments", "check"],
+    &["mps", "membership", "arguments", "check"],
     &["supervisor"],
     &["tenants"],
     &["publish"],

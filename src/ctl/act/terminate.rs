@@ -83,7 +83,7 @@ async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<S
     event.map(str::to_owned)
 }
 
-/// Fails if a client on a GPU of these devices does not say which device it was given: its work goes on, and nobody can
+/// Fails if nobody knows which device a client on a GPU of these devices was given: its work goes on, and nobody can
 /// know whether it was to end.
 async fn refuse_unnamed(daemon: &DaemonProxy, devices: &[String]) -> Result<(), Error> {
     let gpus: Vec<String> = gpus_of(daemon, devices).await?;
@@ -98,8 +98,8 @@ async fn refuse_unnamed(daemon: &DaemonProxy, devices: &[String]) -> Result<(), 
         return Ok(());
     }
     Err(Error::Failed(format!(
-        "no process that says it was given {} uses it any more; not known of {}, which say in their environment \
-         (YUNION_MPS_DEVICE) nothing of what they were given: terminate them by PID or container",
+        "no process that is known to have {} uses it any more; not known of {}: neither a mounted directory nor \
+         YUNION_MPS_DEVICE in the environment says which slice they have; terminate them by PID or container",
         printable(&devices.join(", ")),
         who.join(", ")
     )))

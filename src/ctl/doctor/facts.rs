@@ -74,8 +74,8 @@ pub(super) struct FoundDaemon {
 impl FoundDaemon {
     /// Made from the environment and the name space of the process.
     fn of(pid: u32, trace: String) -> Self {
-        let elsewhere =
-            proc::mount_namespace(pid).is_some_and(|its| proc::mount_namespace(proc::OWN) != Some(its));
+        let own = proc::mount_namespace(proc::OWN).ok();
+        let elsewhere = proc::mount_namespace(pid).is_ok_and(|its| own != Some(its));
         Self { pid, trace, pipe_directory: pipe_directory(pid), elsewhere }
     }
 }

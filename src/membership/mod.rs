@@ -1,0 +1,330 @@
+//! The slices that a process has.
+//!
+//! A container's runtime mounts the directories of the container's slices, and no program in the container can mount
+//! another slice's. So in a container the mounts count, whatever the environment says. The environment counts where no
+//! runtime has mounted a slice's directory: on the host, and where an agent has mounted the pipe directory itself.
+//!
+//! Mounts prove nothing in a user namespace that an unprivileged user has made: there, that user can mount any directory
+//! that the user sees. So a process's mounts count only in the user namespace of the service, or in a container that
+//! the host's own runtime has made.
+
+pub(crate) mod containers;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::iter;
+use std::path::{Path, PathBuf};
+
+use crate::host::gpu::PciAddress;
+use crate::host::mounts::{self, Place};
+use crate::host::proc;
+use crate::plan::{ControlDaemonPlan, slice_names};
+use containers::is_in_one_of_the_hosts;
+
+/// The environment variable that names the devices of a container.
+pub(crate) const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
+
+/// The most slices that a process can claim. A container has one of each GPU.
+const CLAIMS: usize = 64;
+
+/// The most ancestors of a process that are looked at.
+const ANCESTORS: usize = 32;
+
+/// The way in which the slices of a process are known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KnownBy {
+    /// By the directories of slices that are mounted in its container.
+    Mount,
+    /// By its environment, which it can write as it likes.
+    Environment,
+}
+
+impl KnownBy {
+    /// The word on D-Bus.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Mount => "mount",
+            Self::Environment => "environment",
+        }
+    }
+}
+
+/// The slices that a process has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Membership {
+    /// Their published names, at least one, each once. In the environment, the name of a GPU may stand for a slice of it.
+    pub slices: Vec<String>,
+    /// The way in which they are known.
+    pub known_by: KnownBy,
+}
+
+impl Membership {
+    /// The part of it that counts on a GPU. A directory that is mounted stands for a slice of its own GPU, and says
+    /// nothing about another.
+    pub(crate) fn on(mut self, gpu: PciAddress) -> Option<Self> {
+        if self.known_by == KnownBy::Mount {
+            self.slices.retain(|slice| slice_names::is_of(slice, gpu));
+        }
+        (!self.slices.is_empty()).then_some(self)
+    }
+}
+
+/// The slices of control daemons, as far as they are known without a look at processes.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Slices {
+    /// The pipe directories, with the directories of slices in them.
+    pipe_directories: BTreeSet<PathBuf>,
+    /// The addresses of the GPUs, by UUID.
+    gpus: BTreeMap<String, PciAddress>,
+}
+
+impl Slices {
+    pub(crate) fn of<'a>(plans: impl IntoIterator<Item = &'a ControlDaemonPlan>) -> Self {
+        let mut slices = Self::default();
+        for plan in plans {
+            let parent = plan.slice_directories.as_deref().and_then(Path::parent);
+            let directories = parent.into_iter().chain([plan.pipe_directory.as_path()]);
+            slices.pipe_directories.extend(directories.map(Path::to_owned));
+            slices.gpus.extend(plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.pci)));
+        }
+        slices
+    }
+
+    /// The part of a process's slices that counts on the GPU with this UUID; all of them if it uses no GPU yet.
+    pub(crate) fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
+        match self.gpus.get(gpu) {
+            Some(address) => all.on(*address),
+            None => (gpu.is_empty() || all.known_by == KnownBy::Environment).then_some(all),
+        }
+    }
+}
+
+/// The places of the directories of slices, and all else that is the same for every process. It is made for one look at
+/// processes, where the kernel may be asked: the environment of a process can be held up by the driver.
+#[derive(Debug)]
+pub(crate) struct SliceMounts {
+    /// The pipe directories: the configured one, with the directories of slices in it, and those still in use.
+    pipes: Vec<Place>,
+    /// The mount namespaces of the host: the service's own, and that of the first process.
+    host: Vec<PathBuf>,
+    /// The service's user namespace.
+    user: Option<PathBuf>,
+}
+
+/// All that the mounts of one process show.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Sight {
+    /// The slices with a directory that is the root of a mount.
+    slices: BTreeSet<String>,
+    /// Whether a mount leads into or around a pipe directory.
+    pipe: bool,
+}
+
+impl SliceMounts {
+    /// Finds the places of the pipe directories. One that is not there has no slice.
+    pub(crate) fn look(slices: &Slices) -> Self {
+        let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
+        Self {
+            pipes: slices.pipe_directories.iter().filter_map(|path| Place::of(path).ok()).collect(),
+            host: namespaces.into_iter().flatten().collect(),
+            user: proc::user_namespace(proc::OWN).ok(),
+        }
+    }
+
+    /// The slices of a process. None if nothing is known.
+    ///
+    /// # Errors
+    /// The process has ended, or can't be looked at.
+    pub(crate) fn of(&self, pid: u32) -> io::Result<Option<Membership>> {
+        match self.by_mount(pid)? {
+            Mounted::Slices(slices) => Ok(Some(Membership { slices, known_by: KnownBy::Mount })),
+            Mounted::Elsewhere => Ok(None),
+            Mounted::Nothing => Ok(claimed(&proc::environment(pid)?)),
+        }
+    }
+
+    /// The same without a look at the memory of the process, which may be held up: only what its mounts tell.
+    pub(crate) fn mounted(&self, pid: u32) -> Option<Membership> {
+        match self.by_mount(pid) {
+            Ok(Mounted::Slices(slices)) => Some(Membership { slices, known_by: KnownBy::Mount }),
+            Ok(Mounted::Elsewhere | Mounted::Nothing) | Err(_) => None,
+        }
+    }
+
+    /// A program that calls chroot sees fewer mounts than its container has. So its ancestors up to the host are looked
+    /// at too.
+    fn by_mount(&self, pid: u32) -> io::Result<Mounted> {
+        let (mut believed, mut pipe) = (false, false);
+        let mut last = None;
+        for process in iter::once(pid).chain(ancestors(pid)) {
+            let Some(place) = self.place_of(process, process == pid)? else { break };
+            if last.as_ref() == Some(&place) || !self.believes(process) {
+                continue;
+            }
+            let Sight { slices, pipe: sees_pipe } = match mounts::roots(process) {
+                Ok(roots) => self.sight(&roots),
+                Err(error) if process == pid => return Err(error),
+                Err(_) => break,
+            };
+            if !slices.is_empty() {
+                return Ok(Mounted::Slices(slices.into_iter().collect()));
+            }
+            (believed, pipe, last) = (true, pipe || sees_pipe, Some(place));
+        }
+        // In a container without any pipe directory, nobody knows which one the process has come by.
+        Ok(if believed && !pipe { Mounted::Elsewhere } else { Mounted::Nothing })
+    }
+
+    /// The mount namespace of a process and its root directory there, which make its list of mounts. None on the host,
+    /// and for an ancestor that has just ended.
+    fn place_of(&self, process: u32, wanted: bool) -> io::Result<Option<(PathBuf, PathBuf)>> {
+        let place = proc::mount_namespace(process).and_then(|its| Ok((its, proc::root(process)?)));
+        match place {
+            Ok((namespace, _)) if self.host.contains(&namespace) => Ok(None),
+            Ok(place) => Ok(Some(place)),
+            Err(error) if wanted => Err(error),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// Whether only root of the host, or a runtime of the host, can have made the mounts that a process sees.
+    fn believes(&self, process: u32) -> bool {
+        let its = proc::user_namespace(process).ok();
+        (its.is_some() && its == self.user)
+            || proc::cgroups_text(process).is_ok_and(|cgroups| is_in_one_of_the_hosts(&cgroups))
+    }
+
+    fn sight(&self, roots: &[Place]) -> Sight {
+        let mut sight = Sight::default();
+        for pipe in &self.pipes {
+            for root in roots {
+                let inside = root.below(pipe);
+                sight.slices.extend(inside.and_then(slice_names::of_directory));
+                sight.pipe |= inside.is_some() || pipe.below(root).is_some();
+            }
+        }
+        sight
+    }
+}
+
+/// What the mounts of a process tell of its slices.
+#[derive(Debug, PartialEq, Eq)]
+enum Mounted {
+    /// The process is in a container with the directories of these slices.
+    Slices(Vec<String>),
+    /// The process is in a container without any directory of ours.
+    Elsewhere,
+    /// Nothing: the process is on the host, its mounts prove nothing, or it sees a whole pipe directory.
+    Nothing,
+}
+
+/// The parent of a process, the parent's parent and so on. It ends where another process may have the PID by now.
+fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
+    let parent = |child: &proc::Stat| {
+        let parent = proc::stat(child.parent).ok()?;
+        (parent.start_time <= child.start_time).then_some(parent)
+    };
+    let mut child = proc::stat(pid).ok();
+    iter::from_fn(move || {
+        let pid = child?.parent;
+        child = parent(&child?);
+        child.map(|_| pid)
+    })
+    .take(ANCESTORS)
+}
+
+/// The slices that stand in the environment of a process.
+fn claimed(environment: &[u8]) -> Option<Membership> {
+    let value = std::str::from_utf8(proc::variable(environment, DEVICE_VARIABLE)?).ok()?;
+    let mut slices = Vec::new();
+    for name in value.split(',').take(CLAIMS) {
+        // Anything but a name is left out, since everybody can read the list.
+        slices.extend(slice_names::published(name.trim()).filter(|name| !slices.contains(name)));
+    }
+    (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Environment })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn membership(slices: &[&str], known_by: KnownBy) -> Membership {
+        Membership { slices: slices.iter().map(|slice| (*slice).to_owned()).collect(), known_by }
+    }
+
+    #[test]
+    fn slices_stand_in_the_environment() {
+        let long = vec!["00:06.0-1"; 100_000].join(",");
+        let many: Vec<String> = (0..300).map(|ordinal| format!("00:06.0-{ordinal}")).collect();
+        for (environment, expected) in [
+            ("A=1\0YUNION_MPS_DEVICE=00:06.0-1,00:07.0-0\0", &["00:06.0-1", "00:07.0-0"][..]),
+            ("YUNION_MPS_DEVICE=0000:00:06.0-1, 00:06.0 ,00:06.0-1", &["00:06.0-1", "00:06.0"]),
+            ("YUNION_MPS_DEVICE=mine,00:06.0-1,\u{1b}[2J", &["00:06.0-1"]),
+            (&format!("YUNION_MPS_DEVICE={long}"), &["00:06.0-1"]),
+        ] {
+            let expected = membership(expected, KnownBy::Environment);
+            assert_eq!(claimed(environment.as_bytes()), Some(expected), "{environment:.60}");
+        }
+        let many = claimed(format!("YUNION_MPS_DEVICE={}", many.join(",")).as_bytes()).unwrap();
+        assert_eq!(many.slices.len(), CLAIMS);
+        for none in
+            [&b""[..], b"XYUNION_MPS_DEVICE=00:06.0-1", b"YUNION_MPS_DEVICE=", b"YUNION_MPS_DEVICE=\xff"]
+        {
+            assert_eq!(claimed(none), None);
+        }
+    }
+
+    #[test]
+    fn a_mounted_directory_says_nothing_about_another_gpu() {
+        let (six, seven) = ("00:06.0".parse().unwrap(), "00:07.0".parse().unwrap());
+        let mounted = membership(&["00:06.0-1", "00:06.0-2"], KnownBy::Mount);
+        assert_eq!((mounted.clone().on(six), mounted.clone().on(seven)), (Some(mounted), None));
+        let claimed = membership(&["00:06.0-1"], KnownBy::Environment);
+        assert_eq!(claimed.clone().on(seven), Some(claimed.clone()));
+        let slices = Slices { gpus: BTreeMap::from([("GPU-6".to_owned(), six)]), ..Slices::default() };
+        let mounted = membership(&["00:06.0-1", "00:07.0-1"], KnownBy::Mount);
+        let one = Some(membership(&["00:06.0-1"], KnownBy::Mount));
+        for (gpu, expected) in [("GPU-6", one), ("", Some(mounted.clone())), ("GPU-8", None)] {
+            assert_eq!(slices.on(gpu, mounted.clone()), expected, "{gpu}");
+        }
+        assert_eq!(slices.on("GPU-8", claimed.clone()), Some(claimed));
+    }
+
+    fn look<const N: usize>(directories: [&Path; N]) -> SliceMounts {
+        let pipe_directories = directories.map(Path::to_owned).into();
+        SliceMounts::look(&Slices { pipe_directories, ..Slices::default() })
+    }
+
+    /// The mounts of a container that has this directory at a place of its own.
+    fn seen(directory: &Path) -> Sight {
+        let pipe = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(pipe.path().join("slices/00_06.0-1")).unwrap();
+        std::fs::create_dir_all(pipe.path().join("slices/other")).unwrap();
+        let roots = [Place::of(Path::new("/proc")), Place::of(&pipe.path().join(directory))];
+        let roots: Vec<Place> = roots.into_iter().flatten().collect();
+        assert_eq!(roots.len(), 2, "{}", directory.display());
+        look([pipe.path(), Path::new("/no such directory")]).sight(&roots)
+    }
+
+    #[test]
+    fn only_a_mount_of_the_directory_itself_is_a_slice() {
+        let slices = BTreeSet::from(["00:06.0-1".to_owned()]);
+        assert_eq!(seen(Path::new("slices/00_06.0-1")), Sight { slices, pipe: true });
+        for around in ["", "slices", "slices/other", ".."] {
+            assert_eq!(seen(Path::new(around)), Sight { pipe: true, ..Sight::default() }, "{around}");
+        }
+        assert_eq!(seen(Path::new("/proc")), Sight::default());
+    }
+
+    #[test]
+    fn a_process_of_the_host_is_known_by_its_environment() {
+        let mounts = look([&std::env::temp_dir()]);
+        let own = std::process::id();
+        assert_eq!(mounts.by_mount(own).unwrap(), Mounted::Nothing);
+        assert_eq!(mounts.of(own).unwrap(), None);
+        assert_eq!(mounts.mounted(own), None);
+        assert!(mounts.of(u32::MAX).is_err());
+        assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));
+        assert!(ancestors(own).count() <= ANCESTORS && ancestors(u32::MAX).next().is_none());
+    }
+}
