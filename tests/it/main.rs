@@ -35,6 +35,7 @@ mod farewell;
 mod faults;
 mod golden;
 mod matrix;
+mod membership;
 mod packaging;
 mod probe;
 mod real_control_daemons;

@@ -1,0 +1,249 @@
+//! Whose a client is: by the directories that the runtime of its container has mounted, and not by what it says.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use serde_json::Value;
+
+use crate::release::{Container, NO_CONTAINER, nobody};
+use crate::support::client::{Client, in_words, own_user};
+use crate::support::host::{Host, start_time, text};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
+
+/// The slice of the container, one that the container claims, and that of a neighbour.
+const OWN: &str = "00:06.0-1";
+const CLAIMED: &str = "00:06.0-3";
+const NEIGHBOURS: &str = "00:06.0-2";
+
+/// Has /run/yunion-mps lead to the directory that is the first argument. The second argument is the host's directory.
+const MOUNT: &str = "set -e\n\
+    mount --make-rprivate /\n\
+    mount --bind \"$0\" /mnt\n\
+    mount -t tmpfs tmpfs /run\n\
+    mkdir /run/yunion-mps /run/jail\n\
+    mount --bind /mnt /run/yunion-mps\n\
+    umount /mnt\n";
+
+const WORK: &str = "exec cuda-client long 600";
+
+struct Scene {
+    host: Host,
+    neighbour: Client,
+}
+
+/// A program in a container, and the client in it.
+struct Tenant {
+    program: Child,
+    pid: u32,
+}
+
+impl Drop for Tenant {
+    fn drop(&mut self) {
+        let _ = self.program.kill();
+        let _ = self.program.wait();
+    }
+}
+
+impl Scene {
+    fn new() -> Self {
+        let host = Host::serving("h200");
+        let neighbour = Client::start(&mut host.program_of(NEIGHBOURS, &["hold", "600"]));
+        wait_for("the neighbour", || listed(&host, neighbour.id()));
+        Self { host, neighbour }
+    }
+
+    fn directory(&self, slice: &str) -> PathBuf {
+        self.host.path("mps/pipe/slices").join(slice.replace(':', "_"))
+    }
+
+    /// Runs a script with this directory mounted, with the environment of a container that has one slice and claims
+    /// another one.
+    fn start(&self, mut unshare: Command, mounted: PathBuf, script: &str, claim: Option<&str>) -> Tenant {
+        let before: BTreeSet<u32> = pids(&self.host);
+        let container = self.host.container_of(OWN);
+        for (name, value) in container["environment"].as_object().unwrap() {
+            unshare.env(name, value.as_str().unwrap());
+        }
+        match claim {
+            Some(claim) => unshare.env("YUNION_MPS_DEVICE", claim),
+            None => unshare.env_remove("YUNION_MPS_DEVICE"),
+        };
+        unshare.args(["sh", "-c", &format!("{MOUNT}{script}")]).arg(mounted).arg(self.host.path(""));
+        let mut program = unshare.stdout(Stdio::null()).spawn().unwrap();
+        let pid = wait_for("the client", || {
+            assert!(program.try_wait().unwrap().is_none(), "it has ended");
+            pids(&self.host).difference(&before).next().copied()
+        });
+        Tenant { program, pid }
+    }
+
+    fn contained(&self, script: &str, claim: Option<&str>) -> Tenant {
+        let mut unshare = self.host.command("unshare");
+        unshare.arg("--mount");
+        self.start(unshare, self.directory(OWN), script, claim)
+    }
+
+    fn is_known(&self, pid: u32, slice: Option<&str>, known_by: Option<&str>) {
+        let listed = listed(&self.host, pid).unwrap();
+        assert_eq!((listed["device"].as_str(), listed["known_by"].as_str()), (slice, known_by), "{listed:#}");
+    }
+
+    fn terminate(&self, whom: &[&str]) -> String {
+        let output = self.host.mpsctl(&[&["terminate"], whom].concat());
+        assert!(output.status.success(), "{}", text(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn end(mut self) {
+        assert!(self.neighbour.try_wait().unwrap().is_none());
+        assert!(pids(&self.host).contains(&self.neighbour.id()));
+        drop(self.neighbour);
+        assert_eq!(self.host.stop().code(), Some(0));
+    }
+}
+
+fn clients(host: &Host) -> Vec<Value> {
+    host.json(&["clients"]).unwrap().as_array().unwrap().clone()
+}
+
+fn pids(host: &Host) -> BTreeSet<u32> {
+    clients(host).iter().map(|client| client["pid"].as_u64().unwrap().try_into().unwrap()).collect()
+}
+
+fn listed(host: &Host, pid: u32) -> Option<Value> {
+    clients(host).into_iter().find(|client| client["pid"] == pid)
+}
+
+/// A claim changes nothing for a client in a container: not in the list, not for a release of the claimed slice, not for
+/// a release of its own, and not in the words about its end. The same without any claim.
+#[test]
+fn a_forged_environment_changes_nothing_in_a_container() {
+    if !root_or_skip("a_forged_environment_changes_nothing_in_a_container") {
+        return;
+    }
+    let scene = Scene::new();
+    let user = own_user();
+    let slice = format!(", slice {OWN}");
+    for claim in [Some(CLAIMED), Some(NEIGHBOURS), Some("00:06.0"), None] {
+        let mut tenant = scene.contained(WORK, claim);
+        scene.is_known(tenant.pid, Some(OWN), Some("mount"));
+        assert_eq!(
+            scene.terminate(&["--device", CLAIMED]),
+            format!("No process uses {CLAIMED} any more.\n"),
+            "{claim:?}"
+        );
+        scene.is_known(tenant.pid, Some(OWN), Some("mount"));
+        let pid = tenant.pid.to_string();
+        let whom = if claim == Some(NEIGHBOURS) { vec![pid.as_str()] } else { vec!["--device", OWN] };
+        let said = scene.terminate(&whom);
+        let words = in_words(&[(tenant.pid, &user, &slice)]);
+        assert!(said.ends_with(&format!("Ended the GPU work of {words}.\n")), "{said}");
+        wait_for("its end", || tenant.program.try_wait().unwrap());
+    }
+    scene.is_known(scene.neighbour.id(), Some(NEIGHBOURS), Some("environment"));
+    scene.end();
+}
+
+/// A user namespace lets every user mount every directory that the user sees. It is no container of the host's, and
+/// only one of the host's makes it believable.
+#[test]
+fn mounts_of_a_users_own_namespace_prove_nothing() {
+    let name = "mounts_of_a_users_own_namespace_prove_nothing";
+    if !root_or_skip(name) {
+        return;
+    }
+    let scene = Scene::new();
+    let mut unshare = nobody(&scene.host, "unshare".as_ref());
+    unshare.args(["--user", "--map-root-user", "--mount"]);
+    let tenant =
+        scene.start(unshare, scene.directory(NEIGHBOURS), "exec cuda-client hold 600", Some(CLAIMED));
+    scene.is_known(tenant.pid, Some(CLAIMED), Some("environment"));
+    match Container::new() {
+        Some(container) => {
+            container.take(tenant.pid, "init");
+            scene.is_known(tenant.pid, Some(NEIGHBOURS), Some("mount"));
+            drop(tenant);
+        }
+        None => skip(name, NO_CONTAINER),
+    }
+    scene.end();
+}
+
+/// A program with another root directory sees fewer mounts. Its parent, a shell in the same container, sees all of them.
+#[test]
+fn a_program_that_calls_chroot_is_known_by_its_parent() {
+    if !root_or_skip("a_program_that_calls_chroot_is_known_by_its_parent") {
+        return;
+    }
+    let scene = Scene::new();
+    let script = format!(
+        "mount --bind / /run/jail\n\
+         mkdir -p \"/run/jail$1\"\n\
+         mount --rbind \"$1\" \"/run/jail$1\"\n\
+         mount --rbind /proc /run/jail/proc\n\
+         export CUDA_MPS_PIPE_DIRECTORY={}\n\
+         chroot /run/jail cuda-client long 600 &\n\
+         wait",
+        scene.directory(OWN).display()
+    );
+    let tenant = scene.contained(&script, Some(CLAIMED));
+    assert_ne!(tenant.pid, tenant.program.id(), "the shell is to be the parent");
+    let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", tenant.pid)).unwrap();
+    assert!(!mounts.contains("yunion-mps"), "then this proves nothing: {mounts}");
+    scene.is_known(tenant.pid, Some(OWN), Some("mount"));
+    scene.terminate(&["--device", OWN]);
+    wait_for("its end", || (!pids(&scene.host).contains(&tenant.pid)).then_some(()));
+    drop(tenant);
+    scene.end();
+}
+
+/// An agent that mounts the pipe directory by itself says nothing about slices, and the environment counts.
+#[test]
+fn with_the_whole_pipe_directory_the_environment_counts() {
+    if !root_or_skip("with_the_whole_pipe_directory_the_environment_counts") {
+        return;
+    }
+    let scene = Scene::new();
+    let mut unshare = scene.host.command("unshare");
+    unshare.arg("--mount");
+    let tenant = scene.start(unshare, scene.host.path("mps/pipe"), WORK, Some(CLAIMED));
+    scene.is_known(tenant.pid, Some(CLAIMED), Some("environment"));
+    scene.terminate(&["--device", CLAIMED]);
+    wait_for("its end", || (!pids(&scene.host).contains(&tenant.pid)).then_some(()));
+    drop(tenant);
+    scene.end();
+}
+
+/// Without any directory of ours nobody knows how a process has come to the GPU, and its claim counts for nothing.
+#[test]
+fn a_claim_from_elsewhere_counts_for_nothing() {
+    if !root_or_skip("a_claim_from_elsewhere_counts_for_nothing") {
+        return;
+    }
+    let scene = Scene::new();
+    let script = "set -e\n\
+        mount --make-rprivate /\n\
+        mount -t tmpfs tmpfs /mnt\n\
+        mkdir /mnt/usr\n\
+        mount --bind /usr /mnt/usr\n\
+        for name in bin lib lib64; do ln -s usr/$name /mnt/$name; done\n\
+        exec chroot /mnt sleep 600";
+    let mut program = Command::new("unshare");
+    program.args(["--mount", "sh", "-c", script]).env("YUNION_MPS_DEVICE", NEIGHBOURS);
+    let program = Client::start(&mut program);
+    let pid = program.id();
+    wait_for("the other root", || {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap();
+        (name == "sleep\n").then_some(())
+    });
+    // As if it had connected before it called chroot.
+    let entry = format!("compute 580 {}", start_time(pid));
+    fs::write(scene.host.path(&format!("gpus/0/processes/{pid}")), entry).unwrap();
+    wait_for("the process in the list", || listed(&scene.host, pid));
+    scene.is_known(pid, None, None);
+    drop(program);
+    scene.end();
+}
