@@ -36,7 +36,8 @@ pub(crate) fn spec(snapshot: &Snapshot) -> Option<String> {
 }
 
 fn device(snapshot: &Snapshot, name: &str) -> Option<Value> {
-    let config = container_config(snapshot, [name]).ok()?;
+    // A container may have several devices, and a runtime makes one mount of two at the same place.
+    let config = container_config(snapshot, [name]).ok()?.at_own_places();
     // NVIDIA's own spec says "void" there, so that NVIDIA's hook does not give the container a GPU a second time.
     let ours = config.environment.iter().filter(|(name, _)| !name.starts_with("NVIDIA_"));
     let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();

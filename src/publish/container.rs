@@ -7,7 +7,7 @@ use crate::membership::DEVICE_VARIABLE;
 use crate::publish::snapshot::{GpuView, Named, Snapshot, drained};
 use crate::reason::Reason;
 
-/// The place of a slice's directory in a container.
+/// The place of a slice's directory in a container. The directories of further slices are beside it, with their names.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 
 /// The settings that a container runtime adds to a container.
@@ -26,6 +26,23 @@ impl ContainerConfig {
     pub(crate) fn devices(&self) -> &str {
         devices_in(&self.environment)
     }
+
+    /// The same with each slice's directory at a place that no other slice has: a container may get several of these.
+    pub(crate) fn at_own_places(mut self) -> Self {
+        for mount in self.mounts.iter_mut().filter(|mount| mount.container == Path::new(SLICE_DIRECTORY)) {
+            mount.container = own_place(&mount.host);
+            for (_, value) in self.environment.iter_mut().filter(|(_, value)| value == SLICE_DIRECTORY) {
+                *value = mount.container.display().to_string();
+            }
+        }
+        self
+    }
+}
+
+/// The place in a container that no other slice's directory has.
+fn own_place(directory: &Path) -> PathBuf {
+    let name = directory.file_name().unwrap_or_default().to_string_lossy();
+    format!("{SLICE_DIRECTORY}-{name}").into()
 }
 
 /// The same in the environment of a container.
@@ -88,7 +105,7 @@ pub(crate) fn container_config(
     }
     let mut devices: Vec<String> = Vec::new();
     let mut gpus: Vec<&GpuView> = Vec::new();
-    let mut directory = None;
+    let mut directories: Vec<PathBuf> = Vec::new();
     for asked in names {
         let asked = asked.as_ref();
         let found = snapshot.find(asked).ok_or_else(|| ContainerError::NoSuchDevice(asked.to_owned()))?;
@@ -108,9 +125,8 @@ pub(crate) fn container_config(
         {
             return Err(ContainerError::SeveralControlDaemons { first: device.clone(), second: name });
         }
-        if gpus.is_empty() {
-            directory = gpu.plan.slice_directory(found.ordinal());
-        }
+        let directory = gpu.plan.slice_directory(found.ordinal());
+        directories.extend(directory.filter(|directory| !directories.contains(directory)));
         if !gpus.iter().any(|known| known.uuid() == gpu.uuid()) {
             gpus.push(gpu);
         }
@@ -121,10 +137,8 @@ pub(crate) fn container_config(
     let first = gpus.first().ok_or(ContainerError::NoneNamed)?;
     let percentage =
         gpus.iter().map(|gpu| gpu.plan.thread_percentage).min().unwrap_or(first.plan.thread_percentage);
-    let connect = match &directory {
-        Some(_) => Path::new(SLICE_DIRECTORY),
-        None => &first.plan.pipe_directory,
-    };
+    let connect =
+        if directories.is_empty() { &first.plan.pipe_directory } else { Path::new(SLICE_DIRECTORY) };
     let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid().to_owned()).collect();
     let environment = vec![
         ("CUDA_MPS_PIPE_DIRECTORY", connect.display().to_string()),
@@ -134,11 +148,22 @@ pub(crate) fn container_config(
         ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)),
         (DEVICE_VARIABLE, devices.join(",")),
     ];
-    let mounts = match directory {
-        Some(host) => vec![Mount { host, container: connect.to_owned(), read_only: true }],
-        None => pipe_directory_mounts(snapshot, &gpus, connect),
+    let mounts = if directories.is_empty() {
+        pipe_directory_mounts(snapshot, &gpus, connect)
+    } else {
+        slice_mounts(directories)
     };
     Ok(ContainerConfig { environment, mounts, gpus: uuids })
+}
+
+/// The mounts of a client that connects in the first of these directories. The others tell the service which slices the
+/// container has.
+fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
+    let mounts = directories.into_iter().enumerate().map(|(number, host)| {
+        let container = if number == 0 { SLICE_DIRECTORY.into() } else { own_place(&host) };
+        Mount { host, container, read_only: true }
+    });
+    mounts.collect()
 }
 
 /// The mounts of a client that needs the pipe directory itself.
@@ -259,16 +284,32 @@ mod tests {
         for gpu in snapshot.gpus.as_mut().unwrap() {
             gpu.plan.slice_directories = Some("/tmp/nvidia-mps/pipe/slices".into());
         }
-        for (asked, directory) in [
-            (&["00:06.0-1"][..], "00_06.0-1"),
-            (&["00:06.0"], "00_06.0-0"),
-            (&["00:07.0-3", "00:06.0-1"], "00_07.0-3"),
+        let mount = |(directory, place): (&str, &str)| Mount {
+            host: Path::new("/tmp/nvidia-mps/pipe/slices").join(directory),
+            container: place.into(),
+            read_only: true,
+        };
+        for (asked, mounts) in [
+            (&["00:06.0-1"][..], &[("00_06.0-1", "/run/yunion-mps")][..]),
+            (&["00:06.0", "00:06.0-0"], &[("00_06.0-0", "/run/yunion-mps")]),
+            (
+                &["00:07.0-3", "00:06.0-1", "00:06.0-2", "00:07.0-3"],
+                &[
+                    ("00_07.0-3", "/run/yunion-mps"),
+                    ("00_06.0-1", "/run/yunion-mps-00_06.0-1"),
+                    ("00_06.0-2", "/run/yunion-mps-00_06.0-2"),
+                ],
+            ),
         ] {
             let config = container_config(&snapshot, asked).unwrap();
             assert_eq!(environment(&config)[0], ("CUDA_MPS_PIPE_DIRECTORY", "/run/yunion-mps"));
-            let host = Path::new("/tmp/nvidia-mps/pipe/slices").join(directory);
-            assert_eq!(config.mounts, [Mount { host, container: "/run/yunion-mps".into(), read_only: true }]);
+            assert_eq!(config.mounts, mounts.iter().copied().map(mount).collect::<Vec<_>>());
         }
+        let config = container_config(&snapshot, ["00:06.0-1"]).unwrap().at_own_places();
+        assert_eq!(config.mounts, [mount(("00_06.0-1", "/run/yunion-mps-00_06.0-1"))]);
+        assert_eq!(environment(&config)[0], ("CUDA_MPS_PIPE_DIRECTORY", "/run/yunion-mps-00_06.0-1"));
+        let whole = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        assert_eq!(whole.clone().at_own_places(), whole);
     }
 
     #[test]

@@ -72,13 +72,24 @@ fn assert_makes_sense(host: &Host, spec: &Value) {
         let name = device["name"].as_str().unwrap();
         let asked = host.mpsctl(&["env", name, "--format", "json"]);
         let asked: Value = serde_json::from_slice(&asked.stdout).unwrap();
-        let said = asked["environment"].as_object().unwrap().iter();
-        let said = said.map(|(name, value)| (name.as_str(), value.as_str().unwrap()));
+        // A slice's directory has a place that no other device has.
+        let own = format!("/run/yunion-mps-{}", name.replace(':', "_"));
+        let placed = |place: &'_ Value| match place.as_str().unwrap() {
+            "/run/yunion-mps" => own.clone(),
+            other => other.to_owned(),
+        };
+        let said: Vec<(&String, String)> = asked["environment"]
+            .as_object()
+            .unwrap()
+            .iter()
+            .map(|(name, value)| (name, placed(value)))
+            .collect();
+        let said = said.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         let said: BTreeMap<&str, &str> = said.filter(|(name, _)| !name.starts_with("NVIDIA_")).collect();
         assert_eq!(environment, said);
         let mounts = edits["mounts"].as_array().unwrap();
-        let places = |mounts: &[Value], host: &str, container: &str| -> Vec<(Value, Value)> {
-            mounts.iter().map(|mount| (mount[host].clone(), mount[container].clone())).collect()
+        let places = |mounts: &[Value], host: &str, container: &str| -> Vec<(Value, String)> {
+            mounts.iter().map(|mount| (mount[host].clone(), placed(&mount[container]))).collect()
         };
         assert_eq!(
             places(mounts, "hostPath", "containerPath"),
