@@ -64,7 +64,7 @@ pub use daemon::program::main as run_daemon;
 pub use dbus::{Bus, Reply, Request, RequestError};
 pub use host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
 pub use host::systemd::{move_to_scope, runs_us, why_stopping};
-pub use membership::{KnownBy, Membership};
+pub use membership::{KnownBy, MayCommand, Membership};
 pub use plan::GpuPlan;
 pub use publish::snapshot::{GpuView, Snapshot, State};
 pub use supervisor::view::{ControlDaemonState, ControlDaemonView, Event};

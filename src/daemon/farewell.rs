@@ -94,6 +94,7 @@ mod tests {
             command: "python3".to_owned(),
             gpu_uuid: "GPU-1".to_owned(),
             slices: None,
+            may_command: None,
             container_id: None,
             memory_mib: None,
             since: None,

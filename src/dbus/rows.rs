@@ -299,6 +299,7 @@ row! {
         device: Option<String> = client.slices.as_ref().map(|known| known.slices.join(","));
         gpu: String = client.gpu_uuid.clone();
         known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.as_str().to_owned());
+        may_command: Option<String> = client.may_command.map(|may| may.as_str().to_owned());
         memory_mib: Option<i32> = client.memory_mib.map(mib);
         pid: u32 = client.pid;
         since: Option<i64> = client.since.map(seconds);

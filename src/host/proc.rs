@@ -137,6 +137,10 @@ impl Status {
         self.uids().first().copied()
     }
 
+    pub(crate) fn effective_uid(&self) -> Option<u32> {
+        self.uids().get(1).copied()
+    }
+
     /// Whether the process ignores a signal.
     pub(crate) fn ignores(&self, signal: i32) -> bool {
         self.has(signal, "SigIgn:")
@@ -218,6 +222,14 @@ pub(crate) fn cgroups_text(process: impl Display) -> io::Result<String> {
 /// The identity of the mount namespace of a process. Two processes that see the same file systems have the same one.
 pub(crate) fn mount_namespace(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "ns/mnt"))
+}
+
+/// Whether a process sees other file systems than this process and the host do, as in a container. An error if the
+/// process has ended, or if only root may know.
+pub(crate) fn is_elsewhere(pid: u32) -> io::Result<bool> {
+    let its = mount_namespace(pid)?;
+    let host = [mount_namespace(OWN), mount_namespace(FIRST)];
+    Ok(!host.into_iter().flatten().any(|known| known == its))
 }
 
 /// The identity of the user namespace of a process.
@@ -306,7 +318,8 @@ mod tests {
             b"Name:\tx\xe8\xae\nUid:\t1000\t0\t1\t2\nSigIgn:\t0000000000000001\nSigCgt:\t0000000000000200\n"
                 .to_vec(),
         );
-        assert_eq!((status.real_uid(), status.uids()), (Some(1000), vec![1000, 0, 1, 2]));
+        assert_eq!((status.real_uid(), status.effective_uid()), (Some(1000), Some(0)));
+        assert_eq!(status.uids(), [1000, 0, 1, 2]);
         // Signal 1 is SIGHUP and signal 10 is SIGUSR1.
         assert!(status.ignores(1) && !status.catches(1));
         assert!(status.catches(10) && !status.ignores(10));
@@ -363,6 +376,7 @@ mod tests {
         assert_eq!(mount_namespace(own).unwrap(), mount_namespace(OWN).unwrap());
         assert_ne!(mount_namespace(own).unwrap(), user_namespace(own).unwrap());
         assert!(root(own).unwrap().is_absolute() && mount_namespace(u32::MAX).is_err());
+        assert!(!is_elsewhere(own).unwrap() && is_elsewhere(u32::MAX).is_err());
         let started = booted().unwrap() + started(own).unwrap();
         assert!(started <= SystemTime::now() + Duration::from_secs(2));
         assert!(started > SystemTime::now() - Duration::from_secs(86400));

@@ -1,4 +1,4 @@
-//! The slices that a process has.
+//! The slices that a process has, and how far it can command the control daemon.
 //!
 //! A container's runtime mounts the directories of the container's slices, and no program in the container can mount
 //! another slice's. So in a container the mounts count, whatever the environment says. The environment counts where no
@@ -8,6 +8,7 @@
 //! that the user sees. So a process's mounts count only in the user namespace of the service, or in a container that
 //! the host's own runtime has made.
 
+mod commands;
 pub(crate) mod containers;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,6 +20,8 @@ use crate::host::gpu::PciAddress;
 use crate::host::mounts::{self, Place};
 use crate::host::proc;
 use crate::plan::{ControlDaemonPlan, slice_names};
+pub use commands::MayCommand;
+use commands::{Reach, may_command};
 use containers::is_in_one_of_the_hosts;
 
 /// The environment variable that names the devices of a container.
@@ -74,6 +77,8 @@ impl Membership {
 pub(crate) struct Slices {
     /// The pipe directories, with the directories of slices in them.
     pipe_directories: BTreeSet<PathBuf>,
+    /// The control daemons' own directories, in which their privileged sockets are.
+    own_directories: BTreeSet<PathBuf>,
     /// The addresses of the GPUs, by UUID.
     gpus: BTreeMap<String, PciAddress>,
 }
@@ -88,6 +93,12 @@ impl Slices {
             slices.gpus.extend(plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.pci)));
         }
         slices
+    }
+
+    /// The same with the directories that the control daemons have for themselves.
+    pub(crate) fn commanded_in(mut self, directories: impl IntoIterator<Item = PathBuf>) -> Self {
+        self.own_directories.extend(directories);
+        self
     }
 
     /// The part of a process's slices that counts on the GPU with this UUID; all of them if it uses no GPU yet.
@@ -105,6 +116,8 @@ impl Slices {
 pub(crate) struct SliceMounts {
     /// The pipe directories: the configured one, with the directories of slices in it, and those still in use.
     pipes: Vec<Place>,
+    /// The control daemons' own directories.
+    own: Vec<Place>,
     /// The mount namespaces of the host: the service's own, and that of the first process.
     host: Vec<PathBuf>,
     /// The service's user namespace.
@@ -118,14 +131,27 @@ struct Sight {
     slices: BTreeSet<String>,
     /// Whether a mount leads into or around a pipe directory.
     pipe: bool,
+    /// Whether a mount leads to or around a control daemon's own directory.
+    own: bool,
+}
+
+/// All that the mounts of a process and of its ancestors show.
+#[derive(Debug)]
+pub(crate) struct Seen {
+    mounted: Mounted,
+    reach: Reach,
 }
 
 impl SliceMounts {
     /// Finds the places of the pipe directories. One that is not there has no slice.
     pub(crate) fn look(slices: &Slices) -> Self {
         let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
+        let places = |directories: &BTreeSet<PathBuf>| {
+            directories.iter().filter_map(|path| Place::of(path).ok()).collect()
+        };
         Self {
-            pipes: slices.pipe_directories.iter().filter_map(|path| Place::of(path).ok()).collect(),
+            pipes: places(&slices.pipe_directories),
+            own: places(&slices.own_directories),
             host: namespaces.into_iter().flatten().collect(),
             user: proc::user_namespace(proc::OWN).ok(),
         }
@@ -136,43 +162,51 @@ impl SliceMounts {
     /// # Errors
     /// The process has ended, or can't be looked at.
     pub(crate) fn of(&self, pid: u32) -> io::Result<Option<Membership>> {
-        match self.by_mount(pid)? {
-            Mounted::Slices(slices) => Ok(Some(Membership { slices, known_by: KnownBy::Mount })),
-            Mounted::Elsewhere => Ok(None),
-            Mounted::Nothing => Ok(claimed(&proc::environment(pid)?)),
-        }
+        self.see(pid)?.slices(pid)
     }
 
-    /// The same without a look at the memory of the process, which may be held up: only what its mounts tell.
-    pub(crate) fn mounted(&self, pid: u32) -> Option<Membership> {
-        match self.by_mount(pid) {
-            Ok(Mounted::Slices(slices)) => Some(Membership { slices, known_by: KnownBy::Mount }),
-            Ok(Mounted::Elsewhere | Mounted::Nothing) | Err(_) => None,
-        }
-    }
-
-    /// A program that calls chroot sees fewer mounts than its container has. So its ancestors up to the host are looked
-    /// at too.
-    fn by_mount(&self, pid: u32) -> io::Result<Mounted> {
-        let (mut believed, mut pipe) = (false, false);
+    /// Looks at the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so its
+    /// ancestors up to the host are looked at too.
+    ///
+    /// # Errors
+    /// The process has ended, or can't be looked at.
+    pub(crate) fn see(&self, pid: u32) -> io::Result<Seen> {
+        let (mut believed, mut all) = (false, Sight::default());
         let mut last = None;
         for process in iter::once(pid).chain(ancestors(pid)) {
             let Some(place) = self.place_of(process, process == pid)? else { break };
-            if last.as_ref() == Some(&place) || !self.believes(process) {
+            if last.as_ref() == Some(&place) {
                 continue;
             }
-            let Sight { slices, pipe: sees_pipe } = match mounts::roots(process) {
+            let Sight { slices, pipe, own } = match mounts::roots(process) {
                 Ok(roots) => self.sight(&roots),
                 Err(error) if process == pid => return Err(error),
                 Err(_) => break,
             };
-            if !slices.is_empty() {
-                return Ok(Mounted::Slices(slices.into_iter().collect()));
+            all.own |= own;
+            if self.believes(process) {
+                believed = true;
+                all.pipe |= pipe;
+                if all.slices.is_empty() {
+                    all.slices = slices;
+                }
             }
-            (believed, pipe, last) = (true, pipe || sees_pipe, Some(place));
+            last = Some(place);
         }
-        // In a container without any pipe directory, nobody knows which one the process has come by.
-        Ok(if believed && !pipe { Mounted::Elsewhere } else { Mounted::Nothing })
+        let reach = match last {
+            None => Reach::Host,
+            Some(_) if all.own => Reach::OwnDirectory,
+            Some(_) => Reach::Control,
+        };
+        let mounted = if !all.slices.is_empty() {
+            Mounted::Slices(all.slices.into_iter().collect())
+        } else if believed && !all.pipe {
+            // Nobody knows which way the process has come to the GPU.
+            Mounted::Elsewhere
+        } else {
+            Mounted::Nothing
+        };
+        Ok(Seen { mounted, reach })
     }
 
     /// The mount namespace of a process and its root directory there, which make its list of mounts. None on the host,
@@ -203,7 +237,28 @@ impl SliceMounts {
                 sight.pipe |= inside.is_some() || pipe.below(root).is_some();
             }
         }
+        sight.own = self.own.iter().any(|own| roots.iter().any(|root| own.below(root).is_some()));
         sight
+    }
+}
+
+impl Seen {
+    /// The slices of the process that its mounts tell, without a look at its memory, which may be held up.
+    pub(crate) fn mounted(self) -> Option<Membership> {
+        self.mounted.membership()
+    }
+
+    /// How far the process can command a control daemon, by its effective user id.
+    pub(crate) fn may_command(&self, uid: u32) -> MayCommand {
+        may_command(uid, self.reach)
+    }
+
+    /// The slices of the process. This may ask for the memory of the process.
+    pub(crate) fn slices(self, pid: u32) -> io::Result<Option<Membership>> {
+        match self.mounted {
+            Mounted::Nothing => Ok(claimed(&proc::environment(pid)?)),
+            mounted => Ok(mounted.membership()),
+        }
     }
 }
 
@@ -216,6 +271,15 @@ enum Mounted {
     Elsewhere,
     /// Nothing: the process is on the host, its mounts prove nothing, or it sees a whole pipe directory.
     Nothing,
+}
+
+impl Mounted {
+    fn membership(self) -> Option<Membership> {
+        match self {
+            Self::Slices(slices) => Some(Membership { slices, known_by: KnownBy::Mount }),
+            Self::Elsewhere | Self::Nothing => None,
+        }
+    }
 }
 
 /// The parent of a process, the parent's parent and so on. It ends where another process may have the PID by now.
@@ -292,7 +356,8 @@ mod tests {
 
     fn look<const N: usize>(directories: [&Path; N]) -> SliceMounts {
         let pipe_directories = directories.map(Path::to_owned).into();
-        SliceMounts::look(&Slices { pipe_directories, ..Slices::default() })
+        let slices = Slices { pipe_directories, ..Slices::default() };
+        SliceMounts::look(&slices.commanded_in(directories.map(Path::to_owned)))
     }
 
     /// The mounts of a container that has this directory at a place of its own.
@@ -309,9 +374,9 @@ mod tests {
     #[test]
     fn only_a_mount_of_the_directory_itself_is_a_slice() {
         let slices = BTreeSet::from(["00:06.0-1".to_owned()]);
-        assert_eq!(seen(Path::new("slices/00_06.0-1")), Sight { slices, pipe: true });
-        for around in ["", "slices", "slices/other", ".."] {
-            assert_eq!(seen(Path::new(around)), Sight { pipe: true, ..Sight::default() }, "{around}");
+        assert_eq!(seen(Path::new("slices/00_06.0-1")), Sight { slices, pipe: true, own: false });
+        for (around, own) in [("", true), ("..", true), ("slices", false), ("slices/other", false)] {
+            assert_eq!(seen(Path::new(around)), Sight { pipe: true, own, ..Sight::default() }, "{around}");
         }
         assert_eq!(seen(Path::new("/proc")), Sight::default());
     }
@@ -320,9 +385,9 @@ mod tests {
     fn a_process_of_the_host_is_known_by_its_environment() {
         let mounts = look([&std::env::temp_dir()]);
         let own = std::process::id();
-        assert_eq!(mounts.by_mount(own).unwrap(), Mounted::Nothing);
-        assert_eq!(mounts.of(own).unwrap(), None);
-        assert_eq!(mounts.mounted(own), None);
+        let seen = mounts.see(own).unwrap();
+        assert_eq!((&seen.mounted, seen.reach), (&Mounted::Nothing, Reach::Host));
+        assert_eq!((mounts.of(own).unwrap(), seen.mounted()), (None, None));
         assert!(mounts.of(u32::MAX).is_err());
         assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));
         assert!(ancestors(own).count() <= ANCESTORS && ancestors(u32::MAX).next().is_none());

@@ -8,7 +8,7 @@ use crate::host::blocking::Blocking;
 use crate::host::nvml::GpuProcess;
 use crate::host::proc;
 use crate::membership::containers::containers_in;
-use crate::membership::{Membership, SliceMounts, Slices};
+use crate::membership::{MayCommand, Membership, Seen, SliceMounts, Slices};
 use crate::mps::control::{Access, CallersControl, Client, ControlError};
 use crate::mps::identity::Identity;
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
@@ -34,6 +34,8 @@ pub struct ClientView {
     pub gpu_uuid: String,
     /// The slices that it has, if known.
     pub slices: Option<Membership>,
+    /// How far it can command a control daemon, if known.
+    pub may_command: Option<MayCommand>,
     /// The container that it runs in, if it runs in one.
     pub container_id: Option<String>,
     /// The GPU memory that it holds, in MiB.
@@ -216,8 +218,13 @@ struct About {
 
 impl About {
     fn view(&self, pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>) -> ClientView {
-        let uid = uid(pid);
-        let slices = self.mounts.of(pid).ok().flatten().and_then(|all| self.slices.on(&gpu_uuid, all));
+        let status = proc::status(pid).ok();
+        let uid = status.as_ref().and_then(proc::Status::real_uid);
+        let seen = self.mounts.see(pid).ok();
+        let effective = status.as_ref().and_then(proc::Status::effective_uid);
+        let may_command = seen.as_ref().zip(effective).map(|(seen, effective)| seen.may_command(effective));
+        let slices = seen.and_then(|seen| seen.slices(pid).ok().flatten());
+        let slices = slices.and_then(|all| self.slices.on(&gpu_uuid, all));
         ClientView {
             pid,
             bypass: false,
@@ -227,6 +234,7 @@ impl About {
             command,
             gpu_uuid,
             slices,
+            may_command,
             container_id: container(pid),
             memory_mib,
             since: started(pid),
@@ -243,7 +251,7 @@ pub(super) fn whose(pid: u32, mounts: &SliceMounts, users: &str) -> Whose {
     Whose {
         pid,
         user: uid(pid).map(|uid| user_in(users, uid)),
-        slices: mounts.mounted(pid).map(|mounted| mounted.slices),
+        slices: mounts.see(pid).ok().and_then(Seen::mounted).map(|mounted| mounted.slices),
         container: container(pid),
     }
 }

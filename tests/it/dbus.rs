@@ -9,7 +9,7 @@ use tokio::process::{Child, ChildStdout};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use yunion_mps::{Bus, Request, RequestError};
-use yunion_mps::{ClientView, KnownBy, Membership};
+use yunion_mps::{ClientView, KnownBy, MayCommand, Membership};
 use yunion_mps::{GpuView, Snapshot, State};
 
 use crate::support::bus::{PrivateBus, complained, output, printed};
@@ -454,6 +454,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         command: "python3".to_owned(),
         gpu_uuid: P40.to_owned(),
         slices: Some(Membership { slices: vec!["00:06.0-1".to_owned()], known_by: KnownBy::Mount }),
+        may_command: Some(MayCommand::Neighbours),
         container_id: None,
         memory_mib: Some(580),
         since: Some(UNIX_EPOCH + Duration::from_secs(1_700_000_000)),
@@ -475,6 +476,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         "gpu": ["s", P40],
         "device": ["s", "00:06.0-1"],
         "known_by": ["s", "mount"],
+        "may_command": ["s", "neighbours"],
         "memory_mib": ["i", 580],
         "since": ["x", 1_700_000_000],
     });

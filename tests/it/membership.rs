@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
@@ -217,6 +217,85 @@ fn with_the_whole_pipe_directory_the_environment_counts() {
     scene.end();
 }
 
+/// A sandbox without the host's root directory in it: it has the program, and this directory of the host's.
+fn jail(directory: &str) -> String {
+    format!(
+        "set -e\n\
+         mount --make-rprivate /\n\
+         mount --bind {directory} /mnt\n\
+         mount -t tmpfs tmpfs /run\n\
+         mkdir -p /run/jail/usr /run/jail/directory\n\
+         mount --bind /usr /run/jail/usr\n\
+         mount --bind /mnt /run/jail/directory\n\
+         for name in bin lib lib64; do ln -s usr/$name /run/jail/$name; done\n\
+         exec chroot /run/jail sleep 600"
+    )
+}
+
+/// A process on a GPU of this host, as if it had connected before it called chroot.
+fn on_a_gpu(host: &Host, mut program: Command) -> Client {
+    let program = Client::start(&mut program);
+    let pid = program.id();
+    wait_for("the other root", || {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap();
+        (name == "sleep\n").then_some(())
+    });
+    let entry = format!("compute 580 {}", start_time(pid));
+    fs::write(host.path(&format!("gpus/0/processes/{pid}")), entry).unwrap();
+    wait_for("the process in the list", || listed(host, pid));
+    program
+}
+
+fn in_jail(directory: &Path) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &jail(directory.to_str().unwrap())]);
+    command
+}
+
+/// The commands that a control daemon takes from a process follow from its user and from the directories that it sees.
+#[test]
+fn who_can_command_is_said() {
+    if !root_or_skip("who_can_command_is_said") {
+        return;
+    }
+    let scene = Scene::new();
+    let host = &scene.host;
+    let mut as_nobody = Command::new("setpriv");
+    as_nobody.args(["--reuid=65534", "--regid=65534", "--clear-groups", "sleep", "600"]);
+    let mut nobody_with_all = Command::new("unshare");
+    nobody_with_all.args(["--mount", "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "sleep"]);
+    nobody_with_all.arg("600");
+    let mut root_with_all = Command::new("unshare");
+    root_with_all.args(["--mount", "sleep", "600"]);
+    for (program, expected, finding) in [
+        (in_jail(&scene.directory(OWN)), "neighbours", "clients-command-neighbours"),
+        (in_jail(&host.path("mps/pipe/slices")), "neighbours", "clients-command-neighbours"),
+        (in_jail(&host.path("mps/pipe")), "all", "clients-command-all"),
+        (in_jail(&host.path("mps")), "all", "clients-command-all"),
+        (root_with_all, "all", "clients-command-all"),
+        (as_nobody, "nothing", ""),
+        (nobody_with_all, "nothing", ""),
+    ] {
+        let said = format!("{program:?}");
+        let program = on_a_gpu(host, program);
+        assert_eq!(listed(host, program.id()).unwrap()["may_command"], expected, "{said}");
+        let output = host.mpsctl(&["doctor", "--json"]);
+        let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let commands = found["findings"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|one| one["name"].as_str().unwrap().starts_with("clients-command"));
+        let names: Vec<&str> = commands.clone().map(|one| one["name"].as_str().unwrap()).collect();
+        assert_eq!(names.concat(), finding, "{said}");
+        let who = format!("{} (", program.id());
+        assert!(commands.clone().all(|one| one["found"].as_str().unwrap().contains(&who)), "{found:#}");
+    }
+    // Root on the host can do everything anyway.
+    assert_eq!(listed(host, scene.neighbour.id()).unwrap()["may_command"], "all");
+    scene.end();
+}
+
 /// Without any directory of ours nobody knows how a process has come to the GPU, and its claim counts for nothing.
 #[test]
 fn a_claim_from_elsewhere_counts_for_nothing() {
@@ -224,26 +303,10 @@ fn a_claim_from_elsewhere_counts_for_nothing() {
         return;
     }
     let scene = Scene::new();
-    let script = "set -e\n\
-        mount --make-rprivate /\n\
-        mount -t tmpfs tmpfs /mnt\n\
-        mkdir /mnt/usr\n\
-        mount --bind /usr /mnt/usr\n\
-        for name in bin lib lib64; do ln -s usr/$name /mnt/$name; done\n\
-        exec chroot /mnt sleep 600";
-    let mut program = Command::new("unshare");
-    program.args(["--mount", "sh", "-c", script]).env("YUNION_MPS_DEVICE", NEIGHBOURS);
-    let program = Client::start(&mut program);
-    let pid = program.id();
-    wait_for("the other root", || {
-        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap();
-        (name == "sleep\n").then_some(())
-    });
-    // As if it had connected before it called chroot.
-    let entry = format!("compute 580 {}", start_time(pid));
-    fs::write(scene.host.path(&format!("gpus/0/processes/{pid}")), entry).unwrap();
-    wait_for("the process in the list", || listed(&scene.host, pid));
-    scene.is_known(pid, None, None);
+    let mut program = in_jail("/usr".as_ref());
+    program.env("YUNION_MPS_DEVICE", NEIGHBOURS);
+    let program = on_a_gpu(&scene.host, program);
+    scene.is_known(program.id(), None, None);
     drop(program);
     scene.end();
 }

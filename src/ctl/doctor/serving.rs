@@ -1,11 +1,14 @@
 //! Problems that the service itself reports, and problems that its clients will notice.
 
+use std::collections::BTreeMap;
+
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
 use crate::counted::counted;
 use crate::dbus::proxy::Listed;
 use crate::dbus::rows::{Client, ControlDaemon, Gpu};
 use crate::host::driver::MULTI_USER;
+use crate::host::proc;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the control daemons", control_daemons),
@@ -13,12 +16,16 @@ pub(super) const CHECKS: &[Check] = &[
     ("the state of the service", service),
     ("whether limits are confirmed", limits),
     ("whose slices the clients use", devices),
+    ("clients that can command the control daemon", commanders),
     ("drained slices", drained),
     ("clients that wait for those of other users", waiting),
 ];
 
 /// The remedy where the service itself gives the reason.
 const DO_WHAT_IT_SAYS: &str = "do what the reason says; yunion-mpsctl status and the journal say more";
+
+/// The remedy for tenants who are root of the host.
+const OTHER_USER: &str = "run such containers as a user of their own or in a user namespace";
 
 fn name(daemon: &ControlDaemon) -> String {
     format!("control daemon {}", daemon.id)
@@ -159,6 +166,50 @@ fn devices(facts: &Facts) -> Outcome {
         "start them with the environment that GetContainerConfig or yunion-mpsctl env answers, or with \
          yunion-mpsctl run",
     )])
+}
+
+/// Clients in containers that can harm others by commands. A process of root's on the host can do that anyway.
+fn commanders(facts: &Facts) -> Outcome {
+    let Ok(clients) = &facts.published()?.clients else { return Ok(Vec::new()) };
+    let is_contained =
+        |client: &Client| client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
+    let (mut all, mut neighbours) = (BTreeMap::new(), BTreeMap::new());
+    for client in clients {
+        let who = || format!("{} ({})", client.pid, client.command);
+        match client.may_command.as_deref() {
+            None | Some("nothing") => {}
+            // Nobody on the host has so little.
+            Some("neighbours") => _ = neighbours.insert(client.pid, who()),
+            Some(_) if is_contained(client) => _ = all.insert(client.pid, who()),
+            Some(_) => {}
+        }
+    }
+    let named = |clients: BTreeMap<u32, String>| clients.into_values().collect::<Vec<_>>().join(", ");
+    let mut findings = Vec::new();
+    if !all.is_empty() {
+        findings.push(warning(
+            "clients-command-all",
+            counted(all.len(), "client"),
+            format!(
+                "root of the host in a container with the control daemon's own directory can set everybody's limits and \
+                 end the control daemon: {}",
+                named(all)
+            ),
+            format!(
+                "let the agent ask GetContainerConfig what to mount, which is no more than a slice's directory from \
+                 Volta and driver 580 on; {OTHER_USER}"
+            ),
+        ));
+    }
+    if !neighbours.is_empty() {
+        findings.push(info(
+            "clients-command-neighbours",
+            counted(neighbours.len(), "client"),
+            format!("root of the host in a container can end the GPU work of others: {}", named(neighbours)),
+            OTHER_USER,
+        ));
+    }
+    Ok(findings)
 }
 
 /// Slices that an administrator may have forgotten.

@@ -9,8 +9,19 @@ use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{Client, Gpu, Service};
 use crate::tenants::in_words::SHORT_ID;
 
-const HEADS: [&str; 10] =
-    ["PID", "User", "Command", "MPS", "Device", "GPU", "Container", "Memory (MiB)", "Since", "Age"];
+const HEADS: [&str; 11] = [
+    "PID",
+    "User",
+    "Command",
+    "MPS",
+    "Device",
+    "GPU",
+    "Container",
+    "May command",
+    "Memory (MiB)",
+    "Since",
+    "Age",
+];
 
 pub(in crate::ctl) async fn clients(
     daemon: &DaemonProxy,
@@ -26,7 +37,7 @@ pub(in crate::ctl) async fn clients(
         return Ok(());
     }
     let gpus = daemon.gpus().await?;
-    let mut table = table(&HEADS).leave_out(&["Container", "Since", "GPU", "User"]);
+    let mut table = table(&HEADS).leave_out(&["May command", "Container", "Since", "GPU", "User"]);
     for one in &listed {
         let since = one.since.map(time::from_seconds);
         table.add_row([
@@ -37,6 +48,7 @@ pub(in crate::ctl) async fn clients(
             one.device.shown(),
             gpu_name(one, &gpus),
             one.container_id.shown().chars().take(SHORT_ID).collect(),
+            one.may_command.shown(),
             one.memory_mib.shown(),
             since.map(time::local).shown(),
             since.map(time::age).shown(),

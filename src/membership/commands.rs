@@ -1,0 +1,62 @@
+//! How far a client can command its control daemon. NVIDIA's control daemon goes by the user that the kernel reports, and by
+//! the socket: measured on an H200 with driver 580.159.04 (docs/security.md).
+
+/// The commands that a control daemon takes from a client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MayCommand {
+    /// All of them: it can change everybody's limits and end the control daemon.
+    All,
+    /// Those that end the GPU work of others on the same server.
+    Neighbours,
+    /// None that changes anything for others.
+    Nothing,
+}
+
+impl MayCommand {
+    /// The word on D-Bus.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::All => "all",
+            Self::Neighbours => "neighbours",
+            Self::Nothing => "nothing",
+        }
+    }
+}
+
+/// As much of a control daemon as a process can get to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reach {
+    /// The process is on the host.
+    Host,
+    /// The control daemon's own directory is mounted in its container, or a directory around it.
+    OwnDirectory,
+    /// No more than the socket `control`.
+    Control,
+}
+
+/// The rule. `uid` is the effective user id, as the host sees it.
+pub(super) fn may_command(uid: u32, reach: Reach) -> MayCommand {
+    match (uid, reach) {
+        (0, Reach::Host | Reach::OwnDirectory) => MayCommand::All,
+        (0, Reach::Control) => MayCommand::Neighbours,
+        _ => MayCommand::Nothing,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_user_and_the_directory_decide() {
+        for (reach, root) in
+            [(Reach::Host, "all"), (Reach::OwnDirectory, "all"), (Reach::Control, "neighbours")]
+        {
+            assert_eq!(may_command(0, reach).as_str(), root, "{reach:?}");
+            // The root of a user namespace is another user of the host.
+            for uid in [1, 1000, 100_000, u32::MAX] {
+                assert_eq!(may_command(uid, reach).as_str(), "nothing", "{reach:?} {uid}");
+            }
+        }
+    }
+}
