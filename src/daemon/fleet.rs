@@ -279,7 +279,7 @@ impl Fleet {
     pub(super) fn slices(&self) -> Slices {
         let statuses: Vec<Status> = self.all().map(Supervisor::status).collect();
         Slices::of(statuses.iter().map(|status| &status.plan))
-            .commanded_in(statuses.iter().map(|status| status.view.pipe_directory.clone()))
+            .commanded_in(statuses.iter().map(|status| status.view.control_directory.clone()))
     }
 
     /// Every control daemon of ours that runs, taken over or not, if a stop ends it.

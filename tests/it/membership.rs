@@ -270,7 +270,8 @@ fn who_can_command_is_said() {
     for (program, expected, finding) in [
         (in_jail(&scene.directory(OWN)), "neighbours", "clients-command-neighbours"),
         (in_jail(&host.path("mps/pipe/slices")), "neighbours", "clients-command-neighbours"),
-        (in_jail(&host.path("mps/pipe")), "all", "clients-command-all"),
+        (in_jail(&host.path("mps/pipe")), "neighbours", "clients-command-neighbours"),
+        (in_jail(&host.path("mps/pipe.private")), "all", "clients-command-all"),
         (in_jail(&host.path("mps")), "all", "clients-command-all"),
         (root_with_all, "all", "clients-command-all"),
         (as_nobody, "nothing", ""),
