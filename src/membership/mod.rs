@@ -166,13 +166,14 @@ impl SliceMounts {
     }
 
     /// Looks at the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so its
-    /// ancestors up to the host are looked at too.
+    /// ancestors are looked at too. So are those in other namespaces, up to the host, for a sandbox in a container: its
+    /// slices are the container's. But it reaches no directory that only they see.
     ///
     /// # Errors
     /// The process has ended, or can't be looked at.
     pub(crate) fn see(&self, pid: u32) -> io::Result<Seen> {
         let (mut believed, mut all) = (false, Sight::default());
-        let mut last = None;
+        let (mut own_namespace, mut last) = (None, None);
         for process in iter::once(pid).chain(ancestors(pid)) {
             let Some(place) = self.place_of(process, process == pid)? else { break };
             if last.as_ref() == Some(&place) {
@@ -183,10 +184,11 @@ impl SliceMounts {
                 Err(error) if process == pid => return Err(error),
                 Err(_) => break,
             };
-            all.own |= own;
+            let reaches = *own_namespace.get_or_insert_with(|| place.0.clone()) == place.0;
+            all.own |= own && reaches;
             if self.believes(process) {
-                believed = true;
-                all.pipe |= pipe;
+                believed |= reaches;
+                all.pipe |= pipe && reaches;
                 if all.slices.is_empty() {
                     all.slices = slices;
                 }

@@ -49,7 +49,10 @@ impl Drop for Tenant {
 
 impl Scene {
     fn new() -> Self {
-        let host = Host::serving("h200");
+        Self::of(Host::serving("h200"))
+    }
+
+    fn of(host: Host) -> Self {
         let neighbour = Client::start(&mut host.program_of(NEIGHBOURS, &["hold", "600"]));
         wait_for("the neighbour", || listed(&host, neighbour.id()));
         Self { host, neighbour }
@@ -144,6 +147,30 @@ fn a_forged_environment_changes_nothing_in_a_container() {
         wait_for("its end", || tenant.program.try_wait().unwrap());
     }
     scene.is_known(scene.neighbour.id(), Some(NEIGHBOURS), Some("environment"));
+    scene.end();
+}
+
+/// The service has a mount namespace of its own in its unit. The host has another one, and is no container for that.
+#[test]
+fn the_services_own_namespace_is_not_the_hosts() {
+    if !root_or_skip("the_services_own_namespace_is_not_the_hosts") {
+        return;
+    }
+    let mut host = Host::new("h200");
+    host.start_in_its_own_namespace();
+    host.wait_for_state("ready");
+    let namespace = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/mnt")).unwrap();
+    assert_ne!(namespace(host.pid()), namespace(std::process::id()));
+    let scene = Scene::of(host);
+    scene.is_known(scene.neighbour.id(), Some(NEIGHBOURS), Some("environment"));
+    assert_eq!(listed(&scene.host, scene.neighbour.id()).unwrap()["may_command"], "all");
+    let tenant = scene.contained("exec cuda-client hold 600", Some(CLAIMED));
+    scene.is_known(tenant.pid, Some(OWN), Some("mount"));
+    drop(tenant);
+    let sleeper = on_a_gpu(&scene.host, in_jail(&scene.directory(OWN)));
+    scene.is_known(sleeper.id(), Some(OWN), Some("mount"));
+    assert_eq!(listed(&scene.host, sleeper.id()).unwrap()["may_command"], "neighbours");
+    drop(sleeper);
     scene.end();
 }
 

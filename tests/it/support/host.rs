@@ -187,14 +187,23 @@ impl Host {
 
     /// Starts the daemon; its messages go to a file.
     pub(crate) fn start(&mut self) {
+        let daemon = self.daemon_command();
+        self.spawn(daemon);
+    }
+
+    /// Starts the daemon in a mount namespace of its own, as its unit does.
+    pub(crate) fn start_in_its_own_namespace(&mut self) {
+        let daemon = self.daemon_command();
+        let mut command = self.command("unshare");
+        command.args(["--mount", "--propagation", "slave", "sh", "-c"]);
+        command.arg("mount --bind /tmp /tmp && exec \"$0\" \"$@\"");
+        command.arg(daemon.get_program()).args(daemon.get_args());
+        self.spawn(command);
+    }
+
+    fn spawn(&mut self, mut daemon: Command) {
         let log = fs::File::options().append(true).create(true).open(self.path("daemon.log")).unwrap();
-        let child = self
-            .daemon_command()
-            .stdout(log.try_clone().unwrap())
-            .stderr(log)
-            .process_group(0)
-            .spawn()
-            .unwrap();
+        let child = daemon.stdout(log.try_clone().unwrap()).stderr(log).process_group(0).spawn().unwrap();
         self.daemon = Some(child);
     }
 
