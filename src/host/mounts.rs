@@ -103,6 +103,7 @@ fn unescaped(field: &[u8]) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use std::ffi::OsStr;
+    use std::fmt::Write;
     use std::os::unix::ffi::OsStrExt;
 
     use super::*;
@@ -171,6 +172,23 @@ mod tests {
             assert_eq!(roots, [place("8:1", "/")], "{bad}");
         }
         assert_eq!(roots_in(b"7 1 8:1 /a\xff /b rw")[0].path, Path::new(OsStr::from_bytes(b"/a\xff")));
+    }
+
+    /// The list is cut at a number of bytes, within a path perhaps.
+    #[test]
+    fn a_list_that_is_cut_has_no_other_places() {
+        let mut list = String::new();
+        for number in 8..13 {
+            writeln!(list, "{number} 1 8:1 /slices/00_06.0-{number} /mnt/{number} rw - ext4 x rw").unwrap();
+        }
+        let all = roots_in(list.as_bytes());
+        assert_eq!(all.len(), 5);
+        for cut in 0..list.len() {
+            let roots = roots_in(&list.as_bytes()[..cut]);
+            assert_eq!(roots, all[..roots.len()], "{cut}");
+        }
+        let huge = list.repeat(20_000);
+        assert_eq!(roots_in(huge.as_bytes()).len(), 100_000);
     }
 
     #[test]

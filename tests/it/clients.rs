@@ -119,7 +119,7 @@ fn clients_are_shown_with_their_users_and_slices() {
     assert_eq!(cells[1], known["user"].as_str().unwrap());
     assert!(cells[2].ends_with("cuda-client"), "{cells:?}");
     assert_eq!(cells[3..6], ["yes", "00:06.0-2", "00:06.0"]);
-    assert_eq!(cells[8], known["memory_mib"].to_string());
+    assert_eq!(cells[9], known["memory_mib"].to_string());
     assert!(!table.contains("BYPASS"), "{table}");
     assert_eq!(row(&table, one.id())[4], "00:06.0-1");
 

@@ -9,7 +9,7 @@ use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{Client, Gpu, Service};
 use crate::tenants::in_words::SHORT_ID;
 
-const HEADS: [&str; 11] = [
+const HEADS: [&str; 12] = [
     "PID",
     "User",
     "Command",
@@ -17,6 +17,7 @@ const HEADS: [&str; 11] = [
     "Device",
     "GPU",
     "Container",
+    "Known by",
     "May command",
     "Memory (MiB)",
     "Since",
@@ -37,7 +38,8 @@ pub(in crate::ctl) async fn clients(
         return Ok(());
     }
     let gpus = daemon.gpus().await?;
-    let mut table = table(&HEADS).leave_out(&["May command", "Container", "Since", "GPU", "User"]);
+    let mut table =
+        table(&HEADS).leave_out(&["Known by", "May command", "Container", "Since", "GPU", "User"]);
     for one in &listed {
         let since = one.since.map(time::from_seconds);
         table.add_row([
@@ -48,6 +50,7 @@ pub(in crate::ctl) async fn clients(
             one.device.shown(),
             gpu_name(one, &gpus),
             one.container_id.shown().chars().take(SHORT_ID).collect(),
+            one.known_by.shown(),
             one.may_command.shown(),
             one.memory_mib.shown(),
             since.map(time::local).shown(),
