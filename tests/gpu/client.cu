@@ -2,6 +2,7 @@
 //
 //   client props            the GPU, its multiprocessors and memory as this process sees them
 //   client alloc MIB        allocates up to MIB MiB and says where it stopped
+//   client keep SECONDS MIB allocates up to MIB MiB, says how much it got, and goes on as hold
 //   client hold SECONDS     short kernels until the time is up; the number of rounds
 //   client long SECONDS     one kernel that runs about that long
 //   client sleep SECONDS    holds the GPU and does nothing with it
@@ -125,6 +126,13 @@ int main(int argc, char **argv) {
         break_it<<<1, 1>>>();
         CHECK(cudaDeviceSynchronize());
         return 0;
+    }
+    if (!strcmp(what, "keep")) {
+        long wanted = argc > 3 ? atol(argv[3]) : 0, done = 0;
+        for (void *block; done < wanted && cudaMalloc(&block, 128u << 20) == cudaSuccess; done += 128) {
+        }
+        printf("keep pid %d has %ld MiB\n", getpid(), done);
+        fflush(stdout);
     }
     bool stubborn = !strcmp(what, "stubborn");
     double end = now() + amount;

@@ -1,7 +1,9 @@
 #!/bin/bash
 # On a host with a real GPU, its driver and nvcc: tenants in mount namespaces that have the directory of their slice and
-# nothing else of the service are served with its limits, can't command the control daemon, and are served again after
-# its death. Compute modes are not touched. Exit status 1 if anything is not as expected.
+# nothing else of the service, or the pipe directory as an agent mounts it, are served with their limits, can't command
+# the control daemon, and are served again after its death. A tenant whose processes together take more than the slice is
+# told and, with terminate, cut back, and a bystander is not harmed. A drained slice takes nobody. Compute modes are not
+# touched. Exit status 1 if anything is not as expected.
 #
 #   tests/gpu/tenants.sh BINARIES [DIR]   as serve.sh
 set -u
@@ -30,9 +32,18 @@ contained() { # COMMAND...: with the slice's environment, its directory at /run/
         mount -o remount,bind,ro /run/yunion-mps
         umount /mnt
         mount -t tmpfs tmpfs "$1"
+        mount -t tmpfs tmpfs "$1.private"
         mount -t tmpfs tmpfs /dev/shm
         shift
         exec "$@"' "$host" "$dir/pipe" "${environment[@]}" "$@"
+}
+as_the_agent() { # COMMAND...: in a mount namespace where the pipe directory is writable, and the private one not to be seen
+    # shellcheck disable=SC2016 # the inner shell's
+    timeout 120 unshare --mount --ipc bash -c 'set -e
+        mount --make-rprivate /
+        mount -t tmpfs tmpfs "$0.private"
+        mount -t tmpfs tmpfs /dev/shm
+        exec "$@"' "$dir/pipe" env "CUDA_MPS_PIPE_DIRECTORY=$dir/pipe" "$@"
 }
 nobody=(setpriv --reuid=65534 --regid=65534 --clear-groups --)
 control() { pgrep -f '^[^ ]*nvidia-cuda-mps-control -f'; }
@@ -62,6 +73,8 @@ slice=$(yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load
 yunion-mpsctl env "$slice" --format docker
 host=$(yunion-mpsctl env "$slice" --format docker | sed -n 's/^--volume=\(.*\):\/run\/yunion-mps:ro$/\1/p')
 result "what the directory has" "$(ls -A "$host")" control
+result "what the pipe directory has" "$(ls -A "$dir/pipe" | tr '\n' ' ')" "control slices "
+result "the mode of the private directory" "$(stat -c %a "$dir/pipe.private")" 700
 mapfile -t environment < <(yunion-mpsctl env "$slice" --format docker | sed -n 's/^--env=//p' | grep -v '^NVIDIA_')
 environment=(env "CUDA_VISIBLE_DEVICES=$(nvidia-smi --query-gpu=uuid --format=csv,noheader | head -1)" "${environment[@]}")
 
@@ -99,6 +112,112 @@ result "the default memory limit" "$(ask get_default_device_pinned_mem_limit 0)"
 result "the server's percentage" "$(ask get_active_thread_percentage "$server")" "$percentage"
 result "the server's memory limit" "$(ask get_device_pinned_mem_limit "$server" 0)" "$memory"
 result "the control daemon" "$(control)" "$before"
+
+say "the whole pipe directory, as an agent mounts it"
+said=$(as_the_agent "$client" props 2>&1)
+echo "  $said"
+result "the threads of root" "$(grep -o 'sms [0-9]*' <<<"$said")" "sms 32"
+for command in "set_default_active_thread_percentage 100" "quit -t 1"; do
+    echo "  root: $command: $(as_the_agent bash -c "echo '$command' | timeout 20 nvidia-cuda-mps-control" 2>&1 | tr '\n' ' ')"
+done
+result "the default percentage" "$(ask get_default_active_thread_percentage)" "$percentage"
+result "the control daemon" "$(control)" "$before"
+as_the_agent rm -r "$dir/pipe/control" "$dir/pipe/slices"
+for _ in $(seq 100); do [ -e "$dir/pipe/control" ] && [ -e "$host/control" ] && break; sleep 0.02; done
+said=$(as_the_agent "$client" props 2>&1)
+result "the threads after the links were taken away" "$(grep -o 'sms [0-9]*' <<<"$said")" "sms 32"
+host=$(yunion-mpsctl env "$slice" --format docker | sed -n 's/^--volume=\(.*\):\/run\/yunion-mps:ro$/\1/p')
+
+say "whose a process is"
+contained env "YUNION_MPS_DEVICE=${slice%-*}-3" "$client" hold 8 >/dev/null &
+forger=$!
+for _ in $(seq 100); do [ "$(yunion-mpsctl clients --json | grep -c '"known_by"')" -gt 0 ] && break; sleep 0.1; done
+yunion-mpsctl clients --json | python3 -c '
+import json, sys
+for client in json.load(sys.stdin):
+    print(client["device"], client["known_by"], client["may_command"])' | tee "$dir/whose"
+result "its slice, whatever it says" "$(head -1 "$dir/whose")" "$slice mount neighbours"
+wait "$forger"
+
+say "three processes of one slice"
+wait_for_state() { # WHAT PYTHON-EXPRESSION over device
+    for _ in $(seq 200); do
+        [ "$(yunion-mpsctl list --json | python3 -c "
+import json, sys
+device = [one for one in json.load(sys.stdin) if one['addr'] == '$slice'][0]
+print($2)")" = True ] && { result "$1" yes yes; return; }
+        sleep 0.1
+    done
+    result "$1" no yes
+    yunion-mpsctl list --json | grep -A40 "\"addr\": \"$slice\""
+}
+bystander() { # SECONDS: a client of another slice
+    yunion-mpsctl run "${slice%-*}-0" -- "$client" keep "$1" 4096
+}
+bystander 60 >"$dir/bystander.log" 2>&1 &
+other=$!
+tenants=()
+for place in 1 2 3; do
+    contained "$client" keep 25 30000 >"$dir/tenant.$place" 2>&1 &
+    tenants+=($!)
+    until grep -q begins "$dir/tenant.$place"; do sleep 0.1; done
+done
+wait_for_state "the overuse is told" "device['overuse'] != '' and device['clients'] == 3"
+yunion-mpsctl list --json | python3 -c '
+import json, sys
+for device in json.load(sys.stdin):
+    print(" ", device["addr"], device["clients"], device.get("memory_used"), repr(device["overuse"]), device["healthy"])'
+yunion-mpsctl doctor | grep -A3 -i overuse || true
+wait "${tenants[@]}"
+cat "$dir"/tenant.[123]
+result "all three went on" "$(cat "$dir"/tenant.[123] | grep -c ' ok rounds')" 3
+wait_for_state "it fits again" "device['overuse'] == ''"
+
+say "the same with terminate"
+echo "cuda_mps_overuse: terminate" >>"$dir/etc/host.conf"
+yunion-mpsctl reload
+ready
+tenants=()
+for place in 1 2 3; do
+    contained "$client" keep 20 30000 >"$dir/tenant.$place" 2>&1 &
+    tenants+=($!)
+    until grep -q begins "$dir/tenant.$place"; do sleep 0.1; done
+    # The next one is the newer one, to the second.
+    sleep 1.1
+done
+wait "${tenants[@]}"
+cat "$dir"/tenant.[123]
+result "the first went on" "$(grep -c ' ok rounds' "$dir/tenant.1")" 1
+result "the newer ones were ended" "$(cat "$dir"/tenant.[23] | grep -c '(810)')" 2
+wait "$other"
+cat "$dir/bystander.log"
+result "the bystander went on" "$(grep -c ' ok rounds' "$dir/bystander.log")" 1
+sed -i '/cuda_mps_overuse/d' "$dir/etc/host.conf"
+yunion-mpsctl reload
+ready
+
+say "drain"
+contained "$client" hold 6 >"$dir/present" 2>&1 &
+present=$!
+until grep -q begins "$dir/present"; do sleep 0.1; done
+timeout 60 yunion-mpsctl drain "$slice" --wait
+wait "$present"
+result "the present client finished" "$(grep -c ' ok rounds' "$dir/present")" 1
+result "what the directory has" "$(ls -A "$host")" ""
+result "env" "$(yunion-mpsctl env "$slice" >/dev/null 2>&1; echo $?)" 1
+yunion-mpsctl drain --all
+result "what the pipe directory has" "$(ls -A "$dir/pipe")" slices
+yunion-mpsctl undrain --all
+said=$(contained "$client" props 2>&1)
+echo "  $said"
+result "the threads after the undrain" "$(grep -o 'sms [0-9]*' <<<"$said")" "sms 32"
+before=$(control)
+
+say "wake-ups of an idle service"
+switches() { awk '/ctxt_switches/ {sum += $2} END {print sum}' /proc/"$daemon"/task/*/status; }
+first=$(switches)
+sleep 30
+echo "  $((2 * ($(switches) - first))) in a minute"
 
 say "the same mounted directory after the control daemon's death"
 # shellcheck disable=SC2016 # the inner shell's
