@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, MpsEntry, Origin, Problem};
-use super::{percentage, slices};
+use super::{most_clients, percentage, slices};
 use crate::host::gpu::PciAddress;
 
 /// The type of the entries that this service serves. The host agent compares it exactly.
@@ -90,7 +90,7 @@ fn items<'t>(
 }
 
 /// An entry's keys. Each key may have any of the spellings that the host agent accepts.
-const KEYS: [&str; 4] = ["path", "type", "virtual_number", "thread_percentage"];
+const KEYS: [&str; 5] = ["path", "type", "virtual_number", "thread_percentage", "max_clients"];
 
 /// The value of each key of an entry, with the line of the key.
 type Fields<'t> = HashMap<&'static str, Node<'t>>;
@@ -146,17 +146,16 @@ impl Entry {
         let path = self.required(&fields, "path", WRITE_PATH, path);
         let remedy = "write the number of slices of the GPU, 1 to 999";
         let slices = self.required(&fields, "virtual_number", remedy, slices);
-        let set = fields.get("thread_percentage").filter(|field| field.value != Value::Null);
-        let thread_percentage =
-            set.map(|field| self.valid(field, "thread_percentage", percentage)).transpose();
-        match (path, slices, thread_percentage) {
-            (Ok(path), Ok(slices), Ok(thread_percentage)) => {
-                let mps = Some(MpsEntry { slices, thread_percentage });
+        let thread_percentage = self.optional(&fields, "thread_percentage", percentage);
+        let max_clients = self.optional(&fields, "max_clients", most_clients);
+        match (path, slices, thread_percentage, max_clients) {
+            (Ok(path), Ok(slices), Ok(thread_percentage), Ok(max_clients)) => {
+                let mps = Some(MpsEntry { slices, thread_percentage, max_clients });
                 let Self { name, origin } = self;
                 Some(DeviceEntry { name, origin, device_type, path: Some(path), mps })
             }
-            (path, slices, thread_percentage) => {
-                let problems = [path.err(), slices.err(), thread_percentage.err()];
+            (path, slices, thread_percentage, max_clients) => {
+                let problems = [path.err(), slices.err(), thread_percentage.err(), max_clients.err()];
                 findings.problems.extend(problems.into_iter().flatten());
                 None
             }
@@ -191,6 +190,17 @@ impl Entry {
     ) -> Result<T, Problem> {
         let missing = || self.problem(self.origin.line, key, "missing", remedy);
         self.valid(fields.get(key).ok_or_else(missing)?, key, read)
+    }
+
+    /// A key that may be left out.
+    fn optional<T>(
+        &self,
+        fields: &Fields<'_>,
+        key: &str,
+        read: fn(&Value<'_>) -> Result<T, String>,
+    ) -> Result<Option<T>, Problem> {
+        let set = fields.get(key).filter(|field| field.value != Value::Null);
+        set.map(|field| self.valid(field, key, read)).transpose()
     }
 
     fn valid<T>(
@@ -295,6 +305,8 @@ fn is_uuid(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+
     use proptest::prelude::*;
 
     use super::super::text_of;
@@ -338,7 +350,7 @@ mod tests {
             origin: Origin { file: PathBuf::from(FILE), line: Some(2) },
             device_type: "NVIDIA_MPS".to_owned(),
             path: Some(DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
-            mps: Some(MpsEntry { slices: 4.try_into().unwrap(), thread_percentage: None }),
+            mps: Some(MpsEntry { slices: 4.try_into().unwrap(), thread_percentage: None, max_clients: None }),
         };
         assert_eq!(entries(text), [entry]);
     }
@@ -433,6 +445,29 @@ mod tests {
             let [(5, "devices[0].thread_percentage", _)] = told(&findings.problems)[..] else {
                 panic!("{value}: {:?}", findings.problems)
             };
+        }
+    }
+
+    #[test]
+    fn max_clients_is_optional() {
+        let entry = |line: &str| mps(&format!("virtual_number: 4\n  {line}"));
+        let most =
+            |line: &str| entries(&entry(line))[0].mps.as_ref().unwrap().max_clients.map(NonZeroU32::get);
+        for (line, expected) in [
+            ("", None),
+            ("max_clients:", None),
+            ("max_clients: 1", Some(1)),
+            ("maxClients: \"48\"", Some(48)),
+            ("max-clients: 999", Some(999)),
+        ] {
+            assert_eq!(most(line), expected, "{line}");
+        }
+        for value in ["0", "1000", "-1", "all", "1.5"] {
+            let (_, findings) = read(&entry(&format!("max_clients: {value}")));
+            let [(5, "devices[0].max_clients", _)] = told(&findings.problems)[..] else {
+                panic!("{value}: {:?}", findings.problems)
+            };
+            assert!(findings.problems[0].remedy.contains("clients from 1 to 999"), "{:?}", findings.problems);
         }
     }
 
@@ -610,6 +645,7 @@ mod tests {
             "  type: NVIDIA_MPS\n",
             "  virtual_number: 4.7\n",
             "  thread_percentage: 0\n",
+            "  max_clients: 0\n",
             "- nonsense\n",
         );
         let (entries, findings) = read(text);
@@ -621,7 +657,8 @@ mod tests {
                 (7, "devices[2].path", "found a list"),
                 (9, "devices[2].virtual_number", "found 4.7"),
                 (10, "devices[2].thread_percentage", "found 0"),
-                (11, "devices[3]", "found \"nonsense\""),
+                (11, "devices[2].max_clients", "found 0"),
+                (12, "devices[3]", "found \"nonsense\""),
             ]
         );
         assert_eq!(entries.len(), 1);
@@ -685,13 +722,16 @@ mod tests {
         }
         for entry in entries {
             assert_eq!(entry.mps.is_some(), entry.device_type == MPS_TYPE);
-            if let Some(MpsEntry { slices, thread_percentage }) = entry.mps {
+            if let Some(MpsEntry { slices, thread_percentage, max_clients }) = entry.mps {
                 assert!(entry.path.is_some());
                 assert!((1..=999).contains(&slices.get()));
                 assert!(thread_percentage.is_none_or(|percentage| (1..=100).contains(&percentage)));
+                assert!(max_clients.is_none_or(|most| most.get() <= 999));
             }
         }
     }
+
+    type AnyEntry = (String, bool, u32, Option<u8>, Option<NonZeroU32>);
 
     prop_compose! {
         fn any_entry()(
@@ -701,20 +741,24 @@ mod tests {
             ours in any::<bool>(),
             slices in 1u32..=999,
             thread_percentage in proptest::option::of(1u8..=100),
-        ) -> (String, bool, u32, Option<u8>) {
-            (path.to_owned(), ours, slices, thread_percentage)
+            max_clients in proptest::option::of(1u32..=999),
+        ) -> AnyEntry {
+            (path.to_owned(), ours, slices, thread_percentage, max_clients.and_then(NonZeroU32::new))
         }
     }
 
-    fn written(entries: &[(String, bool, u32, Option<u8>)]) -> String {
+    fn written(entries: &[AnyEntry]) -> String {
         let mut text = "devices:\n".to_owned();
-        for (path, ours, slices, thread_percentage) in entries {
+        for (path, ours, slices, thread_percentage, max_clients) in entries {
             let device_type = if *ours { MPS_TYPE } else { "NVIDIA_GPU_SHARE" };
             text.push_str(&format!(
                 "- path: \"{path}\"\n  type: \"{device_type}\"\n  virtual_number: {slices}\n"
             ));
             if let Some(percentage) = thread_percentage {
                 text.push_str(&format!("  thread_percentage: {percentage}\n"));
+            }
+            if let Some(most) = max_clients {
+                text.push_str(&format!("  max_clients: {most}\n"));
             }
         }
         text
@@ -728,9 +772,13 @@ mod tests {
             let read: Vec<_> = entries.into_iter().map(|entry| (entry.path, entry.mps)).collect();
             let expected: Vec<_> = list
                 .iter()
-                .map(|(path, ours, slices, thread_percentage)| {
+                .map(|(path, ours, slices, thread_percentage, max_clients)| {
                     let slices = (*slices).try_into().unwrap();
-                    let mps = MpsEntry { slices, thread_percentage: *thread_percentage };
+                    let mps = MpsEntry {
+                        slices,
+                        thread_percentage: *thread_percentage,
+                        max_clients: *max_clients,
+                    };
                     (Some(classify(path)), ours.then_some(mps))
                 })
                 .collect();

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::yaml::{self, Node, Pair, Value};
-use super::{Findings, LogLevel, MultiUser, Origin, Problem, Settings, ThreadPolicy, Topology};
+use super::{Findings, LogLevel, MultiUser, Origin, Overuse, Problem, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 
 /// The result of the files that are read so far.
@@ -31,7 +31,7 @@ const LOG_KEY: &str = "cuda_mps_log_directory";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key that this service reads, in the documented spelling.
-const KEYS: [(&str, Setter); 16] = [
+const KEYS: [(&str, Setter); 17] = [
     (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
     ("local_config_file", |draft, value| optional(value, file).map(|path| draft.local_file = path)),
@@ -54,6 +54,7 @@ const KEYS: [(&str, Setter); 16] = [
     ("cuda_mps_fault_grace", |draft, value| {
         seconds(value, 0..=3600).map(|time| draft.settings.fault_grace = time)
     }),
+    ("cuda_mps_overuse", |draft, value| overuse(value).map(|answer| draft.settings.overuse = answer)),
     ("cuda_mps_log_max_size", |draft, value| {
         whole(value, 1..=1024, "MiB").map(|mib: u64| draft.settings.log_max_bytes = mib * 1024 * 1024)
     }),
@@ -351,6 +352,14 @@ fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
     }
 }
 
+fn overuse(value: &Value<'_>) -> Result<Overuse, String> {
+    match value.text().as_ref() {
+        "report" => Ok(Overuse::Report),
+        "terminate" => Ok(Overuse::Terminate),
+        _ => Err("write report or terminate".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -564,6 +573,7 @@ mod tests {
             "cuda_mps_set_compute_mode: {a: b}\n",
             "cuda_mps_quit_timeout: 0\n",
             "cuda_mps_fault_grace: 3601\n",
+            "cuda_mps_overuse: kill\n",
             "cuda_mps_log_max_size: 16M\n",
             "cuda_mps_cdi_directory: \"/a\\nb\"\n",
         );
@@ -584,6 +594,7 @@ mod tests {
             ("cuda_mps_set_compute_mode", "found a mapping"),
             ("cuda_mps_quit_timeout", "found 0"),
             ("cuda_mps_fault_grace", "found 3601"),
+            ("cuda_mps_overuse", "found \"kill\""),
             ("cuda_mps_log_max_size", "found \"16M\""),
             ("cuda_mps_cdi_directory", "found \"/a\\nb\""),
         ];
@@ -625,7 +636,8 @@ mod tests {
         let words = concat!(
             "log_level: error\ncuda_mps_topology: per_gpu\ncuda_mps_thread_percentage: balanced\n",
             "cuda_mps_multiuser: off\ncuda_mps_prewarm: no\ncuda_mps_set_compute_mode: false\n",
-            "cuda_mps_quit_timeout: 20\ncuda_mps_fault_grace: 0\ncuda_mps_log_max_size: 2\n",
+            "cuda_mps_quit_timeout: 20\ncuda_mps_fault_grace: 0\ncuda_mps_overuse: terminate\n",
+            "cuda_mps_log_max_size: 2\n",
             "cuda_mps_cdi_directory: /var/run/cdi/\n",
         );
         let expected = Settings {
@@ -637,6 +649,7 @@ mod tests {
             set_compute_mode: false,
             quit_timeout: Duration::from_secs(20),
             fault_grace: Duration::ZERO,
+            overuse: Overuse::Terminate,
             log_max_bytes: 2 * 1024 * 1024,
             cdi_directory: Some(PathBuf::from("/var/run/cdi")),
             ..Settings::default()
@@ -644,6 +657,7 @@ mod tests {
         assert_eq!(settings(words), expected);
         assert_eq!(settings("cuda_mps_thread_percentage: unlimited").thread_policy, ThreadPolicy::Unlimited);
         assert_eq!(settings("cuda_mps_thread_percentage: equal").thread_policy, ThreadPolicy::Equal);
+        assert_eq!(settings("cuda_mps_overuse: report").overuse, Overuse::Report);
         assert_eq!(settings("cuda_mps_multiuser: on").multiuser, MultiUser::On);
         assert_eq!(settings("cuda_mps_multiuser: auto").multiuser, MultiUser::Auto);
     }
@@ -758,6 +772,7 @@ mod tests {
             multiuser in prop::sample::select(vec![MultiUser::Auto, MultiUser::On, MultiUser::Off]),
             quit_timeout in 1u64..=600,
             fault_grace in 0u64..=3600,
+            overuse in prop::sample::select(vec![Overuse::Report, Overuse::Terminate]),
             log_max_mib in 1u64..=1024,
         ) -> Settings {
             Settings {
@@ -773,6 +788,7 @@ mod tests {
                 set_compute_mode,
                 quit_timeout: Duration::from_secs(quit_timeout),
                 fault_grace: Duration::from_secs(fault_grace),
+                overuse,
                 log_max_bytes: log_max_mib * 1024 * 1024,
                 cdi_directory,
                 devices: Vec::new(),
@@ -814,6 +830,7 @@ mod tests {
             ("cuda_mps_set_compute_mode", settings.set_compute_mode.to_string()),
             ("cuda_mps_quit_timeout", settings.quit_timeout.as_secs().to_string()),
             ("cuda_mps_fault_grace", settings.fault_grace.as_secs().to_string()),
+            ("cuda_mps_overuse", format!("{:?}", settings.overuse).to_lowercase()),
             ("cuda_mps_log_max_size", (settings.log_max_bytes / 1024 / 1024).to_string()),
         ];
         lines.extend(

@@ -43,6 +43,7 @@ pub(crate) struct Settings {
     pub quit_timeout: Duration,
     /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
     pub fault_grace: Duration,
+    pub overuse: Overuse,
     /// `cuda_mps_log_max_size`, in bytes (the key is in MiB).
     pub log_max_bytes: u64,
     /// `cuda_mps_cdi_directory`.
@@ -78,6 +79,7 @@ impl Default for Settings {
             set_compute_mode: true,
             quit_timeout: Duration::from_secs(10),
             fault_grace: Duration::from_secs(30),
+            overuse: Overuse::default(),
             log_max_bytes: 16 * 1024 * 1024,
             cdi_directory: None,
             devices: Vec::new(),
@@ -115,6 +117,8 @@ pub(crate) struct MpsEntry {
     pub slices: NonZeroU32,
     /// `thread_percentage`, 1 to 100, if the entry overrides the policy.
     pub thread_percentage: Option<u8>,
+    /// `max_clients`: the most clients of one slice, if the entry overrides its share of the GPU's places.
+    pub max_clients: Option<NonZeroU32>,
 }
 
 /// The kind of name by which an entry's `path` names its GPU.
@@ -249,6 +253,16 @@ pub(crate) enum MultiUser {
     On,
     /// Always off.
     Off,
+}
+
+/// `cuda_mps_overuse`: the answer to a slice with more clients, or more memory in use, than its budget has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Overuse {
+    /// Tell of it.
+    #[default]
+    Report,
+    /// Tell of it, and end the GPU work of the newest clients of the slice until the rest fits.
+    Terminate,
 }
 
 /// The places of the configuration.
@@ -475,6 +489,11 @@ where
 /// of a slice is `0001:1a:00.0-999`, so a slice's number has at most three digits.
 fn slices(value: &Value<'_>) -> Result<NonZeroU32, String> {
     whole(value, 1..=999, "slices").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
+}
+
+/// A number of clients. No GPU holds as many as the largest.
+fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, String> {
+    whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
 /// An active thread percentage.
@@ -793,7 +812,9 @@ mod tests {
                 rest.to_owned()
             }
             Some(rest)
-                if rest.starts_with("  virtual_number: ") || rest.starts_with("  thread_percentage: ") =>
+                if ["  virtual_number: ", "  thread_percentage: ", "  max_clients: "]
+                    .iter()
+                    .any(|key| rest.starts_with(key)) =>
             {
                 rest.to_owned()
             }
@@ -829,6 +850,7 @@ mod tests {
             expected.devices.iter().map(|entry| entry.mps.as_ref().map(|mps| mps.slices.get())).collect();
         assert_eq!(slices, [Some(4), Some(10), Some(2), Some(1), None]);
         assert_eq!(expected.devices[1].mps.as_ref().unwrap().thread_percentage, Some(20));
+        assert_eq!(expected.devices[1].mps.as_ref().unwrap().max_clients.map(NonZeroU32::get), Some(2));
         assert!(
             !expected.devices.iter().any(|entry| matches!(entry.path, None | Some(DevicePath::Other(_))))
         );

@@ -198,6 +198,7 @@ gpu_object! {
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);
         "const" index: i32 = -1;
+        max_clients: Option<u32> = gpu.plan.max_clients;
         "const" name: String = gpu.slice_name(slice);
         "const" ordinal: u32 = slice;
         "const" pci_bdf: String = gpu.plan.gpu.pci.address.to_string();

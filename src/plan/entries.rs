@@ -8,7 +8,7 @@ use std::num::NonZeroU32;
 use super::limits::too_many;
 use super::paths::{Miss, choices, claim, claimed_by, find};
 use super::{Missing, PlanError};
-use crate::config::{DeviceEntry, DevicePath, Origin, Problem, Settings};
+use crate::config::{DeviceEntry, DevicePath, MpsEntry, Origin, Problem, Settings};
 use crate::host::gpu::Gpu;
 use crate::host::inventory::Inventory;
 use crate::reason::Reason;
@@ -19,6 +19,8 @@ pub(super) struct Wanted<'a> {
     pub slices: NonZeroU32,
     /// The percentage in the GPU's own entry.
     pub thread_percentage: Option<u8>,
+    /// The most clients of one slice in the GPU's own entry.
+    pub max_clients: Option<NonZeroU32>,
     /// The reason why the GPU has gone. None if it is there.
     pub gone: Option<String>,
 }
@@ -80,7 +82,8 @@ pub(super) fn wanted<'a>(
             if let Some(reason) = too_many(gpu, mps.slices) {
                 problems.push(entry.problem("virtual_number", reason.found, reason.remedy));
             }
-            wanted.push(Wanted { gpu, slices: mps.slices, thread_percentage: mps.thread_percentage, gone });
+            let MpsEntry { slices, thread_percentage, max_clients } = *mps;
+            wanted.push(Wanted { gpu, slices, thread_percentage, max_clients, gone });
         }
     }
     if settings.devices.iter().all(|entry| entry.mps.is_none()) {
@@ -148,7 +151,13 @@ fn unclaimed<'a>(
         .gpus
         .iter()
         .filter(|gpu| !claimed.contains(&gpu.pci.address) && gpu.pci.foreign_driver().is_none())
-        .map(|gpu| Wanted { gpu, slices: settings.replicas, thread_percentage: None, gone: None })
+        .map(|gpu| Wanted {
+            gpu,
+            slices: settings.replicas,
+            thread_percentage: None,
+            max_clients: None,
+            gone: None,
+        })
         .collect();
     wanted.sort_by_key(|wanted| wanted.gpu.pci.address);
     let file = settings.sources.last().cloned().unwrap_or_default();

@@ -1,12 +1,13 @@
 //! The plan for one GPU: its slices, and the reasons why it can't be served.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 use super::entries::Wanted;
 use super::limits;
 use super::warnings::{self, Warning};
 use crate::config::{Settings, Topology};
-use crate::host::driver::LIMITS;
+use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
 use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciAddress};
 use crate::host::inventory::Inventory;
 
@@ -22,6 +23,8 @@ pub struct GpuPlan {
     pub memory_limit_mib: u64,
     /// The active thread percentage of one slice, 1 to 100.
     pub thread_percentage: u8,
+    /// The most clients of one slice. None if the GPU's clients can't be counted.
+    pub max_clients: Option<u32>,
     /// Whether the GPU enforces the two limits.
     pub limits_enforced: bool,
     /// The reason why it can't be served now, if there is one.
@@ -75,10 +78,13 @@ pub(super) fn slice_file_name(gpu: PciAddress, ordinal: u32) -> String {
 }
 
 pub(super) fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
-    let Wanted { gpu, slices, thread_percentage, gone } = wanted;
+    let Wanted { gpu, slices, thread_percentage, max_clients, gone } = wanted;
     let facts = gpu.facts();
     let total = facts.and_then(|facts| facts.memory_total_mib);
-    let limits_enforced = LIMITS.holds(inventory.series(), facts.and_then(|facts| facts.compute_capability));
+    let capability = facts.and_then(|facts| facts.compute_capability);
+    let limits_enforced = LIMITS.holds(inventory.series(), capability);
+    let places = driver::most_clients(inventory.series(), capability);
+    let max_clients = max_clients.map_or_else(|| limits::max_clients(places, *slices), NonZeroU32::get);
     let pipe_directory = match (settings.topology, facts) {
         (Topology::PerGpu, Some(facts)) => settings.pipe_directory.join(&facts.uuid),
         _ => settings.pipe_directory.clone(),
@@ -97,9 +103,12 @@ pub(super) fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inv
         memory_limit_mib: total.map_or(0, |total| limits::memory_mib(total, *slices)),
         thread_percentage: thread_percentage
             .unwrap_or_else(|| limits::thread_percentage(settings.thread_policy, *slices)),
+        max_clients: NVML_LISTS_CLIENTS.holds(inventory.series(), capability).then_some(max_clients),
         limits_enforced,
         unusable,
-        warnings: facts.map(|facts| warnings::of(facts, slices.get(), inventory)).unwrap_or_default(),
+        warnings: facts
+            .map(|facts| warnings::of(facts, *slices, wanted.max_clients, inventory))
+            .unwrap_or_default(),
         pipe_directory,
         slice_directories: None,
         gpu,

@@ -23,6 +23,11 @@ pub(super) fn thread_percentage(policy: ThreadPolicy, slices: NonZeroU32) -> u8 
     u8::try_from(percent.clamp(1, 100)).unwrap_or(100)
 }
 
+/// The most clients of one of N slices of a GPU that can hold this many.
+pub(super) fn max_clients(places: u32, slices: NonZeroU32) -> u32 {
+    (places / slices.get()).max(1)
+}
+
 /// Each slice needs at least 1 MiB.
 pub(super) fn too_many(gpu: &Gpu, slices: NonZeroU32) -> Option<Reason> {
     let total = gpu.facts()?.memory_total_mib?;
@@ -91,6 +96,15 @@ mod tests {
             for (slices, percent) in cases {
                 assert_eq!(one(policy, slices), percent, "{policy:?} {slices}");
             }
+        }
+    }
+
+    #[test]
+    fn clients_are_shared_out_in_whole_numbers() {
+        for (places, slices, most) in
+            [(48, 1, 48), (48, 4, 12), (48, 10, 4), (60, 7, 8), (48, 49, 1), (16, 999, 1)]
+        {
+            assert_eq!(max_clients(places, NonZeroU32::new(slices).unwrap()), most, "{places} {slices}");
         }
     }
 

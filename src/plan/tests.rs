@@ -28,7 +28,11 @@ pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
             origin: Origin { file: "devices.yml".into(), line: Some(line) },
             device_type: "NVIDIA_MPS".to_owned(),
             path: Some(path),
-            mps: Some(MpsEntry { slices: NonZeroU32::new(slices).unwrap(), thread_percentage: None }),
+            mps: Some(MpsEntry {
+                slices: NonZeroU32::new(slices).unwrap(),
+                thread_percentage: None,
+                max_clients: None,
+            }),
         });
     }
     settings
@@ -163,6 +167,7 @@ fn the_p40_of_the_platforms_documentation() {
             slices: 4,
             memory_limit_mib: 5760,
             thread_percentage: 25,
+            max_clients: None,
             limits_enforced: false,
             unusable: None,
             warnings: vec![Warning::NotEnforced { capability: (6, 1) }],

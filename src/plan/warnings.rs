@@ -1,10 +1,12 @@
 //! Facts about a GPU that an administrator should know, although the GPU is served.
 
+use std::num::NonZeroU32;
+
 use super::control_daemons::ControlDaemonPlan;
 use super::gpus::GpuPlan;
 use super::paths;
 use crate::config::{Origin, Settings};
-use crate::host::driver::{self, LIMITS};
+use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
 use crate::host::gpu::NvmlFacts;
 use crate::host::inventory::Inventory;
 
@@ -17,6 +19,12 @@ pub enum Warning {
     /// The GPU can't hold a client for each slice.
     #[error("{slices} slices, but the GPU can hold {clients} clients at once")]
     MoreSlicesThanClients { slices: u32, clients: u32 },
+    /// One slice may have more clients than the GPU can hold.
+    #[error("max_clients is {max_clients}, but the GPU can hold {clients} clients at once")]
+    MoreClientsThanPlaces { max_clients: u32, clients: u32 },
+    /// The GPU's clients can't be counted.
+    #[error("max_clients has no effect, since clients can't be counted on a GPU before Volta")]
+    ClientsNotCounted,
     /// The GPU is older than Volta.
     #[error(
         "compute capability {}.{} enforces neither the memory limit nor the thread percentage",
@@ -41,12 +49,26 @@ pub enum Warning {
 }
 
 /// The warnings that follow from the GPU itself.
-pub(super) fn of(facts: &NvmlFacts, slices: u32, inventory: &Inventory) -> Vec<Warning> {
+pub(super) fn of(
+    facts: &NvmlFacts,
+    slices: NonZeroU32,
+    max_clients: Option<NonZeroU32>,
+    inventory: &Inventory,
+) -> Vec<Warning> {
     let Some(capability) = facts.compute_capability else { return vec![Warning::NoComputeCapability] };
     let mut warnings = Vec::new();
     let clients = driver::most_clients(inventory.series(), facts.compute_capability);
+    let slices = slices.get();
     if slices > clients {
         warnings.push(Warning::MoreSlicesThanClients { slices, clients });
+    }
+    let counted = NVML_LISTS_CLIENTS.holds(inventory.series(), facts.compute_capability);
+    match max_clients.map(NonZeroU32::get) {
+        Some(_) if !counted => warnings.push(Warning::ClientsNotCounted),
+        Some(max_clients) if max_clients > clients => {
+            warnings.push(Warning::MoreClientsThanPlaces { max_clients, clients });
+        }
+        _ => {}
     }
     if !LIMITS.holds(inventory.series(), facts.compute_capability) {
         warnings.push(Warning::NotEnforced { capability });
@@ -107,6 +129,24 @@ mod tests {
             assert!(!warned(most, capability, driver), "{most} {driver}");
             assert!(warned(most + 1, capability, driver), "{most} {driver}");
         }
+    }
+
+    #[test]
+    fn a_slice_with_more_clients_than_the_gpu_has_places_is_a_warning() {
+        let planned = |max_clients, capability| {
+            let mut inventory = h200s();
+            facts(&mut inventory, 0).compute_capability = Some(capability);
+            let mut settings = with(vec![(node(128), 4)]);
+            settings.devices[0].mps.as_mut().unwrap().max_clients = NonZeroU32::new(max_clients);
+            let gpu = plan(&settings, &inventory).unwrap().gpus.remove(0);
+            let warned = |warning: &Warning| warning.to_string().contains("max_clients");
+            (gpu.max_clients, gpu.warnings.iter().filter(|warning| warned(warning)).count())
+        };
+        assert_eq!(planned(0, (9, 0)), (Some(12), 0));
+        assert_eq!(planned(48, (9, 0)), (Some(48), 0));
+        assert_eq!(planned(49, (9, 0)), (Some(49), 1));
+        assert_eq!(planned(0, (6, 1)), (None, 0));
+        assert_eq!(planned(1, (6, 1)), (None, 1));
     }
 
     #[test]

@@ -238,6 +238,7 @@ pub(crate) mod tests {
                 slices: 4,
                 memory_limit_mib: 5760,
                 thread_percentage: 25,
+                max_clients: None,
                 limits_enforced: false,
                 unusable: None,
                 warnings: Vec::new(),

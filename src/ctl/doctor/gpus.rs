@@ -171,6 +171,16 @@ fn of_warning(subject: String, warned: &Warning) -> Finding {
             let remedy = format!("virtual_number: {clients} or less in the device file");
             warning("more-slices-than-clients", subject, warned, remedy)
         }
+        Warning::MoreClientsThanPlaces { clients, .. } => {
+            let remedy = format!("max_clients: {clients} or less in the device file");
+            warning("more-clients-than-places", subject, warned, remedy)
+        }
+        Warning::ClientsNotCounted => info(
+            "clients-not-counted",
+            subject,
+            warned,
+            "remove max_clients from its entry in the device file",
+        ),
         Warning::NotEnforced { .. } => {
             let remedy = "give its slices to tenants who trust each other, or use a GPU from Volta on";
             info("limits-not-enforced", subject, warned, remedy)

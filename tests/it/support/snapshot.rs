@@ -41,6 +41,7 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
             slices: 4,
             memory_limit_mib: 5760,
             thread_percentage: 25,
+            max_clients: None,
             limits_enforced: false,
             unusable: None,
             warnings: Vec::new(),
