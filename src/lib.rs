@@ -25,7 +25,7 @@
 //! | 9 | `daemon`, `ctl` | the two programs: the service, and yunion-mpsctl on the other side of the bus |
 //! | 8 | `dbus` | shows the Snapshot on the bus and passes requests on; decides nothing |
 //! | 7 | `publish` | the Snapshot, and everything that is made from it: container settings, CDI spec |
-//! | 6 | `tenants` | the clients: the list of them, and the end of their GPU work |
+//! | 6 | `tenants` | the clients: the list of them, the end of their GPU work, and the budgets of their slices |
 //! | 5 | `supervisor` | one state machine per control daemon, compute modes, the state file |
 //! | 4 | `mps` | one control daemon: its process, front end, log and directories; it alone starts and signals one |
 //! | 4 | `membership` | the slices that a process has, by its mounts or its environment |
@@ -68,4 +68,5 @@ pub use membership::{KnownBy, MayCommand, Membership};
 pub use plan::GpuPlan;
 pub use publish::snapshot::{GpuView, Snapshot, State};
 pub use supervisor::view::{ControlDaemonState, ControlDaemonView, Event};
+pub use tenants::budgets::SliceUse;
 pub use tenants::clients::ClientView;

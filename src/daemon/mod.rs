@@ -1,6 +1,7 @@
 //! The loop: signals, requests from the bus, the supervisors' news, the regular look at the host, the watchdog. It
 //! decides on the plan and publishes the state.
 
+mod budgets;
 mod cdi_spec;
 mod drain;
 mod farewell;
@@ -31,11 +32,13 @@ use crate::mps::control::FrontEnds;
 use crate::plan::{self, Configured, Plan, PlanError};
 use crate::publish::compose::{self, Parts};
 use crate::publish::snapshot::Snapshot;
+use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
 use crate::supervisor::view::{EVENTS_KEPT, Event};
 use crate::supervisor::{self, Goal, Tools};
+use crate::tenants::budgets::{Budgets, News, OverUse};
 use cdi_spec::{CdiSpec, Slices};
 use drain::{Draining, Linked};
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
@@ -105,12 +108,20 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     let changed = Arc::new(Notify::new());
     let (joined, on_the_bus) = watch::channel(false);
     let (faults, faults_seen) = mpsc::channel(FAULTS);
-    let bus =
-        tokio::spawn(presence::stay_on_the_bus(seen, requests, faults_seen, joined, Arc::clone(&changed)));
+    let (overuses, overuses_seen) = mpsc::channel(FAULTS);
+    let bus = tokio::spawn(presence::stay_on_the_bus(
+        seen,
+        requests,
+        faults_seen,
+        overuses_seen,
+        joined,
+        Arc::clone(&changed),
+    ));
     let (xids, xids_seen) = mpsc::channel(FAULTS);
     let (terminated, terminated_seen) = mpsc::channel(REQUESTS);
     let (linked, linked_seen) = mpsc::channel(REQUESTS);
     let drained = state_file.lock().drained().clone();
+    let (news, news_seen) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
     let (kept, kept_seen) = watch::channel(Configured::default());
     let tools = Tools {
@@ -119,6 +130,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         state_file: state_file.clone(),
         changed: Arc::clone(&changed),
         faults,
+        bells: Bells::default(),
     };
     let mut daemon = Daemon {
         look: HostLook::new(options.sources.sysroot.clone(), driver, xids),
@@ -127,6 +139,8 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         settings: loaded.settings,
         plan: Err("no look at the GPUs yet".to_owned()),
         requests: Requests::new(&tools.compute_modes, terminated),
+        budgets: Budgets::new(tools.compute_modes.clone(), tools.bells.clone(), Arc::clone(&changed), news),
+        overuses,
         fleet: Fleet::new(tools, kept),
         cdi_spec: CdiSpec::new(state_file.clone()),
         draining: Draining::new(drained, linked),
@@ -145,7 +159,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         reloads: 0,
         in_force: watch::Sender::new(0),
     };
-    let exit = daemon.run(signals, received, xids_seen, terminated_seen, linked_seen).await;
+    let exit = daemon.run(signals, received, xids_seen, terminated_seen, linked_seen, news_seen).await;
     daemon.service_manager.end().await;
     bus.abort();
     exit
@@ -171,6 +185,9 @@ struct Daemon {
     plan: Result<Plan, String>,
     fleet: Fleet,
     requests: Requests,
+    budgets: Budgets,
+    /// Takes every overuse that is to be told on the bus.
+    overuses: mpsc::Sender<OverUse>,
     cdi_spec: CdiSpec,
     draining: Draining,
     state_file: SharedStateFile,
@@ -205,6 +222,7 @@ impl Daemon {
         mut xids: mpsc::Receiver<Xid>,
         mut terminated: mpsc::Receiver<Terminated>,
         mut linked: mpsc::Receiver<Linked>,
+        mut news: mpsc::Receiver<News>,
     ) -> Exit {
         if let Err(problems) = self.first_pass().await {
             return bad_configuration(&problems);
@@ -228,6 +246,7 @@ impl Daemon {
                 Some((uuid, xid)) = xids.recv() => self.xid(&uuid, xid),
                 Some(ended) = terminated.recv() => self.terminated(ended),
                 Some(change) = linked.recv() => self.linked(change),
+                Some(news) = news.recv() => self.take_news(news),
                 () = changed.notified() => {}
                 () = sleep_or_never(self.next_scan) => {
                     self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);
@@ -319,6 +338,7 @@ impl Daemon {
         say_what_is_new(self.plan.as_ref().ok(), &plan);
         self.scan_pause = FIRST_SCAN_FOR_MORE;
         self.fleet.pursue(&plan, &self.settings);
+        self.keep_budgets(&plan);
         self.plan = Ok(plan);
         self.problem.clear();
     }
@@ -410,6 +430,7 @@ impl Daemon {
             leaving: &self.fleet.statuses_of_leaving(),
             starting: self.fleet.starting(),
             drained: &self.draining.published,
+            uses: &self.budgets.uses(),
             events: &self.events,
             problem: problem.map_or("", String::as_str),
             stopping: self.ending.is_some(),

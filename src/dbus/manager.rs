@@ -191,6 +191,14 @@ impl Manager {
     pub(super) async fn devices_changed(emitter: &SignalEmitter<'_>, generation: u64) -> zbus::Result<()>;
 
     #[zbus(signal)]
+    pub(super) async fn over_use(
+        emitter: &SignalEmitter<'_>,
+        device: &str,
+        reasons: &[&str],
+        pids: &[u32],
+    ) -> zbus::Result<()>;
+
+    #[zbus(signal)]
     pub(super) async fn client_fault(
         emitter: &SignalEmitter<'_>,
         gpu_uuid: &str,

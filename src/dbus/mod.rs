@@ -128,6 +128,14 @@ impl Bus {
         }
     }
 
+    /// Tells whoever listens that a slice has gone over its budget.
+    pub async fn over_use(&self, device: &str, reasons: &[&str], pids: &[u32]) {
+        let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
+        if let Err(e) = Manager::over_use(&emitter, &clean(device), reasons, pids).await {
+            tracing::debug!("the bus was not told of the overuse of {device}: {e}");
+        }
+    }
+
     /// Resolves when the connection is gone: the bus was restarted, or has thrown us out. Nothing is served after that;
     /// [`Bus::connect`] again.
     pub async fn closed(&self) {
@@ -197,13 +205,17 @@ async fn mirror_objects<R: Object>(
 }
 
 /// Emits `PropertiesChanged` once, with all that differs; a value that is no longer known is invalidated.
-async fn tell_changes(
+async fn tell_changes<R: Row>(
     emitter: &SignalEmitter<'_>,
     interface: InterfaceName<'_>,
-    old: &impl Row,
-    new: &impl Row,
+    old: &R,
+    new: &R,
 ) -> Result<(), zbus::Error> {
-    let (old, new) = (old.dict(), new.dict());
+    let [old, new] = [old, new].map(|row| {
+        let mut dict = row.dict();
+        dict.retain(|key, _| !R::is_silent(key));
+        dict
+    });
     let lost = old.keys().filter(|key| !new.contains_key(*key));
     let lost: Vec<String> = lost.map(|key| rows::property_name(key)).collect();
     let differs = new.into_iter().filter(|(key, value)| old.get(key) != Some(value));

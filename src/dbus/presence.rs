@@ -9,6 +9,7 @@ use tokio::time::sleep;
 use super::{Bus, Request};
 use crate::publish::snapshot::Snapshot;
 use crate::supervisor::ClientFault;
+use crate::tenants::budgets::OverUse;
 
 /// The pause before the bus is joined again; it doubles up to the last.
 const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
@@ -20,6 +21,7 @@ pub(crate) async fn stay_on_the_bus(
     mut snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     mut faults: mpsc::Receiver<ClientFault>,
+    mut overuses: mpsc::Receiver<OverUse>,
     joined: watch::Sender<bool>,
     changed: Arc<Notify>,
 ) {
@@ -37,6 +39,9 @@ pub(crate) async fn stay_on_the_bus(
                         () = bus.closed() => break,
                         Some(fault) = faults.recv() => {
                             bus.client_fault(&fault.gpu_uuid, &fault.pids, &fault.reason).await;
+                        }
+                        Some(overuse) = overuses.recv() => {
+                            bus.over_use(&overuse.device, &overuse.reasons, &overuse.pids).await;
                         }
                         news = snapshot.changed() => match news {
                             Ok(()) => {

@@ -24,6 +24,14 @@ pub(super) type Dict = BTreeMap<&'static str, Variant<'static>>;
 
 /// A struct that is a dictionary on the bus.
 pub(super) trait Row {
+    /// The keys about which something is said, with "const" or "false".
+    const EMITS: &[(&str, &str)];
+
+    /// Whether a value changes all the time, so that nobody is told of its changes.
+    fn is_silent(key: &str) -> bool {
+        Self::EMITS.contains(&(key, "false"))
+    }
+
     fn dict(&self) -> Dict;
 }
 
@@ -107,7 +115,10 @@ impl Value for PcieInfo {
 
 /// Makes a row: its name, what it is made from, and its keys, each with the type and the source of its value.
 macro_rules! row {
-    ($(#[$doc:meta])* $row:ident($($from:ident: $view:ty),*) { $($key:ident: $ty:ty = $source:expr;)* }) => {
+    (
+        $(#[$doc:meta])*
+        $row:ident($($from:ident: $view:ty),*) { $($($emits:literal)? $key:ident: $ty:ty = $source:expr;)* }
+    ) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
         #[serde(default)]
@@ -122,6 +133,8 @@ macro_rules! row {
         }
 
         impl Row for $row {
+            const EMITS: &[(&str, &str)] = &[$($((stringify!($key), $emits),)?)*];
+
             fn dict(&self) -> Dict {
                 let mut dict = Dict::new();
                 $(if let Some(value) = self.$key.wire() {
@@ -133,7 +146,8 @@ macro_rules! row {
     };
 }
 
-/// Makes a row that is an object too. A key with "const" in front never changes while the object exists.
+/// Makes a row that is an object too. A key with "const" in front never changes while the object exists. Nobody is told of
+/// the changes of a key with "false" in front.
 macro_rules! object {
     (
         $(#[$doc:meta])*
@@ -141,7 +155,7 @@ macro_rules! object {
             $($($emits:literal)? $key:ident: $ty:ty = $source:expr;)*
         }
     ) => {
-        row! { $(#[$doc])* $row $from { $($key: $ty = $source;)* } }
+        row! { $(#[$doc])* $row $from { $($($emits)? $key: $ty = $source;)* } }
 
         #[interface(name = $interface, introspection_docs = false)]
         impl $row {
@@ -192,6 +206,7 @@ gpu_object! {
     Device(gpu, slice) on "io.yunion.Mps1.Device" {
         "const" addr: String = gpu.slice_name(slice);
         "const" base_addr: String = gpu.plan.gpu.pci.address.short();
+        "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
         // The platform's own defaults: another number would mark its rows as changed.
         "const" device_minor: i32 = -1;
@@ -199,8 +214,10 @@ gpu_object! {
         healthy: bool = gpu.slice_healthy(slice);
         "const" index: i32 = -1;
         max_clients: Option<u32> = gpu.plan.max_clients;
+        "false" memory_used: Option<i32> = gpu.slice_use(slice).and_then(|one| one.memory_mib).map(mib);
         "const" name: String = gpu.slice_name(slice);
         "const" ordinal: u32 = slice;
+        overuse: Option<String> = gpu.slice_use(slice).map(|one| one.overuse.clone());
         "const" pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
         reason: String = gpu.slice_reason(slice);
     }

@@ -1,6 +1,6 @@
 //! Makes the Snapshot from the plan and the supervisors' statuses.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::config::Settings;
 use crate::counted::counted;
@@ -10,6 +10,7 @@ use crate::supervisor::bypass;
 use crate::supervisor::drained::Drained;
 use crate::supervisor::view::{ControlDaemonState, EVENTS_KEPT, Event};
 use crate::supervisor::{GpuStatus, Status};
+use crate::tenants::budgets::SliceUse;
 
 /// Everything a Snapshot is made from.
 #[derive(Debug)]
@@ -28,6 +29,8 @@ pub(crate) struct Parts<'a> {
     pub starting: bool,
     /// The slices that an administrator has taken out of use for new clients.
     pub drained: &'a Drained,
+    /// The clients of each slice together, by the UUIDs of the GPUs.
+    pub uses: &'a BTreeMap<String, Vec<SliceUse>>,
     /// Events that concern no control daemon.
     pub events: &'a VecDeque<Event>,
     /// A standing problem that serves nobody worse, such as a new configuration that was refused.
@@ -71,8 +74,14 @@ pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     }
 }
 
-/// The part of the GPUs that `ListDevices` and `ListGpus` show. The generation grows when it changes.
+/// The part of the GPUs that `ListDevices` and `ListGpus` show, without the clients and their memory, which come and go.
+/// The generation grows when it changes.
 fn listed(mut gpus: Option<Vec<GpuView>>) -> Option<Vec<GpuView>> {
+    for gpu in gpus.iter_mut().flatten() {
+        let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
+        let known = gpu.uses.iter().any(|one| !one.overuse.is_empty());
+        gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
+    }
     for facts in gpus.iter_mut().flatten().filter_map(|gpu| gpu.plan.gpu.nvml.as_mut().ok()) {
         // The plan has them as they were when it was made. The view has them as they are now.
         facts.compute_mode = None;
@@ -115,6 +124,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         confirmed_thread_percentage: gpu.and_then(|gpu| gpu.thread_percentage),
         confirmed_memory_limit_mib: gpu.and_then(|gpu| gpu.memory_limit_mib),
         drained: drained(plan, parts.drained),
+        uses: parts.uses.get(uuid).cloned().unwrap_or_default(),
     }
 }
 
@@ -245,4 +255,26 @@ pub(crate) fn status_line(snapshot: &Snapshot) -> String {
     }
     // systemd takes a single line.
     line.replace('\n', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::publish::snapshot::tests::gpu;
+
+    #[test]
+    fn clients_change_no_generation_and_overuse_does() {
+        let listed_with = |uses: &[SliceUse]| {
+            let mut view = gpu("00:06.0", "GPU-1");
+            view.uses = uses.to_vec();
+            listed(Some(vec![view]))
+        };
+        let used = |clients| SliceUse { clients, memory_mib: Some(600), overuse: String::new() };
+        let over = |clients| SliceUse { overuse: "it has more than 2 clients".to_owned(), ..used(clients) };
+        assert_eq!(listed_with(&[]), listed_with(&[used(0), used(1)]));
+        assert_eq!(listed_with(&[used(1), used(0)]), listed_with(&[used(0), used(1)]));
+        assert_ne!(listed_with(&[used(3), used(0)]), listed_with(&[over(3), used(0)]));
+        assert_ne!(listed_with(&[used(0), over(3)]), listed_with(&[over(3), used(0)]));
+        assert_eq!(listed_with(&[over(3), used(0)]), listed_with(&[over(4), used(1)]));
+    }
 }

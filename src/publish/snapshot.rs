@@ -8,6 +8,10 @@ use crate::host::gpu::{ComputeMode, PciAddress};
 use crate::plan::GpuPlan;
 use crate::reason::Reason;
 use crate::supervisor::view::{ControlDaemonView, Event};
+use crate::tenants::budgets::SliceUse;
+
+/// The most slices that the reason of a GPU names.
+const NAMED: usize = 4;
 
 /// The service's state in one word. A reader treats an unknown word as `degraded`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -85,6 +89,8 @@ pub struct GpuView {
     pub confirmed_memory_limit_mib: Option<u64>,
     /// The ordinals of the slices that an administrator has taken out of use for new clients.
     pub drained: BTreeSet<u32>,
+    /// The clients of each slice together. Empty if they are not known.
+    pub uses: Vec<SliceUse>,
 }
 
 /// The thing behind a name.
@@ -145,16 +151,36 @@ impl GpuView {
     /// Why not, or what to know though it is.
     pub fn slice_reason(&self, ordinal: u32) -> String {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
-        joined(drained, &self.reason)
+        let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
+        joined(drained.into_iter().chain(over), &self.reason)
     }
 
-    /// The reason of the GPU itself, which also says how many slices are drained.
+    /// The reason of the GPU itself, which also says how many slices are drained, and which are over their budgets.
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
-        joined(
-            (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices)),
-            &self.reason,
-        )
+        let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices));
+        joined(drained.into_iter().chain(self.over_budget()), &self.reason)
+    }
+
+    /// The clients of a slice together, if they are known.
+    pub fn slice_use(&self, ordinal: u32) -> Option<&SliceUse> {
+        self.uses.get(usize::try_from(ordinal).ok()?)
+    }
+
+    /// In which way a slice is over its budget, if it is.
+    fn overuse(&self, ordinal: u32) -> Option<&str> {
+        self.slice_use(ordinal).map(|one| one.overuse.as_str()).filter(|overuse| !overuse.is_empty())
+    }
+
+    fn over_budget(&self) -> Option<String> {
+        let mut over: Vec<String> = (0..self.plan.slices)
+            .filter(|ordinal| self.overuse(*ordinal).is_some())
+            .map(|ordinal| self.slice_name(ordinal))
+            .collect();
+        let more = over.len().saturating_sub(NAMED);
+        over.truncate(NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        (!over.is_empty()).then(|| format!("over budget: {}{more}", over.join(", ")))
     }
 
     /// Whether no slice is left for a new client.
@@ -198,9 +224,9 @@ pub(crate) fn drained(name: &str) -> Reason {
     Reason::new("drained for new clients", format!("yunion-mpsctl undrain {name} takes that back"))
 }
 
-fn joined(first: Option<String>, second: &str) -> String {
-    let second = (!second.is_empty()).then(|| second.to_owned());
-    first.into_iter().chain(second).collect::<Vec<_>>().join("; ")
+fn joined(first: impl Iterator<Item = String>, last: &str) -> String {
+    let last = (!last.is_empty()).then(|| last.to_owned());
+    first.chain(last).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
@@ -252,6 +278,7 @@ pub(crate) mod tests {
             confirmed_thread_percentage: None,
             confirmed_memory_limit_mib: None,
             drained: BTreeSet::new(),
+            uses: Vec::new(),
         }
     }
 
@@ -319,6 +346,24 @@ pub(crate) mod tests {
         let snapshot = snapshot(Some(vec![lost]));
         assert_eq!(snapshot.find(""), None);
         assert_eq!(snapshot.find("00:06.0").map(|found| found.name()).as_deref(), Some("00:06.0"));
+    }
+
+    #[test]
+    fn a_slice_over_its_budget_is_healthy_and_says_so() {
+        let mut view = gpu("00:06.0", "GPU-1");
+        view.uses = vec![SliceUse::default(); 4];
+        assert_eq!((view.slice_reason(1), view.gpu_reason()), (String::new(), String::new()));
+        "it has more than 2 clients".clone_into(&mut view.uses[1].overuse);
+        assert!(view.slice_healthy(1) && view.healthy);
+        assert_eq!(view.slice_reason(0), "");
+        assert_eq!(view.slice_reason(1), "over its budget: it has more than 2 clients");
+        assert_eq!(view.gpu_reason(), "over budget: 00:06.0-1");
+        view.drained.insert(1);
+        assert!(view.slice_reason(1).starts_with("drained for new clients;"), "{}", view.slice_reason(1));
+        assert!(view.slice_reason(1).ends_with("; over its budget: it has more than 2 clients"));
+        view.plan.slices = 6;
+        view.uses = vec![view.uses[1].clone(); 6];
+        assert!(view.gpu_reason().ends_with("00:06.0-2, 00:06.0-3 and 2 more"), "{}", view.gpu_reason());
     }
 
     #[test]

@@ -7,6 +7,7 @@
 //! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
 
 mod agenda;
+pub(crate) mod bells;
 pub(crate) mod bypass;
 mod bypasses;
 mod commands;
@@ -43,6 +44,7 @@ use tokio::time::Instant;
 
 use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError, FrontEnds};
 use crate::plan::ControlDaemonPlan;
+use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
 
@@ -134,6 +136,8 @@ pub(crate) struct Tools {
     pub changed: Arc<Notify>,
     /// Takes every fault.
     pub faults: mpsc::Sender<ClientFault>,
+    /// Ring for the clients of a GPU.
+    pub bells: Bells,
 }
 
 /// A supervised control daemon. Dropped, it is left as it is, with its clients.

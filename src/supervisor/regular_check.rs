@@ -50,7 +50,11 @@ impl Serving<'_> {
             self.keep_limits().await?;
         }
         let processes = self.worker.look_at_gpus().await;
-        self.run.in_use = processes.values().flatten().any(|process| process.via_mps);
+        let in_use = processes.values().flatten().any(|process| process.via_mps);
+        if in_use || self.run.in_use {
+            self.worker.tools.bells.ring(&self.run.running.gpus);
+        }
+        self.run.in_use = in_use;
         self.run.places.suspect(&self.worker.order.plan.gpus, &processes);
         self.keep_compute_modes().await;
         // After a fatal error, a server's clients are not reliably listed.

@@ -264,7 +264,10 @@ impl Serving<'_> {
             }
             Meaning::FaultHandling { server } => self.fault_seen(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
-            Meaning::ClientAdmitted(_) => self.run.in_use = true,
+            Meaning::ClientAdmitted(_) => {
+                self.run.in_use = true;
+                self.worker.tools.bells.ring(&self.run.running.gpus);
+            }
             Meaning::ClientLeft(_) => self.run.client_left = true,
             Meaning::ClientRefused { server, capacity } if news => self
                 .worker

@@ -248,12 +248,13 @@ fn uid(pid: u32) -> Option<u32> {
 
 /// The facts about a process that can be read without its memory, which may hang.
 pub(super) fn whose(pid: u32, mounts: &SliceMounts, users: &str) -> Whose {
-    Whose {
-        pid,
-        user: uid(pid).map(|uid| user_in(users, uid)),
-        slices: mounts.see(pid).ok().and_then(Seen::mounted).map(|mounted| mounted.slices),
-        container: container(pid),
-    }
+    let slices = mounts.see(pid).ok().and_then(Seen::mounted).map(|mounted| mounted.slices);
+    Whose { slices, ..owner(pid, users) }
+}
+
+/// The same without the slices.
+pub(super) fn owner(pid: u32, users: &str) -> Whose {
+    Whose { pid, user: uid(pid).map(|uid| user_in(users, uid)), slices: None, container: container(pid) }
 }
 
 /// The name of a user in the text of /etc/passwd, or the number of a user without a name.

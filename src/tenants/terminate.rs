@@ -125,7 +125,7 @@ pub(crate) async fn terminate(
 }
 
 /// The connections of a client, by the ids that `ps` gives them.
-type Connections = BTreeSet<Option<u64>>;
+pub(super) type Connections = BTreeSet<Option<u64>>;
 
 struct Termination {
     controls: Vec<Arc<CallersControl>>,
@@ -221,11 +221,7 @@ impl Termination {
     }
 }
 
-/// Ends the GPU work of one client. The control daemon waits for the client meanwhile, and everybody waits for the
-/// control daemon. So nobody may wait for a client that can't take part. If its server met a fatal GPU error, the
-/// client has no work left. A client that is stopped or frozen is continued first, and again as often as it stops
-/// before the answer comes. A client is never killed, since that would be a fault for its neighbours. None if the
-/// client can't be continued, and nothing was done.
+/// Ends the GPU work of one client. If its server met a fatal GPU error, the client has no work left.
 async fn end_work(
     control: &CallersControl,
     server: u32,
@@ -235,6 +231,20 @@ async fn end_work(
     if control.server_status(server).await? == ServerStatus::Fault {
         return Ok(Some(Terminated::Done));
     }
+    end_client(control, server, pid, held).await
+}
+
+/// Ends the GPU work of one client of a server that met no fatal GPU error. The control daemon waits for the client
+/// meanwhile, and everybody waits for the control daemon. So nobody may wait for a client that can't take part. A
+/// client that is stopped or frozen is continued first, and again as often as it stops before the answer comes. A
+/// client is never killed, since that would be a fault for its neighbours. None if the client can't be continued, and
+/// nothing was done.
+pub(super) async fn end_client(
+    control: &CallersControl,
+    server: u32,
+    pid: u32,
+    held: &Held,
+) -> Result<Option<Terminated>, TerminationError> {
     let mut going_on = match held.go_on().await {
         Ok(going_on) => going_on,
         Err(error) => {
@@ -269,7 +279,7 @@ struct Found {
 }
 
 /// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
-async fn list_clients(
+pub(super) async fn list_clients(
     controls: &[Arc<CallersControl>],
 ) -> (Vec<(Arc<CallersControl>, Vec<Client>)>, Option<TerminationError>) {
     let mut asked = JoinSet::new();

@@ -10,7 +10,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
 use yunion_mps::{Bus, Request, RequestError};
 use yunion_mps::{ClientView, KnownBy, MayCommand, Membership};
-use yunion_mps::{GpuView, Snapshot, State};
+use yunion_mps::{GpuView, SliceUse, Snapshot, State};
 
 use crate::support::bus::{PrivateBus, complained, output, printed};
 use crate::support::service::Service;
@@ -628,6 +628,36 @@ async fn changes_are_told_once_and_nothing_else_is() {
     let properties = ["org.freedesktop.DBus.Properties", "GetAll", "s", "io.yunion.Mps1.Device"];
     let (_, all) = busctl_at(&service.bus, SLICE, properties[0], properties[1], &properties[2..]).await;
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
+}
+
+/// Clients and their memory change all the time. Nobody is told, and whoever asks gets them.
+#[tokio::test]
+async fn overuse_is_told_and_use_is_not() {
+    let used = |clients, overuse: &str| {
+        let mut snapshot = p40_board();
+        let of_slice = SliceUse { clients, memory_mib: Some(600), overuse: overuse.to_owned() };
+        let nothing = SliceUse { memory_mib: Some(0), ..SliceUse::default() };
+        snapshot.gpus.as_mut().unwrap()[0].uses = vec![of_slice, nothing.clone(), nothing.clone(), nothing];
+        snapshot
+    };
+    let mut service = Service::start(used(1, "")).await;
+    let mut monitor = Monitor::start(&service.bus).await;
+    service.publish(used(2, "")).await;
+    service.publish(used(3, "it has more than 2 clients")).await;
+    service.served.over_use("00:06.0-0", &["clients"], &[7, 8, 9]).await;
+    let path = "/io/yunion/Mps1/devices/_00_06_0_0";
+    let properties = "org.freedesktop.DBus.Properties";
+    let reason = "over its budget: it has more than 2 clients";
+    let of_slice = json!({"Overuse": ["s", "it has more than 2 clients"], "Reason": ["s", reason]});
+    let of_gpu = json!({"Reason": ["s", "over budget: 00:06.0-0"]});
+    let expected = [
+        json!([GPU, properties, "PropertiesChanged", [format!("{NAME}.Gpu"), of_gpu, []]]),
+        json!([path, properties, "PropertiesChanged", [format!("{NAME}.Device"), of_slice, []]]),
+        json!([MANAGER, "io.yunion.Mps1.Manager", "OverUse", ["00:06.0-0", ["clients"], [7, 8, 9]]]),
+    ];
+    assert_eq!(monitor.until("OverUse").await, expected);
+    let (_, all) = busctl_at(&service.bus, path, properties, "GetAll", &["s", "io.yunion.Mps1.Device"]).await;
+    assert_eq!((&all[0]["Clients"], &all[0]["MemoryUsed"]), (&json!(["u", 3]), &json!(["i", 600])));
 }
 
 #[tokio::test]

@@ -26,6 +26,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::support::host::{Host, binaries, signal_pid};
+use crate::support::wait::wait_for;
 
 /// The name of a file without its extension, and the command with this output. Names of JSON output end in `json`.
 /// DEVICE is the second slice, CLIENT the PID of one of its clients. One host sees all of them, in this order.
@@ -187,6 +188,13 @@ fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
         .unwrap();
     *client = Some(started);
     host.wait_for_only_client();
+    // The service counts it a moment later, and all the others are counted too.
+    wait_for("the client in its slice", || {
+        let expected = |name: &Value| u64::from(name == device);
+        let counted =
+            |found: &Value| found["max_clients"].is_null() || found["clients"] == expected(&found["addr"]);
+        host.list().iter().all(counted).then_some(())
+    });
     // A server that is started for a client is in the status a moment later.
     host.wait_for_status("a server", |status| {
         let daemons = status["control_daemons"].as_array().unwrap();

@@ -22,6 +22,7 @@
 mod attacks;
 mod bad_input;
 mod bench;
+mod budgets;
 mod cdi;
 mod chaos;
 mod check;

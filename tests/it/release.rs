@@ -509,7 +509,7 @@ fn a_client_that_is_stopped_holds_up_nobody() {
 }
 
 /// A debugger that holds a process.
-const DEBUGGER: &str = "import ctypes, sys, time\n\
+pub(crate) const DEBUGGER: &str = "import ctypes, sys, time\n\
     libc = ctypes.CDLL(None, use_errno=True)\n\
     assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
     print('held', flush=True)\n\

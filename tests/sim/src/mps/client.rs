@@ -1,5 +1,5 @@
-//! A CUDA program: `cuda-client hold SECONDS [--stay | --tell] | props | alloc MIB | fault | long SECONDS`. If a
-//! control daemon answers, the program is an MPS client. Otherwise it uses the GPU directly.
+//! A CUDA program: `cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | fault |
+//! long SECONDS`. If a control daemon answers, the program is an MPS client. Otherwise it uses the GPU directly.
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -22,11 +22,14 @@ pub(super) const TERMINATED: u32 = 810;
 /// The memory that a program without MPS holds before it allocates any.
 const ALONE_MIB: u64 = 526;
 
+/// The time between two attempts to make a context.
+const AGAIN: Duration = Duration::from_millis(50);
+
 /// The size of one `cudaMalloc`.
 const STEP_MIB: u64 = 256;
 
-const USAGE: &str =
-    "usage: cuda-client hold SECONDS [--stay | --tell] | props | alloc MIB | fault | long SECONDS";
+const USAGE: &str = "usage: cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | \
+                     fault | long SECONDS";
 
 pub(crate) fn text(error: u32) -> &'static str {
     match error {
@@ -219,16 +222,27 @@ pub fn run(arguments: &[String]) -> u8 {
             Err(_) => fail(USAGE),
         },
         ["fault"] => fault(&context),
-        ["hold", time, rest @ ..] => match (seconds(time), rest) {
-            (Some(time), []) => hold(&context, time, false),
-            (Some(time), ["--stay"]) => hold(&context, time, true),
-            (Some(time), ["--tell"]) => {
-                let way = if context.is_client() { "with" } else { "without" };
-                say(&format!("hold pid {} begins {way} MPS", std::process::id()));
-                hold(&context, time, false)
+        ["hold", time, rest @ ..] => {
+            let (mib, rest) = match rest {
+                ["--mib", mib, rest @ ..] => (mib.parse().ok(), rest),
+                rest => (Some(0), rest),
+            };
+            let (Some(time), Some(mib)) = (seconds(time), mib) else { return fail(USAGE) };
+            if mib > 0 && rest != ["--again"] {
+                context.allocated(mib);
             }
-            _ => fail(USAGE),
-        },
+            match rest {
+                [] => hold(&context, time, false),
+                ["--stay"] => hold(&context, time, true),
+                ["--tell"] => {
+                    let way = if context.is_client() { "with" } else { "without" };
+                    say(&format!("hold pid {} begins {way} MPS", std::process::id()));
+                    hold(&context, time, false)
+                }
+                ["--again"] => again(&host, context, time, mib),
+                _ => fail(USAGE),
+            }
+        }
         ["long", time] => match seconds(time) {
             Some(time) => long(&context, start, time),
             None => fail(USAGE),
@@ -299,6 +313,25 @@ fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     say(&format!("hold pid {pid} after {iterations} iters t={after:.1}: {} ({error})", text(error)));
     if stay {
         thread::sleep(end.saturating_duration_since(Instant::now()));
+    }
+    4
+}
+
+/// Runs short kernels, and makes another context whenever CUDA returns an error.
+fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
+    let end = Instant::now() + time;
+    let mut context = Some(context);
+    while Instant::now() < end {
+        match context.take() {
+            Some(context) => {
+                context.allocated(mib);
+                if context.work(end).is_ok() {
+                    return 0;
+                }
+            }
+            None => context = Context::open(host).ok(),
+        }
+        thread::sleep(AGAIN);
     }
     4
 }

@@ -1,0 +1,38 @@
+//! The budgets of slices: which are watched over, and what is told of them.
+
+use super::Daemon;
+use crate::membership::Slices;
+use crate::plan::Plan;
+use crate::tenants::budgets::{GpuBudget, News};
+
+impl Daemon {
+    /// Watches over the slices of this plan.
+    pub(super) fn keep_budgets(&mut self, plan: &Plan) {
+        // A control daemon on the way out may still have clients, in another pipe directory.
+        let leaving = self.fleet.statuses_of_leaving();
+        let plans = plan.control_daemons.iter().chain(leaving.iter().map(|status| &status.plan));
+        let slices = Slices::of(plans);
+        let overuse = self.settings.overuse;
+        self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::of(gpu, overuse, &slices)));
+    }
+
+    /// Tells the news of a watch, or answers it.
+    pub(super) fn take_news(&mut self, news: News) {
+        match news {
+            News::Controls(reply) => drop(reply.send(self.fleet.controls(false))),
+            News::Event(text) => self.event(text),
+            News::Warning(text) => self.warning(text),
+            News::OverUse(overuse, text) => {
+                self.warning(text);
+                if let Err(error) = self.overuses.try_send(overuse) {
+                    tracing::debug!("the bus is not told of an overuse: {error}");
+                }
+            }
+        }
+    }
+
+    fn warning(&mut self, text: String) {
+        tracing::warn!("{text}");
+        self.keep_event(text);
+    }
+}

@@ -1,0 +1,434 @@
+//! Watches over the budgets of the slices of each GPU. A look asks NVML for the clients and their memory, and the kernel
+//! whose they are; it starts no front end. A look follows when a client has come and with each regular check of the
+//! control daemon, and every second while some slice has two clients or more: the driver itself binds one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until};
+
+use super::budget::{self, Budget, InUse, Member, Part};
+use super::clients::{owner, users};
+use super::cut_back::{Cutter, Fate, OverBudget, Victim};
+use super::in_words::{Whose, in_words};
+use super::members::{Cut, Members};
+use super::overuse::{Allowance, Shown};
+use crate::config::Overuse;
+use crate::host::blocking::Blocking;
+use crate::membership::Slices;
+use crate::mps::control::CallersControl;
+use crate::plan::GpuPlan;
+use crate::supervisor::bells::Bells;
+use crate::supervisor::compute_modes::ComputeModes;
+
+/// The least time between two looks: clients that come together share one.
+const SHARE: Duration = Duration::from_millis(250);
+
+/// The time to the next look while some slice has two clients or more, and after a client has come: the driver lists a
+/// client a moment after the control daemon has admitted it.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// The longest pause between two attempts to end clients of which none could be ended.
+const LAST_PAUSE: Duration = Duration::from_secs(30);
+
+/// The time for all questions about the owners of clients. Each takes microseconds.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The clients of a slice, all together.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SliceUse {
+    /// The number of its clients, each a process.
+    pub clients: u32,
+    /// The memory that they hold, in MiB. None if the driver does not report it for one of them.
+    pub memory_mib: Option<u64>,
+    /// In which way that is more than the slice's budget, in words; empty if it is not.
+    pub overuse: String,
+}
+
+/// The budgets of a GPU's slices, and the answer to more.
+#[derive(Debug, Clone)]
+pub(crate) struct GpuBudget {
+    cut: Cut,
+    budget: Budget,
+    overuse: Overuse,
+}
+
+impl GpuBudget {
+    /// The budgets of this GPU's slices, with its UUID. None if its clients can't be counted.
+    pub(crate) fn of(plan: &GpuPlan, overuse: Overuse, all: &Slices) -> Option<(String, Self)> {
+        let cut = Cut { gpu: plan.gpu.pci.address, slices: plan.slices, all: all.clone() };
+        let budget = Budget { memory_mib: plan.memory_limit_mib, max_clients: plan.max_clients? };
+        Some((plan.gpu.uuid()?.to_owned(), Self { cut, budget, overuse }))
+    }
+
+    /// Whether clients that were right before may be too much now.
+    fn is_stricter_than(&self, before: &Self) -> bool {
+        self.budget.memory_mib < before.budget.memory_mib
+            || self.budget.max_clients < before.budget.max_clients
+            || self.cut.slices != before.cut.slices
+            || (self.overuse == Overuse::Terminate && before.overuse == Overuse::Report)
+    }
+
+    fn name(&self, slice: u32) -> String {
+        format!("{}-{slice}", self.cut.gpu.short())
+    }
+}
+
+/// A slice has gone over its budget, or is over it in another way.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct OverUse {
+    /// The name of the slice.
+    pub device: String,
+    /// The exceeded parts of its budget, each in one word.
+    pub reasons: Vec<&'static str>,
+    /// Its clients.
+    pub pids: Vec<u32>,
+}
+
+/// Something for the loop to tell, or to answer.
+#[derive(Debug)]
+pub(crate) enum News {
+    OverUse(OverUse, String),
+    Warning(String),
+    Event(String),
+    /// Who can end the work of clients.
+    Controls(oneshot::Sender<Vec<Arc<CallersControl>>>),
+}
+
+/// The watches over all GPUs.
+#[derive(Debug)]
+pub(crate) struct Budgets {
+    nvml: ComputeModes,
+    bells: Bells,
+    /// Wakes the loop up.
+    changed: Arc<Notify>,
+    news: mpsc::Sender<News>,
+    /// By UUID.
+    watched: BTreeMap<String, Watched>,
+}
+
+/// A watch over one GPU. It ends with this value.
+#[derive(Debug)]
+struct Watched {
+    budget: watch::Sender<GpuBudget>,
+    uses: watch::Receiver<Vec<SliceUse>>,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Budgets {
+    pub(crate) fn new(
+        nvml: ComputeModes,
+        bells: Bells,
+        changed: Arc<Notify>,
+        news: mpsc::Sender<News>,
+    ) -> Self {
+        Self { nvml, bells, changed, news, watched: BTreeMap::new() }
+    }
+
+    /// Watches over these GPUs from now on, and over no others.
+    pub(crate) fn pursue(&mut self, gpus: impl IntoIterator<Item = (String, GpuBudget)>) {
+        let mut before = std::mem::take(&mut self.watched);
+        for (uuid, budget) in gpus {
+            let watched = match before.remove(&uuid) {
+                Some(watched) => {
+                    watched.budget.send_replace(budget);
+                    watched
+                }
+                None => self.watch(&uuid, budget),
+            };
+            self.watched.insert(uuid, watched);
+        }
+    }
+
+    fn watch(&self, uuid: &str, budget: GpuBudget) -> Watched {
+        let (sender, received) = watch::channel(budget.clone());
+        let (uses, uses_seen) = watch::channel(Vec::new());
+        let now = Instant::now();
+        let watch = Watch {
+            uuid: uuid.to_owned(),
+            gpu: budget,
+            nvml: self.nvml.clone(),
+            kernel: Blocking::new(1),
+            changed: Arc::clone(&self.changed),
+            news: self.news.clone(),
+            uses,
+            members: Members::new(),
+            spare: true,
+            slices: BTreeMap::new(),
+            looked_at: now,
+            look_at: Some(now),
+            busy: false,
+            attempt: Attempt { at: now, pause: PERIOD },
+            cutter: Some(Cutter::default()),
+        };
+        let task = tokio::spawn(watch.run(received, self.bells.of(uuid)));
+        Watched { budget: sender, uses: uses_seen, task }
+    }
+
+    /// The use of each slice of the GPUs, by their UUIDs. A GPU that was not looked at yet has none.
+    pub(crate) fn uses(&self) -> BTreeMap<String, Vec<SliceUse>> {
+        self.watched.iter().map(|(uuid, watched)| (uuid.clone(), watched.uses.borrow().clone())).collect()
+    }
+}
+
+/// When clients may be ended next.
+#[derive(Debug)]
+struct Attempt {
+    at: Instant,
+    /// The pause after an attempt that ends nobody.
+    pause: Duration,
+}
+
+/// All that is told of one slice.
+#[derive(Debug)]
+struct Told {
+    shown: Shown,
+    /// The number of messages about ended clients that may be written.
+    endings: Allowance,
+    /// The number of ended clients that no message names.
+    untold: usize,
+}
+
+impl Told {
+    fn new(now: Instant) -> Self {
+        Self { shown: Shown::new(now), endings: Allowance::new(now), untold: 0 }
+    }
+}
+
+/// The end of an attempt, with the owners of the clients that were there at its beginning.
+type Attempted = (Cutter, Vec<Victim>, BTreeMap<u32, Whose>);
+
+struct Watch {
+    uuid: String,
+    gpu: GpuBudget,
+    nvml: ComputeModes,
+    /// Asks the kernel for the owners of clients.
+    kernel: Blocking,
+    changed: Arc<Notify>,
+    news: mpsc::Sender<News>,
+    uses: watch::Sender<Vec<SliceUse>>,
+    members: Members,
+    /// The clients that the next look finds are spared: they were there before the service, or before the budget became
+    /// smaller. No restart and no reload ends the work of clients.
+    spare: bool,
+    /// By the ordinals of the slices.
+    slices: BTreeMap<u32, Told>,
+    looked_at: Instant,
+    look_at: Option<Instant>,
+    /// Some slice had two clients or more at the last look.
+    busy: bool,
+    attempt: Attempt,
+    /// None while clients are being ended.
+    cutter: Option<Cutter>,
+}
+
+impl Watch {
+    async fn run(mut self, mut budget: watch::Receiver<GpuBudget>, bell: Arc<Notify>) {
+        let mut attempted: Option<JoinHandle<Attempted>> = None;
+        loop {
+            let mut come = false;
+            tokio::select! {
+                changed = budget.changed() => {
+                    if changed.is_err() {
+                        return;
+                    }
+                    let now = budget.borrow_and_update().clone();
+                    self.spare |= now.is_stricter_than(&self.gpu);
+                    self.slices.retain(|slice, _| *slice < now.cut.slices);
+                    self.gpu = now;
+                    self.members.look_again();
+                }
+                () = bell.notified() => {
+                    come = true;
+                    self.attempt.at = self.attempt.at.min(Instant::now() + PERIOD);
+                    self.attempt.pause = PERIOD;
+                }
+                ended = finished(&mut attempted) => {
+                    attempted = None;
+                    self.has_attempted(ended).await;
+                    continue;
+                }
+                () = sleep_or_never(self.look_at) => {}
+            }
+            sleep_until(self.looked_at + SHARE).await;
+            let over = self.look(come).await;
+            if !over.is_empty() && attempted.is_none() {
+                attempted = self.begin_attempt(over).await;
+            }
+        }
+    }
+
+    /// Looks at the clients, and publishes and tells what is new. Returns the slices that are over their budgets.
+    async fn look(&mut self, come: bool) -> Vec<OverBudget> {
+        let now = Instant::now();
+        self.looked_at = now;
+        self.look_at = (come || self.busy).then(|| now + PERIOD);
+        let uuid = &self.uuid;
+        let processes = match self.nvml.processes(uuid).await {
+            Ok(processes) => processes,
+            Err(error) => {
+                tracing::debug!(gpu_uuid = uuid, "the clients of {uuid} are not known: {error}");
+                return Vec::new();
+            }
+        };
+        tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of {uuid} are counted");
+        let mut members = self.members.by_slice(&processes, &self.gpu.cut).await;
+        if std::mem::take(&mut self.spare) {
+            self.members.spare_all();
+            members = self.members.by_slice(&processes, &self.gpu.cut).await;
+        }
+        let mut uses = Vec::new();
+        let mut over = Vec::new();
+        for slice in 0..self.gpu.cut.slices {
+            let of_slice = members.remove(&slice).unwrap_or_default();
+            let in_use = InUse::by(&of_slice);
+            let exceeded = in_use.exceeds(self.gpu.budget);
+            let shown = self.show(slice, &exceeded, in_use, &of_slice).await;
+            let overuse = budget::in_words(self.gpu.budget, &shown);
+            uses.push(SliceUse { clients: in_use.clients, memory_mib: in_use.memory_mib, overuse });
+            if !exceeded.is_empty() {
+                over.push(OverBudget { slice, budget: self.gpu.budget, members: of_slice });
+            }
+        }
+        self.busy = uses.iter().any(|one| one.clients > 1);
+        let again = self.slices.values_mut().filter_map(|told| told.shown.look_at(now));
+        let busy = (come || self.busy).then(|| now + PERIOD);
+        self.look_at = again.chain(busy).min();
+        if self.uses.send_if_modified(|before| std::mem::replace(before, uses.clone()) != uses) {
+            self.changed.notify_one();
+        }
+        over
+    }
+
+    /// The parts of a slice's budget that are shown as exceeded from now on. A change is told.
+    async fn show(
+        &mut self,
+        slice: u32,
+        exceeded: &BTreeSet<Part>,
+        in_use: InUse,
+        members: &[Member],
+    ) -> BTreeSet<Part> {
+        let now = Instant::now();
+        if !self.slices.contains_key(&slice) && exceeded.is_empty() {
+            return BTreeSet::new();
+        }
+        let told = self.slices.entry(slice).or_insert_with(|| Told::new(now));
+        let changed = told.shown.take_in(exceeded, now);
+        let shown = told.shown.parts();
+        if changed {
+            let device = self.gpu.name(slice);
+            let news = if shown.is_empty() {
+                News::Event(format!("{device} is within its budget again"))
+            } else {
+                let words = budget::in_words(self.gpu.budget, &shown);
+                let memory = in_use.memory_mib.map(|mib| format!(" of {mib} MiB")).unwrap_or_default();
+                let pids: Vec<u32> = members.iter().map(|member| member.process.pid).collect();
+                let who = in_words(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
+                let text = format!("{device} is over its budget: {words}; in use{memory} by {who}");
+                let reasons = shown.iter().map(|part| part.as_str()).collect();
+                News::OverUse(OverUse { device, reasons, pids }, text)
+            };
+            self.tell(news).await;
+        }
+        shown
+    }
+
+    async fn tell(&self, news: News) {
+        // The loop takes the news as long as the service runs.
+        let _ = self.news.send(news).await;
+    }
+
+    /// The owners of these clients. A process that can't be looked at now has its PID alone.
+    async fn owners(&self, pids: Vec<u32>) -> BTreeMap<u32, Whose> {
+        let unknown = |pid: &u32| (*pid, Whose { pid: *pid, user: None, slices: None, container: None });
+        let nobody = pids.iter().map(unknown).collect();
+        let asked = self.kernel.ask(PATIENCE, move || {
+            let users = users();
+            pids.into_iter().map(|pid| (pid, owner(pid, &users))).collect()
+        });
+        asked.await.unwrap_or(nobody)
+    }
+
+    /// Begins to end clients of these slices, if that is wanted and it is time.
+    async fn begin_attempt(&mut self, over: Vec<OverBudget>) -> Option<JoinHandle<Attempted>> {
+        let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
+        if self.gpu.overuse != Overuse::Terminate || !can_go || Instant::now() < self.attempt.at {
+            return None;
+        }
+        let pids = over.iter().flat_map(|slice| &slice.members).map(|member| member.process.pid).collect();
+        let owners = self.owners(pids).await;
+        let mut cutter = self.cutter.take()?;
+        let news = self.news.clone();
+        // Beside the looks: the control daemon waits for the client whose work it ends.
+        Some(tokio::spawn(async move {
+            let (reply, answer) = oneshot::channel();
+            let _ = news.send(News::Controls(reply)).await;
+            let controls = answer.await.unwrap_or_default();
+            let victims = cutter.cut_back(&controls, over).await;
+            (cutter, victims, owners)
+        }))
+    }
+
+    /// Takes note of the end of an attempt, and tells whose work has ended.
+    async fn has_attempted(&mut self, attempted: Option<Attempted>) {
+        let (cutter, victims, owners) = attempted.unwrap_or_default();
+        self.cutter = Some(cutter);
+        let now = Instant::now();
+        let ended_one = victims.iter().any(|victim| victim.fate == Fate::Ended);
+        self.attempt.pause = if ended_one { PERIOD } else { (self.attempt.pause * 2).min(LAST_PAUSE) };
+        self.attempt.at = now + self.attempt.pause;
+        let slices: BTreeSet<u32> = victims.iter().map(|victim| victim.slice).collect();
+        for slice in slices {
+            let of_slice = || victims.iter().filter(|victim| victim.slice == slice);
+            let owner = |victim: &Victim| owners.get(&victim.process.pid).cloned();
+            let ended = of_slice().filter(|victim| victim.fate == Fate::Ended).filter_map(owner);
+            let stay = of_slice().find_map(|victim| match &victim.fate {
+                Fate::Stays(reason) => Some((owner(victim)?, reason)),
+                Fate::Ended => None,
+            });
+            let told = self.slices.entry(slice).or_insert_with(|| Told::new(now));
+            if !told.endings.take(now) {
+                told.untold += ended.count();
+                continue;
+            }
+            let untold = match std::mem::take(&mut told.untold) {
+                0 => String::new(),
+                untold => format!("; before, also of {untold} clients that are not named"),
+            };
+            let device = self.gpu.name(slice);
+            if let Some(who) = in_words(ended) {
+                let text = format!("GPU work ended since {device} was over its budget, of {who}{untold}");
+                self.tell(News::Warning(text)).await;
+            }
+            if let Some((who, reason)) = stay {
+                let text =
+                    format!("{device} is over its budget, and the work of {who} can't be ended: {reason}");
+                self.tell(News::Warning(text)).await;
+            }
+        }
+    }
+}
+
+/// Waits for the end of an attempt. None if it has failed.
+async fn finished(attempt: &mut Option<JoinHandle<Attempted>>) -> Option<Attempted> {
+    match attempt {
+        Some(attempt) => attempt.await.ok(),
+        None => std::future::pending().await,
+    }
+}
+
+async fn sleep_or_never(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,170 @@
+//! Ends the GPU work of the newest clients of slices that are over their budgets.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::budget::{self, Budget, Member};
+use super::terminate::{Connections, end_client, list_clients};
+use crate::mps::control::{CallersControl, ControlError, ServerStatus, Terminated};
+use crate::mps::identity::Identity;
+use crate::mps::process::Held;
+
+/// The first pause after a client could not be ended; it doubles up to the last.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LAST_PAUSE: Duration = Duration::from_secs(60);
+
+/// A slice that is over its budget.
+#[derive(Debug)]
+pub(super) struct OverBudget {
+    /// Its ordinal.
+    pub slice: u32,
+    pub budget: Budget,
+    pub members: Vec<Member>,
+}
+
+/// The fate of a client that was to be ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Fate {
+    Ended,
+    /// It could not be ended, for this reason. It is left alone for a while.
+    Stays(String),
+}
+
+/// A client that was to be ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Victim {
+    /// The ordinal of its slice.
+    pub slice: u32,
+    pub process: Identity,
+    pub fate: Fate,
+}
+
+/// A client of the control daemons: the server that it has its connections to.
+struct Connected<'c> {
+    control: &'c CallersControl,
+    server: u32,
+    connections: Connections,
+}
+
+/// Knows whose work it has ended, and who could not be ended, so that it tries nothing again without need.
+#[derive(Debug, Default)]
+pub(super) struct Cutter {
+    /// The processes without work any more, by PID, with the connections that they had. Each is held, so that no other
+    /// process with its PID is taken for it.
+    ended: BTreeMap<u32, (Held, Connections)>,
+    /// The processes that could not be ended, by PID: when the next attempt may come, and the pause before it.
+    stubborn: BTreeMap<u32, (Identity, Instant, Duration)>,
+}
+
+impl Cutter {
+    /// Ends the work of the newest members of each slice until the rest fits. A member whose work was ended before counts
+    /// as gone while it has no new connection, and so does a process without any connection.
+    pub(super) async fn cut_back(
+        &mut self,
+        controls: &[Arc<CallersControl>],
+        slices: Vec<OverBudget>,
+    ) -> Vec<Victim> {
+        let (listed, silent) = list_clients(controls).await;
+        if let Some(error) = silent {
+            // A process that is not listed would count as gone.
+            tracing::debug!("no slice is cut back, since not all clients are known: {error}");
+            return Vec::new();
+        }
+        let mut connected: BTreeMap<u32, Vec<Connected<'_>>> = BTreeMap::new();
+        for (control, clients) in &listed {
+            for client in clients {
+                let servers = connected.entry(client.pid).or_default();
+                match servers.iter_mut().find(|one| one.server == client.server) {
+                    Some(one) => _ = one.connections.insert(client.id),
+                    None => servers.push(Connected {
+                        control,
+                        server: client.server,
+                        connections: Connections::from([client.id]),
+                    }),
+                }
+            }
+        }
+        self.ended.retain(|pid, (held, _)| connected.contains_key(pid) && held.alive());
+        self.stubborn.retain(|pid, _| connected.contains_key(pid));
+        let mut victims = Vec::new();
+        for OverBudget { slice, budget, mut members } in slices {
+            members.retain(|member| {
+                let pid = member.process.pid;
+                connected.get(&pid).is_some_and(|servers| !self.has_ended(pid, servers))
+            });
+            for member in &mut members {
+                member.stays |= self.is_stubborn(member.process);
+            }
+            for process in budget::victims(budget, &members) {
+                let Some(servers) = connected.get(&process.pid) else { continue };
+                match self.end(process, servers).await {
+                    Ok(Some(fate)) => victims.push(Victim { slice, process, fate }),
+                    Ok(None) => {}
+                    // After a fault, and with a control daemon that does not answer, nobody is touched.
+                    Err(reason) => {
+                        tracing::debug!("no slice is cut back any further: {reason}");
+                        return victims;
+                    }
+                }
+            }
+        }
+        victims
+    }
+
+    /// Whether a client has no work: it has no connection that it did not have when its work was ended. A client that
+    /// starts over has a new one. Users can forge connections, but they can't remove any.
+    fn has_ended(&self, pid: u32, servers: &[Connected<'_>]) -> bool {
+        self.ended.get(&pid).is_some_and(|(held, ended)| {
+            held.alive() && servers.iter().all(|one| one.connections.is_subset(ended))
+        })
+    }
+
+    fn is_stubborn(&self, process: Identity) -> bool {
+        self.stubborn
+            .get(&process.pid)
+            .is_some_and(|(known, until, _)| *known == process && Instant::now() < *until)
+    }
+
+    /// Ends the work of a client at all its servers. None if the client has just gone. It is an error if no other client
+    /// may be touched either.
+    async fn end(&mut self, process: Identity, servers: &[Connected<'_>]) -> Result<Option<Fate>, String> {
+        let words = |error: ControlError| error.to_string();
+        let held = match Held::open(process.pid) {
+            Ok(Some(held)) if Identity::of(process.pid).ok() == Some(process) => held,
+            Ok(_) => return Ok(None),
+            Err(error) => return Ok(Some(self.stays(process, error.to_string()))),
+        };
+        let mut ended = Connections::new();
+        for Connected { control, server, connections } in servers {
+            if control.server_status(*server).await.map_err(words)? == ServerStatus::Fault {
+                return Err(format!("server {server} handles a fault"));
+            }
+            match end_client(control, *server, process.pid, &held).await {
+                Ok(Some(Terminated::Done)) => ended.extend(connections),
+                Ok(Some(Terminated::NoSuchClient | Terminated::NoSuchServer)) => {}
+                Ok(None) => return Ok(Some(self.stays(process, "it can't be continued".to_owned()))),
+                Err(error) => {
+                    self.stays(process, String::new());
+                    return Err(error.to_string());
+                }
+            }
+        }
+        if ended.is_empty() {
+            return Ok(None);
+        }
+        self.stubborn.remove(&process.pid);
+        self.ended.insert(process.pid, (held, ended));
+        Ok(Some(Fate::Ended))
+    }
+
+    /// Leaves a client alone for a while, and longer each time.
+    fn stays(&mut self, process: Identity, reason: String) -> Fate {
+        let before = self.stubborn.get(&process.pid).filter(|(known, ..)| *known == process);
+        let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));
+        self.stubborn.insert(process.pid, (process, Instant::now() + pause, pause));
+        Fate::Stays(reason)
+    }
+}

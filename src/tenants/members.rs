@@ -1,0 +1,209 @@
+//! Whose the clients of a GPU are: each of them by its slice.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use super::budget::Member;
+use crate::host::blocking::Blocking;
+use crate::host::gpu::PciAddress;
+use crate::host::nvml::GpuProcess;
+use crate::membership::{KnownBy, Membership, SliceMounts, Slices};
+use crate::mps::identity::Identity;
+
+/// The time that the kernel gets for a question about a process. It takes microseconds, but a program can hold up
+/// everybody who reads its memory, where its environment is.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The most questions at a time. More than a GPU can hold clients: a client that holds up its question must not hide the
+/// slices of the others.
+const QUESTIONS: usize = 128;
+
+/// The time after which a process without a slice is looked at again. The directory of its slice may have been away.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// A GPU as its members are told apart.
+#[derive(Debug, Clone)]
+pub(super) struct Cut {
+    pub gpu: PciAddress,
+    /// The number of its slices.
+    pub slices: u32,
+    /// The slices of all control daemons.
+    pub all: Slices,
+}
+
+/// The slice of a process on this GPU.
+#[derive(Debug, Clone, Copy)]
+enum Place {
+    Slice(u32, KnownBy),
+    /// It has none, as of this moment.
+    Nowhere(Instant),
+    /// It does not let itself be looked at, and is not asked again.
+    Hidden,
+}
+
+/// The clients that were looked at.
+#[derive(Debug)]
+pub(super) struct Members {
+    kernel: Blocking,
+    /// The slice of each client, by PID. The slice of a process does not change.
+    known: BTreeMap<u32, (Identity, Place)>,
+    /// The clients whose work is not ended for their slice's budget, by PID.
+    spared: BTreeMap<u32, Identity>,
+}
+
+impl Members {
+    pub(super) fn new() -> Self {
+        Self { kernel: Blocking::new(QUESTIONS), known: BTreeMap::new(), spared: BTreeMap::new() }
+    }
+
+    /// Looks at all clients once more, since the slices may be others.
+    pub(super) fn look_again(&mut self) {
+        self.known.retain(|_, (_, place)| matches!(place, Place::Hidden));
+    }
+
+    /// Spares the clients that are there now.
+    pub(super) fn spare_all(&mut self) {
+        self.spared = self.known.iter().map(|(pid, (process, _))| (*pid, *process)).collect();
+    }
+
+    /// The clients among these processes, by the ordinal of their slice. A client without a known slice of this GPU is
+    /// left out.
+    pub(super) async fn by_slice(
+        &mut self,
+        processes: &[GpuProcess],
+        cut: &Cut,
+    ) -> BTreeMap<u32, Vec<Member>> {
+        let clients: BTreeMap<u32, (Identity, Option<u64>)> = processes
+            .iter()
+            .filter(|process| process.via_mps)
+            .filter_map(|process| Some((process.pid, (Identity::of(process.pid).ok()?, process.memory_mib))))
+            .collect();
+        let there = |pid: &u32, known: &mut Identity| clients.get(pid).is_some_and(|(now, _)| now == known);
+        self.known.retain(|pid, (known, _)| there(pid, known));
+        self.spared.retain(there);
+        self.ask(clients.iter().map(|(pid, (process, _))| (*pid, *process)), cut).await;
+        let mut members: BTreeMap<u32, Vec<Member>> = BTreeMap::new();
+        for (pid, (process, memory_mib)) in clients {
+            if let Some((_, Place::Slice(slice, known_by))) = self.known.get(&pid) {
+                let (known_by, stays) = (*known_by, self.spared.contains_key(&pid));
+                members.entry(*slice).or_default().push(Member { process, memory_mib, known_by, stays });
+            }
+        }
+        members
+    }
+
+    /// Asks the kernel about the clients that are not known.
+    async fn ask(&mut self, clients: impl Iterator<Item = (u32, Identity)>, cut: &Cut) {
+        let is_known = |pid: &u32| match self.known.get(pid) {
+            None => false,
+            Some((_, Place::Nowhere(since))) => since.elapsed() < AGAIN,
+            Some((_, Place::Slice(..) | Place::Hidden)) => true,
+        };
+        let unknown: Vec<(u32, Identity)> = clients.filter(|(pid, _)| !is_known(pid)).collect();
+        if unknown.is_empty() {
+            return;
+        }
+        let all = cut.all.clone();
+        let Some(mounts) = self.kernel.ask(PATIENCE, move || Arc::new(SliceMounts::look(&all))).await else {
+            return;
+        };
+        let mut asked = JoinSet::new();
+        for (pid, process) in unknown {
+            let (kernel, mounts) = (self.kernel.clone(), Arc::clone(&mounts));
+            asked.spawn(async move {
+                let membership = kernel.ask(PATIENCE, move || mounts.of(pid).ok().flatten()).await;
+                (pid, process, membership)
+            });
+        }
+        while let Some(answer) = asked.join_next().await {
+            let Ok((pid, process, membership)) = answer else { continue };
+            let place = match membership {
+                None => Place::Hidden,
+                Some(membership) => membership
+                    .and_then(|membership| slice_on(cut, membership))
+                    .map_or(Place::Nowhere(Instant::now()), |(slice, known_by)| {
+                        Place::Slice(slice, known_by)
+                    }),
+            };
+            // If the process has ended, its PID may have been another's while it was looked at.
+            if Identity::of(pid).ok() == Some(process) {
+                self.known.insert(pid, (process, place));
+            }
+        }
+    }
+}
+
+/// The first slice of this GPU that a process has: MPS can't join slices.
+fn slice_on(cut: &Cut, membership: Membership) -> Option<(u32, KnownBy)> {
+    let membership = membership.on(cut.gpu)?;
+    let gpu = cut.gpu.short();
+    let ordinal = |name: &String| {
+        let (address, ordinal) = name.split_once('-')?;
+        let ordinal = ordinal.parse().ok().filter(|ordinal| *ordinal < cut.slices)?;
+        (address == gpu).then_some(ordinal)
+    };
+    Some((membership.slices.iter().find_map(ordinal)?, membership.known_by))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cut(gpu: &str) -> Cut {
+        Cut { gpu: gpu.parse().unwrap(), slices: 4, all: Slices::default() }
+    }
+
+    #[test]
+    fn a_client_counts_on_each_gpu_for_its_slice_there() {
+        let on = |gpu: &str, slices: &[&str]| {
+            let slices = slices.iter().map(|slice| (*slice).to_owned()).collect();
+            let membership = Membership { slices, known_by: KnownBy::Environment };
+            slice_on(&cut(gpu), membership).map(|(ordinal, _)| ordinal)
+        };
+        let both = ["00:06.0-1", "00:07.0-3"];
+        assert_eq!(on("00:06.0", &both), Some(1));
+        assert_eq!(on("00:07.0", &both), Some(3));
+        assert_eq!(on("00:08.0", &both), None);
+        assert_eq!(on("00:06.0", &["00:06.0-4", "00:06.0-2", "00:06.0-0"]), Some(2), "the first there is");
+        assert_eq!(on("00:06.0", &["00:06.0"]), None, "a GPU is no slice");
+        assert_eq!(on("0001:00:06.0", &["00:06.0-1", "0001:00:06.0-2"]), Some(2));
+    }
+
+    /// A process on a GPU, as NVML would list this one.
+    fn this_one(via_mps: bool) -> GpuProcess {
+        GpuProcess { pid: std::process::id(), memory_mib: Some(7), via_mps }
+    }
+
+    #[tokio::test]
+    async fn whoever_has_no_slice_or_is_no_client_is_left_out() {
+        let mut members = Members::new();
+        let gone = GpuProcess { pid: u32::MAX, ..this_one(true) };
+        for processes in [vec![], vec![this_one(false)], vec![this_one(true), gone]] {
+            assert_eq!(members.by_slice(&processes, &cut("00:06.0")).await, BTreeMap::new());
+        }
+        assert_eq!(members.known.len(), 1, "it is not asked again at once");
+        members.by_slice(&[], &cut("00:06.0")).await;
+        assert_eq!(members.known.len(), 0);
+    }
+
+    #[tokio::test]
+    async fn whoever_is_spared_stays_until_it_has_gone() {
+        let mut members = Members::new();
+        let process = Identity::of(std::process::id()).unwrap();
+        members.known.insert(process.pid, (process, Place::Slice(2, KnownBy::Mount)));
+        members.spare_all();
+        let found = members.by_slice(&[this_one(true)], &cut("00:06.0")).await;
+        let member = Member { process, memory_mib: Some(7), known_by: KnownBy::Mount, stays: true };
+        assert_eq!(found, BTreeMap::from([(2, vec![member])]));
+        members.by_slice(&[], &cut("00:06.0")).await;
+        assert!(members.spared.is_empty());
+        // Another process with the same PID is another client.
+        let before = Identity { start_time: process.start_time - 1, ..process };
+        members.known.insert(process.pid, (before, Place::Slice(2, KnownBy::Mount)));
+        assert_eq!(members.by_slice(&[this_one(true)], &cut("00:06.0")).await, BTreeMap::new());
+    }
+}

@@ -1,0 +1,156 @@
+//! Whether a slice is shown as over its budget. A tenant decides how often the slice goes over its budget and back, and
+//! each change that is shown is a message in the journal and a signal on the bus. So overuse is shown at once, and is no
+//! longer shown only after the slice has fitted for a while; if it comes and goes often, after a longer while.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::budget::Part;
+
+/// The time that a slice has to fit before its overuse is no longer shown.
+const CALM: Duration = Duration::from_secs(3);
+
+/// The most messages at a time, and the time after which there may be one more.
+const MESSAGES: u32 = 4;
+const PERIOD: Duration = Duration::from_secs(60);
+
+/// The number of messages of one kind that may be written now.
+#[derive(Debug, Clone)]
+pub(super) struct Allowance {
+    left: u32,
+    /// The time from which the next message is counted. It has no meaning while none is missing.
+    since: Instant,
+}
+
+impl Allowance {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { left: MESSAGES, since: now }
+    }
+
+    /// Takes one message, if there is one.
+    pub(super) fn take(&mut self, now: Instant) -> bool {
+        self.refill(now);
+        if self.left == MESSAGES {
+            self.since = now;
+        }
+        let taken = self.left > 0;
+        self.left = self.left.saturating_sub(1);
+        taken
+    }
+
+    /// When the next message may be written.
+    fn next(&mut self, now: Instant) -> Instant {
+        self.refill(now);
+        if self.left > 0 { now } else { self.since + PERIOD }
+    }
+
+    fn refill(&mut self, now: Instant) {
+        while self.left < MESSAGES && now >= self.since + PERIOD {
+            self.left += 1;
+            self.since += PERIOD;
+        }
+    }
+}
+
+/// The overuse of a slice, as it is shown.
+#[derive(Debug)]
+pub(super) struct Shown {
+    /// The parts of the budget that are shown as exceeded. None for a part that is exceeded at this moment; otherwise
+    /// the time since when the slice fits.
+    parts: BTreeMap<Part, Option<Instant>>,
+    allowance: Allowance,
+}
+
+impl Shown {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { parts: BTreeMap::new(), allowance: Allowance::new(now) }
+    }
+
+    /// The parts of the budget that are shown as exceeded.
+    pub(super) fn parts(&self) -> BTreeSet<Part> {
+        self.parts.keys().copied().collect()
+    }
+
+    /// Takes in which parts are exceeded now. True if this changes what is shown.
+    pub(super) fn take_in(&mut self, exceeded: &BTreeSet<Part>, now: Instant) -> bool {
+        let before = self.parts();
+        for (part, fits_since) in &mut self.parts {
+            if exceeded.contains(part) {
+                *fits_since = None;
+            } else {
+                fits_since.get_or_insert(now);
+            }
+        }
+        self.parts.extend(exceeded.iter().map(|part| (*part, None)));
+        let calm = |fits_since: &Option<Instant>| fits_since.is_some_and(|since| now >= since + CALM);
+        if self.parts.values().any(calm) && self.allowance.take(now) {
+            self.parts.retain(|_, fits_since| !calm(fits_since));
+        }
+        self.parts() != before
+    }
+
+    /// When to look again, although nothing may have changed by then: a part is still shown, and the slice fits.
+    pub(super) fn look_at(&mut self, now: Instant) -> Option<Instant> {
+        let calm = self.parts.values().flatten().map(|since| *since + CALM).min()?;
+        Some(calm.max(self.allowance.next(now)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn parts(parts: &[Part]) -> BTreeSet<Part> {
+        parts.iter().copied().collect()
+    }
+
+    #[test]
+    fn overuse_is_shown_at_once_and_taken_back_after_a_while() {
+        let start = Instant::now();
+        let mut shown = Shown::new(start);
+        assert!(!shown.take_in(&parts(&[]), start) && shown.look_at(start).is_none());
+        assert!(shown.take_in(&parts(&[Part::Memory]), start));
+        assert!(!shown.take_in(&parts(&[Part::Memory]), start + SECOND), "no news");
+        assert_eq!(shown.look_at(start + SECOND), None, "nothing is to be taken back");
+        assert!(shown.take_in(&parts(&[Part::Clients]), start + 2 * SECOND), "of another kind");
+        assert_eq!(shown.parts(), parts(&[Part::Memory, Part::Clients]));
+        assert_eq!(shown.look_at(start + 2 * SECOND), Some(start + 2 * SECOND + CALM));
+        assert!(!shown.take_in(&parts(&[Part::Clients]), start + 4 * SECOND));
+        assert!(shown.take_in(&parts(&[Part::Clients]), start + 5 * SECOND));
+        assert_eq!(shown.parts(), parts(&[Part::Clients]));
+        assert!(!shown.take_in(&parts(&[]), start + 6 * SECOND));
+        assert!(!shown.take_in(&parts(&[Part::Clients]), start + 7 * SECOND), "it was shown all the time");
+        assert!(!shown.take_in(&parts(&[]), start + 8 * SECOND));
+        assert!(shown.take_in(&parts(&[]), start + 11 * SECOND));
+        assert_eq!(shown.parts(), parts(&[]));
+    }
+
+    #[test]
+    fn whoever_comes_and_goes_changes_little() {
+        let start = Instant::now();
+        let mut shown = Shown::new(start);
+        let changes = |shown: &mut Shown, seconds: std::ops::Range<u32>| {
+            let at = |second: u32| (second, start + second * SECOND);
+            let looks = seconds.map(at);
+            let over =
+                |second: u32| if second.is_multiple_of(5) { parts(&[Part::Memory]) } else { parts(&[]) };
+            looks.filter(|(second, now)| shown.take_in(&over(*second), *now)).count()
+        };
+        let hour = changes(&mut shown, 0..3600);
+        assert!((100..=130).contains(&hour), "{hour}");
+        shown.take_in(&parts(&[Part::Memory]), start + 3600 * SECOND);
+        shown.take_in(&parts(&[]), start + 3601 * SECOND);
+        let again = shown.look_at(start + 3601 * SECOND).unwrap();
+        assert!(again >= start + 3604 * SECOND && again <= start + 3661 * SECOND);
+        assert!(shown.take_in(&parts(&[]), again));
+        // After an hour without any change, there are as many messages as at first.
+        let quiet = again + 3600 * SECOND;
+        let mut allowance = shown.allowance.clone();
+        let taken = (0..10).filter(|_| allowance.take(quiet)).count();
+        assert_eq!(taken, MESSAGES as usize);
+    }
+}

@@ -1,0 +1,349 @@
+//! The budgets of slices: whoever is over is told, with names, and ended if that is wanted; neighbours never notice.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::release::DEBUGGER;
+use crate::support::client::{Client, in_words, own_user};
+use crate::support::host::{Host, alive, process_state, signal_pid, start_time, text};
+use crate::support::listener::Listener;
+use crate::support::skip::root_or_skip;
+use crate::support::wait::wait_for;
+
+/// The slices of the board `h200`: 35942 MiB and 12 clients each.
+const SLICE: &str = "00:06.0-1";
+const NEIGHBOUR: &str = "00:06.0-2";
+
+/// A client of the simulator takes 580 MiB beside the memory that it allocates.
+const CONTEXT_MIB: u32 = 580;
+
+fn device_of(host: &Host, name: &str) -> Value {
+    host.list().into_iter().find(|device| device["addr"] == name).unwrap()
+}
+
+/// The slice, once it satisfies `check`.
+fn wait_for_device(host: &Host, name: &str, what: &str, check: impl Fn(&Value) -> bool) -> Value {
+    wait_for(what, || Some(device_of(host, name)).filter(|device| check(device)))
+}
+
+/// A client that holds this much, once it is served.
+fn holding(host: &Host, slice: &str, mib: u32, more: &[&str]) -> Client {
+    let allocated = (mib - CONTEXT_MIB).to_string();
+    let mut command = host.program_of(slice, &["hold", "600", "--mib", &allocated]);
+    host.served(command.args(more))
+}
+
+/// A client in a mount namespace of its own with nothing but its slice's directory, and another slice in its environment.
+fn contained(host: &Host, slice: &str, claims: &str, mib: u32) -> Client {
+    let container = host.container_of(slice);
+    let directory: PathBuf = container["mounts"][0]["host"].as_str().unwrap().into();
+    let script = "set -e\n\
+        mount --make-rprivate /\n\
+        mount --bind \"$0\" /mnt\n\
+        mount -t tmpfs tmpfs /run\n\
+        mkdir /run/yunion-mps\n\
+        mount --bind -o ro /mnt /run/yunion-mps\n\
+        umount /mnt\n\
+        mount -t tmpfs tmpfs \"$1\"\n\
+        exec cuda-client hold 600 --mib \"$2\"";
+    let mut command = host.command("unshare");
+    command.args(["--mount", "sh", "-c", script]).arg(directory).arg(host.path("mps/pipe"));
+    command.arg((mib - CONTEXT_MIB).to_string());
+    for (name, value) in container["environment"].as_object().unwrap() {
+        command.env(name, value.as_str().unwrap());
+    }
+    host.served(command.env("YUNION_MPS_DEVICE", claims).stdout(Stdio::null()))
+}
+
+fn events_with(host: &Host, words: &str) -> Vec<String> {
+    let status = host.json(&["status"]).unwrap();
+    let events = status["events"].as_array().unwrap().iter();
+    let texts = events.map(|event| event["text"].as_str().unwrap().to_owned());
+    texts.filter(|text| text.contains(words)).collect()
+}
+
+fn wait_for_event(host: &Host, words: &str) -> String {
+    wait_for(words, || events_with(host, words).pop())
+}
+
+/// The number of looks at the budgets.
+fn looks(host: &Host) -> usize {
+    host.log().matches("are counted").count()
+}
+
+/// Waits until the client has been ended by `terminate_client`.
+fn wait_until_ended(client: &mut Client) {
+    let status = wait_for("the end of the client", || client.try_wait().unwrap());
+    assert_eq!(status.code(), Some(4), "CUDA error 810");
+}
+
+fn serving(lines: &str) -> Host {
+    let mut host = Host::new("h200");
+    host.configure(&format!("log_level: debug\n{lines}"));
+    host.start();
+    host.wait_for_state("ready");
+    host
+}
+
+#[test]
+fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
+    let mut host = serving("");
+    let listener = Listener::start(&host);
+    let neighbour = holding(&host, NEIGHBOUR, 30_000, &[]);
+    let one = holding(&host, SLICE, 20_000, &[]);
+    let held = wait_for_device(&host, SLICE, "the first client", |device| device["memory_used"] == 20_000);
+    assert_eq!(
+        (&held["clients"], &held["max_clients"], &held["overuse"]),
+        (&json!(1), &json!(12), &json!(""))
+    );
+    let before = host.json(&["status"]).unwrap()["service"]["generation"].clone();
+    let two = holding(&host, SLICE, 15_942, &[]);
+    wait_for_device(&host, SLICE, "a full slice", |device| device["memory_used"] == 35_942);
+    assert_eq!(device_of(&host, SLICE)["overuse"], "", "it fits exactly");
+    assert_eq!(host.json(&["status"]).unwrap()["service"]["generation"], before, "clients change no device");
+    let three = holding(&host, SLICE, 600, &[]);
+    let over = wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] != "");
+    assert_eq!(over["overuse"], "its clients hold more than its 35942 MiB together");
+    assert_eq!(
+        (&over["clients"], &over["memory_used"], &over["healthy"]),
+        (&json!(3), &json!(36_542), &json!(true))
+    );
+    assert_eq!(over["reason"], "over its budget: its clients hold more than its 35942 MiB together");
+    let user = own_user();
+    let who = in_words(&[(one.id(), &user, ""), (two.id(), &user, ""), (three.id(), &user, "")]);
+    let expected = format!(
+        "{SLICE} is over its budget: its clients hold more than its 35942 MiB together; in use of 36542 MiB by {who}"
+    );
+    assert_eq!(wait_for_event(&host, "over its budget"), expected);
+    let mut pids = [one.id(), two.id(), three.id()];
+    pids.sort_unstable();
+    let pids = pids.map(|pid| pid.to_string()).join(", ");
+    let plain = |text: String| text.replace("uint32 ", "");
+    wait_for("the signal", || {
+        plain(listener.heard()).contains(&format!("OverUse ('{SLICE}', ['memory'], [{pids}])")).then_some(())
+    });
+    // Nobody else is meant, and the service is well.
+    assert_eq!(device_of(&host, NEIGHBOUR)["overuse"], "");
+    assert_eq!(device_of(&host, NEIGHBOUR)["reason"], "");
+    let status = host.wait_for_state("ready");
+    assert_eq!(status["gpus"][0]["reason"], format!("over budget: {SLICE}"));
+    three.end();
+    wait_for_event(&host, &format!("{SLICE} is within its budget again"));
+    wait_for_device(&host, SLICE, "no overuse", |device| device["overuse"] == "" && device["clients"] == 2);
+    assert_eq!(events_with(&host, "over its budget").len(), 1, "told once");
+    assert_eq!(listener.heard().matches("OverUse").count(), 1, "{}", listener.heard());
+    drop((neighbour, one, two));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+#[test]
+fn a_slice_with_too_many_clients_is_told() {
+    let mut host = Host::new("h200");
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4, max_clients: 2"]);
+    host.start();
+    host.wait_for_state("ready");
+    let listener = Listener::start(&host);
+    let clients = [SLICE, SLICE, NEIGHBOUR, NEIGHBOUR].map(|slice| holding(&host, slice, 600, &[]));
+    let device = wait_for_device(&host, SLICE, "the clients", |device| device["clients"] == 2);
+    assert_eq!((&device["max_clients"], &device["overuse"]), (&json!(2), &json!("")));
+    let third = holding(&host, SLICE, 600, &[]);
+    let device = wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] != "");
+    assert_eq!((&device["clients"], &device["overuse"]), (&json!(3), &json!("it has more than 2 clients")));
+    listener.wait_for(&format!("OverUse ('{SLICE}', ['clients'], "));
+    assert_eq!(events_with(&host, "over its budget").len(), 1);
+    // By default that is all.
+    assert!(!host.log().contains("GPU work ended"), "{}", host.log());
+    for client in clients.iter().chain([&third]) {
+        assert!(alive(client.id()));
+    }
+    drop((clients, third));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+#[test]
+fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
+    let mut host = serving("cuda_mps_overuse: terminate");
+    let bystander = holding(&host, NEIGHBOUR, 30_000, &[]);
+    let old = holding(&host, SLICE, 20_000, &[]);
+    let full = holding(&host, SLICE, 15_000, &[]);
+    wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
+    // The newest client of all is the neighbour's.
+    let (mut new, newest) = (holding(&host, SLICE, 10_000, &[]), holding(&host, NEIGHBOUR, 600, &[]));
+    wait_until_ended(&mut new);
+    let user = own_user();
+    let who = in_words(&[(new.id(), &user, "")]);
+    let expected = format!("GPU work ended since {SLICE} was over its budget, of {who}");
+    assert_eq!(wait_for_event(&host, "GPU work ended"), expected);
+    wait_for_event(&host, &format!("{SLICE} is within its budget again"));
+    assert_eq!(events_with(&host, "GPU work ended").len(), 1);
+    for client in [&bystander, &old, &full, &newest] {
+        assert!(alive(client.id()));
+    }
+    let told = events_with(&host, "over its budget:");
+    assert!(told.len() == 1 && told[0].starts_with(SLICE), "{told:?}");
+    drop((bystander, old, full, newest));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A client that stays after the end of its work is left alone. A client that begins to work again is ended again.
+#[test]
+fn nobody_is_ended_again_without_new_work() {
+    let mut host = serving("cuda_mps_overuse: terminate");
+    let old = holding(&host, SLICE, 20_000, &[]);
+    let idle = holding(&host, SLICE, 20_000, &["--stay"]);
+    wait_for_event(&host, "GPU work ended");
+    let ended = || host.log().matches("GPU work ended since").count();
+    let before = looks(&host);
+    wait_for("more looks", || (looks(&host) > before + 6).then_some(()));
+    assert_eq!(ended(), 1, "{}", host.log());
+    idle.end();
+    wait_for_event(&host, &format!("{SLICE} is within its budget again"));
+    let stubborn = holding(&host, SLICE, 20_000, &["--again"]);
+    wait_for("repeated ends", || (ended() >= 3).then_some(()));
+    assert!(alive(old.id()) && alive(stubborn.id()));
+    drop((old, stubborn));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A program on the host says that it is of a tenant's slice. It counts there, and is ended before the tenant's clients,
+/// whose slice is mounted in their container, whatever they say themselves.
+#[test]
+fn a_forged_environment_does_not_hurt_a_container() {
+    if !root_or_skip("a_forged_environment_does_not_hurt_a_container") {
+        return;
+    }
+    let mut host = serving("cuda_mps_overuse: terminate");
+    let mut forged = holding(&host, SLICE, 20_000, &[]);
+    // It claims the neighbour's slice.
+    let container = contained(&host, SLICE, NEIGHBOUR, 20_000);
+    wait_until_ended(&mut forged);
+    let device = wait_for_device(&host, SLICE, "one client", |device| device["clients"] == 1);
+    assert_eq!(device["memory_used"], 20_000);
+    assert_eq!(device_of(&host, NEIGHBOUR)["clients"], 0, "the claim counts for nothing");
+    assert!(alive(container.id()));
+    let named = wait_for_event(&host, "GPU work ended");
+    assert!(named.contains(&format!("PID {} ", forged.id())) && !named.contains(&container.id().to_string()));
+    drop(container);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4";
+
+/// A reload ends nobody: whoever was there before stays, and is told. Whoever comes later has the new budget.
+#[test]
+fn a_reload_ends_nobody() {
+    let mut host = serving("cuda_mps_overuse: terminate");
+    let (one, two) = (holding(&host, SLICE, 600, &[]), holding(&host, SLICE, 600, &[]));
+    wait_for_device(&host, SLICE, "both clients", |device| device["clients"] == 2);
+    host.devices(&[&format!("{ENTRY}, max_clients: 1")]);
+    let reloaded = host.call("Control.Reload");
+    assert!(reloaded.status.success(), "{}", text(&reloaded));
+    wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] == "it has more than 1 client");
+    let mut new = holding(&host, SLICE, 600, &[]);
+    wait_until_ended(&mut new);
+    wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
+    assert!(alive(one.id()) && alive(two.id()));
+    assert_eq!(events_with(&host, "GPU work ended").len(), 1);
+    host.devices(&[&format!("{ENTRY}, max_clients: 2")]);
+    assert!(host.call("Control.Reload").status.success());
+    wait_for_device(&host, SLICE, "the larger budget", |device| device["overuse"] == "");
+    drop((one, two));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Nor does a restart of the service, which tells of overuse again.
+#[test]
+fn a_restart_of_the_service_ends_nobody() {
+    let mut host = serving("cuda_mps_overuse: report");
+    let (one, two) = (holding(&host, SLICE, 20_000, &[]), holding(&host, SLICE, 20_000, &[]));
+    wait_for_event(&host, "over its budget");
+    host.configure("cuda_mps_overuse: terminate");
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    host.wait_for_state("ready");
+    wait_for_event(&host, "over its budget");
+    let mut new = holding(&host, SLICE, 600, &[]);
+    wait_until_ended(&mut new);
+    assert!(alive(one.id()) && alive(two.id()));
+    drop((one, two));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// While a server handles a fault, its clients are lost or not, and nobody is touched.
+#[test]
+fn nobody_is_ended_under_a_fault() {
+    let mut host = serving("cuda_mps_overuse: terminate\ncuda_mps_fault_grace: 3600");
+    let stays = [(); 2].map(|()| holding(&host, SLICE, 600, &["--stay"]));
+    wait_for_device(&host, SLICE, "both clients", |device| device["clients"] == 2);
+    host.fault();
+    host.wait_for_status("the fault", |status| status["control_daemons"][0]["state"] == "faulted");
+    for client in &stays {
+        let (pid, since) = (client.id(), start_time(client.id()));
+        host.plant(&format!("gpus/0/processes/{pid}"), &format!("client 20000 {since}\n"));
+    }
+    wait_for_event(&host, "over its budget");
+    wait_for("an attempt", || host.log().contains("handles a fault").then_some(()));
+    assert!(!host.log().contains("GPU work ended"), "{}", host.log());
+    assert!(stays.iter().all(|client| alive(client.id())));
+    drop(stays);
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A client that can't be ended is tried again after longer and longer pauses, and the next newest goes in its place.
+#[test]
+fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
+    let mut host = serving("cuda_mps_overuse: terminate");
+    let old = holding(&host, SLICE, 20_000, &[]);
+    let mut second = holding(&host, SLICE, 600, &[]);
+    wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
+    let held = holding(&host, SLICE, 600, &[]);
+    let mut debugger = host.command("/usr/bin/python3");
+    let debugger = Client::start(debugger.args(["-c", DEBUGGER, &held.id().to_string()]));
+    wait_for("the debugger", || (process_state(held.id()) == Some('t')).then_some(()));
+    let (pid, since) = (held.id(), start_time(held.id()));
+    host.plant(&format!("gpus/0/processes/{pid}"), &format!("client 15900 {since}\n"));
+    let told = wait_for_event(&host, "can't be ended");
+    assert!(
+        told.starts_with(&format!("{SLICE} is over its budget, and the work of PID {} ", held.id())),
+        "{told}"
+    );
+    wait_until_ended(&mut second);
+    assert!(alive(old.id()) && alive(held.id()));
+    debugger.end();
+    signal_pid(held.id(), Signal::CONT);
+    drop((old, held));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The looks at an idle host, and at one with a client for each slice, come with the regular checks alone.
+#[test]
+fn one_client_of_each_slice_wakes_nobody() {
+    let mut host = serving("");
+    wait_for("the first look", || (looks(&host) == 1).then_some(()));
+    // A critical error has the control daemon checked at once.
+    host.plant("gpus/0/xids", "31\n");
+    wait_for("a check", || host.log().contains("checked now, since a GPU met Xid 31").then_some(()));
+    host.wait_for_state("ready");
+    assert_eq!(looks(&host), 1, "nobody is there");
+    let clients = [SLICE, NEIGHBOUR].map(|slice| holding(&host, slice, 600, &[]));
+    for slice in [SLICE, NEIGHBOUR] {
+        wait_for_device(&host, slice, "its client", |device| device["clients"] == 1);
+    }
+    // The second look after the client that came last.
+    let mut before = looks(&host);
+    let calm = wait_for("a calm time", || {
+        let begun = Instant::now();
+        let now = wait_for("a look", || Some(looks(&host)).filter(|now| *now > before));
+        before = now;
+        (begun.elapsed() > Duration::from_secs(5)).then(|| begun.elapsed())
+    });
+    println!("{calm:?} without a look");
+    drop(clients);
+    assert_eq!(host.stop().code(), Some(0));
+}
