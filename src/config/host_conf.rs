@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::yaml::{self, Node, Pair, Value};
-use super::{Findings, LogLevel, MultiUser, Origin, Overuse, Problem, Settings, ThreadPolicy, Topology};
+use super::{Findings, LogLevel, MultiUser, OnOveruse, Origin, Problem, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 
 /// The result of the files that are read so far.
@@ -54,7 +54,7 @@ const KEYS: [(&str, Setter); 17] = [
     ("cuda_mps_fault_grace", |draft, value| {
         seconds(value, 0..=3600).map(|time| draft.settings.fault_grace = time)
     }),
-    ("cuda_mps_overuse", |draft, value| overuse(value).map(|answer| draft.settings.overuse = answer)),
+    ("cuda_mps_overuse", |draft, value| overuse(value).map(|answer| draft.settings.on_overuse = answer)),
     ("cuda_mps_log_max_size", |draft, value| {
         whole(value, 1..=1024, "MiB").map(|mib: u64| draft.settings.log_max_bytes = mib * 1024 * 1024)
     }),
@@ -352,10 +352,10 @@ fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
     }
 }
 
-fn overuse(value: &Value<'_>) -> Result<Overuse, String> {
+fn overuse(value: &Value<'_>) -> Result<OnOveruse, String> {
     match value.text().as_ref() {
-        "report" => Ok(Overuse::Report),
-        "terminate" => Ok(Overuse::Terminate),
+        "report" => Ok(OnOveruse::Report),
+        "terminate" => Ok(OnOveruse::Terminate),
         _ => Err("write report or terminate".to_owned()),
     }
 }
@@ -649,7 +649,7 @@ mod tests {
             set_compute_mode: false,
             quit_timeout: Duration::from_secs(20),
             fault_grace: Duration::ZERO,
-            overuse: Overuse::Terminate,
+            on_overuse: OnOveruse::Terminate,
             log_max_bytes: 2 * 1024 * 1024,
             cdi_directory: Some(PathBuf::from("/var/run/cdi")),
             ..Settings::default()
@@ -657,7 +657,7 @@ mod tests {
         assert_eq!(settings(words), expected);
         assert_eq!(settings("cuda_mps_thread_percentage: unlimited").thread_policy, ThreadPolicy::Unlimited);
         assert_eq!(settings("cuda_mps_thread_percentage: equal").thread_policy, ThreadPolicy::Equal);
-        assert_eq!(settings("cuda_mps_overuse: report").overuse, Overuse::Report);
+        assert_eq!(settings("cuda_mps_overuse: report").on_overuse, OnOveruse::Report);
         assert_eq!(settings("cuda_mps_multiuser: on").multiuser, MultiUser::On);
         assert_eq!(settings("cuda_mps_multiuser: auto").multiuser, MultiUser::Auto);
     }
@@ -772,7 +772,7 @@ mod tests {
             multiuser in prop::sample::select(vec![MultiUser::Auto, MultiUser::On, MultiUser::Off]),
             quit_timeout in 1u64..=600,
             fault_grace in 0u64..=3600,
-            overuse in prop::sample::select(vec![Overuse::Report, Overuse::Terminate]),
+            on_overuse in prop::sample::select(vec![OnOveruse::Report, OnOveruse::Terminate]),
             log_max_mib in 1u64..=1024,
         ) -> Settings {
             Settings {
@@ -788,7 +788,7 @@ mod tests {
                 set_compute_mode,
                 quit_timeout: Duration::from_secs(quit_timeout),
                 fault_grace: Duration::from_secs(fault_grace),
-                overuse,
+                on_overuse,
                 log_max_bytes: log_max_mib * 1024 * 1024,
                 cdi_directory,
                 devices: Vec::new(),
@@ -830,7 +830,7 @@ mod tests {
             ("cuda_mps_set_compute_mode", settings.set_compute_mode.to_string()),
             ("cuda_mps_quit_timeout", settings.quit_timeout.as_secs().to_string()),
             ("cuda_mps_fault_grace", settings.fault_grace.as_secs().to_string()),
-            ("cuda_mps_overuse", format!("{:?}", settings.overuse).to_lowercase()),
+            ("cuda_mps_overuse", format!("{:?}", settings.on_overuse).to_lowercase()),
             ("cuda_mps_log_max_size", (settings.log_max_bytes / 1024 / 1024).to_string()),
         ];
         lines.extend(

@@ -43,7 +43,7 @@ pub(crate) struct Settings {
     pub quit_timeout: Duration,
     /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
     pub fault_grace: Duration,
-    pub overuse: Overuse,
+    pub on_overuse: OnOveruse,
     /// `cuda_mps_log_max_size`, in bytes (the key is in MiB).
     pub log_max_bytes: u64,
     /// `cuda_mps_cdi_directory`.
@@ -79,7 +79,7 @@ impl Default for Settings {
             set_compute_mode: true,
             quit_timeout: Duration::from_secs(10),
             fault_grace: Duration::from_secs(30),
-            overuse: Overuse::default(),
+            on_overuse: OnOveruse::default(),
             log_max_bytes: 16 * 1024 * 1024,
             cdi_directory: None,
             devices: Vec::new(),
@@ -257,7 +257,7 @@ pub(crate) enum MultiUser {
 
 /// `cuda_mps_overuse`: the answer to a slice with more clients, or more memory in use, than its budget has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) enum Overuse {
+pub(crate) enum OnOveruse {
     /// Tell of it.
     #[default]
     Report,

@@ -12,8 +12,8 @@ impl Daemon {
         let leaving = self.fleet.statuses_of_leaving();
         let plans = plan.control_daemons.iter().chain(leaving.iter().map(|status| &status.plan));
         let slices = Slices::of(plans);
-        let overuse = self.settings.overuse;
-        self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::of(gpu, overuse, &slices)));
+        let on_overuse = self.settings.on_overuse;
+        self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::of(gpu, on_overuse, &slices)));
     }
 
     /// Tells the news of a watch, or answers it.

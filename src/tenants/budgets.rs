@@ -16,7 +16,7 @@ use super::cut_back::{Cutter, Fate, OverBudget, Victim};
 use super::in_words::{Whose, in_words};
 use super::members::{Cut, Members};
 use super::overuse::{Allowance, Shown};
-use crate::config::Overuse;
+use crate::config::OnOveruse;
 use crate::host::blocking::Blocking;
 use crate::membership::Slices;
 use crate::mps::control::CallersControl;
@@ -53,15 +53,15 @@ pub struct SliceUse {
 pub(crate) struct GpuBudget {
     cut: Cut,
     budget: Budget,
-    overuse: Overuse,
+    on_overuse: OnOveruse,
 }
 
 impl GpuBudget {
     /// The budgets of this GPU's slices, with its UUID. None if its clients can't be counted.
-    pub(crate) fn of(plan: &GpuPlan, overuse: Overuse, all: &Slices) -> Option<(String, Self)> {
+    pub(crate) fn of(plan: &GpuPlan, on_overuse: OnOveruse, all: &Slices) -> Option<(String, Self)> {
         let cut = Cut { gpu: plan.gpu.pci.address, slices: plan.slices, all: all.clone() };
         let budget = Budget { memory_mib: plan.memory_limit_mib, max_clients: plan.max_clients? };
-        Some((plan.gpu.uuid()?.to_owned(), Self { cut, budget, overuse }))
+        Some((plan.gpu.uuid()?.to_owned(), Self { cut, budget, on_overuse }))
     }
 
     /// Whether clients that were right before may be too much now.
@@ -69,7 +69,7 @@ impl GpuBudget {
         self.budget.memory_mib < before.budget.memory_mib
             || self.budget.max_clients < before.budget.max_clients
             || self.cut.slices != before.cut.slices
-            || (self.overuse == Overuse::Terminate && before.overuse == Overuse::Report)
+            || (self.on_overuse == OnOveruse::Terminate && before.on_overuse == OnOveruse::Report)
     }
 
     fn name(&self, slice: u32) -> String {
@@ -271,12 +271,14 @@ impl Watch {
     async fn look(&mut self, come: bool) -> Vec<OverBudget> {
         let now = Instant::now();
         self.looked_at = now;
-        self.look_at = (come || self.busy).then(|| now + PERIOD);
         let uuid = &self.uuid;
         let processes = match self.nvml.processes(uuid).await {
             Ok(processes) => processes,
             Err(error) => {
                 tracing::debug!(gpu_uuid = uuid, "the clients of {uuid} are not known: {error}");
+                let is_shown = |told: &Told| !told.shown.parts().is_empty();
+                self.look_at =
+                    (come || self.busy || self.slices.values().any(is_shown)).then(|| now + PERIOD);
                 return Vec::new();
             }
         };
@@ -361,7 +363,7 @@ impl Watch {
     /// Begins to end clients of these slices, if that is wanted and it is time.
     async fn begin_attempt(&mut self, over: Vec<OverBudget>) -> Option<JoinHandle<Attempted>> {
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
-        if self.gpu.overuse != Overuse::Terminate || !can_go || Instant::now() < self.attempt.at {
+        if self.gpu.on_overuse != OnOveruse::Terminate || !can_go || Instant::now() < self.attempt.at {
             return None;
         }
         let pids = over.iter().flat_map(|slice| &slice.members).map(|member| member.process.pid).collect();

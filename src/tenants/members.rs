@@ -18,9 +18,9 @@ use crate::mps::identity::Identity;
 /// everybody who reads its memory, where its environment is.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The most questions at a time. More than a GPU can hold clients: a client that holds up its question must not hide the
-/// slices of the others.
-const QUESTIONS: usize = 128;
+/// The most questions at a time. A client that holds up its question hides no client in a container with its slice's
+/// directory: the mounts of all clients are looked at first, which nobody can hold up.
+const QUESTIONS: usize = 32;
 
 /// The time after which a process without a slice is looked at again. The directory of its slice may have been away.
 const AGAIN: Duration = Duration::from_secs(60);
@@ -108,14 +108,21 @@ impl Members {
             return;
         }
         let all = cut.all.clone();
-        let Some(mounts) = self.kernel.ask(PATIENCE, move || Arc::new(SliceMounts::look(&all))).await else {
-            return;
-        };
+        let mounted = self.kernel.ask(PATIENCE, move || {
+            let mounts = SliceMounts::look(&all);
+            let mounted = unknown.into_iter().map(|(pid, process)| (pid, process, mounts.mounted(pid)));
+            let mounted: Vec<_> = mounted.collect();
+            (Arc::new(mounts), mounted)
+        });
+        let Some((mounts, mounted)) = mounted.await else { return };
         let mut asked = JoinSet::new();
-        for (pid, process) in unknown {
+        for (pid, process, mounted) in mounted {
             let (kernel, mounts) = (self.kernel.clone(), Arc::clone(&mounts));
             asked.spawn(async move {
-                let membership = kernel.ask(PATIENCE, move || mounts.of(pid).ok().flatten()).await;
+                let membership = match mounted {
+                    Some(mounted) => Some(Some(mounted)),
+                    None => kernel.ask(PATIENCE, move || mounts.of(pid).ok().flatten()).await,
+                };
                 (pid, process, membership)
             });
         }
