@@ -203,10 +203,11 @@ fn write_gpu(plan: &GpuPlan, out: &mut dyn Write) -> io::Result<()> {
     let uuid = plan.gpu.uuid().unwrap_or("UUID unknown");
     write!(out, "GPU {name} {} ({uuid}): ", plan.gpu.model())?;
     let share = format!(
-        "{} MiB and {} % of the threads{}",
+        "{} MiB and {} % of the threads{}{}",
         plan.memory_limit_mib,
         plan.thread_percentage,
         if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
+        plan.max_clients.map(|most| format!(", for {most} clients at most")).unwrap_or_default(),
     );
     match &plan.unusable {
         Some(reason) => writeln!(out, "not served: {reason}")?,

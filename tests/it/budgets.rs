@@ -131,6 +131,16 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     assert_eq!(device_of(&host, NEIGHBOUR)["reason"], "");
     let status = host.wait_for_state("ready");
     assert_eq!(status["gpus"][0]["reason"], format!("over budget: {SLICE}"));
+    let shown = text(&host.mpsctl(&["status"]));
+    assert!(shown.contains(&format!("over budget: {SLICE}")), "{shown}");
+    let shown = text(&host.mpsctl(&["doctor"]));
+    assert!(shown.contains("slice-over-budget") || shown.contains("(3 clients, 36542 MiB)"), "{shown}");
+    let shown = text(&host.mpsctl(&["metrics"]));
+    let of_slice =
+        |name: &str| shown.lines().find(|line| line.starts_with(name) && line.contains(SLICE)).unwrap();
+    assert!(of_slice("yunion_mps_device_overuse{").ends_with(" 1"), "{shown}");
+    assert!(of_slice("yunion_mps_device_max_clients{").ends_with(" 12"), "{shown}");
+    assert!(of_slice("yunion_mps_device_clients{").ends_with(" 3"), "{shown}");
     three.end();
     wait_for_event(&host, &format!("{SLICE} is within its budget again"));
     wait_for_device(&host, SLICE, "no overuse", |device| device["overuse"] == "" && device["clients"] == 2);

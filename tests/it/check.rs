@@ -116,6 +116,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
             live("devices", "", "00:06.0-4 to 00:06.0-5"),
             live("memory-limit", "35942", "23961"),
             live("thread-percentage", "25", "16"),
+            live("max-clients", "12", "8"),
         ]
     );
     let (status, said) = check(&host, &[]);

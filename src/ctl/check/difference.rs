@@ -34,6 +34,8 @@ pub(in crate::ctl) enum Kind {
     MemoryLimit,
     /// Their active thread percentage.
     ThreadPercentage,
+    /// The most clients of one of them.
+    MaxClients,
     /// The pipe directory of a control daemon.
     PipeDirectory,
     /// A control daemon itself.
@@ -99,6 +101,9 @@ impl fmt::Display for Difference {
             }
             (Kind::ThreadPercentage, from, to) => {
                 write!(f, "{subject}: threads {from} % -> {to} %: {effect}")
+            }
+            (Kind::MaxClients, from, to) => {
+                write!(f, "{subject}: most clients of a slice {from} -> {to}: {effect}")
             }
             (Kind::PipeDirectory, from, to) => {
                 write!(f, "control daemon {subject}: pipe directory {from} -> {to}: {effect}")
@@ -216,6 +221,14 @@ impl Comparison<'_> {
             if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
                 self.add(kind, &name, &from.to_string(), &to.to_string(), self.effect_for(uuid));
             }
+        }
+        let mut devices = self.published.devices.iter().flatten();
+        let most = devices.find(|device| device.base_addr == name).and_then(|device| device.max_clients);
+        if let (Some(from), Some(to)) = (most, gpu.max_clients)
+            && from != to
+        {
+            // The control daemon knows nothing of it.
+            self.add(Kind::MaxClients, &name, &from.to_string(), &to.to_string(), Effect::Live);
         }
     }
 

@@ -101,7 +101,7 @@ fn loaded(facts: &Facts) -> Outcome {
                  them",
             )),
             Kind::ControlDaemon => {}
-            Kind::Enabled | Kind::Devices | Kind::MemoryLimit | Kind::ThreadPercentage => {
+            Kind::Enabled | Kind::Devices | Kind::MemoryLimit | Kind::ThreadPercentage | Kind::MaxClients => {
                 changes.push(difference.to_string());
             }
         }

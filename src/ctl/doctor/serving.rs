@@ -6,7 +6,7 @@ use super::facts::Facts;
 use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
 use crate::counted::counted;
 use crate::dbus::proxy::Listed;
-use crate::dbus::rows::{Client, ControlDaemon, Gpu};
+use crate::dbus::rows::{Client, ControlDaemon, Device, Gpu};
 use crate::host::driver::MULTI_USER;
 use crate::host::proc;
 
@@ -18,6 +18,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("whose slices the clients use", devices),
     ("clients that can command the control daemon", commanders),
     ("drained slices", drained),
+    ("the budgets of slices", budgets),
     ("clients that wait for those of other users", waiting),
 ];
 
@@ -226,6 +227,28 @@ fn drained(facts: &Facts) -> Outcome {
         format!("drained for new clients: {}", drained.join(", ")),
         "yunion-mpsctl undrain NAME takes that back for a slice or a GPU, undrain --all for everything",
     )])
+}
+
+/// Slices whose clients together have more than one slice.
+fn budgets(facts: &Facts) -> Outcome {
+    let devices = facts.published()?.devices.as_deref().unwrap_or_default();
+    let of = |device: &Listed<Device>| {
+        let overuse = device.overuse.as_deref().filter(|overuse| !overuse.is_empty())?;
+        let in_use = match (device.clients, device.memory_used) {
+            (Some(clients), Some(mib)) => {
+                format!(" ({}, {mib} MiB)", counted(usize::try_from(clients).unwrap_or(usize::MAX), "client"))
+            }
+            _ => String::new(),
+        };
+        Some(warning(
+            "slice-over-budget",
+            &device.addr,
+            format!("{overuse}{in_use}"),
+            "yunion-mpsctl clients lists them, yunion-mpsctl terminate PID ends the work of one; max_clients in the \
+             device file allows more clients, and cuda_mps_overuse: terminate in host.conf ends the newest by itself",
+        ))
+    };
+    Ok(devices.iter().filter_map(of).collect())
 }
 
 /// Without multi-user mode the users of a control daemon take turns, and a client that waits prints nothing.

@@ -170,6 +170,20 @@ impl Published {
             None,
             devices,
             |device| Some(flag(device.limits_enforced)),
+        )?;
+        to.each(
+            "device_max_clients",
+            "The most clients that the virtual device may have.",
+            None,
+            devices,
+            |device| device.max_clients,
+        )?;
+        to.each(
+            "device_overuse",
+            "Whether the clients of the virtual device have more memory together, or are more, than it may have.",
+            None,
+            devices,
+            |device| device.overuse.as_ref().map(|overuse| flag(!overuse.is_empty())),
         )
     }
 
