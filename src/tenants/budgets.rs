@@ -332,10 +332,10 @@ impl Watch {
                 News::Event(format!("{device} is within its budget again"))
             } else {
                 let words = budget::in_words(self.gpu.budget, &shown);
-                let memory = in_use.memory_mib.map(|mib| format!(" of {mib} MiB")).unwrap_or_default();
+                let memory = in_use.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
                 let pids: Vec<u32> = members.iter().map(|member| member.process.pid).collect();
                 let who = in_words(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
-                let text = format!("{device} is over its budget: {words}; in use{memory} by {who}");
+                let text = format!("{device} is over its budget: {words}; {memory}in use by {who}");
                 let reasons = shown.iter().map(|part| part.as_str()).collect();
                 News::OverUse(OverUse { device, reasons, pids }, text)
             };

@@ -116,7 +116,7 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     let user = own_user();
     let who = in_words(&[(one.id(), &user, ""), (two.id(), &user, ""), (three.id(), &user, "")]);
     let expected = format!(
-        "{SLICE} is over its budget: its clients hold more than its 35942 MiB together; in use of 36542 MiB by {who}"
+        "{SLICE} is over its budget: its clients hold more than its 35942 MiB together; 36542 MiB in use by {who}"
     );
     assert_eq!(wait_for_event(&host, "over its budget"), expected);
     let mut pids = [one.id(), two.id(), three.id()];
@@ -328,6 +328,24 @@ fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
     debugger.end();
     signal_pid(held.id(), Signal::CONT);
     drop((old, held));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A user who starts clients all the time has no more looks made than one every 250 ms.
+#[test]
+fn clients_that_come_together_share_a_look() {
+    let mut host = serving("");
+    wait_for("the first look", || (looks(&host) == 1).then_some(()));
+    let (begun, before) = (Instant::now(), looks(&host));
+    let mut clients = 0;
+    while looks(&host) < before + 4 {
+        assert!(host.program_of(SLICE, &["props"]).status().unwrap().success());
+        clients += 1;
+    }
+    let now = looks(&host);
+    let most = before + 1 + usize::try_from(begun.elapsed().as_millis() / 250).unwrap();
+    println!("{} looks for {clients} clients in {:?}", now - before, begun.elapsed());
+    assert!(now <= most, "{now} > {most}");
     assert_eq!(host.stop().code(), Some(0));
 }
 
