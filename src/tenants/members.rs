@@ -11,7 +11,7 @@ use super::budget::Member;
 use crate::host::blocking::Blocking;
 use crate::host::gpu::PciAddress;
 use crate::host::nvml::GpuProcess;
-use crate::membership::{KnownBy, Membership, SliceMounts, Slices};
+use crate::membership::{KnownBy, Membership, Seen, SliceMounts, Slices};
 use crate::mps::identity::Identity;
 
 /// The time that the kernel gets for a question about a process. It takes microseconds, but a program can hold up
@@ -110,7 +110,8 @@ impl Members {
         let all = cut.all.clone();
         let mounted = self.kernel.ask(PATIENCE, move || {
             let mounts = SliceMounts::look(&all);
-            let mounted = unknown.into_iter().map(|(pid, process)| (pid, process, mounts.mounted(pid)));
+            let mounted = |pid| mounts.see(pid).ok().and_then(Seen::mounted);
+            let mounted = unknown.into_iter().map(|(pid, process)| (pid, process, mounted(pid)));
             let mounted: Vec<_> = mounted.collect();
             (Arc::new(mounts), mounted)
         });
