@@ -4,11 +4,11 @@
 /// The commands that a control daemon takes from a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayCommand {
-    /// All of them: it can change everybody's limits and end the control daemon.
+    /// All commands: it can change everybody's limits and end the control daemon.
     All,
-    /// Those that end the GPU work of others on the same server.
+    /// The commands that end the GPU work of others on the same server.
     Neighbours,
-    /// None that changes anything for others.
+    /// No command that changes anything for others.
     Nothing,
 }
 

@@ -114,7 +114,7 @@ impl Slices {
 /// processes, where the kernel may be asked: the environment of a process can be held up by the driver.
 #[derive(Debug)]
 pub(crate) struct SliceMounts {
-    /// The pipe directories: the configured one, with the directories of slices in it, and those still in use.
+    /// The pipe directories, with the directories of slices in them.
     pipes: Vec<Place>,
     /// The control daemons' own directories.
     own: Vec<Place>,
@@ -166,8 +166,8 @@ impl SliceMounts {
     }
 
     /// Looks at the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so its
-    /// ancestors are looked at too. So are those in other namespaces, up to the host, for a sandbox in a container: its
-    /// slices are the container's. But it reaches no directory that only they see.
+    /// ancestors are looked at too. So are ancestors in other namespaces, up to the host, for a sandbox in a container:
+    /// the sandbox has the slices of the container. But it reaches no directory that only its ancestors see.
     ///
     /// # Errors
     /// The process has ended, or can't be looked at.
@@ -264,7 +264,7 @@ impl Seen {
     }
 }
 
-/// What the mounts of a process tell of its slices.
+/// The slices of a process, as far as its mounts tell.
 #[derive(Debug, PartialEq, Eq)]
 enum Mounted {
     /// The process is in a container with the directories of these slices.

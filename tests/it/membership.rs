@@ -1,4 +1,4 @@
-//! Whose a client is: by the directories that the runtime of its container has mounted, and not by what it says.
+//! The slice of a client, by the directories that the runtime of its container has mounted, and not by its own words.
 
 use std::collections::BTreeSet;
 use std::fs;
