@@ -17,9 +17,9 @@ const MISSES: u32 = 5;
 pub(super) enum Hindrance {
     /// A server met a fatal GPU error. Healing clears it when the server is well again or has ended.
     Faulted(Fault),
-    /// Another control daemon, with this PID, answers in its pipe directory. A check clears it when ours answers there.
+    /// Another control daemon, with this PID, answers in its directory. A check clears it when ours answers there.
     PlaceTaken(u32),
-    /// Its pipe directory was removed or replaced. A check clears it when the control daemon can be reached.
+    /// Its directory was removed or replaced. A check clears it when the control daemon can be reached.
     DirectoryGone(String),
     /// Clients of other users can't get to its socket. A check clears it when they can.
     BadDirectory(String),
@@ -89,8 +89,8 @@ impl Hindrance {
     fn in_words(&self) -> String {
         match self {
             Self::Faulted(fault) => fault.reason(),
-            Self::PlaceTaken(by) => format!("another control daemon (PID {by}) has taken its pipe directory"),
-            Self::DirectoryGone(error) => format!("its pipe directory was removed or replaced ({error})"),
+            Self::PlaceTaken(by) => format!("another control daemon (PID {by}) has taken its directory"),
+            Self::DirectoryGone(error) => format!("its directory was removed or replaced ({error})"),
             Self::Hung { looks, error } => format!("{error}, {looks} times in a row"),
             Self::BadDirectory(text)
             | Self::Silent { error: text, .. }

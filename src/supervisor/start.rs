@@ -58,7 +58,7 @@ impl Machine {
             Ok(()) if control.daemon_pid() == Some(pid) => {}
             Ok(()) => {
                 return Err(Failure::Waiting(format!(
-                    "another control daemon has taken the pipe directory of PID {pid}"
+                    "another control daemon has taken the directory of PID {pid}"
                 )));
             }
             Err(Failure::Ended { .. }) => {
@@ -85,6 +85,7 @@ impl Machine {
         let control = Arc::new(self.worker.tools.front_ends.of(plan.control_directory()));
         self.worker.make_way(&control, plan.control_directory()).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
+        directories::open(&plan.pipe_directory).map_err(bad_directory)?;
         if let Some(private) = &plan.private_directory {
             directories::open_private(private).map_err(bad_directory)?;
             // An earlier version of this service, or somebody else, may have started one in the pipe directory.
@@ -93,7 +94,6 @@ impl Machine {
                 self.worker.make_way(&other, &plan.pipe_directory).await?;
             }
         }
-        directories::open(&plan.pipe_directory).map_err(bad_directory)?;
         let processes = self.worker.look_at_gpus().await;
         self.worker.look_for_bypasses(None, &processes).await;
         let gpus: Vec<String> = plan

@@ -25,6 +25,11 @@ fn pipe(host: &Host) -> PathBuf {
     host.path("mps/pipe")
 }
 
+/// The directory of the control daemon's own, where it takes every command.
+fn own(host: &Host) -> PathBuf {
+    host.path("mps/pipe.private")
+}
+
 /// A client that comes and goes in good order.
 fn a_client_is_served(host: &Host) {
     Bystander::start(host, &pipe(host), Duration::from_millis(200)).wait();
@@ -652,21 +657,21 @@ fn a_state_file_lost_while_down_costs_no_client() {
     }
 }
 
-/// A pipe directory that is removed takes no client with it. Nobody new can come, which the state says, and the control
-/// daemon is started again: at once without clients, after them otherwise.
+/// The directory of a control daemon takes no client with it when it is removed. The control daemon can't be asked any more,
+/// which the state says, and is started again: at once without clients, after them otherwise.
 #[test]
 fn a_removed_pipe_directory_is_made_again() {
     for with_client in [false, true] {
         let mut host = Host::serving("h200");
         let before = host.wait_for_state("ready");
         let client = with_client.then(|| host.client());
-        fs::remove_dir_all(pipe(&host)).unwrap();
+        fs::remove_dir_all(own(&host)).unwrap();
         reload(&host);
         if let Some(mut client) = client {
-            host.wait_for_failure("its pipe directory was removed or replaced");
+            host.wait_for_failure("its directory was removed or replaced");
             assert_eq!(host.list().len(), 4);
             restart(&mut host);
-            host.wait_for_failure("its pipe directory was removed or replaced");
+            host.wait_for_failure("its directory was removed or replaced");
             assert!(client.try_wait().unwrap().is_none());
             assert!(alive(control_pid(&before)));
             client.end();
@@ -1064,7 +1069,7 @@ fn event_texts(status: &Value) -> Vec<&str> {
     status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
 }
 
-/// Root in a container with the whole pipe directory can change every limit. They are set again, it is told, and what is
+/// Root with the control daemon's own directory can change every limit. They are set again, it is told, and what is
 /// published is what is in force.
 #[test]
 fn limits_changed_by_others_are_set_again() {
@@ -1079,7 +1084,7 @@ fn limits_changed_by_others_are_set_again() {
         (format!("get_device_pinned_mem_limit {server} 0"), "35G\n"),
     ];
     let as_ordered =
-        || asked.iter().all(|(command, answer)| host.front_end(&pipe(&host), command) == *answer);
+        || asked.iter().all(|(command, answer)| host.front_end(&own(&host), command) == *answer);
     for command in [
         "set_default_active_thread_percentage 7".to_owned(),
         "set_default_device_pinned_mem_limit 0 1G".to_owned(),
@@ -1090,7 +1095,7 @@ fn limits_changed_by_others_are_set_again() {
     ] {
         assert!(as_ordered(), "before {command}");
         let told = host.log().matches("were changed by others").count();
-        host.front_end(&pipe(&host), &command);
+        host.front_end(&own(&host), &command);
         reload(&host);
         wait_for("limits as ordered", || as_ordered().then_some(()));
         wait_for("words about it", || {
@@ -1122,8 +1127,8 @@ fn a_server_with_the_limits_of_others_is_corrected() {
     let mut host = Host::serving("h200");
     for round in 0..4 {
         let before = host.wait_for_state("ready");
-        host.front_end(&pipe(&host), "set_default_active_thread_percentage 7");
-        host.front_end(&pipe(&host), "set_default_device_pinned_mem_limit 0 1G");
+        host.front_end(&own(&host), "set_default_active_thread_percentage 7");
+        host.front_end(&own(&host), "set_default_device_pinned_mem_limit 0 1G");
         if round % 2 == 1 {
             // By a client that is faster than the service: the service is not there, and is again afterwards.
             host.signal(Signal::KILL);
