@@ -24,6 +24,8 @@ impl Daemon {
             News::Warning(text) => self.warning(text),
             News::OverUse(overuse, text) => {
                 self.warning(text);
+                // Whoever hears of it finds it published.
+                self.settle();
                 if let Err(error) = self.overuses.try_send(overuse) {
                     tracing::debug!("the bus is not told of an overuse: {error}");
                 }

@@ -41,6 +41,8 @@ pub(crate) async fn stay_on_the_bus(
                             bus.client_fault(&fault.gpu_uuid, &fault.pids, &fault.reason).await;
                         }
                         Some(overuse) = overuses.recv() => {
+                            let new = Arc::clone(&snapshot.borrow_and_update());
+                            bus.publish(new).await;
                             bus.over_use(&overuse.device, &overuse.reasons, &overuse.pids).await;
                         }
                         news = snapshot.changed() => match news {

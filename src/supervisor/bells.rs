@@ -1,27 +1,34 @@
-//! Bells for whoever watches over the clients of a GPU. A supervisor rings when a client has come, and with each regular
-//! check while there are clients, so that nobody has to look all the time.
+//! Bells for whoever watches over the clients of a GPU, who need not look all the time.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::Notify;
 
-/// A bell for each GPU, by UUID. A bell that rings several times before anybody listens has rung once.
+/// The bells of a GPU. A bell that rings several times before anybody listens has rung once.
+#[derive(Debug, Default)]
+pub(crate) struct Bell {
+    /// A client has come.
+    pub(crate) came: Notify,
+    /// The control daemon was checked, and has clients or has just lost the last one.
+    pub(crate) checked: Notify,
+}
+
+/// The bells of all GPUs, by UUID.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Bells(Arc<Mutex<BTreeMap<String, Arc<Notify>>>>);
+pub(crate) struct Bells(Arc<Mutex<BTreeMap<String, Arc<Bell>>>>);
 
 impl Bells {
-    /// The bell of a GPU.
-    pub(crate) fn of(&self, uuid: &str) -> Arc<Notify> {
+    pub(crate) fn of(&self, uuid: &str) -> Arc<Bell> {
         let mut bells = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(bells.entry(uuid.to_owned()).or_default())
     }
 
-    /// Rings for these GPUs. A GPU that nobody watches over has no bell.
-    pub(super) fn ring<'u>(&self, uuids: impl IntoIterator<Item = &'u String>) {
+    /// Rings for each of these GPUs. A GPU that nobody watches over has no bell.
+    pub(super) fn ring(&self, uuids: &[String], which: fn(&Bell) -> &Notify) {
         let bells = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        for bell in uuids.into_iter().filter_map(|uuid| bells.get(uuid)) {
-            bell.notify_one();
+        for bell in uuids.iter().filter_map(|uuid| bells.get(uuid)) {
+            which(bell).notify_one();
         }
     }
 }

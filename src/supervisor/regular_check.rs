@@ -52,7 +52,7 @@ impl Serving<'_> {
         let processes = self.worker.look_at_gpus().await;
         let in_use = processes.values().flatten().any(|process| process.via_mps);
         if in_use || self.run.in_use {
-            self.worker.tools.bells.ring(&self.run.running.gpus);
+            self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.checked);
         }
         self.run.in_use = in_use;
         self.run.places.suspect(&self.worker.order.plan.gpus, &processes);

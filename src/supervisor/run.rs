@@ -266,7 +266,7 @@ impl Serving<'_> {
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
             Meaning::ClientAdmitted(_) => {
                 self.run.in_use = true;
-                self.worker.tools.bells.ring(&self.run.running.gpus);
+                self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.came);
             }
             Meaning::ClientLeft(_) => self.run.client_left = true,
             Meaning::ClientRefused { server, capacity } if news => self

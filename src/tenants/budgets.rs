@@ -21,7 +21,7 @@ use crate::host::blocking::Blocking;
 use crate::membership::Slices;
 use crate::mps::control::CallersControl;
 use crate::plan::GpuPlan;
-use crate::supervisor::bells::Bells;
+use crate::supervisor::bells::{Bell, Bells};
 use crate::supervisor::compute_modes::ComputeModes;
 
 /// The least time between two looks: clients that come together share one.
@@ -164,7 +164,7 @@ impl Budgets {
             members: Members::new(),
             spare: true,
             slices: BTreeMap::new(),
-            looked_at: now,
+            looked_at: now.checked_sub(SHARE).unwrap_or(now),
             look_at: Some(now),
             busy: false,
             attempt: Attempt { at: now, pause: PERIOD },
@@ -232,7 +232,7 @@ struct Watch {
 }
 
 impl Watch {
-    async fn run(mut self, mut budget: watch::Receiver<GpuBudget>, bell: Arc<Notify>) {
+    async fn run(mut self, mut budget: watch::Receiver<GpuBudget>, bell: Arc<Bell>) {
         let mut attempted: Option<JoinHandle<Attempted>> = None;
         loop {
             let mut come = false;
@@ -247,7 +247,8 @@ impl Watch {
                     self.gpu = now;
                     self.members.look_again();
                 }
-                () = bell.notified() => {
+                () = bell.checked.notified() => {}
+                () = bell.came.notified() => {
                     come = true;
                     self.attempt.at = self.attempt.at.min(Instant::now() + PERIOD);
                     self.attempt.pause = PERIOD;
@@ -288,13 +289,15 @@ impl Watch {
             self.members.spare_all();
             members = self.members.by_slice(&processes, &self.gpu.cut).await;
         }
-        let mut uses = Vec::new();
-        let mut over = Vec::new();
+        let (mut uses, mut over, mut news) = (Vec::new(), Vec::new(), Vec::new());
         for slice in 0..self.gpu.cut.slices {
             let of_slice = members.remove(&slice).unwrap_or_default();
             let in_use = InUse::by(&of_slice);
             let exceeded = in_use.exceeds(self.gpu.budget);
-            let shown = self.show(slice, &exceeded, in_use, &of_slice).await;
+            let (shown, changed) = self.show(slice, &exceeded);
+            if changed {
+                news.push(self.in_words(slice, &shown, in_use, &of_slice).await);
+            }
             let overuse = budget::in_words(self.gpu.budget, &shown);
             uses.push(SliceUse { clients: in_use.clients, memory_mib: in_use.memory_mib, overuse });
             if !exceeded.is_empty() {
@@ -308,40 +311,36 @@ impl Watch {
         if self.uses.send_if_modified(|before| std::mem::replace(before, uses.clone()) != uses) {
             self.changed.notify_one();
         }
+        for news in news {
+            self.tell(news).await;
+        }
         over
     }
 
-    /// The parts of a slice's budget that are shown as exceeded from now on. A change is told.
-    async fn show(
-        &mut self,
-        slice: u32,
-        exceeded: &BTreeSet<Part>,
-        in_use: InUse,
-        members: &[Member],
-    ) -> BTreeSet<Part> {
+    /// The parts of a slice's budget that are shown as exceeded from now on, and whether these are others than before.
+    fn show(&mut self, slice: u32, exceeded: &BTreeSet<Part>) -> (BTreeSet<Part>, bool) {
         let now = Instant::now();
         if !self.slices.contains_key(&slice) && exceeded.is_empty() {
-            return BTreeSet::new();
+            return (BTreeSet::new(), false);
         }
         let told = self.slices.entry(slice).or_insert_with(|| Told::new(now));
         let changed = told.shown.take_in(exceeded, now);
-        let shown = told.shown.parts();
-        if changed {
-            let device = self.gpu.name(slice);
-            let news = if shown.is_empty() {
-                News::Event(format!("{device} is within its budget again"))
-            } else {
-                let words = budget::in_words(self.gpu.budget, &shown);
-                let memory = in_use.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
-                let pids: Vec<u32> = members.iter().map(|member| member.process.pid).collect();
-                let who = in_words(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
-                let text = format!("{device} is over its budget: {words}; {memory}in use by {who}");
-                let reasons = shown.iter().map(|part| part.as_str()).collect();
-                News::OverUse(OverUse { device, reasons, pids }, text)
-            };
-            self.tell(news).await;
+        (told.shown.parts(), changed)
+    }
+
+    /// What is shown of a slice, in words.
+    async fn in_words(&self, slice: u32, shown: &BTreeSet<Part>, in_use: InUse, members: &[Member]) -> News {
+        let device = self.gpu.name(slice);
+        if shown.is_empty() {
+            return News::Event(format!("{device} is within its budget again"));
         }
-        shown
+        let words = budget::in_words(self.gpu.budget, shown);
+        let memory = in_use.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
+        let pids: Vec<u32> = members.iter().map(|member| member.process.pid).collect();
+        let who = in_words(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
+        let text = format!("{device} is over its budget: {words}; {memory}in use by {who}");
+        let reasons = shown.iter().map(|part| part.as_str()).collect();
+        News::OverUse(OverUse { device, reasons, pids }, text)
     }
 
     async fn tell(&self, news: News) {
