@@ -98,17 +98,23 @@ impl Cutter {
             for member in &mut members {
                 member.stays |= self.is_stubborn(member.process);
             }
-            for process in budget::victims(budget, &members) {
-                let Some(servers) = connected.get(&process.pid) else { continue };
-                match self.end(process, servers).await {
-                    Ok(Some(fate)) => victims.push(Victim { slice, process, fate }),
-                    Ok(None) => {}
+            while let Some(process) = budget::victims(budget, &members).first().copied() {
+                let servers = connected.get(&process.pid).map(Vec::as_slice).unwrap_or_default();
+                let fate = match self.end(process, servers).await {
+                    Ok(fate) => fate,
                     // After a fault, and with a control daemon that does not answer, nobody is touched.
                     Err(reason) => {
                         tracing::debug!("no slice is cut back any further: {reason}");
                         return victims;
                     }
+                };
+                if let Some(Fate::Stays(_)) = fate {
+                    // The next newest goes in its place.
+                    members.iter_mut().filter(|one| one.process == process).for_each(|one| one.stays = true);
+                } else {
+                    members.retain(|one| one.process != process);
                 }
+                victims.extend(fate.map(|fate| Victim { slice, process, fate }));
             }
         }
         victims
