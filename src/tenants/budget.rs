@@ -67,7 +67,7 @@ impl InUse {
     }
 }
 
-/// The members whose work is to end so that the rest fits, in this order. The newest goes first. A process that is known
+/// The members that have to end their work so that the rest fits, in this order. The newest goes first. A process that is known
 /// by its environment goes before all that are known by a mount: a program on the host can forge an environment, and so
 /// must not be able to have the work of a container ended. The last member fits, since the driver binds it by itself.
 pub(super) fn victims(budget: Budget, members: &[Member]) -> Vec<Identity> {

@@ -1,5 +1,5 @@
 //! Watches over the budgets of the slices of each GPU. A look asks NVML for the clients and their memory, and the kernel
-//! whose they are; it starts no front end. A look follows when a client has come and with each regular check of the
+//! for their slices; it starts no front end. A look follows when a client has come and with each regular check of the
 //! control daemon, and every second while some slice has two clients or more: the driver itself binds one.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -369,7 +369,7 @@ impl Watch {
         let owners = self.owners(pids).await;
         let mut cutter = self.cutter.take()?;
         let news = self.news.clone();
-        // Beside the looks: the control daemon waits for the client whose work it ends.
+        // Beside the looks: the control daemon waits for each client that it ends.
         Some(tokio::spawn(async move {
             let (reply, answer) = oneshot::channel();
             let _ = news.send(News::Controls(reply)).await;
@@ -379,7 +379,7 @@ impl Watch {
         }))
     }
 
-    /// Takes note of the end of an attempt, and tells whose work has ended.
+    /// Takes note of the end of an attempt, and tells which clients have lost their work.
     async fn has_attempted(&mut self, attempted: Option<Attempted>) {
         let (cutter, victims, owners) = attempted.unwrap_or_default();
         self.cutter = Some(cutter);

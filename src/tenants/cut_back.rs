@@ -49,7 +49,8 @@ struct Connected<'c> {
     connections: Connections,
 }
 
-/// Knows whose work it has ended, and who could not be ended, so that it tries nothing again without need.
+/// Knows the clients that it has ended and the clients that could not be ended, so that it tries nothing again without
+/// need.
 #[derive(Debug, Default)]
 pub(super) struct Cutter {
     /// The processes without work any more, by PID, with the connections that they had. Each is held, so that no other
@@ -60,18 +61,17 @@ pub(super) struct Cutter {
 }
 
 impl Cutter {
-    /// Ends the work of the newest members of each slice until the rest fits. A member whose work was ended before counts
-    /// as gone while it has no new connection, and so does a process without any connection.
+    /// Ends the work of the newest members of each slice until the rest fits. A member that was ended before counts as
+    /// gone while it has no new connection, and so does a process without any connection.
     pub(super) async fn cut_back(
         &mut self,
         controls: &[Arc<CallersControl>],
         slices: Vec<OverBudget>,
     ) -> Vec<Victim> {
         let (listed, silent) = list_clients(controls).await;
-        if let Some(error) = silent {
-            // A process that is not listed would count as gone.
-            tracing::debug!("no slice is cut back, since not all clients are known: {error}");
-            return Vec::new();
+        if let Some(error) = &silent {
+            // A client that is not listed counts as gone, so fewer are ended.
+            tracing::debug!("slices are cut back, and not all clients are known: {error}");
         }
         let mut connected: BTreeMap<u32, Vec<Connected<'_>>> = BTreeMap::new();
         for (control, clients) in &listed {
@@ -87,8 +87,9 @@ impl Cutter {
                 }
             }
         }
-        self.ended.retain(|pid, (held, _)| connected.contains_key(pid) && held.alive());
-        self.stubborn.retain(|pid, _| connected.contains_key(pid));
+        let may_be_there = |pid: &u32| silent.is_some() || connected.contains_key(pid);
+        self.ended.retain(|pid, (held, _)| may_be_there(pid) && held.alive());
+        self.stubborn.retain(|pid, _| may_be_there(pid));
         let mut victims = Vec::new();
         for OverBudget { slice, budget, mut members } in slices {
             members.retain(|member| {

@@ -1,4 +1,4 @@
-//! Whose the clients of a GPU are: each of them by its slice.
+//! The clients of a GPU, each with its slice.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -51,7 +51,7 @@ pub(super) struct Members {
     kernel: Blocking,
     /// The slice of each client, by PID. The slice of a process does not change.
     known: BTreeMap<u32, (Identity, Place)>,
-    /// The clients whose work is not ended for their slice's budget, by PID.
+    /// The clients that are not ended for their slice's budget, by PID.
     spared: BTreeMap<u32, Identity>,
 }
 

@@ -220,7 +220,7 @@ fn nobody_is_ended_again_without_new_work() {
 }
 
 /// A program on the host says that it is of a tenant's slice. It counts there, and is ended before the tenant's clients,
-/// whose slice is mounted in their container, whatever they say themselves.
+/// which have their slice's directory in their container, whatever they say themselves.
 #[test]
 fn a_forged_environment_does_not_hurt_a_container() {
     if !root_or_skip("a_forged_environment_does_not_hurt_a_container") {

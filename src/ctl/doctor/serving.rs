@@ -229,7 +229,7 @@ fn drained(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Slices whose clients together have more than one slice.
+/// Slices with clients that have more together than one slice.
 fn budgets(facts: &Facts) -> Outcome {
     let devices = facts.published()?.devices.as_deref().unwrap_or_default();
     let of = |device: &Listed<Device>| {
