@@ -218,10 +218,10 @@ say "wake-ups of an idle service"
 switches() { awk '/^Pid:/ {pid = $2} /ctxt_switches/ {sum[pid] += $2} END {for (pid in sum) print pid, sum[pid]}' \
     /proc/"$daemon"/task/*/status; }
 # The thread that helps for a moment may end meanwhile.
-switches >"$dir/first"
+switches >"$dir/switches.first"
 sleep 60
-switches >"$dir/last"
-awk 'NR == FNR {first[$1] = $2; next} {sum += $2 - first[$1]} END {print "  " sum " in a minute"}' "$dir/first" "$dir/last"
+switches >"$dir/switches.last"
+awk 'NR == FNR {first[$1] = $2; next} {sum += $2 - first[$1]} END {print "  " sum " in a minute"}' "$dir/switches.first" "$dir/switches.last"
 
 say "the same mounted directory after the control daemon's death"
 # shellcheck disable=SC2016 # the inner shell's

@@ -1083,8 +1083,7 @@ fn limits_changed_by_others_are_set_again() {
         (format!("get_active_thread_percentage {server}"), "25.0\n"),
         (format!("get_device_pinned_mem_limit {server} 0"), "35G\n"),
     ];
-    let as_ordered =
-        || asked.iter().all(|(command, answer)| host.front_end(&own(&host), command) == *answer);
+    let as_ordered = || asked.iter().all(|(command, answer)| host.front_end(&own(&host), command) == *answer);
     for command in [
         "set_default_active_thread_percentage 7".to_owned(),
         "set_default_device_pinned_mem_limit 0 1G".to_owned(),
