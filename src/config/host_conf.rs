@@ -70,6 +70,15 @@ const SOCKET_PATH_BYTES: usize = 106;
 /// The control daemon's socket with the longest name. The control daemon does not start without this socket.
 const LONGEST_SOCKET: &str = "control_privileged";
 
+impl Settings {
+    /// The place of the directories that only control daemons use, beside the pipe directory.
+    pub(crate) fn private_directory(&self) -> PathBuf {
+        let mut directory = self.pipe_directory.clone().into_os_string();
+        directory.push(".private");
+        directory.into()
+    }
+}
+
 /// Whether a control daemon can make its sockets in this directory, as far as the length of its path goes.
 pub(crate) fn has_room_for_sockets(directory: &Path) -> bool {
     directory.as_os_str().len() + "/".len() + LONGEST_SOCKET.len() <= SOCKET_PATH_BYTES

@@ -54,15 +54,6 @@ pub(crate) struct Settings {
     pub sources: Vec<PathBuf>,
 }
 
-impl Settings {
-    /// The place of the directories that only control daemons use, beside the pipe directory.
-    pub(crate) fn private_directory(&self) -> PathBuf {
-        let mut directory = self.pipe_directory.clone().into_os_string();
-        directory.push(".private");
-        directory.into()
-    }
-}
-
 impl Default for Settings {
     /// The settings without any file: nothing is served.
     fn default() -> Self {
