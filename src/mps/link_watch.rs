@@ -19,6 +19,9 @@ const CHANGES: inotify::WatchFlags = inotify::WatchFlags::CREATE
     .union(inotify::WatchFlags::ONLYDIR)
     .union(inotify::WatchFlags::DONT_FOLLOW);
 
+/// The most events that are taken at a time. A container can cause them faster than they are read.
+const EVENTS: usize = 1024;
+
 /// A number of watched directories.
 #[derive(Debug)]
 pub(crate) struct LinkWatch(Readable);
@@ -42,14 +45,15 @@ impl LinkWatch {
             let mut buffer = [MaybeUninit::uninit(); 4096];
             let mut events = inotify::Reader::new(queue, &mut buffer);
             let mut any = false;
-            loop {
+            for _ in 0..EVENTS {
                 match events.next() {
                     Ok(_) => any = true,
                     Err(Errno::INTR) => {}
-                    Err(Errno::AGAIN) if any => return Ok(()),
+                    Err(Errno::AGAIN) if any => break,
                     Err(error) => return Err(error.into()),
                 }
             }
+            Ok(())
         };
         self.0.until(emptied).await
     }

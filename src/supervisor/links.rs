@@ -20,6 +20,10 @@ use super::hindrance::Hindrance;
 /// the time.
 const LOOK_PAUSE: Duration = Duration::from_millis(100);
 
+/// So many looks in a row have to fail before the control daemon counts as hindered: somebody may have changed a directory
+/// just while it was made.
+const FAILURES: u32 = 3;
+
 /// The shortest time between two messages about them.
 const NEWS_PAUSE: Duration = Duration::from_secs(60);
 
@@ -39,13 +43,22 @@ pub(super) struct Links {
     /// The time to look at them, since somebody has changed one.
     pub(super) look_at: Option<Instant>,
     looked: Instant,
+    /// The looks in a row that have failed.
+    failures: u32,
     news: News,
 }
 
 impl Default for Links {
     fn default() -> Self {
         let now = Instant::now();
-        Self { watch: None, lead: BTreeSet::new(), look_at: None, looked: now, news: News::default() }
+        Self {
+            watch: None,
+            lead: BTreeSet::new(),
+            look_at: None,
+            looked: now,
+            failures: 0,
+            news: News::default(),
+        }
     }
 }
 
@@ -162,12 +175,22 @@ impl Serving<'_> {
         let other = listener(&running.pipe_directory).filter(|pid| *pid != running.process.pid);
         match self.link() {
             Ok(changed) => {
+                self.worker.links.failures = 0;
                 let by = other.filter(|_| changed.contains(&self.run.running.pipe_directory));
                 if let Some(news) = self.worker.links.news.tell(&changed, by, Instant::now()) {
                     self.worker.reporter.warning(news);
                 }
             }
-            Err(bad) => _ = self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
+            Err(bad) => {
+                let links = &mut self.worker.links;
+                links.failures = links.failures.saturating_add(1);
+                if links.failures < FAILURES {
+                    tracing::debug!("{bad}; tried again");
+                    links.look_soon();
+                } else {
+                    self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string())));
+                }
+            }
         }
     }
 }

@@ -448,6 +448,32 @@ fn a_slice_without_a_directory_is_not_ready() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// The same while the control daemon has a client, which carries on.
+#[test]
+fn a_slice_that_loses_its_directory_is_not_ready() {
+    let mut host = Host::serving("h200");
+    let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
+    let directory = directory_of(&host, &slice);
+    let mut client = host.client();
+    fs::remove_dir_all(&directory).unwrap();
+    // The service may have made it again in between.
+    wait_for("something in its place", || {
+        let _ = fs::remove_dir_all(&directory);
+        fs::write(&directory, "").ok()
+    });
+    let reason = format!("{}: is not a directory; remove it", directory.display());
+    host.wait_for_failure(&reason);
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_failure(&reason);
+    fs::remove_file(&directory).unwrap();
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_state("ready");
+    assert!(leads_to(&directory, &private(&host)));
+    assert!(client.try_wait().unwrap().is_none());
+    client.end();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// A reload with fewer slices takes their links away, and one with more gives them back before they are healthy, in the
 /// same directories.
 #[test]
