@@ -47,7 +47,11 @@ impl Socket {
         let directory = directories::open(pipe_directory)?;
         let led = || {
             for name in LEFTOVERS {
-                remove(&directory, name)?;
+                match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
+                    // The log directory may be here, and is called so by default.
+                    Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => {}
+                    Err(error) => return Err(error.into()),
+                }
             }
             if open { self.link(&directory) } else { self.unlink(&directory) }
         };
@@ -258,6 +262,9 @@ mod tests {
         let files: Vec<_> = fs::read_dir(at("pipe")).unwrap().map(|file| file.unwrap().file_name()).collect();
         assert_eq!(files, [SOCKET]);
         assert_eq!(fs::metadata(at("private")).unwrap().permissions().mode() & 0o777, 0o700);
+        fs::create_dir(at("pipe/log")).unwrap();
+        assert!(!place.lead_from_pipe(true) && at("pipe/log").exists(), "the log directory stays");
+        fs::remove_dir(at("pipe/log")).unwrap();
         assert!(place.lead_from_pipe(false) && !place.lead_from_pipe(false));
         assert_eq!(fs::read_dir(at("pipe")).unwrap().count(), 0);
         assert!(place.lead_from_pipe(true));

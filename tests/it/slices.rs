@@ -254,6 +254,25 @@ fn the_pipe_directory_has_a_link_and_the_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// As on a machine without the platform: the pipe directory is where CUDA looks by itself, and the log directory is in it.
+#[test]
+fn the_log_directory_may_be_in_the_pipe_directory() {
+    let mut host = Host::new("h200");
+    let mps = host.path("mps/both");
+    host.configure(&format!("cuda_mps_pipe_directory: {0}\ncuda_mps_log_directory: {0}/log", mps.display()));
+    host.start();
+    for _ in 0..2 {
+        host.wait_for_state("ready");
+        assert_eq!(files(&mps), ["control", "log", "slices"]);
+        assert!(mps.join("log/control.log").is_file());
+        let said = host.command("cuda-client").arg("props").env("CUDA_MPS_PIPE_DIRECTORY", &mps).output();
+        let said = text(&said.unwrap());
+        assert!(said.contains(" sms 32 "), "{said}");
+        another_control_daemon(&host);
+    }
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// A control daemon that has its sockets in the pipe directory, as with an older driver, serves on and is replaced when
 /// nobody needs it any more.
 #[test]
