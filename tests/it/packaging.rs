@@ -81,6 +81,7 @@ fn exactly_these_files_are_installed() {
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/isolation.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/journal.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/metrics.md",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/overview.svg",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/security.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/host.conf.example",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/host_container_device.yml.example",
