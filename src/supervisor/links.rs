@@ -33,7 +33,7 @@ pub(crate) fn give_up_private_directory(plan: &mut ControlDaemonPlan) -> Option<
     if plan.private_directory.as_ref().is_none_or(beside) { None } else { plan.private_directory.take() }
 }
 
-/// What is known of these directories. It outlives a control daemon, as the directories do.
+/// The state of these directories. It outlives a control daemon, as the directories do.
 #[derive(Debug)]
 pub(super) struct Links {
     /// None before there is a directory to watch, and where the kernel has no queue left. The regular check looks too.
@@ -127,6 +127,10 @@ impl News {
             1 => {
                 format!("{} did not lead to the control daemon{by}, and does again{before}", first.display())
             }
+            2 => format!(
+                "{} and another directory did not lead to the control daemon{by}, and do again{before}",
+                first.display()
+            ),
             all => format!(
                 "{} and {} other directories did not lead to the control daemon{by}, and do again{before}",
                 first.display(),
@@ -215,7 +219,7 @@ mod tests {
         }
         assert_eq!(
             news.tell(&two, Some(7), now + NEWS_PAUSE).unwrap(),
-            "/mps/pipe and 1 other directories did not lead to the control daemon: process 7 listened there, and do \
+            "/mps/pipe and another directory did not lead to the control daemon: process 7 listened there, and do \
              again; links were renewed 6 times more since the last such message"
         );
         assert_eq!(

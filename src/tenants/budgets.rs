@@ -328,7 +328,7 @@ impl Watch {
         (told.shown.parts(), changed)
     }
 
-    /// What is shown of a slice, in words.
+    /// The words that are shown of a slice.
     async fn in_words(&self, slice: u32, shown: &BTreeSet<Part>, in_use: InUse, members: &[Member]) -> News {
         let device = self.gpu.name(slice);
         if shown.is_empty() {
