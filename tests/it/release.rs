@@ -803,7 +803,10 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     for attempt in attempts {
         let (status, said) = ended(attempt);
         assert_eq!(status, Some(1), "{said}");
-        assert!(said.contains("the control daemon did not answer `get_server_list` within 5 s"), "{said}");
+        // One turn of 5 s comes after the other, and the supervisor asks too: the last one may not get its turn at all.
+        let silent =
+            ["did not answer `get_server_list` within 5 s", "did not get its turn at the control daemon"];
+        assert!(silent.iter().any(|reason| said.contains(reason)), "{said}");
     }
     scene.host.clear("mps/fault/front-end-hangs");
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
