@@ -4,15 +4,14 @@ BOARD ?= tesla-p40
 # Each of them has all cores to itself, and installs and fetches what the next one needs as well.
 .NOTPARALLEL:
 
-.PHONY: help build install deb rpm packages fetch test check demo chaos soak bench
+.PHONY: help build install deb rpm packages dist check-dist fetch test check demo chaos soak bench
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 build: ## the release binaries, in target/release, and manual pages and completions, in target/pages
 	scripts/deps.sh build
-	cargo build --release --workspace --locked
-	scripts/pages.sh target/release/yunion-mps-pages
+	scripts/build.sh
 
 install: ## what make build has built, on this host: make install, or with PREFIX= and DESTDIR=
 	packaging/install.sh
@@ -30,6 +29,14 @@ rpm: target/packaged ## the rpm, in dist, for RHEL 8 and 9, openEuler 20.03 and 
 target/packaged:
 	scripts/deps.sh packages
 	scripts/build-packaged.sh
+
+dist: ## the sources with those of all crates, a debian/ and a spec, in dist, from which packages are built without a network
+	scripts/deps.sh dist
+	scripts/dist.sh
+
+check-dist: ## builds both packages from make dist in a clean root without a network, and compares them with make deb rpm
+	scripts/deps.sh clean_root
+	scripts/check-dist.sh
 
 fetch: ## all that make deb rpm takes from the network, which it needs no more then
 	scripts/deps.sh packages
@@ -65,6 +72,7 @@ soak: ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: wh
 	cargo build --workspace --locked
 	cargo test --locked --test it -- --ignored --nocapture soak::
 
-bench: build ## how often an idle daemon wakes up, how long it takes to be ready (BENCH_SECONDS: of idling)
+bench: ## how often an idle daemon wakes up, how long it takes to be ready (BENCH_SECONDS: of idling)
 	scripts/deps.sh
+	cargo build --release --workspace --locked
 	benches/idle.sh $(BENCH_SECONDS)

@@ -21,18 +21,27 @@ put() { # MODE FILE PATH
     install -D -m "$1" "$2" "$3"
 }
 
-for program in yunion-mps-daemon yunion-mpsctl; do
-    put 755 "$BIN/$program" "$root$PREFIX/bin/$program"
-    put 644 "$PAGES/$program.bash" "$share/bash-completion/completions/$program"
-    put 644 "$PAGES/_$program" "$root$zsh/_$program"
-    put 644 "$PAGES/$program.fish" "$share/fish/vendor_completions.d/$program.fish"
-done
+install_program() { # NAME COMPLETIONS
+    put 755 "$BIN/$1" "$root$PREFIX/bin/$1"
+    put 644 "$2/$1.bash" "$share/bash-completion/completions/$1"
+    put 644 "$2/_$1" "$root$zsh/_$1"
+    put 644 "$2/$1.fish" "$share/fish/vendor_completions.d/$1.fish"
+}
+install_program yunion-mps-daemon "$PAGES"
+# It answers the shells itself.
+install_program yunion-mpsctl packaging/completions
 
-unit=$root$PREFIX/lib/systemd/system/yunion-mps-daemon.service
-put 644 systemd/yunion-mps-daemon.service "$unit"
-# ExecStart, ExecReload and Documentation name installed files.
-[ "$PREFIX" = /usr ] || sed -i -E "s#/usr/(bin/yunion|share/doc/yunion)#$PREFIX/\1#" "$unit"
+for unit in yunion-mps-daemon.service yunion-mps-metrics.service yunion-mps-metrics.timer; do
+    installed=$root$PREFIX/lib/systemd/system/$unit
+    put 644 "systemd/$unit" "$installed"
+    # ExecStart, ExecReload and Documentation name installed files.
+    [ "$PREFIX" = /usr ] || sed -i -E "s#/usr/(bin/yunion|share/doc/yunion)#$PREFIX/\1#" "$installed"
+done
 put 644 systemd/yunion-mps-daemon.tmpfiles.conf "$root$PREFIX/lib/tmpfiles.d/yunion-mps-daemon.conf"
+
+for catalog in packaging/journal/*.catalog; do
+    put 644 "$catalog" "$root$PREFIX/lib/systemd/catalog/${catalog##*/}"
+done
 
 put 644 config/io.yunion.Mps1.conf "$share/dbus-1/system.d/io.yunion.Mps1.conf"
 for interface in config/io.yunion.Mps1.*.xml; do
@@ -43,10 +52,15 @@ put 644 "$PAGES/yunion-mpsctl.1" "$share/man/man1/yunion-mpsctl.1"
 put 644 packaging/man/yunion-mps-host.conf.5 "$share/man/man5/yunion-mps-host.conf.5"
 ln -sf yunion-mps-host.conf.5 "$share/man/man5/yunion-mps-host_container_device.yml.5"
 put 644 "$PAGES/yunion-mps-daemon.8" "$share/man/man8/yunion-mps-daemon.8"
+for page in yunion-mpsctl.1 yunion-mps-host.conf.5 yunion-mps-daemon.8; do
+    put 644 "packaging/man/zh_CN/$page" "$share/man/zh_CN/man${page##*.}/$page"
+done
+ln -sf yunion-mps-host.conf.5 "$share/man/zh_CN/man5/yunion-mps-host_container_device.yml.5"
 
-put 644 README.md "$doc/README.md"
-put 644 CHANGELOG.md "$doc/CHANGELOG.md"
-for file in docs/*; do
+for file in README.md README.zh-CN.md CHANGELOG.md; do
+    put 644 "$file" "$doc/$file"
+done
+find docs -type f | while read -r file; do
     put 644 "$file" "$doc/$file"
 done
 put 644 "$PAGES/copyright" "$doc/copyright"

@@ -138,7 +138,8 @@ wait_for 60 settled || fail "not ready after 60 s: $(cat "$dir"/{settled,status,
 
 show "${query[@]}" | tee "$dir/serving.csv.shown"
 sed 1,2d "$dir/serving.csv.shown" >"$dir/serving.csv"
-show yunion-mpsctl list | tee "$dir/table.shown"
+show yunion-mpsctl list
+show yunion-mpsctl list --platform | tee "$dir/table.shown"
 sed 1,2d "$dir/table.shown" >"$dir/table.txt"
 echo
 echo "\$ busctl call ${manager[*]} ListDevices"

@@ -2,8 +2,11 @@
 # Makes sure that the programs exist which building, testing and the demo need besides the Rust toolchain.
 # As root on a machine with apt-get the missing ones are installed; otherwise one line names them all and the exit
 # status is 1. Programs are looked for, not packages: any other way to have them is as good.
-# With the argument `packages`: the programs for building and checking the packages, and no others. With `build`: those
-# that `make build` needs, which is for every distribution.
+# An argument asks for less:
+#   packages    the programs that build and check the packages
+#   build       the programs that `make build` needs, on every distribution
+#   dist        the programs that `make dist` needs
+#   clean_root  the programs that `make check-dist` needs
 set -eu
 
 missing=''  # what to tell the user
@@ -44,6 +47,18 @@ look_packages() {
         lacks 'python module pip' python3-pip
 }
 
+look_dist() {
+    look_build
+    needs git git
+    needs xz xz-utils
+}
+
+look_clean_root() {
+    look_packages
+    needs mmdebstrap mmdebstrap
+    needs unshare util-linux
+}
+
 look_tests() {
     look_build
     needs dbus-daemon dbus
@@ -60,6 +75,19 @@ look_tests() {
         needs systemd-nspawn systemd-container
         needs nsenter util-linux
         needs ps procps
+        # The engines that make containers of slices in there.
+        needs podman podman
+        needs runc runc
+        needs dockerd docker.io
+        needs docker-compose docker-compose
+        needs busybox busybox-static
+        needs prometheus-node-exporter prometheus-node-exporter
+        # A cluster of one node.
+        needs munged munge
+        needs slurmctld slurmctld
+        needs slurmd slurmd
+        needs srun slurm-client
+        needs ip iproute2
         [ -e /usr/lib/systemd/system/dbus.service ] || [ -e /lib/systemd/system/dbus.service ] ||
             lacks 'a system bus' dbus
     fi
@@ -67,13 +95,25 @@ look_tests() {
     # Whether the manual pages are well-formed.
     needs groff groff
     needs mandoc mandoc
+    # Completion in every shell that it is for.
+    needs bash bash
+    needs zsh zsh
+    needs fish fish
     # A clock that jumps, for one process and what it starts.
     needs faketime faketime
+    # The host agent's package, and the examples of docs/dbus.md and docs/json.md.
+    needs go golang-go
+    needs gofmt golang-go
+    [ -e /usr/share/gocode/src/github.com/godbus/dbus/go.mod ] || lacks 'Go package godbus' golang-dbus-dev
+    needs jq jq
+    needs jsonschema python3-jsonschema
     # The system's python: a python earlier in PATH can't see the distribution's modules.
     /usr/bin/python3 -c 'import dbus' >/dev/null 2>&1 || lacks 'python module dbus' python3-dbus
     /usr/bin/python3 -c 'import prometheus_client.openmetrics.parser' >/dev/null 2>&1 ||
         lacks 'python module prometheus_client' python3-prometheus-client
+    needs promtool prometheus
     /usr/bin/python3 -c 'import gi' >/dev/null 2>&1 || lacks 'python module gi' python3-gi
+    /usr/bin/python3 -c 'import yaml' >/dev/null 2>&1 || lacks 'python module yaml' python3-yaml
     /usr/bin/python3 -c 'import jsonschema' >/dev/null 2>&1 || lacks 'python module jsonschema' python3-jsonschema
 }
 
@@ -90,6 +130,17 @@ look
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "installing:$packages" >&2
     export DEBIAN_FRONTEND=noninteractive
+    # Tests start these themselves. Their packages would have them run on this machine, now and after each boot.
+    services=''
+    for service in docker.service docker.socket containerd.service munge.service prometheus.service \
+        prometheus-node-exporter.service slurmctld.service slurmd.service; do
+        [ -e "/lib/systemd/system/$service" ] || services="$services $service"
+    done
+    if [ ! -e /usr/sbin/policy-rc.d ]; then
+        printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
+        chmod 755 /usr/sbin/policy-rc.d
+        trap 'rm -f /usr/sbin/policy-rc.d' EXIT
+    fi
     # A mirror may hiccup, and another program hold the lock. An update that fails for one source is no reason to stop.
     for pause in 5 20 0; do
         apt-get update -qq >&2 || :
@@ -97,6 +148,9 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
         apt-get -o DPkg::Lock::Timeout=300 -o Acquire::Retries=3 install -y -qq --no-install-recommends $packages \
             >&2 </dev/null && break
         sleep "$pause"
+    done
+    for service in $services; do
+        [ ! -e "/lib/systemd/system/$service" ] || systemctl --quiet disable "$service" >&2 || :
     done
     look
     [ -n "$missing" ] || exit 0

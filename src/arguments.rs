@@ -15,9 +15,13 @@ pub(crate) struct Arguments {
     /// Read the host's files (configuration, /sys, pci.ids) below this directory
     #[arg(long, value_name = "DIR", default_value = "/")]
     pub sysroot: PathBuf,
-    /// Say what would be served, or what is wrong, and change nothing
+    /// Say what would be served, what a reload would change or what is wrong, and change nothing, as yunion-mpsctl check
+    /// does
     #[arg(long)]
     pub check: bool,
+    /// Print the answer of --check as one JSON object
+    #[arg(long, requires = "check")]
+    pub json: bool,
 }
 
 /// The command line as data, for its manual page and completions.

@@ -1,4 +1,4 @@
-//! `--check`: shows the plan or the errors, and changes nothing.
+//! The check of a configuration: shows the plan or the errors, and changes nothing.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -11,6 +11,9 @@ use crate::host::inventory::Inventory;
 use crate::host::nvml::Driver;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 use crate::reason::Reason;
+
+/// The exit status of a wrong configuration (`EX_CONFIG`), after which the unit is not restarted.
+pub(crate) const BAD_CONFIGURATION: u8 = 78;
 
 /// The time limit for NVML. A GPU that falls off the bus can make a question hang for ever.
 const NVML_TIMEOUT: Duration = Duration::from_secs(15);

@@ -22,18 +22,19 @@
 //!
 //! | floor | module | its job |
 //! |---|---|---|
-//! | 9 | `daemon`, `ctl` | the two programs: the service, and yunion-mpsctl on the other side of the bus |
+//! | 10 | `daemon` | the service |
+//! | 9 | `ctl` | yunion-mpsctl, on the other side of the bus; `check` is `--check` of the service too |
 //! | 8 | `dbus` | shows the Snapshot on the bus and passes requests on; decides nothing |
 //! | 7 | `publish` | the Snapshot, and everything that is made from it: container settings, CDI spec |
 //! | 6 | `tenants` | the clients: the list of them, the end of their GPU work, and the budgets of their slices |
 //! | 5 | `supervisor` | one state machine per control daemon, compute modes, the state file |
 //! | 4 | `mps` | one control daemon: its process, front end, log and directories; it alone starts and signals one |
 //! | 4 | `membership` | the slices that a process has, by its mounts or its environment |
-//! | 4 | `check`, `arguments` | `yunion-mps-daemon --check`, and the service's command line |
+//! | 4 | `check`, `arguments` | the plan of a configuration, or its mistakes; the service's command line |
 //! | 3 | `plan` | from configuration and inventory to the plan; pure |
 //! | 2 | `config` | the configuration files |
 //! | 1 | `host` | GPUs, processes and systemd as they are, and what differs by driver |
-//! | 0 | `counted`, `cuda` | "1 client", "2 clients"; the CUDA driver for `probe` and `bench` |
+//! | 0 | `counted`, `cuda`, `message` | "1 client", "2 clients"; the CUDA driver for `probe` and `bench`; the messages with an id |
 
 mod arguments;
 mod check;
@@ -45,6 +46,7 @@ mod daemon;
 mod dbus;
 mod host;
 mod membership;
+mod message;
 mod mps;
 mod plan;
 mod publish;

@@ -8,9 +8,10 @@ work=$PWD/target/rpm
 package=yunion-mps-daemon-$version-1.$(uname -m).rpm
 rm -rf "$work"
 mkdir -p "$work" dist
+packaging/rpm/spec.sh >"$work/yunion-mps-daemon.spec"
 export BIN=$PWD/target/packaged PAGES=$PWD/target/pages
-rpmbuild -bb --build-in-place --define "_topdir $work" --define "_builddir $PWD" --define "source_version $version" \
-    --define "_dbpath $work/db" packaging/rpm/yunion-mps-daemon.spec >"$work/log" 2>&1 || {
+rpmbuild -bb --with prebuilt --build-in-place --define "_topdir $work" --define "_builddir $PWD" \
+    --define "_dbpath $work/db" "$work/yunion-mps-daemon.spec" >"$work/log" 2>&1 || {
     cat "$work/log" >&2
     exit 1
 }

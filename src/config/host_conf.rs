@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use super::yaml::{self, Node, Pair, Value};
-use super::{Findings, LogLevel, MultiUser, OnOveruse, Origin, Problem, Settings, ThreadPolicy, Topology};
+use super::{
+    Findings, LogLevel, MayTerminate, MultiUser, OnOveruse, Origin, Problem, Settings, ThreadPolicy, Topology,
+};
 use super::{percentage, slices, whole};
 
 /// The result of the files that are read so far.
@@ -31,7 +33,7 @@ const LOG_KEY: &str = "cuda_mps_log_directory";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key that this service reads, in the documented spelling.
-const KEYS: [(&str, Setter); 17] = [
+const KEYS: [(&str, Setter); 18] = [
     (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
     ("local_config_file", |draft, value| optional(value, file).map(|path| draft.local_file = path)),
@@ -55,6 +57,9 @@ const KEYS: [(&str, Setter); 17] = [
         seconds(value, 0..=3600).map(|time| draft.settings.fault_grace = time)
     }),
     ("cuda_mps_overuse", |draft, value| overuse(value).map(|answer| draft.settings.on_overuse = answer)),
+    ("cuda_mps_may_terminate", |draft, value| {
+        may_terminate(value).map(|who| draft.settings.may_terminate = who)
+    }),
     ("cuda_mps_log_max_size", |draft, value| {
         whole(value, 1..=1024, "MiB").map(|mib: u64| draft.settings.log_max_bytes = mib * 1024 * 1024)
     }),
@@ -369,6 +374,14 @@ fn overuse(value: &Value<'_>) -> Result<OnOveruse, String> {
     }
 }
 
+fn may_terminate(value: &Value<'_>) -> Result<MayTerminate, String> {
+    match value.text().as_ref() {
+        "root" => Ok(MayTerminate::Root),
+        "owner" => Ok(MayTerminate::Owner),
+        _ => Err("write root or owner".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -583,6 +596,7 @@ mod tests {
             "cuda_mps_quit_timeout: 0\n",
             "cuda_mps_fault_grace: 3601\n",
             "cuda_mps_overuse: kill\n",
+            "cuda_mps_may_terminate: user\n",
             "cuda_mps_log_max_size: 16M\n",
             "cuda_mps_cdi_directory: \"/a\\nb\"\n",
         );
@@ -604,6 +618,7 @@ mod tests {
             ("cuda_mps_quit_timeout", "found 0"),
             ("cuda_mps_fault_grace", "found 3601"),
             ("cuda_mps_overuse", "found \"kill\""),
+            ("cuda_mps_may_terminate", "found \"user\""),
             ("cuda_mps_log_max_size", "found \"16M\""),
             ("cuda_mps_cdi_directory", "found \"/a\\nb\""),
         ];
@@ -646,7 +661,7 @@ mod tests {
             "log_level: error\ncuda_mps_topology: per_gpu\ncuda_mps_thread_percentage: balanced\n",
             "cuda_mps_multiuser: off\ncuda_mps_prewarm: no\ncuda_mps_set_compute_mode: false\n",
             "cuda_mps_quit_timeout: 20\ncuda_mps_fault_grace: 0\ncuda_mps_overuse: terminate\n",
-            "cuda_mps_log_max_size: 2\n",
+            "cuda_mps_may_terminate: owner\ncuda_mps_log_max_size: 2\n",
             "cuda_mps_cdi_directory: /var/run/cdi/\n",
         );
         let expected = Settings {
@@ -659,6 +674,7 @@ mod tests {
             quit_timeout: Duration::from_secs(20),
             fault_grace: Duration::ZERO,
             on_overuse: OnOveruse::Terminate,
+            may_terminate: MayTerminate::Owner,
             log_max_bytes: 2 * 1024 * 1024,
             cdi_directory: Some(PathBuf::from("/var/run/cdi")),
             ..Settings::default()
@@ -667,6 +683,7 @@ mod tests {
         assert_eq!(settings("cuda_mps_thread_percentage: unlimited").thread_policy, ThreadPolicy::Unlimited);
         assert_eq!(settings("cuda_mps_thread_percentage: equal").thread_policy, ThreadPolicy::Equal);
         assert_eq!(settings("cuda_mps_overuse: report").on_overuse, OnOveruse::Report);
+        assert_eq!(settings("cuda_mps_may_terminate: root").may_terminate, MayTerminate::Root);
         assert_eq!(settings("cuda_mps_multiuser: on").multiuser, MultiUser::On);
         assert_eq!(settings("cuda_mps_multiuser: auto").multiuser, MultiUser::Auto);
     }
@@ -782,6 +799,7 @@ mod tests {
             quit_timeout in 1u64..=600,
             fault_grace in 0u64..=3600,
             on_overuse in prop::sample::select(vec![OnOveruse::Report, OnOveruse::Terminate]),
+            may_terminate in prop::sample::select(vec![MayTerminate::Root, MayTerminate::Owner]),
             log_max_mib in 1u64..=1024,
         ) -> Settings {
             Settings {
@@ -798,6 +816,7 @@ mod tests {
                 quit_timeout: Duration::from_secs(quit_timeout),
                 fault_grace: Duration::from_secs(fault_grace),
                 on_overuse,
+                may_terminate,
                 log_max_bytes: log_max_mib * 1024 * 1024,
                 cdi_directory,
                 devices: Vec::new(),
@@ -840,6 +859,7 @@ mod tests {
             ("cuda_mps_quit_timeout", settings.quit_timeout.as_secs().to_string()),
             ("cuda_mps_fault_grace", settings.fault_grace.as_secs().to_string()),
             ("cuda_mps_overuse", format!("{:?}", settings.on_overuse).to_lowercase()),
+            ("cuda_mps_may_terminate", format!("{:?}", settings.may_terminate).to_lowercase()),
             ("cuda_mps_log_max_size", (settings.log_max_bytes / 1024 / 1024).to_string()),
         ];
         lines.extend(

@@ -44,6 +44,7 @@ pub(crate) struct Settings {
     /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
     pub fault_grace: Duration,
     pub on_overuse: OnOveruse,
+    pub may_terminate: MayTerminate,
     /// `cuda_mps_log_max_size`, in bytes (the key is in MiB).
     pub log_max_bytes: u64,
     /// `cuda_mps_cdi_directory`.
@@ -71,6 +72,7 @@ impl Default for Settings {
             quit_timeout: Duration::from_secs(10),
             fault_grace: Duration::from_secs(30),
             on_overuse: OnOveruse::default(),
+            may_terminate: MayTerminate::default(),
             log_max_bytes: 16 * 1024 * 1024,
             cdi_directory: None,
             devices: Vec::new(),
@@ -256,6 +258,16 @@ pub(crate) enum OnOveruse {
     Terminate,
 }
 
+/// `cuda_mps_may_terminate`: who may end the GPU work of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum MayTerminate {
+    /// Root alone.
+    #[default]
+    Root,
+    /// Root, and the user who has started the process.
+    Owner,
+}
+
 /// The places of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Sources {
@@ -327,7 +339,7 @@ pub(crate) fn load(sources: &Sources) -> Result<Loaded, Refused> {
 }
 
 /// The default place of the main file. Messages name it if there is no main file.
-const MAIN_FILE: &str = "/etc/yunion/host.conf";
+pub(crate) const MAIN_FILE: &str = "/etc/yunion/host.conf";
 
 /// The first place of the main file. The platform's programs read ./etc/host.conf, and all of them run in this
 /// directory. The service's own working directory is no substitute: under systemd it is /, and /etc/host.conf belongs

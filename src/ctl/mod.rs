@@ -6,15 +6,22 @@ use std::io::{self, Write};
 
 use clap::{CommandFactory, Parser, Subcommand};
 
+use crate::config::Sources;
 use crate::dbus::proxy::{BusError, DaemonProxy};
 
 mod act;
 mod check;
+mod chosen;
+mod complete;
 mod doctor;
 mod measure;
+mod platform;
 mod published;
+mod setup;
 mod show;
 mod signals;
+mod slurm;
+mod watch;
 
 /// The exit status of a command that could not be carried out.
 const FAILED: u8 = 1;
@@ -27,11 +34,13 @@ const NOT_RUNNING: u8 = 3;
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mpsctl", version, arg_required_else_help = true)]
 #[command(
-    after_help = "Exit status: 0, 1 (it failed), 2 (wrong usage), 3 (yunion-mps-daemon is not running); doctor: 4 and 5.\n\n\
+    after_help = "Exit status: 0, 1 (it failed), 2 (wrong usage), 3 (yunion-mps-daemon is not running); check, doctor, \
+    is-ready and setup have others too.\n\n\
     Examples:\n  \
+    yunion-mpsctl setup\n  \
     yunion-mpsctl list\n  \
-    yunion-mpsctl status\n  \
-    yunion-mpsctl run 00:06.0-1 -- python3 train.py"
+    yunion-mpsctl run --free -- python3 train.py\n  \
+    yunion-mpsctl top"
 )]
 struct Arguments {
     #[command(subcommand)]
@@ -43,49 +52,96 @@ enum Command {
     /// Lists the virtual devices, or the GPUs that they are slices of
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl list\n  \
-        yunion-mpsctl list --gpus\n  \
+        yunion-mpsctl list --gpus -o wide\n  \
+        yunion-mpsctl list --names | xargs -n 1 yunion-mpsctl probe\n  \
         yunion-mpsctl list --json | jq -r '.[] | select(.healthy) | .addr'")]
     List(show::list::Arguments),
     /// Shows the service, its control daemons, the GPUs with their limits, and the last events
     #[command(after_help = "Examples:\n  \
         yunion-mpsctl status\n  \
+        yunion-mpsctl status --watch\n  \
         yunion-mpsctl status --json | jq .service.state")]
-    Status {
-        /// Print everything as one JSON object
-        #[arg(long)]
-        json: bool,
-    },
+    Status(show::status::Arguments),
     /// Lists the processes that use the GPUs, and marks those that bypass MPS
     #[command(after_help = "A container's id is shown with its first 12 digits; JSON has all of it.\n\n\
         Examples:\n  \
         yunion-mpsctl clients\n  \
         yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
-        yunion-mpsctl clients --json | jq 'group_by(.device) | map({(.[0].device // \"?\"): length}) | add'")]
-    Clients {
-        /// Print everything that the daemon publishes as a JSON array
-        #[arg(long)]
-        json: bool,
-    },
-    /// Prints metrics of the service, its devices and their clients as `OpenMetrics` text
+        yunion-mpsctl clients --json | jq 'group_by(.device) | map(length)'")]
+    Clients(show::clients::Arguments),
+    /// Shows slices, clients and events on the whole terminal, as they change
+    #[command(
+        after_help = "Keys: q or Esc quits, Tab goes from the slices to the clients and back, arrows select, s < > sort, \
+        r reverses the order, t ends the GPU work of the selected client after a question (for root), h shows all keys. \
+        A selected slice shows its clients alone. Columns without room are named. A restart of the service doesn't end \
+        this.\n\n\
+        Exit status: 0, or 128 plus the number of the signal that ended it; 2 without a terminal.\n\n\
+        Examples:\n  \
+        yunion-mpsctl top\n  \
+        NO_COLOR=1 yunion-mpsctl top"
+    )]
+    Top,
+    /// Prints the last events, oldest first, and with --follow the new ones as they come
+    #[command(
+        after_help = "The service keeps the last 32 events; the journal has all of them. Each line is printed at once. \
+        Ctrl-C, or a reader that leaves, ends --follow with exit status 0.\n\n\
+        Examples:\n  \
+        yunion-mpsctl events\n  \
+        yunion-mpsctl events --follow\n  \
+        yunion-mpsctl events --follow --json | jq --unbuffered -r .text"
+    )]
+    Events(watch::events::Arguments),
+    /// Says by the exit status whether the service is ready, for scripts
+    #[command(
+        after_help = "Ready means that every configured GPU is served. Otherwise one line names the state and its \
+        reason: degraded (only some GPUs are served, or something needs an administrator), starting, failed, disabled, \
+        stopping. status says more.\n\n\
+        Exit status: 0 ready, 1 not ready, 3 yunion-mps-daemon is not running. With --wait it is the status at the end \
+        of the waiting.\n\n\
+        Examples:\n  \
+        yunion-mpsctl is-ready --quiet && ./start-jobs\n  \
+        systemctl start yunion-mps-daemon && yunion-mpsctl is-ready --wait 60"
+    )]
+    IsReady(watch::is_ready::Arguments),
+    /// Prints metrics of the service, its devices and their clients, for Prometheus and other collectors
     #[command(
         after_help = "If yunion-mps-daemon is not running, the only metric is yunion_mps_up 0 and the exit status is \
-        0, so that a collector gets this finding. The exit status is 1 if the system bus can't be reached.\n\n\
+        0, so that a collector gets this finding. The exit status is 1 if the system bus can't be reached; a FILE then \
+        stays as it is.\n\n\
+        --clients adds a series for each client on each GPU, 1024 at most, of those with the most memory.\n\n\
         Examples:\n  \
         yunion-mpsctl metrics\n  \
-        yunion-mpsctl metrics | grep '^yunion_mps_device_memory_used_bytes'"
+        yunion-mpsctl metrics --clients | grep '^yunion_mps_client_memory'\n  \
+        yunion-mpsctl metrics --format prometheus --to yunion-mps.prom"
     )]
-    Metrics,
+    Metrics(show::metrics::Arguments),
     /// Checks the configuration, and shows its plan and the changes that a reload would make
     #[command(
         after_help = "Works without root, without a GPU and without the service, and leaves out the parts that need \
         them. Timeouts and the size of logs are not published, and so not compared.\n\n\
-        Exit status: 0 right, whether or not something would change; 1 wrong.\n\n\
+        yunion-mps-daemon --check does the same.\n\n\
+        Exit status: 0 right, whether or not something would change; 78 wrong.\n\n\
         Examples:\n  \
         yunion-mpsctl check && yunion-mpsctl reload\n  \
-        yunion-mpsctl check /root/host.conf.new\n  \
+        yunion-mpsctl check --config /root/host.conf.new\n  \
         yunion-mpsctl check --json | jq '.differences[] | select(.effect.when != \"live\")'"
     )]
     Check(check::report::Arguments),
+    /// Writes the configuration of a host that has none, after a look at its GPUs and a few questions
+    #[command(
+        after_help = "Changes no file that is there: if the host has configuration that does not enable MPS, setup says \
+        which lines belong where. On a host of the platform it writes host.conf and a device file with one entry for \
+        each GPU, since the platform knows no other GPUs. On any other host host.conf alone gives every GPU the same \
+        number of slices, also a GPU that comes later. There it also lets CUDA programs find their way to a slice by \
+        themselves. The result is checked as yunion-mps-daemon --check does.\n\n\
+        Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; 4 nothing \
+        was written, since files are there that have to change.\n\n\
+        Examples:\n  \
+        yunion-mpsctl setup\n  \
+        yunion-mpsctl setup --dry-run --yes\n  \
+        yunion-mpsctl setup --yes --slices 4 && systemctl enable --now yunion-mps-daemon"
+    )]
+    Setup(setup::Arguments),
     /// Looks for problems on this host, and names a remedy for each
     #[command(
         after_help = "Works without the service too. Some checks need root; for other users, doctor names the checks \
@@ -99,29 +155,55 @@ enum Command {
     /// Prints the settings with which a container, or a process on this host, uses devices
     #[command(
         after_help = "Slices of one GPU can't be joined: with several of them the settings are those of one slice, and a \
-        warning on standard error says so. run warns too.\n\n\
+        warning on standard error says so. run warns too. --free and --slurm mean the same as with run.\n\n\
+        podman and cdi name the GPU by its UUID in NVIDIA's CDI spec, which nvidia-ctk writes. cdi also names the slice in \
+        the service's own spec, which is there only if host.conf has cuda_mps_cdi_directory; an engine refuses a name \
+        that it does not find.\n\n\
         Examples:\n  \
         eval \"$(yunion-mpsctl env 00:06.0-1)\"\n  \
+        eval \"$(yunion-mpsctl env --free)\"\n  \
         docker run --rm $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE\n  \
+        podman run --rm $(yunion-mpsctl env 00:06.0-1 --format podman) IMAGE\n  \
+        yunion-mpsctl env 00:06.0-1 --format compose >mps-slice.yaml\n  \
         yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json"
     )]
     Env(show::env::Arguments),
     /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
     #[command(
         after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every process \
-        that it has started (CUDA error 810). Then the command gets the signal. A second signal is passed on at once. A \
-        command that handles SIGUSR1 or SIGUSR2 gets that signal alone; otherwise the signal counts as one that ends \
-        the command. A signal in the middle of a kernel would be a fault for every client on that GPU, so signal \
-        yunion-mpsctl and not the command itself. Only root can end GPU work: for other users a signal is passed on \
-        at once, with a warning. The command runs in a session of its own: it can use the terminal, but not \
+        that it has started (CUDA error 810). Then the command gets the signal. A second signal is passed on at once; \
+        with --slurm it waits too, since Slurm sends SIGTERM twice. A command that handles SIGUSR1 or SIGUSR2 gets \
+        that signal alone; otherwise the signal counts as one that ends the command. A signal in the middle of a \
+        kernel would be a fault for every client on that GPU, so signal yunion-mpsctl and not the command itself. Only \
+        root can end GPU work, unless host.conf has cuda_mps_may_terminate: owner. For other users a signal is passed \
+        on at once, with a warning. The command runs in a session of its own: it can use the terminal, but not \
         /dev/tty.\n\n\
         The exit status is the command's, or 128 plus the number of the signal that ended it; 126 and 127 mean that \
         it could not be started.\n\n\
+        --free takes one slice that is served, not drained and not full, and says on standard error which. Among \
+        slices with equally few clients it takes one of the GPU with the fewest clients, and the first in the order \
+        of the configuration. The clients of this moment count, and a command is a client only once it has started \
+        CUDA: two commands of the same moment may get the same slice.\n\n\
+        --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job (SLURM_JOB_GPUS). Their names \
+        stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl slurm`.\n\n\
         Examples:\n  \
         yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
+        yunion-mpsctl run --free -- python3 train.py\n  \
+        yunion-mpsctl run --free h200 -- python3 train.py\n  \
+        srun --gres=gpu:1 yunion-mpsctl run --slurm -- python3 train.py\n  \
         yunion-mpsctl run 00:06.0-1 00:07.0-1 -- ./two-gpus --verbose"
     )]
     Run(act::run::Arguments),
+    /// Prints the lines of Slurm's gres.conf that make the slices of this host GPUs of Slurm
+    #[command(
+        after_help = "A job that asks Slurm for a GPU then gets a slice, and finds it with run --slurm or env --slurm. \
+        These commands read the slice's name in /etc/yunion/gres.conf: Slurm counts the lines, so Slurm must have the same \
+        lines in the same order. After a change of the slices, write the file again and restart slurmctld and slurmd.\n\n\
+        Examples:\n  \
+        yunion-mpsctl slurm >/etc/yunion/gres.conf\n  \
+        srun --gres=gpu:1 yunion-mpsctl run --slurm -- python3 train.py"
+    )]
+    Slurm,
     /// Ends the GPU work of processes without hurting their neighbours
     #[command(
         after_help = "The processes get CUDA error 810, and no signal. The command returns when none of them is a \
@@ -134,8 +216,8 @@ enum Command {
     Terminate(act::terminate::Arguments),
     /// Takes slices, GPUs or the whole host out of use for new clients, while the present clients finish
     #[command(
-        after_help = "A drained slice is not healthy, GetContainerConfig and the commands env and run refuse it, and the \
-        CDI spec leaves it out. The drain lasts until undrain or the next boot: not even systemctl stop ends it. A \
+        after_help = "Nobody is given a drained slice: no container, no command of env and run, no user of the CDI spec. \
+        The drain lasts until undrain or the next boot: not even systemctl stop ends it. A \
         container that an agent gives the pipe directory by itself can start new clients until every slice of its control \
         daemon is drained, and with drivers before 580 nothing keeps such a container out. --wait waits for these clients \
         too.\n\n\
@@ -215,6 +297,9 @@ enum Command {
 enum Error {
     #[error(transparent)]
     Bus(#[from] BusError),
+    /// The service is not there, for the reason that systemd knows.
+    #[error("yunion-mps-daemon is not running: {0}")]
+    NotRunning(String),
     #[error("can't start: {0}")]
     Runtime(#[source] io::Error),
     #[error("can't write the output: {0}")]
@@ -229,12 +314,15 @@ enum Error {
     Start(#[source] io::Error),
     #[error("{0}")]
     Failed(String),
+    #[error("{0}")]
+    Usage(String),
 }
 
 impl Error {
     fn exit_status(&self) -> u8 {
         match self {
-            Self::Bus(BusError::NotRunning) => NOT_RUNNING,
+            Self::Bus(BusError::NotRunning) | Self::NotRunning(_) => NOT_RUNNING,
+            Self::Usage(_) => USAGE,
             _ => FAILED,
         }
     }
@@ -254,6 +342,14 @@ pub fn command() -> clap::Command {
     Arguments::command()
 }
 
+/// Checks the configuration for `yunion-mps-daemon --check`, and returns the exit status.
+pub(crate) fn check(sources: Sources, json: bool, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    let arguments = check::report::Arguments::new(sources, json);
+    // Not by way of the other commands, which the service's program need not contain.
+    let done = runtime().and_then(|runtime| runtime.block_on(check::report::check(&arguments, out)));
+    told("yunion-mps-daemon", done, err)
+}
+
 /// Does what the arguments ask (the first one is the program's name), and returns the exit status.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
@@ -263,45 +359,74 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
     if let Some(status) = measure::cuda_client::become_cuda_client(&arguments, out) {
         return status;
     }
-    let done = match Arguments::try_parse_from(arguments) {
+    if let Some(status) = complete::complete_words(&arguments, out) {
+        return status;
+    }
+    let done = match Arguments::try_parse_from(&arguments) {
         Ok(arguments) => run_command(arguments.command, out),
         Err(e) if e.use_stderr() => {
-            let _ = write!(err, "{}", e.render());
+            let _ = match act::run::without_dashes(&arguments) {
+                Some(remedy) => writeln!(err, "error: {remedy}"),
+                None => write!(err, "{}", e.render()),
+            };
             Ok(USAGE)
         }
         Err(help) => {
             write!(out, "{}", help.render()).and_then(|()| out.flush()).map(|()| 0).map_err(Error::Output)
         }
     };
+    told("yunion-mpsctl", done, err)
+}
+
+/// The exit status of what was done. An error is told on standard error.
+fn told(program: &str, done: Result<u8, Error>, err: &mut dyn Write) -> u8 {
     match done {
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
         Err(e) => {
             // The exit status says it too, in case nobody listens.
-            let _ = writeln!(err, "yunion-mpsctl: {}", show::table::printable(&e.to_string()));
+            let _ = writeln!(err, "{}", show::table::hanging(&format!("{program}: {e}")));
             e.exit_status()
         }
     }
 }
 
+fn runtime() -> Result<tokio::runtime::Runtime, Error> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)
+}
+
 fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    runtime.map_err(Error::Runtime)?.block_on(execute(command, out))
+    runtime()?.block_on(async {
+        match execute(command, out).await {
+            // A unit that has failed by its configuration is not started by another try.
+            Err(Error::Bus(BusError::NotRunning)) => Err(match doctor::why_not_running().await {
+                Some(reason) => Error::NotRunning(reason),
+                None => BusError::NotRunning.into(),
+            }),
+            done => done,
+        }
+    })
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
-    // `check` and `doctor` work without the daemon too, and look for it themselves.
+    // `check`, `setup` and `doctor` work without the daemon too, and look for it themselves.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
     match command {
         Command::List(arguments) => show::list::list(&daemon().await?, &arguments, out).await?,
-        Command::Status { json } => show::status::status(&daemon().await?, json, out).await?,
-        Command::Clients { json } => show::clients::clients(&daemon().await?, json, out).await?,
-        Command::Metrics => show::metrics::metrics(&daemon().await?, out).await?,
+        Command::Status(arguments) if arguments.watch => watch::status::watch(&arguments, out).await?,
+        Command::Status(arguments) => show::status::status(&daemon().await?, &arguments, out).await?,
+        Command::Clients(arguments) => show::clients::clients(&daemon().await?, &arguments, out).await?,
+        Command::Top => status = watch::top::top(out).await?,
+        Command::Events(arguments) => watch::events::events(&arguments, out).await?,
+        Command::IsReady(arguments) => status = watch::is_ready::is_ready(&arguments, out).await?,
+        Command::Metrics(arguments) => show::metrics::metrics(&daemon().await?, &arguments, out).await?,
         Command::Check(arguments) => status = check::report::check(&arguments, out).await?,
+        Command::Setup(arguments) => status = setup::setup(&arguments, out).await?,
         Command::Doctor(arguments) => status = doctor::doctor(&arguments, out).await?,
         Command::Env(arguments) => show::env::env(&daemon().await?, &arguments, out).await?,
         Command::Run(arguments) => status = act::run::run(daemon().await?, &arguments).await?,
+        Command::Slurm => slurm::slurm(&daemon().await?, out).await?,
         Command::Terminate(arguments) => act::terminate::terminate(&daemon().await?, &arguments, out).await?,
         Command::Drain(arguments) => status = act::drain::drain(&daemon().await?, &arguments, out).await?,
         Command::Undrain(what) => act::drain::undrain(&daemon().await?, &what, out).await?,

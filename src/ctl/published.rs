@@ -16,7 +16,7 @@ use crate::host::proc;
 
 /// The time that the daemon may take to report its state, which it always knows. A daemon that is stopped or hangs gets
 /// less time than a daemon that has work to do.
-const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
+pub(in crate::ctl) const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
 /// The daemon's answer, or the reason why there is none.
 #[derive(Debug)]

@@ -2,6 +2,8 @@
 
 use super::Daemon;
 use crate::membership::Slices;
+use crate::message::{About, Message};
+use crate::mps::control::Caller;
 use crate::plan::Plan;
 use crate::tenants::budgets::{GpuBudget, News};
 
@@ -19,11 +21,11 @@ impl Daemon {
     /// Tells the news of a watch, or answers it.
     pub(super) fn take_news(&mut self, news: News) {
         match news {
-            News::Controls(reply) => drop(reply.send(self.fleet.controls(false))),
+            News::Controls(reply) => drop(reply.send(self.fleet.controls(Caller::Root, false))),
             News::Event(text) => self.event(text),
-            News::Warning(text) => self.warning(text),
+            News::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
             News::OverUse(overuse, text) => {
-                self.warning(text);
+                self.tell_of_slice(Message::OverBudget, &overuse.device, text);
                 // Whoever hears of it finds it published.
                 self.settle();
                 if let Err(error) = self.overuses.try_send(overuse) {
@@ -33,8 +35,8 @@ impl Daemon {
         }
     }
 
-    fn warning(&mut self, text: String) {
-        tracing::warn!("{text}");
+    fn tell_of_slice(&mut self, message: Message, slice: &str, text: String) {
+        message.log(About { slice: Some(slice), ..About::default() }, &text);
         self.keep_event(text);
     }
 }

@@ -102,12 +102,12 @@ impl Daemon {
 /// The published names of what a caller names. A name that only `drained` has was published once.
 fn published(snapshot: &Snapshot, asked: &[String], drained: &Drained) -> Result<Vec<String>, RequestError> {
     if !asked.is_empty() && snapshot.gpus.is_none() {
-        return Err(ContainerError::NotReady.into());
+        return Err(ContainerError::not_ready(snapshot).into());
     }
     let name = |asked: &String| match snapshot.find(asked) {
         Some(found) => Ok(found.name()),
         None if drained.names(asked) => Ok(asked.clone()),
-        None => Err(ContainerError::NoSuchDevice(asked.clone()).into()),
+        None => Err(ContainerError::no_such_device(snapshot, asked).into()),
     };
     asked.iter().map(name).collect()
 }

@@ -7,6 +7,7 @@ use tokio::time::timeout;
 use super::Daemon;
 use crate::host::blocking::Blocking;
 use crate::membership::Slices;
+use crate::message::{About, Message};
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ClientView, Serving};
 use crate::tenants::in_words::{Whose, in_words as clients_in_words};
@@ -24,7 +25,7 @@ impl Daemon {
     pub(super) async fn name_clients(&mut self, cause: &str, doomed: Vec<Doomed>) {
         let (clients, unknown) = list(doomed, &self.fleet.slices(), self.fleet.compute_modes()).await;
         let Some(farewell) = in_words(cause, &clients, &unknown) else { return };
-        tracing::warn!("{farewell}");
+        Message::ClientsEnd.log(About::default(), &farewell);
         self.keep_event(farewell.clone());
         self.farewell = farewell;
         self.tell_service_manager(false);

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::Exit;
 use super::logging::last_words;
 use crate::config::{Loaded, Problem};
+use crate::message::{About, Message};
 use crate::plan::{self, GpuPlan, Plan, PlanError};
 
 /// Says why the service does not start.
@@ -41,7 +42,8 @@ pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
         }
         let name = gpu.gpu.pci.address.short();
         if let Some(reason) = &gpu.unusable {
-            tracing::warn!("{name} is not served: {reason}");
+            let about = About { gpu: gpu.gpu.uuid(), ..About::default() };
+            Message::GpuNotServed.log(about, format_args!("{name} is not served: {reason}"));
         }
         for warning in &gpu.warnings {
             tracing::warn!("{name}: {warning}");
@@ -49,7 +51,7 @@ pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     }
     let known = before.map(|before| before.missing.as_slice()).unwrap_or_default();
     for missing in plan.missing.iter().filter(|missing| !known.contains(missing)) {
-        tracing::warn!("{}", missing.problem);
+        Message::GpuNotServed.log(About::default(), &missing.problem);
     }
 }
 

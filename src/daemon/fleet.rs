@@ -12,6 +12,7 @@ use crate::dbus::{Reply, RequestError};
 use crate::host::driver::Series;
 use crate::host::gpu::PciAddress;
 use crate::membership::Slices;
+use crate::message::{About, Message};
 use crate::mps::control::{Access, Caller, CallersControl};
 use crate::mps::identity::Identity;
 use crate::mps::process;
@@ -170,7 +171,8 @@ impl Fleet {
             let compute_modes = self.tools.compute_modes.clone();
             self.see_to_mode(async move {
                 if let Err(error) = compute_modes.restore(&uuid).await {
-                    tracing::warn!(gpu_uuid = uuid, "compute mode of {uuid} is not put back: {error}");
+                    let text = format_args!("compute mode of {uuid} is not put back: {error}");
+                    Message::ComputeModeStays.log(About::gpu(&uuid), text);
                 }
             });
         }
@@ -332,19 +334,20 @@ impl Fleet {
         !self.forced.is_empty() || self.leaving.iter().any(Supervisor::stops)
     }
 
-    /// Every control daemon that may have clients. Control daemons that an earlier service has left count only if
-    /// `unsupervised`: nobody takes them over without a plan.
-    pub(super) fn controls(&self, unsupervised: bool) -> Vec<Arc<CallersControl>> {
-        let left = if unsupervised { self.unsupervised() } else { Vec::new() };
-        self.all().filter_map(Supervisor::control_in_place).chain(left).map(Arc::new).collect()
+    /// Every control daemon that may have clients, for this caller. Control daemons that an earlier service has left
+    /// count only if `unsupervised`: nobody takes them over without a plan.
+    pub(super) fn controls(&self, caller: Caller, unsupervised: bool) -> Vec<Arc<CallersControl>> {
+        let left = if unsupervised { self.unsupervised(caller) } else { Vec::new() };
+        let ours = self.all().filter_map(|supervisor| supervisor.control_in_place(caller));
+        ours.chain(left).map(Arc::new).collect()
     }
 
-    fn unsupervised(&self) -> Vec<CallersControl> {
+    fn unsupervised(&self, caller: Caller) -> Vec<CallersControl> {
         let state_file = self.tools.state_file.lock();
         let running = state_file.control_daemons().values();
         let alive = running.filter(|running| is_alive(running));
         let front_end = |running: &Running| self.tools.front_ends.of(running.control_directory());
-        alive.map(|running| front_end(running).on_behalf(Caller::Root)).collect()
+        alive.map(|running| front_end(running).on_behalf(caller)).collect()
     }
 
     /// Makes the changes that wait for clients to end. The answer comes beside the loop: control daemons take their time.

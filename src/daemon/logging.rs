@@ -4,9 +4,10 @@ use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::os::fd::AsFd;
 
+use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::Registry;
-use tracing_subscriber::field::RecordFields;
+use tracing_subscriber::field::{MakeVisitor, RecordFields, VisitOutput};
 use tracing_subscriber::fmt::FormatFields;
 use tracing_subscriber::fmt::format::{DefaultFields, Writer};
 use tracing_subscriber::layer::{Layer, SubscriberExt};
@@ -72,7 +73,9 @@ struct OneLine(DefaultFields);
 impl<'writer> FormatFields<'writer> for OneLine {
     fn format_fields<R: RecordFields>(&self, mut writer: Writer<'writer>, fields: R) -> fmt::Result {
         let mut text = String::new();
-        self.0.format_fields(Writer::new(&mut text), fields)?;
+        let mut visitor = self.0.make_visitor(Writer::new(&mut text));
+        fields.record(&mut SkipId(&mut visitor));
+        visitor.finish()?;
         for character in text.chars() {
             if character.is_control() {
                 write!(writer, "{}", character.escape_default())?;
@@ -81,6 +84,21 @@ impl<'writer> FormatFields<'writer> for OneLine {
             }
         }
         Ok(())
+    }
+}
+
+/// Leaves out the id of a message, which says nothing to a reader of plain lines.
+struct SkipId<'v>(&'v mut dyn Visit);
+
+impl Visit for SkipId<'_> {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0.record_debug(field, value);
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        if field.name() != "message_id" {
+            self.0.record_str(field, value);
+        }
     }
 }
 
@@ -97,6 +115,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use super::*;
+    use crate::message::{About, Message};
 
     #[derive(Clone, Default)]
     struct Written(Arc<Mutex<Vec<u8>>>);
@@ -111,18 +130,31 @@ mod tests {
         }
     }
 
+    /// The text that a layer of plain lines writes.
+    fn written(colours: bool, message: impl FnOnce()) -> String {
+        let written = Written::default();
+        let writer = written.clone();
+        let layer = tracing_subscriber::fmt::layer().with_writer(move || writer.clone()).with_ansi(colours);
+        let layer = layer.fmt_fields(OneLine(DefaultFields::new()));
+        tracing::subscriber::with_default(Registry::default().with(layer), message);
+        let text = written.0.lock().unwrap().clone();
+        String::from_utf8(text).unwrap()
+    }
+
+    #[test]
+    fn a_plain_line_has_the_fields_but_not_the_id_of_the_message() {
+        let about = About { slice: Some("00:06.0-1"), ..About::default() };
+        let text = written(false, || Message::OverBudget.log(about, "too much"));
+        assert!(text.contains("WARN") && text.contains("too much mps_slice=\"00:06.0-1\"\n"), "{text:?}");
+        assert!(!text.contains("message_id"), "{text:?}");
+    }
+
     #[test]
     fn a_message_is_one_line_whoever_chose_its_words() {
         for colours in [false, true] {
-            let written = Written::default();
-            let writer = written.clone();
-            let layer =
-                tracing_subscriber::fmt::layer().with_writer(move || writer.clone()).with_ansi(colours);
-            let layer = layer.fmt_fields(OneLine(DefaultFields::new()));
-            tracing::subscriber::with_default(Registry::default().with(layer), || {
+            let text = written(colours, || {
                 tracing::warn!(name = "c\rd", "used by a\nERROR forged \u{1b}[2J \u{85}b, caf\u{e9}");
             });
-            let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
             assert_eq!(text.lines().count(), 1, "{text:?}");
             assert!(text.contains("used by a\\nERROR forged "), "{text:?}");
             assert!(

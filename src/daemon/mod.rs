@@ -28,6 +28,7 @@ use crate::config::{self, Problem, Settings, Sources};
 use crate::dbus::{Request, presence};
 use crate::host::inventory::Inventory;
 use crate::host::systemd::{self, Stopping};
+use crate::message::{About, Message};
 use crate::mps::control::FrontEnds;
 use crate::plan::{self, Configured, Plan, PlanError};
 use crate::publish::compose::{self, Parts};
@@ -304,8 +305,9 @@ impl Daemon {
     }
 
     fn xid(&mut self, uuid: &str, xid: u64) {
-        tracing::error!(gpu_uuid = uuid, xid, "GPU {uuid} met a critical error, Xid {xid}");
-        self.keep_event(format!("GPU {uuid} met a critical error, Xid {xid}"));
+        let text = format!("GPU {uuid} met a critical error, Xid {xid}");
+        Message::CriticalError.log(About { xid: Some(xid), ..About::gpu(uuid) }, &text);
+        self.keep_event(text);
         self.fleet.met_xid(uuid, xid);
     }
 

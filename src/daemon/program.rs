@@ -8,13 +8,11 @@ use clap::Parser;
 
 use super::{Exit, Options, logging};
 use crate::arguments::Arguments;
-use crate::check;
+use crate::check::BAD_CONFIGURATION;
 use crate::config::Sources;
+use crate::ctl;
 use crate::host::oom;
 use crate::mps::launch;
-
-/// The exit status of a configuration error (`EX_CONFIG`), after which the unit is not restarted.
-const BAD_CONFIGURATION: u8 = 78;
 
 /// Runs the service, or the work that its arguments name, to the end.
 pub fn main() -> ExitCode {
@@ -28,12 +26,12 @@ pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let sources = Sources { config: arguments.config, sysroot: arguments.sysroot };
     if arguments.check {
-        let checked = check::look(&sources);
-        return match check::write(&checked, &mut io::stdout().lock()) {
-            Ok(()) if checked.problems().is_empty() => ExitCode::SUCCESS,
-            Ok(()) => ExitCode::from(BAD_CONFIGURATION),
-            Err(error) => fail(&format!("the result can't be written: {error}")),
-        };
+        return ExitCode::from(ctl::check(
+            sources,
+            arguments.json,
+            &mut io::stdout().lock(),
+            &mut io::stderr(),
+        ));
     }
     let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
         .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);

@@ -8,6 +8,7 @@ use super::Daemon;
 use super::findings::{join, say_findings, why};
 use crate::config::{self, Problem};
 use crate::dbus::{Reply, RequestError};
+use crate::message::{About, Message};
 use crate::plan::{self, Plan, PlanError};
 
 /// The time that a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
@@ -52,7 +53,8 @@ impl Daemon {
             }
             Err(error) => {
                 self.refused = format!("the new configuration was refused: {error}");
-                tracing::error!("{}; the old one stays in force", self.refused);
+                let text = format_args!("{}; the old one stays in force", self.refused);
+                Message::ConfigurationRefused.log(About::default(), text);
             }
         }
         self.settle();

@@ -1,11 +1,14 @@
 //! Requests from the bus. The loop does not wait for anything that takes longer than a moment, except for the names of
 //! clients that an administrator ends.
 
+use std::sync::Arc;
+
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 
 use super::fleet::Fleet;
 use super::{Daemon, reload};
+use crate::config::MayTerminate;
 use crate::dbus::{Reply, Request, RequestError};
 use crate::host::blocking::Blocking;
 use crate::membership::Slices;
@@ -67,7 +70,9 @@ impl Daemon {
             Request::Clients(uid, reply) => {
                 self.requests.list_clients(&self.fleet, Caller::of(uid), reply);
             }
-            Request::Terminate(pid, reply) => self.terminate(Ok(Wanted::Process(pid)), reply),
+            Request::Terminate(pid, user, reply) => {
+                self.terminate(process(pid, user, self.settings.may_terminate), reply);
+            }
             Request::ReleaseDevices(devices, reply) => {
                 let wanted = slices(&self.snapshot.borrow(), devices);
                 self.terminate(wanted, reply);
@@ -94,7 +99,7 @@ impl Daemon {
             Ok(wanted) => wanted,
             Err(error) => return drop(reply.send(Err(error))),
         };
-        let controls = self.fleet.controls(self.plan.is_err());
+        let controls = self.fleet.controls(wanted.caller(), self.plan.is_err());
         let (kernel, terminated) = (self.requests.kernel.clone(), self.requests.terminated.clone());
         let (event, slices) = (wanted.event(), self.fleet.slices());
         tokio::spawn(async move {
@@ -117,18 +122,33 @@ impl Daemon {
     }
 
     fn restart_server(&self, gpu: &str, reply: Reply<()>) {
-        let id = match self.snapshot.borrow().find(gpu) {
+        let snapshot = Arc::clone(&self.snapshot.borrow());
+        let id = match snapshot.find(gpu) {
             Some(Named::Gpu(gpu) | Named::Slice(gpu, _)) => gpu.control_daemon.clone(),
-            None => return drop(reply.send(Err(ContainerError::NoSuchDevice(gpu.to_owned()).into()))),
+            None => {
+                return drop(reply.send(Err(ContainerError::no_such_device(&snapshot, gpu).into())));
+            }
         };
         self.fleet.restart_server(&id, gpu, reply);
+    }
+}
+
+/// The process that root, or a user, names.
+fn process(pid: u32, user: Option<u32>, may_terminate: MayTerminate) -> Result<Wanted, RequestError> {
+    match (user, may_terminate) {
+        (None, _) => Ok(Wanted::Process(pid)),
+        (Some(user), MayTerminate::Owner) => Ok(Wanted::ProcessOf { pid, user }),
+        (Some(user), MayTerminate::Root) => Err(RequestError::AccessDenied(format!(
+            "only root may end GPU work, not user {user}: a program that does not let go would keep the control daemon \
+             from everybody; cuda_mps_may_terminate: owner in host.conf lets users end their own all the same"
+        ))),
     }
 }
 
 /// The slices that a caller names.
 fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Wanted, RequestError> {
     if snapshot.gpus.is_none() {
-        return Err(ContainerError::NotReady.into());
+        return Err(ContainerError::not_ready(snapshot).into());
     }
     let slice = |name: String| match snapshot.find(&name) {
         Some(found @ Named::Slice(..)) => Ok(found.name()),
@@ -136,7 +156,7 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Wanted, RequestErro
             "{} is a whole GPU, and its clients may be of several tenants; name its slices, or release containers",
             found.name()
         ))),
-        None => Err(ContainerError::NoSuchDevice(name).into()),
+        None => Err(ContainerError::no_such_device(snapshot, &name).into()),
     };
     names.into_iter().map(slice).collect::<Result<_, _>>().map(Wanted::Slices)
 }
@@ -145,7 +165,9 @@ impl From<TerminationError> for RequestError {
     fn from(error: TerminationError) -> Self {
         let text = error.to_string();
         match error {
-            TerminationError::NoSuchClient(_) => Self::NoSuchClient(text),
+            TerminationError::NoSuchClient(_) | TerminationError::NotTheirs { .. } => {
+                Self::NoSuchClient(text)
+            }
             TerminationError::NoId(_)
             | TerminationError::SeveralContainers { .. }
             | TerminationError::Unreadable { .. }

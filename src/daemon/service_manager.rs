@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, timeout};
 
+use crate::message::{self, About};
 use crate::publish::snapshot::State;
 
 /// The time for sending the last messages.
@@ -122,9 +123,10 @@ impl ServiceManager {
         match state {
             // Between two states a reason can change several times a second, while something is tried again.
             _ if self.state == Some(state) => tracing::debug!("{line}"),
-            State::Failed => tracing::error!("{line}"),
-            State::Degraded => tracing::warn!("{line}"),
-            State::Disabled | State::Starting | State::Ready | State::Stopping => tracing::info!("{line}"),
+            State::Failed => message::Message::ServiceFailed.log(About::default(), line),
+            State::Degraded => message::Message::ServiceDegraded.log(About::default(), line),
+            State::Ready => message::Message::ServiceReady.log(About::default(), line),
+            State::Disabled | State::Starting | State::Stopping => tracing::info!("{line}"),
         }
         self.state = Some(state);
         self.news.send_modify(|news| news.status = status);

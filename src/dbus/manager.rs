@@ -56,24 +56,24 @@ impl Manager {
 }
 
 /// The GPUs are not known yet. An empty list would be a lie that makes the platform delete devices.
-fn not_ready() -> RequestError {
-    RequestError::NotReady(ContainerError::NotReady.to_string())
+fn not_ready(snapshot: &Snapshot) -> RequestError {
+    ContainerError::not_ready(snapshot).into()
 }
 
 fn known(snapshot: &Snapshot) -> Result<(), RequestError> {
-    if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready()) }
+    if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready(snapshot)) }
 }
 
 #[interface(name = "io.yunion.Mps1.Manager", introspection_docs = false)]
 impl Manager {
     #[zbus(out_args("devices"))]
     fn list_devices(&self) -> Result<Arc<Vec<Dict>>, RequestError> {
-        self.answers()?.devices.clone().ok_or_else(not_ready)
+        self.answers()?.devices.clone().ok_or_else(|| not_ready(&self.snapshot()))
     }
 
     #[zbus(out_args("gpus"))]
     fn list_gpus(&self) -> Result<Arc<Vec<Dict>>, RequestError> {
-        self.answers()?.gpus.clone().ok_or_else(not_ready)
+        self.answers()?.gpus.clone().ok_or_else(|| not_ready(&self.snapshot()))
     }
 
     #[zbus(out_args("device"))]
@@ -84,7 +84,7 @@ impl Manager {
         match snapshot.find(name) {
             Some(Named::Gpu(gpu)) => Ok(Gpu::of(gpu).dict()),
             Some(Named::Slice(gpu, ordinal)) => Ok(Device::of(gpu, ordinal).dict()),
-            None => Err(ContainerError::NoSuchDevice(name.to_owned()).into()),
+            None => Err(ContainerError::no_such_device(&snapshot, name).into()),
         }
     }
 
@@ -125,14 +125,10 @@ impl Manager {
         let uid = self.gate.request(&header)?.uid;
         // The control daemon waits for the client, and everybody for the control daemon: a program that does not let go
         // keeps it from all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that stop
-        // the client all the time: for as long as that goes on, whatever continues it.
-        if !is_privileged(uid) {
-            return Err(RequestError::AccessDenied(format!(
-                "only root may end GPU work, not user {uid}: a program that does not let go would keep the control \
-                 daemon from everybody"
-            )));
-        }
-        ask(&self.requests, |reply| Request::Terminate(pid, reply)).await
+        // the client all the time: for as long as that goes on, whatever continues it. So the configuration decides
+        // whether users may do this.
+        let user = (!is_privileged(uid)).then_some(uid);
+        ask(&self.requests, |reply| Request::Terminate(pid, user, reply)).await
     }
 
     #[zbus(out_args("control_daemons"))]

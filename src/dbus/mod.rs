@@ -25,6 +25,7 @@ use crate::publish::snapshot::Snapshot;
 
 mod answers;
 mod callers;
+pub(crate) mod changes;
 mod control;
 mod gate;
 mod manager;

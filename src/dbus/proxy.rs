@@ -14,6 +14,7 @@ use zbus::connection::Builder;
 use zbus::fdo::{self, PropertiesProxy};
 use zbus::{DBusError, OwnedVariant};
 
+use super::changes::Changes;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::variant::json;
 
@@ -180,6 +181,11 @@ impl DaemonProxy {
         let control = ControlProxy::builder(&connection);
         let control = control.cache_properties(zbus::proxy::CacheProperties::No).build().await?;
         Ok(Self { manager, control })
+    }
+
+    /// Hears of changes from now on.
+    pub(crate) async fn changes(&self) -> Result<Changes, BusError> {
+        Ok(Changes::on(self.manager.inner().connection()).await?)
     }
 
     /// The slices, in the order of the configuration.

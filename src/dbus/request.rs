@@ -89,8 +89,9 @@ pub enum Request {
     Reload(Reply<u64>),
     /// List the processes that use the GPUs at this moment, for this user, as the bus says.
     Clients(u32, Reply<Vec<ClientView>>),
-    /// End the GPU work of a process; the answer comes when it is no client any more.
-    Terminate(u32, Reply<()>),
+    /// End the GPU work of a process; the answer comes when it is no client any more. With a user: only if the
+    /// configuration lets users do this, and the process is this user's.
+    Terminate(u32, Option<u32>, Reply<()>),
     /// End the GPU work of the clients of slices, as the caller names them; the answer comes when none is left.
     ReleaseDevices(Vec<String>, Reply<()>),
     /// End the GPU work of the clients in a container, by its id or the beginning of it; the answer comes when none is
@@ -110,8 +111,8 @@ impl From<ContainerError> for RequestError {
     fn from(error: ContainerError) -> Self {
         let text = error.to_string();
         match error {
-            ContainerError::NotReady => Self::NotReady(text),
-            ContainerError::NoSuchDevice(_) => Self::NoSuchDevice(text),
+            ContainerError::NotReady(_) => Self::NotReady(text),
+            ContainerError::NoSuchDevice { .. } => Self::NoSuchDevice(text),
             ContainerError::NoneNamed
             | ContainerError::NoUuid { .. }
             | ContainerError::NotServable { .. }

@@ -17,6 +17,9 @@ use crate::publish::snapshot::Snapshot;
 /// The spec's name in its directory. The convention is the vendor and the class.
 pub(crate) const FILE: &str = "yunion.io-mps.json";
 
+/// The vendor and the class of every device. A runtime takes `yunion.io/mps=NAME`.
+pub(crate) const KIND: &str = "yunion.io/mps";
+
 /// The spec while it is written. Runtimes read every file with a name in .json or .yaml.
 const NEW_FILE: &str = ".yunion.io-mps.new";
 
@@ -31,7 +34,7 @@ pub(crate) fn spec(snapshot: &Snapshot) -> Option<String> {
     if devices.is_empty() {
         return None;
     }
-    let spec = json!({"cdiVersion": VERSION, "kind": "yunion.io/mps", "devices": devices});
+    let spec = json!({"cdiVersion": VERSION, "kind": KIND, "devices": devices});
     Some(format!("{spec:#}\n"))
 }
 

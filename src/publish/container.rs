@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
 use crate::membership::DEVICE_VARIABLE;
-use crate::publish::snapshot::{GpuView, Named, Snapshot, drained};
+use crate::publish::snapshot::{GpuView, Snapshot, drained};
 use crate::reason::Reason;
 
 /// The place of a slice's directory in a container. The directories of further slices are beside it, with their names.
@@ -62,18 +62,24 @@ pub(crate) struct Mount {
     pub read_only: bool,
 }
 
+/// The wrong letters with which a name is still taken for another one.
+const SLIPS: usize = 2;
+
+/// The most names that are offered for a wrong one.
+const OFFERED: usize = 3;
+
 /// The reason why there is no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ContainerError {
     /// No plan exists yet.
-    #[error("the GPUs are not known yet; ask again in a moment")]
-    NotReady,
+    #[error("{0}")]
+    NotReady(String),
     /// An empty list of devices.
-    #[error("no device was named; name at least one, as ListDevices shows them")]
+    #[error("no device was named; `yunion-mpsctl list` shows the names")]
     NoneNamed,
-    /// A name that stands for nothing.
-    #[error("there is no device {0:?}; ListDevices shows those there are")]
-    NoSuchDevice(String),
+    /// A name that stands for nothing, and the names that look like it.
+    #[error("there is no device {asked:?}{}", offer(.near))]
+    NoSuchDevice { asked: String, near: Vec<String> },
     /// A device of a GPU that the driver can't name.
     #[error("the UUID of the GPU of {device} is not known: {reason}")]
     NoUuid { device: String, reason: String },
@@ -91,24 +97,56 @@ pub enum ContainerError {
     SeveralControlDaemons { first: String, second: String },
 }
 
+impl ContainerError {
+    /// No plan exists yet, for the reason that the state of the service has.
+    pub(crate) fn not_ready(snapshot: &Snapshot) -> Self {
+        Self::NotReady(match snapshot.reason.as_str() {
+            "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
+            reason => format!("the GPUs are not known: {reason}"),
+        })
+    }
+
+    /// The name stands for nothing.
+    pub(crate) fn no_such_device(snapshot: &Snapshot, asked: &str) -> Self {
+        let gpus = snapshot.gpus.iter().flatten().map(|gpu| gpu.plan.gpu.pci.address.short());
+        let names = gpus.chain(snapshot.slices().map(|(gpu, ordinal)| gpu.slice_name(ordinal)));
+        let mut near: Vec<(usize, String)> = names
+            .filter(|name| name.len().abs_diff(asked.len()) <= SLIPS)
+            .map(|name| (strsim::osa_distance(&name, asked), name))
+            .filter(|(slips, _)| *slips <= SLIPS)
+            .collect();
+        near.sort_by_key(|(slips, _)| *slips);
+        let near = near.into_iter().map(|(_, name)| name).take(OFFERED).collect();
+        Self::NoSuchDevice { asked: asked.to_owned(), near }
+    }
+}
+
+/// The end of the sentence about a name that stands for nothing.
+fn offer(near: &[String]) -> String {
+    match near {
+        [] => "; `yunion-mpsctl list` shows the names".to_owned(),
+        near => format!("; did you mean {}? `yunion-mpsctl list` shows all names", near.join(" or ")),
+    }
+}
+
 /// The settings for a container that uses these devices.
 ///
-/// A name is the name of a slice (`00:06.0-1`) or of a GPU (its address or UUID). The name of a GPU stands for one slice of
-/// it that is not drained. Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice, and a client can only
-/// tighten them. So two slices of one GPU get the same answer as one slice.
+/// A name is the name of a slice (`00:06.0-1`) or of a GPU (its address or UUID). The name of a GPU stands for its first
+/// slice that is not drained. Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice,
+/// and a client can only tighten them. So two slices of one GPU get the same answer as one slice.
 pub(crate) fn container_config(
     snapshot: &Snapshot,
     names: impl IntoIterator<Item = impl AsRef<str>>,
 ) -> Result<ContainerConfig, ContainerError> {
     if snapshot.gpus.is_none() {
-        return Err(ContainerError::NotReady);
+        return Err(ContainerError::not_ready(snapshot));
     }
     let mut devices: Vec<String> = Vec::new();
     let mut gpus: Vec<&GpuView> = Vec::new();
     let mut directories: Vec<PathBuf> = Vec::new();
     for asked in names {
         let asked = asked.as_ref();
-        let found = snapshot.find(asked).ok_or_else(|| ContainerError::NoSuchDevice(asked.to_owned()))?;
+        let found = snapshot.find(asked).ok_or_else(|| ContainerError::no_such_device(snapshot, asked))?;
         let (gpu, name) = (found.gpu(), found.name());
         if let Err(reason) = &gpu.plan.gpu.nvml {
             return Err(ContainerError::NoUuid { device: name, reason: reason.to_string() });
@@ -117,15 +155,15 @@ pub(crate) fn container_config(
             let reason = gpu.plan.unusable.clone().unwrap_or_default();
             return Err(ContainerError::NotServable { device: name, reason });
         }
-        if is_drained(found) {
+        let Some(ordinal) = found.undrained() else {
             return Err(ContainerError::Drained { reason: drained(&name), device: name });
-        }
+        };
         if let (Some(first), Some(device)) = (gpus.first(), devices.first())
             && first.plan.pipe_directory != gpu.plan.pipe_directory
         {
             return Err(ContainerError::SeveralControlDaemons { first: device.clone(), second: name });
         }
-        let directory = gpu.plan.slice_directory(found.ordinal());
+        let directory = gpu.plan.slice_directory(ordinal);
         directories.extend(directory.filter(|directory| !directories.contains(directory)));
         if !gpus.iter().any(|known| known.uuid() == gpu.uuid()) {
             gpus.push(gpu);
@@ -182,13 +220,6 @@ fn pipe_directory_mounts(snapshot: &Snapshot, gpus: &[&GpuView], pipe_directory:
 }
 
 /// Whether no new client gets the slice, or any slice of the GPU.
-fn is_drained(found: Named<'_>) -> bool {
-    match found {
-        Named::Gpu(gpu) => gpu.all_drained(),
-        Named::Slice(gpu, ordinal) => gpu.drained.contains(&ordinal),
-    }
-}
-
 /// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
 /// the container.
 fn memory_limits(gpus: &[&GpuView]) -> String {
@@ -367,11 +398,21 @@ mod tests {
     fn no_answer_says_why() {
         let nothing: [&str; 0] = [];
         assert_eq!(container_config(&two_gpus(), nothing), Err(ContainerError::NoneNamed));
-        assert_eq!(container_config(&snapshot(None), ["00:06.0-1"]), Err(ContainerError::NotReady));
+        assert_eq!(
+            container_config(&snapshot(None), ["00:06.0-1"]),
+            Err(ContainerError::NotReady("the GPUs are not known yet; ask again in a moment".to_owned()))
+        );
         assert_eq!(
             container_config(&two_gpus(), ["00:06.0-1", "00:06.0-4"]),
-            Err(ContainerError::NoSuchDevice("00:06.0-4".to_owned()))
+            Err(ContainerError::no_such_device(&two_gpus(), "00:06.0-4"))
         );
+        let said = |asked: &str| ContainerError::no_such_device(&two_gpus(), asked).to_string();
+        assert_eq!(
+            said("00:06.0-4"),
+            "there is no device \"00:06.0-4\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
+             shows all names"
+        );
+        assert_eq!(said("gpu0"), "there is no device \"gpu0\"; `yunion-mpsctl list` shows the names");
         let mut lost = gpu("00:06.0", "GPU-1");
         lost.plan.gpu.nvml = Err("GPU is lost".into());
         assert_eq!(

@@ -183,11 +183,6 @@ impl GpuView {
         (!over.is_empty()).then(|| format!("over budget: {}{more}", over.join(", ")))
     }
 
-    /// Whether no slice is left for a new client.
-    pub fn all_drained(&self) -> bool {
-        (0..self.plan.slices).all(|ordinal| self.drained.contains(&ordinal))
-    }
-
     /// The GPU's UUID; empty if NVML does not tell it.
     pub fn uuid(&self) -> &str {
         self.plan.gpu.uuid().unwrap_or_default()
@@ -202,12 +197,13 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// The ordinal of the slice. The name of a GPU stands for its first one.
-    pub(super) fn ordinal(&self) -> u32 {
-        match self {
-            Self::Gpu(_) => 0,
-            Self::Slice(_, ordinal) => *ordinal,
-        }
+    /// The ordinal of the slice. The name of a GPU stands for its first slice that is not drained. None if that is drained.
+    pub(super) fn undrained(&self) -> Option<u32> {
+        let (gpu, mut ordinals) = match self {
+            Self::Gpu(gpu) => (gpu, 0..gpu.plan.slices),
+            Self::Slice(gpu, ordinal) => (gpu, *ordinal..ordinal.saturating_add(1)),
+        };
+        ordinals.find(|ordinal| !gpu.drained.contains(ordinal))
     }
 
     /// The name that is published for it: `00:06.0` or `00:06.0-1`.
@@ -370,7 +366,8 @@ pub(crate) mod tests {
     fn a_drained_slice_is_not_healthy_and_its_neighbours_are() {
         let mut view = gpu("00:06.0", "GPU-1");
         view.drained.insert(1);
-        assert!(view.slice_healthy(0) && !view.slice_healthy(1) && view.healthy && !view.all_drained());
+        assert!(view.slice_healthy(0) && !view.slice_healthy(1) && view.healthy);
+        assert_eq!(Named::Gpu(&view).undrained(), Some(0));
         assert_eq!(view.slice_reason(0), "");
         let drained = "drained for new clients; yunion-mpsctl undrain 00:06.0-1 takes that back";
         assert_eq!(view.slice_reason(1), drained);
@@ -382,7 +379,9 @@ pub(crate) mod tests {
             (view.slice_reason(0), view.slice_reason(1)),
             ("GPU is lost".to_owned(), format!("{drained}; GPU is lost"))
         );
+        view.drained = (0..2).collect();
+        assert_eq!((Named::Gpu(&view).undrained(), Named::Slice(&view, 0).undrained()), (Some(2), None));
         view.drained.extend(0..4);
-        assert!(view.all_drained());
+        assert_eq!(Named::Gpu(&view).undrained(), None);
     }
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use tokio::time::Instant;
 
 use crate::host::nvml::GpuProcess;
+use crate::message::{About, Message};
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::supervisor::compute_modes::SERVED;
 
@@ -87,7 +88,8 @@ impl Worker {
             let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
             if !come.is_empty() {
                 let who = bypass::in_words(come);
-                self.reporter.warning(format!("GPU {name} is used without our MPS server by {who}"));
+                let text = format!("GPU {name} is used without our MPS server by {who}");
+                self.reporter.tell(Message::Bypass, About::gpu(&uuid), text);
             }
             if !gone.is_empty() {
                 let who = bypass::in_words(gone);

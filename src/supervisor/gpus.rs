@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::host::nvml::GpuProcess;
+use crate::message::{About, Message};
 use crate::supervisor::compute_modes::SERVED;
 
 use super::{Failure, Serving, Worker};
@@ -33,7 +34,10 @@ impl Worker {
                 Err(_) => self.unreachable.insert(uuid.clone()),
             };
             match found {
-                Err(error) if changed => self.reporter.warning(format!("GPU {uuid}: {error}")),
+                Err(error) if changed => {
+                    let text = format!("GPU {uuid}: {error}");
+                    self.reporter.tell(Message::GpuUnreachable, About::gpu(&uuid), text);
+                }
                 Ok(_) if changed => self.reporter.event(format!("GPU {uuid} can be reached again")),
                 _ => {}
             }
@@ -56,7 +60,8 @@ impl Worker {
 
     pub(super) async fn restore_compute_mode(&mut self, uuid: &str) {
         if let Err(error) = self.tools.compute_modes.restore(uuid).await {
-            self.reporter.warning(format!("compute mode of {uuid} is not put back: {error}"));
+            let text = format!("compute mode of {uuid} is not put back: {error}");
+            self.reporter.tell(Message::ComputeModeStays, About::gpu(uuid), text);
         }
     }
 }

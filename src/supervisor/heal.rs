@@ -9,6 +9,7 @@ use tokio::time::Instant;
 
 use crate::counted::counted;
 use crate::host::proc;
+use crate::message::{About, Message};
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
 use crate::mps::process;
 
@@ -87,12 +88,18 @@ impl Run {
                 new.iter().filter(|(of, _)| *of == ordinal).map(|(_, client)| *client).collect();
             let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
             let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
-            tracing::error!(
-                mps_control = reporter.id(),
-                mps_server_pid = u64::from(fault.server),
-                mps_device = u64::try_from(ordinal).unwrap_or_default(),
-                gpu_uuid,
-                "{reason}; clients that were hit: {pids:?}; the log can't tell which of them caused it"
+            let control = reporter.id();
+            let about = About {
+                control: Some(&control),
+                server: Some(fault.server),
+                ordinal: Some(ordinal),
+                ..About::gpu(&gpu_uuid)
+            };
+            Message::ClientsHit.log(
+                about,
+                format_args!(
+                    "{reason}; clients that were hit: {pids:?}; the log can't tell which of them caused it"
+                ),
             );
             reporter.keep_event(format!("{reason}; clients that were hit: {pids:?}"));
             if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason }) {
@@ -108,7 +115,9 @@ impl Serving<'_> {
         if self.run.hindrances.fault().is_none_or(|fault| fault.server != server) {
             self.run.hindrances.put(Hindrance::Faulted(Fault::new(server)));
             self.worker.reporter.update(|status| status.view.faults += 1);
-            self.worker.reporter.warning(format!("server {server} met a fatal GPU error"));
+            let about = About { server: Some(server), ..About::default() };
+            let text = format!("server {server} met a fatal GPU error");
+            self.worker.reporter.tell(Message::ServerFault, about, text);
             self.show_state();
         }
     }

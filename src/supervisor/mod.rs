@@ -218,16 +218,14 @@ impl Supervisor {
         Access::new(self.control.clone(), caller)
     }
 
-    /// The same for root. If none of ours runs, it leads to the control daemon of somebody else that listens in the
+    /// The same at this moment. If none of ours runs, it leads to the control daemon of somebody else that listens in the
     /// pipe directory, since clients in its containers are clients of that control daemon.
-    pub(crate) fn control_in_place(&self) -> Option<CallersControl> {
-        self.access(Caller::Root).now().or_else(|| {
+    pub(crate) fn control_in_place(&self, caller: Caller) -> Option<CallersControl> {
+        self.access(caller).now().or_else(|| {
             let status = self.status.borrow();
             let directories = [&status.view.control_directory, &status.view.pipe_directory];
             let mut there = directories.into_iter().map(|directory| self.front_ends.of(directory));
-            there
-                .find(|control| control.daemon_pid().is_some())
-                .map(|control| control.on_behalf(Caller::Root))
+            there.find(|control| control.daemon_pid().is_some()).map(|control| control.on_behalf(caller))
         })
     }
 

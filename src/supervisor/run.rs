@@ -11,6 +11,7 @@ use tracing::level_filters::LevelFilter;
 
 use crate::counted::counted;
 use crate::host::driver;
+use crate::message::{About, Message};
 use crate::mps::control::Control;
 use crate::mps::log::{Follower, Line, Meaning};
 use crate::mps::process::Process;
@@ -258,9 +259,9 @@ impl Serving<'_> {
                 self.worker.reporter.event(format!("server {server} exited with status 0"));
             }
             Meaning::ServerExited { server, status } => {
-                self.worker
-                    .reporter
-                    .warning(format!("server {server} exited with status {status}{}", self.run.words()));
+                let about = About { server: Some(server), ..About::default() };
+                let text = format!("server {server} exited with status {status}{}", self.run.words());
+                self.worker.reporter.tell(Message::ServerFailed, about, text);
             }
             Meaning::FaultHandling { server } => self.fault_seen(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),

@@ -7,6 +7,7 @@ use std::time::SystemTime;
 use tokio::sync::{Notify, watch};
 
 use crate::host::gpu::ComputeMode;
+use crate::message::{About, Message};
 use crate::mps::identity::Identity;
 use crate::plan::ControlDaemonPlan;
 use crate::supervisor::bypass::Bypass;
@@ -179,6 +180,13 @@ impl Reporter {
 
     pub(super) fn event(&self, text: String) {
         self.event_at(tracing::Level::INFO, text);
+    }
+
+    /// A message of this kind, and an event.
+    pub(super) fn tell(&self, message: Message, about: About<'_>, text: String) {
+        let id = self.id();
+        message.log(About { control: Some(&id), ..about }, &text);
+        self.keep_event(text);
     }
 
     pub(super) fn warning(&self, text: String) {

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use crate::counted::counted;
+use crate::message::{About, Message};
 use crate::mps::process;
 use crate::supervisor::bypass::{Bypass, find, in_words};
 use crate::supervisor::view::ControlDaemonState;
@@ -47,7 +48,13 @@ impl Machine {
         }
         self.worker.reporter.put_off();
         if self.worker.reporter.reason() != reason {
-            self.worker.reporter.warning(format!("{reason}; tried again in {:.1} s", pause.as_secs_f64()));
+            let message = if state == ControlDaemonState::Waiting {
+                Message::ControlDaemonWaits
+            } else {
+                Message::ControlDaemonFailed
+            };
+            let text = format!("{reason}; tried again in {:.1} s", pause.as_secs_f64());
+            self.worker.reporter.tell(message, About::default(), text);
         }
         self.worker.reporter.enter(state, false, &reason);
         held

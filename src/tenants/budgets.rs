@@ -92,7 +92,8 @@ pub(crate) struct OverUse {
 #[derive(Debug)]
 pub(crate) enum News {
     OverUse(OverUse, String),
-    Warning(String),
+    /// The name of a slice that was over its budget, and which clients have lost their work for it, or can't.
+    CutBack(String, String),
     Event(String),
     /// Who can end the work of clients.
     Controls(oneshot::Sender<Vec<Arc<CallersControl>>>),
@@ -408,12 +409,12 @@ impl Watch {
             let device = self.gpu.name(slice);
             if let Some(who) = in_words(ended) {
                 let text = format!("GPU work ended since {device} was over its budget, of {who}{untold}");
-                self.tell(News::Warning(text)).await;
+                self.tell(News::CutBack(device.clone(), text)).await;
             }
             if let Some((who, reason)) = stay {
                 let text =
                     format!("{device} is over its budget, and the work of {who} can't be ended: {reason}");
-                self.tell(News::Warning(text)).await;
+                self.tell(News::CutBack(device, text)).await;
             }
         }
     }

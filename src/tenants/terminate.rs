@@ -16,7 +16,7 @@ use crate::host::blocking::Blocking;
 use crate::host::proc;
 use crate::membership::containers::{containers_in, is_the_hosts};
 use crate::membership::{SliceMounts, Slices};
-use crate::mps::control::{CallersControl, Client, ControlError, ServerStatus, Terminated};
+use crate::mps::control::{Caller, CallersControl, Client, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 use crate::tenants::clients::{users, whose};
 use crate::tenants::in_words::{Whose, shortened};
@@ -36,6 +36,11 @@ const ID: usize = 64;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Wanted {
     Process(u32),
+    /// A process, if it is this user's.
+    ProcessOf {
+        pid: u32,
+        user: u32,
+    },
     /// Every process that has one of these slices, by name.
     Slices(Vec<String>),
     /// Every process in a container, or in a container inside it.
@@ -43,10 +48,18 @@ pub(crate) enum Wanted {
 }
 
 impl Wanted {
+    /// Who asks: a user may end only the work of a process that is this user's.
+    pub(crate) fn caller(&self) -> Caller {
+        match self {
+            Self::ProcessOf { .. } => Caller::User,
+            Self::Process(_) | Self::Slices(_) | Self::Container(_) => Caller::Root,
+        }
+    }
+
     /// The beginning of the event that names the clients with work that was ended. yunion-mpsctl finds the event by it.
     pub(crate) fn event(&self) -> String {
         let whom = match self {
-            Self::Process(pid) => format!("process {pid}"),
+            Self::Process(pid) | Self::ProcessOf { pid, .. } => format!("process {pid}"),
             Self::Slices(names) => shortened(names),
             Self::Container(ContainerId(id)) => format!("container {id}"),
         };
@@ -80,6 +93,9 @@ pub enum TerminationError {
     /// The process is no client of any control daemon here.
     #[error("process {0} is no client of a GPU here; ListClients shows those there are")]
     NoSuchClient(u32),
+    /// The process is no client of any control daemon here, or another user's.
+    #[error("process {pid} is no client of a GPU here that user {user} has started")]
+    NotTheirs { pid: u32, user: u32 },
     /// A process can't be looked at, so nobody knows whether it is wanted. The work of the others was ended.
     #[error("process {pid} can't be looked at: {source}")]
     Unreadable { pid: u32, source: io::Error },
@@ -148,10 +164,12 @@ impl Termination {
         let mut pause = FIRST_PAUSE;
         loop {
             let (found, trouble) = self.look().await?;
-            if let (true, None, Wanted::Process(pid), None) =
-                (found.is_empty(), &trouble, &self.wanted, &self.left)
-            {
-                return Err(TerminationError::NoSuchClient(*pid));
+            if found.is_empty() && trouble.is_none() && self.left.is_none() {
+                match self.wanted {
+                    Wanted::Process(pid) => return Err(TerminationError::NoSuchClient(pid)),
+                    Wanted::ProcessOf { pid, user } => return Err(TerminationError::NotTheirs { pid, user }),
+                    Wanted::Slices(_) | Wanted::Container(_) => {}
+                }
             }
             let at_work: Vec<Found> = found.into_iter().filter(|found| !self.has_ended(found)).collect();
             self.left.get_or_insert_default().clear();
@@ -371,6 +389,11 @@ fn hold_if_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result
 fn find_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<Match>> {
     match wanted {
         Wanted::Process(other) => Ok((*other == pid).then(Match::default)),
+        // A program that has changed its user acts for others, too.
+        Wanted::ProcessOf { pid: other, user } => {
+            let theirs = *other == pid && proc::status(pid)?.uids().iter().all(|uid| uid == user);
+            Ok(theirs.then(Match::default))
+        }
         Wanted::Slices(names) => {
             let mut slices = mounts.of(pid)?.map(|known| known.slices).unwrap_or_default();
             slices.retain(|slice| names.contains(slice));
@@ -408,6 +431,10 @@ mod tests {
         let found = |wanted| hold_if_wanted(pid, &wanted, &mounts).unwrap().map(|(_, found)| found);
         assert_eq!(found(Wanted::Process(pid)), Some(Match::default()));
         assert_eq!(found(Wanted::Process(pid + 1)), None);
+        let user = rustix::process::getuid().as_raw();
+        assert_eq!(found(Wanted::ProcessOf { pid, user }), Some(Match::default()));
+        assert_eq!(found(Wanted::ProcessOf { pid, user: user + 1 }), None);
+        assert_eq!(found(Wanted::ProcessOf { pid: pid + 1, user }), None);
         assert_eq!(found(Wanted::Slices(vec!["no such slice".to_owned()])), None);
         assert!(hold_if_wanted(u32::MAX, &Wanted::Slices(Vec::new()), &mounts).unwrap().is_none());
     }

@@ -16,7 +16,7 @@ fail() {
 }
 
 # A control group of its own: systemd-nspawn makes groups with fixed names below the one it is in.
-for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified; do
+for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified /sys/fs/cgroup/freezer; do
     [ -f "$hierarchy/cgroup.procs" ] || continue
     mkdir "$hierarchy/$name"
     echo $$ >"$hierarchy/$name/cgroup.procs"

@@ -38,6 +38,12 @@ impl Hierarchy {
     }
 }
 
+/// Whether the files that a machine is booted from have this one.
+pub(crate) fn has(path: &str) -> bool {
+    let base = std::env::var_os("E2E_ROOT").unwrap_or_else(|| "/".into());
+    Path::new(&base).join(path.trim_start_matches('/')).exists()
+}
+
 /// The first release of systemd that knows no legacy hierarchy.
 const WITHOUT_LEGACY: u32 = 258;
 
@@ -259,8 +265,8 @@ impl Drop for Machine {
         if !self.power_off() && self.leader != 0 {
             eprintln!("the machine did not power off and was killed:\n{}", self.console());
         }
-        for hierarchy in ["/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"] {
-            let group = Path::new(hierarchy).join(&self.name);
+        for hierarchy in ["", "/systemd", "/unified", "/freezer"] {
+            let group = Path::new("/sys/fs/cgroup").join(hierarchy.trim_start_matches('/')).join(&self.name);
             let deadline = Instant::now() + DEADLINE;
             // The last process of a killed machine may still be on its way out.
             while let Err(error) = remove_groups(&group) {

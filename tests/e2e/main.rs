@@ -23,12 +23,15 @@
 
 mod adoption;
 mod asker;
+mod containers;
 mod machine;
 mod package;
+mod readme;
 mod scope;
 mod service;
 #[path = "../support/skip.rs"]
 mod skip;
+mod slurm;
 #[path = "../support/wait.rs"]
 mod wait;
 
@@ -89,12 +92,36 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: service::CHECKS,
     },
+    // A system on which nobody has done anything yet but read the README.
+    Group {
+        name: "readme",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage,
+        prepare: readme::on_simulated_hardware,
+        checks: readme::CHECKS,
+    },
     Group {
         name: "adoption",
         hierarchy: Hierarchy::Unified,
         stage: package::stage,
         prepare: package::installed,
         checks: adoption::CHECKS,
+    },
+    // Podman and Docker on that host.
+    Group {
+        name: "containers",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage,
+        prepare: package::installed,
+        checks: containers::CHECKS,
+    },
+    // A cluster of one node on that host.
+    Group {
+        name: "slurm",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage,
+        prepare: slurm::prepared,
+        checks: slurm::CHECKS,
     },
 ];
 
@@ -137,6 +164,10 @@ fn main() -> ExitCode {
         if !group.hierarchy.available() {
             let reason = "no legacy control group hierarchy on this host, or a systemd that knows none";
             skip::skip(group.name, reason);
+            continue;
+        }
+        if group.name == "slurm" && !machine::has("/usr/sbin/slurmctld") {
+            skip::skip(group.name, "the machine has no Slurm");
             continue;
         }
         let (good, bad) = run(group, checks);

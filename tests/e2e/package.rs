@@ -49,7 +49,9 @@ fn built(ending: &str) -> PathBuf {
         .collect();
     let [package] = &found[..] else { panic!("not one *{ending} in dist/: {found:?}; make deb rpm") };
     let built = fs::metadata(package).unwrap().modified().unwrap();
-    for part in ["src", "config", "docs", "systemd", "packaging", "Cargo.toml", "Cargo.lock", "README.md"] {
+    let documents = ["README.md", "README.zh-CN.md"];
+    let parts = ["src", "config", "docs", "systemd", "packaging", "Cargo.toml", "Cargo.lock"];
+    for part in parts.into_iter().chain(documents) {
         let newer = newer(&source.join(part), built);
         assert!(newer.is_none(), "{} is older than {newer:?}; make deb rpm", package.display());
     }
@@ -64,12 +66,17 @@ fn newer(path: &Path, than: std::time::SystemTime) -> Option<PathBuf> {
     (fs::metadata(path).unwrap().modified().unwrap() > than).then(|| path.to_owned())
 }
 
-const DEB: &str = "/var/tmp/yunion-mps-daemon.deb";
+pub(crate) const DEB: &str = "/var/tmp/yunion-mps-daemon.deb";
+/// The file that the timer of the metrics writes.
+const METRICS: &str = "/var/lib/prometheus/node-exporter/yunion-mps.prom";
 const PREVIOUS_DEB: &str = "/var/tmp/previous.deb";
 const PLATFORM_DEB: &str = "/var/tmp/platform.deb";
 const RPM: &str = "/var/tmp/yunion-mps-daemon.rpm";
 const PREVIOUS_RPM: &str = "/var/tmp/previous.rpm";
 const PLATFORM_RPM: &str = "/var/tmp/platform.rpm";
+/// The words of a first installation for somebody who has configured nothing.
+const NEXT_STEP: &str =
+    "yunion-mps-daemon: run 'yunion-mpsctl setup', then 'systemctl enable --now yunion-mps-daemon'.";
 /// rpm with a list of packages of its own: that of the machine is dpkg's.
 const RPMS: &str = "rpm --dbpath /var/tmp/rpmdb --nodeps";
 
@@ -165,14 +172,28 @@ fn is(machine: &Machine, what: &str) -> String {
     text(&machine.run(&["systemctl", what, SERVICE]).stdout).trim_end().to_owned()
 }
 
+/// Whether the timer of the metrics runs.
+fn active_timer(machine: &Machine) -> String {
+    let timer = ["systemctl", "is-active", "yunion-mps-metrics.timer"];
+    text(&machine.run(&timer).stdout).trim_end().to_owned()
+}
+
 fn nothing_runs(machine: &Machine) {
+    assert_eq!(active_timer(machine), "inactive");
     assert_eq!(is(machine, "is-active"), "inactive");
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
 fn install(machine: &mut Machine) {
-    absent(machine);
-    machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+    for (configured, said) in [(true, 0), (false, 1)] {
+        absent(machine);
+        if configured {
+            machine.write("/etc/yunion/host.conf", "enable_cuda_mps: true\n");
+        }
+        let words = machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+        assert_eq!(words.matches(NEXT_STEP).count(), said, "{words}");
+        machine.sh("rm -rf /etc/yunion");
+    }
     assert_eq!(
         machine.printed(&["dpkg-query", "--show", "--showformat=${db:Status-Abbrev}", "yunion-mps-daemon"]),
         "ii "
@@ -230,7 +251,7 @@ fn compute_mode_query(machine: &mut Machine) {
 }
 
 fn listing(machine: &mut Machine) {
-    let table = machine.printed(&["yunion-mpsctl", "list"]);
+    let table = machine.printed(&["yunion-mpsctl", "list", "--platform"]);
     let cells = |line: &str| -> Vec<String> {
         line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
     };
@@ -258,8 +279,10 @@ fn looked_for(machine: &mut Machine) {
         let section = page.rsplit('.').next().unwrap();
         machine.sh(&format!("test -s /usr/share/man/man{section}/{page}.gz"));
     }
-    let asked = "complete -p yunion-mpsctl >/dev/null && COMP_WORDS=(yunion-mpsctl list --g) COMP_CWORD=2 && \
-                 _yunion__mpsctl yunion-mpsctl --g list && test \"${COMPREPLY[*]}\" = --gpus";
+    // As bash asks for it: in pieces, and the answer takes the place of the last one.
+    let asked = "complete -p yunion-mpsctl >/dev/null && COMP_WORDS=(yunion-mpsctl drain 00 : 06.0-) COMP_CWORD=4 && \
+                 COMP_LINE=\"yunion-mpsctl drain 00:06.0-\" COMP_POINT=28 && _yunion_mpsctl && \
+                 test \"${COMPREPLY[*]}\" = \"06.0-0 06.0-1 06.0-2 06.0-3\"";
     machine.sh(&format!("bash -c '. /usr/share/bash-completion/completions/yunion-mpsctl && {asked}'"));
     // A program that has only the description can ask for everything that the service has.
     machine.sh("test -s /usr/share/dbus-1/interfaces/io.yunion.Mps1.Manager.xml");
@@ -281,7 +304,8 @@ fn upgrade_stopped(machine: &mut Machine) {
     absent(machine);
     machine.sh(&format!("apt-get install --yes --no-install-recommends {PREVIOUS_DEB}"));
     nothing_runs(machine);
-    machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+    let words = machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+    assert!(!words.contains("yunion-mpsctl setup"), "{words}");
     nothing_runs(machine);
     assert_eq!(is(machine, "is-enabled"), "disabled");
 }
@@ -289,10 +313,13 @@ fn upgrade_stopped(machine: &mut Machine) {
 fn remove(machine: &mut Machine) {
     installed(machine);
     serving(machine);
-    machine.sh(&format!("systemctl enable {SERVICE}"));
+    machine.sh(&format!("systemctl enable {SERVICE}; systemctl enable --now yunion-mps-metrics.timer"));
     assert_eq!(compute_mode(machine), "Exclusive_Process");
     let cursor = machine.cursor();
+    machine.write(METRICS, "yunion_mps_up 1\n");
     machine.sh("apt-get remove --yes yunion-mps-daemon");
+    assert_eq!(active_timer(machine), "inactive");
+    machine.sh(&format!("test ! -e {METRICS}"));
     assert_eq!(control_daemons(machine), Vec::<String>::new());
     assert_eq!(compute_mode(machine), "Default");
     assert_eq!(machine.sh("ls /usr/bin | grep yunion || :"), "");
@@ -420,11 +447,14 @@ pub(crate) fn stage_rpm() -> Stage {
     stage.put(&built(".deb"), DEB);
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let work = tempfile::tempdir().unwrap();
+    let spec = run(Command::new(source.join("packaging/rpm/spec.sh")).arg("0.0.1"));
+    let previous_spec = work.path().join("previous.spec");
+    fs::write(&previous_spec, spec).unwrap();
     let mut previous = Command::new("rpmbuild");
-    previous.current_dir(source).args(["-bb", "--build-in-place", "--define", "source_version 0.0.1"]);
+    previous.current_dir(source).args(["-bb", "--with", "prebuilt", "--build-in-place"]);
     previous.env("BIN", source.join("target/packaged")).env("PAGES", source.join("target/pages"));
     previous.arg("--define").arg(format!("_builddir {}", source.display()));
-    stage.put(&packed(&mut previous, work.path(), "packaging/rpm/yunion-mps-daemon.spec"), PREVIOUS_RPM);
+    stage.put(&packed(&mut previous, work.path(), previous_spec.to_str().unwrap()), PREVIOUS_RPM);
 
     let spec = work.path().join("platform.spec");
     fs::write(&spec, PLATFORM_SPEC).unwrap();
@@ -507,7 +537,8 @@ fn rpm_files(machine: &mut Machine) {
 }
 
 fn rpm_install(machine: &mut Machine) {
-    machine.sh(&format!("{RPMS} --install {PREVIOUS_RPM}"));
+    let words = machine.sh(&format!("{RPMS} --install {PREVIOUS_RPM}"));
+    assert_eq!(words.trim_end(), NEXT_STEP);
     assert_eq!(is(machine, "is-enabled"), "disabled");
     nothing_runs(machine);
 }
@@ -517,7 +548,7 @@ fn rpm_upgrade(machine: &mut Machine) {
     let running = Running::start(machine, "");
     machine.sh(&format!("systemctl enable {SERVICE}"));
     let (main, cursor) = (machine.property(SERVICE, "MainPID"), machine.cursor());
-    machine.sh(&format!("{RPMS} --upgrade {RPM}"));
+    assert_eq!(machine.sh(&format!("{RPMS} --upgrade {RPM}")), "");
     running.unharmed(machine, &main, &cursor);
     assert_eq!(is(machine, "is-enabled"), "enabled");
 }
@@ -525,6 +556,8 @@ fn rpm_upgrade(machine: &mut Machine) {
 fn rpm_erase(machine: &mut Machine) {
     // One that is masked has to be stopped all the same.
     machine.sh(&format!("systemctl disable {SERVICE}; systemctl mask {SERVICE}"));
+    machine.sh("systemctl enable --now yunion-mps-metrics.timer");
+    machine.write(METRICS, "yunion_mps_up 1\n");
     assert_eq!(is(machine, "is-active"), "active");
     let said = machine.sh(&format!("{RPMS} --erase yunion-mps-daemon 2>&1; systemctl unmask {SERVICE}"));
     assert!(said.contains("the GPU work of these clients ends:") && said.contains("cuda-client"), "{said}");
@@ -533,5 +566,7 @@ fn rpm_erase(machine: &mut Machine) {
     assert_eq!(compute_mode(machine), "Default");
     assert_eq!(machine.sh("ls /usr/bin | grep yunion || :"), "");
     machine.sh("test ! -e /usr/share/doc/yunion-mps-daemon");
-    assert_eq!(machine.sh(&format!("find /etc/systemd/system -name {SERVICE} -print")), "");
+    assert_eq!(active_timer(machine), "inactive");
+    assert_eq!(machine.sh("find /etc/systemd/system -name 'yunion-mps-*' -type l"), "");
+    machine.sh(&format!("test ! -e {METRICS}"));
 }

@@ -28,7 +28,10 @@ pub(crate) const CHECKS: &[Check] = &[
     ("systemctl_status_shows_the_status_text", status_text),
     ("the_bus_answers_root", bus_root),
     ("the_bus_answers_nobody_but_refuses_control", bus_nobody),
+    ("a_pod_with_the_hosts_pids_finds_the_bus_behind_pid_1", bus_from_a_pod),
+    ("a_kubelet_that_is_ordered_behind_it_finds_the_compute_mode", before_a_kubelet),
     ("the_journal_has_fields_and_no_colours", journal_fields),
+    ("journalctl_x_explains_that_a_control_daemon_was_killed", explained),
     ("systemctl_reload_takes_over_a_new_configuration", reload),
     ("systemctl_reload_with_a_bad_configuration_changes_nothing", bad_reload),
     ("a_bad_configuration_fails_once_with_the_reason_in_the_journal", bad_configuration),
@@ -36,6 +39,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("a_pipe_directory_outside_the_sandbox_is_named_with_the_remedy", outside_the_sandbox),
     ("the_sandbox_lets_nvidias_devices_through_and_no_others", sandboxed_devices),
     ("the_services_limits_spare_control_daemons_and_the_oom_killer_takes_them_last", limits_spare),
+    ("the_timer_of_the_metrics_writes_what_node_exporter_serves", textfile),
     ("systemctl_stop_ends_the_control_daemon_and_restores_the_compute_mode", stop),
     ("the_watchdog_restarts_a_stuck_process", watchdog),
     ("an_enabled_unit_comes_up_at_boot", boot),
@@ -166,6 +170,86 @@ fn nobody<'a>(command: &[&'a str]) -> Vec<&'a str> {
     switch.into_iter().chain(command.iter().copied()).collect()
 }
 
+/// As docs/metrics.md says: Debian's directory, the unit in its sandbox, and Debian's `node_exporter`.
+fn textfile(machine: &mut Machine) {
+    const DIRECTORY: &str = "/var/lib/prometheus/node-exporter";
+    const UNIT: &str = "/etc/systemd/system/yunion-mps-metrics";
+    let is = |what: &str| {
+        text(&machine.run(&["systemctl", what, "yunion-mps-metrics.timer"]).stdout).trim_end().to_owned()
+    };
+    serving(machine);
+    assert_eq!((is("is-enabled").as_str(), is("is-active").as_str()), ("disabled", "inactive"));
+    machine.sh(&format!("mkdir -p {DIRECTORY}"));
+    // Half a minute is long in a test.
+    let often = "[Timer]\nOnBootSec=\nOnBootSec=1\nOnUnitActiveSec=1\nAccuracySec=100ms\n";
+    machine.write(&format!("{UNIT}.timer.d/test.conf"), often);
+    machine.write(&format!("{UNIT}.service.d/test.conf"), "[Service]\nEnvironment=OPTIONS=--clients\n");
+    let cursor = machine.cursor();
+    machine.sh("systemctl daemon-reload; systemctl enable --now yunion-mps-metrics.timer");
+    let file = format!("{DIRECTORY}/yunion-mps.prom");
+    let says = |line: &str| machine.run(&["grep", "-qx", line, &file]).status.success().then_some(());
+    wait_for("the metrics", || says("yunion_mps_clients_left_out 0"));
+    assert_eq!(machine.printed(&["stat", "--format=%U %a", &file]), "root 644\n");
+
+    if machine.run(&["test", "-x", "/usr/bin/prometheus-node-exporter"]).status.success() {
+        machine.sh(&format!(
+            "systemd-run --quiet --unit=exporter --property=User=nobody prometheus-node-exporter \
+             --web.listen-address=127.0.0.1:9100 --collector.disable-defaults --collector.textfile \
+             --collector.textfile.directory={DIRECTORY}"
+        ));
+        let fetch = "import urllib.request; \
+                     print(urllib.request.urlopen('http://127.0.0.1:9100/metrics').read().decode())";
+        let served = wait_for("node_exporter", || {
+            let answer = machine.run(&["/usr/bin/python3", "-c", fetch]);
+            answer.status.success().then(|| text(&answer.stdout))
+        });
+        for line in [
+            "yunion_mps_up 1",
+            "# TYPE yunion_mps_faults_total counter",
+            "# TYPE yunion_mps_gpu_memory_bytes gauge",
+            "# HELP yunion_mps_up Whether yunion-mps-daemon runs.",
+            "node_textfile_scrape_error 0",
+        ] {
+            assert!(served.lines().any(|found| found == line), "{line} in\n{served}");
+        }
+        assert!(served.contains(&format!("node_textfile_mtime_seconds{{file=\"{file}\"}}")), "{served}");
+        machine.sh("systemctl stop exporter");
+    } else {
+        crate::skip::skip("node_exporter serves the metrics", "this machine has no prometheus-node-exporter");
+    }
+
+    // The timer goes on, and is no news.
+    machine.sh(&format!("systemctl stop {SERVICE}"));
+    wait_for("the end of the service in the metrics", || says("yunion_mps_up 0"));
+    let runs = machine.journal(&cursor);
+    let runs = runs.iter().filter(|entry| {
+        [&entry["UNIT"], &entry["_SYSTEMD_UNIT"]].iter().any(|unit| **unit == "yunion-mps-metrics.service")
+    });
+    assert_eq!(runs.map(message).collect::<Vec<_>>(), [""; 0]);
+    machine.sh("systemctl disable --now yunion-mps-metrics.timer");
+
+    // Another directory, as the page has it.
+    let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();
+    let lines = page.lines().filter_map(|line| line.strip_prefix("    "));
+    let lines: Vec<&str> = lines.skip_while(|line| *line != "[Service]").take(3).collect();
+    assert!(lines[2].starts_with("ReadWritePaths="), "{lines:?}");
+    machine.write(&format!("{UNIT}.service.d/test.conf"), &(lines.join("\n") + "\n"));
+    machine.sh("mkdir /srv/textfile; systemctl daemon-reload; systemctl start yunion-mps-metrics.service; \
+         grep -qx 'yunion_mps_up 0' /srv/textfile/yunion-mps.prom; rm -r /srv/textfile");
+
+    // A failure is in the journal.
+    machine.write(&format!("{UNIT}.service.d/test.conf"), "[Service]\nEnvironment=DIRECTORY=/srv/none\n");
+    machine.sh("systemctl daemon-reload");
+    machine.complained(&["systemctl", "start", "yunion-mps-metrics.service"]);
+    let said = machine.messages(&cursor);
+    let why = "yunion-mpsctl: can't write /srv/none/yunion-mps.prom: No such file or directory (os error 2)";
+    assert!(said.iter().any(|message| message == why), "{said:#?}");
+    machine.sh(&format!(
+        "rm -r {UNIT}.timer.d {UNIT}.service.d {file}; systemctl daemon-reload; \
+         systemctl reset-failed yunion-mps-metrics.service"
+    ));
+}
+
 fn limits_spare(machine: &mut Machine) {
     let oom = |pid: &str| machine.sh(&format!("cat /proc/{pid}/oom_score_adj")).trim().to_owned();
     let memory = |unit: &str| {
@@ -265,6 +349,42 @@ fn bus_nobody(machine: &mut Machine) {
     machine.complained(&owner);
 }
 
+/// As far as the kernel goes: root with the host's PIDs, and mounts of its own without /run/dbus.
+fn bus_from_a_pod(machine: &mut Machine) {
+    serving(machine);
+    let pod = "unshare --mount sh -euc 'mount -t tmpfs tmpfs /run; [ ! -e /var/run/dbus ]; exec \"$@\"' sh";
+    let call = CALL.map(|word| if word == "busctl" { "busctl --address=$BUS" } else { word }).join(" ");
+    let bus = "unix:path=/proc/1/root/run/dbus/system_bus_socket";
+    let answer = machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Manager ListDevices"));
+    assert_eq!(names(&answer), DEVICES);
+    // It is root for the bus. There is no such container, and that is no error.
+    let id = "4f1c2d3e5a6b";
+    machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Control ReleaseContainer s {id}"));
+}
+
+/// The drop-in of docs/host-agent.md, for a host agent that looks at the compute mode when it starts.
+fn before_a_kubelet(machine: &mut Machine) {
+    let page = include_str!("../../docs/host-agent.md");
+    let order = page.lines().map(str::trim).find(|line| line.starts_with("Before=")).unwrap();
+    assert_eq!(order, "Before=kubelet.service k3s.service k3s-agent.service");
+    let drop_in = format!("/etc/systemd/system/{SERVICE}.d/kubelet.conf");
+    machine.write(&drop_in, &format!("[Unit]\n{order}\n"));
+    let look = "nvidia-smi --query-gpu=compute_mode --format=csv,noheader >/srv/seen";
+    machine.write(
+        "/etc/systemd/system/kubelet.service",
+        &format!("[Service]\nType=oneshot\nExecStart=/bin/sh -euc '{ON_HOST} {look}'\n"),
+    );
+    // As at boot: one transaction has them both.
+    machine.write("/etc/systemd/system/both.target", &format!("[Unit]\nWants=kubelet.service {SERVICE}\n"));
+    new_host(machine);
+    assert_eq!(compute_mode(machine), "Default");
+    machine.sh("systemctl start both.target");
+    assert_eq!(machine.sh("cat /srv/seen").trim(), "Exclusive_Process");
+    machine.sh(&format!(
+        "cd /etc/systemd/system; rm {drop_in} kubelet.service both.target /srv/seen; systemctl daemon-reload"
+    ));
+}
+
 fn journal_fields(machine: &mut Machine) {
     let cursor = machine.cursor();
     serving(machine);
@@ -278,6 +398,34 @@ fn journal_fields(machine: &mut Machine) {
         // A level that never arrives would make everything a notice.
         assert!(["3", "4", "5", "6"].contains(&entry["PRIORITY"].as_str().unwrap()), "{entry}");
     }
+}
+
+fn explained(machine: &mut Machine) {
+    serving(machine);
+    let cursor = machine.cursor();
+    let killed = control_daemons(machine);
+    assert_eq!(killed.len(), 1, "{killed:?}");
+    machine.sh(&format!("kill -KILL {}", killed[0]));
+    // The id of docs/journal.md, by which an alert finds the message.
+    let entry_of = |kind: &str| {
+        let of_kind = |entry: &Value| entry["MESSAGE_ID"] == kind;
+        wait_for("the message of its kind", || ours(machine, &cursor).into_iter().find(of_kind))
+    };
+    let entry = entry_of("f7779102edd04208a50ce6a74cd46996");
+    assert!(message(&entry).starts_with("the control daemon ended"), "{entry}");
+    assert_eq!((&entry["PRIORITY"], &entry["MPS_CONTROL"]), (&"4".into(), &"shared".into()), "{entry}");
+    let ready = entry_of("c026232c7047440a84b6f9e477130c55");
+    assert!(message(&ready).starts_with("ready"), "{ready}");
+    let after = format!("--after-cursor={cursor}");
+    let shown =
+        machine.printed(&["journalctl", "--quiet", "--catalog", &after, &format!("--unit={SERVICE}")]);
+    for words in
+        ["Subject: A control daemon has failed", "Control daemon: shared", "Subject: The GPUs are served"]
+    {
+        assert!(shown.contains(words), "no {words} in {shown}");
+    }
+    // In Chinese too, for whoever has that locale.
+    machine.sh("grep -q 一个控制守护进程失败 /var/lib/systemd/catalog/database");
 }
 
 fn reload(machine: &mut Machine) {
@@ -305,14 +453,15 @@ fn bad_reload(machine: &mut Machine) {
     });
     assert!(message(&refusal).contains("host_container_device.yml"), "{refusal}");
     assert_eq!(refusal["PRIORITY"], "3");
+    assert_eq!(refusal["MESSAGE_ID"], "ec90e16fdebb4b67b510bf1af0b35ff9");
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
     assert_eq!(devices(machine), DEVICES);
     // The state is no secret either, for who asks for warnings only.
     wait_for("the state in the journal", || {
-        ours(machine, &cursor)
-            .iter()
-            .find(|entry| message(entry).starts_with("degraded: "))
-            .map(|entry| assert_eq!(entry["PRIORITY"], "4", "{entry}"))
+        ours(machine, &cursor).iter().find(|entry| message(entry).starts_with("degraded: ")).map(|entry| {
+            let found = (&entry["PRIORITY"], &entry["MESSAGE_ID"]);
+            assert_eq!(found, (&"4".into(), &"291e469758344a35a1f4b5133cc5ae6a".into()), "{entry}");
+        })
     });
 }
 
@@ -329,6 +478,12 @@ fn bad_configuration(machine: &mut Machine) {
     {
         assert_eq!(machine.property(SERVICE, property), value, "{property}");
     }
+    // Another start would fail as well, so nobody is told to try that first.
+    assert_eq!(
+        machine.complained(&["yunion-mpsctl", "list"]),
+        "yunion-mpsctl: yunion-mps-daemon is not running: it ended because the configuration is wrong; yunion-mpsctl \
+         check, then systemctl start yunion-mps-daemon\n"
+    );
     let entries = ours(machine, &cursor);
     let reasons: Vec<&str> = entries.iter().filter(|entry| entry["PRIORITY"] == "3").map(message).collect();
     assert_eq!(reasons.len(), 1, "{reasons:?}");

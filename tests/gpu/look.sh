@@ -47,7 +47,7 @@ becomes ready 30
 slice=$(yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["addr"])')
 gpu=${slice%-*}
 show yunion-mpsctl doctor --config "$dir/etc/host.conf"
-show yunion-mpsctl check "$dir/etc/host.conf"
+show yunion-mpsctl check --config "$dir/etc/host.conf"
 
 say "two clients"
 yunion-mpsctl run "$gpu-0" -- "$client" hold 14 &

@@ -126,7 +126,7 @@ client "$quarter" holder hold 8
 holder=$!
 sleep 2
 configure per_gpu
-show yunion-mpsctl check "$dir/etc/host.conf"
+show yunion-mpsctl check --config "$dir/etc/host.conf"
 show yunion-mpsctl reload
 sleep 1
 show yunion-mpsctl status

@@ -7,6 +7,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::support::host::{Host, alive, signal_pid, text};
+use crate::support::schema::strict;
 use crate::support::wait::wait_for;
 
 fn bench(host: &Host, arguments: &[&str]) -> Child {
@@ -31,6 +32,8 @@ fn with_mps_side_by_side_and_without_by_turns() {
     host.start();
     host.wait_for_state("ready");
     let result = host.json(&["bench", "-n", "3", "--device", "00:06.0"]).unwrap();
+    let keys = strict("bench", std::slice::from_ref(&result));
+    assert_eq!(keys.present, keys.documented);
     assert_eq!(result["devices"], json!(["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]));
     assert_eq!((&result["sms"], &result["why_not_without_mps"]), (&json!(132), &Value::Null));
     for kernel in ["narrow", "wide"] {
@@ -65,7 +68,7 @@ fn an_exclusive_gpu_is_measured_with_mps_alone() {
     bench.stdout.take().unwrap().read_to_string(&mut said).unwrap();
     assert!(bench.wait().unwrap().success(), "{said}");
     assert!(said.contains("Not measured without MPS: the compute mode is Exclusive_Process"), "{said}");
-    assert!(said.contains("| Processes | Time with MPS | Kernels/s | Speed-up |\n"), "{said}");
+    assert!(said.contains("PROCESSES  WITH MPS  KERNELS/S  SPEED-UP\n"), "{said}");
     assert!(said.contains("It fills the GPU by itself, and MPS adds little"), "{said}");
     // Bars and progress are for a terminal.
     assert!(!said.contains('\u{2588}') && !said.contains('\r'), "{said}");

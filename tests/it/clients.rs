@@ -47,14 +47,17 @@ fn listed(host: &Host, pid: u32) -> Option<Value> {
 }
 
 /// The cells of the table's row for a process.
-fn row(table: &str, pid: u32) -> Vec<String> {
+fn row(table: &str, pid: u32) -> BTreeMap<&str, String> {
     find_row(table, pid).unwrap_or_else(|| panic!("no {pid} in\n{table}"))
 }
 
-fn find_row(table: &str, pid: u32) -> Option<Vec<String>> {
-    let rows = table.lines().map(|line| line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()));
-    let mut rows = rows.map(Iterator::collect::<Vec<String>>);
-    rows.find(|cells| cells[0] == pid.to_string())
+/// The cells of a row by their heads.
+fn find_row(table: &str, pid: u32) -> Option<BTreeMap<&str, String>> {
+    let heads: Vec<&str> =
+        table.lines().next()?.split("  ").map(str::trim).filter(|head| !head.is_empty()).collect();
+    let mut rows = table.lines().map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()));
+    let row = rows.find(|cells| cells.clone().next() == Some(&pid.to_string()))?;
+    Some(heads.into_iter().zip(row.map(str::to_owned)).collect())
 }
 
 fn check_now(host: &Host) {
@@ -66,7 +69,7 @@ fn metrics(host: &Host) -> BTreeMap<String, f64> {
     parsed(&succeeded(&host.mpsctl(&["metrics"])))
 }
 
-fn parsed(exposition: &str) -> BTreeMap<String, f64> {
+pub(crate) fn parsed(exposition: &str) -> BTreeMap<String, f64> {
     let program = r#"
 import json, sys
 try:
@@ -114,14 +117,17 @@ fn clients_are_shown_with_their_users_and_slices() {
     assert_eq!(known["device"], "00:06.0-1");
     assert!(known["memory_mib"].as_u64().unwrap() > 0);
 
-    let table = succeeded(&host.mpsctl(&["clients"]));
+    let table = succeeded(&host.mpsctl(&["clients", "-o", "wide"]));
     let cells = row(&table, two.id());
-    assert_eq!(cells[1], known["user"].as_str().unwrap());
-    assert!(cells[2].ends_with("cuda-client"), "{cells:?}");
-    assert_eq!(cells[3..6], ["yes", "00:06.0-2", "00:06.0"]);
-    assert_eq!(cells[9], known["memory_mib"].to_string());
+    assert_eq!(cells["USER"], known["user"].as_str().unwrap());
+    assert!(cells["COMMAND"].ends_with("cuda-client"), "{cells:?}");
+    assert_eq!([&cells["MPS"], &cells["DEVICE"], &cells["GPU"]], ["yes", "00:06.0-2", "00:06.0"]);
+    assert_eq!(cells["MEMORY"], format!("{} MiB", known["memory_mib"]));
+    assert_eq!([&cells["KNOWN BY"], &cells["MAY COMMAND"]], ["environment", "all"]);
     assert!(!table.contains("BYPASS"), "{table}");
-    assert_eq!(row(&table, one.id())[4], "00:06.0-1");
+    let table = succeeded(&host.mpsctl(&["clients"]));
+    assert_eq!(row(&table, one.id())["DEVICE"], "00:06.0-1");
+    assert!(!row(&table, one.id()).contains_key("KNOWN BY"), "{table}");
 
     host.configure("enable_cuda_mps: false");
     drop((one, two));
@@ -146,7 +152,7 @@ fn clients_are_shown_with_their_containers() {
     container.take(client.id(), "init");
     assert_eq!(listed(&host, client.id()).unwrap()["container_id"], container.id);
     let table = succeeded(&host.mpsctl(&["clients"]));
-    assert_eq!(row(&table, client.id())[6], container.id[..12]);
+    assert_eq!(row(&table, client.id())["CONTAINER"], container.id[..12]);
     drop(client);
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -236,8 +242,12 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     assert_eq!((&known["gpu"], &known["memory_mib"]), (&host.list()[0]["device_path"], &json!(526)));
     assert_eq!(listed(&host, client.id()).unwrap()["bypass"], false);
     let table = succeeded(&host.mpsctl(&["clients"]));
-    assert_eq!(row(&table, pid)[3..6], ["BYPASS", "-", "00:06.0"]);
-    assert!(table.contains("\nBYPASS: 1 of these use a GPU without our MPS server"), "{table}");
+    let cells = row(&table, pid);
+    assert_eq!([&cells["MPS"], &cells["DEVICE"]], ["BYPASS", "-"]);
+    assert!(
+        table.contains("\nBYPASS: 1 of these uses a GPU without our MPS server; nothing holds it"),
+        "{table}"
+    );
     let samples = metrics(&host);
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_bypass_processes"), 1.0);
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 1.0);
@@ -310,8 +320,9 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     wait_for("the table", || {
         // Not while the next control daemon is being tried.
         let output = host.mpsctl(&["clients"]);
-        let row = find_row(&text(&output), program.id()).filter(|_| output.status.success())?;
-        (row[3] == "BYPASS").then_some(())
+        let table = text(&output);
+        let row = find_row(&table, program.id()).filter(|_| output.status.success())?;
+        (row["MPS"] == "BYPASS").then_some(())
     });
     drop(program);
     host.wait_for_state("ready");
@@ -384,6 +395,26 @@ fn metrics_are_what_the_bus_says() {
     let held = listed(&host, clients[0].id()).unwrap()["memory_mib"].as_f64().unwrap() * mib;
     assert_eq!(of_slice(&samples, "yunion_mps_device_memory_used_bytes", "00:06.0-1"), 2.0 * held);
     assert_eq!(of_slice(&samples, "yunion_mps_device_memory_used_bytes", "00:06.0-2"), 0.0);
+    assert!(!exposition.contains("yunion_mps_client_"), "only if somebody asks for it: {exposition}");
+    let each = parsed(&succeeded(&host.mpsctl(&["metrics", "--clients"])));
+    assert_eq!(each["yunion_mps_clients_left_out{}"], 0.0);
+    for (client, device) in clients.iter().zip(["00:06.0-1", "00:06.0-1", ""]) {
+        let known = listed(&host, client.id()).unwrap();
+        // The parser leaves out nothing: an empty label is one.
+        let series = format!(
+            "yunion_mps_client_memory_used_bytes{{container_id=,device={device},gpu=00:06.0,pid={},user={},uuid={}}}",
+            client.id(),
+            known["user"].as_str().unwrap(),
+            known["gpu"].as_str().unwrap(),
+        );
+        assert_eq!(
+            each.get(&series),
+            Some(&(known["memory_mib"].as_f64().unwrap() * mib)),
+            "{series} in {each:#?}"
+        );
+    }
+    let more: Vec<&String> = each.keys().filter(|key| !samples.contains_key(*key)).collect();
+    assert_eq!(more.len(), clients.len() + 1, "{more:?}");
     drop(clients);
 
     // Failures are counted.
@@ -421,23 +452,12 @@ fn documentation() -> String {
     fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap()
 }
 
-/// An example of the documentation: the indented lines behind the one that holds `first`.
-fn example(first: &str) -> String {
-    let text = documentation();
-    let lines = text
-        .lines()
-        .skip_while(|line| !line.contains(first))
-        .map_while(|line| if line.is_empty() { Some("") } else { line.strip_prefix("    ") });
-    let lines: Vec<&str> = lines.collect();
-    assert!(!lines.is_empty(), "no {first}");
-    lines.join("\n") + "\n"
-}
-
 #[test]
 fn every_metric_is_documented_with_its_labels() {
     let mut host = Host::serving("h200");
+    let client = listed_client(&host, "00:06.0-1");
     let mut found = BTreeMap::new();
-    for sample in metrics(&host).into_keys() {
+    for sample in parsed(&succeeded(&host.mpsctl(&["metrics", "--clients"]))).into_keys() {
         let (name, labels) = sample.trim_end_matches('}').split_once('{').unwrap();
         let labels: Vec<&str> =
             labels.split(',').filter_map(|label| Some(label.split_once('=')?.0)).collect();
@@ -458,53 +478,8 @@ fn every_metric_is_documented_with_its_labels() {
         })
         .collect();
     assert_eq!(found, documented);
+    drop(client);
     assert_eq!(host.stop().code(), Some(0));
-}
-
-/// The example for `node_exporter` does what it promises: a whole file or none, under its name, for everybody to read.
-#[test]
-fn the_textfile_example_works() {
-    let mut host = Host::serving("h200");
-    let directory = tempfile::tempdir().unwrap();
-    let service = example("yunion-mps-metrics.service");
-    let start = service.lines().find_map(|line| line.strip_prefix("ExecStart=/bin/sh -ec ")).unwrap();
-    let script = start.trim_matches('\'');
-    let run = |host: &Host| {
-        let binaries = crate::support::host::binaries();
-        let mut command = host.command("/bin/sh");
-        let path = format!("{}:{}", binaries.display(), std::env::var("PATH").unwrap());
-        command.args(["-ec", script]).env("PATH", path).current_dir(&directory).output().unwrap()
-    };
-    succeeded(&run(&host));
-    let names = || -> Vec<String> {
-        let entries = fs::read_dir(&directory).unwrap().flatten();
-        entries.map(|entry| entry.file_name().into_string().unwrap()).collect()
-    };
-    let prom = || fs::read_to_string(directory.path().join("yunion-mps.prom")).unwrap();
-    assert_eq!(names(), ["yunion-mps.prom"]);
-    assert_eq!(parsed(&prom())["yunion_mps_up{}"], 1.0);
-    assert_eq!(host.stop().code(), Some(0));
-    succeeded(&run(&host));
-    let down = prom();
-    assert_eq!(parsed(&down)["yunion_mps_up{}"], 0.0);
-    // The last collection stays if nothing can be collected.
-    host.stop_bus();
-    assert!(!run(&host).status.success());
-    assert_eq!(prom(), down);
-
-    for unit in ["yunion-mps-metrics.service", "yunion-mps-metrics.timer"] {
-        fs::write(directory.path().join(unit), example(unit)).unwrap();
-    }
-    let output = Command::new("systemd-analyze")
-        .arg("verify")
-        .args(["yunion-mps-metrics.service", "yunion-mps-metrics.timer"])
-        .current_dir(&directory)
-        .output()
-        .unwrap();
-    let complaints = text(&output);
-    let complaints: Vec<&str> =
-        complaints.lines().filter(|line| line.contains("yunion-mps-metrics")).collect();
-    assert_eq!(complaints, [""; 0]);
 }
 
 #[test]

@@ -9,26 +9,13 @@ use tokio::process::Command;
 use tokio::time::timeout;
 use yunion_mps::{Snapshot, State};
 
-use crate::support::bus::{PrivateBus, output, printed};
+use crate::support::bus::{PrivateBus, ctl, ended, printed};
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board, serving, starting, tesla_p40};
 use crate::support::wait::DEADLINE;
 
-fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
-    let mut command = bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
-    command.args(arguments);
-    command
-}
-
-/// The exit status, and what it says on stdout and stderr.
-async fn ended(command: &mut Command) -> (Option<i32>, String, String) {
-    let output = output(command).await;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    (output.status.code(), text(&output.stdout), text(&output.stderr))
-}
-
 #[tokio::test]
-async fn list_is_the_platforms_table() {
+async fn the_platform_gets_its_table() {
     let service = Service::start(p40_board()).await;
     let expected = r#"+-----------+------------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
 | Addr      | Dev_type   | Model     | Vendor_device_id | numa_node | Device_path                              | PCIE_Info                                                                                    | Index | Device_minor | Health  |
@@ -39,7 +26,7 @@ async fn list_is_the_platforms_table() {
 | 00:06.0-3 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
 +-----------+------------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
 "#;
-    assert_eq!(printed(&mut ctl(&service.bus, &["list"])).await, expected);
+    assert_eq!(printed(&mut ctl(&service.bus, &["list", "--platform"])).await, expected);
 }
 
 #[tokio::test]
@@ -49,7 +36,7 @@ async fn list_shows_gpus_and_what_is_wrong_with_them() {
     lost.healthy = false;
     lost.reason = "GPU is lost\u{1b}[2J".to_owned();
     let service = Service::start(serving(vec![lost])).await;
-    let table = printed(&mut ctl(&service.bus, &["list", "--gpus"])).await;
+    let table = printed(&mut ctl(&service.bus, &["list", "--gpus", "--platform"])).await;
     let row = table.lines().nth(3).unwrap();
     let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
     assert_eq!(cells[..5], ["00:06.0", "GPU", "MPS", "4", "Tesla P40"]);
@@ -110,45 +97,28 @@ async fn status_is_one_screen() {
     let screen = printed(&mut ctl(&service.bus, &["status"])).await;
     for line in [
         "State:           ready",
-        "Driver:          580.159.04",
         "Pipe directory:  /tmp/nvidia-mps/pipe",
+        "GPU      MODEL      SLICES               HEALTH",
+        "00:06.0  Tesla P40  4 of 5760 MiB, 25 %  not enforced",
         "Last events:",
     ] {
         assert!(screen.lines().any(|here| here == line), "no {line:?} in:\n{screen}");
     }
-    let cells = |start: &str| -> Vec<String> {
-        let row = screen.lines().find(|line| line.starts_with(start)).unwrap();
-        row.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
-    };
-    let daemon = cells("| shared");
-    assert_eq!(daemon[..2], ["shared", "ready"]);
-    assert_eq!(daemon[4..8], ["4711", "4712", "false", "1"]);
-    assert_eq!(
-        cells("| 00:06.0"),
-        [
-            "00:06.0",
-            "Tesla P40",
-            "Exclusive_Process",
-            "4",
-            "25 %",
-            "25 %",
-            "5760 MiB",
-            "-",
-            "false",
-            "healthy"
-        ]
-    );
-    assert!(screen.contains(" ago)  control daemon shared is ready"), "{screen}");
+    assert!(screen.contains(", driver 580.159.04, generation "), "{screen}");
+    let daemon = screen.lines().find(|line| line.starts_with("shared")).unwrap();
+    let daemon: Vec<&str> = daemon.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect();
+    assert_eq!((&daemon[..2], &daemon[3..]), (&["shared", "ready"][..], &["1", "4711", "4712"][..]));
+    assert!(screen.ends_with("  control daemon shared is ready\n"), "{screen}");
 }
 
 #[tokio::test]
 async fn status_works_before_the_first_plan() {
     let service = Service::start(starting()).await;
     let screen = printed(&mut ctl(&service.bus, &["status"])).await;
-    assert!(screen.starts_with("State:           starting\nReason:          looking for GPUs\n"), "{screen}");
+    assert!(screen.starts_with("State:           starting: looking for GPUs\n"), "{screen}");
     let (status, out, err) = ended(&mut ctl(&service.bus, &["list"])).await;
     assert_eq!((status, out.as_str()), (Some(1), ""));
-    assert_eq!(err, "yunion-mpsctl: the GPUs are not known yet; ask again in a moment\n");
+    assert_eq!(err, "yunion-mpsctl: the service is starting: looking for GPUs\n");
 }
 
 #[tokio::test]
@@ -185,6 +155,67 @@ async fn env_speaks_shell_docker_and_json() {
     assert_eq!(json["environment"]["CUDA_VISIBLE_DEVICES"], Value::Null);
     assert_eq!(json["mounts"][0], json!({"host": "/dev/shm", "container": "/dev/shm", "read_only": false}));
     assert_eq!(json["gpus"], json!([P40]));
+}
+
+#[tokio::test]
+async fn env_speaks_podman_compose_and_cdi() {
+    let mut odd = p40_board();
+    odd.gpus.as_mut().unwrap()[0].plan.pipe_directory = "/srv/$HOME \"here\"".into();
+    let service = Service::start(odd).await;
+    let env = async |words: &[&str]| ended(&mut ctl(&service.bus, &[&["env"][..], words].concat())).await;
+    let (_, podman, _) = env(&["00:06.0-1", "--format", "podman"]).await;
+    assert_eq!(
+        podman.lines().collect::<Vec<_>>(),
+        [
+            &format!("--device=nvidia.com/gpu={P40}"),
+            "--env=CUDA_MPS_PIPE_DIRECTORY=/srv/$HOME \"here\"",
+            "--env=CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
+            "--env=CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
+            "--env=YUNION_MPS_DEVICE=00:06.0-1",
+            "--volume=/dev/shm:/dev/shm",
+            "--volume=/srv/$HOME \"here\":/srv/$HOME \"here\"",
+        ]
+    );
+
+    // A reader of YAML has the very values, and Compose then reads "$$" as "$". A GPU's address is no number.
+    let (_, compose, _) = env(&["00:06.0", "--format", "compose"]).await;
+    let read = "import json, sys, yaml; json.dump(yaml.safe_load(sys.stdin), sys.stdout)";
+    let script = format!("cat <<'END' | /usr/bin/python3 -c '{read}'\n{compose}END\n");
+    let compose: Value =
+        serde_json::from_str(&printed(Command::new("sh").args(["-c", &script])).await).unwrap();
+    let directory = "/srv/$$HOME \"here\"";
+    assert_eq!(
+        compose,
+        json!({"services": {"mps-slice": {
+            "runtime": "nvidia",
+            "environment": {
+                "CUDA_MPS_PIPE_DIRECTORY": directory,
+                "NVIDIA_VISIBLE_DEVICES": P40,
+                "NVIDIA_DRIVER_CAPABILITIES": "all",
+                "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+                "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
+                "YUNION_MPS_DEVICE": "00:06.0",
+            },
+            "volumes": [
+                {"type": "bind", "source": "/dev/shm", "target": "/dev/shm", "read_only": false},
+                {"type": "bind", "source": directory, "target": directory, "read_only": false},
+            ],
+        }}})
+    );
+
+    let (_, cdi, _) = env(&["00:06.0-1", "--format", "cdi"]).await;
+    assert_eq!(cdi, format!("nvidia.com/gpu={P40}\nyunion.io/mps=00:06.0-1\n"));
+    for (names, complaint) in [
+        (
+            &["00:06.0-1", "00:06.0-2"][..],
+            "yunion-mpsctl: a container takes one CDI device, since the limits of ",
+        ),
+        (&["00:06.0"], "yunion-mpsctl: 00:06.0 is a GPU, and each CDI device is a slice: "),
+    ] {
+        let (status, out, err) = env(&[names, &["--format", "cdi"]].concat()).await;
+        assert_eq!((status, out.as_str()), (Some(1), ""), "{err}");
+        assert!(err.starts_with(complaint) && err.lines().count() == 1, "{err}");
+    }
 }
 
 /// Two slices of one GPU are one slice, and whoever asks for two is told so. The answer is the same.
@@ -259,7 +290,11 @@ async fn exit_statuses_say_what_happened() {
     }
     let (status, _, err) = ended(&mut ctl(&service.bus, &["env", "00:07.0-1"])).await;
     assert_eq!(status, Some(1));
-    assert_eq!(err, "yunion-mpsctl: there is no device \"00:07.0-1\"; ListDevices shows those there are\n");
+    assert_eq!(
+        err,
+        "yunion-mpsctl: there is no device \"00:07.0-1\"; did you mean 00:06.0-1 or 00:06.0-0 or 00:06.0-2? `yunion-mpsctl \
+         list` shows all names\n"
+    );
 }
 
 #[tokio::test]

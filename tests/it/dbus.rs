@@ -12,7 +12,8 @@ use yunion_mps::{Bus, Request, RequestError};
 use yunion_mps::{ClientView, KnownBy, MayCommand, Membership};
 use yunion_mps::{GpuView, SliceUse, Snapshot, State};
 
-use crate::support::bus::{PrivateBus, complained, output, printed};
+use crate::support::bus::{PrivateBus, complained, ctl, output, printed};
+use crate::support::schema::strict;
 use crate::support::service::Service;
 use crate::support::skip::root_or_skip;
 use crate::support::snapshot::{P40, p40_board, serving, starting, tesla_p40};
@@ -310,6 +311,14 @@ async fn what_is_not_known_is_left_out() {
     });
     assert_eq!(devices, json!([[expected]]));
 
+    // Every key that the schemas require is there.
+    for (schema, arguments) in
+        [("list", vec!["list", "--json"]), ("list-gpus", vec!["list", "--gpus", "--json"])]
+    {
+        let listed = printed(&mut ctl(&service.bus, &arguments)).await;
+        strict(schema, &[serde_json::from_str(&listed).unwrap()]);
+    }
+
     let path = "/io/yunion/Mps1/gpus/_0001_1a_00_0";
     let properties = ["org.freedesktop.DBus.Properties", "GetAll", "s", "io.yunion.Mps1.Gpu"];
     let (_, known) = busctl_at(&service.bus, path, properties[0], properties[1], &properties[2..]).await;
@@ -424,16 +433,15 @@ print(json.dumps([
         json!([
             [
                 "io.yunion.Mps1.Error.NoSuchDevice",
-                "there is no device \"00:06.0-4\"; ListDevices shows those there are"
+                "there is no device \"00:06.0-4\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
+                 shows all names"
             ],
             [
                 "io.yunion.Mps1.Error.NoSuchDevice",
-                "there is no device \"00:07.0-0\"; ListDevices shows those there are"
+                "there is no device \"00:07.0-0\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
+                 shows all names"
             ],
-            [
-                "io.yunion.Mps1.Error.Failed",
-                "no device was named; name at least one, as ListDevices shows them"
-            ],
+            ["io.yunion.Mps1.Error.Failed", "no device was named; `yunion-mpsctl list` shows the names"],
             ["org.freedesktop.DBus.Error.UnknownMethod", "Unknown method 'Nonsense'"],
         ])
     );

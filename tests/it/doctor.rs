@@ -220,6 +220,7 @@ faults! {
         |scene| fs::remove_file(scene.host.path("bin/nvidia-cuda-mps-server")).unwrap() => ["program-missing"];
     server_of_another_version: "h200", Serving, other_server => ["version-skew"];
     programs_of_another_cuda: "h200", Serving, other_cuda => ["version-skew"];
+    without_the_platform: "h200", Serving, without_the_platforms_keys => ["programs-need-slice"];
     node_missing: "h200x8", Serving, |scene| scene.remove("/dev/nvidia3") => ["device-node-missing"];
     node_of_unified_memory_missing: "h200", Serving, |scene| scene.remove("/dev/nvidia-uvm") => ["device-node-missing"];
     render_node_missing: "h200", Serving, |scene| scene.remove("/dev/dri/renderD128") => ["device-node-missing"];
@@ -429,6 +430,20 @@ fn other_server(scene: &mut Scene) {
     scene.chmod("bin/nvidia-cuda-mps-server", 0o755);
 }
 
+/// Our own keys alone, as somebody has them who has no platform.
+fn without_the_platforms_keys(scene: &mut Scene) {
+    let file = "/etc/yunion/host.conf";
+    let text = fs::read_to_string(scene.host.file(file)).unwrap();
+    let is_ours = |line: &&str| {
+        ["enable_cuda_mps:", "cuda_mps_", "container_device_config_file:"]
+            .iter()
+            .any(|key| line.starts_with(key))
+    };
+    let ours: Vec<&str> = text.lines().filter(is_ours).collect();
+    assert!(ours.len() < text.lines().count(), "{text}");
+    scene.write(file, &(ours.join("\n") + "\n"));
+}
+
 /// The text for people.
 #[test]
 fn a_healthy_host_is_told_so() {
@@ -450,8 +465,8 @@ fn a_healthy_host_is_told_so() {
     assert_eq!(output.status.code(), Some(5), "{said}");
     assert!(
         said.starts_with(
-            "error: device-node-missing: /dev/nvidia-uvm\n    found:  it does not exist\n    \
-             remedy: nvidia-modprobe -u -c 0\n\nwarning: persistence-off: 00:06.0 ("
+            "error: device-node-missing: /dev/nvidia-uvm\n  found:   it does not exist\n  \
+             remedy:  nvidia-modprobe -u -c 0\n\nwarning: persistence-off: 00:06.0 ("
         ),
         "{said}"
     );

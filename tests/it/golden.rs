@@ -1,19 +1,23 @@
 //! The output of every command on every simulated board, held byte for byte against the files in tests/golden.
 //!
-//!     UPDATE_GOLDEN=1 cargo test --test it golden::
+//!     UPDATE_GOLDEN=1 cargo test --test it golden:: && UPDATE_GOLDEN=1 cargo test --test it screens::
 //!
-//! writes the files again. Another subcommand is one more line in `CASES`.
+//! writes the files again. Another subcommand is one more line in `CASES`. `tests/golden/BOARD/broken` has the same host
+//! after its first GPU has fallen off the bus. Texts are recorded for 80 and 120 columns. The tables of `screens.rs` are
+//! made from the JSON that is recorded here, since their widths depend on PIDs.
 //!
 //! A value that differs from run to run is replaced by one that reads well, since the manual shows these files; all of it
 //! is in `Normal`:
 //!
-//! * The host's directory: its sysroot is `/`, its pipe and log directories are those of the defaults in /tmp.
+//! * The host's directory: its sysroot is `/`, its pipe and log directories are the ones of the defaults in /tmp.
 //! * PIDs: 4711, 4712, ... in the order in which an output has them.
 //! * Times: 2026-11-21 12:34:56, three minutes ago.
 //! * The generation, 2, and this program's version, 1.0.0.
-//! * What a benchmark measures: how long, how many a second, how many times the first.
+//! * The figures of a benchmark: how long, how many a second, how many times the first.
 //!
-//! A table gets the widths that belong to the replaced values. JSON must be printed one value a line, keys sorted.
+//! Events that come by chance are left out.
+//!
+//! JSON must be printed one value a line, keys sorted.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -25,22 +29,22 @@ use regex::{Captures, Regex};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::support::host::{Host, binaries, signal_pid};
+use crate::support::host::{Host, binaries, signal_pid, text};
 use crate::support::wait::wait_for;
 
 /// The name of a file without its extension, and the command with this output. Names of JSON output end in `json`.
 /// DEVICE is the second slice, CLIENT the PID of one of its clients. One host sees all of them, in this order.
 const CASES: &[(&str, &[&str])] = &[
     ("yunion-mps-daemon-check", &["yunion-mps-daemon", "--check"]),
-    ("list", &["yunion-mpsctl", "list"]),
     ("list", &["yunion-mpsctl", "list", "--json"]),
-    ("list-gpus", &["yunion-mpsctl", "list", "--gpus"]),
     ("list-gpus", &["yunion-mpsctl", "list", "--gpus", "--json"]),
-    ("status", &["yunion-mpsctl", "status"]),
     ("status", &["yunion-mpsctl", "status", "--json"]),
-    ("clients", &["yunion-mpsctl", "clients"]),
     ("clients", &["yunion-mpsctl", "clients", "--json"]),
+    ("events", &["yunion-mpsctl", "events"]),
+    ("events", &["yunion-mpsctl", "events", "--json"]),
+    ("is-ready", &["yunion-mpsctl", "is-ready"]),
     ("metrics", &["yunion-mpsctl", "metrics"]),
+    ("metrics-prometheus", &["yunion-mpsctl", "metrics", "--format", "prometheus", "--clients"]),
     ("check", &["yunion-mpsctl", "check"]),
     ("check", &["yunion-mpsctl", "check", "--json"]),
     ("doctor", &["yunion-mpsctl", "doctor"]),
@@ -48,7 +52,11 @@ const CASES: &[(&str, &[&str])] = &[
     ("env", &["yunion-mpsctl", "env", "DEVICE"]),
     ("env", &["yunion-mpsctl", "env", "DEVICE", "--format", "json"]),
     ("env-docker", &["yunion-mpsctl", "env", "DEVICE", "--format", "docker"]),
+    ("env-podman", &["yunion-mpsctl", "env", "DEVICE", "--format", "podman"]),
+    ("env-compose", &["yunion-mpsctl", "env", "DEVICE", "--format", "compose"]),
+    ("env-cdi", &["yunion-mpsctl", "env", "DEVICE", "--format", "cdi"]),
     ("run", &["yunion-mpsctl", "run", "DEVICE", "--", "sh", "-c", RUN]),
+    ("slurm", &["yunion-mpsctl", "slurm"]),
     ("terminate", &["yunion-mpsctl", "terminate", "CLIENT"]),
     ("terminate", &["yunion-mpsctl", "terminate", "CLIENT", "--json"]),
     ("terminate-device", &["yunion-mpsctl", "terminate", "--device", "DEVICE"]),
@@ -64,6 +72,27 @@ const CASES: &[(&str, &[&str])] = &[
     ("reload", &["yunion-mpsctl", "reload"]),
     ("reload", &["yunion-mpsctl", "reload", "--json"]),
 ];
+
+/// The commands on a host with a GPU that is lost. Errors are as good as answers.
+const BROKEN: &[(&str, &[&str])] = &[
+    ("list", &["yunion-mpsctl", "list", "--json"]),
+    ("list-gpus", &["yunion-mpsctl", "list", "--gpus", "--json"]),
+    ("status", &["yunion-mpsctl", "status", "--json"]),
+    ("clients", &["yunion-mpsctl", "clients", "--json"]),
+    ("metrics", &["yunion-mpsctl", "metrics"]),
+    ("metrics-prometheus", &["yunion-mpsctl", "metrics", "--format", "prometheus", "--clients"]),
+    ("check", &["yunion-mpsctl", "check"]),
+    ("doctor", &["yunion-mpsctl", "doctor"]),
+    ("doctor", &["yunion-mpsctl", "doctor", "--json"]),
+    ("env", &["yunion-mpsctl", "env", "DEVICE"]),
+    ("env-unknown", &["yunion-mpsctl", "env", "00:66.0-1"]),
+    ("run", &["yunion-mpsctl", "run", "DEVICE", "--", "true"]),
+    ("probe", &["yunion-mpsctl", "probe"]),
+    ("bench", &["yunion-mpsctl", "bench", "--device", "DEVICE"]),
+];
+
+/// The widths for which texts are recorded, with the ends of the files' names.
+const WIDTHS: [(&str, &str); 2] = [("80", "txt"), ("120", "120.txt")];
 
 const RUN: &str = "env | grep -E '^(CUDA|NVIDIA|YUNION)_' | LC_ALL=C sort | grep -v YUNION_MPS_SIM";
 
@@ -100,71 +129,116 @@ fn board(name: &str) {
         let started = ["ready", "degraded"].contains(&status["service"]["state"].as_str().unwrap());
         started && status["control_daemons"].as_array().unwrap().iter().all(ready)
     });
+    own_client(&host);
     let mut client = None;
-    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
-    let update = std::env::var_os("UPDATE_GOLDEN").is_some_and(|value| !value.is_empty());
-    let mut complaints = String::new();
-    let mut files = BTreeSet::new();
+    let mut golden = Golden::new(name);
     for (file, command) in CASES {
-        let output = printed(&host, command, &mut client);
-        let json = command.contains(&"--json") || command.contains(&"json");
-        let normal = Normal::new(&host);
-        let output = if json { normal.json(&output) } else { normal.text(&output) };
-        let file = directory.join(format!("{file}.{}", if json { "json" } else { "txt" }));
-        assert!(files.insert(file.clone()), "two cases for {}", file.display());
-        if update {
-            fs::create_dir_all(&directory).unwrap();
-            fs::write(&file, output).unwrap();
-        } else if fs::read_to_string(&file).unwrap_or_default() != output {
-            writeln!(complaints, "{} prints something else:\n{}", command.join(" "), diff(&file, &output))
-                .unwrap();
-        }
+        golden.compare(&host, file, command, |columns| printed(&host, command, columns, &mut client));
     }
-    for entry in fs::read_dir(&directory).unwrap() {
-        let file = entry.unwrap().path();
-        if files.contains(&file) {
-            continue;
-        }
-        if update {
-            fs::remove_file(&file).unwrap();
-        } else {
-            writeln!(complaints, "{}: no case prints this", file.display()).unwrap();
-        }
+    let mut broken = Golden::new(&format!("{name}/broken"));
+    let lost = host.list()[1]["pci_bdf"].clone();
+    host.plant("gpus/0/lost", "");
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_status("a GPU that nobody can ask", |status| {
+        let gpus = status["gpus"].as_array().unwrap();
+        let lost = gpus.iter().find(|gpu| gpu["pci_bdf"] == lost).unwrap();
+        lost["healthy"] == false
+            && lost["device_path"].is_null()
+            && status["service"]["state"] != "starting"
+            && status["control_daemons"][0]["state"] == "waiting"
+    });
+    for (file, command) in BROKEN {
+        broken.compare(&host, file, command, |columns| said(&host, command, columns));
     }
     end(&mut client);
+    host.clear("gpus/0/lost");
     assert_eq!(host.stop().code(), Some(0));
+    let complaints = [golden.finish(), broken.finish()].concat();
     assert!(
         complaints.is_empty(),
         "{complaints}If this is as it should be: UPDATE_GOLDEN=1 cargo test --test it golden::"
     );
 }
 
+/// The files of a directory, and what is wrong with them.
+struct Golden {
+    directory: PathBuf,
+    update: bool,
+    files: BTreeSet<PathBuf>,
+    complaints: String,
+}
+
+impl Golden {
+    fn new(below: &str) -> Self {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below);
+        let update = std::env::var_os("UPDATE_GOLDEN").is_some_and(|value| !value.is_empty());
+        Self { directory, update, files: BTreeSet::new(), complaints: String::new() }
+    }
+
+    fn compare(&mut self, host: &Host, file: &str, command: &[&str], mut print: impl FnMut(&str) -> String) {
+        let normal = || Normal::new(host);
+        if command.contains(&"--json") || command.contains(&"json") {
+            self.hold(&format!("{file}.json"), command, &normal().json(&print("80")));
+        } else {
+            for (columns, end) in WIDTHS {
+                self.hold(&format!("{file}.{end}"), command, &normal().text(&print(columns)));
+            }
+        }
+    }
+
+    fn hold(&mut self, file: &str, command: &[&str], output: &str) {
+        let file = self.directory.join(file);
+        assert!(self.files.insert(file.clone()), "two cases for {}", file.display());
+        if self.update {
+            fs::create_dir_all(&self.directory).unwrap();
+            fs::write(&file, output).unwrap();
+        } else if fs::read_to_string(&file).unwrap_or_default() != output {
+            let difference = diff(&file, output);
+            writeln!(self.complaints, "{} prints something else:\n{difference}", command.join(" ")).unwrap();
+        }
+    }
+
+    fn finish(mut self) -> String {
+        for entry in fs::read_dir(&self.directory).unwrap() {
+            let file = entry.unwrap().path();
+            if self.files.contains(&file) || file.is_dir() {
+                continue;
+            }
+            if self.update {
+                fs::remove_file(&file).unwrap();
+            } else {
+                writeln!(self.complaints, "{}: no case prints this", file.display()).unwrap();
+            }
+        }
+        self.complaints
+    }
+}
+
 /// Runs a command, which has to succeed without a complaint.
-fn printed(host: &Host, command: &[&str], client: &mut Option<Child>) -> String {
+fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child>) -> String {
     let devices = host.list();
     let device = devices[1]["addr"].as_str().unwrap();
     ensure_client(host, device, client);
     let pid = host.busctl("ListClients")[0]["pid"].to_string();
-    let words = command;
-    let (program, arguments) = words.split_first().unwrap();
-    let mut command = host.command(binaries().join(program));
-    let arguments = arguments.iter().map(|argument| match *argument {
-        "DEVICE" => device,
-        "CLIENT" => &pid,
-        argument => argument,
-    });
-    command.args(arguments);
-    let looks_at_the_host = ["--check", "check", "doctor"].iter().any(|word| words.contains(word));
-    if looks_at_the_host {
-        command.arg("--sysroot").arg(host.path("sysroot"));
-    }
+    let mut command = command(host, words, columns, device, &pid);
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     let (said, complained) = (text(output.stdout), text(output.stderr));
     // Where there are findings, the worst of them is the status.
-    let allowed: &[i32] = if words.contains(&"doctor") { &[0, 4, 5] } else { &[0] };
+    let allowed: &[i32] = match words {
+        [_, "doctor", ..] => &[0, 4, 5],
+        // One board has a GPU that is never served.
+        [_, "is-ready", ..] => &[0, 1],
+        _ => &[0],
+    };
     let status = output.status.code().filter(|status| allowed.contains(status));
-    assert!(status.is_some() && complained.is_empty(), "{command:?}: {}: {said}{complained}", output.status);
+    // It warns of a GPU that is never served.
+    let may_warn = words.contains(&"slurm");
+    assert!(
+        status.is_some() && (complained.is_empty() || may_warn),
+        "{command:?}: {}: {said}{complained}",
+        output.status
+    );
     // Its GPU work is over, and so is it in a moment.
     if words.contains(&"terminate")
         && let Some(mut gone) = client.take()
@@ -172,6 +246,38 @@ fn printed(host: &Host, command: &[&str], client: &mut Option<Child>) -> String 
         gone.wait().unwrap();
     }
     said
+}
+
+/// Runs a command that may fail, and returns all its words.
+fn said(host: &Host, words: &[&str], columns: &str) -> String {
+    let devices = host.list();
+    let device = devices[1]["addr"].as_str().unwrap();
+    let output = command(host, words, columns, device, "").output().unwrap();
+    text(&output)
+}
+
+fn command(host: &Host, words: &[&str], columns: &str, device: &str, pid: &str) -> Command {
+    let (program, arguments) = words.split_first().unwrap();
+    let mut command = host.command(binaries().join(program));
+    let arguments = arguments.iter().map(|argument| match *argument {
+        "DEVICE" => device,
+        "CLIENT" => pid,
+        argument => argument,
+    });
+    command.args(arguments).env("COLUMNS", columns);
+    let looks_at_the_host = ["--check", "check", "doctor"].iter().any(|word| words.contains(word));
+    if looks_at_the_host {
+        command.arg("--sysroot").arg(host.path("sysroot"));
+    }
+    command
+}
+
+/// Messages name a client's program with its path. The path of a copy has the same length in every checkout, so a
+/// message is wrapped at the same word.
+fn own_client(host: &Host) {
+    let program = host.path("bin/cuda-client");
+    fs::remove_file(&program).unwrap();
+    fs::copy(binaries().join("cuda-client"), &program).unwrap();
 }
 
 /// There is one client, which computes nothing; one that was ended has a successor.
@@ -256,8 +362,8 @@ impl Normal {
     fn prose(&self, text: &str) -> String {
         let text = text.replace(&format!("{}/sysroot", self.root), "");
         let text = text.replace(&format!("{}/mps", self.root), "/tmp/nvidia-mps");
+        let text = text.replace(&format!("{}/bin/", self.root), "");
         let text = text.replace(&self.root, "");
-        let text = text.replace(&format!("{}/", binaries().canonicalize().unwrap().display()), "");
         let text =
             replace(&text, r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}", |_| MOMENT.into());
         // The text behind it in a column begins where it would behind this one.
@@ -274,6 +380,9 @@ impl Normal {
         let text = replace(&text, "^(yunion_mps_last_event_timestamp_seconds) [0-9.]+$", |found| {
             format!("{} {SECONDS}.0", &found[1])
         });
+        let text = replace(&text, r#"\b(pid=)"([0-9]+)""#, |found| {
+            format!("{}\"{}\"", &found[1], self.pid(&found[2]))
+        });
         let text = replace(&text, r#"\b(version=)"[0-9]+\.[0-9]+\.[0-9]+""#, |found| {
             format!("{}\"{VERSION}\"", &found[1])
         });
@@ -284,52 +393,22 @@ impl Normal {
         let mut normal = String::new();
         let mut lines = output.lines().peekable();
         while let Some(line) = lines.next() {
-            if !line.starts_with("+-") {
+            if !line.starts_with("PROCESSES  ") {
                 writeln!(normal, "{}", self.prose(line)).unwrap();
                 continue;
             }
-            let mut rows = Vec::new();
-            while let Some(row) = lines.next_if(|line| line.starts_with(['|', '+'])) {
-                if let Some(row) = row.strip_prefix("| ").and_then(|row| row.strip_suffix(" |")) {
-                    rows.push(row.split(" | ").map(|cell| cell.trim_end().to_owned()).collect());
-                }
+            let cells = |line: &str| -> Vec<String> {
+                line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).map(str::to_owned).collect()
+            };
+            let mut rows = vec![cells(line)];
+            while let Some(row) =
+                lines.next_if(|line| line.starts_with(|c: char| c == ' ' || c.is_ascii_digit()))
+            {
+                rows.push(cells(row));
             }
-            normal.push_str(&self.table(rows));
+            normal.push_str(&measured(rows));
         }
         normal
-    }
-
-    fn table(&self, mut rows: Vec<Vec<String>>) -> String {
-        let heads = rows[0].clone();
-        for row in &mut rows[1..] {
-            assert_eq!(row.len(), heads.len(), "{row:?}");
-            for (cell, head) in row.iter_mut().zip(&heads) {
-                *cell = match head.as_str() {
-                    _ if cell == "-" => continue,
-                    "PID" | "Servers" => replace(cell, "[0-9]+", |found| self.pid(&found[0])),
-                    "For" | "Age" => AGE.to_owned(),
-                    "Time with MPS" | "Time without MPS" => "1003 ms".to_owned(),
-                    "Kernels/s" => "49.9".to_owned(),
-                    "Speed-up" => "1.00".to_owned(),
-                    _ => self.prose(cell),
-                };
-            }
-        }
-        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap();
-        let widths: Vec<usize> = (0..heads.len()).map(width).collect();
-        let rule: String = widths.iter().map(|width| format!("+{}", "-".repeat(width + 2))).collect();
-        let mut text = format!("{rule}+\n");
-        for (index, row) in rows.iter().enumerate() {
-            for (cell, width) in row.iter().zip(&widths) {
-                write!(text, "| {cell:width$} ").unwrap();
-            }
-            text.push_str("|\n");
-            if index == 0 {
-                writeln!(text, "{rule}+").unwrap();
-            }
-        }
-        writeln!(text, "{rule}+").unwrap();
-        text
     }
 
     fn json(&self, output: &str) -> String {
@@ -343,6 +422,14 @@ impl Normal {
     fn value(&self, key: &str, value: &mut Value) {
         match value {
             Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| self.value(key, value)),
+            // Whether a lost GPU is noticed by its compute mode too is a matter of the moment, and so is whether a look
+            // falls into the moment in which `probe` holds the memory of a whole slice.
+            Value::Array(events) if key == "events" => {
+                let by_chance =
+                    |text: &str| ["GPU is lost", " its budget"].iter().any(|words| text.contains(words));
+                events.retain(|event| !by_chance(event["text"].as_str().unwrap()));
+                events.iter_mut().for_each(|event| self.value(key, event));
+            }
             Value::Array(items) => items.iter_mut().for_each(|item| self.value(key, item)),
             Value::Number(number) => match key {
                 "pid" | "servers" => *value = self.pid(&number.to_string()).parse::<u32>().unwrap().into(),
@@ -362,6 +449,31 @@ impl Normal {
             Value::Null | Value::Bool(_) => {}
         }
     }
+}
+
+/// The table of a benchmark, with figures that every host has.
+fn measured(mut rows: Vec<Vec<String>>) -> String {
+    let heads = rows[0].clone();
+    for row in &mut rows[1..] {
+        assert_eq!(row.len(), heads.len(), "{row:?}");
+        for (cell, head) in row.iter_mut().zip(&heads) {
+            match head.as_str() {
+                "WITH MPS" | "WITHOUT MPS" => "1003 ms".clone_into(cell),
+                "KERNELS/S" => "49.9".clone_into(cell),
+                "SPEED-UP" => "1.00".clone_into(cell),
+                _ => {}
+            }
+        }
+    }
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap();
+    let widths: Vec<usize> = (0..heads.len()).map(width).collect();
+    let mut text = String::new();
+    for row in &rows {
+        let line: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
+        writeln!(text, "{}", line.join("  ")).unwrap();
+    }
+    text
 }
 
 fn replace(text: &str, pattern: &str, new: impl Fn(&Captures<'_>) -> String) -> String {

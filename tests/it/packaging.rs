@@ -6,6 +6,9 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
+const UNITS: [&str; 3] =
+    ["yunion-mps-daemon.service", "yunion-mps-metrics.service", "yunion-mps-metrics.timer"];
+
 /// Where cargo has built the programs.
 fn programs() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).parent().unwrap()
@@ -63,7 +66,11 @@ fn installed(prefix: Option<&str>, root: &Path) -> Vec<String> {
 fn exactly_these_files_are_installed() {
     let root = tempfile::tempdir().unwrap();
     let expected = [
+        "-rw-r--r-- /usr/lib/systemd/catalog/yunion-mps-daemon.catalog",
+        "-rw-r--r-- /usr/lib/systemd/catalog/yunion-mps-daemon.zh_CN.catalog",
         "-rw-r--r-- /usr/lib/systemd/system/yunion-mps-daemon.service",
+        "-rw-r--r-- /usr/lib/systemd/system/yunion-mps-metrics.service",
+        "-rw-r--r-- /usr/lib/systemd/system/yunion-mps-metrics.timer",
         "-rw-r--r-- /usr/lib/tmpfiles.d/yunion-mps-daemon.conf",
         "-rw-r--r-- /usr/share/bash-completion/completions/yunion-mps-daemon",
         "-rw-r--r-- /usr/share/bash-completion/completions/yunion-mpsctl",
@@ -74,15 +81,8 @@ fn exactly_these_files_are_installed() {
         "-rw-r--r-- /usr/share/dbus-1/system.d/io.yunion.Mps1.conf",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/CHANGELOG.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/README.md",
+        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/README.zh-CN.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/copyright",
-        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/architecture.md",
-        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/cdi.md",
-        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/devices.py",
-        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/isolation.md",
-        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/journal.md",
-        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/metrics.md",
-        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/overview.svg",
-        "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/security.md",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/host.conf.example",
         "-rw-r--r-- /usr/share/doc/yunion-mps-daemon/host_container_device.yml.example",
         "-rw-r--r-- /usr/share/fish/vendor_completions.d/yunion-mps-daemon.fish",
@@ -90,15 +90,25 @@ fn exactly_these_files_are_installed() {
         "-rw-r--r-- /usr/share/man/man1/yunion-mpsctl.1",
         "-rw-r--r-- /usr/share/man/man5/yunion-mps-host.conf.5",
         "-rw-r--r-- /usr/share/man/man8/yunion-mps-daemon.8",
+        "-rw-r--r-- /usr/share/man/zh_CN/man1/yunion-mpsctl.1",
+        "-rw-r--r-- /usr/share/man/zh_CN/man5/yunion-mps-host.conf.5",
+        "-rw-r--r-- /usr/share/man/zh_CN/man8/yunion-mps-daemon.8",
         "-rw-r--r-- /usr/share/zsh/site-functions/_yunion-mps-daemon",
         "-rw-r--r-- /usr/share/zsh/site-functions/_yunion-mpsctl",
         "-rwxr-xr-x /usr/bin/yunion-mps-daemon",
         "-rwxr-xr-x /usr/bin/yunion-mpsctl",
         "lrwxrwxrwx /usr/share/man/man5/yunion-mps-host_container_device.yml.5",
+        "lrwxrwxrwx /usr/share/man/zh_CN/man5/yunion-mps-host_container_device.yml.5",
     ];
+    let documents = printed(Command::new("find").arg(source("docs")).args(["-type", "f", "-printf", "%P\n"]));
+    let documents =
+        documents.lines().map(|file| format!("-rw-r--r-- /usr/share/doc/yunion-mps-daemon/docs/{file}"));
+    let mut expected: Vec<String> = expected.into_iter().map(str::to_owned).chain(documents).collect();
+    expected.sort();
     assert_eq!(installed(None, root.path()), expected);
-    // The files that the unit names are there.
-    let unit = fs::read_to_string(source("systemd/yunion-mps-daemon.service")).unwrap();
+    // The files that the units name are there.
+    let unit: String =
+        UNITS.iter().map(|unit| fs::read_to_string(source("systemd").join(unit)).unwrap()).collect();
     let named =
         |key| unit.lines().filter_map(move |line| line.strip_prefix(key)).flat_map(str::split_whitespace);
     let documents: Vec<&str> = named("Documentation=").collect();
@@ -108,7 +118,8 @@ fn exactly_these_files_are_installed() {
         let (name, section) = document.strip_prefix("man:")?.strip_suffix(')')?.split_once('(')?;
         Some(format!("/usr/share/man/man{section}/{name}.{section}"))
     };
-    let mut paths: Vec<String> = named("ExecStart=").map(str::to_owned).collect();
+    let programs = named("ExecStart=").filter(|word| word.starts_with('/'));
+    let mut paths: Vec<String> = programs.map(str::to_owned).collect();
     paths.extend(documents.iter().map(|document| {
         file(document).or_else(|| page(document)).unwrap_or_else(|| panic!("{document} is of no known kind"))
     }));
@@ -118,38 +129,49 @@ fn exactly_these_files_are_installed() {
     }
 }
 
+/// Every file in docs is named in the index, and the links of every document lead to something that is there.
+#[test]
+fn the_index_has_every_document_and_links_lead_somewhere() {
+    let index = fs::read_to_string(source("docs/README.md")).unwrap();
+    for entry in fs::read_dir(source("docs")).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        // A picture is part of a page, and cases are part of their rules.
+        let is_part = [".svg", ".test."].iter().any(|part| name.contains(part));
+        assert!(is_part || name == "README.md" || index.contains(&format!("]({name})")), "{name}");
+    }
+    let link = regex::Regex::new(r"\]\(([^)#:]+)(#[^)]*)?\)").unwrap();
+    let found = printed(Command::new("find").arg(source("docs")).args(["-name", "*.md"]));
+    let pages = found.lines().map(PathBuf::from).chain([source("README.md"), source("README.zh-CN.md")]);
+    let mut links = 0;
+    for page in pages {
+        let text = fs::read_to_string(&page).unwrap();
+        for link in link.captures_iter(&text) {
+            links += 1;
+            assert!(page.parent().unwrap().join(&link[1]).exists(), "{}: {}", page.display(), &link[1]);
+        }
+    }
+    assert!(links > 20, "{links}");
+}
+
 #[test]
 fn with_another_prefix_the_unit_starts_what_is_there() {
     let root = tempfile::tempdir().unwrap();
     let files = installed(Some("/opt/mps"), root.path());
     assert!(files.iter().all(|file| file.contains(" /opt/mps/")), "{files:?}");
-    let unit = root.path().join("opt/mps/lib/systemd/system/yunion-mps-daemon.service");
-    let unit = fs::read_to_string(unit).unwrap();
-    assert!(unit.contains("\nExecStart=/opt/mps/bin/yunion-mps-daemon\n"), "{unit}");
-    assert!(unit.contains("\nDocumentation=file:/opt/mps/share/doc/yunion-mps-daemon/README.md\n"), "{unit}");
-    assert!(!unit.contains("/usr/"), "{unit}");
+    let unit = |name: &str| {
+        let unit = fs::read_to_string(root.path().join("opt/mps/lib/systemd/system").join(name)).unwrap();
+        assert!(!unit.contains("/usr/"), "{unit}");
+        unit
+    };
+    let [service, metrics, _] = UNITS.map(unit);
+    assert!(service.contains("\nExecStart=/opt/mps/bin/yunion-mps-daemon\n"), "{service}");
+    let documentation = "\nDocumentation=file:/opt/mps/share/doc/yunion-mps-daemon/README.md\n";
+    assert!(service.contains(documentation), "{service}");
+    assert!(metrics.contains("\nExecStart=/opt/mps/bin/yunion-mpsctl metrics "), "{metrics}");
 }
 
 fn subcommands() -> Vec<String> {
     yunion_mps::ctl_command().get_subcommands().map(|command| command.get_name().to_owned()).collect()
-}
-
-#[test]
-fn every_shell_completes_every_subcommand() {
-    let pages = pages_as_shipped();
-    for file in ["_yunion-mpsctl", "yunion-mpsctl.fish"] {
-        let text = fs::read_to_string(pages.path().join(file)).unwrap();
-        for subcommand in subcommands() {
-            assert!(
-                text.contains(&format!("\"{subcommand}\"")) || text.contains(&format!("'{subcommand}:")),
-                "{file}: {subcommand}"
-            );
-        }
-    }
-    let offered = completed(&pages.path().join("yunion-mpsctl.bash"), "yunion-mpsctl ");
-    for subcommand in subcommands() {
-        assert!(offered.contains(&subcommand), "{subcommand}: {offered:?}");
-    }
 }
 
 /// The words that bash offers for the last word of a line, as if a user pressed the tabulator behind it.
@@ -163,28 +185,11 @@ fn completed(script: &Path, line: &str) -> Vec<String> {
     printed(&mut bash).lines().map(str::to_owned).collect()
 }
 
-/// Every option of every subcommand, and what an option takes.
+/// yunion-mpsctl is in completion.rs.
 #[test]
-fn bash_completes_behind_a_subcommand() {
-    let pages = pages_as_shipped();
-    let mut command = yunion_mps::ctl_command();
-    command.build();
-    let script = pages.path().join("yunion-mpsctl.bash");
-    for subcommand in command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help") {
-        let name = subcommand.get_name();
-        let offered = completed(&script, &format!("yunion-mpsctl {name} --"));
-        let options = subcommand.get_arguments().filter(|option| !option.is_hide_set());
-        let mut options: Vec<String> =
-            options.filter_map(|option| Some(format!("--{}", option.get_long()?))).collect();
-        let mut offered: Vec<String> = offered.into_iter().filter(|word| !word.is_empty()).collect();
-        options.sort_unstable();
-        offered.sort_unstable();
-        assert_eq!(offered, options, "{name}");
-        assert!(offered.contains(&"--help".to_owned()), "{name}: {offered:?}");
-    }
-    assert_eq!(completed(&script, "yunion-mpsctl env --format d"), ["docker"]);
-    assert_eq!(completed(&script, "yunion-mpsctl help li"), ["list"]);
-    let script = pages.path().join("yunion-mps-daemon.bash");
+fn bash_completes_the_options_of_the_service() {
+    let script = pages_as_shipped();
+    let script = script.path().join("yunion-mps-daemon.bash");
     assert_eq!(completed(&script, "yunion-mps-daemon --ch"), ["--check"]);
 }
 
@@ -204,6 +209,33 @@ fn the_manual_pages_are_well_formed() {
     let written = source("packaging/man/yunion-mps-host.conf.5");
     shown(&written);
     printed(Command::new("mandoc").args(["-T", "lint", "-W", "warning"]).arg(&written));
+}
+
+/// In whatever locale they are read: a UTF-8 locale of another language has no rules for Chinese.
+#[test]
+fn the_manual_pages_in_chinese_fit_a_terminal() {
+    // A Chinese character takes two columns.
+    let width =
+        |line: &str| line.chars().map(|letter| if letter < '\u{2e80}' { 1 } else { 2 }).sum::<usize>();
+    let pages = fs::read_dir(source("packaging/man/zh_CN")).unwrap().map(|entry| entry.unwrap().path());
+    for page in pages {
+        for macros in ["-mandoc", "-mandoc -mzh"] {
+            let mut groff = Command::new("groff");
+            groff.args(["-ww", "-Kutf8", "-Tutf8", "-P-cbou"]).args(macros.split(' ')).arg(&page);
+            let text = printed(&mut groff);
+            let lines = text.lines().count();
+            assert!(lines > 50 && text.contains("yunion-mpsctl"), "{lines} lines: {text}");
+            let wide: Vec<&str> = text.lines().filter(|line| width(line) > 80).collect();
+            assert!(wide.is_empty(), "{}: {wide:#?}", page.display());
+            for columns in [40, 60] {
+                let mut groff = Command::new("timeout");
+                groff.args(["20", "groff", "-Kutf8", "-Tutf8", &format!("-rLL={columns}n")]);
+                let output = run(groff.args(macros.split(' ')).arg(&page));
+                assert!(output.status.success(), "{} in {columns} columns: {output:?}", page.display());
+            }
+        }
+        printed(Command::new("mandoc").args(["-T", "lint", "-W", "error"]).arg(&page));
+    }
 }
 
 /// Otherwise the test above would prove nothing.
@@ -227,7 +259,7 @@ fn the_manual_has_every_subcommand_and_what_it_prints() {
             "{subcommand}: {text}"
         );
     }
-    assert!(text.contains("           .first 00:06.0-0\n           'second' \\ |\n"), "{text}");
+    assert!(text.contains("\n.first 00:06.0-0\n'second' \\ |\n"), "{text}");
     assert_eq!(text.matches("Output, on a host").count(), 1, "{text}");
     for status in ["EXIT STATUS\n", "126 and 127", "3 (yunion-mps-daemon is not running)"] {
         assert!(text.contains(status), "{status}: {text}");

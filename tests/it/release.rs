@@ -25,8 +25,8 @@ const SLICE: &str = ", slice 00:06.0-1";
 const TERMINATED: &str = "the MPS client has been terminated by the server (810)";
 
 /// A host that serves, with a client that shall survive everything.
-struct Scene {
-    host: Host,
+pub(crate) struct Scene {
+    pub(crate) host: Host,
     pipe_directory: PathBuf,
     bystander: Client,
 }
@@ -37,7 +37,7 @@ fn bystander(host: &Host) -> Client {
 }
 
 impl Scene {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut host = Host::new("h200");
         host.start();
         let status = host.wait_for_state("ready");
@@ -70,7 +70,7 @@ impl Scene {
     }
 
     /// A client of slice 1 in a long kernel.
-    fn victim(&self) -> Child {
+    pub(crate) fn victim(&self) -> Child {
         let victim =
             self.host.program_of("00:06.0-1", &["long", "600"]).stdout(Stdio::piped()).spawn().unwrap();
         self.computes(victim.id());
@@ -88,7 +88,7 @@ impl Scene {
 
     /// Whether the bystander has survived that all the others are gone. A fault reaches it before the client that
     /// causes it leaves the list.
-    fn bystander_survives(&mut self) -> bool {
+    pub(crate) fn bystander_survives(&mut self) -> bool {
         let bystander = self.bystander.id();
         wait_for("the others are gone", || self.listed().iter().all(|pid| *pid == bystander).then_some(()));
         let status = self.host.wait_for_state("ready");
@@ -127,7 +127,7 @@ fn ended(mut child: Child) -> (Option<i32>, String) {
     (status.code(), said)
 }
 
-fn assert_terminated(victim: Child) {
+pub(crate) fn assert_terminated(victim: Child) {
     let (status, said) = ended(victim);
     assert!(said.contains(TERMINATED), "{said}");
     assert_eq!(status, Some(3));

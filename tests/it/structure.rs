@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The floors of the house, the lowest first. A module uses its own floor's folder and the floors below it.
-const FLOORS: [&[&str]; 10] = [
-    &["counted", "cuda", "reason"],
+const FLOORS: [&[&str]; 11] = [
+    &["counted", "cuda", "message", "reason"],
     &["host"],
     &["config"],
     &["plan"],
@@ -15,18 +15,23 @@ const FLOORS: [&[&str]; 10] = [
     &["tenants"],
     &["publish"],
     &["dbus"],
-    &["daemon", "ctl"],
+    &["ctl"],
+    &["daemon"],
 ];
 
 /// Words that stand in the code of few files only, with the beginnings of these files' paths.
-const HOMES: [(&str, &[&str]); 13] = [
+const HOMES: [(&str, &[&str]); 17] = [
     ("nvml_wrapper", &["host/nvml.rs"]),
     ("serde_yaml", &["config/"]),
     ("zbus", &["dbus/", "host/systemd.rs", "host/variant.rs"]),
     ("sd_notify", &["daemon/service_manager.rs", "host/systemd.rs"]),
     ("cudarc", &["cuda/"]),
+    ("clap_complete", &["ctl/complete.rs"]),
     ("comfy_table", &["ctl/show/table.rs"]),
+    ("ratatui", &["ctl/watch/top/"]),
+    ("crossterm", &["ctl/watch/top/"]),
     ("tracing_journald", &["daemon/logging.rs"]),
+    ("message_id", &["message.rs", "daemon/logging.rs"]),
     ("/proc/", &["host/proc.rs"]),
     ("(7, 0)", &["host/driver.rs"]),
     ("multiuser-server", &["host/driver.rs"]),

@@ -10,11 +10,17 @@ use clap_mangen::roff::{Roff, bold, roman};
 const DAEMON_TAIL: &str = include_str!("../../man/yunion-mps-daemon.8.tail");
 const CTL_TAIL: &str = include_str!("../../man/yunion-mpsctl.1.tail");
 
-/// Output from a real GPU, for commands that say little on a simulated one; the first line names the GPU.
-const MEASURED: [(&str, &str); 2] = [
+/// Output of commands that say little on a simulated GPU that is served: from a real GPU, from a host without
+/// configuration, or a screen. The first line names the GPU.
+const ELSEWHERE: [(&str, &str); 4] = [
     ("bench", include_str!("../../man/examples/bench.txt")),
     ("probe", include_str!("../../man/examples/probe.txt")),
+    ("setup", include_str!("../../man/examples/setup.txt")),
+    ("top", include_str!("../../man/examples/top.txt")),
 ];
+
+/// The version in recorded output, which is the same for every version of this program.
+const RECORDED: &str = "Version:         1.0.0";
 
 /// The beginnings of the examples and of the exit status in a command's help.
 const EXAMPLES: &str = "Examples:\n";
@@ -50,9 +56,13 @@ pub(crate) fn ctl(command: &Command, golden: &Path) -> io::Result<String> {
         page.options(&subcommand.clone().mut_arg("help", |help| help.hide(true)))?;
         page.after_help(subcommand, false)?;
         let name = subcommand.get_name();
-        match MEASURED.iter().find(|(measured, _)| *measured == name) {
+        match ELSEWHERE.iter().find(|(measured, _)| *measured == name) {
             Some((_, text)) => page.output(text)?,
-            None => page.printed(&golden.join(format!("{name}.txt")))?,
+            // Tables are recorded apart from the other texts.
+            None => {
+                page.printed(&golden.join(format!("{name}.txt")))?;
+                page.printed(&golden.join(format!("screens/{name}.80.txt")))?;
+            }
         }
     }
     page.after_help(command, true)?;
@@ -161,26 +171,35 @@ impl Page {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(error) => return Err(io::Error::new(error.kind(), format!("{}: {error}", file.display()))),
         };
+        let text = text.replace(RECORDED, concat!("Version:         ", env!("CARGO_PKG_VERSION")));
         self.output(&format!("Output, on a host with one Tesla P40 in 4 slices:\n{text}"))
     }
 
-    /// A line of introduction, and the output below it.
+    /// A line of introduction, and below it the output. It begins at the edge: it was recorded at 80 columns.
     fn output(&mut self, text: &str) -> io::Result<()> {
         let (introduction, printed) = text.split_once('\n').unwrap_or((text, ""));
         self.write(|roff| {
             roff.control("PP", []).text([roman(introduction)]);
         })?;
-        self.verbatim(printed.lines())
+        self.control("in", &["0"])?;
+        self.as_it_is(printed.lines())?;
+        self.control("in", &[])
     }
 
-    /// Lines that are shown as they are.
+    /// Lines to type.
     fn verbatim<'l>(&mut self, lines: impl Iterator<Item = &'l str>) -> io::Result<()> {
+        self.control("RS", &["4"])?;
+        self.as_it_is(lines)?;
+        self.control("RE", &[])
+    }
+
+    fn as_it_is<'l>(&mut self, lines: impl Iterator<Item = &'l str>) -> io::Result<()> {
         self.write(|roff| {
-            roff.control("RS", ["4"]).control("nf", []);
+            roff.control("nf", []);
             for line in lines {
                 roff.text([roman(line)]);
             }
-            roff.control("fi", []).control("RE", []);
+            roff.control("fi", []);
         })
     }
 }

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use serde_json::json;
 
-use crate::ctl::show::table::printable;
+use crate::ctl::show::table::prose;
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::DaemonProxy;
 
@@ -39,7 +39,7 @@ pub(in crate::ctl) async fn reload(
         "The configuration was read again and is in force: generation {generation}, state {state}."
     )?;
     if !reason.is_empty() {
-        writeln!(out, "{}", printable(reason))?;
+        writeln!(out, "{}", prose(reason))?;
     }
     Ok(())
 }

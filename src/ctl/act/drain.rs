@@ -9,8 +9,9 @@ use rustix::process::Signal;
 use tokio::time::sleep;
 
 use crate::counted::counted;
+use crate::ctl::complete;
 use crate::ctl::published::published_name;
-use crate::ctl::show::table::{Shown, is_drawn_on, printable, table};
+use crate::ctl::show::table::{Shown, is_drawn_on, printable, prose, table};
 use crate::ctl::signals::Signals;
 use crate::ctl::{Error, FAILED};
 use crate::dbus::proxy::{BusError, DaemonProxy, Listed};
@@ -39,7 +40,7 @@ pub(in crate::ctl) struct Arguments {
 #[group(required = true, multiple = false)]
 pub(in crate::ctl) struct What {
     /// Slices as `list` shows them (00:06.0-1), and GPUs with all their slices (by address or UUID)
-    #[arg(value_name = "NAME")]
+    #[arg(value_name = "NAME", add = complete::devices())]
     names: Vec<String>,
     /// Every slice of every GPU, also of a GPU that comes later
     #[arg(long)]
@@ -70,11 +71,12 @@ async fn drain_and_wait(
     let signals = if arguments.wait { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
     let mut signals = Signals::catch(signals)?;
     daemon.drain(names).await?;
-    writeln!(out, "{} drained: no new client gets {}.", subject(names, "is", "are"), pronoun(names))?;
+    let done = format!("{} drained: no new client gets {}.", subject(names, "is", "are"), pronoun(names));
+    writeln!(out, "{}", prose(&done))?;
     out.flush()?;
     let scope = Scope::new(daemon, names).await?;
     if !arguments.wait {
-        writeln!(out, "{}", still_there(scope.look(daemon).await))?;
+        writeln!(out, "{}", prose(&still_there(scope.look(daemon).await)))?;
         return Ok(0);
     }
     let signal = tokio::select! {
@@ -99,7 +101,7 @@ pub(in crate::ctl) async fn undrain(
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     daemon.undrain(&what.names).await?;
-    writeln!(out, "{} clients again.", subject(&what.names, "takes", "take"))?;
+    writeln!(out, "{}", prose(&format!("{} clients again.", subject(&what.names, "takes", "take"))))?;
     Ok(())
 }
 
@@ -274,7 +276,7 @@ async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Resul
         match look {
             Ok(Look::Seen { clients, bypassing }) if clients.is_empty() => {
                 screen.show(&clients, out)?;
-                writeln!(out, "{}", nobody(&bypassing))?;
+                writeln!(out, "{}", prose(&nobody(&bypassing)))?;
                 return Ok(());
             }
             Ok(Look::Seen { clients, .. }) => {
@@ -354,8 +356,9 @@ fn drawn(clients: &[Listed<Client>]) -> String {
     if clients.is_empty() {
         return String::new();
     }
-    let mut table =
-        table(&["PID", "User", "Device", "Container", "Command"]).leave_out(&["Container", "User"]);
+    let mut table = table(&["PID", "USER", "DEVICE", "CONTAINER", "COMMAND"])
+        .numbers(&["PID"])
+        .leave_out(&["CONTAINER", "USER"]);
     for client in clients.iter().take(ROWS) {
         table.add_row([
             client.pid.shown(),
@@ -458,8 +461,8 @@ mod tests {
             screen.show(look, &mut out).unwrap();
         }
         let text = String::from_utf8(out).unwrap();
-        assert!(text.starts_with("Waiting for 2 clients:\n+-----+"), "{text}");
-        assert!(text.contains("\u{1b}[7A\u{1b}[JWaiting for 1 client:\n"), "{text:?}");
-        assert!(text.ends_with("\u{1b}[6A\u{1b}[J"), "{text:?}");
+        assert!(text.starts_with("Waiting for 2 clients:\nPID  USER"), "{text}");
+        assert!(text.contains("\u{1b}[4A\u{1b}[JWaiting for 1 client:\n"), "{text:?}");
+        assert!(text.ends_with("\u{1b}[3A\u{1b}[J"), "{text:?}");
     }
 }

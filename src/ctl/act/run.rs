@@ -6,6 +6,7 @@
 //! descriptors of the terminal that it inherits still work, for reading as well: job control stops only processes that
 //! have it as their controlling terminal. The terminal is never changed by us, so there is nothing to put back.
 
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::future::Future;
@@ -22,11 +23,13 @@ use tokio::process::Command;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use crate::ctl::show::env::{host_environment, warn_of_several};
+use crate::ctl::chosen::Devices;
+use crate::ctl::show::env::{host_environment, quoted, warn_of_several};
 use crate::ctl::show::table::printable;
 use crate::ctl::signals::Signals;
 use crate::ctl::{Error, FAILED};
 use crate::dbus::proxy::{BusError, DaemonProxy};
+use crate::host::gpu::PciAddress;
 use crate::host::proc;
 
 /// The time that the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
@@ -49,16 +52,15 @@ const CAUGHT: [Signal; 8] = [
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
-    /// Names as `list` shows them: 00:06.0-1; a GPU's address or UUID stands for one slice of it
-    #[arg(required = true, value_name = "DEVICE")]
-    devices: Vec<String>,
+    #[command(flatten)]
+    devices: Devices,
     /// The command, and its arguments
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
 }
 
 pub(in crate::ctl) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8, Error> {
-    let answer = daemon.container_config(&arguments.devices).await?;
+    let answer = daemon.container_config(&arguments.devices.names(&daemon).await?).await?;
     warn_of_several(&answer);
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
     drop(daemon);
@@ -81,6 +83,8 @@ pub(in crate::ctl) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> R
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),
                 Signal::USR1 | Signal::USR2 if command.handles(signal) => command.tell(signal),
+                // Slurm may repeat its signal within milliseconds, and if nothing helps it kills.
+                _ if waiting.is_some() && arguments.devices.are_from_slurm() => {}
                 _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
                 _ => {
                     if let Some((first, _)) = waiting.take() {
@@ -108,6 +112,38 @@ pub(in crate::ctl) fn become_command(arguments: &[OsString], err: &mut dyn Write
     };
     let _ = writeln!(err, "yunion-mpsctl: can't run {}: {error}", printable(&command.to_string_lossy()));
     Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
+}
+
+/// The words about a command line (its first word is the program's name) in which a command follows the devices without
+/// the `--` between them.
+pub(in crate::ctl) fn without_dashes(arguments: &[OsString]) -> Option<String> {
+    let [_, subcommand, words @ ..] = arguments else { return None };
+    let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
+    if subcommand != "run" || words.iter().any(|word| ["--", "--help", "-h"].contains(&word.as_ref())) {
+        return None;
+    }
+    let devices = words.iter().take_while(|word| word.starts_with('-') || is_device(word)).count();
+    let (devices, command) = words.split_at_checked(devices)?;
+    if command.is_empty() {
+        return None;
+    }
+    // With --free a model may be named, so nobody can tell where the command begins.
+    let is_free = words.iter().any(|word| word == "--free");
+    let meant = if is_free {
+        "yunion-mpsctl run --free [GPU or model] -- CMD".to_owned()
+    } else {
+        let quoted =
+            |words: &[Cow<'_, str>]| words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ");
+        let devices = if devices.is_empty() { "DEVICE".to_owned() } else { quoted(devices) };
+        format!("yunion-mpsctl run {devices} -- {}", quoted(command))
+    };
+    Some(format!("the command stands behind `--`; did you mean: {}", printable(&meant)))
+}
+
+/// Whether a word is the name of a slice or of a GPU by its form: `00:06.0-1`, `GPU-76aef7ff-...`.
+fn is_device(word: &str) -> bool {
+    let address = word.split('-').next().unwrap_or_default();
+    address.parse::<PciAddress>().is_ok() || word.starts_with("GPU-")
 }
 
 /// The process group of the command.
@@ -217,4 +253,41 @@ fn descends(mut pid: u32, root: u32) -> bool {
 fn exit_status(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILED)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_without_dashes_is_shown_with_them() {
+        let meant = |line: &str| {
+            let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            let text = without_dashes(&words)?;
+            Some(
+                text.strip_prefix("the command stands behind `--`; did you mean: yunion-mpsctl ")
+                    .unwrap()
+                    .to_owned(),
+            )
+        };
+        for (line, expected) in [
+            (
+                "y run 00:06.0-1 python3 train.py --epochs 3",
+                Some("run 00:06.0-1 -- python3 train.py --epochs 3"),
+            ),
+            ("y run GPU-76aef7ff 0001:1a:00.0-2 ls -l", Some("run GPU-76aef7ff 0001:1a:00.0-2 -- ls -l")),
+            ("y run 00:06.0-1 a;b \u{1b}", Some("run 00:06.0-1 -- 'a;b' '\u{fffd}'")),
+            ("y run ./program", Some("run DEVICE -- ./program")),
+            ("y run --free ./program", Some("run --free [GPU or model] -- CMD")),
+            ("y run h200 --free ./program", Some("run --free [GPU or model] -- CMD")),
+            ("y run 00:06.0-1", None),
+            ("y run --free 00:06.0", None),
+            ("y run 00:06.0-1 --help", None),
+            ("y run 00:06.0-1 --colour -- ls", None),
+            ("y list 00:06.0-1 ls", None),
+            ("y", None),
+        ] {
+            assert_eq!(meant(line).as_deref(), expected, "{line}");
+        }
+    }
 }

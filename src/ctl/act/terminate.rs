@@ -6,8 +6,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use clap::Args;
 use serde_json::json;
 
+use crate::ctl::complete;
 use crate::ctl::published::published_name;
-use crate::ctl::show::table::printable;
+use crate::ctl::show::table::{printable, prose};
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{Client, Event};
@@ -26,13 +27,13 @@ pub(in crate::ctl) struct Arguments {
 #[group(required = true, multiple = false)]
 struct Whom {
     /// One process, by its PID on this host
-    #[arg(value_name = "PID")]
+    #[arg(value_name = "PID", add = complete::clients())]
     pid: Option<u32>,
     /// Every process that was given this virtual device; may be repeated
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = complete::devices())]
     device: Vec<String>,
     /// Every process in this container: its 64 hexadecimal digits, or at least the first 12
-    #[arg(long, value_name = "ID")]
+    #[arg(long, value_name = "ID", add = complete::containers())]
     container: Option<String>,
 }
 
@@ -57,9 +58,9 @@ pub(in crate::ctl) async fn terminate(
     if arguments.json {
         return print_json(out, &ended);
     }
-    writeln!(out, "{words}")?;
+    writeln!(out, "{}", prose(&words))?;
     if let Some(whose) = whose(daemon, &arguments.whom, asked).await {
-        writeln!(out, "Ended the GPU work of {}.", printable(&whose))?;
+        writeln!(out, "{}", prose(&format!("Ended the GPU work of {whose}.")))?;
     }
     Ok(())
 }

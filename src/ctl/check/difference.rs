@@ -54,6 +54,8 @@ pub(in crate::ctl) enum Effect {
         clients: Option<usize>,
         /// Why it can't be done without another control daemon.
         reason: String,
+        /// Whether no new client is served until then.
+        out_meanwhile: bool,
     },
     /// At once, and it ends the GPU work of all clients.
     Ends {
@@ -72,12 +74,17 @@ impl fmt::Display for Effect {
         };
         match self {
             Self::Live => f.write_str("at once, for new clients"),
-            Self::Waits { clients: Some(0), reason } => {
+            Self::Waits { clients: Some(0), reason, .. } => {
                 write!(f, "at once, by another control daemon ({reason}): there are no clients")
             }
-            Self::Waits { clients, reason } => {
+            Self::Waits { clients, reason, out_meanwhile } => {
                 let have = if *clients == Some(1) { "has" } else { "have" };
-                write!(f, "after {} {have} ended, by another control daemon: {reason}", in_words(clients))
+                let out = if *out_meanwhile { " (until then NO NEW CLIENT is served)" } else { "" };
+                write!(
+                    f,
+                    "after {} {have} ended{out}, by another control daemon: {reason}",
+                    in_words(clients)
+                )
             }
             Self::Ends { clients: Some(0) } => f.write_str("at once; there are no clients"),
             Self::Refused { reason } => write!(f, "refused: {reason}"),
@@ -183,7 +190,8 @@ impl Comparison<'_> {
                 // A control daemon on its way out has no published GPUs of its own any more.
                 if published.served_by(id).next().is_some() {
                     let reason = "it is not needed any more".to_owned();
-                    self.add(Kind::ControlDaemon, id, "present", "", Effect::Waits { clients, reason });
+                    let effect = Effect::Waits { clients, reason, out_meanwhile: false };
+                    self.add(Kind::ControlDaemon, id, "present", "", effect);
                 }
                 continue;
             };
@@ -193,7 +201,7 @@ impl Comparison<'_> {
                 continue;
             }
             let Some(reason) = misfit(planned, daemon) else { continue };
-            let effect = Effect::Waits { clients, reason };
+            let effect = Effect::Waits { clients, reason, out_meanwhile: moves(planned, daemon) };
             let (from, to) = (daemon.pipe_directory.as_str(), planned.pipe_directory.display().to_string());
             if from == to {
                 self.add(Kind::ControlDaemon, id, "present", "new", effect);
@@ -241,18 +249,20 @@ impl Comparison<'_> {
             let daemon = published.control_daemons.iter().find(|daemon| daemon.id == planned.id)?;
             Some((planned, daemon))
         });
-        let (daemon, reason) = match (same, holder) {
+        let (daemon, reason, out_meanwhile) = match (same, holder) {
             (Some((planned, daemon)), _) => match misfit(planned, daemon) {
-                Some(reason) => (daemon, reason),
+                Some(reason) => (daemon, reason, moves(planned, daemon)),
                 None => return Effect::Live,
             },
-            (None, Some(holder)) => (holder, format!("control daemon {} holds the GPU", holder.id)),
+            (None, Some(holder)) => {
+                (holder, format!("control daemon {} holds the GPU", holder.id), planned.is_some())
+            }
             (None, None) => return Effect::Live,
         };
         // A control daemon on its way out is published without GPUs, but its clients are on this one.
         let own = [uuid.to_owned()];
         let gpus = if daemon.gpus.is_empty() { &own } else { daemon.gpus.as_slice() };
-        Effect::Waits { clients: published.clients_on(gpus), reason }
+        Effect::Waits { clients: published.clients_on(gpus), reason, out_meanwhile }
     }
 }
 
@@ -265,6 +275,11 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
                 && Path::new(&gpu.pipe_directory) == planned.pipe_directory
         })
     })
+}
+
+/// Whether new clients look for the control daemon in another place than the present one, which waits for its clients.
+fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
+    planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }
 
 fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<String> {

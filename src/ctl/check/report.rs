@@ -6,18 +6,18 @@ use std::path::PathBuf;
 use clap::Args;
 use serde_json::{Value, json};
 
-use crate::check::{self, Checked};
+use crate::check::{self, BAD_CONFIGURATION, Checked};
 use crate::config::{Problem, Sources};
 use crate::ctl::check::difference::{Difference, differences};
 use crate::ctl::published::Bus;
-use crate::ctl::show::table::printable;
-use crate::ctl::{Error, FAILED, print_json};
+use crate::ctl::show::table::hanging;
+use crate::ctl::{Error, print_json};
 use crate::plan::{GpuPlan, Plan};
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
-    /// The main configuration file [default: the one that the service reads]
-    #[arg(value_name = "HOST_CONF")]
+    /// The main configuration file [default: the file that the service reads]
+    #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Read the host's files (configuration, /sys, pci.ids) below this directory
     #[arg(long, value_name = "DIR", default_value = "/")]
@@ -25,6 +25,12 @@ pub(in crate::ctl) struct Arguments {
     /// Print everything as one JSON object
     #[arg(long)]
     json: bool,
+}
+
+impl Arguments {
+    pub(in crate::ctl) fn new(sources: Sources, json: bool) -> Self {
+        Self { config: sources.config, sysroot: sources.sysroot, json }
+    }
 }
 
 /// Returns the exit status.
@@ -42,7 +48,7 @@ pub(in crate::ctl) async fn check(arguments: &Arguments, out: &mut dyn Write) ->
         Checked::Right { plan: Err(reason), .. } => Err(reason.to_string()),
         Checked::Refused(_) | Checked::Wrong { .. } => Err("the configuration is wrong".to_owned()),
     };
-    let status = if checked.problems().is_empty() { 0 } else { FAILED };
+    let status = if checked.problems().is_empty() { 0 } else { BAD_CONFIGURATION };
     if arguments.json {
         print_json(out, &document(&checked, &changes))?;
         return Ok(status);
@@ -50,18 +56,18 @@ pub(in crate::ctl) async fn check(arguments: &Arguments, out: &mut dyn Write) ->
     let mut words = Vec::new();
     check::write(&checked, &mut words)?;
     for line in String::from_utf8_lossy(&words).lines() {
-        writeln!(out, "{}", printable(line))?;
+        writeln!(out, "{}", hanging(line))?;
     }
     if matches!(checked, Checked::Refused(_) | Checked::Wrong { .. }) {
         return Ok(status);
     }
     match changes.as_deref() {
-        Err(why_not) => writeln!(out, "\nNothing to compare with: {}", printable(why_not))?,
+        Err(why_not) => writeln!(out, "\n{}", hanging(&format!("Nothing to compare with: {why_not}")))?,
         Ok([]) => writeln!(out, "\nNothing would change.")?,
         Ok(changes) => {
             writeln!(out, "\nWith `systemctl reload yunion-mps-daemon`:")?;
             for change in changes {
-                writeln!(out, "  {}", printable(&change.to_string()))?;
+                writeln!(out, "{}", hanging(&format!("  {change}")))?;
             }
         }
     }

@@ -10,6 +10,7 @@ use crate::check::Checked;
 use crate::config::agent::Trouble;
 use crate::config::{Origin, Problem, Refused};
 use crate::ctl::check::difference::{Kind, differences};
+use crate::ctl::platform::{self, WHERE_CUDA_LOOKS};
 use crate::plan::Missing;
 
 pub(super) const CHECKS: &[Check] = &[
@@ -17,6 +18,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("keys that are set twice", overridden),
     ("what an agent can read", agent),
     ("whether the configuration is loaded", loaded),
+    ("how programs find a slice", programs),
 ];
 
 fn of_problem(severity: Severity, name: &'static str, problem: &Problem) -> Finding {
@@ -115,4 +117,23 @@ fn loaded(facts: &Facts) -> Outcome {
         ));
     }
     Ok(findings)
+}
+
+/// The platform starts every program with a slice. Without it people start their programs themselves.
+fn programs(facts: &Facts) -> Outcome {
+    let settings = facts.enabled()?;
+    let finds_by_itself =
+        settings.pipe_directory == Path::new(WHERE_CUDA_LOOKS) || !settings.set_compute_mode;
+    if finds_by_itself || platform::is_here(&facts.sources.sysroot, facts.loaded()?) {
+        return Ok(Vec::new());
+    }
+    Ok(vec![info(
+        "programs-need-slice",
+        settings.pipe_directory.display(),
+        "CUDA does not look there by itself: a program that was not started with a slice gets the error 46, busy or \
+         unavailable",
+        format!(
+            "start programs with yunion-mpsctl run --free -- PROGRAM, or set cuda_mps_pipe_directory: {WHERE_CUDA_LOOKS}"
+        ),
+    )])
 }

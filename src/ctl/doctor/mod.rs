@@ -27,7 +27,7 @@ use super::{Error, print_json};
 use crate::check::within;
 use crate::config::Sources;
 use crate::counted::counted;
-use crate::ctl::show::table::printable;
+use crate::ctl::show::table::{hanging, pairs, printable};
 
 /// The time that a look at the host may take. A file system or a program may hang.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -144,6 +144,12 @@ struct Report {
     not_checked: Vec<NotChecked>,
 }
 
+/// The gravest thing that systemd knows of a service that is not running, with its remedy.
+pub(super) async fn why_not_running() -> Option<String> {
+    let Finding { found, remedy, .. } = service::unit_trouble().await?;
+    Some(format!("{found}; {remedy}"))
+}
+
 /// Returns the exit status.
 pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
@@ -203,9 +209,11 @@ fn examine(facts: &Arc<Facts>) -> Report {
 fn write(report: &Report, out: &mut dyn Write) -> io::Result<()> {
     for finding in &report.findings {
         let Finding { name, severity, subject, found, remedy } = finding;
-        writeln!(out, "{}: {name}: {}", severity.word(), printable(subject))?;
-        writeln!(out, "    found:  {}", printable(found))?;
-        writeln!(out, "    remedy: {}\n", printable(remedy))?;
+        writeln!(out, "{}", hanging(&format!("{}: {name}: {subject}", severity.word())))?;
+        let mut lines = pairs();
+        lines.add_row(["  found:", &printable(found)]);
+        lines.add_row(["  remedy:", &printable(remedy)]);
+        writeln!(out, "{lines}\n")?;
     }
     let count = |severity| report.findings.iter().filter(|finding| finding.severity == severity).count();
     if report.findings.is_empty() {
@@ -225,7 +233,7 @@ fn write(report: &Report, out: &mut dyn Write) -> io::Result<()> {
         not_checked.entry(reason).or_default().push(check);
     }
     for (reason, checks) in not_checked {
-        writeln!(out, "Not checked, since {}: {}", printable(reason), checks.join("; "))?;
+        writeln!(out, "{}", hanging(&format!("Not checked, since {reason}: {}", checks.join("; "))))?;
     }
     Ok(())
 }

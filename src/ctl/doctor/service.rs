@@ -9,10 +9,10 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::facts::{Facts, UNIT};
-use super::{Check, Finding, Outcome, edit_unit, error, info, warning};
+use super::{Check, Finding, Outcome, Severity, edit_unit, error, info, warning};
 use crate::ctl::published::Bus;
 use crate::host::proc;
-use crate::host::systemd::UnitProperties;
+use crate::host::systemd::{self, UnitProperties};
 
 pub(super) const CHECKS: &[Check] = &[
     ("the bus", bus),
@@ -84,6 +84,12 @@ fn is_set(unit: &UnitProperties, key: &str) -> bool {
 
 fn unit_state(facts: &Facts) -> Outcome {
     Ok(judge_state(facts.unit.as_ref().map_err(Clone::clone)?))
+}
+
+/// The gravest trouble of the unit, if systemd knows one.
+pub(super) async fn unit_trouble() -> Option<Finding> {
+    let unit = systemd::unit(UNIT).await.ok()?;
+    judge_state(&unit).into_iter().find(|finding| finding.severity == Severity::Error)
 }
 
 fn judge_state(unit: &UnitProperties) -> Vec<Finding> {

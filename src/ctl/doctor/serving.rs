@@ -164,8 +164,7 @@ fn devices(facts: &Facts) -> Outcome {
         "clients-without-device",
         counted(nameless.len(), "client"),
         format!("nobody knows which slice they were given: {}", nameless.join(", ")),
-        "start them with the environment that GetContainerConfig or yunion-mpsctl env answers, or with \
-         yunion-mpsctl run",
+        "start them with yunion-mpsctl run, or with the environment that yunion-mpsctl env prints",
     )])
 }
 
@@ -197,7 +196,7 @@ fn commanders(facts: &Facts) -> Outcome {
                 named(all)
             ),
             format!(
-                "let the agent ask GetContainerConfig what to mount, which is no more than a slice's directory from \
+                "let the agent give each container only the directory of its slice, which yunion-mpsctl env prints from \
                  Volta and driver 580 on; {OTHER_USER}"
             ),
         ));

@@ -8,11 +8,13 @@ use rustix::process::Signal;
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
+use crate::ctl::complete;
 use crate::ctl::measure::bench_report::{Measured, Results, Row, document, print, slowest};
 use crate::ctl::measure::cuda_client::{CudaClient, Environment, Request, Work};
 use crate::ctl::measure::probe::refuse_to_queue;
 use crate::ctl::published::published_name;
-use crate::ctl::show::table::{Shown, health};
+use crate::ctl::show::health;
+use crate::ctl::show::table::Shown;
 use crate::ctl::signals::Signals;
 use crate::ctl::{Error, FAILED, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
@@ -47,7 +49,7 @@ pub(in crate::ctl) struct Arguments {
     processes: u32,
     /// Slices of one GPU, which the processes take in turn; a GPU's address or UUID stands for all of its slices. May be
     /// repeated. Default: all slices of the first healthy GPU that are not drained
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", add = complete::devices())]
     device: Vec<String>,
     /// Run even if the GPU has other clients; this slows them down
     #[arg(long)]
@@ -125,7 +127,7 @@ fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a
         }
     }
     if let Some(ill) = chosen.iter().find(|device| !device.healthy) {
-        return Err(Error::Failed(format!("{} is {}", ill.addr.shown(), health(ill.healthy, &ill.reason))));
+        return Err(Error::Failed(format!("{} is {}", ill.addr.shown(), health::in_words(ill))));
     }
     match chosen.first() {
         Some(first) if chosen.iter().any(|device| device.device_path != first.device_path) => {

@@ -5,7 +5,7 @@ use std::io::{self, IsTerminal, Write};
 use serde_json::{Map, Value, json};
 
 use crate::ctl::measure::cuda_client::Work;
-use crate::ctl::show::table::{Shown, Table, printable, table, width};
+use crate::ctl::show::table::{Shown, Table, prose, table, width};
 use crate::cuda::THREADS;
 use crate::dbus::rows::Device;
 
@@ -109,21 +109,21 @@ pub(in crate::ctl) fn print(
     }
     for measured in &result.kernels {
         let Work { blocks, launches, .. } = measured.work;
-        writeln!(
-            out,
-            "\nA {} kernel ({blocks} blocks of {THREADS} threads), {launches} of them in each process:",
-            measured.kernel
-        )?;
+        let kernel = measured.kernel;
+        let head = format!(
+            "A {kernel} kernel ({blocks} blocks of {THREADS} threads), {launches} of them in each process:"
+        );
+        writeln!(out, "\n{}", prose(&head))?;
         writeln!(out, "{}", table_of(measured))?;
         if io::stdout().is_terminal() {
             for line in bars(measured, width().unwrap_or(COLUMNS)) {
                 writeln!(out, "{line}")?;
             }
         }
-        writeln!(out, "{}", in_words(measured.kernel))?;
+        writeln!(out, "{}", prose(in_words(measured.kernel)))?;
     }
     if let Some(why_not) = why_not {
-        writeln!(out, "\n{}", printable(why_not))?;
+        writeln!(out, "\n{}", prose(why_not))?;
     }
     Ok(())
 }
@@ -132,18 +132,18 @@ fn in_words(kernel: &str) -> &'static str {
     if kernel == "narrow" {
         "It leaves most of the GPU idle. With MPS processes of this kind run side by side; without it they take turns."
     } else {
-        "It fills the GPU by itself, and MPS adds little: the total stays near what one process has alone without MPS. With\n\
+        "It fills the GPU by itself, and MPS adds little: the total stays near what one process has alone without MPS. With \
          MPS a single process is held to its slice's share of it."
     }
 }
 
 fn table_of(measured: &Measured) -> Table {
     let compares = measured.rows.iter().any(|row| row.without_mps.is_some());
-    let mut heads = vec!["Processes", "Time with MPS", "Kernels/s", "Speed-up"];
+    let mut heads = vec!["PROCESSES", "WITH MPS", "KERNELS/S", "SPEED-UP"];
     if compares {
-        heads.extend(["Time without MPS", "Kernels/s", "Speed-up"]);
+        heads.extend(["WITHOUT MPS", "KERNELS/S", "SPEED-UP"]);
     }
-    let mut table = table(&heads);
+    let mut table = table(&heads).numbers(&heads);
     for row in &measured.rows {
         let cells = |seconds: &Vec<f64>| {
             let (rate, speedup) = (measured.rate(seconds), measured.speedup(seconds));

@@ -6,8 +6,10 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use crate::counted::counted;
+use crate::ctl::complete;
 use crate::ctl::measure::cuda_client::{CudaClient, Environment, Request, Seen};
-use crate::ctl::show::table::{Shown, health, printable, table, with_unit};
+use crate::ctl::show::health;
+use crate::ctl::show::table::{Shown, prose, table, with_unit};
 use crate::ctl::{Error, FAILED, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{ControlDaemon, Device};
@@ -24,7 +26,7 @@ const CONTEXT_MIB_PER_SM: u64 = 6;
 pub(in crate::ctl) struct Arguments {
     /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
     /// first slice of every GPU that is not drained; its other slices have the same limits and the same server
-    #[arg(value_name = "DEVICE")]
+    #[arg(value_name = "DEVICE", add = complete::devices())]
     device: Option<String>,
     /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
     #[arg(long)]
@@ -54,7 +56,7 @@ pub(in crate::ctl) async fn probe(
         let mut report = Report::new(device, &devices, others);
         // A device that was named is tried in any case.
         if arguments.device.is_none() && !device.healthy {
-            let health = health(device.healthy, &device.reason);
+            let health = health::in_words(device);
             let advice = if device.drained { "" } else { "; name it to have it probed all the same" };
             report.error = Some(format!("{health}{advice}"));
         } else if let Err(error) = report.fill(daemon, arguments.beside_clients).await {
@@ -234,31 +236,34 @@ impl<'a> Report<'a> {
         if let (Some(all), Some(as_slice), Some(without_limits)) =
             (self.all_sms, self.as_slice, self.without_limits)
         {
-            let mut table = table(&["Client", "", "SMs", "Memory limit", "free", "total", "allocated"]);
+            let heads = ["CLIENT", "LIMITS", "SMS", "MEMORY", "FREE", "TOTAL"];
+            let mut table = table(&heads).numbers(&heads[3..]);
             let mib = |mib: Option<u64>| with_unit(mib, "MiB");
             for (client, limits, seen) in [
-                ("with this slice's environment", self.slice, as_slice),
+                ("with this slice's limits", self.slice, as_slice),
                 ("without limits of its own", self.control_daemon, without_limits),
             ] {
-                let sms = format!("{} ({} % of {all})", limits.sms(all), limits.thread_percentage);
-                table.add_row([client, "promised", &sms, &mib(limits.memory), "-", "-", "-"]);
+                let sms = format!("{} of {all}", limits.sms(all));
+                table.add_row([client, "promised", &sms, &mib(limits.memory), "-", "-"]);
                 let [free, total] = [seen.memory_free, seen.memory_total].map(|memory| mib(Some(memory)));
                 let (sms, allocated) = (seen.sms.to_string(), mib(seen.allocated));
-                table.add_row(["", "found", &sms, "-", &free, &total, &allocated]);
+                table.add_row(["", "found", &sms, &allocated, &free, &total]);
             }
             writeln!(out, "{table}")?;
             if !limits_enforced {
-                writeln!(out, "This GPU enforces no limits (before Volta), so there is nothing to compare.")?;
+                let said = "This GPU enforces no limits (before Volta), so there is nothing to compare.";
+                writeln!(out, "{}", prose(said))?;
             } else if as_slice.allocated.is_none() && self.slice.memory.is_some() {
                 let clients = counted(self.clients, "other client");
-                writeln!(out, "Nothing was allocated: the GPU has {clients} (see --beside-clients).")?;
+                let said = format!("Nothing was allocated: the GPU has {clients} (see --beside-clients).");
+                writeln!(out, "{}", prose(&said))?;
             }
         }
         for mismatch in &self.mismatches {
-            writeln!(out, "MISMATCH: {mismatch}")?;
+            writeln!(out, "{}", prose(&format!("MISMATCH: {mismatch}")))?;
         }
         if let Some(error) = &self.error {
-            writeln!(out, "NOT PROBED: {}", printable(error))?;
+            writeln!(out, "{}", prose(&format!("NOT PROBED: {error}")))?;
         } else if self.matches() && *limits_enforced {
             writeln!(out, "What is promised is what a client gets.")?;
         }

@@ -2,75 +2,83 @@
 
 use std::io::Write;
 
-use crate::ctl::show::table::{Shown, printable, table};
+use clap::Args;
+
+use crate::ctl::show::list::Output;
+use crate::ctl::show::table::{Shown, printable, prose, table, with_unit};
 use crate::ctl::show::time;
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
 use crate::dbus::rows::{Client, Gpu, Service};
 use crate::tenants::in_words::SHORT_ID;
 
-const HEADS: [&str; 12] = [
-    "PID",
-    "User",
-    "Command",
-    "MPS",
-    "Device",
-    "GPU",
-    "Container",
-    "Known by",
-    "May command",
-    "Memory (MiB)",
-    "Since",
-    "Age",
-];
+/// Columns that only some people want, and that `-o wide` has.
+const WIDE: [&str; 4] = ["GPU", "KNOWN BY", "MAY COMMAND", "SINCE"];
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct Arguments {
+    /// `wide` adds columns: the GPU, how the slice is known, the client's power over the control daemon, the start
+    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
+    output: Option<Output>,
+    /// Print everything that the service publishes as a JSON array
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
+}
 
 pub(in crate::ctl) async fn clients(
     daemon: &DaemonProxy,
-    json: bool,
+    arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     let listed = daemon.clients().await?;
-    if json {
+    if arguments.json {
         return print_json(out, &listed);
     }
     if listed.is_empty() {
-        writeln!(out, "{}", why_none(&*daemon.service().await?))?;
+        writeln!(out, "{}", prose(&why_none(&*daemon.service().await?)))?;
         return Ok(());
     }
+    let wide = arguments.output == Some(Output::Wide);
     let gpus = daemon.gpus().await?;
-    let mut table =
-        table(&HEADS).leave_out(&["Known by", "May command", "Container", "Since", "GPU", "User"]);
+    let mut heads = vec!["PID", "USER", "COMMAND", "MPS", "DEVICE", "MEMORY", "AGE"];
+    heads.extend(WIDE.iter().filter(|_| wide));
+    heads.push("CONTAINER");
+    let expendable = ["SINCE", "MAY COMMAND", "KNOWN BY", "GPU", "AGE", "USER"];
+    let mut table = table(&heads).numbers(&["PID", "MEMORY"]).leave_out(&expendable);
     for one in &listed {
         let since = one.since.map(time::from_seconds);
-        table.add_row([
+        let mut row = vec![
             one.pid.shown(),
             one.user.shown(),
             one.command.shown(),
             mps(one).to_owned(),
             one.device.shown(),
-            gpu_name(one, &gpus),
-            one.container_id.shown().chars().take(SHORT_ID).collect(),
-            one.known_by.shown(),
-            one.may_command.shown(),
-            one.memory_mib.shown(),
-            since.map(time::local).shown(),
+            with_unit(one.memory_mib, "MiB"),
             since.map(time::age).shown(),
-        ]);
+        ];
+        if wide {
+            let power = [gpu_name(one, &gpus), one.known_by.shown(), one.may_command.shown()];
+            row.extend(power.into_iter().chain([since.map(time::local).shown()]));
+        }
+        row.push(one.container_id.shown().chars().take(SHORT_ID).collect());
+        table.add_row(row);
     }
     writeln!(out, "{table}")?;
     let bypassing = listed.iter().filter(|one| one.bypass).count();
     if bypassing > 0 {
-        writeln!(
-            out,
-            "BYPASS: {bypassing} of these use a GPU without our MPS server; nothing holds them to a share."
-        )?;
+        let (use_a_gpu, them) = if bypassing == 1 { ("uses", "it") } else { ("use", "them") };
+        let said = format!(
+            "BYPASS: {bypassing} of these {use_a_gpu} a GPU without our MPS server; nothing holds {them} to a share."
+        );
+        writeln!(out, "\n{}", prose(&said))?;
     }
     let waiting = listed.iter().filter(|one| one.waiting).count();
     if waiting > 0 {
-        writeln!(
-            out,
-            "WAITS: {waiting} of these wait for a server; yunion-mpsctl status says in its events for whom."
-        )?;
+        let wait = if waiting == 1 { "waits" } else { "wait" };
+        let said = format!(
+            "WAITS: {waiting} of these {wait} for a server; yunion-mpsctl status says in its events for whom."
+        );
+        writeln!(out, "\n{}", prose(&said))?;
     }
     Ok(())
 }
@@ -89,15 +97,19 @@ fn gpu_name(client: &Client, gpus: &[Listed<Gpu>]) -> String {
     gpu.map_or(&client.gpu, |gpu| &gpu.addr).shown()
 }
 
+/// Not every state explains that there is no client: a service that is degraded may serve most of its GPUs.
 fn why_none(service: &Service) -> String {
     match service.state.as_str() {
         "ready" => "No clients: no process uses a GPU that is served.".to_owned(),
+        "degraded" => {
+            format!("No clients: no process uses a GPU that is served. Note that {}", state_in_words(service))
+        }
         _ => format!("No clients: {}", state_in_words(service)),
     }
 }
 
 /// The state of the service, for a list that it leaves empty.
-pub(super) fn state_in_words(service: &Service) -> String {
+pub(in crate::ctl) fn state_in_words(service: &Service) -> String {
     match (printable(&service.state), printable(&service.state_reason)) {
         (state, reason) if reason.is_empty() => format!("the service is {state}."),
         (state, reason) => format!("the service is {state}: {reason}"),

@@ -6,17 +6,18 @@ use std::io::{self, Write};
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
+use crate::ctl::chosen::Devices;
 use crate::ctl::show::table::printable;
-use crate::ctl::{Error, print_json};
+use crate::ctl::{Error, escaped, print_json};
 use crate::dbus::proxy::{ContainerAnswer, DaemonProxy};
+use crate::publish::cdi;
 use crate::publish::container::devices_in;
 use crate::publish::one_slice;
 
 #[derive(Debug, Args)]
 pub(in crate::ctl) struct Arguments {
-    /// Names as `list` shows them: 00:06.0-1; a GPU's address or UUID stands for one slice of it
-    #[arg(required = true, value_name = "DEVICE")]
-    devices: Vec<String>,
+    #[command(flatten)]
+    devices: Devices,
     /// Format of the answer
     #[arg(long, value_enum, default_value = "shell")]
     format: Format,
@@ -26,8 +27,14 @@ pub(in crate::ctl) struct Arguments {
 enum Format {
     /// Lines for a shell on this host to eval, `CUDA_VISIBLE_DEVICES` included
     Shell,
-    /// Options of `docker run`, one per line
+    /// Options of `docker run` with NVIDIA's runtime, one per line
     Docker,
+    /// Options of `podman run`, and of `docker run` with CDI, one per line; the GPU is from NVIDIA's CDI spec
+    Podman,
+    /// A Compose file with a service `mps-slice` that other services extend; with NVIDIA's runtime
+    Compose,
+    /// Names of the CDI devices of one slice, one per line, for a host with `cuda_mps_cdi_directory`
+    Cdi,
     /// Environment, mounts and GPUs as one JSON object
     Json,
 }
@@ -37,8 +44,11 @@ pub(in crate::ctl) async fn env(
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    let answer = daemon.container_config(&arguments.devices).await?;
-    warn_of_several(&answer);
+    let answer = daemon.container_config(&arguments.devices.names(daemon).await?).await?;
+    // Several CDI devices are refused.
+    if arguments.format != Format::Cdi {
+        warn_of_several(&answer);
+    }
     match arguments.format {
         Format::Shell => {
             for (name, value) in host_environment(&answer) {
@@ -48,16 +58,89 @@ pub(in crate::ctl) async fn env(
         Format::Docker => {
             // NVIDIA_VISIBLE_DEVICES means something to that runtime only.
             writeln!(out, "--runtime=nvidia")?;
-            for (name, value) in &answer.environment {
-                writeln!(out, "--env={name}={value}")?;
+            write_options(&answer, |_| true, out)?;
+        }
+        Format::Podman => {
+            for device in nvidias_devices(&answer) {
+                writeln!(out, "--device={device}")?;
             }
-            for (host, container, read_only) in &answer.mounts {
-                writeln!(out, "--volume={host}:{container}{}", if *read_only { ":ro" } else { "" })?;
+            // NVIDIA's device sets NVIDIA_VISIBLE_DEVICES, so that NVIDIA's hook does not add the GPU a second time.
+            write_options(&answer, |name| !name.starts_with("NVIDIA_"), out)?;
+        }
+        Format::Compose => write!(out, "{}", compose_file(&answer)?)?,
+        Format::Cdi => {
+            let slice = only_slice(devices_in(&answer.environment)).map_err(Error::Failed)?;
+            for device in nvidias_devices(&answer).chain([format!("{}={slice}", cdi::KIND)]) {
+                writeln!(out, "{device}")?;
             }
         }
         Format::Json => print_json(out, &document(&answer))?,
     }
     Ok(())
+}
+
+/// The environment and the mounts as options that `docker run` and `podman run` have in common.
+fn write_options(
+    answer: &ContainerAnswer,
+    wanted: impl Fn(&str) -> bool,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    for (name, value) in answer.environment.iter().filter(|(name, _)| wanted(name)) {
+        writeln!(out, "--env={name}={value}")?;
+    }
+    for (host, container, read_only) in &answer.mounts {
+        writeln!(out, "--volume={host}:{container}{}", if *read_only { ":ro" } else { "" })?;
+    }
+    Ok(())
+}
+
+/// The GPUs as devices of NVIDIA's own CDI spec.
+fn nvidias_devices(answer: &ContainerAnswer) -> impl Iterator<Item = String> {
+    answer.gpus.iter().map(|uuid| format!("nvidia.com/gpu={uuid}"))
+}
+
+/// The slice among the devices of an answer, if there is no other. A CDI device is one slice with one set of limits.
+fn only_slice(devices: &str) -> Result<&str, String> {
+    if devices.contains(',') {
+        let devices = devices.replace(',', " and ");
+        return Err(format!(
+            "a container takes one CDI device, since the limits of {devices} would overwrite each other; --format podman \
+             has the options for several slices"
+        ));
+    }
+    if !devices.contains('-') {
+        return Err(format!(
+            "{devices} is a GPU, and each CDI device is a slice: `yunion-mpsctl list` shows the names, and --free takes one \
+             of them"
+        ));
+    }
+    Ok(devices)
+}
+
+/// A Compose file with one service, for others to extend: Compose does not care that it has no image then.
+fn compose_file(answer: &ContainerAnswer) -> Result<String, Error> {
+    let mut lines = vec![
+        "services:".to_owned(),
+        "  mps-slice:".to_owned(),
+        "    runtime: nvidia".to_owned(),
+        "    environment:".to_owned(),
+    ];
+    for (name, value) in &answer.environment {
+        lines.push(format!("      {name}: {}", yaml(value)?));
+    }
+    lines.push("    volumes:".to_owned());
+    for (host, container, read_only) in &answer.mounts {
+        lines.push("      - type: bind".to_owned());
+        lines.push(format!("        source: {}", yaml(host)?));
+        lines.push(format!("        target: {}", yaml(container)?));
+        lines.push(format!("        read_only: {read_only}"));
+    }
+    Ok(lines.join("\n") + "\n")
+}
+
+/// A text as YAML, where 00:06.0 would be a number without quotes. Compose replaces what follows a single dollar sign.
+fn yaml(text: &str) -> Result<String, Error> {
+    Ok(escaped(&serde_json::to_string(&text.replace('$', "$$"))?))
 }
 
 /// Says on standard error that several slices of one GPU are not joined: whoever names them wants more than one.
@@ -106,6 +189,31 @@ pub(in crate::ctl) fn quoted(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cdi_device_is_one_slice() {
+        assert_eq!(only_slice("0001:1a:00.0-3"), Ok("0001:1a:00.0-3"));
+        for (devices, complaint) in [
+            ("00:06.0-1,00:07.0-0", "the limits of 00:06.0-1 and 00:07.0-0 would overwrite each other"),
+            ("00:06.0,00:07.0", "the limits of 00:06.0 and 00:07.0 would"),
+            ("00:06.0", "00:06.0 is a GPU"),
+        ] {
+            let said = only_slice(devices).unwrap_err();
+            assert!(said.contains(complaint), "{said}");
+        }
+    }
+
+    #[test]
+    fn compose_gets_every_text_back() {
+        for (text, written) in [
+            ("00:06.0", r#""00:06.0""#),
+            (r#"/srv/a "b" \c"#, r#""/srv/a \"b\" \\c""#),
+            ("/srv/$HOME", r#""/srv/$$HOME""#),
+            ("a\nb\u{9b}", r#""a\nb\u009b""#),
+        ] {
+            assert_eq!(yaml(text).unwrap(), written);
+        }
+    }
 
     #[test]
     fn a_shell_gets_every_text_back() {

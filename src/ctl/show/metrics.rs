@@ -1,17 +1,17 @@
-//! `yunion-mpsctl metrics`: the published values as `OpenMetrics` text. docs/metrics.md has the list.
+//! `yunion-mpsctl metrics`: the published values for collectors. docs/metrics.md has the list.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
+use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
 
-use prometheus_client::collector::Collector;
-use prometheus_client::encoding::text::encode;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeGaugeValue, MetricEncoder};
-use prometheus_client::metrics::MetricType;
-use prometheus_client::registry::{Registry, Unit};
+use clap::{Args, ValueHint};
 
 use crate::ctl::Error;
 use crate::ctl::published::Published;
+use crate::ctl::show::exposition::{Family, Format, Kind, Labels, Unit, exposition};
 use crate::ctl::show::table::printable;
 use crate::dbus::proxy::{BusError, DaemonProxy, Listed};
 use crate::dbus::rows::{Client, ControlDaemon, Device, Gpu, Service};
@@ -20,21 +20,77 @@ use crate::dbus::rows::{Client, ControlDaemon, Device, Gpu, Service};
 const SERVICE_STATES: [&str; 6] = ["disabled", "starting", "ready", "degraded", "failed", "stopping"];
 const CONTROL_DAEMON_STATES: [&str; 6] = ["starting", "ready", "faulted", "backoff", "waiting", "stopping"];
 
-type Labels = Vec<(&'static str, String)>;
+/// The most clients that have series of their own: all that 16 GPUs with 60 clients each can have.
+const MOST_CLIENTS: usize = 1024;
+
+/// The most characters in a label about a client. A container's id has 64.
+const LABEL: usize = 64;
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct Arguments {
+    /// Add the memory of each client, with its slice, user and container
+    #[arg(long)]
+    clients: bool,
+    /// Format of the text
+    #[arg(long, value_enum, default_value = "openmetrics")]
+    format: Format,
+    /// Write the text to this file, which is replaced as a whole, instead of to stdout
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    to: Option<PathBuf>,
+}
 
 /// Prints the metrics. If the service does not run, the only metric is `yunion_mps_up 0`.
-pub(in crate::ctl) async fn metrics(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(), Error> {
+pub(in crate::ctl) async fn metrics(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
+        // It may have ended while it was asked: the bus answers on its behalf then.
+        Err(BusError::Refused { .. }) if matches!(daemon.service().await, Err(BusError::NotRunning)) => None,
         published => Some(published?),
     };
-    let mut registry = Registry::with_prefix("yunion_mps");
-    registry.register_collector(Box::new(Metrics(published)));
-    let mut text = String::new();
-    encode(&mut text, &registry)
-        .map_err(|fmt::Error| io::Error::other("the metrics can't be put into words"))?;
-    out.write_all(text.as_bytes())?;
+    let mut to = Families::default();
+    to.one("up", "Whether yunion-mps-daemon runs.", flag(published.is_some()));
+    if let Some(published) = &published {
+        published.all(&mut to, arguments.clients);
+    }
+    let text = exposition(&to.0, arguments.format);
+    match &arguments.to {
+        None => out.write_all(text.as_bytes())?,
+        Some(file) => replace(file, &text).map_err(|error| {
+            Error::Failed(format!("can't write {}: {error}", printable(&file.to_string_lossy())))
+        })?,
+    }
     Ok(())
+}
+
+/// Writes a file that everybody can read. A reader finds the whole text or the former file. The name of the unfinished
+/// file does not end in .prom, which `node_exporter` would read.
+fn replace(file: &Path, text: &str) -> io::Result<()> {
+    // A device has the same name for all programs.
+    if fs::symlink_metadata(file).is_ok_and(|there| !there.is_file()) {
+        return Err(io::Error::other("it is there, and is no regular file"));
+    }
+    let mut unfinished = file.as_os_str().to_owned();
+    unfinished.push(".new");
+    let unfinished = Path::new(&unfinished);
+    // Of a run that was killed. A link of somebody else's would lead elsewhere.
+    if let Err(error) = fs::remove_file(unfinished)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        return Err(error);
+    }
+    let mut new = File::create_new(unfinished)?;
+    let written = new
+        .set_permissions(Permissions::from_mode(0o644))
+        .and_then(|()| new.write_all(text.as_bytes()))
+        .and_then(|()| fs::rename(unfinished, file));
+    // A disk that is full now has room for the next try.
+    written.inspect_err(|_| {
+        let _ = fs::remove_file(unfinished);
+    })
 }
 
 /// A refusal to list the clients is a metric, `yunion_mps_clients_known 0`. Any other failure ends the command.
@@ -46,168 +102,162 @@ async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
     }
 }
 
-/// None: the service does not run.
-#[derive(Debug)]
-struct Metrics(Option<Published>);
-
-impl Collector for Metrics {
-    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut to = Families(encoder);
-        to.one("up", "Whether yunion-mps-daemon runs.", flag(self.0.is_some()))?;
-        let Some(published) = &self.0 else { return Ok(()) };
-        published.service(&mut to)?;
-        published.control_daemons(&mut to)?;
-        published.gpus(&mut to)?;
-        published.devices(&mut to)?;
-        published.clients(&mut to)
-    }
-}
-
 impl Published {
-    fn service(&self, to: &mut Families<'_>) -> fmt::Result {
+    fn all(&self, to: &mut Families, each_client: bool) {
+        self.service(to);
+        self.control_daemons(to);
+        self.gpus(to);
+        self.devices(to);
+        self.clients(to);
+        if each_client {
+            self.each_client(to);
+        }
+    }
+
+    fn service(&self, to: &mut Families) {
         let Service { version, driver_version, state, enabled, generation, .. } = &*self.service;
         let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
-        to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()])?;
+        to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()]);
         let states = states(&SERVICE_STATES, &printable(state), &Vec::new());
-        to.gauge("service_state", "1 for the state that the service is in.", None, states)?;
-        to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled))?;
+        to.gauge("service_state", "1 for the state that the service is in.", None, states);
+        to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled));
         to.one(
             "generation",
             "Number that grows with every change of the published devices, and starts again with the service.",
-            *generation,
-        )?;
+            *generation as f64,
+        );
         let last = self.events.iter().map(|event| event.at).max();
         let last = last.map(|microseconds| (Vec::new(), microseconds as f64 / 1e6));
-        to.gauge("last_event_timestamp", "Time of the last event.", Some(Unit::Seconds), last)
+        to.gauge("last_event_timestamp", "Time of the last event.", Some(Unit::Seconds), last);
     }
 
-    fn control_daemons(&self, to: &mut Families<'_>) -> fmt::Result {
+    fn control_daemons(&self, to: &mut Families) {
         let daemons = &self.control_daemons;
         let states = daemons
             .iter()
             .flat_map(|daemon| states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &daemon.labels()));
-        to.gauge("control_daemon_state", "1 for the state that the control daemon is in.", None, states)?;
+        to.gauge("control_daemon_state", "1 for the state that the control daemon is in.", None, states);
         to.each("control_daemon_servers", "The MPS servers that run.", None, daemons, |daemon| {
-            Some(daemon.servers.len())
-        })?;
+            Some(number(daemon.servers.len()))
+        });
         to.counter(
             "control_daemon_restarts",
             "Restarts of the control daemon since the service started.",
             daemons,
             |daemon| daemon.restarts,
-        )?;
+        );
         to.counter(
             "server_restarts",
             "MPS servers that replaced an earlier one since the service started.",
             daemons,
             |daemon| daemon.server_restarts,
-        )?;
+        );
         to.counter(
             "faults",
             "Fatal GPU errors of MPS servers since the service started.",
             daemons,
             |daemon| daemon.faults,
-        )
+        );
     }
 
-    fn gpus(&self, to: &mut Families<'_>) -> fmt::Result {
+    fn gpus(&self, to: &mut Families) {
         let info = |gpu: &Listed<Gpu>| {
             let model = ("model", text(gpu.model.as_ref()));
             let pci = ("pci", printable(&gpu.pci_bdf));
             let control_daemon = ("control_daemon", printable(&gpu.control_daemon));
             [gpu.labels(), vec![model, pci, control_daemon]].concat()
         };
-        to.info("gpu_info", "The GPUs that are configured.", self.gpus.iter().map(info))?;
+        to.info("gpu_info", "The GPUs that are configured.", self.gpus.iter().map(info));
         to.each(
             "gpu_healthy",
             "Whether a client of the GPU that starts now is served with its limits.",
             None,
             &self.gpus,
             |gpu| Some(flag(gpu.healthy)),
-        )?;
+        );
         to.each("gpu_devices", "The virtual devices that the GPU is cut into.", None, &self.gpus, |gpu| {
-            Some(gpu.virtual_num)
-        })?;
+            Some(f64::from(gpu.virtual_num))
+        });
         to.each("gpu_memory", "The memory of the GPU.", Some(Unit::Bytes), &self.gpus, |gpu| {
             gpu.mps_memory_total.map(bytes)
-        })
+        });
     }
 
-    fn devices(&self, to: &mut Families<'_>) -> fmt::Result {
+    fn devices(&self, to: &mut Families) {
         let devices = self.devices.as_deref().unwrap_or_default();
-        to.info("device_info", "The virtual devices.", devices.iter().map(|device| device.labels()))?;
+        to.info("device_info", "The virtual devices.", devices.iter().map(|device| device.labels()));
         to.each(
             "device_healthy",
             "Whether a client that starts now gets the virtual device and is served with its limits.",
             None,
             devices,
             |device| Some(flag(device.healthy)),
-        )?;
+        );
         to.each(
             "device_drained",
             "Whether the virtual device is taken out of use for new clients.",
             None,
             devices,
             |device| Some(flag(device.drained)),
-        )?;
+        );
         to.each(
             "device_memory_limit",
             "The GPU memory that each client of the virtual device may have.",
             Some(Unit::Bytes),
             devices,
             |device| device.mps_memory_limit.map(bytes),
-        )?;
+        );
         to.each(
             "device_threads_limit",
             "The share of the GPU's threads that each client of the virtual device may have active.",
-            Some(Unit::Other("ratio".to_owned())),
+            Some(Unit::Ratio),
             devices,
             |device| Some(f64::from(device.mps_thread_percentage) / 100.0),
-        )?;
+        );
         to.each(
             "device_limits_enforced",
             "Whether the GPU enforces the two limits.",
             None,
             devices,
             |device| Some(flag(device.limits_enforced)),
-        )?;
+        );
         to.each(
             "device_max_clients",
             "The most clients that the virtual device may have.",
             None,
             devices,
-            |device| device.max_clients,
-        )?;
+            |device| device.max_clients.map(f64::from),
+        );
         to.each(
             "device_overuse",
             "Whether the clients of the virtual device have more memory together, or are more, than it may have.",
             None,
             devices,
             |device| device.overuse.as_ref().map(|overuse| flag(!overuse.is_empty())),
-        )
+        );
     }
 
-    fn clients(&self, to: &mut Families<'_>) -> fmt::Result {
+    fn clients(&self, to: &mut Families) {
         to.one(
             "clients_known",
             "Whether every control daemon listed its clients; if not, the metrics of clients are left out.",
             flag(self.clients.is_ok()),
-        )?;
-        let Ok(clients) = &self.clients else { return Ok(()) };
+        );
+        let Ok(clients) = &self.clients else { return };
         let of_gpu = |gpu: &Gpu, bypass: bool| {
             let on_it = |client: &&Listed<Client>| gpu.device_path.as_ref() == Some(&client.gpu);
-            Some(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count())
+            Some(number(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count()))
         };
         to.each("gpu_clients", "The processes that use the GPU through MPS.", None, &self.gpus, |gpu| {
             of_gpu(gpu, false)
-        })?;
+        });
         to.each(
             "gpu_bypass_processes",
             "The processes that use the GPU without our MPS server.",
             None,
             &self.gpus,
             |gpu| of_gpu(gpu, true),
-        )?;
+        );
         let devices = self.devices.as_deref().unwrap_or_default();
         let used = used(devices, clients);
         let of_device = |device: &Device| used.get(device.addr.as_str()).copied().unwrap_or_default();
@@ -216,29 +266,35 @@ impl Published {
             "The processes that say that they were given the virtual device.",
             None,
             devices,
-            |device| Some(of_device(device).clients),
-        )?;
+            |device| Some(number(of_device(device).clients)),
+        );
         to.each(
             "device_memory_used",
             "The GPU memory that the clients of the virtual device hold.",
             Some(Unit::Bytes),
             devices,
             |device| Some(of_device(device).bytes),
-        )
+        );
+    }
+
+    fn each_client(&self, to: &mut Families) {
+        let Ok(clients) = &self.clients else { return };
+        let devices = self.devices.as_deref().unwrap_or_default();
+        let (series, left_out) = series(clients, devices, &self.gpus);
+        to.gauge("client_memory_used", "The GPU memory that the client holds.", Some(Unit::Bytes), series);
+        to.one(
+            "clients_left_out",
+            "The clients without series of their own, since there are too many.",
+            number(left_out),
+        );
     }
 }
 
-/// The clients of each slice and their memory, by the slice that each client was given on its GPU.
+/// The clients of each slice and their memory.
 fn used<'d>(devices: &'d [Listed<Device>], clients: &[Listed<Client>]) -> BTreeMap<&'d str, Used> {
     let mut used: BTreeMap<&str, Used> = BTreeMap::new();
     for client in clients.iter().filter(|client| !client.bypass) {
-        let given: BTreeSet<&str> =
-            client.device.iter().flat_map(|all| all.split(',')).map(str::trim).collect();
-        // Two slices of one GPU can't be joined: a client that names both has one.
-        let device = devices.iter().find(|device| {
-            given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
-        });
-        if let Some(device) = device {
+        if let Some(device) = slice_of(client, devices) {
             let used = used.entry(&device.addr).or_default();
             used.clients += 1;
             used.bytes += client.memory_mib.map(bytes).unwrap_or_default();
@@ -247,10 +303,57 @@ fn used<'d>(devices: &'d [Listed<Device>], clients: &[Listed<Client>]) -> BTreeM
     used
 }
 
+/// The slice that the client was given on its GPU.
+fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
+    let given: BTreeSet<&str> = client.device.iter().flat_map(|all| all.split(',')).map(str::trim).collect();
+    // Two slices of one GPU can't be joined: a client that names both has one.
+    let device = devices.iter().find(|device| {
+        given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
+    });
+    device.map(|device| &**device)
+}
+
+/// The series of the memory of each client, and the number of clients that have none since there are too many.
+fn series(
+    clients: &[Listed<Client>],
+    devices: &[Listed<Device>],
+    gpus: &[Listed<Gpu>],
+) -> (Vec<(Labels, f64)>, usize) {
+    // Collectors refuse a text that has a series twice.
+    let known: BTreeMap<(&str, u32), (&Client, i32)> = clients
+        .iter()
+        .filter(|client| !client.bypass)
+        .filter_map(|client| Some(((client.gpu.as_str(), client.pid), (&**client, client.memory_mib?))))
+        .collect();
+    let mut most: Vec<_> = known.into_iter().collect();
+    most.sort_by_key(|(_, (_, memory))| Reverse(*memory));
+    let left_out = most.len().saturating_sub(MOST_CLIENTS);
+    most.truncate(MOST_CLIENTS);
+    most.sort_by_key(|(place, _)| *place);
+    let sample = |(client, memory): (&Client, i32)| {
+        let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(&client.gpu));
+        let labels = vec![
+            ("device", slice_of(client, devices).map(|device| printable(&device.addr)).unwrap_or_default()),
+            ("gpu", gpu.map(|gpu| printable(&gpu.addr)).unwrap_or_default()),
+            ("uuid", printable(&client.gpu)),
+            ("pid", client.pid.to_string()),
+            ("user", bounded(client.user.as_ref())),
+            ("container_id", bounded(client.container_id.as_ref())),
+        ];
+        (labels, bytes(memory))
+    };
+    (most.into_iter().map(|(_, client)| sample(client)).collect(), left_out)
+}
+
+/// The text of a label that others have chosen.
+fn bounded(known: Option<&String>) -> String {
+    text(known).chars().take(LABEL).collect()
+}
+
 #[derive(Debug, Clone, Copy, Default)]
 struct Used {
     clients: usize,
-    bytes: i64,
+    bytes: f64,
 }
 
 /// A row that the labels of its metrics name.
@@ -282,7 +385,7 @@ impl Labelled for Device {
 }
 
 /// A sample for each state, 1 for the present state. A state that is not in the list has its sample at the end.
-fn states(known: &[&str], current: &str, labels: &Labels) -> Vec<(Labels, u64)> {
+fn states(known: &[&str], current: &str, labels: &Labels) -> Vec<(Labels, f64)> {
     let unknown = (!known.contains(&current)).then_some(current);
     let all = known.iter().copied().chain(unknown);
     let sample = |state: &str| {
@@ -297,81 +400,151 @@ fn text(known: Option<&String>) -> String {
     known.map(|text| printable(text)).unwrap_or_default()
 }
 
-fn bytes(mib: i32) -> i64 {
-    i64::from(mib) << 20
+fn bytes(mib: i32) -> f64 {
+    f64::from(mib) * 1_048_576.0
 }
 
-fn flag(is: bool) -> u64 {
-    u64::from(is)
+/// A number of things, exact up to 2^53.
+fn number(of: usize) -> f64 {
+    of as f64
 }
 
-/// Writes metric families. A family without a sample is left out.
-struct Families<'a>(DescriptorEncoder<'a>);
+fn flag(is: bool) -> f64 {
+    f64::from(u8::from(is))
+}
 
-impl Families<'_> {
-    fn gauge<V: EncodeGaugeValue>(
+/// The metrics so far.
+#[derive(Debug, Default)]
+struct Families(Vec<Family>);
+
+impl Families {
+    fn gauge(
         &mut self,
-        name: &str,
-        help: &str,
+        name: &'static str,
+        help: &'static str,
         unit: Option<Unit>,
-        samples: impl IntoIterator<Item = (Labels, V)>,
-    ) -> fmt::Result {
-        self.family((name, help, unit, MetricType::Gauge), samples, |metric, labels, value| {
-            if labels.is_empty() {
-                metric.encode_gauge(&value)
-            } else {
-                metric.encode_family(&labels)?.encode_gauge(&value)
-            }
-        })
+        samples: impl IntoIterator<Item = (Labels, f64)>,
+    ) {
+        let samples = samples.into_iter().collect();
+        self.0.push(Family { name, help, kind: Kind::Gauge, unit, samples });
     }
 
     /// A value without labels.
-    fn one<V: EncodeGaugeValue>(&mut self, name: &str, help: &str, value: V) -> fmt::Result {
-        self.gauge(name, help, None, [(Vec::new(), value)])
+    fn one(&mut self, name: &'static str, help: &'static str, value: f64) {
+        self.gauge(name, help, None, [(Vec::new(), value)]);
     }
 
     /// A value of each row; rows without the value are left out.
-    fn each<R: Labelled, V: EncodeGaugeValue>(
+    fn each<R: Labelled>(
         &mut self,
-        name: &str,
-        help: &str,
+        name: &'static str,
+        help: &'static str,
         unit: Option<Unit>,
         rows: &[Listed<R>],
-        value: impl Fn(&R) -> Option<V>,
-    ) -> fmt::Result {
-        self.gauge(name, help, unit, rows.iter().filter_map(|row| Some((row.labels(), value(row)?))))
+        value: impl Fn(&R) -> Option<f64>,
+    ) {
+        self.gauge(name, help, unit, rows.iter().filter_map(|row| Some((row.labels(), value(row)?))));
     }
 
     fn counter<R: Labelled>(
         &mut self,
-        name: &str,
-        help: &str,
+        name: &'static str,
+        help: &'static str,
         rows: &[Listed<R>],
         count: fn(&R) -> u32,
-    ) -> fmt::Result {
-        let samples = rows.iter().map(|row| (row.labels(), count(row)));
-        self.family((name, help, None, MetricType::Counter), samples, |metric, labels, value| {
-            metric.encode_family(&labels)?.encode_counter::<Labels, u32, u64>(&value, None)
-        })
+    ) {
+        let samples = rows.iter().map(|row| (row.labels(), f64::from(count(row)))).collect();
+        self.0.push(Family { name, help, kind: Kind::Counter, unit: None, samples });
     }
 
     /// Facts as labels of a 1. The type is not info: the parser of `node_exporter` is older than that type, and rejects the
     /// whole file if it does not know a type.
-    fn info(&mut self, name: &str, help: &str, samples: impl IntoIterator<Item = Labels>) -> fmt::Result {
-        self.gauge(name, help, None, samples.into_iter().map(|labels| (labels, 1u64)))
+    fn info(&mut self, name: &'static str, help: &'static str, samples: impl IntoIterator<Item = Labels>) {
+        self.gauge(name, help, None, samples.into_iter().map(|labels| (labels, 1.0)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt, symlink};
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn rows<R: serde::de::DeserializeOwned>(rows: impl IntoIterator<Item = Value>) -> Vec<Listed<R>> {
+        rows.into_iter().map(|row| Listed::read(row.as_object().unwrap().clone()).unwrap()).collect()
     }
 
-    fn family<V>(
-        &mut self,
-        (name, help, unit, kind): (&str, &str, Option<Unit>, MetricType),
-        samples: impl IntoIterator<Item = (Labels, V)>,
-        encode: impl Fn(&mut MetricEncoder<'_>, Labels, V) -> fmt::Result,
-    ) -> fmt::Result {
-        let mut samples = samples.into_iter().peekable();
-        if samples.peek().is_none() {
-            return Ok(());
+    #[test]
+    fn a_client_has_the_labels_that_are_known() {
+        let devices = rows([json!({"addr": "00:06.0-1", "device_path": "GPU-1"})]);
+        let gpus = rows([json!({"addr": "00:06.0", "device_path": "GPU-1"})]);
+        let id = "0123456789abcdef".repeat(4);
+        let long = format!("\u{1b}[2J{}", "ä".repeat(100_000));
+        let clients = rows([
+            json!({"pid": 9, "gpu": "GPU-2", "memory_mib": 1}),
+            json!({"pid": 8, "gpu": "GPU-1", "memory_mib": 2, "device": "00:06.0-1", "user": long, "container_id": id}),
+            json!({"pid": 7, "gpu": "GPU-1", "memory_mib": null}),
+            json!({"pid": 6, "gpu": "GPU-1", "memory_mib": 4, "bypass": true}),
+            // A text must not have a series twice.
+            json!({"pid": 9, "gpu": "GPU-2", "memory_mib": 1}),
+        ]);
+        let (series, left_out) = series(&clients, &devices, &gpus);
+        let user = format!("\u{fffd}[2J{}", "ä".repeat(60));
+        let labels = |values: [&str; 6]| -> Labels {
+            let names = ["device", "gpu", "uuid", "pid", "user", "container_id"];
+            names.into_iter().zip(values.map(str::to_owned)).collect()
+        };
+        assert_eq!(left_out, 0);
+        assert_eq!(
+            series,
+            [
+                (labels(["00:06.0-1", "00:06.0", "GPU-1", "8", &user, &id]), 2_097_152.0),
+                (labels(["", "", "GPU-2", "9", "", ""]), 1_048_576.0),
+            ]
+        );
+    }
+
+    #[test]
+    fn the_clients_with_the_most_memory_have_series() {
+        let clients =
+            |number: usize| rows((1..=number).map(|n| json!({"pid": n, "gpu": "GPU-1", "memory_mib": n})));
+        let (all, left_out) = series(&clients(MOST_CLIENTS), &[], &[]);
+        assert_eq!((all.len(), left_out), (MOST_CLIENTS, 0));
+        let (most, left_out) = series(&clients(MOST_CLIENTS + 3), &[], &[]);
+        assert_eq!((most.len(), left_out), (MOST_CLIENTS, 3));
+        let least = most.iter().map(|(_, bytes)| *bytes).fold(f64::INFINITY, f64::min);
+        assert!((least - 4.0 * 1_048_576.0).abs() < 1.0, "{least}");
+    }
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole_and_for_everybody_to_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("a.prom");
+        let elsewhere = directory.path().join("elsewhere");
+        fs::write(&elsewhere, "theirs").unwrap();
+        symlink(&elsewhere, directory.path().join("a.prom.new")).unwrap();
+        replace(&file, "one").unwrap();
+        let first = fs::metadata(&file).unwrap();
+        replace(&file, "two").unwrap();
+        let second = fs::metadata(&file).unwrap();
+        assert_eq!(fs::read_to_string(&file).unwrap(), "two");
+        assert_ne!(first.ino(), second.ino(), "a reader of the former file keeps it");
+        assert_eq!(second.mode() & 0o7777, 0o644);
+        assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "theirs");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 2, "nothing unfinished is left");
+    }
+
+    #[test]
+    fn only_a_regular_file_is_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let link = directory.path().join("link");
+        symlink("/dev/null", &link).unwrap();
+        for path in [directory.path(), &link] {
+            assert_eq!(replace(path, "").unwrap_err().to_string(), "it is there, and is no regular file");
         }
-        let mut metric = self.0.encode_descriptor(name, help, unit.as_ref(), kind)?;
-        samples.try_for_each(|(labels, value)| encode(&mut metric, labels, value))
+        let missing = directory.path().join("none/a.prom");
+        assert_eq!(replace(&missing, "").unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

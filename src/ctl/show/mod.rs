@@ -2,6 +2,9 @@
 
 pub(super) mod clients;
 pub(super) mod env;
+mod exposition;
+mod happened;
+pub(super) mod health;
 pub(super) mod list;
 pub(super) mod metrics;
 pub(super) mod status;

@@ -1,45 +1,44 @@
 //! `yunion-mpsctl status`.
 
+use std::collections::BTreeSet;
 use std::io::{self, Write};
+use std::time::Duration;
 
+use clap::Args;
 use serde_json::json;
+use tokio::time::timeout;
 
+use crate::counted::counted;
 use crate::ctl::published::known;
-use crate::ctl::show::table::{Column, Shown, health, pairs, table_of, with_unit};
-use crate::ctl::show::time;
+use crate::ctl::show::list::{Output, gpu_table};
+use crate::ctl::show::table::{Shown, Table, pairs, printable, table};
+use crate::ctl::show::{happened, time};
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
-use crate::dbus::rows::{ControlDaemon, Gpu, Service};
-use crate::supervisor::PROGRAM;
+use crate::dbus::rows::{Client, ControlDaemon, Gpu, Service};
 
-const CONTROL_DAEMONS: [Column<ControlDaemon>; 9] = [
-    ("Control daemon", |daemon| daemon.id.shown()),
-    ("State", |daemon| daemon.state.shown()),
-    ("Since", |daemon| time::local(time::from_seconds(daemon.since))),
-    ("For", |daemon| time::age(time::from_seconds(daemon.since))),
-    ("PID", |daemon| daemon.pid.shown()),
-    ("Servers", |daemon| daemon.servers.shown()),
-    ("Multi-user", |daemon| daemon.multiuser.shown()),
-    ("Starts", |daemon| daemon.starts.shown()),
-    ("Reason", |daemon| daemon.reason.shown()),
-];
+/// The state of a control daemon for which something else must happen first.
+const WAITING: &str = "waiting";
 
-const GPUS: [Column<Gpu>; 10] = [
-    ("GPU", |gpu| gpu.addr.shown()),
-    ("Model", |gpu| gpu.model.shown()),
-    ("Compute mode", |gpu| gpu.compute_mode.shown()),
-    ("Slices", |gpu| gpu.virtual_num.shown()),
-    ("Threads", |gpu| with_unit(Some(gpu.mps_thread_percentage), "%")),
-    ("confirmed", |gpu| with_unit(gpu.confirmed_thread_percentage, "%")),
-    ("Memory", |gpu| with_unit(gpu.mps_memory_limit, "MiB")),
-    ("confirmed", |gpu| with_unit(gpu.confirmed_memory_limit, "MiB")),
-    ("Enforced", |gpu| gpu.limits_enforced.shown()),
-    ("Health", |gpu| health(gpu.healthy, &gpu.reason)),
-];
+/// The time that a list of clients may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+#[derive(Debug, Args)]
+pub(in crate::ctl) struct Arguments {
+    /// `wide` adds columns, and the ways for NVIDIA's front end
+    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
+    output: Option<Output>,
+    /// Print everything as one JSON object
+    #[arg(long, conflicts_with = "output")]
+    pub(in crate::ctl) json: bool,
+    /// Draw the status again each second and with each change, until Ctrl-C; with --json print one line each change
+    #[arg(long)]
+    pub(in crate::ctl) watch: bool,
+}
 
 pub(in crate::ctl) async fn status(
     daemon: &DaemonProxy,
-    json: bool,
+    arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
     let service = daemon.service().await?;
@@ -47,61 +46,128 @@ pub(in crate::ctl) async fn status(
     let events = daemon.events().await?;
     // The state of the service says that it is still starting; the rest is worth showing.
     let gpus = known(daemon.gpus().await)?.unwrap_or_default();
-    if json {
+    if arguments.json {
         let all = json!({
             "service": service, "control_daemons": control_daemons, "gpus": gpus, "events": events,
         });
         return print_json(out, &all);
     }
+    let wide = arguments.output == Some(Output::Wide);
     print_service(out, &service)?;
     if !control_daemons.is_empty() {
-        let expendable = ["Since", "Multi-user", "Starts", "Servers", "For"];
-        writeln!(out, "\n{}", table_of(&CONTROL_DAEMONS, &control_daemons).leave_out(&expendable))?;
-        print_front_ends(out, &control_daemons)?;
+        writeln!(out, "\n{}", control_daemon_table(&control_daemons, &gpus, wide))?;
     }
     if !gpus.is_empty() {
-        let expendable = ["Enforced", "Compute mode", "Model", "confirmed"];
-        writeln!(out, "\n{}", table_of(&GPUS, &gpus).leave_out(&expendable))?;
+        let devices = known(daemon.devices().await)?.unwrap_or_default();
+        writeln!(out, "\n{}", gpu_table(&gpus, &devices, wide))?;
+    }
+    let waits = control_daemons.iter().any(|daemon| daemon.state == WAITING);
+    // Control daemons are asked for them, and one may hang: the rest of the screen is worth more.
+    let clients =
+        if waits { timeout(PATIENCE, daemon.clients()).await.ok().and_then(Result::ok) } else { None };
+    let reasons = reasons(&service, &control_daemons, &gpus, clients.as_deref());
+    if let Some(reasons) = reasons {
+        writeln!(out, "\n{reasons}")?;
     }
     if !events.is_empty() {
-        let mut lines = pairs();
-        for event in &events {
-            let at = time::from_microseconds(event.at);
-            lines.add_row([format!("  {} ({} ago)", time::local(at), time::age(at)), event.text.shown()]);
-        }
-        writeln!(out, "\nLast events:\n{lines}")?;
+        writeln!(out, "\nLast events:\n{}", happened::lines(&events))?;
     }
     Ok(())
 }
 
-/// The way for root to a control daemon that is not in the pipe directory.
-fn print_front_ends(out: &mut dyn Write, control_daemons: &[Listed<ControlDaemon>]) -> io::Result<()> {
-    let private = |daemon: &&Listed<ControlDaemon>| daemon.control_directory != daemon.pipe_directory;
-    for daemon in control_daemons.iter().filter(private) {
-        let (id, directory) = (daemon.id.shown(), daemon.control_directory.shown());
-        writeln!(out, "NVIDIA's front end of {id}: CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}")?;
+fn control_daemon_table(
+    control_daemons: &[Listed<ControlDaemon>],
+    gpus: &[Listed<Gpu>],
+    wide: bool,
+) -> Table {
+    let mut heads = vec!["CONTROL DAEMON", "STATE", "FOR"];
+    if wide {
+        heads.extend(["SINCE", "MULTI-USER", "FOR NVIDIA'S FRONT END"]);
     }
-    Ok(())
+    heads.extend(["STARTS", "PID", "SERVER"]);
+    let expendable = ["SINCE", "MULTI-USER", "STARTS", "FOR", "FOR NVIDIA'S FRONT END"];
+    let mut table = table(&heads).numbers(&["PID", "SERVER", "STARTS"]).leave_out(&expendable);
+    for daemon in control_daemons {
+        let since = time::from_seconds(daemon.since);
+        let mut row = vec![name(daemon, gpus), daemon.state.shown(), time::age(since)];
+        if wide {
+            let front_end = format!("CUDA_MPS_PIPE_DIRECTORY={}", daemon.control_directory.shown());
+            row.extend([time::local(since), daemon.multiuser.shown(), front_end]);
+        }
+        row.extend([daemon.starts.shown(), daemon.pid.shown(), daemon.servers.shown()]);
+        table.add_row(row);
+    }
+    table
+}
+
+/// The address of its GPU, where the id is the UUID of that GPU.
+fn name(daemon: &ControlDaemon, gpus: &[Listed<Gpu>]) -> String {
+    let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(&daemon.id));
+    gpu.map_or(&daemon.id, |gpu| &gpu.addr).shown()
+}
+
+/// The reasons of control daemons and GPUs that the service's own reason does not say.
+fn reasons(
+    service: &Service,
+    control_daemons: &[Listed<ControlDaemon>],
+    gpus: &[Listed<Gpu>],
+    clients: Option<&[Listed<Client>]>,
+) -> Option<Table> {
+    let of_daemons = control_daemons.iter().map(|daemon| {
+        (name(daemon, gpus), daemon.reason.as_str(), how_it_waits(daemon, control_daemons, clients))
+    });
+    let of_gpus = gpus.iter().map(|gpu| (gpu.addr.shown(), gpu.reason.as_str(), None));
+    let mut said = vec![service.state_reason.as_str()];
+    let mut notes = pairs();
+    let mut any = false;
+    for (subject, reason, more) in of_daemons.chain(of_gpus) {
+        let is_new = !said.iter().any(|said| said.contains(reason));
+        if is_new {
+            said.push(reason);
+        }
+        let note: Vec<String> = is_new.then(|| printable(reason)).into_iter().chain(more).collect();
+        if !note.is_empty() {
+            notes.add_row([subject, note.join("; ")]);
+            any = true;
+        }
+    }
+    any.then_some(notes)
+}
+
+/// Since when a control daemon waits, and for how many clients, if it waits.
+fn how_it_waits(
+    daemon: &ControlDaemon,
+    all: &[Listed<ControlDaemon>],
+    clients: Option<&[Listed<Client>]>,
+) -> Option<String> {
+    if daemon.state != WAITING {
+        return None;
+    }
+    let since = format!("it waits since {}", time::local(time::from_seconds(daemon.since)));
+    // A GPU that it still holds may be no GPU of its own any more.
+    let is_of_another =
+        |gpu: &String| all.iter().any(|other| other.id != daemon.id && other.gpus.contains(gpu));
+    let Some(clients) = clients else { return Some(since) };
+    let left = clients.iter().filter(|client| !client.bypass && !is_of_another(&client.gpu));
+    let left: BTreeSet<u32> = left.map(|client| client.pid).collect();
+    Some(format!("{since}, and has {}", counted(left.len(), "client")))
 }
 
 fn print_service(out: &mut dyn Write, service: &Service) -> io::Result<()> {
     let driver = match (service.driver_version.as_str(), service.state.as_str()) {
-        ("", "disabled") => "not looked for".to_owned(),
-        ("", _) => "none".to_owned(),
-        _ => service.driver_version.shown(),
+        ("", "disabled") => "driver not looked for".to_owned(),
+        ("", _) => "no driver".to_owned(),
+        _ => format!("driver {}", service.driver_version.shown()),
     };
-    let rows = [
-        ("State:", service.state.shown()),
-        ("Reason:", service.state_reason.shown()),
-        ("Version:", service.version.shown()),
-        ("Driver:", driver),
-        ("Generation:", service.generation.shown()),
-        ("Pipe directory:", service.pipe_directory.shown()),
-        ("Log directory:", service.log_directory.shown()),
-    ];
+    let state = match service.state_reason.shown() {
+        reason if reason.is_empty() => service.state.shown(),
+        reason => format!("{}: {reason}", service.state.shown()),
+    };
+    let version = service.version.shown();
     let mut lines = pairs();
-    for (name, text) in rows.iter().filter(|(name, text)| *name != "Reason:" || !text.is_empty()) {
-        lines.add_row([*name, text]);
-    }
+    lines.add_row(["State:", &state]);
+    lines.add_row(["Version:", &format!("{version}, {driver}, generation {}", service.generation)]);
+    lines.add_row(["Pipe directory:", &service.pipe_directory.shown()]);
+    lines.add_row(["Log directory:", &service.log_directory.shown()]);
     writeln!(out, "{lines}")
 }

@@ -14,6 +14,20 @@ use super::wait::DEADLINE;
 /// The rules of the system bus. `scripts/bus-conf.sh` has them from the same file.
 const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
+/// yunion-mpsctl with these arguments, on this bus.
+pub(crate) fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
+    let mut command = bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    command.args(arguments);
+    command
+}
+
+/// The exit status, and the texts on stdout and stderr.
+pub(crate) async fn ended(command: &mut Command) -> (Option<i32>, String, String) {
+    let output = output(command).await;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
 /// A dbus-daemon of our own; it ends with this value.
 pub(crate) struct PrivateBus {
     daemon: Child,

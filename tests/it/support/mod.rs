@@ -4,6 +4,8 @@ pub(crate) mod bus;
 pub(crate) mod client;
 pub(crate) mod host;
 pub(crate) mod listener;
+pub(crate) mod schema;
+pub(crate) mod screen;
 pub(crate) mod service;
 #[path = "../../support/skip.rs"]
 pub(crate) mod skip;

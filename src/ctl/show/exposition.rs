@@ -1,0 +1,154 @@
+//! Metrics as text, in the two formats that collectors read.
+
+use std::fmt::Write;
+
+use clap::ValueEnum;
+
+/// The format of the text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Format {
+    /// `OpenMetrics` 1.0, for Telegraf and collectors of its kind
+    Openmetrics,
+    /// Prometheus' text format 0.0.4, for the textfile collector of `node_exporter`
+    Prometheus,
+}
+
+/// The names of labels with their values.
+pub(super) type Labels = Vec<(&'static str, String)>;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Gauge,
+    Counter,
+}
+
+/// The unit of a value, which its name ends in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Unit {
+    Bytes,
+    Ratio,
+    Seconds,
+}
+
+/// A metric with all its samples.
+#[derive(Debug)]
+pub(super) struct Family {
+    /// Without the service's prefix, and without the unit.
+    pub(super) name: &'static str,
+    pub(super) help: &'static str,
+    pub(super) kind: Kind,
+    pub(super) unit: Option<Unit>,
+    pub(super) samples: Vec<(Labels, f64)>,
+}
+
+/// The text of all metrics. A metric without a sample is left out.
+pub(super) fn exposition(families: &[Family], format: Format) -> String {
+    let mut text = String::new();
+    for family in families.iter().filter(|family| !family.samples.is_empty()) {
+        family.append_to(&mut text, format);
+    }
+    if format == Format::Openmetrics {
+        text.push_str("# EOF\n");
+    }
+    text
+}
+
+impl Family {
+    fn append_to(&self, text: &mut String, format: Format) {
+        let mut name = format!("yunion_mps_{}", self.name);
+        let unit = self.unit.map(|unit| match unit {
+            Unit::Bytes => "bytes",
+            Unit::Ratio => "ratio",
+            Unit::Seconds => "seconds",
+        });
+        name.extend(unit.iter().flat_map(|unit| ["_", unit]));
+        let (kind, total) = match self.kind {
+            Kind::Gauge => ("gauge", ""),
+            Kind::Counter => ("counter", "_total"),
+        };
+        // The older format knows only the names of samples.
+        let described = match format {
+            Format::Openmetrics => name.clone(),
+            Format::Prometheus => format!("{name}{total}"),
+        };
+        *text += &format!("# HELP {described} {}\n# TYPE {described} {kind}\n", self.help);
+        if let (Some(unit), Format::Openmetrics) = (unit, format) {
+            *text += &format!("# UNIT {described} {unit}\n");
+        }
+        for (labels, value) in &self.samples {
+            *text += &format!("{name}{total}{} {value}\n", braces(labels));
+        }
+    }
+}
+
+/// The labels of a sample as the formats write them.
+fn braces(labels: &Labels) -> String {
+    if labels.is_empty() {
+        return String::new();
+    }
+    let mut text = String::from("{");
+    for (index, (name, value)) in labels.iter().enumerate() {
+        let comma = if index == 0 { "" } else { "," };
+        let value = value.replace('\\', r"\\").replace('"', r#"\""#).replace('\n', r"\n");
+        // A String takes everything.
+        let _ = write!(text, "{comma}{name}=\"{value}\"");
+    }
+    text.push('}');
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn families() -> [Family; 3] {
+        let odd = vec![("gpu", "0".to_owned()), ("user", "a\"b\\c\nd".to_owned())];
+        [
+            Family {
+                name: "faults",
+                help: "Faults.",
+                kind: Kind::Counter,
+                unit: None,
+                samples: vec![(Vec::new(), 2.0)],
+            },
+            Family {
+                name: "memory",
+                help: "Memory.",
+                kind: Kind::Gauge,
+                unit: Some(Unit::Bytes),
+                samples: vec![(odd, 24_159_191_040.0), (vec![("gpu", String::new())], 0.25)],
+            },
+            Family { name: "none", help: "None.", kind: Kind::Gauge, unit: None, samples: Vec::new() },
+        ]
+    }
+
+    #[test]
+    fn openmetrics_has_units_and_an_end() {
+        assert_eq!(
+            exposition(&families(), Format::Openmetrics),
+            "# HELP yunion_mps_faults Faults.\n\
+             # TYPE yunion_mps_faults counter\n\
+             yunion_mps_faults_total 2\n\
+             # HELP yunion_mps_memory_bytes Memory.\n\
+             # TYPE yunion_mps_memory_bytes gauge\n\
+             # UNIT yunion_mps_memory_bytes bytes\n\
+             yunion_mps_memory_bytes{gpu=\"0\",user=\"a\\\"b\\\\c\\nd\"} 24159191040\n\
+             yunion_mps_memory_bytes{gpu=\"\"} 0.25\n\
+             # EOF\n"
+        );
+    }
+
+    #[test]
+    fn the_older_format_describes_a_counter_by_the_name_of_its_samples() {
+        assert_eq!(
+            exposition(&families(), Format::Prometheus),
+            "# HELP yunion_mps_faults_total Faults.\n\
+             # TYPE yunion_mps_faults_total counter\n\
+             yunion_mps_faults_total 2\n\
+             # HELP yunion_mps_memory_bytes Memory.\n\
+             # TYPE yunion_mps_memory_bytes gauge\n\
+             yunion_mps_memory_bytes{gpu=\"0\",user=\"a\\\"b\\\\c\\nd\"} 24159191040\n\
+             yunion_mps_memory_bytes{gpu=\"\"} 0.25\n"
+        );
+    }
+}

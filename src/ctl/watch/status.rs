@@ -1,0 +1,126 @@
+//! `yunion-mpsctl status --watch`.
+
+use std::io::Write;
+use std::time::SystemTime;
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use super::{Watched, in_time, in_words, reader_has_gone, say};
+use crate::counted::counted;
+use crate::ctl::show::status::{Arguments, status};
+use crate::ctl::show::table::is_drawn_on;
+use crate::ctl::show::time;
+use crate::ctl::signals::Signals;
+use crate::ctl::{Error, escaped};
+
+pub(in crate::ctl) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error> {
+    if !arguments.json && !is_drawn_on() {
+        return Err(Error::Usage(
+            "status --watch draws on a terminal; elsewhere use status --watch --json, or events --follow"
+                .to_owned(),
+        ));
+    }
+    let mut interrupted = Signals::catch(&[Signal::INT])?;
+    tokio::select! {
+        followed = follow(arguments, out) => followed,
+        _ = interrupted.next() => {
+            if !arguments.json {
+                // Behind the last line, or the "^C" of the terminal.
+                writeln!(out)?;
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Returns when nobody reads the output any more.
+async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error> {
+    let mut watched = Watched::default();
+    let mut last = String::new();
+    while !reader_has_gone() {
+        let mut text = Vec::new();
+        let answer = async { status(&watched.daemon().await?, arguments, &mut text).await };
+        let answer = match in_time(answer).await {
+            Ok(()) => Ok(String::from_utf8_lossy(&text).into_owned()),
+            Err(Error::Bus(error)) => Err(in_words(&error)),
+            Err(error) => return Err(error),
+        };
+        if arguments.json {
+            print_change(&answer, &mut last, out)?;
+        } else {
+            let text = answer.unwrap_or_else(|words| words);
+            out.write_all(screen(&text, rows()).as_bytes())?;
+        }
+        out.flush()?;
+        watched.pause().await;
+    }
+    Ok(())
+}
+
+/// Prints one line if this is not what was printed last.
+fn print_change(
+    answer: &Result<String, String>,
+    last: &mut String,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    let text = match answer {
+        Ok(text) => escaped(&serde_json::from_str::<Value>(text)?.to_string()),
+        Err(words) => words.clone(),
+    };
+    if *last != text {
+        match answer {
+            Ok(_) => writeln!(out, "{text}")?,
+            Err(_) => say(&text),
+        }
+        *last = text;
+    }
+    Ok(())
+}
+
+/// The height of the terminal.
+fn rows() -> usize {
+    let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout());
+    size.ok().map(|size| usize::from(size.ws_row)).filter(|rows| *rows > 0).unwrap_or(24)
+}
+
+/// The text in place of the one before, with a first line that tells the time. Lines that have no room are counted in the
+/// last line.
+fn screen(text: &str, rows: usize) -> String {
+    let now = time::local(SystemTime::now());
+    let mut lines = vec![format!("yunion-mpsctl status at {now}; Ctrl-C ends"), String::new()];
+    lines.extend(text.lines().map(str::to_owned));
+    if lines.len() > rows {
+        let more = lines.len() - rows.saturating_sub(1);
+        lines.truncate(rows.saturating_sub(1));
+        lines.push(format!("({} more; yunion-mpsctl status shows all)", counted(more, "line")));
+    }
+    // Each line takes the place of an older one, and the rest of the screen is cleared.
+    format!("\u{1b}[H{}\u{1b}[K\u{1b}[J", lines.join("\u{1b}[K\r\n"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_screen_is_no_higher_than_the_terminal_and_says_so() {
+        let text = "one\ntwo\nthree\n";
+        let whole = screen(text, 5);
+        assert!(whole.starts_with("\u{1b}[Hyunion-mpsctl status at "), "{whole:?}");
+        assert!(whole.ends_with("one\u{1b}[K\r\ntwo\u{1b}[K\r\nthree\u{1b}[K\u{1b}[J"), "{whole:?}");
+        let cut = screen(text, 4);
+        assert_eq!(cut.lines().count(), 4);
+        assert!(cut.contains("one") && !cut.contains("two") && cut.contains("(2 lines more;"), "{cut:?}");
+    }
+
+    #[test]
+    fn json_is_printed_when_it_changes() {
+        let mut out = Vec::new();
+        let mut last = String::new();
+        for answer in ["{\n  \"a\": 1\n}", "{\"a\":1}", "{\"a\":\"\u{9b}\"}"] {
+            print_change(&Ok(answer.to_owned()), &mut last, &mut out).unwrap();
+        }
+        assert_eq!(String::from_utf8(out).unwrap(), "{\"a\":1}\n{\"a\":\"\\u009b\"}\n");
+    }
+}

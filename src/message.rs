@@ -1,0 +1,182 @@
+//! The messages on which an administrator acts. Each kind has an id of its own in the journal, `MESSAGE_ID`, by which
+//! `journalctl -x` finds an explanation (`packaging/journal`) and an alert finds the message.
+
+use std::fmt::Display;
+
+use tracing::Level;
+
+/// A kind of message. The ids never change: catalogs of other versions and the alerts of administrators name them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Message {
+    /// Every configured GPU is served.
+    ServiceReady,
+    /// Some GPU is not served, or something needs an administrator.
+    ServiceDegraded,
+    /// No GPU is served.
+    ServiceFailed,
+    /// A reload was refused.
+    ConfigurationRefused,
+    /// A configured GPU can't be served as it is, or is not there.
+    GpuNotServed,
+    /// The driver does not tell of a GPU that is served.
+    GpuUnreachable,
+    /// A critical error of a GPU (Xid).
+    CriticalError,
+    /// A server has met a fatal GPU error.
+    ServerFault,
+    /// The clients that a fatal GPU error has hit.
+    ClientsHit,
+    /// A server has ended, or did not start.
+    ServerFailed,
+    /// A control daemon has died, or could not be started. It is tried again.
+    ControlDaemonFailed,
+    /// A control daemon can't be started, or replaced, before something else has ended or changed.
+    ControlDaemonWaits,
+    /// A process uses a GPU without MPS.
+    Bypass,
+    /// A slice is over its budget.
+    OverBudget,
+    /// Clients of a slice that was over its budget, and the end of their work.
+    CutBack,
+    /// A stop or a change ends the work of clients.
+    ClientsEnd,
+    /// A compute mode could not be put back.
+    ComputeModeStays,
+}
+
+/// The subject of a message. Each part is a field of the journal.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct About<'a> {
+    /// The id of the control daemon.
+    pub(crate) control: Option<&'a str>,
+    /// The PID of the server.
+    pub(crate) server: Option<u32>,
+    /// The ordinal of the GPU in its control daemon.
+    pub(crate) ordinal: Option<usize>,
+    /// The UUID of the GPU.
+    pub(crate) gpu: Option<&'a str>,
+    /// The name of the slice.
+    pub(crate) slice: Option<&'a str>,
+    /// The number of the critical error.
+    pub(crate) xid: Option<u64>,
+}
+
+impl<'a> About<'a> {
+    /// A GPU, by its UUID.
+    pub(crate) fn gpu(uuid: &'a str) -> Self {
+        Self { gpu: Some(uuid), ..Self::default() }
+    }
+}
+
+impl Message {
+    fn id(self) -> &'static str {
+        match self {
+            Self::ServiceReady => "c026232c7047440a84b6f9e477130c55",
+            Self::ServiceDegraded => "291e469758344a35a1f4b5133cc5ae6a",
+            Self::ServiceFailed => "6477099a3b0343d3928dd53f406938e9",
+            Self::ConfigurationRefused => "ec90e16fdebb4b67b510bf1af0b35ff9",
+            Self::GpuNotServed => "263caf218236496da5f7b7c29ee2e886",
+            Self::GpuUnreachable => "12551244d7114580b5f8c54cbac4e3ab",
+            Self::CriticalError => "2d2069897d8e4e79888ebc79ae1510f0",
+            Self::ServerFault => "939d79c2708e4522b48521f8aad3f48e",
+            Self::ClientsHit => "57e7805926274fe582da0a03f05896fd",
+            Self::ServerFailed => "c836faf54aa145f8aa175bc46d3d86c9",
+            Self::ControlDaemonFailed => "f7779102edd04208a50ce6a74cd46996",
+            Self::ControlDaemonWaits => "79903a212a1346cba317a5795d7ca43d",
+            Self::Bypass => "9bb7249d4ded43d7aa3b5a3bbeace3db",
+            Self::OverBudget => "f595f3f7073844de93b404ee7d7b8aef",
+            Self::CutBack => "61c1fb17ab414c1aa60537b6700c840c",
+            Self::ClientsEnd => "80c66a3d2d324bf28b2ba614a589963e",
+            Self::ComputeModeStays => "51e6ee23f095479ea67759b068632422",
+        }
+    }
+
+    fn level(self) -> Level {
+        match self {
+            Self::ServiceReady => Level::INFO,
+            Self::ServiceFailed | Self::ConfigurationRefused | Self::CriticalError | Self::ClientsHit => {
+                Level::ERROR
+            }
+            Self::ServiceDegraded
+            | Self::GpuNotServed
+            | Self::GpuUnreachable
+            | Self::ServerFault
+            | Self::ServerFailed
+            | Self::ControlDaemonFailed
+            | Self::ControlDaemonWaits
+            | Self::Bypass
+            | Self::OverBudget
+            | Self::CutBack
+            | Self::ClientsEnd
+            | Self::ComputeModeStays => Level::WARN,
+        }
+    }
+
+    /// Logs a message of this kind.
+    pub(crate) fn log(self, about: About<'_>, text: impl Display) {
+        // The level of a tracing macro is a constant.
+        macro_rules! event {
+            ($level:ident) => {
+                tracing::event!(
+                    Level::$level,
+                    message_id = self.id(),
+                    mps_control = about.control,
+                    mps_server_pid = about.server.map(u64::from),
+                    mps_device = about.ordinal.and_then(|ordinal| u64::try_from(ordinal).ok()),
+                    gpu_uuid = about.gpu,
+                    mps_slice = about.slice,
+                    xid = about.xid,
+                    "{text}"
+                )
+            };
+        }
+        match self.level() {
+            Level::ERROR => event!(ERROR),
+            Level::WARN => event!(WARN),
+            _ => event!(INFO),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [Message; 17] = [
+        Message::ServiceReady,
+        Message::ServiceDegraded,
+        Message::ServiceFailed,
+        Message::ConfigurationRefused,
+        Message::GpuNotServed,
+        Message::GpuUnreachable,
+        Message::CriticalError,
+        Message::ServerFault,
+        Message::ClientsHit,
+        Message::ServerFailed,
+        Message::ControlDaemonFailed,
+        Message::ControlDaemonWaits,
+        Message::Bypass,
+        Message::OverBudget,
+        Message::CutBack,
+        Message::ClientsEnd,
+        Message::ComputeModeStays,
+    ];
+
+    /// As `tracing_journald` translates levels.
+    #[test]
+    fn the_page_has_each_kind_with_its_priority() {
+        let page = include_str!("../docs/journal.md");
+        let rows = ALL.map(|message| {
+            let priority = match message.level() {
+                Level::ERROR => 3,
+                Level::WARN => 4,
+                _ => 5,
+            };
+            format!("| `{}` | {priority} |", message.id())
+        });
+        let (_, table) = page.split_once("\n| `MESSAGE_ID` | priority | message |\n").unwrap();
+        let table = table.lines().skip(1).take_while(|line| line.starts_with('|'));
+        let beginnings: Vec<&str> = table.map(|line| &line[..line.rfind(" | ").unwrap() + 2]).collect();
+        assert_eq!(beginnings, rows);
+    }
+}

@@ -1,0 +1,367 @@
+//! Containers on the booted system, made by the engines themselves with the commands of docs/containers.md: each is a
+//! client of exactly its slice. A simulated GPU takes the place of the real one, so a CDI spec and a runtime of a few
+//! lines take the place of NVIDIA's. Every command of that page is run here or stands in [`ELSEWHERE`].
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::Check;
+use crate::machine::Machine;
+use crate::readme::lines;
+use crate::service::{HOST, HOST_CONF, SERVICE, UUID, control_daemons, serving};
+use crate::skip::skip;
+use crate::wait::wait_for;
+
+pub(crate) const CHECKS: &[Check] = &[
+    ("every_command_of_the_page_is_run_or_says_why_not", page),
+    ("podman_makes_a_client_of_exactly_this_slice", podman),
+    ("podman_refuses_a_slice_that_nobody_may_have_now", podman_refuses),
+    ("a_container_that_is_stopped_leaves_its_neighbour_alive", neighbours),
+    ("docker_makes_a_client_of_exactly_this_slice", docker),
+    ("compose_makes_a_client_of_exactly_this_slice", compose),
+];
+
+const PODMAN: &str = "podman run --rm $(yunion-mpsctl env 00:06.0-1 --format podman) IMAGE PROGRAM";
+const PODMAN_CDI: &str =
+    "podman run --rm --device nvidia.com/gpu=GPU-76aef7ff-... --device yunion.io/mps=00:06.0-1 IMAGE PROGRAM";
+const PODMAN_NAMES: &str =
+    "podman run --rm $(yunion-mpsctl env 00:06.0-1 --format cdi | sed 's/^/--device=/') IMAGE PROGRAM";
+const PODMAN_STOP: &str = "yunion-mpsctl terminate --container 4f1c2d3e5a6b && podman stop 4f1c2d3e5a6b";
+const DOCKER: &str = "docker run --rm $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE PROGRAM";
+const DOCKER_FREE: &str = "docker run --rm $(yunion-mpsctl env --free --format docker) IMAGE PROGRAM";
+const COMPOSE_FILE: &str = "yunion-mpsctl env 00:06.0-1 --format compose >mps-slice.yaml";
+const COMPOSE_UP: &str = "docker compose up";
+
+/// The commands that are run here.
+const RUN: [&str; 8] =
+    [PODMAN, PODMAN_CDI, PODMAN_NAMES, PODMAN_STOP, DOCKER, DOCKER_FREE, COMPOSE_FILE, COMPOSE_UP];
+
+/// The lines of the page that are not run here, and the reason.
+const ELSEWHERE: [(&str, &str); 8] = [
+    ("nvidia-ctk runtime configure --runtime=docker && systemctl restart docker", "needs NVIDIA's toolkit"),
+    (
+        "docker run --rm $(yunion-mpsctl env 00:06.0-1 --format podman) IMAGE PROGRAM",
+        "needs Docker 25 or newer; tried by hand, and Podman takes the same options here",
+    ),
+    ("{\"features\": {\"cdi\": true}}", "needs Docker 25 or newer"),
+    ("yunion-mpsctl env 00:06.0-1 --format cdi", "its output is in tests/golden"),
+    (
+        "ctr run --rm $(yunion-mpsctl env 00:06.0-1 --format cdi | sed 's/^/--device=/') IMAGE NAME PROGRAM",
+        "needs containerd 2; tried by hand",
+    ),
+    (
+        "{\"metadata\": {\"name\": \"job\"}, \"image\": {\"image\": \"IMAGE\"}, \"command\": [\"PROGRAM\"],",
+        "needs containerd 1.7 or newer, and crictl",
+    ),
+    (
+        "\"CDI_devices\": [{\"name\": \"nvidia.com/gpu=GPU-76aef7ff-...\"}, {\"name\": \"yunion.io/mps=00:06.0-1\"}]}",
+        "needs containerd 1.7 or newer, and crictl",
+    ),
+    (
+        "yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b",
+        "the same as with podman; tests/it/release.rs",
+    ),
+];
+
+const IMAGE: &str = "cuda-image";
+const SPEC: &str = "/var/run/cdi/yunion.io-mps.json";
+/// A script for one container: all that the page promises, in its own words.
+const SHOW: &str =
+    "env | sort; grep yunion /proc/self/mountinfo; touch $CUDA_MPS_PIPE_DIRECTORY/new; cuda-client props";
+
+fn page_text() -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/containers.md")).unwrap()
+}
+
+/// The lines of the Compose file on the page.
+fn compose_file(page: &str) -> String {
+    let from = page.lines().skip_while(|line| *line != "    services:");
+    let lines = from.take_while(|line| !line.is_empty());
+    lines.map(|line| format!("{}\n", line.strip_prefix("    ").unwrap())).collect()
+}
+
+fn page(_: &mut Machine) {
+    let page = page_text();
+    let compose = compose_file(&page);
+    let compose: Vec<&str> = compose.lines().map(str::trim).collect();
+    let known = |line: &&str| {
+        RUN.contains(line)
+            || compose.contains(line)
+            || ELSEWHERE.iter().any(|(elsewhere, _)| elsewhere == line)
+    };
+    let lines = lines(&page);
+    let unknown: Vec<&&str> = lines.iter().filter(|line| !known(line)).collect();
+    assert!(unknown.is_empty(), "docs/containers.md has lines that nobody runs: {unknown:#?}");
+    for line in RUN.iter().chain(ELSEWHERE.iter().map(|(line, _)| line)) {
+        assert!(lines.contains(line), "docs/containers.md has no line {line:?}");
+    }
+}
+
+/// A command of the page with this image, and a program that a shell reads.
+fn typed(command: &str, program: &str) -> String {
+    let command = command.replace("GPU-76aef7ff-...", UUID).replace("docker compose", "docker-compose");
+    command.replace("IMAGE", IMAGE).replace("PROGRAM", program)
+}
+
+/// The host serves and keeps a spec, and each engine that is there has the image.
+fn prepared(machine: &Machine, engine: &str) -> bool {
+    if !machine.run(&["sh", "-c", &format!("command -v {engine}")]).status.success() {
+        skip(engine, "the distribution in E2E_ROOT does not have it");
+        return false;
+    }
+    serving(machine);
+    machine.sh(&format!(
+        "grep -q cuda_mps_cdi_directory {HOST_CONF} || echo 'cuda_mps_cdi_directory: /var/run/cdi' >>{HOST_CONF}
+        systemctl reload {SERVICE}"
+    ));
+    wait_for("the spec", || machine.run(&["test", "-e", SPEC]).status.success().then_some(()));
+    // The image of somebody who has nothing but a CUDA program: a shell, and the libraries of the program.
+    machine.sh("[ ! -e /srv/image ] || exit 0
+        mkdir -p /srv/image/bin /srv/image/tmp
+        cp \"$(command -v busybox)\" /srv/image/bin/busybox
+        for name in sh cat env grep sort touch; do ln -s busybox /srv/image/bin/$name; done
+        for library in $(ldd /usr/lib/simulated/cuda-client | grep -o '/[^ ]*'); do
+            mkdir -p \"/srv/image$(dirname \"$library\")\"
+            cp -L \"$library\" \"/srv/image$library\"
+        done");
+    true
+}
+
+/// Podman, and NVIDIA's spec as the engines see it.
+fn with_podman(machine: &Machine) -> bool {
+    if !prepared(machine, "podman") {
+        return false;
+    }
+    // A container in this container has no overlay, no network and no controller for the number of processes. runc,
+    // since crun raises a limit that nobody in here may raise.
+    machine.write(
+        "/etc/containers/storage.conf",
+        "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\n\
+         graphroot = \"/var/lib/containers/storage\"\n",
+    );
+    machine.write(
+        "/etc/containers/containers.conf",
+        "[containers]\nnetns = \"none\"\npids_limit = 0\n[engine]\nruntime = \"runc\"\n",
+    );
+    let mount = |path: &str, place: &str, mode: &str| {
+        format!("{{hostPath: {path}, containerPath: {place}, options: [{mode}, nosuid, nodev, bind]}}")
+    };
+    machine.write(
+        "/etc/cdi/nvidia.yaml",
+        &format!(
+            "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\ncontainerEdits:\n  env: [NVIDIA_VISIBLE_DEVICES=void]\n\
+             devices:\n- name: {UUID}\n  containerEdits:\n    env: [YUNION_MPS_SIM={HOST}]\n    mounts:\n    \
+             - {}\n    - {}\n    - {}\n",
+            mount("/usr/lib/simulated/cuda-client", "/usr/bin/cuda-client", "ro"),
+            mount(&format!("{HOST}/gpus"), &format!("{HOST}/gpus"), "rw"),
+            mount(&format!("{HOST}/driver"), &format!("{HOST}/driver"), "ro"),
+        ),
+    );
+    machine.sh(&format!(
+        "podman rm --all --force --time 0 >/dev/null
+        podman image exists {IMAGE} || tar -C /srv/image -c . | podman import --quiet - {IMAGE}"
+    ));
+    true
+}
+
+/// Docker, and a runtime that adds the GPU as NVIDIA's does: if the environment names one.
+fn with_docker(machine: &Machine) -> bool {
+    if !prepared(machine, "dockerd") {
+        return false;
+    }
+    machine.write("/usr/local/bin/nvidia-container-runtime", &RUNTIME.replace("HOST", HOST));
+    machine.write(
+        "/etc/docker/daemon.json",
+        "{\"storage-driver\": \"vfs\", \"bridge\": \"none\", \"iptables\": false,
+          \"runtimes\": {\"nvidia\": {\"path\": \"/usr/local/bin/nvidia-container-runtime\"}}}",
+    );
+    machine.sh(&format!(
+        "chmod 755 /usr/local/bin/nvidia-container-runtime; systemctl start docker
+        docker image inspect {IMAGE} >/dev/null 2>&1 || tar -C /srv/image -c . | docker import - {IMAGE}"
+    ));
+    true
+}
+
+/// The machine forbids keyrings, and runc would make one.
+const RUNTIME: &str = r#"#!/usr/bin/python3
+import json, os, sys
+words = sys.argv[1:]
+if "create" in words:
+    path = os.path.join(words[words.index("--bundle") + 1], "config.json")
+    with open(path) as file:
+        spec = json.load(file)
+    environment = spec["process"]["env"]
+    if any(one.startswith("NVIDIA_VISIBLE_DEVICES=GPU-") for one in environment):
+        environment.append("YUNION_MPS_SIM=HOST")
+        for source, place in [("/usr/lib/simulated/cuda-client", "/usr/bin/cuda-client"),
+                              ("HOST/gpus", "HOST/gpus"), ("HOST/driver", "HOST/driver")]:
+            spec["mounts"].append({"type": "bind", "source": source, "destination": place, "options": ["bind"]})
+    with open(path, "w") as file:
+        json.dump(spec, file)
+    words.insert(words.index("create") + 1, "--no-new-keyring")
+os.execvp("runc", ["runc", *words])
+"#;
+
+/// The output of [`SHOW`] in a container with slice 1, mounted at this place.
+#[track_caller]
+fn is_a_client_of_slice_1(printed: &str, place: &str) {
+    for line in [
+        format!("CUDA_MPS_PIPE_DIRECTORY={place}"),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25".to_owned(),
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=35942M".to_owned(),
+        "YUNION_MPS_DEVICE=00:06.0-1".to_owned(),
+    ] {
+        assert!(printed.lines().any(|printed| printed == line), "no {line} in:\n{printed}");
+    }
+    // The slice's own directory and nothing else of the service, and nobody can write there.
+    let mounts: Vec<&str> = printed.lines().filter(|line| line.contains(" - ")).collect();
+    let [mount] = mounts[..] else { panic!("{mounts:?} in:\n{printed}") };
+    let words: Vec<&str> = mount.split(' ').collect();
+    assert!(words[3].ends_with("/pipe/slices/00_06.0-1") && words[4] == place, "{mount}");
+    assert!(words[5].split(',').any(|option| option == "ro"), "{mount}");
+    assert!(printed.contains("new: Read-only file system"), "{printed}");
+    // A quarter of the SMs, and of the memory with a context in it.
+    assert!(printed.contains(" sms 32 ") && printed.contains(" free 35797 "), "{printed}");
+}
+
+/// The clients, once there are so many.
+fn clients(machine: &Machine, number: usize) -> Vec<Value> {
+    wait_for("the clients", || {
+        let printed = machine.printed(&["yunion-mpsctl", "clients", "--json"]);
+        let clients: Vec<Value> = serde_json::from_str(&printed).unwrap();
+        (clients.len() == number).then_some(clients)
+    })
+}
+
+fn shown(machine: &Machine, command: &str) -> String {
+    machine.sh(&format!("{} 2>&1", typed(command, &format!("sh -c '{SHOW}'"))))
+}
+
+fn podman(machine: &mut Machine) {
+    if !with_podman(machine) {
+        return;
+    }
+    is_a_client_of_slice_1(&shown(machine, PODMAN), "/run/yunion-mps");
+    for command in [PODMAN_CDI, PODMAN_NAMES] {
+        let printed = shown(machine, command);
+        is_a_client_of_slice_1(&printed, "/run/yunion-mps-00_06.0-1");
+        // So NVIDIA's hook does not add the GPU a second time.
+        assert!(printed.contains("NVIDIA_VISIBLE_DEVICES=void\n"), "{printed}");
+    }
+    // The service knows the slice by the mount, whatever the container says, and a user who is not root of the host
+    // commands nobody.
+    for (user, may_command) in [
+        ("--user=0:0", "neighbours"),
+        ("--user=65534:65534", "nothing"),
+        ("--uidmap=0:100000:65536", "nothing"),
+    ] {
+        let options = format!("--rm --detach {user} --env YUNION_MPS_DEVICE=00:06.0-3");
+        let command = typed(PODMAN_CDI, "cuda-client hold 600").replace("--rm", &options);
+        let id = machine.sh(&command).trim().to_owned();
+        let client = &clients(machine, 1)[0];
+        assert_eq!(client["container_id"], id.as_str());
+        assert_eq!(
+            (&client["device"], &client["known_by"], &client["may_command"]),
+            (&"00:06.0-1".into(), &"mount".into(), &may_command.into())
+        );
+        machine.sh(&format!("podman rm --force --time 0 {id}"));
+        clients(machine, 0);
+    }
+}
+
+fn podman_refuses(machine: &mut Machine) {
+    if !with_podman(machine) {
+        return;
+    }
+    let run = typed(PODMAN_CDI, "cuda-client props");
+    let refused = |name: &str| {
+        let complaint = machine.complained(&["sh", "-c", &run.replace("00:06.0-1", name)]);
+        let name = format!("yunion.io/mps={name}");
+        assert!(complaint.contains("unresolvable CDI devices") && complaint.contains(&name), "{complaint}");
+    };
+    refused("00:06.0-4");
+
+    machine.sh("yunion-mpsctl drain 00:06.0-1");
+    let listed = |name: &str| machine.run(&["grep", "-q", &format!("\"{name}\""), SPEC]).status.success();
+    wait_for("a spec without the slice", || (!listed("00:06.0-1")).then_some(()));
+    refused("00:06.0-1");
+    let complaint = machine.complained(&["yunion-mpsctl", "env", "00:06.0-1", "--format", "podman"]);
+    assert!(complaint.contains("00:06.0-1 is drained for new clients"), "{complaint}");
+    machine.sh(&run.replace("00:06.0-1", "00:06.0-2"));
+    machine.sh("yunion-mpsctl undrain 00:06.0-1");
+    wait_for("the slice in the spec", || listed("00:06.0-1").then_some(()));
+    machine.sh(&run);
+
+    // No control daemon starts: no slice is healthy.
+    let fault = format!("{HOST}/mps/fault/start-exits");
+    machine.sh(&format!("touch {fault}; kill -KILL {}", control_daemons(machine)[0]));
+    wait_for("no spec", || (!machine.run(&["test", "-e", SPEC]).status.success()).then_some(()));
+    refused("00:06.0-1");
+    machine.sh(&format!("rm {fault}"));
+    wait_for("the slice in the spec", || listed("00:06.0-1").then_some(()));
+    machine.sh(&run);
+}
+
+/// Both compute in a long kernel, where a mere stop would be a fault for the other.
+fn neighbours(machine: &mut Machine) {
+    if !with_podman(machine) {
+        return;
+    }
+    let start = |slice: &str| {
+        let run = typed(PODMAN_CDI, "cuda-client long 600").replace("--rm", "--detach");
+        machine.sh(&run.replace("00:06.0-1", slice)).trim().to_owned()
+    };
+    let (stopped, neighbour) = (start("00:06.0-1"), start("00:06.0-2"));
+    clients(machine, 2);
+    machine.sh(&PODMAN_STOP.replace("4f1c2d3e5a6b", &stopped[..12]));
+    machine.sh(&format!("podman rm {stopped}"));
+    let left = clients(machine, 1);
+    assert_eq!(left[0]["container_id"], neighbour.as_str());
+    let state = machine.printed(&["podman", "inspect", "--format", "{{.State.Status}}", &neighbour]);
+    assert_eq!(state.trim(), "running");
+    // Its neighbour would end with a container that is simply killed, as the page says.
+    let second = start("00:06.0-3");
+    clients(machine, 2);
+    machine.sh(&format!("podman rm --force --time 0 {second}"));
+    let ended = machine.printed(&["podman", "wait", &neighbour]);
+    assert_eq!(ended.trim(), "3", "an error of its kernel");
+}
+
+fn docker(machine: &mut Machine) {
+    if !with_docker(machine) {
+        return;
+    }
+    is_a_client_of_slice_1(&shown(machine, DOCKER), "/run/yunion-mps");
+    let printed = shown(machine, DOCKER_FREE);
+    assert!(printed.contains("YUNION_MPS_DEVICE=00:06.0-0\n") && printed.contains(" sms 32 "), "{printed}");
+    let run = typed(DOCKER, "cuda-client hold 600").replace("--rm", "--rm --detach");
+    let id = machine.sh(&run).trim().to_owned();
+    let client = &clients(machine, 1)[0];
+    assert_eq!(client["container_id"], id.as_str());
+    assert_eq!((&client["device"], &client["known_by"]), (&"00:06.0-1".into(), &"mount".into()));
+    machine.sh(&format!("docker rm --force {id}"));
+    clients(machine, 0);
+}
+
+fn compose(machine: &mut Machine) {
+    if !with_docker(machine) {
+        return;
+    }
+    let file = compose_file(&page_text());
+    assert!(file.contains("image: IMAGE") && file.contains("command: PROGRAM"), "{file}");
+    machine.write("/root/compose/show.sh", SHOW);
+    // No network is left to join.
+    let lines = "sh /show.sh\n    network_mode: none\n    volumes: ['./show.sh:/show.sh:ro']";
+    let file = file.replace("IMAGE", IMAGE).replace("PROGRAM", lines);
+    machine.write("/root/compose/compose.yaml", &file);
+    let up = format!("cd /root/compose; {COMPOSE_FILE}; {} --no-color", typed(COMPOSE_UP, ""));
+    let printed = machine.sh(&format!("{up} 2>&1"));
+    let printed: String = printed
+        .lines()
+        .map(|line| format!("{}\n", line.split_once("| ").map_or(line, |(_, printed)| printed.trim_start())))
+        .collect();
+    is_a_client_of_slice_1(&printed, "/run/yunion-mps");
+    machine.sh("cd /root/compose; docker-compose down 2>&1");
+}

@@ -1,0 +1,150 @@
+//! The words of the README, taken from it and typed on a fresh system without configuration: its commands alone make
+//! GPUs served. A command of the README that is not run here stands in [`ELSEWHERE`].
+
+use std::fs;
+use std::path::Path;
+
+use crate::Check;
+use crate::machine::{Machine, text};
+use crate::package::DEB;
+use crate::service::{HOST, ON_HOST, SERVICE, compute_mode, control_daemons, new_host, state};
+
+/// Every README. Each of them has all commands.
+const READMES: [&str; 2] = ["README.md", "README.zh-CN.md"];
+
+/// The commands and lines of configuration that are not run here: where they are, or why they can't be.
+const ELSEWHERE: [(&str, &str); 19] = [
+    ("yunion-mpsctl top", "needs a terminal and somebody at the keys; tests/it/top.rs"),
+    ("yunion-mpsctl events --follow", "ends when somebody presses Ctrl-C; tests/it/watch.rs"),
+    ("kubectl rollout restart ds -n onecloud default-host", "needs a platform"),
+    ("climc isolated-device-list", "needs a platform"),
+    ("make demo", "run by .ci/run"),
+    ("make test", "runs this"),
+    (
+        "make deb && apt-get install ./dist/yunion-mps-daemon_*.deb",
+        "the package that is installed here is from make deb",
+    ),
+    (
+        "make rpm && yum install ./dist/yunion-mps-daemon-*.rpm",
+        "needs yum; package::RPM_CHECKS install it with rpm",
+    ),
+    ("make build && make install", "needs the sources; tests/it/packaging.rs runs packaging/install.sh"),
+    ("enable_cuda_mps: true", "package::enable writes it"),
+    ("container_device_config_file: /etc/yunion/host_container_device.yml", "package::enable writes it"),
+    ("devices:", "package::enable writes it"),
+    ("- path: /dev/dri/renderD128", "package::enable writes it"),
+    ("type: NVIDIA_MPS", "package::enable writes it"),
+    ("virtual_number: 4", "package::enable writes it"),
+    ("docker run $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE", "the checks of containers run it"),
+    ("podman run $(yunion-mpsctl env 00:06.0-1 --format podman) IMAGE", "the checks of containers run it"),
+    ("yunion-mpsctl terminate 1153 && kill 1153", "has a PID of its own; tests/it/release.rs"),
+    (
+        "yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b",
+        "needs docker; tests/it/release.rs ends the work of a container",
+    ),
+];
+
+pub(crate) const CHECKS: &[Check] = &[("its_words_alone_make_a_fresh_system_serve", words)];
+
+/// Where the commands are typed: the package is there, and a CUDA program.
+const DIRECTORY: &str = "/root/readme";
+
+/// The simulated GPUs on the system itself: no option and no setting leads there. A container's /sys can't be written, but
+/// another directory can take its place, with all else in it that was there.
+pub(crate) fn on_simulated_hardware(machine: &Machine) {
+    new_host(machine);
+    machine.sh(&format!(
+        "cp -a {HOST}/sysroot/sys /srv/sys
+        for part in $(cd /sys && echo * devices/system); do
+            [ ! -e /srv/sys/$part ] || continue
+            mkdir /srv/sys/$part
+            mount --rbind /sys/$part /srv/sys/$part
+        done
+        mount --rbind /srv/sys /sys
+        cp -a {HOST}/sysroot/dev/dri {HOST}/sysroot/dev/nvidia* /dev/
+        mkdir -p /usr/share/hwdata
+        cp {HOST}/sysroot/usr/share/hwdata/pci.ids /usr/share/hwdata/"
+    ));
+    // The driver is no file of the system either.
+    machine.write(
+        &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
+        &format!(
+            "[Service]\nEnvironment=YUNION_MPS_SIM={HOST} LD_LIBRARY_PATH={HOST}/lib PATH={HOST}/bin:/usr/bin:/bin\n\
+             ReadWritePaths={HOST}\n"
+        ),
+    );
+    // A person would answer that. There is no network for packages that are only recommended.
+    let settings = "APT::Get::Assume-Yes \"true\";\nAPT::Install-Recommends \"false\";\n";
+    machine.write("/etc/apt/apt.conf.d/99readme", settings);
+    machine.sh(&format!(
+        "mkdir {DIRECTORY}; cp {DEB} {DIRECTORY}/yunion-mps-daemon_0_all.deb
+        printf '#!/bin/sh\\nexec cuda-client props\\n' >{DIRECTORY}/a-cuda-program
+        chmod +x {DIRECTORY}/a-cuda-program; systemctl daemon-reload"
+    ));
+}
+
+/// The lines of the indented blocks, without the comments behind them. The fenced blocks are recorded screens, which
+/// `tests/it/screens.rs` compares.
+pub(crate) fn lines(readme: &str) -> Vec<&str> {
+    let outside = readme.split("```").step_by(2).flat_map(str::lines);
+    let indented = outside.filter_map(|line| line.strip_prefix("    "));
+    let lines = indented.map(|line| line.split("  #").next().unwrap_or_default().trim());
+    lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect()
+}
+
+fn words(machine: &mut Machine) {
+    for readme in READMES {
+        let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(readme)).unwrap();
+        let lines = lines(&text);
+        for (line, why) in ELSEWHERE {
+            assert!(lines.contains(&line), "{readme} has no line {line:?}, which was not run: {why}");
+        }
+        fresh(machine);
+        let commands = lines.iter().filter(|line| !ELSEWHERE.iter().any(|(elsewhere, _)| elsewhere == *line));
+        let mut served = 0;
+        for command in commands {
+            let printed = typed(machine, command);
+            println!("    {readme}: {command}");
+            match *command {
+                "yunion-mpsctl run --free -- ./a-cuda-program" => {
+                    assert!(printed.contains("yunion-mpsctl: takes 00:06.0-0 (H200"), "{printed}");
+                    // A tenth of the 132 SMs, which GPUs hand out in pairs.
+                    assert!(printed.contains(" sms 12 "), "{printed}");
+                    // Without the platform a program also finds its way by itself, to the same limits.
+                    assert!(typed(machine, "./a-cuda-program").contains(" sms 12 "));
+                    assert_eq!(compute_mode(machine), "Exclusive_Process");
+                    assert_eq!(state(machine), "ready");
+                    served += 1;
+                }
+                "yunion-mpsctl list" => assert!(printed.contains("00:06.0-9"), "{printed}"),
+                "systemctl start yunion-mps-daemon" => assert_eq!(state(machine), "ready"),
+                "yunion-mpsctl undrain --all" => {
+                    // All is as it was after the first commands.
+                    let again = typed(machine, "yunion-mpsctl run --free -- ./a-cuda-program");
+                    assert!(again.contains("takes 00:06.0-0"), "{again}");
+                    served += 1;
+                }
+                _ => {}
+            }
+        }
+        assert_eq!(served, 2, "{readme} does not end with a host that serves");
+    }
+}
+
+/// A system as it was installed, whatever the README before has left.
+fn fresh(machine: &Machine) {
+    machine
+        .sh("! dpkg-query --show yunion-mps-daemon >/dev/null 2>&1 || apt-get purge --yes yunion-mps-daemon
+        rm -rf /etc/yunion /tmp/nvidia-mps");
+    assert_eq!(control_daemons(machine), Vec::<String>::new());
+}
+
+/// A command of the README, as a person types it who sees the simulated driver. Returns its output, with all complaints.
+#[track_caller]
+fn typed(machine: &Machine, command: &str) -> String {
+    let script = format!("{ON_HOST} export HOME=/root; cd {DIRECTORY}; {command}");
+    let output = machine.run(&["bash", "-c", &script]);
+    let printed = text(&output.stdout) + &text(&output.stderr);
+    assert!(output.status.success(), "{command}: {}\n{printed}", output.status);
+    printed
+}

@@ -1,0 +1,266 @@
+//! Slurm places jobs onto slices: the guide's words, its cancelled jobs, and the neighbours of these jobs.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::Check;
+use crate::machine::{Machine, text};
+use crate::package;
+use crate::service::{DEVICES, HOST, HOST_CONF, UUID, new_host, serving, state};
+use crate::wait::wait_for;
+
+pub(crate) const CHECKS: &[Check] = &[
+    ("the_guide_makes_slices_gpus_of_slurm", guide),
+    ("each_job_has_a_slice_of_its_own", own_slices),
+    ("scancel_in_the_middle_of_a_kernel_leaves_the_neighbour_alive", cancelled),
+    ("without_srun_in_a_batch_script_the_neighbour_ends_as_the_guide_warns", unprotected),
+    ("a_user_ends_no_work_of_another", of_another),
+    ("a_job_beyond_its_time_limit_leaves_the_neighbour_alive", beyond_time_limit),
+];
+
+/// The lines of the guide that stand there for somebody else than us.
+const ELSEWHERE: [(&str, &str); 2] = [
+    ("scontrol update NodeName=node1 State=DRAIN Reason=\"new driver\"", "the node has another name"),
+    ("yunion-mpsctl drain --all --wait", "readme::CHECKS run it"),
+];
+
+const JOBS: &str = "/srv/jobs";
+const TYPE: &str = "h200_sxm_141gb.35gb";
+
+/// The guide's indented lines, from a line that begins with `from` to a line that ends with `to`.
+fn lines(from: &str, to: &str) -> String {
+    let guide = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/slurm.md")).unwrap();
+    let indented = guide.lines().filter_map(|line| line.strip_prefix("    ")).map(str::trim);
+    let lines: Vec<&str> = indented.skip_while(|line| !line.starts_with(from)).collect();
+    let end = lines.iter().position(|line| line.ends_with(to));
+    let end = end.unwrap_or_else(|| panic!("docs/slurm.md: no lines from {from:?} to {to:?}"));
+    lines[..=end].join("\n") + "\n"
+}
+
+/// One line of the guide.
+fn line(words: &str) -> String {
+    lines(words, words)
+}
+
+/// A machine with the service, and with the parts of a cluster that are no part of the guide.
+pub(crate) fn prepared(machine: &Machine) {
+    package::installed(machine);
+    new_host(machine);
+    // Without any other address, the C library resolves none. The simulated GPU's file is no device.
+    machine.sh("ip address add 10.0.0.1/32 dev lo
+        mknod -m 666 /dev/nvidia0 c 195 0
+        useradd --create-home alice
+        mkdir -p /var/lib/slurm/slurmctld /var/lib/slurm/slurmd /etc/yunion /etc/slurm
+        systemctl start munge");
+    // Without a slurmctld to tell, which goes too, it would take its time to stop.
+    machine.write("/etc/systemd/system/slurmd.service.d/test.conf", "[Service]\nTimeoutStopSec=5\n");
+    machine.sh("systemctl daemon-reload");
+    // Slurm's plugin for the unified hierarchy refuses a kernel that has others too.
+    let unified = machine.sh("cat /proc/self/cgroup").starts_with("0:");
+    let plugin = if unified {
+        "CgroupPlugin=cgroup/v2"
+    } else {
+        machine.sh("mkdir -p /srv/cgroup/freezer; mount -t cgroup -o freezer freezer /srv/cgroup/freezer");
+        "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/srv/cgroup"
+    };
+    machine.write("/etc/slurm/cgroup.conf", &format!("{plugin}\n"));
+    machine.write(
+        &format!("{JOBS}/a-cuda-program"),
+        &format!(
+            "#!/bin/sh\n[ $# -gt 0 ] || set -- props\n\
+             export YUNION_MPS_SIM={HOST} LD_LIBRARY_PATH={HOST}/lib\nexec {HOST}/bin/cuda-client \"$@\"\n"
+        ),
+    );
+    machine.write(
+        &format!("{JOBS}/train.py"),
+        "import os\nos.execv('./a-cuda-program', ['a-cuda-program', 'long', '600'])\n",
+    );
+    machine.sh(&format!("chmod 755 {JOBS}/a-cuda-program; chown -R alice: {JOBS}"));
+}
+
+fn guide(machine: &mut Machine) {
+    serving(machine);
+    let host_conf = machine.sh(&format!("cat {HOST_CONF}"));
+    machine.write(HOST_CONF, &(host_conf + &line("cuda_mps_may_terminate: owner")));
+    machine.sh(&line("systemctl reload yunion-mps-daemon"));
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    machine.sh(&line("yunion-mpsctl slurm >/etc/yunion/gres.conf"));
+    machine.write("/etc/slurm/gres.conf", &line("include /etc/yunion/gres.conf"));
+
+    let printed = machine.sh("cat /etc/yunion/gres.conf");
+    let node = lines("GresTypes=", &format!("Gres=gpu:{TYPE}:4"));
+    let (settings, node) = node.split_once("# NodeName=node1 ... ").unwrap();
+    assert!(printed.contains(&format!("# slurm.conf: NodeName=... {node}")), "{printed}");
+    let host = machine.sh("hostname");
+    let host = host.trim();
+    machine.write(
+        "/etc/slurm/slurm.conf",
+        &format!(
+            "ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nAuthType=auth/munge\n\
+             StateSaveLocation=/var/lib/slurm/slurmctld\nSlurmdSpoolDir=/var/lib/slurm/slurmd\n\
+             SlurmctldPidFile=/run/slurmctld.pid\nSlurmdPidFile=/run/slurmd.pid\nMpiDefault=none\n\
+             SlurmdParameters=config_overrides\nSelectTypeParameters=CR_Core\n{settings}\
+             NodeName={host} NodeAddr=127.0.0.1 CPUs=16 {node}\
+             PartitionName=main Nodes=ALL Default=YES State=UP\n"
+        ),
+    );
+    machine.sh(&line("systemctl restart slurmctld"));
+    machine.sh(&line("systemctl restart slurmd"));
+    wait_for("the node", || machine.sh("sinfo --noheader --format=%T").starts_with("idle").then_some(()));
+
+    let props = alice(machine, &line("srun --gres=gpu:1 yunion-mpsctl run --slurm -- ./a-cuda-program"));
+    // A quarter of the 132 SMs, which GPUs hand out in pairs.
+    assert!(props.contains(" sms 32 "), "{props}");
+    let typed = format!("srun --gres=gpu:{TYPE}:1 yunion-mpsctl run --slurm --");
+    assert!(alice(machine, &line(&format!("{typed} ./a-cuda-program"))).contains(" sms 32 "));
+    let name = alice(machine, &line(&format!("{typed} printenv YUNION_MPS_DEVICE")));
+    assert!(DEVICES.contains(&name.trim()), "{name}");
+    let tasks = line("srun -n2 --gpus-per-task=1 yunion-mpsctl run --slurm -- printenv YUNION_MPS_DEVICE");
+    let tasks = alice(machine, &tasks);
+    let tasks: Vec<&str> = tasks.lines().collect();
+    assert!(tasks.len() == 2 && tasks[0] != tasks[1], "{tasks:?}");
+    let visible =
+        alice(machine, "srun --gres=gpu:1 yunion-mpsctl run --slurm -- printenv CUDA_VISIBLE_DEVICES");
+    assert_eq!(visible.trim(), UUID);
+    // Slurm's own number of a slice would be a GPU's for CUDA.
+    assert_eq!(alice(machine, "srun --gres=gpu:1 sh -c 'echo ${CUDA_VISIBLE_DEVICES-none}'").trim(), "none");
+    let without = machine.complained(&["su", "alice", "-c", "srun yunion-mpsctl run --slurm -- true"]);
+    assert!(without.contains("Slurm has given no slice to this step"), "{without}");
+    for (line, why) in ELSEWHERE {
+        assert!(
+            lines(line, line).contains(line),
+            "docs/slurm.md has no line {line:?}, which was not run: {why}"
+        );
+    }
+}
+
+fn own_slices(machine: &mut Machine) {
+    let jobs = ["one", "two", "three", "four", "five"];
+    for job in jobs {
+        batch(machine, job, "", &with_srun("./a-cuda-program hold 600"));
+    }
+    let slices = at_work(machine, 4);
+    assert_eq!(slices, DEVICES, "each slice has one job");
+    wait_for("the job without a slice", || {
+        let waiting = machine.sh("squeue --noheader --states=PENDING --format=%j");
+        (waiting.trim() == "five").then_some(())
+    });
+    for job in jobs.iter().rev() {
+        machine.sh(&format!("scancel --name={job}"));
+    }
+    at_work(machine, 0);
+}
+
+fn cancelled(machine: &mut Machine) {
+    // The guide's batch script, and the other safe one.
+    for script in [script(), script().replace("srun ", "exec ")] {
+        batch(machine, "victim", "", &script);
+        let freed = &at_work(machine, 1)[0];
+        batch(machine, "neighbour", "", &with_srun("./a-cuda-program hold 8"));
+        at_work(machine, 2);
+        alice(machine, "scancel --name=victim");
+        ended(machine, "victim", "CANCELLED");
+        // All slices but the neighbour's.
+        let next = "srun --gres=gpu:3 yunion-mpsctl run --slurm -- printenv YUNION_MPS_DEVICE";
+        let next = alice(machine, next);
+        assert!(next.contains(freed.as_str()), "{next}");
+        ended(machine, "neighbour", "COMPLETED");
+        let result = machine.sh(&format!("cat {JOBS}/neighbour.out"));
+        assert!(result.contains(" ok iters "), "{result}");
+        at_work(machine, 0);
+    }
+}
+
+fn unprotected(machine: &mut Machine) {
+    batch(machine, "victim", "", &(script().replace("srun ", "") + "echo the shell waits\n"));
+    batch(machine, "neighbour", "", &with_srun("./a-cuda-program hold 600"));
+    at_work(machine, 2);
+    machine.sh("scancel --name=victim");
+    ended(machine, "neighbour", "FAILED");
+    let result = machine.sh(&format!("cat {JOBS}/neighbour.out"));
+    assert!(result.contains("(700)"), "{result}");
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    at_work(machine, 0);
+}
+
+fn of_another(machine: &mut Machine) {
+    let unit = "systemd-run --quiet --unit=of-root yunion-mpsctl run --free --";
+    machine.sh(&format!("{unit} {JOBS}/a-cuda-program hold 600"));
+    at_work(machine, 1);
+    let pid = clients(machine).iter().find(|client| client["user"] == "root").unwrap()["pid"].to_string();
+    let refused = machine.complained(&["su", "alice", "-c", &format!("yunion-mpsctl terminate {pid}")]);
+    assert!(refused.contains(&format!("process {pid} is no client of a GPU here that user ")), "{refused}");
+    machine.sh("systemctl stop of-root");
+    at_work(machine, 0);
+}
+
+fn beyond_time_limit(machine: &mut Machine) {
+    batch(machine, "limited", "--time=1", &script());
+    batch(machine, "neighbour", "", &with_srun("./a-cuda-program hold 600"));
+    at_work(machine, 2);
+    // A minute is the shortest limit, and Slurm looks at limits every half minute.
+    let over = "until scontrol --oneliner show job | grep 'JobName=limited ' | grep -q JobState=TIMEOUT; do sleep 0.1; done";
+    machine.printed(&["timeout", "120", "sh", "-c", over]);
+    at_work(machine, 1);
+    assert!(jobs(machine, "neighbour").contains("JobState=RUNNING "));
+    alice(machine, "scancel --name=neighbour");
+    at_work(machine, 0);
+    assert_eq!(state(machine), "ready");
+    // The machine waits for processes of jobs before it powers off.
+    wait_for("the end of every job", || machine.sh("squeue --noheader").is_empty().then_some(()));
+    machine.sh("systemctl stop slurmd; systemctl stop slurmctld");
+}
+
+/// The guide's batch script.
+fn script() -> String {
+    lines("#!/bin/sh", "python3 train.py")
+}
+
+fn with_srun(command: &str) -> String {
+    script().replace("python3 train.py", command)
+}
+
+/// Runs a command as a user of the cluster, and returns its output.
+#[track_caller]
+fn alice(machine: &Machine, command: &str) -> String {
+    machine.printed(&["su", "alice", "-c", &format!("cd {JOBS}; {command}")])
+}
+
+/// Submits a batch script as a user of the cluster.
+fn batch(machine: &Machine, name: &str, options: &str, script: &str) {
+    machine.write(&format!("{JOBS}/{name}.sh"), script);
+    alice(machine, &format!("sbatch --job-name={name} --output={name}.out {options} {name}.sh"));
+}
+
+fn clients(machine: &Machine) -> Vec<Value> {
+    let listed = machine.run(&["yunion-mpsctl", "clients", "--json"]);
+    serde_json::from_slice(&listed.stdout).unwrap_or_default()
+}
+
+/// Waits until there are so many clients, and returns their slices in order.
+#[track_caller]
+fn at_work(machine: &Machine, number: usize) -> Vec<String> {
+    let mut slices = wait_for(&format!("{number} clients"), || {
+        let clients = clients(machine);
+        (clients.len() == number).then_some(clients)
+    });
+    slices.sort_by_key(|client| client["device"].to_string());
+    slices.iter().map(|client| client["device"].as_str().unwrap_or_default().to_owned()).collect()
+}
+
+/// What Slurm knows of the last job of this name.
+fn jobs(machine: &Machine, name: &str) -> String {
+    let shown = text(&machine.run(&["scontrol", "--oneliner", "show", "job"]).stdout);
+    let job = shown.lines().rfind(|line| line.contains(&format!("JobName={name} ")));
+    job.unwrap_or_default().to_owned()
+}
+
+/// Waits until the last job of this name has ended in this way.
+#[track_caller]
+fn ended(machine: &Machine, name: &str, how: &str) {
+    wait_for(&format!("job {name} to be {how}"), || {
+        jobs(machine, name).contains(&format!("JobState={how} ")).then_some(())
+    });
+}

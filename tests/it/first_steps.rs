@@ -1,0 +1,317 @@
+//! The first steps of a user: configuration for a host that has none, and a program on a free slice.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Output, Stdio};
+
+use rustix::process::geteuid;
+use serde_json::Value;
+
+use crate::support::client::Client;
+use crate::support::host::{Host, text};
+use crate::support::wait::wait_for;
+
+/// A program on the free slice that `yunion-mpsctl run --free` takes of these GPUs or models, once it is a client.
+fn on_free_slice(host: &Host, of: &[&str]) -> (Client, String) {
+    let before = clients(host);
+    let mut run = host.command("yunion-mpsctl");
+    run.args(["run", "--free"]).args(of).args(["--", "cuda-client", "hold", "600"]);
+    let run = Client::start(run.stdout(Stdio::null()).stderr(Stdio::null()));
+    let slice = wait_for("another client", || {
+        clients(host).into_iter().find(|(pid, _)| !before.contains_key(pid)).map(|(_, slice)| slice)
+    });
+    (run, slice)
+}
+
+/// The slice of each client, by PID.
+fn clients(host: &Host) -> BTreeMap<u64, String> {
+    let listed = host.busctl("ListClients");
+    let facts =
+        |client: &Value| (client["pid"].as_u64().unwrap(), client["device"].as_str().unwrap().to_owned());
+    listed.as_array().unwrap().iter().map(facts).collect()
+}
+
+#[test]
+fn run_free_takes_the_slice_with_the_fewest_clients() {
+    let mut host = Host::new("mixed");
+    let directory = Path::new(env!("CARGO_BIN_EXE_yunion-mpsctl")).parent().unwrap().to_owned();
+    host.prefer(&directory);
+    host.start();
+    // The second A100 is in MIG mode.
+    host.wait_for_state("degraded");
+    let mut running = Vec::new();
+    for (of, expected) in [
+        (&[][..], "3b:00.0-0"),
+        (&[], "0001:1a:00.0-0"),
+        (&["a100"], "3b:00.0-1"),
+        (&["0001:1a:00.0-0", "0001:1a:00.0-3"], "0001:1a:00.0-3"),
+        (&["GPU-84d6e0b7-c15f-4a29-bd38-2f7193ca5e60"], "0001:1a:00.0-1"),
+    ] {
+        let (run, slice) = on_free_slice(&host, of);
+        assert_eq!(slice, expected, "{of:?}");
+        running.push(run);
+    }
+
+    let told = host.mpsctl(&["run", "--free", "h200", "--", "true"]);
+    assert_eq!(text(&told), "yunion-mpsctl: takes 0001:1a:00.0-2 (H200 SXM 141GB, 0 clients)\n");
+    let environment = host.mpsctl(&["env", "--free", "H200"]);
+    let lines = String::from_utf8(environment.stdout).unwrap();
+    assert!(lines.contains("export YUNION_MPS_DEVICE=0001:1a:00.0-2\n"), "{lines}");
+
+    let drained = host.mpsctl(&["drain", "3b:00.0", "0001:1a:00.0"]);
+    assert!(drained.status.success(), "{}", text(&drained));
+    let none = host.mpsctl(&["run", "--free", "--", "true"]);
+    assert_eq!(none.status.code(), Some(1));
+    let said = text(&none);
+    for part in [
+        "yunion-mpsctl: no slice is free: 3b:00.0: drained; 5e:00.0: not served: ",
+        "; 0001:1a:00.0: drained\n",
+    ] {
+        assert!(said.contains(part), "no {part:?} in {said}");
+    }
+}
+
+#[test]
+fn run_without_dashes_says_where_they_stand() {
+    let host = Host::new("tesla-p40");
+    let run = host.mpsctl(&["run", "00:06.0-1", "python3", "train.py", "--epochs", "3"]);
+    assert_eq!(run.status.code(), Some(2));
+    assert_eq!(
+        text(&run),
+        "error: the command stands behind `--`; did you mean: \
+         yunion-mpsctl run 00:06.0-1 -- python3 train.py --epochs 3\n"
+    );
+}
+
+/// A host as its installation leaves it: without configuration.
+fn fresh(board: &str) -> Host {
+    let host = Host::new(board);
+    fs::remove_dir_all(host.file("/etc/yunion")).unwrap();
+    host
+}
+
+fn setup(host: &Host, arguments: &[&str]) -> Output {
+    let root = host.path("sysroot").display().to_string();
+    host.mpsctl(&[&["setup", "--sysroot", &root], arguments].concat())
+}
+
+/// Setup on a terminal, with these answers.
+fn answered(host: &Host, answers: &str) -> String {
+    let program = env!("CARGO_BIN_EXE_yunion-mpsctl");
+    let script =
+        format!("stty -echo && exec '{program}' setup --sysroot '{}'", host.path("sysroot").display());
+    let mut terminal = host.command("script");
+    terminal.args(["-qec", &script, "/dev/null"]).env("SHELL", "/bin/sh").env("TERM", "dumb");
+    let mut terminal =
+        terminal.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    terminal.stdin.take().unwrap().write_all(answers.as_bytes()).unwrap();
+    text(&terminal.wait_with_output().unwrap()).replace('\r', "")
+}
+
+/// The files in /etc/yunion with their texts.
+fn files(host: &Host) -> BTreeMap<String, String> {
+    let Ok(entries) = fs::read_dir(host.file("/etc/yunion")) else { return BTreeMap::new() };
+    let file = |entry: fs::DirEntry| {
+        assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o7777, 0o644);
+        (entry.file_name().into_string().unwrap(), fs::read_to_string(entry.path()).unwrap())
+    };
+    entries.map(|entry| file(entry.unwrap())).collect()
+}
+
+/// The lines of a configuration file that are no comments.
+fn settings(text: &str) -> String {
+    text.lines()
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(|line| format!("{line}\n"))
+        .collect()
+}
+
+/// What `yunion-mps-daemon --check` says of it; nothing is wrong.
+fn checked(host: &Host) -> String {
+    let check = host.check();
+    assert!(check.status.success(), "{}", text(&check));
+    text(&check)
+}
+
+#[test]
+fn setup_of_a_host_without_the_platform_is_one_file() {
+    let host = fresh("tesla-p40");
+    let done = setup(&host, &["--yes"]);
+    let said = text(&done);
+    assert!(done.status.success(), "{said}");
+    // The manual shows it.
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/man/examples/setup.txt");
+    let shown = format!("Output with --yes, on a host with one Tesla P40 and without configuration:\n{said}");
+    if std::env::var_os("UPDATE_GOLDEN").is_some_and(|value| !value.is_empty()) {
+        fs::write(&example, &shown).unwrap();
+    }
+    assert_eq!(
+        fs::read_to_string(&example).unwrap(),
+        shown,
+        "UPDATE_GOLDEN=1 cargo test --test it first_steps::"
+    );
+    let written = files(&host);
+    assert_eq!(written.keys().collect::<Vec<_>>(), ["host.conf"]);
+    assert_eq!(
+        settings(&written["host.conf"]),
+        "enable_cuda_mps: true\ncuda_mps_replicas: 3\ncuda_mps_pipe_directory: /tmp/nvidia-mps\n"
+    );
+    // It says of the result the same as --check, which also looks for a service.
+    let check = checked(&host);
+    let (check, _) = check.split_once("\nNothing to compare with: ").unwrap();
+    assert!(check.contains("3 slices, 00:06.0-0 to 00:06.0-2") && said.contains(check), "{check}\n{said}");
+
+    let again = setup(&host, &["--yes", "--slices", "5"]);
+    assert!(again.status.success(), "{}", text(&again));
+    let said = text(&again);
+    assert!(said.starts_with("MPS is enabled already, so nothing was written.\n\nconfiguration: "), "{said}");
+    assert!(said.contains("run --free"), "the host still has no platform: {said}");
+    assert_eq!(files(&host), written);
+}
+
+#[test]
+fn setup_of_a_host_of_the_platform_names_each_gpu() {
+    let host = fresh("mixed");
+    fs::create_dir_all(host.file("/opt/yunion")).unwrap();
+    let done = setup(&host, &["--yes", "--slices", "4"]);
+    let said = text(&done);
+    assert!(
+        done.status.success() && said.contains("kubectl rollout restart ds -n onecloud default-host"),
+        "{said}"
+    );
+    assert!(said.contains("  5e:00.0 A100 PCIe 80GB: left out: MIG is on; "), "{said}");
+    let written = files(&host);
+    assert_eq!(written.keys().collect::<Vec<_>>(), ["host.conf", "host_container_device.yml"]);
+    assert_eq!(
+        settings(&written["host.conf"]),
+        "enable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n"
+    );
+    assert_eq!(
+        settings(&written["host_container_device.yml"]),
+        "devices:\n\
+         - path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: 4\n\
+         - path: /dev/dri/renderD131\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
+    );
+    let check = checked(&host);
+    // The host agent reads the files too.
+    assert!(!check.contains("agent") && !check.contains("not served"), "{check}");
+}
+
+#[test]
+fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
+    // As the platform's own installation leaves a host.
+    let host = Host::new("h200");
+    host.configure("enable_cuda_mps: false");
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_GPU_SHARE, virtual_number: 2"]);
+    let before = files(&host);
+    for arguments in [&["--yes"][..], &["--yes", "--dry-run"]] {
+        let told = setup(&host, arguments);
+        assert_eq!(told.status.code(), Some(4), "{}", text(&told));
+        let said = text(&told);
+        for part in [
+            "Nothing was written: configuration is there already, and setup changes no file that is there.\n",
+            "\nLet each of these GPUs have this entry, and no other, in /etc/yunion/host_container_device.yml:\n\n    \
+             devices:\n",
+            "\n    - path: /dev/dri/renderD128\n      type: NVIDIA_MPS\n      virtual_number: 10\n",
+            "\nSet these keys in /etc/yunion/host.conf:\n\n    enable_cuda_mps: true\n\nThen:\n",
+        ] {
+            assert!(said.contains(part), "no {part:?} in {said}");
+        }
+        assert_eq!(files(&host), before);
+    }
+    // Whoever does as it says has what it meant.
+    host.configure("enable_cuda_mps: true");
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 10"]);
+    assert!(checked(&host).contains("10 slices, "));
+
+    // A mistake comes first.
+    host.configure("enable_cuda_mps: perhaps");
+    let wrong = setup(&host, &["--yes"]);
+    assert_eq!(wrong.status.code(), Some(1));
+    assert!(text(&wrong).contains("error: /etc/yunion/host.conf:") && text(&wrong).contains("has mistakes"));
+    // So does a device file that nobody has named yet.
+    let host = fresh("mixed");
+    fs::create_dir_all(host.file("/etc/yunion")).unwrap();
+    fs::write(host.file("/etc/yunion/host_container_device.yml"), "devices: []\n").unwrap();
+    let told = setup(&host, &["--yes"]);
+    assert_eq!(told.status.code(), Some(4));
+    assert!(
+        text(&told).contains("\nWrite /etc/yunion/host.conf:\n\n    enable_cuda_mps: true\n"),
+        "{}",
+        text(&told)
+    );
+    assert_eq!(files(&host)["host_container_device.yml"], "devices: []\n");
+}
+
+#[test]
+fn setup_asks_on_a_terminal() {
+    let host = fresh("mixed");
+    let said = answered(&host, "6\n0\nn\nn\ny\n");
+    for part in [
+        "\nWith 10 slices of the A100 PCIe 80GB, each has 8192 MiB of its memory and 10 % of its threads.\n\
+         How many slices shall the A100 PCIe 80GB have? 0 leaves it out. [10] ",
+        "How many slices shall the H200 SXM 141GB have? 0 leaves it out. [10] ",
+        "belong to a Cloudpods platform? Nothing here looks like it. [y/N] ",
+        "Write /etc/yunion/host_container_device.yml and /etc/yunion/host.conf? [Y/n] ",
+    ] {
+        assert!(said.contains(part), "no {part:?} in {said}");
+    }
+    let written = files(&host);
+    assert_eq!(
+        settings(&written["host_container_device.yml"]),
+        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: 6\n"
+    );
+    assert!(!written["host.conf"].contains("cuda_mps_pipe_directory"), "{}", written["host.conf"]);
+    assert!(checked(&host).contains("6 slices, 3b:00.0-0 to 3b:00.0-5"));
+
+    let host = fresh("h200");
+    for answers in ["0\n", "\n\n\nn\n"] {
+        let said = answered(&host, answers);
+        assert!(said.contains("othing was written") && files(&host).is_empty(), "{said}");
+    }
+}
+
+#[test]
+fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
+    let host = fresh("tesla-p40");
+    let asked = setup(&host, &[]);
+    assert_eq!(asked.status.code(), Some(1));
+    assert_eq!(
+        text(&asked),
+        "yunion-mpsctl: setup asks questions, and its input is no terminal; with --yes it takes the defaults\n"
+    );
+    let dry = setup(&host, &["--dry-run", "--yes"]);
+    assert!(
+        dry.status.success() && text(&dry).contains("\n/etc/yunion/host.conf:\n\n    # "),
+        "{}",
+        text(&dry)
+    );
+    assert!(files(&host).is_empty());
+    // The program itself may be in a directory that other users can't enter.
+    let script = "exec 3<\"$0\"; exec $1 /proc/self/fd/3 setup";
+    let as_nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups";
+    let as_who = if geteuid().is_root() { as_nobody } else { "" };
+    let program = env!("CARGO_BIN_EXE_yunion-mpsctl");
+    let refused = host.command("sh").args(["-c", script, program, as_who]).output().unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    assert_eq!(
+        text(&refused),
+        "yunion-mpsctl: only root can write the configuration: run it with sudo; --dry-run shows the files to every \
+         user\n"
+    );
+
+    // The driver is to be installed later.
+    let mut host = fresh("tesla-p40");
+    let empty = host.path("empty");
+    fs::create_dir(&empty).unwrap();
+    fs::write(empty.join("libnvidia-ml.so.1"), "").unwrap();
+    host.set("LD_LIBRARY_PATH", empty.to_str().unwrap());
+    let done = setup(&host, &["--yes"]);
+    let said = text(&done);
+    assert!(done.status.success() && said.contains("GPUs of this host, without a driver ("), "{said}");
+    assert!(said.contains("each has 1/10 of its memory and 1/10 of its threads"), "{said}");
+    assert!(settings(&files(&host)["host.conf"]).contains("cuda_mps_replicas: 10\n"));
+}

@@ -1,0 +1,302 @@
+//! The screens of yunion-mpsctl at 80 and 120 columns, held byte for byte against the files in tests/golden. A host's
+//! recorded answers (`golden.rs`) are played back on a bus, so that PIDs and times have the same widths each time.
+//!
+//!     UPDATE_GOLDEN=1 cargo test --test it screens::
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use regex::Regex;
+use serde_json::{Map, Value};
+use zbus::connection::Builder;
+use zbus::{OwnedVariant, Variant, interface};
+
+use crate::support::bus::{PrivateBus, output};
+
+/// The name of a file without its end, and the command.
+const SCREENS: &[(&str, &[&str])] = &[
+    ("list", &["list"]),
+    ("list-wide", &["list", "-o", "wide"]),
+    ("list-gpus", &["list", "--gpus"]),
+    ("list-gpus-wide", &["list", "--gpus", "-o", "wide"]),
+    ("list-platform", &["list", "--platform"]),
+    ("list-gpus-platform", &["list", "--gpus", "--platform"]),
+    ("list-names", &["list", "--names"]),
+    ("list-no-headings", &["list", "--no-headings"]),
+    ("status", &["status"]),
+    ("status-wide", &["status", "-o", "wide"]),
+    ("clients", &["clients"]),
+    ("clients-wide", &["clients", "-o", "wide"]),
+];
+
+const WIDTHS: [usize; 2] = [80, 120];
+
+/// The moment at which the answers were recorded, and the time that has gone by since.
+const RECORDED: i64 = 1_795_264_496;
+const AGO: i64 = 200;
+
+/// The answers of a host.
+struct Played {
+    devices: Vec<Map<String, Value>>,
+    gpus: Vec<Map<String, Value>>,
+    clients: Vec<Map<String, Value>>,
+    status: Value,
+}
+
+type Dict = HashMap<String, OwnedVariant>;
+
+impl Played {
+    fn read(directory: &Path) -> Self {
+        let now = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()).unwrap();
+        let file = |name: &str| -> Value {
+            let text = fs::read_to_string(directory.join(name)).unwrap();
+            // Seconds and microseconds.
+            let text = text.replace(&format!("{RECORDED}000000"), &format!("{}000000", now - AGO));
+            serde_json::from_str(&text.replace(&RECORDED.to_string(), &(now - AGO).to_string())).unwrap()
+        };
+        let rows = |name: &str| rows(&file(name));
+        Self {
+            devices: rows("list.json"),
+            gpus: rows("list-gpus.json"),
+            clients: rows("clients.json"),
+            status: file("status.json"),
+        }
+    }
+
+    fn text(&self, key: &str) -> String {
+        self.status["service"][key].as_str().unwrap().to_owned()
+    }
+}
+
+fn rows(list: &Value) -> Vec<Map<String, Value>> {
+    list.as_array().unwrap().iter().map(|row| row.as_object().unwrap().clone()).collect()
+}
+
+fn dicts(rows: &[Map<String, Value>]) -> Vec<Dict> {
+    rows.iter().map(dict).collect()
+}
+
+fn dict(row: &Map<String, Value>) -> Dict {
+    row.iter().map(|(key, value)| (key.clone(), OwnedVariant::try_from(variant(value)).unwrap())).collect()
+}
+
+fn variant(value: &Value) -> Variant<'static> {
+    match value {
+        Value::Bool(plain) => Variant::from(*plain),
+        Value::Number(number) => Variant::from(number.as_i64().unwrap()),
+        Value::String(text) => Variant::from(text.clone()),
+        Value::Array(list) if list.iter().all(Value::is_i64) => {
+            Variant::from(list.iter().map(|number| number.as_i64().unwrap()).collect::<Vec<_>>())
+        }
+        Value::Array(list) => {
+            Variant::from(list.iter().map(|text| text.as_str().unwrap().to_owned()).collect::<Vec<_>>())
+        }
+        Value::Object(fields) => Variant::from(dict(fields)),
+        Value::Null => panic!("no null is published"),
+    }
+}
+
+#[interface(name = "io.yunion.Mps1.Manager")]
+impl Played {
+    fn list_devices(&self) -> Vec<Dict> {
+        dicts(&self.devices)
+    }
+
+    fn list_gpus(&self) -> Vec<Dict> {
+        dicts(&self.gpus)
+    }
+
+    fn list_clients(&self) -> Vec<Dict> {
+        dicts(&self.clients)
+    }
+
+    fn list_control_daemons(&self) -> Vec<Dict> {
+        dicts(&rows(&self.status["control_daemons"]))
+    }
+
+    fn list_events(&self) -> Vec<Dict> {
+        dicts(&rows(&self.status["events"]))
+    }
+
+    #[zbus(property)]
+    fn driver_version(&self) -> String {
+        self.text("driver_version")
+    }
+
+    #[zbus(property)]
+    fn enabled(&self) -> bool {
+        self.status["service"]["enabled"].as_bool().unwrap()
+    }
+
+    #[zbus(property)]
+    fn generation(&self) -> u64 {
+        self.status["service"]["generation"].as_u64().unwrap()
+    }
+
+    #[zbus(property)]
+    fn log_directory(&self) -> String {
+        self.text("log_directory")
+    }
+
+    #[zbus(property)]
+    fn pipe_directory(&self) -> String {
+        self.text("pipe_directory")
+    }
+
+    #[zbus(property)]
+    fn state(&self) -> String {
+        self.text("state")
+    }
+
+    #[zbus(property)]
+    fn state_reason(&self) -> String {
+        self.text("state_reason")
+    }
+
+    #[zbus(property)]
+    fn version(&self) -> String {
+        self.text("version")
+    }
+}
+
+#[tokio::test]
+async fn tesla_p40() {
+    board("tesla-p40").await;
+}
+
+#[tokio::test]
+async fn h200() {
+    board("h200").await;
+}
+
+#[tokio::test]
+async fn h200x8() {
+    board("h200x8").await;
+}
+
+#[tokio::test]
+async fn mixed() {
+    board("mixed").await;
+}
+
+/// The screens in the README are recorded ones, in both languages.
+#[test]
+fn the_readme_shows_recorded_screens() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let recorded = [("list", "h200"), ("status", "mixed"), ("clients", "h200")].map(|(command, board)| {
+        let screen = root.join("tests/golden").join(board).join(format!("screens/{command}.80.txt"));
+        let version = concat!("Version:         ", env!("CARGO_PKG_VERSION"));
+        let screen = fs::read_to_string(screen).unwrap().replace("Version:         1.0.0", version);
+        format!("text\n$ yunion-mpsctl {command}\n{screen}")
+    });
+    for readme in ["README.md", "README.zh-CN.md"] {
+        let readme = fs::read_to_string(root.join(readme)).unwrap();
+        let screens: Vec<&str> = readme.split("```").skip(1).step_by(2).collect();
+        assert_eq!(screens, recorded);
+    }
+}
+
+/// Every subcommand's help.
+#[tokio::test]
+async fn help() {
+    let bus = PrivateBus::start();
+    let mut golden = Golden::new("help");
+    let top = yunion_mps::ctl_command();
+    let subcommands: Vec<String> = top.get_subcommands().map(|one| one.get_name().to_owned()).collect();
+    golden.hold(&bus, "yunion-mpsctl", &["--help"]).await;
+    for name in subcommands.iter().filter(|name| *name != "help") {
+        golden.hold(&bus, name, &[name, "--help"]).await;
+    }
+    golden.finish();
+}
+
+async fn board(name: &str) {
+    for name in [name.to_owned(), format!("{name}/broken")] {
+        let mut golden = Golden::new(&format!("{name}/screens"));
+        let bus = PrivateBus::start();
+        let recorded = Golden::new(&name).directory;
+        let address: zbus::Address = bus.address().as_str().try_into().unwrap();
+        let service = Builder::address(address)
+            .serve_at("/io/yunion/Mps1/Manager", Played::read(&recorded))
+            .name("io.yunion.Mps1")
+            .build()
+            .await
+            .unwrap();
+        for (file, command) in SCREENS {
+            golden.hold(&bus, file, command).await;
+        }
+        drop(service);
+        golden.finish();
+    }
+}
+
+struct Golden {
+    directory: PathBuf,
+    files: Vec<PathBuf>,
+    complaints: String,
+}
+
+impl Golden {
+    fn new(below: &str) -> Self {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below);
+        Self { directory, files: Vec::new(), complaints: String::new() }
+    }
+
+    /// Runs a command at each width.
+    async fn hold(&mut self, bus: &PrivateBus, file: &str, arguments: &[&str]) {
+        let times =
+            Regex::new(r"(?-u:\b)2[0-9]{3}-[0-9]{2}-[0-9]{2}(\s+)[0-9]{2}:[0-9]{2}:[0-9]{2}").unwrap();
+        for columns in WIDTHS {
+            let mut command = bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+            command.args(arguments).env("COLUMNS", columns.to_string()).env("TZ", "UTC");
+            let output = output(&mut command).await;
+            assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {output:?}");
+            let text = String::from_utf8(output.stdout).unwrap();
+            let platforms = arguments.contains(&"--platform");
+            for line in text.lines().filter(|_| !platforms) {
+                assert!(line.chars().count() <= columns, "{arguments:?} at {columns} columns:\n{line}");
+            }
+            let text = times.replace_all(&text, "2026-11-21${1}12:34:56").into_owned();
+            self.compare(&format!("{file}.{columns}.txt"), &text);
+        }
+    }
+
+    fn compare(&mut self, file: &str, text: &str) {
+        let file = self.directory.join(file);
+        if is_update() {
+            fs::create_dir_all(&self.directory).unwrap();
+            fs::write(&file, text).unwrap();
+        }
+        let golden = fs::read_to_string(&file).unwrap_or_default();
+        if golden != text {
+            let _ = writeln!(self.complaints, "{}:\n--- golden\n{golden}\n--- now\n{text}", file.display());
+        }
+        self.files.push(file);
+    }
+
+    fn finish(self) {
+        let mut complaints = self.complaints;
+        for entry in fs::read_dir(&self.directory).unwrap() {
+            let file = entry.unwrap().path();
+            if self.files.contains(&file) || file.is_dir() {
+                continue;
+            }
+            if is_update() {
+                fs::remove_file(&file).unwrap();
+            } else {
+                let _ = writeln!(complaints, "{}: no screen is this one", file.display());
+            }
+        }
+        assert!(
+            complaints.is_empty(),
+            "{complaints}If this is as it should be: UPDATE_GOLDEN=1 cargo test --test it screens::"
+        );
+    }
+}
+
+fn is_update() -> bool {
+    std::env::var_os("UPDATE_GOLDEN").is_some_and(|value| !value.is_empty())
+}
