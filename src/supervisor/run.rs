@@ -223,6 +223,8 @@ impl Serving<'_> {
             tracing::debug!("the end of the log can't be found: {error}");
         }
         self.read_on().await;
+        // A stopped server does not notice that its control daemon has ended, and would keep the GPU from the next one.
+        self.continue_if_stopped();
         let how = status.map(|status| format!(" ({status})")).unwrap_or_default();
         let text = format!("the control daemon ended{how}{}", self.run.words());
         Failure::Ended { text, refuses_multiuser: self.run.refuses_multiuser() }

@@ -135,6 +135,22 @@ fn stopped_processes_are_continued() {
     paused.end();
 }
 
+/// A stopped server outlives its control daemon, and keeps the GPU from the next server until somebody continues it.
+#[test]
+fn a_stopped_server_is_continued_when_its_control_daemon_has_ended() {
+    let host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    let (control, server) = (control_pid(&before), server(&before));
+    signal_pid(server, Signal::STOP);
+    wait_for("a stopped server", || stopped(server).then_some(()));
+    signal_pid(control, Signal::KILL);
+    wait_for("the end of the server", || (!alive(server)).then_some(()));
+    host.wait_for_status("served by another control daemon", |status| {
+        status["service"]["state"] == "ready" && control_pid(status) != control
+    });
+    a_client_is_served(&host);
+}
+
 /// SIGKILL for the control daemon, its server or a client, at any time, also in the middle of the recovery from the one
 /// before: devices stay listed, and clients are served again without anybody's help.
 #[test]

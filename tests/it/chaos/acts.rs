@@ -171,10 +171,10 @@ impl Chaos {
         dying.extend(self.parts(true).iter().filter(|server| of_theirs(server)).map(|server| server.pid));
         for victim in victims {
             signal_pid(victim.pid, signal);
-            if signal != Signal::KILL {
-                // A frozen process would wait.
-                signal_pid(victim.pid, Signal::CONT);
-            }
+        }
+        for pid in &dying {
+            // A frozen process would wait: with the signal that ends it, or with the end of its control daemon.
+            signal_pid(*pid, Signal::CONT);
         }
         wait_for("the victims' end", || (!dying.iter().any(|pid| alive(*pid))).then_some(()));
         self.effects[effect].lethal_until = Some(Instant::now());
