@@ -47,7 +47,8 @@ class Loads:
             if self.compiler.wait(timeout=PATIENCE) != 0:
                 raise Failure("nvcc failed: see load.log")
             process = subprocess.Popen(
-                [self.place / "load", directory, name], env={**os.environ, **variables}, stdout=self.log, stderr=self.log
+                [self.place / "load", directory, name], env={**os.environ, **variables}, stdout=self.log,
+                stderr=self.log,
             )
             return process.pid, process
         wanted = {"variables": variables, "directory": str(directory), "name": name}

@@ -12,8 +12,8 @@ A PART is one of
 All of them by default. OUT gets results.json, results.md, transcript.txt, and the logs of the service and of the
 processes. A part that fails is told of, and the next one begins.
 
-SECONDS_EACH is the time of a measurement (4; `pairs` and `killed` take twice as long), MODES a list of modes with commas
-(all), ROUNDS how often `pairs` repeats (3). After SECONDS_AT_MOST nothing new begins.
+SECONDS_EACH is the time of a measurement (4; `pairs` and `killed` take twice as long), MODES a list of modes with
+commas (all), ROUNDS how often `pairs` repeats (3). After SECONDS_AT_MOST nothing new begins.
 
 It needs nvcc, PyTorch, NVIDIA's control daemon, and a system bus at DBUS_SYSTEM_BUS_ADDRESS on which root may own a
 name. BINARIES has yunion-mps-daemon and yunion-mpsctl. Compute modes are not touched.
@@ -47,7 +47,8 @@ class Run:
     def __init__(self, binaries, out):
         self.binaries, self.out, self.began = binaries, out, time.monotonic()
         self.transcript = open(out / "transcript.txt", "a")
-        query = ["nvidia-smi", "--query-gpu=gpu_uuid,gpu_bus_id,name,driver_version,compute_mode", "--format=csv,noheader"]
+        fields = "gpu_uuid,gpu_bus_id,name,driver_version,compute_mode"
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
         self.gpus = [line.split(", ") for line in subprocess.check_output(query, text=True).splitlines()]
         name, driver, mode = self.gpus[0][2:]
         self.results = {
@@ -80,7 +81,8 @@ class Run:
             do()
         except Exception as error:
             known = isinstance(error, (Failure, subprocess.SubprocessError))
-            self.note(f"{name}: FAILED: {error if known else traceback.format_exc()} {getattr(error, 'stderr', '') or ''}")
+            said = getattr(error, "stderr", None) or ""
+            self.note(f"{name}: FAILED: {error if known else traceback.format_exc()} {said}")
         self.save()
 
     def service(self, gpus, slices, **keys):
@@ -271,11 +273,13 @@ def tables(results):
         texts.append(f"{work}: units a second of all processes (median latency of a unit)\n")
         texts.append(table(rows, ["processes", *ALL_MODES]))
     if "pairs" in results:
-        rows = [[policy, " ".join(f"{ratio:.3f}" for ratio in one["ratios"])] for policy, one in results["pairs"].items()]
+        words = lambda ratios: " ".join(f"{ratio:.3f}" for ratio in ratios)
+        rows = [[policy, words(one["ratios"])] for policy, one in results["pairs"].items()]
         texts.append("ResNet-50, 8 processes: this service / a bare control daemon with the same limits\n")
         texts.append(table(rows, ["policy", "ratios"]))
     if "beside" in results:
-        rows = [[mode, f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}"] for mode, one in results["beside"].items() if one]
+        found = ((mode, one) for mode, one in results["beside"].items() if one)
+        rows = [[mode, f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}"] for mode, one in found]
         texts.append("Latency of a small kernel beside three clients that fill the GPU, ms\n")
         texts.append(table(rows, ["", "median", "99th percentile"]))
     if "killed" in results:
