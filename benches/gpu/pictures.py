@@ -118,7 +118,7 @@ def columns(title, axis, below, groups, heads, names, colours):
     return picture.svg()
 
 
-def rows_of_bars(title, axis, below, rows, names, colours):
+def rows_of_bars(title, axis, below, rows, names, colours, digits):
     """Bars from left to right with their values: a row is a name and a number for each of `names`."""
     left, right, each = 150, 80, 15
     high = each * len(names) + 14
@@ -135,7 +135,7 @@ def rows_of_bars(title, axis, below, rows, names, colours):
         picture.text(left - 8, top + each * len(values) / 2 + 4, name, "end")
         for place, (value, colour) in enumerate(zip(values, colours)):
             picture.bar(left, top + each * place, max(far(value) - left, 1), each - 2, colour)
-            picture.text(far(value) + 5, top + each * place + 10, f"{value:.2f}", "start", 'font-size="11"')
+            picture.text(far(value) + 5, top + each * place + 10, f"{value:.{digits}f}", "start", 'font-size="11"')
     picture.line(left, TOP, left, bottom, f'stroke="{INK}"')
     picture.text((left + WIDTH - right) / 2, bottom + 36, axis)
     picture.legend(names, colours)
@@ -174,19 +174,18 @@ HEADS = {
     "wide": ("A kernel that fills the GPU", "kernels a second", "a kernel"),
 }
 TEXTS = {
-    "resnet50": "One image at a time, fp16, as a CUDA graph. The bare control daemon has no limit, so its column is to be "
-    "compared with `unlimited`.",
-    "train": "A convolutional network with three layers, batches of 64 images of 64x64. It launches many short kernels, "
-    "and the CPU is as busy as the GPU.",
-    "fma": "One thread of fused multiply-adds. Without MPS the processes take turns, and a GPU with 132 SMs does the work "
-    "of one thread at a time.",
-    "wide": "Each kernel has more threads than the GPU holds at once, so one process alone leaves nothing idle, and MPS has "
-    "nothing to give.",
+    "resnet50": "One image at a time, fp16, as a CUDA graph. The bare control daemon has no limit, so its column is to "
+    "be compared with `unlimited`.",
+    "train": "A convolutional network with three layers, batches of 64 images of 64x64. A step is many short kernels, "
+    "each launched by the CPU.",
+    "fma": "One thread of fused multiply-adds. Without MPS the processes take turns, and a GPU with 132 SMs does the "
+    "work of one thread at a time.",
+    "wide": "Each kernel has more threads than the GPU holds at once, so one process alone leaves nearly nothing idle.",
 }
 JPEG = {
     "nvJPEG": "An image of 1920x1080 is decoded by nvJPEG, made 480x270 and copied to the host.",
     "in parts": "An image of 1920x1080 is decoded, made 480x270 and copied to the host. PyTorch does the parts of the "
-    "decoding that run on a GPU: copies, inverse DCT, colours. The Huffman code, which a CPU decodes, is left out.",
+    "decoding that run on a GPU: copies, inverse DCT, colours. The Huffman code is left out.",
 }
 
 
@@ -223,11 +222,15 @@ def beside(found, file):
     values = [(found[mode]["median_ms"], found[mode]["p99_ms"]) for mode in modes]
     picture = rows_of_bars(
         "The time of a short kernel beside three clients that fill the GPU", "milliseconds", below,
-        list(zip(names, values)), kinds, ["#93b4f5", "#2563eb"],
+        list(zip(names, values)), kinds, ["#93b4f5", "#2563eb"], 2,
     )
     rows = [[name, *(f"{value:.2f} ms" for value in of_mode)] for name, of_mode in zip(names, values)]
-    text = "The time of a short kernel, launched each 10 ms, beside three clients with kernels that fill the GPU; four slices."
-    return [f"## {title}", text, f"![{title}](performance-beside.svg)", table(["small client", *kinds], rows), f"*{below}.*"], picture
+    text = (
+        "The time of a short kernel, launched each 10 ms, beside three clients with kernels that fill the GPU; four "
+        "slices."
+    )
+    heads = ["small client", *kinds]
+    return [f"## {title}", text, f"![{title}](performance-beside.svg)", table(heads, rows), f"*{below}.*"], picture
 
 
 def pairs(found, file):
@@ -254,19 +257,21 @@ def topology(found, file):
     title = "Two GPUs"
     mean = lambda rounds, gpu: sum(each[gpu]["per_second"] for each in rounds) / len(rounds)
     order = ["shared", "per_gpu", "per_gpu, none", "per_gpu, auto"]
-    kinds = [(name, way) for name in order if name in found for way in ("anywhere", "near", "far") if way in found[name]]
+    ways = ("anywhere", "near", "far")
+    kinds = [(name, way) for name in order if name in found for way in ways if way in found[name]]
     values = [[mean(found[name][way], gpu) for gpu in (0, 1)] for name, way in kinds]
     below = f"{hardware(file)}; {file['seconds_each']:g} seconds each"
-    heads = [name if way == "anywhere" else f"{name}, {way}" for name, way in kinds]
-    picture = columns(
-        "ResNet-50 in 8 processes on each of two GPUs", ("control daemons", "images a second"), below, values, heads,
-        ["first GPU", "second GPU"], ["#2563eb", "#93b4f5"],
+    names = [name if way == "anywhere" else f"{name}, {way}" for name, way in kinds]
+    picture = rows_of_bars(
+        "ResNet-50 in 8 processes on each of two GPUs", "images a second of each GPU", below, list(zip(names, values)),
+        ["first GPU", "second GPU"], ["#2563eb", "#93b4f5"], 0,
     )
     rows = [[f"`{name}`", way, *(f"{value:.0f}" for value in of_kind)] for (name, way), of_kind in zip(kinds, values)]
     text = (
         "ResNet-50 in 8 processes on each of two GPUs at the same time, policy `equal`. One control daemon serves both "
-        "GPUs (`shared`), or each GPU has its own (`per_gpu`; `none` and `auto` are values of `cuda_mps_cpu_affinity`). "
-        "The processes may run on any CPU, or on the CPUs near their GPU or far from it where the kernel names such CPUs."
+        "GPUs (`shared`), or each GPU has its own (`per_gpu`; `none` and `auto` are values of "
+        "`cuda_mps_cpu_affinity`). The processes may run on any CPU, or, where the kernel names CPUs near a GPU, on "
+        "these or on the others."
     )
     heads = ["control daemons", "CPUs of the processes", "first GPU", "second GPU"]
     return [f"## {title}", text, f"![{title}](performance-topology.svg)", table(heads, rows), f"*{below}.*"], picture
