@@ -39,8 +39,9 @@ def figures():
 
 def hardware(file):
     name, driver, mode = file["gpu"].split(", ")
-    number = file.get("gpus", 1)
-    return f"{number} x {name}, driver {driver}, {file['cpus']} CPUs, compute mode {mode}, {file['date']}"
+    gpus = file.get("gpus", 1)
+    host = f"host with {gpus} GPU{'s' if gpus > 1 else ''} and {file['cpus']} CPUs"
+    return f"{name}, driver {driver}, compute mode {mode}, {host}, {file['date']}"
 
 
 class Picture:
