@@ -89,7 +89,7 @@ int main(int argc, char **argv) {
         if (word == "prepare") {
             work = work_of(argument);
             for (int i = 0; i < 5; i++) unit(work, out);
-            fprintf(answer, "{\"how\": \"%s\", \"sms\": %d}\n", argument.c_str(), sms);
+            fprintf(answer, "{\"sms\": %d}\n", sms);
         } else {
             repeat(work, out, atof(argument.c_str()), answer);
         }

@@ -13,8 +13,8 @@ unit (median and 99th percentile, in milliseconds). load.cu has the same orders 
 WORK is one of
   resnet50  inference of ResNet-50, one image at a time, fp16, as a CUDA graph
   train     a step of training a small convolutional network, a batch of 64
-  jpeg      an image of 1920x1080 is decoded and made 480x270: by nvJPEG if torchvision has it. Otherwise PyTorch does
-            its parts that run on a GPU: copies, inverse DCT, colours, resizing.
+  jpeg      an image of 1920x1080 is decoded by nvJPEG, which torchvision must have, and made 480x270
+  dct       PyTorch does the parts of that work that follow the Huffman code: copies, inverse DCT, colours, resizing
 
 DEVICE=cpu is for trying this program on a machine without a GPU.
 """
@@ -121,17 +121,16 @@ def made_small(image):
     return small.to(torch.uint8).cpu()
 
 
-def jpeg_by_nvjpeg():
+def jpeg():
+    if torchvision is None:
+        raise RuntimeError("there is no torchvision")
     down, across = torch.linspace(0, 9, HEIGHT)[:, None], torch.linspace(0, 16, WIDTH)
     picture = 128 + 100 * torch.sin(down * across) + 8 * torch.randn(3, HEIGHT, WIDTH)
     data = torchvision.io.encode_jpeg(picture.clamp(0, 255).to(torch.uint8))
-    unit = lambda: made_small(torchvision.io.decode_jpeg(data, device=DEVICE))
-    unit()
-    unit.how = "nvJPEG"
-    return unit
+    return lambda: made_small(torchvision.io.decode_jpeg(data, device=DEVICE))
 
 
-def jpeg_in_parts():
+def dct():
     file = torch.zeros(500_000, dtype=torch.uint8)
     if ON_GPU:
         file = file.pin_memory()
@@ -150,19 +149,10 @@ def jpeg_in_parts():
         image = (colours @ planes + 128).clamp(0, 255).reshape(3, HEIGHT, WIDTH)
         return made_small(image)
 
-    unit.how = "in parts"
     return unit
 
 
-def jpeg():
-    try:
-        return jpeg_by_nvjpeg()
-    except Exception as error:  # Whatever is missing: the library, its kernels, or the whole of torchvision.
-        print(f"no nvJPEG: {error!r}"[:300], file=sys.stderr, flush=True)
-        return jpeg_in_parts()
-
-
-WORK = {"resnet50": inference, "train": training, "jpeg": jpeg}
+WORK = {"resnet50": inference, "train": training, "jpeg": jpeg, "dct": dct}
 
 
 def prepared(work):
@@ -202,7 +192,7 @@ def follow(directory, name):
             unit = None  # Its memory first.
             unit = prepared(rest[0])
             sms = torch.cuda.get_device_properties(0).multi_processor_count if ON_GPU else 0
-            answer = {"how": getattr(unit, "how", rest[0]), "sms": sms}
+            answer = {"sms": sms}
         else:
             answer = repeated(unit, float(rest[0]))
         written = directory / f"{name}.new"

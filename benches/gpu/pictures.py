@@ -20,7 +20,7 @@ READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 MODES = ["without MPS", "bare", "equal", "balanced", "unlimited"]
 SHOWN = {"bare": "bare control daemon"}
 COLOURS = dict(zip(MODES, ["#8a8f98", "#3b3f46", "#2563eb", "#059669", "#d97706"]))
-PARTS = ["resnet50", "train", "jpeg", "fma", "wide", "beside", "pairs", "topology", "killed"]
+PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "topology", "killed"]
 
 WIDTH, LEFT, RIGHT, TOP = 720, 64, 16, 72
 INK, FAINT = "#1f2328", "#d8dde3"
@@ -171,6 +171,7 @@ HEADS = {
     "resnet50": ("ResNet-50", "images a second", "an image"),
     "train": ("Training a small network", "steps a second", "a step"),
     "jpeg": ("Decoding JPEG", "images a second", "an image"),
+    "dct": ("The parts of decoding JPEG", "images a second", "an image"),
     "fma": ("A program that leaves the GPU idle", "kernels a second", "a kernel"),
     "wide": ("A kernel that fills the GPU", "kernels a second", "a kernel"),
 }
@@ -179,14 +180,12 @@ TEXTS = {
     "be compared with `unlimited`.",
     "train": "A convolutional network with three layers, batches of 64 images of 64x64. A step is many short kernels, "
     "each launched by the CPU.",
+    "jpeg": "An image of 1920x1080 is decoded by nvJPEG, made 480x270 and copied to the host.",
+    "dct": "The parts of the work that follow the Huffman code, in PyTorch: copies, inverse DCT, colours, and an image "
+    "of 1920x1080 is made 480x270.",
     "fma": "One thread of fused multiply-adds. Without MPS the processes take turns, and a GPU with 132 SMs does the "
     "work of one thread at a time.",
     "wide": "Each kernel has more threads than the GPU holds at once, so one process alone leaves nearly nothing idle.",
-}
-JPEG = {
-    "nvJPEG": "An image of 1920x1080 is decoded by nvJPEG, made 480x270 and copied to the host.",
-    "in parts": "An image of 1920x1080 is decoded, made 480x270 and copied to the host. PyTorch does the parts of the "
-    "decoding that run on a GPU: copies, inverse DCT, colours. The Huffman code is left out.",
 }
 
 
@@ -207,10 +206,9 @@ def work(name, found, file):
         f"{title}: {unit} of all processes together", ("processes", unit), below, groups, counts, names,
         [COLOURS[mode] for mode in modes],
     )
-    text = TEXTS[name] if name in TEXTS else JPEG[found[counts[0]][modes[0]]["how"]]
     rows = [[count, *(cell(count, mode) for mode in modes)] for count in counts]
     said = f"{unit.capitalize()} of all processes together; in parentheses, the median time of {one}."
-    section = [f"## {title}", f"{text} {said}", f"![{title}: {unit}](performance-{name}.svg)"]
+    section = [f"## {title}", f"{TEXTS[name]} {said}", f"![{title}: {unit}](performance-{name}.svg)"]
     return [*section, table(["processes", *names], rows), f"*{below}.*"], picture
 
 

@@ -3,7 +3,8 @@
 
 A PART is one of
   WORK[+WORK...][@COUNT,...]  the works of load.py and load.cu in so many processes at once: without MPS, under a bare
-                              control daemon, and under this service with policies of cuda_mps_thread_percentage
+                              control daemon, and under this service with policies of cuda_mps_thread_percentage; if
+                              jpeg fails once, dct stands in for it
   pairs     ResNet-50 in 8 processes under the service, by turns with a bare control daemon that gives the same limits
   beside    a small client beside three that fill the GPU
   killed    the service is killed and reloaded under load
@@ -37,7 +38,7 @@ POLICIES = ["equal", "balanced", "unlimited"]
 ALL_MODES = ["without MPS", "bare", *POLICIES]
 MODES = os.environ["MODES"].split(",") if "MODES" in os.environ else ALL_MODES
 COUNTS = [1, 2, 4, 8, 16]
-WORKS = ["resnet50", "train", "jpeg", "fma", "wide"]
+WORKS = ["resnet50", "train", "jpeg", "dct", "fma", "wide"]
 PER_GPU = int(os.environ.get("PROCESSES_PER_GPU", "8"))
 # Less is not enough for a step.
 A_STEP = 3 * SECONDS + 5
@@ -109,7 +110,6 @@ def workloads(run, works, counts):
                 run.failures[work] += 1
                 said = group.prepare(work)
                 found = total(group.measure(SECONDS))
-                found["how"] = ", ".join(sorted({one["how"] for one in said}))
                 found["sms"] = min(one["sms"] for one in said)
                 run.results.setdefault(work, {}).setdefault(str(count), {})[mode] = found
                 run.note(f"{work} in {count}, {mode}: {json.dumps(found)}")
@@ -121,12 +121,17 @@ def workloads(run, works, counts):
             clients = way.clients(count)
             run.note(f"variables of the first process: {clients[0]}")
             # The processes of load.cu, then the ones of load.py; each does one work after the other.
-            for in_pytorch in (False, True):
-                # A hang takes long: a work that fails twice is left out.
-                chosen = [work for work in works if (work in IN_PYTORCH) == in_pytorch and run.failures[work] < 2]
-                if chosen:
-                    name = f"{'+'.join(chosen)} in {count}, {mode}"
-                    run.attempt(name, lambda: measured(clients, chosen, count, mode))
+            attempt(clients, [work for work in works if work not in IN_PYTORCH], count, mode)
+            attempt(clients, [work for work in works if work in IN_PYTORCH], count, mode)
+            if "jpeg" in works and run.failures["jpeg"]:
+                attempt(clients, ["dct"], count, mode)
+
+    def attempt(clients, works, count, mode):
+        # A failure may take long: no work has many of them.
+        chosen = [work for work in works if run.failures[work] < (1 if work == "jpeg" else 2)]
+        if chosen:
+            name = f"{'+'.join(chosen)} in {count}, {mode}"
+            run.attempt(name, lambda: measured(clients, chosen, count, mode))
 
     for count in counts:
         for mode in MODES:
@@ -305,7 +310,7 @@ def main():
     binaries, out = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2])
     out.mkdir(parents=True, exist_ok=True)
     run = Run(binaries, out)
-    run.note(f"{' '.join(sys.argv)}; {json.dumps(run.results)}; {run.gpus}")
+    run.note(f"parts: {' '.join(sys.argv[3:])}; {json.dumps(run.results)}; {run.gpus}")
     try:
         for part in sys.argv[3:] or [*WORKS, *OTHERS]:
             if part in OTHERS:
