@@ -177,13 +177,15 @@ def repeated(unit, seconds):
     }
 
 
-def follow(directory, name):
+def follow(directory, name, parent):
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(1)
     unit, number = None, 0
     while True:
         order = directory / f"{name}.order.{number}"
         while not order.exists():
+            if os.getppid() != parent:
+                return  # Nobody is left who could give an order.
             time.sleep(0.001)
         word, *rest = order.read_text().split()
         if word == "end":
@@ -204,6 +206,7 @@ def follow(directory, name):
 def main():
     # Nobody waits for the processes.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    parent = os.getpid()
     for line in sys.stdin:
         wanted = json.loads(line)
         pid = os.fork()
@@ -214,7 +217,7 @@ def main():
             os.dup2(nothing, 1)
             os.environ.update(wanted["variables"])
             try:
-                follow(pathlib.Path(wanted["directory"]), wanted["name"])
+                follow(pathlib.Path(wanted["directory"]), wanted["name"], parent)
             except Exception:
                 traceback.print_exc()
                 sys.exit(1)

@@ -23,6 +23,7 @@ name. BINARIES has yunion-mps-daemon and yunion-mpsctl. Compute modes are not to
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -309,6 +310,8 @@ OTHERS = {"pairs": pairs, "beside": beside, "killed": killed, "topology": topolo
 def main():
     binaries, out = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2])
     out.mkdir(parents=True, exist_ok=True)
+    # So that SIGTERM also ends all that was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     run = Run(binaries, out)
     run.note(f"parts: {' '.join(sys.argv[3:])}; {json.dumps(run.results)}; {run.gpus}")
     try:
