@@ -208,10 +208,11 @@ def cpus_of_mps():
     for status in pathlib.Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            command = status.with_name("cmdline").read_text().split("\0")[0]
         except OSError:
             continue
         if fields["Name"].startswith("nvidia-cuda-mps"):
-            lines.append(f"{fields['Name']} {fields['Pid']}: CPUs {fields['Cpus_allowed_list']}")
+            lines.append(f"{command} {fields['Pid']}: CPUs {fields['Cpus_allowed_list']}")
     return lines
 
 
