@@ -1,11 +1,20 @@
 #!/usr/bin/env python3
-"""Benchmarks on one GPU: benches/gpu/run.py BINARIES OUT [PART ...]
+"""Benchmarks on GPUs: benches/gpu/run.py BINARIES OUT [PART ...]
 
-Each workload of load.py and load.cu runs in 1 to 16 processes at once: without MPS, under a bare control daemon, and
-under this service with each policy of cuda_mps_thread_percentage. `pairs`: ResNet-50 in 8 processes under the
-service, by turns with a bare control daemon that gives the same limits. `beside`: a small client beside three that
-fill the GPU. `killed`: the service is killed and reloaded under load. A PART is a workload or one of these three; all
-by default. OUT gets results.json, results.md and the service's log.
+A PART is one of
+  WORK[+WORK...][@COUNT,...]  the works of load.py and load.cu in so many processes at once: without MPS, under a bare
+                              control daemon, and under this service with policies of cuda_mps_thread_percentage; if
+                              jpeg fails once, dct stands in for it
+  pairs     ResNet-50 in 8 processes under the service, by turns with a bare control daemon that gives the same limits
+  beside    a small client beside three that fill the GPU
+  killed    the service is killed and reloaded under load
+  topology  ResNet-50 in 8 processes on each of two GPUs, with one control daemon and with one for each GPU, which is
+            bound to the CPUs near its GPU or not; the processes are bound to all CPUs, to these and to the others
+All of them by default. OUT gets results.json, results.md, transcript.txt, and the logs of the service and of the
+processes. A part that fails is told of, and the next one begins.
+
+SECONDS_EACH is the time of a measurement (4; `pairs` and `killed` take twice as long), MODES a list of modes with
+commas (all), ROUNDS how often `pairs` repeats (3). After SECONDS_AT_MOST nothing new begins.
 
 It needs nvcc, PyTorch, NVIDIA's control daemon, and a system bus at DBUS_SYSTEM_BUS_ADDRESS on which root may own a
 name. BINARIES has yunion-mps-daemon and yunion-mpsctl. Compute modes are not touched.
@@ -15,144 +24,246 @@ import json
 import os
 import pathlib
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
+import traceback
 
-HERE = pathlib.Path(__file__).resolve().parent
+from daemons import Bare, Service, WithoutMps
+from processes import IN_PYTORCH, Failure, Group, Loads, total
+
 SECONDS = float(os.environ.get("SECONDS_EACH", "4"))
-PATIENCE = 120
+ROUNDS = int(os.environ.get("ROUNDS", "3"))
+AT_MOST = float(os.environ.get("SECONDS_AT_MOST", "inf"))
 POLICIES = ["equal", "balanced", "unlimited"]
-NAMES = ["without MPS", "bare", *POLICIES]
+ALL_MODES = ["without MPS", "bare", *POLICIES]
+MODES = os.environ["MODES"].split(",") if "MODES" in os.environ else ALL_MODES
 COUNTS = [1, 2, 4, 8, 16]
-LOAD = pathlib.Path(tempfile.gettempdir()) / "mps-load"
-WORKS = ["resnet50", "train", "fma", "wide"]
-IN_PYTORCH = ["resnet50", "train"]
+WORKS = ["resnet50", "train", "jpeg", "dct", "fma", "wide"]
+PER_GPU = int(os.environ.get("PROCESSES_PER_GPU", "8"))
+# Less is not enough for a step.
+A_STEP = 3 * SECONDS + 5
 
 
-def program(work):
-    return [sys.executable, str(HERE / "load.py")] if work in IN_PYTORCH else [str(LOAD)]
-
-
-def wait_until(what, condition, seconds=PATIENCE):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            sys.exit(f"waited in vain for {what}")
-        time.sleep(0.02)
-
-
-def measure(starts, work, seconds=SECONDS, meanwhile=lambda: None):
-    """Runs `work` once for each start, all at the same time. A start is the words before the command, and variables."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        place = pathlib.Path(directory)
-        works = work if isinstance(work, list) else [work] * len(starts)
-        processes = [
-            subprocess.Popen(
-                [*words, *program(one), one, str(seconds), directory],
-                env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for (words, variables), one in zip(starts, works)
-        ]
-        ended = lambda: any(process.poll() is not None for process in processes)
-        wait_until("the processes", lambda: len(list(place.glob("ready.*"))) == len(processes) or ended())
-        (place / "go").touch()
-        meanwhile()
-        found = []
-        for process in processes:
-            out, complaints = process.communicate(timeout=PATIENCE)
-            if process.returncode != 0:
-                print(complaints[-600:], file=sys.stderr)
-                found.append(None)
-            else:
-                found.append(json.loads(out))
-    return found
-
-
-def total(found):
-    """Units a second of all, the median of their median latencies, and how many failed."""
-    good = [one for one in found if one]
-    return {
-        "per_second": sum(one["units"] / one["seconds"] for one in good),
-        "median_ms": statistics.median(one["median_ms"] for one in good) if good else None,
-        "p99_ms": max(one["p99_ms"] for one in good) if good else None,
-        "failed": len(found) - len(good),
-    }
-
-
-class Bare:
-    """A control daemon as an administrator starts it by hand."""
-
-    def __enter__(self):
-        self.directory = tempfile.TemporaryDirectory(dir="/tmp")
-        self.variables = {
-            "CUDA_MPS_PIPE_DIRECTORY": f"{self.directory.name}/p", "CUDA_MPS_LOG_DIRECTORY": f"{self.directory.name}/l",
+class Run:
+    def __init__(self, binaries, out):
+        self.binaries, self.out, self.began = binaries, out, time.monotonic()
+        self.transcript = open(out / "transcript.txt", "a")
+        fields = "gpu_uuid,gpu_bus_id,name,driver_version,compute_mode"
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        self.gpus = [line.split(", ") for line in subprocess.check_output(query, text=True).splitlines()]
+        name, driver, mode = self.gpus[0][2:]
+        self.results = {
+            "gpu": f"{name}, {driver}, {mode}", "gpus": len(self.gpus), "cpus": len(os.sched_getaffinity(0)),
+            "date": time.strftime("%Y-%m-%d", time.gmtime()), "seconds_each": SECONDS,
         }
-        for path in self.variables.values():
-            os.mkdir(path)
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], env={**os.environ, **self.variables}, check=True)
-        return self
+        self.loads = Loads(out)
+        self.failures = dict.fromkeys(WORKS, 0)
 
-    def starts(self, count, limits=None):
-        return [([], {**self.variables, **(limits or {})})] * count
+    def note(self, text):
+        line = f"{time.strftime('%H:%M:%S', time.gmtime())} +{time.monotonic() - self.began:.1f} {text}"
+        print(line, flush=True)
+        self.transcript.write(line + "\n")
+        self.transcript.flush()
 
-    def __exit__(self, *_):
-        subprocess.run(
-            ["nvidia-cuda-mps-control"], input="quit\n", text=True, env={**os.environ, **self.variables}, check=False
-        )
-        self.directory.cleanup()
+    def save(self):
+        text = json.dumps(self.results, indent=2, sort_keys=True) + "\n"
+        (self.out / "results.json").write_text(text)
+        (self.out / "results.md").write_text(tables(self.results))
+
+    def step(self, name, do):
+        if time.monotonic() - self.began + A_STEP > AT_MOST:
+            return self.note(f"{name}: no time is left")
+        self.note(f"{name}: begins")
+        self.attempt(name, do)
+
+    def attempt(self, name, do):
+        """A failure is noted and ends this attempt alone."""
+        try:
+            do()
+        except Exception as error:
+            known = isinstance(error, (Failure, subprocess.SubprocessError))
+            said = getattr(error, "stderr", None) or ""
+            self.note(f"{name}: FAILED: {error if known else traceback.format_exc()} {said}")
+        self.save()
+
+    def service(self, gpus, slices, **keys):
+        return Service(self.binaries, self.out, gpus, slices, **keys)
+
+    @property
+    def gpu(self):
+        return self.gpus[0][0]
+
+    def way(self, mode, count):
+        """The way in which the processes reach the GPU."""
+        if mode == "without MPS":
+            return WithoutMps(self.gpu)
+        if mode == "bare":
+            return Bare(self.gpu)
+        return self.service([self.gpu], count, cuda_mps_thread_percentage=mode)
 
 
-class Service:
-    def __init__(self, binaries, out, slices, policy):
-        self.binaries, self.log = binaries, open(out / "service.log", "a")
-        self.directory = tempfile.TemporaryDirectory(dir="/tmp")
-        os.chmod(self.directory.name, 0o755)
-        self.conf = pathlib.Path(self.directory.name) / "host.conf"
-        self.conf.write_text(
-            f"enable_cuda_mps: true\ncuda_mps_set_compute_mode: false\ncuda_mps_replicas: {slices}\n"
-            f"cuda_mps_thread_percentage: {policy}\ncuda_mps_pipe_directory: {self.directory.name}/pipe\n"
-            f"cuda_mps_log_directory: {self.directory.name}/log\n"
-        )
-        self.variables = {**os.environ, "RUNTIME_DIRECTORY": f"{self.directory.name}/run"}
+def workloads(run, works, counts):
+    def measured(clients, works, count, mode):
+        with Group(run.loads, works[0], clients) as group:
+            for work in works:
+                # Unless the measurement gets to its end.
+                run.failures[work] += 1
+                said = group.prepare(work)
+                found = total(group.measure(SECONDS))
+                found["sms"] = min(one["sms"] for one in said)
+                run.results.setdefault(work, {}).setdefault(str(count), {})[mode] = found
+                run.note(f"{work} in {count}, {mode}: {json.dumps(found)}")
+                run.save()
+                run.failures[work] -= 1
 
-    def start(self):
-        command = [str(self.binaries / "yunion-mps-daemon"), "--config", str(self.conf)]
-        self.process = subprocess.Popen(command, env=self.variables, stdout=self.log, stderr=self.log)
-        self.ctl("is-ready", "--wait", "60", "--quiet")
+    def one(mode, count):
+        with run.way(mode, count) as way:
+            clients = way.clients(count)
+            run.note(f"variables of the first process: {clients[0]}")
+            # The processes of load.cu, then the ones of load.py; each does one work after the other.
+            attempt(clients, [work for work in works if work not in IN_PYTORCH], count, mode)
+            attempt(clients, [work for work in works if work in IN_PYTORCH], count, mode)
+            if "jpeg" in works and run.failures["jpeg"]:
+                attempt(clients, ["dct"], count, mode)
 
-    def ctl(self, *words):
-        command = [str(self.binaries / "yunion-mpsctl"), *words]
-        return subprocess.run(command, env=self.variables, check=True, capture_output=True, text=True).stdout
+    def attempt(clients, works, count, mode):
+        # A failure may take long: no work has many of them.
+        chosen = [work for work in works if run.failures[work] < (1 if work == "jpeg" else 2)]
+        if chosen:
+            name = f"{'+'.join(chosen)} in {count}, {mode}"
+            run.attempt(name, lambda: measured(clients, chosen, count, mode))
 
-    def __enter__(self):
-        self.start()
-        self.names = self.ctl("list", "--names").split()
-        return self
+    for count in counts:
+        for mode in MODES:
+            # One slice is the whole GPU, whatever the policy.
+            if count == 1 and mode in POLICIES[1:]:
+                continue
+            run.step(f"{'+'.join(works)} in {count}, {mode}", lambda: one(mode, count))
 
-    def starts(self, count):
-        program = str(self.binaries / "yunion-mpsctl")
-        return [([program, "run", name, "--"], {}) for name in self.names[:count]]
 
-    def limits(self):
-        """The limits of a slice, for clients of a bare control daemon."""
-        environment = json.loads(self.ctl("env", self.names[0], "--format", "json"))["environment"]
-        wanted = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-        return {name: environment[name] for name in wanted if name in environment}
+def pairs(run):
+    def one(policy):
+        with run.way(policy, 8) as service, Bare(run.gpu) as bare:
+            limits = service.limits()
+            run.note(f"variables of the first process of each: {service.clients(1)}, {bare.clients(1, limits)}")
+            found = run.results.setdefault("pairs", {})[policy] = {"limits": limits, "ratios": [], "ours": []}
+            with Group(run.loads, "resnet50", service.clients(8) + bare.clients(8, limits)) as group:
+                group.prepare("resnet50")
+                ours, theirs = group.processes[:8], group.processes[8:]
+                for number in range(ROUNDS):
+                    turns = [ours, theirs] if number % 2 == 0 else [theirs, ours]
+                    rates = [total(group.measure(2 * SECONDS, turn))["per_second"] for turn in turns]
+                    mine, other = rates if number % 2 == 0 else reversed(rates)
+                    found["ours"].append(mine)
+                    found["ratios"].append(mine / other)
+                    run.note(f"pairs, {policy}: ours {mine:.1f}, bare {other:.1f}, ratio {mine / other:.4f}")
+                    run.save()
 
-    def kill_and_reload(self):
-        for _ in range(3):
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-            self.start()
-        self.ctl("reload")
+    for policy in POLICIES:
+        run.step(f"pairs, {policy}", lambda: one(policy))
 
-    def __exit__(self, *_):
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
-        self.directory.cleanup()
+
+def beside(run):
+    mix = ["small", "wide", "wide", "wide"]
+
+    def one(mode):
+        with run.way(mode, 4) as way, Group(run.loads, "small", way.clients(4)) as group:
+            group.prepare(mix)
+            found = group.measure(SECONDS)[0]
+            run.results.setdefault("beside", {})[mode] = found
+            run.note(f"small client, {mode}: {json.dumps(found)}")
+
+    for mode in MODES:
+        run.step(f"beside, {mode}", lambda: one(mode))
+
+
+def killed(run):
+    def one():
+        with run.way("equal", 8) as service, Group(run.loads, "resnet50", service.clients(8)) as group:
+            group.prepare("resnet50")
+            calm = total(group.measure(2 * SECONDS))
+            found = total(group.measure(2 * SECONDS, meanwhile=service.kill_and_reload))
+        run.results["killed"] = {"calm": calm, "killed": found}
+        run.note(f"killed: {json.dumps(run.results['killed'])}")
+
+    run.step("killed", one)
+
+
+def cpus_of(text):
+    ends = (part.split("-") for part in text.strip().split(",") if part)
+    return {cpu for end in ends for cpu in range(int(end[0]), int(end[-1]) + 1)}
+
+
+def near(address):
+    """The CPUs near the GPU, as the kernel names them; empty if it doesn't."""
+    domain, rest = address.lower().split(":", 1)
+    path = pathlib.Path(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist")
+    return cpus_of(path.read_text()) if path.exists() else set()
+
+
+def cpus_of_mps():
+    """The CPUs that control daemons and servers may use."""
+    lines = []
+    for status in pathlib.Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            command = status.with_name("cmdline").read_text().split("\0")[0]
+        except OSError:
+            continue
+        if fields["Name"].startswith("nvidia-cuda-mps"):
+            lines.append(f"{command} {fields['Pid']}: CPUs {fields['Cpus_allowed_list']}")
+    return lines
+
+
+def topology(run):
+    gpus = run.gpus[:2]
+    everywhere = os.sched_getaffinity(0)
+    local = {gpu[0]: near(gpu[1]) & everywhere for gpu in gpus}
+    run.note(f"topology: CPUs near each GPU: {[sorted(cpus) for cpus in local.values()]}")
+    bound = all(cpus and cpus != everywhere for cpus in local.values())
+
+    def one(name, **keys):
+        service = run.service([gpu[0] for gpu in gpus], PER_GPU, cuda_mps_thread_percentage="equal", **keys)
+        complaints = service.complaints("cuda_mps_cpu_affinity")
+        for line in complaints:
+            run.note(f"topology, {name}: {line}")
+        if any("no such key" in line for line in complaints):
+            raise Failure("this service does not know cuda_mps_cpu_affinity")
+        with service:
+            names = service.names
+            clients = [service.variables_of(name) for name in names]
+            if len(names) != PER_GPU * len(gpus):
+                raise Failure(f"{len(names)} slices: {names}")
+            for line in cpus_of_mps():
+                run.note(f"topology, {name}: {line}")
+            # The slices of a GPU stand beside each other.
+            halves = [slice(n * PER_GPU, (n + 1) * PER_GPU) for n in range(len(gpus))]
+            order = list(dict.fromkeys(client["CUDA_VISIBLE_DEVICES"] for client in clients))
+            run.note(f"topology, {name}: {order}, {clients[0]}")
+            with Group(run.loads, "resnet50", clients) as group:
+                group.prepare("resnet50")
+                ways = [("anywhere", [everywhere] * len(gpus))] * 2
+                if bound:
+                    ways += [("near", list(local.values())), ("far", [everywhere - cpus for cpus in local.values()])]
+                for way, cpus in ways:
+                    for half, of_half in zip(halves, cpus):
+                        for process in group.processes[half]:
+                            process.use_cpus(of_half)
+                    found = group.measure(SECONDS)
+                    each = [total(found[half]) for half in halves]
+                    run.results.setdefault("topology", {}).setdefault(name, {}).setdefault(way, []).append(each)
+                    run.note(f"topology, {name}, {way}: {json.dumps(each)}")
+                    run.save()
+
+    if len(gpus) < 2:
+        return run.note("topology: this host has one GPU")
+    run.step("topology, shared", lambda: one("shared", cuda_mps_topology="shared"))
+    for affinity in ("none", "auto"):
+        keys = {"cuda_mps_topology": "per_gpu", "cuda_mps_cpu_affinity": affinity}
+        run.step(f"topology, per_gpu, {affinity}", lambda: one(f"per_gpu, {affinity}", **keys))
+    if not any(name.startswith("per_gpu") for name in run.results.get("topology", {})):
+        run.step("topology, per_gpu", lambda: one("per_gpu", cuda_mps_topology="per_gpu"))
 
 
 def table(rows, heads):
@@ -160,86 +271,62 @@ def table(rows, heads):
     return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]) + "\n"
 
 
-def workload(binaries, out, work, note):
-    found = {}
-    for count in COUNTS:
-        row = found[str(count)] = {"without MPS": total(measure([([], {})] * count, work))}
-        with Bare() as bare:
-            row["bare"] = total(measure(bare.starts(count), work))
-        for policy in POLICIES:
-            # One slice is the whole GPU, whatever the policy.
-            if count == 1 and policy != "equal":
-                continue
-            with Service(binaries, out, count, policy) as service:
-                row[policy] = total(measure(service.starts(count), work))
-        note(f"{work} {count}: " + ", ".join(f"{name} {one['per_second']:.0f}" for name, one in row.items()))
-    cell = lambda one: f"{one['per_second']:.0f} ({one['median_ms']:.2f} ms)" if one else "-"
-    rows = [[count, *(cell(row.get(name)) for name in NAMES)] for count, row in found.items()]
-    text = f"{work}: units a second of all processes (median latency of a unit)\n\n"
-    return found, text + table(rows, ["processes", *NAMES])
+def tables(results):
+    texts = [f"{results['gpu']}, {results['gpus']} GPUs, {results['cpus']} CPUs, {results['date']}\n"]
+    cell = lambda one: f"{one['per_second']:.0f} ({one['median_ms']:.2f} ms)" if one and one["median_ms"] else "-"
+    for work in (work for work in WORKS if work in results):
+        rows = [[n, *(cell(results[work][str(n)].get(mode)) for mode in ALL_MODES)]
+                for n in COUNTS if str(n) in results[work]]
+        texts.append(f"{work}: units a second of all processes (median latency of a unit)\n")
+        texts.append(table(rows, ["processes", *ALL_MODES]))
+    if "pairs" in results:
+        words = lambda ratios: " ".join(f"{ratio:.3f}" for ratio in ratios)
+        rows = [[policy, words(one["ratios"])] for policy, one in results["pairs"].items()]
+        texts.append("ResNet-50, 8 processes: this service / a bare control daemon with the same limits\n")
+        texts.append(table(rows, ["policy", "ratios"]))
+    if "beside" in results:
+        found = ((mode, one) for mode, one in results["beside"].items() if one)
+        rows = [[mode, f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}"] for mode, one in found]
+        texts.append("Latency of a small kernel beside three clients that fill the GPU, ms\n")
+        texts.append(table(rows, ["", "median", "99th percentile"]))
+    if "killed" in results:
+        calm, found = results["killed"]["calm"], results["killed"]["killed"]
+        texts.append(
+            f"ResNet-50, 8 processes: {calm['per_second']:.0f} a second; {found['per_second']:.0f} while the service "
+            f"was killed three times and reloaded; {found['failed']} processes failed\n"
+        )
+    if "topology" in results:
+        rows = [
+            [name, way, *(f"{gpu['per_second']:.0f}" for gpu in each)]
+            for name, ways in results["topology"].items() for way, rounds in ways.items() for each in rounds
+        ]
+        texts.append(f"ResNet-50, {PER_GPU} processes on each of two GPUs: images a second of each GPU\n")
+        texts.append(table(rows, ["control daemons", "CPUs of the processes", "first GPU", "second GPU"]))
+    return "\n".join(texts)
 
 
-def pairs(binaries, out, note):
-    found = {}
-    for policy in POLICIES:
-        with Service(binaries, out, 8, policy) as service, Bare() as bare:
-            limits, ratios = service.limits(), []
-            for _ in range(3):
-                ours = total(measure(service.starts(8), "resnet50"))["per_second"]
-                theirs = total(measure(bare.starts(8, limits), "resnet50"))["per_second"]
-                ratios.append(ours / theirs)
-            found[policy] = {"limits": limits, "ratios": ratios}
-            note(f"{policy}: ours / bare {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
-    rows = [[policy, *(f"{ratio:.3f}" for ratio in one["ratios"])] for policy, one in found.items()]
-    text = "ResNet-50, 8 processes: this service / a bare control daemon with the same limits\n\n"
-    return found, text + table(rows, ["policy", "1", "2", "3"])
-
-
-def beside(binaries, out, note):
-    mix = ["small", "wide", "wide", "wide"]
-    found = {"without MPS": measure([([], {})] * 4, mix)[0]}
-    with Bare() as bare:
-        found["bare"] = measure(bare.starts(4), mix)[0]
-    for policy in POLICIES:
-        with Service(binaries, out, 4, policy) as service:
-            found[policy] = measure(service.starts(4), mix)[0]
-    note("small client: " + ", ".join(f"{name} {one['p99_ms']:.2f} ms" for name, one in found.items() if one))
-    rows = [[name, f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}"] for name, one in found.items() if one]
-    text = "Latency of a small kernel beside three clients that fill the GPU, ms\n\n"
-    return found, text + table(rows, ["", "median", "99th percentile"])
-
-
-def killed(binaries, out, note):
-    with Service(binaries, out, 8, "equal") as service:
-        calm = total(measure(service.starts(8), "resnet50", 8))
-        found = total(measure(service.starts(8), "resnet50", 8, service.kill_and_reload))
-    text = (
-        f"ResNet-50, 8 processes: {calm['per_second']:.0f} a second; {found['per_second']:.0f} while the service was "
-        f"killed three times and reloaded; {found['failed']} processes failed\n"
-    )
-    note(text.strip())
-    return {"calm": calm, "killed": found}, text
+OTHERS = {"pairs": pairs, "beside": beside, "killed": killed, "topology": topology}
 
 
 def main():
     binaries, out = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2])
     out.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["nvcc", "-O2", "-arch=native", "-o", LOAD, HERE / "load.cu"], check=True)
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,compute_mode", "--format=csv,noheader"]
-    gpu = subprocess.check_output(query, text=True).splitlines()[0]
-    results = {"gpu": gpu, "seconds_each": SECONDS}
-    texts = [f"{gpu}\n"]
-    note = lambda text: print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
-    others = {"pairs": pairs, "beside": beside, "killed": killed}
-    for part in sys.argv[3:] or [*WORKS, *others]:
-        if part in others:
-            results[part], text = others[part](binaries, out, note)
-        else:
-            results[part], text = workload(binaries, out, part, note)
-        texts.append(text)
-        (out / "results.json").write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
-        (out / "results.md").write_text("\n".join(texts))
-    print("\n".join(texts))
+    # So that SIGTERM also ends all that was started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    run = Run(binaries, out)
+    run.note(f"parts: {' '.join(sys.argv[3:])}; {json.dumps(run.results)}; {run.gpus}")
+    try:
+        for part in sys.argv[3:] or [*WORKS, *OTHERS]:
+            if part in OTHERS:
+                OTHERS[part](run)
+            else:
+                works, _, counts = part.partition("@")
+                workloads(run, works.split("+"), [int(count) for count in counts.split(",")] if counts else COUNTS)
+    finally:
+        run.save()
+        run.loads.end()
+    run.note("the end")
+    print((out / "results.md").read_text())
 
 
 main()

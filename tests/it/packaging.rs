@@ -153,6 +153,12 @@ fn the_index_has_every_document_and_links_lead_somewhere() {
     assert!(links > 20, "{links}");
 }
 
+/// So no figure in a text differs from the measured one.
+#[test]
+fn the_performance_page_is_what_the_figures_make_of_it() {
+    printed(Command::new("python3").arg(source("benches/gpu/pictures.py")).arg("--check"));
+}
+
 #[test]
 fn with_another_prefix_the_unit_starts_what_is_there() {
     let root = tempfile::tempdir().unwrap();

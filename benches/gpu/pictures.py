@@ -1,0 +1,338 @@
+#!/usr/bin/env python3
+"""Makes the pictures and tables of docs/performance.md from results/*.json: benches/gpu/pictures.py [--check]
+
+A part that several files have is taken from the newest. --check changes nothing: it says what differs, and which of the
+three numbers is missing in the texts around the tables and in the READMEs.
+"""
+
+import json
+import pathlib
+import re
+import sys
+import textwrap
+from xml.sax.saxutils import escape
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+
+MODES = ["without MPS", "bare", "equal", "balanced", "unlimited"]
+SHOWN = {"bare": "bare control daemon"}
+COLOURS = dict(zip(MODES, ["#8a8f98", "#3b3f46", "#2563eb", "#059669", "#d97706"]))
+PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "topology", "killed"]
+
+WIDTH, LEFT, RIGHT, TOP = 720, 64, 16, 72
+INK, FAINT = "#1f2328", "#d8dde3"
+
+
+def figures():
+    """Each part with the file's words about its hardware."""
+    found = {}
+    files = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
+    for file in sorted(files, key=lambda file: file["date"]):
+        for part in PARTS:
+            if part in file:
+                found[part] = (file[part], file)
+    return found
+
+
+def hardware(file):
+    name, driver, mode = file["gpu"].split(", ")
+    gpus = file.get("gpus", 1)
+    host = f"host with {gpus} GPU{'s' if gpus > 1 else ''} and {file['cpus']} CPUs"
+    return f"{name}, driver {driver}, compute mode {mode}, {host}, {file['date']}"
+
+
+class Picture:
+    def __init__(self, title, below, height):
+        self.height = height
+        self.parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+            f'role="img" font-family="Helvetica, Arial, sans-serif" font-size="12" fill="{INK}">',
+            f"<title>{escape(title)}</title>",
+            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        ]
+        self.text(16, 24, title, "start", 'font-size="16" font-weight="bold"')
+        self.text(16, height - 10, below, "start", 'font-size="10" fill="#57606a"')
+
+    def text(self, x, y, words, anchor="middle", more=""):
+        more = f" {more}" if more else ""
+        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(str(words))}</text>')
+
+    def bar(self, x, y, width, height, colour):
+        self.parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colour}"/>')
+
+    def line(self, x1, y1, x2, y2, more=f'stroke="{FAINT}"'):
+        self.parts.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {more}/>')
+
+    def dot(self, x, y, colour):
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}"/>')
+
+    def legend(self, names, colours):
+        x = LEFT
+        for name, colour in zip(names, colours):
+            self.bar(x, 40, 12, 12, colour)
+            self.text(x + 17, 50, name, "start")
+            x += 17 + 6.6 * len(name) + 16
+
+    def svg(self):
+        return "\n".join([*self.parts, "</svg>"]) + "\n"
+
+
+def ticks(highest):
+    """Round numbers from 0 to at least `highest`, 4 to 7 of them."""
+    step = next(
+        digit * 10.0**power for power in range(-4, 9) for digit in (1, 2, 5) if highest / (digit * 10.0**power) <= 6
+    )
+    number = int(highest / step) + (highest % step > 0)
+    return [step * n for n in range(number + 1)]
+
+
+def shown(number):
+    return f"{number:g}"
+
+
+def columns(title, axis, below, groups, heads, names, colours):
+    """Bars in groups: `heads` below the groups, `names` in the legend. A group has a number or None for each name."""
+    picture = Picture(title, below, 360)
+    bottom = 360 - 62
+    marks = ticks(max(value for group in groups for value in group if value is not None))
+    high = lambda value: bottom - (bottom - TOP) * value / marks[-1]
+    for mark in marks:
+        picture.line(LEFT, high(mark), WIDTH - RIGHT, high(mark))
+        picture.text(LEFT - 6, high(mark) + 4, shown(mark), "end")
+    wide = (WIDTH - LEFT - RIGHT) / len(groups)
+    each = min(wide * 0.8 / len(names), 48)
+    for number, (group, head) in enumerate(zip(groups, heads)):
+        middle = LEFT + wide * (number + 0.5)
+        present = [(value, colour) for value, colour in zip(group, colours) if value is not None]
+        start = middle - each * len(present) / 2
+        for place, (value, colour) in enumerate(present):
+            picture.bar(start + place * each, high(value), each - 2, bottom - high(value), colour)
+        picture.text(middle, bottom + 17, head)
+    picture.line(LEFT, bottom, WIDTH - RIGHT, bottom, f'stroke="{INK}"')
+    picture.text(LEFT + (WIDTH - LEFT - RIGHT) / 2, bottom + 36, axis[0])
+    middle = (TOP + bottom) / 2
+    picture.text(14, middle, axis[1], "middle", f'transform="rotate(-90 14 {middle:.1f})"')
+    picture.legend(names, colours)
+    return picture.svg()
+
+
+def rows_of_bars(title, axis, below, rows, names, colours, digits):
+    """Bars from left to right with their values: a row is a name and a number for each of `names`."""
+    left, right, each = 150, 80, 15
+    high = each * len(names) + 14
+    height = TOP + high * len(rows) + 62
+    picture = Picture(title, below, height)
+    marks = ticks(max(value for _, values in rows for value in values))
+    far = lambda value: left + (WIDTH - left - right) * value / marks[-1]
+    bottom = TOP + high * len(rows)
+    for mark in marks:
+        picture.line(far(mark), TOP, far(mark), bottom)
+        picture.text(far(mark), bottom + 17, shown(mark))
+    for number, (name, values) in enumerate(rows):
+        top = TOP + high * number + 7
+        picture.text(left - 8, top + each * len(values) / 2 + 4, name, "end")
+        for place, (value, colour) in enumerate(zip(values, colours)):
+            picture.bar(left, top + each * place, max(far(value) - left, 1), each - 2, colour)
+            picture.text(far(value) + 5, top + each * place + 10, f"{value:.{digits}f}", "start", 'font-size="11"')
+    picture.line(left, TOP, left, bottom, f'stroke="{INK}"')
+    picture.text((left + WIDTH - right) / 2, bottom + 36, axis)
+    picture.legend(names, colours)
+    return picture.svg()
+
+
+def dots(title, axis, below, rows, low, high):
+    """A row is a name, numbers between `low` and `high`, and a colour."""
+    left, right, tall = 150, 30, 44
+    bottom = 56 + tall * len(rows)
+    picture = Picture(title, below, bottom + 62)
+    far = lambda value: left + (WIDTH - left - right) * (value - low) / (high - low)
+    for hundredth in range(round(100 * low), round(100 * high) + 1):
+        mark = hundredth / 100
+        picture.line(far(mark), 44, far(mark), bottom, f'stroke="{INK if hundredth == 100 else FAINT}"')
+        picture.text(far(mark), bottom + 17, f"{mark:.2f}")
+    for number, (name, values, colour) in enumerate(rows):
+        y = 56 + tall * (number + 0.5) - 6
+        picture.text(left - 8, y + 4, name, "end")
+        for value in values:
+            picture.dot(far(value), y, colour)
+    picture.text((left + WIDTH - right) / 2, bottom + 36, axis)
+    return picture.svg()
+
+
+def table(heads, rows):
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
+
+
+HEADS = {
+    "resnet50": ("ResNet-50", "images a second", "an image"),
+    "train": ("Training a small network", "steps a second", "a step"),
+    "jpeg": ("Decoding JPEG", "images a second", "an image"),
+    "dct": ("The parts of decoding JPEG", "images a second", "an image"),
+    "fma": ("A program that leaves the GPU idle", "kernels a second", "a kernel"),
+    "wide": ("A kernel that fills the GPU", "kernels a second", "a kernel"),
+}
+TEXTS = {
+    "resnet50": "One image at a time, fp16, as a CUDA graph. The bare control daemon has no limit, so its column is to "
+    "be compared with `unlimited`.",
+    "train": "A convolutional network with three layers, batches of 64 images of 64x64. A step is many short kernels, "
+    "each launched by the CPU.",
+    "jpeg": "An image of 1920x1080 is decoded by nvJPEG, made 480x270 and copied to the host.",
+    "dct": "The parts of the work that follow the Huffman code, in PyTorch: copies, inverse DCT, colours, and an image "
+    "of 1920x1080 is made 480x270.",
+    "fma": "One thread of fused multiply-adds. Without MPS the processes take turns, and a GPU with 132 SMs does the "
+    "work of one thread at a time.",
+    "wide": "Each kernel has more threads than the GPU holds at once, so one process alone leaves nearly nothing idle.",
+}
+
+
+def work(name, found, file):
+    title, unit, one = HEADS[name]
+    counts = sorted(found, key=int)
+    modes = [mode for mode in MODES if any(mode in found[count] for count in counts)]
+    names = [SHOWN.get(mode, mode) for mode in modes]
+
+    def cell(count, mode):
+        of_mode = found[count].get(mode)
+        return f"{of_mode['per_second']:.0f} ({of_mode['median_ms']:.2f} ms)" if of_mode else "-"
+
+    value = lambda count, mode: found[count][mode]["per_second"] if mode in found[count] else None
+    groups = [[value(count, mode) for mode in modes] for count in counts]
+    below = f"{hardware(file)}; {file['seconds_each']:g} seconds each"
+    picture = columns(
+        f"{title}: {unit} of all processes together", ("processes", unit), below, groups, counts, names,
+        [COLOURS[mode] for mode in modes],
+    )
+    rows = [[count, *(cell(count, mode) for mode in modes)] for count in counts]
+    said = f"{unit.capitalize()} of all processes together; in parentheses, the median time of {one}."
+    section = [f"## {title}", f"{TEXTS[name]} {said}", f"![{title}: {unit}](performance-{name}.svg)"]
+    return [*section, table(["processes", *names], rows), f"*{below}.*"], picture
+
+
+def beside(found, file):
+    title = "A small client beside greedy ones"
+    modes = [mode for mode in MODES if mode in found]
+    names = [SHOWN.get(mode, mode) for mode in modes]
+    kinds = ["median", "99th percentile"]
+    below = f"{hardware(file)}; {file['seconds_each']:g} seconds each"
+    values = [(found[mode]["median_ms"], found[mode]["p99_ms"]) for mode in modes]
+    picture = rows_of_bars(
+        "The time of a short kernel beside three clients that fill the GPU", "milliseconds", below,
+        list(zip(names, values)), kinds, ["#93b4f5", "#2563eb"], 2,
+    )
+    rows = [[name, *(f"{value:.2f} ms" for value in of_mode)] for name, of_mode in zip(names, values)]
+    text = (
+        "The time of a short kernel, launched each 10 ms, beside three clients with kernels that fill the GPU; four "
+        "slices."
+    )
+    heads = ["small client", *kinds]
+    return [f"## {title}", text, f"![{title}](performance-beside.svg)", table(heads, rows), f"*{below}.*"], picture
+
+
+def pairs(found, file):
+    title = "This service beside a bare control daemon"
+    policies = [policy for policy in MODES if policy in found]
+    ratios = [found[policy]["ratios"] for policy in policies]
+    below = hardware(file)
+    low, high = min(map(min, ratios)), max(map(max, ratios))
+    picture = dots(
+        "Throughput with this service, as a part of the throughput without it", "this service / a bare control daemon",
+        below, [(policy, found[policy]["ratios"], COLOURS[policy]) for policy in policies],
+        min(0.95, int(100 * low) / 100), max(1.05, -int(-100 * high) / 100 + 0.01),
+    )
+    rows = [[policy, *(f"{ratio:.3f}" for ratio in of_policy)] for policy, of_policy in zip(policies, ratios)]
+    text = (
+        "ResNet-50 in 8 processes: the throughput under this service divided by the throughput under a bare control "
+        "daemon with the same limits, in turn."
+    )
+    heads = ["policy", *(str(number + 1) for number in range(max(map(len, ratios))))]
+    return [f"## {title}", text, f"![{title}](performance-pairs.svg)", table(heads, rows), f"*{below}.*"], picture
+
+
+def topology(found, file):
+    title = "Two GPUs"
+    mean = lambda rounds, gpu: sum(each[gpu]["per_second"] for each in rounds) / len(rounds)
+    order = ["shared", "per_gpu", "per_gpu, none", "per_gpu, auto"]
+    ways = ("anywhere", "near", "far")
+    kinds = [(name, way) for name in order if name in found for way in ways if way in found[name]]
+    values = [[mean(found[name][way], gpu) for gpu in (0, 1)] for name, way in kinds]
+    below = f"{hardware(file)}; {file['seconds_each']:g} seconds each"
+    names = [name if way == "anywhere" else f"{name}, {way}" for name, way in kinds]
+    picture = rows_of_bars(
+        "ResNet-50 in 8 processes on each of two GPUs", "images a second of each GPU", below, list(zip(names, values)),
+        ["first GPU", "second GPU"], ["#2563eb", "#93b4f5"], 0,
+    )
+    rows = [[f"`{name}`", way, *(f"{value:.0f}" for value in of_kind)] for (name, way), of_kind in zip(kinds, values)]
+    text = (
+        "ResNet-50 in 8 processes on each of two GPUs at the same time, policy `equal`. One control daemon serves both "
+        "GPUs (`shared`), or each GPU has its own (`per_gpu`; `none` and `auto` are values of "
+        "`cuda_mps_cpu_affinity`). The processes may run on any CPU, or, where the kernel names CPUs near a GPU, on "
+        "these or on the others."
+    )
+    heads = ["control daemons", "CPUs of the processes", "first GPU", "second GPU"]
+    return [f"## {title}", text, f"![{title}](performance-topology.svg)", table(heads, rows), f"*{below}.*"], picture
+
+
+def killed(found, file):
+    calm, hit = (round(found[name]["per_second"]) for name in ("calm", "killed"))
+    failed = found["killed"]["failed"]
+    text = (
+        f"ResNet-50 in 8 processes, while the service was killed three times and reloaded: {hit} images a second. "
+        f"In a calm run: {calm}. Processes that failed: {failed}."
+    )
+    return ["## The service is killed", text, f"*{hardware(file)}.*"], None
+
+
+OTHERS = {"beside": beside, "pairs": pairs, "topology": topology, "killed": killed}
+
+
+def numbers(found):
+    """The three that matter."""
+    sixteen = found["resnet50"][0]["16"]
+    gain = max(one["per_second"] for one in sixteen.values()) / sixteen["without MPS"]["per_second"]
+    ratios = [ratio for one in found["pairs"][0].values() for ratio in one["ratios"]]
+    small = found["beside"][0]
+    latencies = [f"{small[mode]['p99_ms']:.2f} ms" for mode in ("equal", "without MPS")]
+    return [f"{gain:.1f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}", *latencies]
+
+
+def written(found):
+    """Every file that is made, with its text."""
+    files, page = {}, PAGE.read_text()
+    for part in PARTS:
+        section = []
+        if part in found:
+            section, picture = OTHERS[part](*found[part]) if part in OTHERS else work(part, *found[part])
+            if picture:
+                files[ROOT / "docs" / f"performance-{part}.svg"] = picture
+        lines = [line if line.startswith(("|", "!")) else textwrap.fill(line, 120) for line in section]
+        text = "\n\n".join([f"<!-- {part} -->", *lines, f"<!-- /{part} -->"])
+        page, number = re.subn(rf"<!-- {part} -->.*?<!-- /{part} -->", lambda _: text, page, flags=re.DOTALL)
+        if number != 1:
+            sys.exit(f"{PAGE.name} has {number} places for {part}")
+    return {**files, PAGE: page}
+
+
+def main():
+    found, faults = figures(), []
+    files = written(found)
+    for path, text in files.items():
+        if "--check" not in sys.argv:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            faults.append(f"{path.relative_to(ROOT)} is not what the figures make of it: run benches/gpu/pictures.py")
+    for path in set((ROOT / "docs").glob("performance-*.svg")) - set(files):
+        faults.append(f"{path.relative_to(ROOT)} is made from no figures")
+    around = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", files[PAGE], flags=re.DOTALL)
+    for path, text in {PAGE: around, **{path: path.read_text() for path in READMES}}.items():
+        missing = [number for number in numbers(found) if number not in text]
+        if missing:
+            faults.append(f"{path.relative_to(ROOT)} lacks {', '.join(missing)}")
+    if faults:
+        sys.exit("\n".join(faults))
+
+
+main()
