@@ -84,8 +84,13 @@ fn control_daemon_table(
     if wide {
         heads.extend(["SINCE", "MULTI-USER", "FOR NVIDIA'S FRONT END"]);
     }
+    // A column that says `all` of each of them would only take room.
+    let bound = wide || control_daemons.iter().any(|daemon| cpus(daemon) != "all");
+    if bound {
+        heads.push("CPUS");
+    }
     heads.extend(["STARTS", "PID", "SERVER"]);
-    let expendable = ["SINCE", "MULTI-USER", "STARTS", "FOR", "FOR NVIDIA'S FRONT END"];
+    let expendable = ["SINCE", "MULTI-USER", "STARTS", "FOR", "CPUS", "FOR NVIDIA'S FRONT END"];
     let mut table = table(&heads).numbers(&["PID", "SERVER", "STARTS"]).leave_out(&expendable);
     for daemon in control_daemons {
         let since = time::from_seconds(daemon.since);
@@ -94,10 +99,21 @@ fn control_daemon_table(
             let front_end = format!("CUDA_MPS_PIPE_DIRECTORY={}", daemon.control_directory.shown());
             row.extend([time::local(since), daemon.multiuser.shown(), front_end]);
         }
+        if bound {
+            row.push(cpus(daemon));
+        }
         row.extend([daemon.starts.shown(), daemon.pid.shown(), daemon.servers.shown()]);
         table.add_row(row);
     }
     table
+}
+
+/// The CPUs on which a control daemon may run, and the CPUs to which it is to be bound, if these are others.
+fn cpus(daemon: &ControlDaemon) -> String {
+    match (daemon.cpus.shown(), daemon.wanted_cpus.shown()) {
+        (cpus, wanted) if daemon.wanted_cpus.is_none() || wanted == cpus => cpus,
+        (cpus, wanted) => format!("{cpus} (wanted: {wanted})"),
+    }
 }
 
 /// The address of its GPU, where the id is the UUID of that GPU.
