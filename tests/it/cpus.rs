@@ -8,6 +8,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde_json::{Value, json};
 
 use crate::support::host::{Host, assert_has, control_daemon, control_pid, text};
+use crate::support::schema::strict;
 use crate::support::skip::skip;
 use crate::support::wait::wait_for;
 
@@ -238,6 +239,7 @@ fn a_take_over_shows_the_cpus_in_force() {
     let status = host.wait_for_state("ready");
     assert_eq!(control_pid(&status), before);
     assert_has(control_daemon(&status), &json!({"cpus": parts[1], "wanted_cpus": parts[0]}));
+    assert!(strict("status", &[status]).present.contains(".control_daemons[].wanted_cpus"));
     let both = format!("{} (wanted: {})", parts[1], parts[0]);
     assert!(shown(&host).contains(&both), "{}", shown(&host));
 

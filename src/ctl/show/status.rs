@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use crate::counted::counted;
 use crate::ctl::published::known;
 use crate::ctl::show::list::{Output, gpu_table};
-use crate::ctl::show::table::{Shown, Table, pairs, printable, table};
+use crate::ctl::show::table::{Shown, Table, UNKNOWN, pairs, printable, table};
 use crate::ctl::show::{happened, time};
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
@@ -85,7 +85,7 @@ fn control_daemon_table(
         heads.extend(["SINCE", "MULTI-USER", "FOR NVIDIA'S FRONT END"]);
     }
     // A column that says `all` of each of them would only take room.
-    let bound = wide || control_daemons.iter().any(|daemon| cpus(daemon) != "all");
+    let bound = control_daemons.iter().any(|daemon| !["all", UNKNOWN].contains(&cpus(daemon).as_str()));
     if bound {
         heads.push("CPUS");
     }
