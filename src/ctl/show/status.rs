@@ -11,7 +11,7 @@ use tokio::time::timeout;
 use crate::counted::counted;
 use crate::ctl::published::known;
 use crate::ctl::show::list::{Output, gpu_table};
-use crate::ctl::show::table::{Shown, Table, UNKNOWN, pairs, printable, table};
+use crate::ctl::show::table::{Shown, Table, pairs, printable, table};
 use crate::ctl::show::{happened, time};
 use crate::ctl::{Error, print_json};
 use crate::dbus::proxy::{DaemonProxy, Listed};
@@ -84,12 +84,7 @@ fn control_daemon_table(
     if wide {
         heads.extend(["SINCE", "MULTI-USER", "FOR NVIDIA'S FRONT END"]);
     }
-    // A column that says `all` of each of them would only take room.
-    let bound = control_daemons.iter().any(|daemon| !["all", UNKNOWN].contains(&cpus(daemon).as_str()));
-    if bound {
-        heads.push("CPUS");
-    }
-    heads.extend(["STARTS", "PID", "SERVER"]);
+    heads.extend(["CPUS", "STARTS", "PID", "SERVER"]);
     let expendable = ["SINCE", "MULTI-USER", "STARTS", "FOR", "CPUS", "FOR NVIDIA'S FRONT END"];
     let mut table = table(&heads).numbers(&["PID", "SERVER", "STARTS"]).leave_out(&expendable);
     for daemon in control_daemons {
@@ -99,20 +94,19 @@ fn control_daemon_table(
             let front_end = format!("CUDA_MPS_PIPE_DIRECTORY={}", daemon.control_directory.shown());
             row.extend([time::local(since), daemon.multiuser.shown(), front_end]);
         }
-        if bound {
-            row.push(cpus(daemon));
-        }
-        row.extend([daemon.starts.shown(), daemon.pid.shown(), daemon.servers.shown()]);
+        row.extend([cpus(daemon), daemon.starts.shown(), daemon.pid.shown(), daemon.servers.shown()]);
         table.add_row(row);
     }
     table
 }
 
-/// The CPUs on which a control daemon may run, and the CPUs to which it is to be bound, if these are others.
+/// The CPUs on which a control daemon may run, and the CPUs to which it is to be bound, if these are others. Empty if it is
+/// not bound, as most are: a column in which nothing stands is not shown.
 fn cpus(daemon: &ControlDaemon) -> String {
-    match (daemon.cpus.shown(), daemon.wanted_cpus.shown()) {
-        (cpus, wanted) if daemon.wanted_cpus.is_none() || wanted == cpus => cpus,
-        (cpus, wanted) => format!("{cpus} (wanted: {wanted})"),
+    match (daemon.cpus.as_deref(), daemon.wanted_cpus.as_deref()) {
+        (None, _) | (Some("all"), None) => String::new(),
+        (Some(cpus), Some(wanted)) if cpus != wanted => printable(&format!("{cpus} (wanted: {wanted})")),
+        (Some(cpus), _) => printable(cpus),
     }
 }
 

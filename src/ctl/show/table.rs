@@ -22,7 +22,7 @@ const PROSE: usize = 24;
 const STATES: [&str; 4] = ["STATE", "HEALTH", "MPS", "State:"];
 
 /// The text of a value that is not known.
-pub(in crate::ctl) const UNKNOWN: &str = "-";
+const UNKNOWN: &str = "-";
 
 /// The width for texts on stdout: the value of COLUMNS, also for a pipe, so that `watch` gets whole lines; otherwise the
 /// width of the terminal. None: no terminal, or a terminal that doesn't know.

@@ -83,7 +83,7 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
             pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
             log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
             multiuser: Some(false),
-            cpus: Some("0-15".to_owned()),
+            cpus: Some("all".to_owned()),
             wanted_cpus: None,
             starts: 1,
             restarts: 0,
