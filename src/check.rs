@@ -189,11 +189,12 @@ fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
         let gpus: Vec<String> = control_daemon.gpus.iter().map(|gpu| gpu.pci.short()).collect();
         writeln!(
             out,
-            "control daemon {}: GPUs {}; active thread percentage {}; {}; pipe directory {}; log directory {}",
+            "control daemon {}: GPUs {}; active thread percentage {}; {}; {}pipe directory {}; log directory {}",
             control_daemon.id,
             gpus.join(", "),
             control_daemon.thread_percentage,
             if control_daemon.multiuser { "one server for all users" } else { "a server per user" },
+            control_daemon.cpus.map(|cpus| format!("bound to CPUs {cpus}; ")).unwrap_or_default(),
             control_daemon.pipe_directory.display(),
             control_daemon.log_directory.display(),
         )?;

@@ -64,6 +64,7 @@ pub use ctl::{command as ctl_command, main as run_ctl};
 pub use daemon::program::main as run_daemon;
 // The tests of the bus and of systemd:
 pub use dbus::{Bus, Reply, Request, RequestError};
+pub use host::cpus::Cpus;
 pub use host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
 pub use host::systemd::{move_to_scope, runs_us, why_stopping};
 pub use membership::{KnownBy, MayCommand, Membership};

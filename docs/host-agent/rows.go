@@ -91,7 +91,8 @@ type ContainerConfig struct {
 	GPUs        []string   `json:"gpus"` // UUIDs, each once.
 }
 
-// Variable is one of the environment. YUNION_MPS_DEVICE is the names of the slices.
+// Variable is one of the environment. YUNION_MPS_DEVICE is the names of the slices, YUNION_MPS_CPUS the list of the CPUs
+// near the GPUs.
 type Variable struct {
 	Name  string `json:"name"`
 	Value string `json:"value"`

@@ -10,7 +10,8 @@ use std::time::Duration;
 
 use super::yaml::{self, Node, Pair, Value};
 use super::{
-    Findings, LogLevel, MayTerminate, MultiUser, OnOveruse, Origin, Problem, Settings, ThreadPolicy, Topology,
+    CpuAffinity, Findings, LogLevel, MayTerminate, MultiUser, OnOveruse, Origin, Problem, Settings,
+    ThreadPolicy, Topology,
 };
 use super::{percentage, slices, whole};
 
@@ -33,7 +34,7 @@ const LOG_KEY: &str = "cuda_mps_log_directory";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key that this service reads, in the documented spelling.
-const KEYS: [(&str, Setter); 18] = [
+const KEYS: [(&str, Setter); 19] = [
     (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
     ("local_config_file", |draft, value| optional(value, file).map(|path| draft.local_file = path)),
@@ -49,6 +50,9 @@ const KEYS: [(&str, Setter); 18] = [
     ("cuda_mps_prewarm", |draft, value| boolean(value).map(|on| draft.settings.prewarm = on)),
     ("cuda_mps_set_compute_mode", |draft, value| {
         boolean(value).map(|on| draft.settings.set_compute_mode = on)
+    }),
+    ("cuda_mps_cpu_affinity", |draft, value| {
+        cpu_affinity(value).map(|cpus| draft.settings.cpu_affinity = cpus)
     }),
     ("cuda_mps_quit_timeout", |draft, value| {
         seconds(value, 1..=600).map(|time| draft.settings.quit_timeout = time)
@@ -366,6 +370,14 @@ fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
     }
 }
 
+fn cpu_affinity(value: &Value<'_>) -> Result<CpuAffinity, String> {
+    match value.text().as_ref() {
+        "auto" => Ok(CpuAffinity::Auto),
+        "none" => Ok(CpuAffinity::None),
+        _ => Err("write auto or none".to_owned()),
+    }
+}
+
 fn overuse(value: &Value<'_>) -> Result<OnOveruse, String> {
     match value.text().as_ref() {
         "report" => Ok(OnOveruse::Report),
@@ -660,6 +672,7 @@ mod tests {
         let words = concat!(
             "log_level: error\ncuda_mps_topology: per_gpu\ncuda_mps_thread_percentage: balanced\n",
             "cuda_mps_multiuser: off\ncuda_mps_prewarm: no\ncuda_mps_set_compute_mode: false\n",
+            "cuda_mps_cpu_affinity: auto\n",
             "cuda_mps_quit_timeout: 20\ncuda_mps_fault_grace: 0\ncuda_mps_overuse: terminate\n",
             "cuda_mps_may_terminate: owner\ncuda_mps_log_max_size: 2\n",
             "cuda_mps_cdi_directory: /var/run/cdi/\n",
@@ -671,6 +684,7 @@ mod tests {
             multiuser: MultiUser::Off,
             prewarm: false,
             set_compute_mode: false,
+            cpu_affinity: CpuAffinity::Auto,
             quit_timeout: Duration::from_secs(20),
             fault_grace: Duration::ZERO,
             on_overuse: OnOveruse::Terminate,
@@ -684,6 +698,7 @@ mod tests {
         assert_eq!(settings("cuda_mps_thread_percentage: equal").thread_policy, ThreadPolicy::Equal);
         assert_eq!(settings("cuda_mps_overuse: report").on_overuse, OnOveruse::Report);
         assert_eq!(settings("cuda_mps_may_terminate: root").may_terminate, MayTerminate::Root);
+        assert_eq!(settings("cuda_mps_cpu_affinity: none").cpu_affinity, CpuAffinity::None);
         assert_eq!(settings("cuda_mps_multiuser: on").multiuser, MultiUser::On);
         assert_eq!(settings("cuda_mps_multiuser: auto").multiuser, MultiUser::Auto);
     }
@@ -796,6 +811,7 @@ mod tests {
                 (1u8..=100).prop_map(ThreadPolicy::Fixed),
             ],
             multiuser in prop::sample::select(vec![MultiUser::Auto, MultiUser::On, MultiUser::Off]),
+            cpu_affinity in prop::sample::select(vec![CpuAffinity::None, CpuAffinity::Auto]),
             quit_timeout in 1u64..=600,
             fault_grace in 0u64..=3600,
             on_overuse in prop::sample::select(vec![OnOveruse::Report, OnOveruse::Terminate]),
@@ -813,6 +829,7 @@ mod tests {
                 multiuser,
                 prewarm,
                 set_compute_mode,
+                cpu_affinity,
                 quit_timeout: Duration::from_secs(quit_timeout),
                 fault_grace: Duration::from_secs(fault_grace),
                 on_overuse,
@@ -856,6 +873,7 @@ mod tests {
             ),
             ("cuda_mps_prewarm", settings.prewarm.to_string()),
             ("cuda_mps_set_compute_mode", settings.set_compute_mode.to_string()),
+            ("cuda_mps_cpu_affinity", format!("{:?}", settings.cpu_affinity).to_lowercase()),
             ("cuda_mps_quit_timeout", settings.quit_timeout.as_secs().to_string()),
             ("cuda_mps_fault_grace", settings.fault_grace.as_secs().to_string()),
             ("cuda_mps_overuse", format!("{:?}", settings.on_overuse).to_lowercase()),

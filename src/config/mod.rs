@@ -39,6 +39,7 @@ pub(crate) struct Settings {
     pub prewarm: bool,
     /// `cuda_mps_set_compute_mode`. If it is false, the compute mode is left alone.
     pub set_compute_mode: bool,
+    pub cpu_affinity: CpuAffinity,
     /// `cuda_mps_quit_timeout`: the time between `quit` and SIGTERM.
     pub quit_timeout: Duration,
     /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
@@ -69,6 +70,7 @@ impl Default for Settings {
             multiuser: MultiUser::default(),
             prewarm: true,
             set_compute_mode: true,
+            cpu_affinity: CpuAffinity::default(),
             quit_timeout: Duration::from_secs(10),
             fault_grace: Duration::from_secs(30),
             on_overuse: OnOveruse::default(),
@@ -246,6 +248,16 @@ pub(crate) enum MultiUser {
     On,
     /// Always off.
     Off,
+}
+
+/// `cuda_mps_cpu_affinity`: the CPUs to which a control daemon is bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum CpuAffinity {
+    /// It is not bound.
+    #[default]
+    None,
+    /// The CPUs near its GPUs.
+    Auto,
 }
 
 /// `cuda_mps_overuse`: the answer to a slice with more clients, or more memory in use, than its budget has.

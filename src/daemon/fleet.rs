@@ -451,5 +451,6 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         multiuser: running.multiuser,
         multiuser_optional: true,
         prewarm: false,
+        cpus: None,
     }
 }

@@ -83,7 +83,7 @@ impl HostLook {
         });
         let (driver, mut inventory) = look.await.unwrap_or_else(|| {
             let reason = format!("NVML did not answer within {} s", TIMEOUT.as_secs());
-            (None, Inventory { driver: Err(reason.into()), gpus: Vec::new(), others: Vec::new() })
+            (None, Inventory { driver: Err(reason.into()), gpus: Vec::new(), others: Vec::new(), cpus: None })
         });
         let driver = driver.filter(|_| inventory.driver.is_ok());
         if let Some(driver) = driver.as_ref().filter(|_| self.driver.borrow().is_none()) {

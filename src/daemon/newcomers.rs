@@ -39,7 +39,8 @@ mod tests {
         let mut view = gpu("00:06.0", "GPU-1").plan.gpu;
         let facts = view.nvml.as_mut().unwrap();
         facts.foreign_processes = vec![(new.id(), "cat".to_owned()), (1, "init".to_owned())];
-        let mut inventory = Inventory { driver: Ok(String::new()), gpus: vec![view], others: Vec::new() };
+        let mut inventory =
+            Inventory { driver: Ok(String::new()), gpus: vec![view], others: Vec::new(), cpus: None };
         let left = pass_over(&mut inventory).unwrap();
         assert!(left > Duration::ZERO && left <= PATIENCE, "{left:?}");
         let there =

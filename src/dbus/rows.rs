@@ -283,6 +283,7 @@ row! {
     /// A control daemon, with the GPUs that it serves.
     ControlDaemon(daemon: &ControlDaemonView, snapshot: &Snapshot) {
         control_directory: String = path(&daemon.control_directory);
+        cpus: Option<String> = daemon.cpus.clone();
         faults: u32 = daemon.faults;
         gpus: Vec<String> = uuids_served_by(&daemon.id, snapshot);
         id: String = daemon.id.clone();
@@ -297,6 +298,7 @@ row! {
         since: i64 = seconds(daemon.since);
         starts: u32 = daemon.starts;
         state: String = daemon.state.as_str().to_owned();
+        wanted_cpus: Option<String> = daemon.wanted_cpus.map(|cpus| cpus.to_string());
     }
 }
 

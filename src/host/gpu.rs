@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+use super::cpus::Cpus;
 use crate::reason::Reason;
 
 /// NVIDIA's PCI vendor number.
@@ -168,6 +169,8 @@ pub struct PciDevice {
     pub card_node: Option<PathBuf>,
     /// The NUMA node. -1 if there is none.
     pub numa_node: i32,
+    /// The CPUs near it. None if /sys doesn't say.
+    pub local_cpus: Option<Cpus>,
     /// The link's capability. None if the device shows none.
     pub link: Option<PcieLink>,
     /// The marketing name from pci.ids: the text in its square brackets, such as `Tesla P40`.

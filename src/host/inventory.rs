@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use super::cpus::Cpus;
 use super::driver::Series;
 use super::gpu::{Gpu, NVIDIA, NvmlFacts, PciAddress, PciDevice};
 use super::{nvml, pci_ids, sysfs};
@@ -17,11 +18,18 @@ pub(crate) struct Inventory {
     pub gpus: Vec<Gpu>,
     /// Display devices of other vendors, so that the message about an entry that names such a device can say so.
     pub others: Vec<PciDevice>,
+    /// The CPUs of this host. None if it has more of them than can be told.
+    pub cpus: Option<Cpus>,
 }
 
 impl Inventory {
     pub(crate) fn series(&self) -> Series {
         Series::of(self.driver.as_deref().unwrap_or_default())
+    }
+
+    /// These CPUs, if the host has others too.
+    pub(crate) fn if_not_all(&self, cpus: Cpus) -> Option<Cpus> {
+        (!self.cpus.is_some_and(|all| cpus.includes(all))).then_some(cpus)
     }
 
     /// Reads the facts from the bus, the driver and pci.ids. It never fails. A fact that can't be read is missing, and
@@ -63,7 +71,7 @@ impl Inventory {
         let (gpus, others): (Vec<_>, Vec<_>) =
             devices.into_iter().partition(|device| device.vendor == NVIDIA);
         let gpus = gpus.into_iter().map(|pci| Gpu { pci, nvml: Err(reason.clone()) }).collect();
-        Self { driver: Err(reason.clone()), gpus, others }
+        Self { driver: Err(reason.clone()), gpus, others, cpus: Cpus::of_host() }
     }
 
     /// `ask` is called for the GPUs that NVML did not list. It usually returns the reason.
@@ -102,13 +110,14 @@ impl Inventory {
                 render_node: None,
                 card_node: None,
                 numa_node: -1,
+                local_cpus: None,
                 link: None,
                 pci_ids_name: None,
             },
             nvml: gpu.facts,
         }));
         gpus.sort_by_key(|gpu| gpu.pci.address);
-        Self { driver: Ok(version), gpus, others }
+        Self { driver: Ok(version), gpus, others, cpus: Cpus::of_host() }
     }
 }
 
@@ -144,6 +153,7 @@ mod tests {
             render_node: None,
             card_node: None,
             numa_node: -1,
+            local_cpus: None,
             link: None,
             pci_ids_name: None,
         }

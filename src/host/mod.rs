@@ -1,6 +1,7 @@
 //! The host: its GPUs, as the PCI bus and NVIDIA's driver report them, its processes and its service manager.
 
 pub(crate) mod blocking;
+pub(crate) mod cpus;
 pub(crate) mod driver;
 pub(crate) mod gpu;
 mod gpu_processes;

@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use super::cpus::Cpus;
 use super::gpu::{PciAddress, PciDevice, PcieLink};
 
 /// The PCI base class of display controllers.
@@ -40,6 +41,7 @@ fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
         render_node: node(&drm, "renderD"),
         card_node: node(&drm, "card"),
         numa_node: text(&directory.join("numa_node")).and_then(|text| text.parse().ok()).unwrap_or(-1),
+        local_cpus: text(&directory.join("local_cpulist")).and_then(|list| Cpus::parse(&list)),
         link: link(directory),
         pci_ids_name: None,
     })
@@ -262,6 +264,7 @@ mod tests {
         let directory = host.device("0000:00:06.0", &P40);
         fs::write(directory.join("config"), registers(0, 0x0045_7d03)).unwrap();
         fs::write(directory.join("numa_node"), "1\n").unwrap();
+        fs::write(directory.join("local_cpulist"), "32-63\n").unwrap();
         for name in ["card1", "card1-DP-1", "renderD129", "renderD128", "renderDx", "controlD64"] {
             fs::create_dir_all(directory.join("drm").join(name)).unwrap();
         }
@@ -274,6 +277,7 @@ mod tests {
             render_node: Some(PathBuf::from("/dev/dri/renderD128")),
             card_node: Some(PathBuf::from("/dev/dri/card1")),
             numa_node: 1,
+            local_cpus: Cpus::parse("32-63"),
             link: Some(link("8GT/s", 16)),
             pci_ids_name: None,
         };
@@ -294,13 +298,14 @@ mod tests {
         let directory = host.device("0000:00:07.0", &P40);
         fs::create_dir(directory.join("config")).unwrap();
         fs::write(directory.join("numa_node"), "many").unwrap();
+        fs::write(directory.join("local_cpulist"), "\n").unwrap();
         fs::write(directory.join("drm"), "no directory").unwrap();
         symlink("/nowhere", host.0.path().join("sys/bus/pci/devices/0000:00:08.0")).unwrap();
 
         let devices = host.scan();
         let addresses: Vec<_> = devices.iter().map(|device| device.address.to_string()).collect();
         assert_eq!(addresses, ["0000:00:06.0", "0000:00:07.0", "0001:1a:00.0"]);
-        assert_eq!(devices[1].numa_node, -1);
+        assert_eq!((devices[1].numa_node, devices[1].local_cpus), (-1, None));
         assert_eq!((&devices[1].link, &devices[1].render_node, &devices[1].driver), (&None, &None, &None));
     }
 

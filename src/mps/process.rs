@@ -20,6 +20,7 @@ use super::hold::{Hold, unless_gone};
 use super::identity::Identity;
 use super::launch;
 use super::readable::Readable;
+use crate::host::cpus::Cpus;
 use crate::host::proc;
 use crate::reason::Reason;
 
@@ -132,6 +133,8 @@ pub(crate) struct Launch<'a> {
     pub program: &'a Path,
     /// Its arguments.
     pub arguments: &'a [&'a str],
+    /// The CPUs to which it is bound. None binds it to none.
+    pub cpus: Option<Cpus>,
     /// Added to the service's own environment, since the server needs PATH and `LD_LIBRARY_PATH` as the service does.
     pub environment: &'a [(&'a str, String)],
     /// The file for its standard output and standard error.
@@ -162,7 +165,8 @@ impl Waiting {
     /// Starts the process in a session of its own. It runs our own program until [`Waiting::go`] (see [`launch`]).
     pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
-        command.arg(launch::ARGUMENT).arg(launch.program).args(launch.arguments);
+        let cpus = launch.cpus.map(|cpus| cpus.to_string()).unwrap_or_default();
+        command.arg(launch::ARGUMENT).arg(cpus).arg(launch.program).args(launch.arguments);
         for name in NOT_PASSED_ON {
             command.env_remove(name);
         }

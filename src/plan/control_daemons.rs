@@ -6,6 +6,7 @@ use super::gpus::{GpuPlan, slice_file_name, slice_name};
 use super::limits::{Defaults, Limit};
 use super::slice_names;
 use crate::config::{self, MultiUser, Settings, Topology};
+use crate::host::cpus::Cpus;
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
 use crate::host::gpu::{NvmlFacts, PciAddress};
 use crate::host::inventory::Inventory;
@@ -36,6 +37,8 @@ pub(crate) struct ControlDaemonPlan {
     pub multiuser_optional: bool,
     /// Whether the server is started before the first client.
     pub prewarm: bool,
+    /// The CPUs near its GPUs, if it is bound to them.
+    pub cpus: Option<Cpus>,
 }
 
 /// A GPU of a control daemon. Its position is its ordinal.
@@ -71,6 +74,8 @@ pub(crate) struct Present<'a> {
     pub gpus: &'a [String],
     /// Whether one server serves every user.
     pub multiuser: bool,
+    /// Whether it was to be bound to the CPUs near its GPUs.
+    pub near_cpus: bool,
 }
 
 impl ControlDaemonPlan {
@@ -130,6 +135,10 @@ impl ControlDaemonPlan {
             Some("multi-user mode is switched off".to_owned())
         } else if !present.multiuser && self.multiuser && !self.multiuser_optional {
             Some("multi-user mode is switched on".to_owned())
+        } else if let Some(cpus) = self.cpus.filter(|_| !present.near_cpus) {
+            Some(format!("it is to be bound to CPUs {cpus}"))
+        } else if present.near_cpus && self.cpus.is_none() {
+            Some("it is to be bound to no CPUs any more".to_owned())
         } else {
             None
         }
@@ -234,6 +243,7 @@ fn control_daemon(
         // A server of a user's own would have to get into the directory of the control daemon.
         multiuser_optional: multiuser_optional && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
+        cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
         private_directory,
         slice_directories,
     })
@@ -244,7 +254,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::ThreadPolicy;
+    use crate::config::{CpuAffinity, ThreadPolicy};
     use crate::plan::tests::{facts, h200s, limits, node, plan, with};
 
     /// A slice waits for the control daemon only if its own limits change, and with them the default that it needs.
@@ -273,6 +283,7 @@ mod tests {
                 multiuser: true,
                 multiuser_optional: true,
                 prewarm: true,
+                cpus: None,
             }
         };
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
@@ -430,6 +441,55 @@ mod tests {
         assert_eq!(shared(&long(80)), None);
     }
 
+    #[test]
+    fn control_daemons_run_near_their_gpus() {
+        let cpus = |topology, cpu_affinity, near: [Option<&str>; 2]| -> Vec<Option<String>> {
+            let mut settings = with(vec![(node(128), 2), (node(129), 2)]);
+            (settings.topology, settings.cpu_affinity) = (topology, cpu_affinity);
+            let mut inventory = h200s();
+            for (gpu, near) in inventory.gpus.iter_mut().zip(near) {
+                gpu.pci.local_cpus = near.and_then(Cpus::parse);
+            }
+            let daemons = plan(&settings, &inventory).unwrap().control_daemons;
+            daemons.iter().map(|daemon| daemon.cpus.map(|cpus| cpus.to_string())).collect()
+        };
+        let some = |cpus: &str| Some(cpus.to_owned());
+        let sockets = [Some("0-15,32-47"), Some("16-31,48-63")];
+        let one = [Some("0-15"), Some("16-31")];
+        assert_eq!(cpus(Topology::PerGpu, CpuAffinity::None, sockets), [None, None]);
+        let each = [some("0-15,32-47"), some("16-31,48-63")];
+        assert_eq!(cpus(Topology::PerGpu, CpuAffinity::Auto, sockets), each);
+        assert_eq!(cpus(Topology::Shared, CpuAffinity::Auto, sockets), [None], "all of the 64 CPUs");
+        assert_eq!(cpus(Topology::Shared, CpuAffinity::Auto, one), [some("0-31")]);
+        assert_eq!(cpus(Topology::Shared, CpuAffinity::Auto, [Some("0-15"), None]), [None]);
+        assert_eq!(cpus(Topology::PerGpu, CpuAffinity::Auto, [Some("0-15"), None]), [some("0-15"), None]);
+        assert_eq!(cpus(Topology::PerGpu, CpuAffinity::Auto, [Some("0-63"), Some("0-127")]), [None, None]);
+    }
+
+    /// Other CPUs near a GPU, such as after one was switched off, are no reason for another control daemon.
+    #[test]
+    fn only_the_key_needs_another_control_daemon() {
+        let mut daemon = plan(&with(vec![(node(128), 2)]), &h200s()).unwrap().control_daemons.remove(0);
+        let mut misfit = |cpus: Option<&str>, near_cpus| {
+            daemon.cpus = cpus.and_then(Cpus::parse);
+            let gpus: Vec<String> = daemon.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+            let present = Present {
+                pipe_directory: &daemon.pipe_directory,
+                control_directory: daemon.control_directory(),
+                log_directory: &daemon.log_directory,
+                gpus: &gpus,
+                multiuser: true,
+                near_cpus,
+            };
+            daemon.misfit(&present, |_| true)
+        };
+        assert_eq!(misfit(None, false), None);
+        assert_eq!(misfit(Some("0-15"), true), None);
+        assert_eq!(misfit(Some("0-14"), true), None);
+        assert_eq!(misfit(Some("0-15"), false).as_deref(), Some("it is to be bound to CPUs 0-15"));
+        assert_eq!(misfit(None, true).as_deref(), Some("it is to be bound to no CPUs any more"));
+    }
+
     /// A control daemon of an earlier version of this service has its sockets in the pipe directory.
     #[test]
     fn a_control_daemon_in_the_pipe_directory_does_not_fit() {
@@ -444,6 +504,7 @@ mod tests {
                 log_directory: &daemon.log_directory,
                 gpus: &gpus,
                 multiuser: true,
+                near_cpus: false,
             };
             daemon.misfit(&present, |_| true)
         };

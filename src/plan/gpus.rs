@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use super::entries::Wanted;
 use super::limits;
 use super::warnings::{self, Warning};
-use crate::config::{Settings, Topology};
+use crate::config::{CpuAffinity, Settings, Topology};
+use crate::host::cpus::Cpus;
 use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
 use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciAddress};
 use crate::host::inventory::Inventory;
@@ -35,6 +36,8 @@ pub struct GpuPlan {
     pub pipe_directory: PathBuf,
     /// The directory of the directories of its slices, if each slice has one.
     pub slice_directories: Option<PathBuf>,
+    /// The CPUs near it, if its control daemon and its clients are to run there. None if these are all CPUs.
+    pub cpus: Option<Cpus>,
 }
 
 impl GpuPlan {
@@ -111,6 +114,11 @@ pub(super) fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inv
             .unwrap_or_default(),
         pipe_directory,
         slice_directories: None,
+        cpus: gpu
+            .pci
+            .local_cpus
+            .filter(|_| settings.cpu_affinity == CpuAffinity::Auto)
+            .and_then(|cpus| inventory.if_not_all(cpus)),
         gpu,
     }
 }

@@ -74,6 +74,7 @@ pub(crate) fn plan(
         driver: Ok(String::new()),
         gpus: before.iter().map(|plan| plan.gpu.clone()).collect(),
         others: Vec::new(),
+        cpus: None,
     };
     let (wanted, missing) = entries::wanted(settings, inventory, &before)?;
     let mut gpus: Vec<GpuPlan> =

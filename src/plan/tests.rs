@@ -3,6 +3,7 @@
 use std::num::NonZeroU32;
 
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Origin, Settings};
+use crate::host::cpus::Cpus;
 use crate::host::driver::Series;
 use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice};
 use crate::host::inventory::Inventory;
@@ -75,6 +76,7 @@ pub(super) fn device(address: &str, vendor: u16, node: u32) -> PciDevice {
         render_node: Some(format!("/dev/dri/renderD{node}").into()),
         card_node: Some(format!("/dev/dri/card{}", node - 128).into()),
         numa_node: -1,
+        local_cpus: None,
         link: None,
         pci_ids_name: None,
     }
@@ -98,7 +100,7 @@ pub(super) fn gpu(address: &str, node: u32, uuid: &str, memory: u64, capability:
 }
 
 pub(super) fn host(gpus: Vec<Gpu>) -> Inventory {
-    Inventory { driver: Ok("580.159.04".to_owned()), gpus, others: Vec::new() }
+    Inventory { driver: Ok("580.159.04".to_owned()), gpus, others: Vec::new(), cpus: Cpus::parse("0-63") }
 }
 
 pub(super) fn p40() -> Inventory {
@@ -173,6 +175,7 @@ fn the_p40_of_the_platforms_documentation() {
             warnings: vec![Warning::NotEnforced { capability: (6, 1) }],
             pipe_directory: "/tmp/nvidia-mps/pipe".into(),
             slice_directories: None,
+            cpus: None,
         }],
         control_daemons: vec![ControlDaemonPlan {
             id: "shared".to_owned(),
@@ -195,6 +198,7 @@ fn the_p40_of_the_platforms_documentation() {
             multiuser: false,
             multiuser_optional: false,
             prewarm: false,
+            cpus: None,
         }],
         nothing: String::new(),
     };

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::host::cpus::Cpus;
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
 use crate::membership::DEVICE_VARIABLE;
 use crate::publish::snapshot::{GpuView, Snapshot, drained};
@@ -9,6 +10,10 @@ use crate::reason::Reason;
 
 /// The place of a slice's directory in a container. The directories of further slices are beside it, with their names.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
+
+/// The variable with the CPUs near the GPUs of a container. Nothing in this service reads it: it is for whoever starts
+/// the container.
+const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 
 /// The settings that a container runtime adds to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -178,7 +183,7 @@ pub(crate) fn container_config(
     let connect =
         if directories.is_empty() { &first.plan.pipe_directory } else { Path::new(SLICE_DIRECTORY) };
     let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid().to_owned()).collect();
-    let environment = vec![
+    let mut environment = vec![
         ("CUDA_MPS_PIPE_DIRECTORY", connect.display().to_string()),
         ("NVIDIA_VISIBLE_DEVICES", uuids.join(",")),
         ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
@@ -186,6 +191,8 @@ pub(crate) fn container_config(
         ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)),
         (DEVICE_VARIABLE, devices.join(",")),
     ];
+    let cpus = Cpus::union(gpus.iter().map(|gpu| gpu.plan.cpus));
+    environment.extend(cpus.map(|cpus| (CPUS_VARIABLE, cpus.to_string())));
     let mounts = if directories.is_empty() {
         pipe_directory_mounts(snapshot, &gpus, connect)
     } else {
@@ -307,6 +314,24 @@ mod tests {
         one.environment.pop();
         one.environment.push(("YUNION_MPS_DEVICE", "00:06.0-1,00:06.0-2".to_owned()));
         assert_eq!(two, one);
+    }
+
+    #[test]
+    fn the_cpus_near_the_gpus_are_named() {
+        let cpus = |near: [Option<&str>; 2], asked: &[&str]| {
+            let mut snapshot = two_gpus();
+            for (gpu, near) in snapshot.gpus.as_mut().unwrap().iter_mut().zip(near) {
+                gpu.plan.cpus = near.and_then(Cpus::parse);
+            }
+            let config = container_config(&snapshot, asked).unwrap();
+            config.environment.into_iter().find(|(name, _)| *name == "YUNION_MPS_CPUS").map(|(_, cpus)| cpus)
+        };
+        let both = &["00:07.0-0", "00:06.0-3"];
+        let (near, other) = (Some("0-15,32-47"), Some("16-31"));
+        assert_eq!(cpus([near, other], &["00:06.0-1"]).as_deref(), near);
+        assert_eq!(cpus([near, other], both).as_deref(), Some("0-47"));
+        assert_eq!(cpus([near, None], both), None);
+        assert_eq!(cpus([near, None], &["00:07.0"]), None);
     }
 
     #[test]

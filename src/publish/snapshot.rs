@@ -251,6 +251,7 @@ pub(crate) mod tests {
             render_node: None,
             card_node: None,
             numa_node: -1,
+            local_cpus: None,
             link: None,
             pci_ids_name: None,
         };
@@ -266,6 +267,7 @@ pub(crate) mod tests {
                 warnings: Vec::new(),
                 pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
                 slice_directories: None,
+                cpus: None,
             },
             healthy: true,
             reason: String::new(),

@@ -49,6 +49,7 @@ impl Serving<'_> {
             running.control_directory().clone_into(&mut status.view.control_directory);
             status.view.log_directory.clone_from(&running.log_directory);
         });
+        self.show_cpus();
         if self.run.hindrances.is_unreached() {
             self.show_state();
             return Ok(());
@@ -176,6 +177,7 @@ impl Serving<'_> {
                 log_directory: &running.log_directory,
                 gpus: &running.gpus,
                 multiuser: running.multiuser,
+                near_cpus: running.near_cpus,
             };
             self.worker.order.plan.misfit(&present, |uuid| !self.worker.unreachable.contains(uuid))
         };

@@ -2,6 +2,7 @@
 
 use rustix::process::Signal;
 
+use crate::host::cpus::Cpus;
 use crate::mps::control::{ControlError, ServerStatus};
 use crate::mps::directories;
 use crate::mps::process::Process;
@@ -14,6 +15,7 @@ impl Serving<'_> {
     /// The regular check: the answers, servers, limits, compute modes and files of the control daemon.
     pub(super) async fn check(&mut self) -> Result<Option<Ended>, Failure> {
         self.continue_if_stopped();
+        self.show_cpus();
         let mut answers = false;
         match self.servers_and_faults().await {
             Ok(_) if self.place_is_taken() => {}
@@ -167,6 +169,12 @@ impl Serving<'_> {
             }
             Err(error) => self.worker.reporter.warning(format!("the state file can't be written: {error}")),
         }
+    }
+
+    /// Shows the CPUs on which the control daemon may run. Somebody else may have bound it, or its control group.
+    pub(super) fn show_cpus(&self) {
+        let cpus = Cpus::of(self.run.process.identity().pid).map(Cpus::in_words);
+        self.worker.reporter.update(|status| status.view.cpus = cpus);
     }
 
     pub(super) fn rotate_log(&mut self) {

@@ -214,9 +214,14 @@ impl Worker {
             ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
         ];
         let arguments = driver::control_daemon_arguments(plan.driver, multiuser);
-        let waiting =
-            Waiting::start(Launch { program, arguments: &arguments, environment: &environment, output })
-                .map_err(not_started)?;
+        let waiting = Waiting::start(Launch {
+            program,
+            arguments: &arguments,
+            cpus: plan.cpus,
+            environment: &environment,
+            output,
+        })
+        .map_err(not_started)?;
         let running = Running {
             process: waiting.identity(),
             pipe_directory: plan.pipe_directory.clone(),
@@ -224,6 +229,7 @@ impl Worker {
             log_directory: plan.log_directory.clone(),
             gpus: gpus.to_vec(),
             multiuser,
+            near_cpus: plan.cpus.is_some(),
             log_offset: begin,
         };
         let pid = running.process.pid;

@@ -38,6 +38,9 @@ pub(crate) struct Running {
     pub gpus: Vec<String>,
     /// Whether one server serves every user.
     pub multiuser: bool,
+    /// Whether it was to be bound to the CPUs near its GPUs.
+    #[serde(default)]
+    pub near_cpus: bool,
     /// The bytes of its log that have been passed on.
     pub log_offset: u64,
 }

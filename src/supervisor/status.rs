@@ -47,6 +47,7 @@ impl Status {
         }
         let before = std::mem::replace(&mut self.plan, plan.clone());
         self.gpus = gpus(plan, &self.gpus);
+        self.view.wanted_cpus = plan.cpus;
         self.settled = false;
         self.put_off = false;
         if self.serving && before.pipe_directory == plan.pipe_directory {
@@ -123,6 +124,8 @@ impl Reporter {
             control_directory: plan.control_directory().to_owned(),
             log_directory: plan.log_directory.clone(),
             multiuser: None,
+            cpus: None,
+            wanted_cpus: plan.cpus,
             starts: 0,
             restarts: 0,
             server_restarts: 0,
@@ -273,6 +276,7 @@ mod tests {
             multiuser: true,
             multiuser_optional: true,
             prewarm: true,
+            cpus: None,
         }
     }
 

@@ -102,6 +102,7 @@ impl Machine {
         tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
         self.worker.reporter.update(|status| {
             status.view.pid = None;
+            status.view.cpus = None;
             status.view.servers.clear();
             status.waiting.clear();
             status.serving = false;

@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::{Instant, SystemTime};
 
+use crate::host::cpus::Cpus;
+
 /// The number of events that are kept.
 pub(crate) const EVENTS_KEPT: usize = 32;
 
@@ -58,6 +60,10 @@ pub struct ControlDaemonView {
     pub log_directory: PathBuf,
     /// True if one server serves every user; None before that is known.
     pub multiuser: Option<bool>,
+    /// The CPUs on which it may run: a list, or `all`. None while none runs.
+    pub cpus: Option<String>,
+    /// The CPUs to which it is to be bound. None if it is not to be bound.
+    pub wanted_cpus: Option<Cpus>,
     /// The number of starts since this service started.
     pub starts: u32,
     /// The number of times since then that another control daemon has followed one that ran before.

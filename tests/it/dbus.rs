@@ -373,6 +373,7 @@ async fn control_daemons_and_events_are_listed() {
         "control_directory": ["s", "/tmp/nvidia-mps/pipe"],
         "log_directory": ["s", "/tmp/nvidia-mps/log"],
         "multiuser": ["b", false],
+        "cpus": ["s", "all"],
         "starts": ["u", 1],
         "restarts": ["u", 0],
         "server_restarts": ["u", 0],

@@ -376,6 +376,10 @@ faults! {
         scene.foreign("mps/pipe");
         scene.client(&["cuda-client", "hold", "600"]);
     } => ["foreign-control-daemon", "control-daemon-waiting"];
+    cpus_that_nobody_has: "h200", Before, |scene| {
+        scene.write("/sys/bus/pci/devices/0000:00:06.0/local_cpulist", "1023\n");
+        scene.host.configure("cuda_mps_cpu_affinity: auto");
+    } => ["cpus-elsewhere"];
     programs_hidden_from_the_service: "h200", ByItself, |scene| {
         let bin = format!("{}:", scene.host.path("bin").display());
         scene.host.change("PATH", |path| path.replacen(&bin, "", 1));

@@ -15,7 +15,7 @@ use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board};
 
 /// The keys that no recorded document has, each with the test that has it.
-const ELSEWHERE: [(&str, &[&str]); 4] = [
+const ELSEWHERE: [(&str, &[&str]); 5] = [
     // bench::with_mps_side_by_side_and_without_by_turns
     (
         "bench",
@@ -27,6 +27,8 @@ const ELSEWHERE: [(&str, &[&str]); 4] = [
     ),
     ("check", CHECK),
     ("clients", &["[].container_id"]),
+    // cpus::a_take_over_shows_the_cpus_in_force
+    ("status", &[".control_daemons[].wanted_cpus"]),
     ("terminate", &[".container"]),
 ];
 

@@ -28,6 +28,7 @@ mod chaos;
 mod check;
 mod clients;
 mod completion;
+mod cpus;
 mod ctl;
 mod dbus;
 mod dbus_page;

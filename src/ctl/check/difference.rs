@@ -290,6 +290,7 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
         gpus: &daemon.gpus,
         // Unknown before it has started; then there is nothing to switch.
         multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
+        near_cpus: daemon.wanted_cpus.is_some(),
     };
     planned.misfit(&present, |_| true)
 }

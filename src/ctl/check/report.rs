@@ -128,6 +128,7 @@ fn plan_document(plan: &Plan) -> Value {
                 "gpus": daemon.gpus.iter().map(|gpu| &gpu.uuid).collect::<Vec<_>>(),
                 "thread_percentage": daemon.thread_percentage,
                 "multiuser": daemon.multiuser,
+                "cpus": daemon.cpus.map(|cpus| cpus.to_string()),
                 "pipe_directory": daemon.pipe_directory,
                 "log_directory": daemon.log_directory,
             })

@@ -15,6 +15,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the health of the GPUs", gpus),
     ("the state of the service", service),
     ("whether limits are confirmed", limits),
+    ("the CPUs of the control daemons", cpus),
     ("whose slices the clients use", devices),
     ("clients that can command the control daemon", commanders),
     ("drained slices", drained),
@@ -248,6 +249,24 @@ fn budgets(facts: &Facts) -> Outcome {
         ))
     };
     Ok(devices.iter().filter_map(of).collect())
+}
+
+/// Control daemons that run on other CPUs than they are to be bound to.
+fn cpus(facts: &Facts) -> Outcome {
+    let of = |daemon: &Listed<ControlDaemon>| {
+        let (wanted, cpus) = (daemon.wanted_cpus.as_ref()?, daemon.cpus.as_ref()?);
+        let found = format!("it is to run on CPUs {wanted}, which are near its GPUs, and may run on {cpus}");
+        (daemon.state == "ready" && wanted != cpus).then(|| {
+            warning(
+                "cpus-elsewhere",
+                name(daemon),
+                found,
+                "let the service and its control group use these CPUs (CPUAffinity= of the unit, AllowedCPUs= of \
+                 system.slice); the control daemon is bound at its next start; or cuda_mps_cpu_affinity: none",
+            )
+        })
+    };
+    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
 }
 
 /// Without multi-user mode the users of a control daemon take turns, and a client that waits prints nothing.

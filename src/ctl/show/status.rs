@@ -84,8 +84,8 @@ fn control_daemon_table(
     if wide {
         heads.extend(["SINCE", "MULTI-USER", "FOR NVIDIA'S FRONT END"]);
     }
-    heads.extend(["STARTS", "PID", "SERVER"]);
-    let expendable = ["SINCE", "MULTI-USER", "STARTS", "FOR", "FOR NVIDIA'S FRONT END"];
+    heads.extend(["CPUS", "STARTS", "PID", "SERVER"]);
+    let expendable = ["SINCE", "MULTI-USER", "STARTS", "FOR", "CPUS", "FOR NVIDIA'S FRONT END"];
     let mut table = table(&heads).numbers(&["PID", "SERVER", "STARTS"]).leave_out(&expendable);
     for daemon in control_daemons {
         let since = time::from_seconds(daemon.since);
@@ -94,10 +94,20 @@ fn control_daemon_table(
             let front_end = format!("CUDA_MPS_PIPE_DIRECTORY={}", daemon.control_directory.shown());
             row.extend([time::local(since), daemon.multiuser.shown(), front_end]);
         }
-        row.extend([daemon.starts.shown(), daemon.pid.shown(), daemon.servers.shown()]);
+        row.extend([cpus(daemon), daemon.starts.shown(), daemon.pid.shown(), daemon.servers.shown()]);
         table.add_row(row);
     }
     table
+}
+
+/// The CPUs on which a control daemon may run, and the CPUs to which it is to be bound, if these are others. Empty if it is
+/// not bound, as most are: a column in which nothing stands is not shown.
+fn cpus(daemon: &ControlDaemon) -> String {
+    match (daemon.cpus.as_deref(), daemon.wanted_cpus.as_deref()) {
+        (None, _) | (Some("all"), None) => String::new(),
+        (Some(cpus), Some(wanted)) if cpus != wanted => printable(&format!("{cpus} (wanted: {wanted})")),
+        (Some(cpus), _) => printable(cpus),
+    }
 }
 
 /// The address of its GPU, where the id is the UUID of that GPU.

@@ -31,6 +31,8 @@ pub struct Card {
     pub device_name: String,
     /// The NUMA node. -1 if there is none.
     pub numa_node: i32,
+    /// The CPUs near it, as the kernel lists them: `0-47,96-143`. None if /sys doesn't say.
+    pub local_cpus: Option<String>,
     /// The PCI Express generation of the link: 3 is 8 GT/s, 5 is 32 GT/s.
     pub link_gen: u32,
     /// The number of lanes of the link.

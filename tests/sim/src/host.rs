@@ -98,6 +98,9 @@ fn device(card: &Card, sysroot: &Path, nodes: &[&str]) -> io::Result<String> {
         fs::create_dir_all(&directory)?;
         fs::write(directory.join(name), format!("{text}\n"))?;
     }
+    if let Some(cpus) = &card.local_cpus {
+        fs::write(directory.join("local_cpulist"), format!("{cpus}\n"))?;
+    }
     fs::write(directory.join("config"), config_space(card))?;
     for node in nodes {
         let drm = directory.join("drm").join(node);
