@@ -1,5 +1,5 @@
 //! Control daemons and their servers on the CPUs near their GPUs. A simulated GPU is near whatever its /sys says, and the
-//! CPUs are those of this machine.
+//! CPUs belong to this machine.
 
 use std::fs;
 
