@@ -53,8 +53,8 @@ impl Worker {
         for uuid in gpus {
             let taken = self.tools.compute_modes.take(uuid).await;
             taken.map_err(|error| Failure::Failed(format!("compute mode of {uuid}: {error}")))?;
+            self.reporter.update_gpu(uuid, |status| status.compute_mode = Some(SERVED));
         }
-        self.look_at_gpus().await;
         Ok(())
     }
 

@@ -1,10 +1,8 @@
 //! The regular check of a control daemon that serves, and its consequences.
 
-use rustix::process::Signal;
-
 use crate::mps::control::{ControlError, ServerStatus};
 use crate::mps::directories;
-use crate::mps::process::Process;
+use crate::mps::process;
 
 use super::heal::still_faulted;
 use super::hindrance::{ClearedBy, Hindrance, News, Progress};
@@ -118,26 +116,10 @@ impl Serving<'_> {
 
     /// Continues the control daemon and its servers if somebody has stopped them: a stopped process serves no client.
     pub(super) fn continue_if_stopped(&mut self) {
-        let run = &*self.run;
-        let mut stopped = Vec::new();
-        if run.process.is_stopped() {
-            stopped.push((run.process.identity().pid, run.process.signal(Signal::CONT)));
-        }
-        for server in run.servers.alive() {
-            let server = Process::of(server);
-            if let Some(server) = server.ok().flatten().filter(Process::is_stopped) {
-                stopped.push((server.identity().pid, server.signal(Signal::CONT)));
-            }
-        }
-        for (pid, continued) in stopped {
-            match continued {
-                Ok(()) => {
-                    self.worker.reporter.warning(format!("PID {pid} was stopped by a signal; continued"));
-                }
-                Err(error) => self
-                    .worker
-                    .reporter
-                    .warning(format!("PID {pid} was stopped by a signal, and can't be continued: {error}")),
+        let control_daemon = self.run.running.process.pid;
+        for pid in self.run.servers.alive().into_iter().chain([control_daemon]) {
+            if let Some(continued) = process::continue_if_stopped(pid) {
+                self.worker.reporter.warning(continued);
             }
         }
     }
