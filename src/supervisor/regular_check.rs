@@ -1,6 +1,6 @@
 //! The regular check of a control daemon that serves, and its consequences.
 
-use crate::mps::control::{ControlError, ServerStatus};
+use crate::mps::control::ControlError;
 use crate::mps::directories;
 use crate::mps::process;
 
@@ -71,13 +71,13 @@ impl Serving<'_> {
     /// All servers, and the servers in FAULT without the known one.
     async fn servers_and_faults(&self) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
         let control = &self.run.control;
-        let known = self.run.hindrances.fault().map(|fault| fault.server);
-        let servers = control.servers().await?;
+        let healing = self.run.hindrances.fault().map(|fault| fault.server);
+        let mut known = self.run.servers.alive();
+        known.retain(|server| Some(*server) != healing);
+        let (servers, in_fault) = control.servers_and_faults(&known).await?;
         let mut faulted = Vec::new();
-        for server in servers.iter().copied().filter(|server| Some(*server) != known) {
-            if control.server_status(server).await? == ServerStatus::Fault
-                && still_faulted(control, server).await?
-            {
+        for server in in_fault {
+            if still_faulted(control, server).await? {
                 faulted.push(server);
             }
         }

@@ -179,11 +179,16 @@ impl CallersControl {
     pub(crate) async fn client_pids(&self) -> Result<ClientPids, ControlError> {
         let servers = pids(&self.ask_again_if_empty(SERVERS).await?)?;
         let mut all = ClientPids::new();
-        for server in servers {
+        for server in servers.iter().copied() {
             let command = format!("get_client_list {server}");
-            let answer = self.ask_again_if_empty(&command).await?;
-            let clients = answers::parse_client_list(&answer)
+            // The list of servers proves that the answer was not dropped, even if there is no client.
+            let answer = self.ask_again_if_empty(&format!("{command}\n{SERVERS}")).await?;
+            if answer.is_empty() {
+                return Err(ControlError::Unanswered { command });
+            }
+            let mut clients = answers::parse_client_list(&answer)
                 .ok_or_else(|| unexpected(&command, &answer, "a PID on each line"))?;
+            clients.retain(|pid| !servers.contains(pid));
             all.insert(server, clients);
         }
         Ok(all)
@@ -249,6 +254,22 @@ impl Control {
     /// The PIDs of the servers. The answer also proves that the control daemon responds.
     pub(crate) async fn servers(&self) -> Result<Vec<u32>, ControlError> {
         pids(&self.ask(SERVERS).await?)
+    }
+
+    /// The PIDs of the servers, and which of the `known` ones are in FAULT.
+    pub(crate) async fn servers_and_faults(
+        &self,
+        known: &[u32],
+    ) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
+        if known.is_empty() {
+            return Ok((self.servers().await?, Vec::new()));
+        }
+        let mut commands: Vec<String> =
+            known.iter().map(|server| format!("get_server_status {server}")).collect();
+        commands.push(SERVERS.to_owned());
+        let answer = self.ask_for_something(&commands.join("\n")).await?;
+        answers::parse_servers_and_faults(&answer, known)
+            .ok_or_else(|| unexpected(SERVERS, &answer, "the status of each server, and their PIDs"))
     }
 
     /// Sets the limits of a running server's future clients, or without `server` the limits of future servers: the active
