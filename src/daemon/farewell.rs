@@ -23,6 +23,11 @@ impl Daemon {
     /// Names the clients of these control daemons in the journal, in an event and in the status line, if there are any.
     /// `cause` is whatever ends them, in words.
     pub(super) async fn name_clients(&mut self, cause: &str, doomed: Vec<Doomed>) {
+        // One that is stopped would not name its clients.
+        for continued in self.fleet.continue_stopped() {
+            tracing::warn!("{continued}");
+            self.keep_event(continued);
+        }
         let (clients, unknown) = list(doomed, &self.fleet.slices(), self.fleet.compute_modes()).await;
         let Some(farewell) = in_words(cause, &clients, &unknown) else { return };
         Message::ClientsEnd.log(About::default(), &farewell);

@@ -223,6 +223,15 @@ impl Fleet {
         self.supervisors.values().chain(&self.leaving)
     }
 
+    /// Continues every control daemon and server that SIGSTOP has stopped, and says so.
+    pub(super) fn continue_stopped(&self) -> Vec<String> {
+        let processes = self.all().flat_map(|supervisor| {
+            let view = supervisor.status().view;
+            view.servers.into_iter().chain(view.pid)
+        });
+        processes.filter_map(process::continue_if_stopped).collect()
+    }
+
     /// Has every control daemon checked now.
     pub(super) fn check_all(&self) {
         self.all().for_each(Supervisor::check);

@@ -50,11 +50,6 @@ impl Process {
         unless_gone(Self::hold(pid, None))
     }
 
-    /// Whether SIGSTOP or a debugger has stopped the process.
-    pub(crate) fn is_stopped(&self) -> bool {
-        is_stopped(self.identity().pid)
-    }
-
     /// The file of its standard output, even if that file was removed. It is opened read-only if its mode forbids
     /// writing.
     pub(crate) fn output_file(&self) -> io::Result<File> {
@@ -86,6 +81,15 @@ impl Process {
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
         self.hold.signal(signal)
     }
+}
+
+/// Continues a process if SIGSTOP has stopped it, and says so.
+pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
+    let process = Process::of(pid).ok().flatten().filter(|_| is_stopped(pid))?;
+    Some(match process.signal(Signal::CONT) {
+        Ok(()) => format!("PID {pid} was stopped by a signal; continued"),
+        Err(error) => format!("PID {pid} was stopped by a signal, and can't be continued: {error}"),
+    })
 }
 
 /// The pause between two attempts to hold a process while the service has no file descriptors left.

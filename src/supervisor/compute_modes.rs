@@ -43,24 +43,23 @@ impl ComputeModes {
         Self { driver, state_file, kept, questions: Arc::default() }
     }
 
-    /// The mode a GPU has now. The error is NVML's reason.
-    pub(crate) async fn current(&self, uuid: &str) -> Result<ComputeMode, String> {
-        self.ask(uuid, Driver::compute_mode).await
-    }
-
     /// Takes a GPU to [`SERVED`] if it isn't there, and says whether that was needed.
     pub(crate) async fn take(&self, uuid: &str) -> Result<bool, String> {
-        let previous = self.current(uuid).await?;
-        if previous == SERVED {
-            return Ok(false);
-        }
-        let written = self.state_file.lock().remember_compute_mode(uuid, previous);
-        written.map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
-        tracing::debug!(step = "mode-written-down", "compute mode of {uuid} is written down");
-        self.set(uuid, SERVED).await?;
-        tracing::debug!(step = "mode-set", "compute mode of {uuid} is set");
-        tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {SERVED}");
-        Ok(true)
+        let state_file = self.state_file.clone();
+        self.ask(uuid, move |driver, uuid| {
+            let previous = driver.compute_mode(uuid)?;
+            if previous == SERVED {
+                return Ok(false);
+            }
+            let written = state_file.lock().remember_compute_mode(uuid, previous);
+            written.map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
+            tracing::debug!(step = "mode-written-down", "compute mode of {uuid} is written down");
+            driver.set_compute_mode(uuid, SERVED)?;
+            tracing::debug!(step = "mode-set", "compute mode of {uuid} is set");
+            tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {SERVED}");
+            Ok(true)
+        })
+        .await
     }
 
     /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since. Not while it
@@ -72,9 +71,16 @@ impl ComputeModes {
         let Some(previous) = self.state_file.lock().previous_compute_mode(uuid) else {
             return Ok(());
         };
-        let current = self.current(uuid).await?;
+        let current = self
+            .ask(uuid, move |driver, uuid| {
+                let current = driver.compute_mode(uuid)?;
+                if current == SERVED {
+                    driver.set_compute_mode(uuid, previous)?;
+                }
+                Ok(current)
+            })
+            .await?;
         if current == SERVED {
-            self.set(uuid, previous).await?;
             tracing::debug!(step = "mode-back", "compute mode of {uuid} is back and still written down");
             tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set back from {current} to {previous}");
         } else {
@@ -112,10 +118,6 @@ impl ComputeModes {
     pub(crate) async fn mps_clients(&self, uuid: &str) -> Result<Vec<u32>, String> {
         let processes = self.processes(uuid).await?;
         Ok(processes.into_iter().filter(|process| process.via_mps).map(|process| process.pid).collect())
-    }
-
-    async fn set(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
-        self.ask(uuid, move |driver, uuid| driver.set_compute_mode(uuid, mode)).await
     }
 
     async fn ask<T: Send + 'static>(

@@ -15,8 +15,8 @@ use super::{Failure, Serving};
 /// The longest time for a new control daemon to answer. Measured: 20 ms.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The time between two questions to it.
-const ANSWER_PAUSE: Duration = Duration::from_millis(20);
+/// The longest time between two looks at whether it listens.
+const ANSWER_PAUSE: Duration = Duration::from_millis(5);
 
 /// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
 const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -29,6 +29,7 @@ impl Serving<'_> {
     pub(super) async fn answers(&mut self) -> Result<(), Failure> {
         let deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
+            while self.run.control.is_nobody() && self.wait(ANSWER_PAUSE).await? < deadline {}
             let Err(error) = self.run.control.servers().await else { return Ok(()) };
             if Instant::now() >= deadline {
                 return Err(Failure::Failed(format!(
@@ -37,7 +38,7 @@ impl Serving<'_> {
                     self.run.words()
                 )));
             }
-            self.pause(ANSWER_PAUSE).await?;
+            self.wait(ANSWER_PAUSE).await?;
         }
     }
 
@@ -56,7 +57,6 @@ impl Serving<'_> {
         }
         // A stopped control daemon would answer nothing.
         self.continue_if_stopped();
-        self.worker.look_at_gpus().await;
         if !self.worker.order.set_compute_mode {
             for uuid in &running.gpus {
                 self.worker.restore_compute_mode(uuid).await;
@@ -75,12 +75,11 @@ impl Serving<'_> {
             self.show_state();
             return Ok(());
         }
-        set_limits(&self.run.control, None, &limits).await?;
+        let servers = set_limits(&self.run.control, None, &limits).await?;
         tracing::debug!(step = "defaults", "defaults are set");
         // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
         self.lead_here()?;
         tracing::debug!(step = "linked", "the pipe directory and the directories of slices lead here");
-        let servers = self.run.control.servers().await?;
         self.run.servers.keep(&servers);
         for server in &servers {
             self.watch_server(*server);
@@ -121,15 +120,20 @@ impl Serving<'_> {
 
     /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
     pub(super) async fn prewarm(&mut self, limits: &Limits) -> Result<(), Failure> {
-        let servers = self.run.control.servers().await?;
-        self.run.servers.keep(&servers);
+        self.run.servers.forget_ended();
         self.run.control.start_server(0).await?;
         tracing::debug!(step = "prewarm", "a server was asked for");
         let deadline = Instant::now() + SERVER_TIMEOUT;
         let server = loop {
-            // The log tells of an end, the list of a life; a log that can't be written says nothing.
+            let ask_at = Instant::now() + SERVER_PAUSE;
+            let mut ready = Vec::new();
+            while ready.is_empty() && self.step(ask_at).await? {
+                ready = self.run.servers.ready();
+            }
+            // A log that can't be written says nothing, and a tenant may have written this line.
+            let there = if ready.is_empty() { self.run.control.servers().await? } else { ready };
             let mut active = None;
-            for server in self.run.control.servers().await? {
+            for server in there {
                 if matches!(
                     self.run.control.server_status(server).await?,
                     ServerStatus::Active | ServerStatus::Unsupported
@@ -140,7 +144,6 @@ impl Serving<'_> {
             if let Some(server) = active {
                 break server;
             }
-            self.pause(SERVER_PAUSE).await?;
             let servers = &self.run.servers;
             if servers.alive().is_empty()
                 && let Some((server, status)) = servers.last_exit()

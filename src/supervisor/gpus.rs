@@ -53,8 +53,8 @@ impl Worker {
         for uuid in gpus {
             let taken = self.tools.compute_modes.take(uuid).await;
             taken.map_err(|error| Failure::Failed(format!("compute mode of {uuid}: {error}")))?;
+            self.reporter.update_gpu(uuid, |status| status.compute_mode = Some(SERVED));
         }
-        self.look_at_gpus().await;
         Ok(())
     }
 
@@ -72,7 +72,11 @@ impl Serving<'_> {
         if !self.worker.order.set_compute_mode {
             return;
         }
-        for uuid in self.run.running.gpus.iter().filter(|uuid| !self.worker.unreachable.contains(*uuid)) {
+        let status = self.worker.reporter.status();
+        let is_kept =
+            |uuid: &&String| status.gpus.get(*uuid).is_some_and(|gpu| gpu.compute_mode == Some(SERVED));
+        let reached = |uuid: &&String| !self.worker.unreachable.contains(*uuid);
+        for uuid in self.run.running.gpus.iter().filter(reached).filter(|uuid| !is_kept(uuid)) {
             match self.worker.tools.compute_modes.take(uuid).await {
                 Ok(false) => {}
                 Ok(true) => {

@@ -16,7 +16,7 @@ use crate::mps::process;
 use super::hindrance::{ClearedBy, Hindrance};
 use super::run::Run;
 use super::status::Reporter;
-use super::{ClientFault, FIRST_PAUSE, Failure, HEALTHY_AGAIN, LAST_PAUSE, Serving};
+use super::{ClientFault, Failure, HEALTHY_AGAIN, Serving, next_pause, tried_again};
 
 /// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
 const FAULT_PAUSE: Duration = Duration::from_millis(250);
@@ -64,14 +64,14 @@ pub(super) struct Revival {
 
 impl Default for Revival {
     fn default() -> Self {
-        Self { pause: FIRST_PAUSE, last_success: Instant::now() }
+        Self { pause: Duration::ZERO, last_success: Instant::now() }
     }
 }
 
 impl Revival {
     fn schedule(&mut self, reason: String) -> Hindrance {
         let revive_at = Instant::now() + self.pause;
-        self.pause = (self.pause * 2).min(LAST_PAUSE);
+        self.pause = next_pause(self.pause);
         Hindrance::ServerEnded { reason, revive_at }
     }
 }
@@ -292,7 +292,7 @@ impl Serving<'_> {
         let wanted = !self.worker.retiring && self.worker.order.plan.prewarm && run.running.multiuser;
         if wanted && run.servers.alive().is_empty() {
             if run.revival.last_success.elapsed() >= HEALTHY_AGAIN {
-                run.revival.pause = FIRST_PAUSE;
+                run.revival.pause = Duration::ZERO;
             }
             let reason = format!("server {server} has ended{}", run.words());
             run.hindrances.put(run.revival.schedule(reason));
@@ -317,8 +317,8 @@ impl Serving<'_> {
             Err(failure) => {
                 let reason = failure.into_text();
                 if before != reason {
-                    let pause = self.run.revival.pause.as_secs_f64();
-                    self.worker.reporter.warning(format!("{reason}; tried again in {pause:.1} s"));
+                    let again = tried_again(self.run.revival.pause);
+                    self.worker.reporter.warning(format!("{reason}; {again}"));
                 }
                 self.run.hindrances.put(self.run.revival.schedule(reason));
             }

@@ -134,15 +134,11 @@ impl Serving<'_> {
     }
 }
 
-/// Sets the limits of a server, or of the servers to come; each is read back.
+/// Sets the limits of a server, or of the servers to come; each is read back. Returns the servers.
 pub(super) async fn set_limits(
     control: &Control,
     server: Option<u32>,
     limits: &Limits,
-) -> Result<(), ControlError> {
-    control.set_thread_percentage(server, limits.thread_percentage).await?;
-    for (ordinal, mib) in &limits.memory_mib {
-        control.set_memory_limit(server, *ordinal, *mib).await?;
-    }
-    Ok(())
+) -> Result<Vec<u32>, ControlError> {
+    control.set_limits(server, limits.thread_percentage, &limits.memory_mib).await
 }

@@ -58,9 +58,22 @@ pub(crate) use status::{GpuStatus, Status};
 /// The program, as every driver package installs it.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 
-/// The first pause after a failure; it doubles up to the last.
+/// The pauses after failures: none after the first failure, then this one, which doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LAST_PAUSE: Duration = Duration::from_secs(30);
+
+fn next_pause(pause: Duration) -> Duration {
+    (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE)
+}
+
+/// A pause as the end of a sentence.
+fn tried_again(pause: Duration) -> String {
+    if pause.is_zero() {
+        "tried again at once".to_owned()
+    } else {
+        format!("tried again in {:.1} s", pause.as_secs_f64())
+    }
+}
 
 /// The longest pause while programs without MPS keep the server out. They may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
@@ -327,7 +340,7 @@ async fn run(
     mut commands: mpsc::Receiver<Command>,
     mut machine: Machine,
 ) {
-    let mut pause = FIRST_PAUSE;
+    let mut pause = Duration::ZERO;
     let mut retired = false;
     loop {
         let (goal, order) = goals.borrow_and_update().clone();
@@ -359,12 +372,12 @@ async fn run(
                 Ended::Again | Ended::Stopped => {}
                 Ended::Failure(failure) => {
                     if begun.elapsed() >= HEALTHY_AGAIN {
-                        pause = FIRST_PAUSE;
+                        pause = Duration::ZERO;
                     }
                     let held = machine.failed(failure, pause).await;
                     let rest = if held { pause.min(HELD_PAUSE) } else { pause };
                     let rest = tokio::time::timeout(rest, goals.changed()).await;
-                    pause = (pause * 2).min(LAST_PAUSE);
+                    pause = next_pause(pause);
                     if matches!(rest, Ok(Err(_))) {
                         return;
                     }
@@ -374,11 +387,12 @@ async fn run(
                 if changed.is_err() {
                     return;
                 }
-                pause = FIRST_PAUSE;
+                pause = Duration::ZERO;
             }
         }
     }
     machine.worker.reporter.wake();
+    stop::drop_aside(machine);
 }
 
 /// The supervisor of one control daemon: what it shall be, and what is known of it beyond one run.
@@ -453,6 +467,8 @@ impl Machine {
         }
         if self.run.is_none() && !self.worker.retiring {
             self.start().await?;
+        } else {
+            self.worker.look_at_gpus().await;
         }
         let Some(mut serving) = self.serving() else { return Ok(Ended::Retired) };
         serving.configure().await?;

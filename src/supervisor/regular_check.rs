@@ -1,11 +1,9 @@
 //! The regular check of a control daemon that serves, and its consequences.
 
-use rustix::process::Signal;
-
 use crate::host::cpus::Cpus;
-use crate::mps::control::{ControlError, ServerStatus};
+use crate::mps::control::ControlError;
 use crate::mps::directories;
-use crate::mps::process::Process;
+use crate::mps::process;
 
 use super::heal::still_faulted;
 use super::hindrance::{ClearedBy, Hindrance, News, Progress};
@@ -75,13 +73,13 @@ impl Serving<'_> {
     /// All servers, and the servers in FAULT without the known one.
     async fn servers_and_faults(&self) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
         let control = &self.run.control;
-        let known = self.run.hindrances.fault().map(|fault| fault.server);
-        let servers = control.servers().await?;
+        let healing = self.run.hindrances.fault().map(|fault| fault.server);
+        let mut known = self.run.servers.alive();
+        known.retain(|server| Some(*server) != healing);
+        let (servers, in_fault) = control.servers_and_faults(&known).await?;
         let mut faulted = Vec::new();
-        for server in servers.iter().copied().filter(|server| Some(*server) != known) {
-            if control.server_status(server).await? == ServerStatus::Fault
-                && still_faulted(control, server).await?
-            {
+        for server in in_fault {
+            if still_faulted(control, server).await? {
                 faulted.push(server);
             }
         }
@@ -120,26 +118,10 @@ impl Serving<'_> {
 
     /// Continues the control daemon and its servers if somebody has stopped them: a stopped process serves no client.
     pub(super) fn continue_if_stopped(&mut self) {
-        let run = &*self.run;
-        let mut stopped = Vec::new();
-        if run.process.is_stopped() {
-            stopped.push((run.process.identity().pid, run.process.signal(Signal::CONT)));
-        }
-        for server in run.servers.alive() {
-            let server = Process::of(server);
-            if let Some(server) = server.ok().flatten().filter(Process::is_stopped) {
-                stopped.push((server.identity().pid, server.signal(Signal::CONT)));
-            }
-        }
-        for (pid, continued) in stopped {
-            match continued {
-                Ok(()) => {
-                    self.worker.reporter.warning(format!("PID {pid} was stopped by a signal; continued"));
-                }
-                Err(error) => self
-                    .worker
-                    .reporter
-                    .warning(format!("PID {pid} was stopped by a signal, and can't be continued: {error}")),
+        let control_daemon = self.run.running.process.pid;
+        for pid in self.run.servers.alive().into_iter().chain([control_daemon]) {
+            if let Some(continued) = process::continue_if_stopped(pid) {
+                self.worker.reporter.warning(continued);
             }
         }
     }

@@ -210,10 +210,10 @@ impl Serving<'_> {
         }
     }
 
-    pub(super) async fn pause(&mut self, duration: Duration) -> Result<(), Failure> {
-        let deadline = Instant::now() + duration;
-        while self.step(deadline).await? {}
-        Ok(())
+    /// Waits until something happens, `duration` at most, and says when that is.
+    pub(super) async fn wait(&mut self, duration: Duration) -> Result<Instant, Failure> {
+        self.step(Instant::now() + duration).await?;
+        Ok(Instant::now())
     }
 
     /// Says how the control daemon has ended.

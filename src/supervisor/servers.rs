@@ -64,6 +64,11 @@ impl Servers {
         servers.filter(|(_, server)| server.exit_status.is_none()).map(|(pid, _)| pid).collect()
     }
 
+    /// The PIDs of the servers that are ready and have not ended.
+    pub(super) fn ready(&self) -> Vec<u32> {
+        self.alive().into_iter().filter(|pid| self.get(*pid).is_some_and(|server| server.ready)).collect()
+    }
+
     /// The user for whom the newest living server was started.
     pub(super) fn user_served(&self) -> Option<u32> {
         let alive = self.in_order().into_iter().rev().find(|(_, server)| server.exit_status.is_none());
@@ -81,6 +86,10 @@ impl Servers {
         for pid in alive {
             self.entry(*pid);
         }
+    }
+
+    pub(super) fn forget_ended(&mut self) {
+        self.known.retain(|_, server| server.exit_status.is_none());
     }
 
     pub(super) fn forget(&mut self, pid: u32) {

@@ -9,7 +9,12 @@ use crate::mps::process;
 use crate::supervisor::bypass::{Bypass, find, in_words};
 use crate::supervisor::view::ControlDaemonState;
 
-use super::{Failure, Machine, Serving};
+use super::{Failure, Machine, Serving, tried_again};
+
+/// Drops something with an inotify queue. The kernel takes up to 25 ms to close one, and the loop must not wait for it.
+pub(super) fn drop_aside<T: Send + 'static>(what: T) {
+    tokio::task::spawn_blocking(move || drop(what));
+}
 
 impl Machine {
     /// Takes note of a failure. A control daemon that nobody uses is ended, to be started again; one that has clients is
@@ -53,7 +58,7 @@ impl Machine {
             } else {
                 Message::ControlDaemonFailed
             };
-            let text = format!("{reason}; tried again in {:.1} s", pause.as_secs_f64());
+            let text = format!("{reason}; {}", tried_again(pause));
             self.worker.reporter.tell(message, About::default(), text);
         }
         self.worker.reporter.enter(state, false, &reason);
@@ -92,6 +97,7 @@ impl Machine {
             if let Some(count) = self.worker.allowance.left_out_by_now() {
                 self.worker.reporter.warning(run.too_much_is_written(count));
             }
+            drop_aside(run);
         }
         self.worker.links.lead_nowhere();
         self.worker.control.send_replace(None);

@@ -451,7 +451,7 @@ fn a_program_that_prints_garbage() {
     let mut host =
         host_with_program("tesla-p40", "#!/bin/sh\nprintf '\\377\\000 garbage \\033[2J\\n'\n", 0o755);
     host.start();
-    let status = host.wait_for_failure("`get_server_list` was answered with");
+    let status = host.wait_for_failure("its log ends:");
     let reason = status["service"]["state_reason"].as_str().unwrap();
     assert!(reason.contains("garbage") && !reason.contains("another control daemon"), "{reason}");
     stops(host);

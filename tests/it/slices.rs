@@ -460,7 +460,7 @@ fn a_slice_without_a_directory_is_not_ready() {
     host.start();
     let reason = format!("{}: is not a directory; remove it", directory.display());
     host.wait_for_failure(&reason);
-    wait_for("the pause", || host.log().contains(&format!("{reason}; tried again in 0.1 s")).then_some(()));
+    wait_for("the pause", || host.log().contains(&format!("{reason}; tried again at once")).then_some(()));
     fs::remove_file(&directory).unwrap();
     host.wait_for_state("ready");
     assert!(leads_to(&directory, &private(&host)));

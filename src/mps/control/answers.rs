@@ -58,10 +58,24 @@ pub(super) fn parse_pids(answer: &str) -> Option<Vec<u32>> {
     answer.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| line.parse().ok()).collect()
 }
 
-/// The PIDs of a server's clients. A server that has gone has none.
+/// The PIDs of a server's clients, and of the servers. A server that has gone has no clients.
 pub(super) fn parse_client_list(answer: &str) -> Option<BTreeSet<u32>> {
-    let is_gone = answer.starts_with("Server") && answer.trim_end().ends_with("not found");
+    let first = answer.lines().next().unwrap_or_default().trim();
+    let is_gone = first.starts_with("Server") && first.ends_with("not found");
     if is_gone { Some(BTreeSet::new()) } else { Some(parse_pids(answer)?.into_iter().collect()) }
+}
+
+/// The servers, and which of `asked` are in FAULT, in an answer with the status of each of `asked` and the list of servers.
+/// A control daemon that does not know the first command says so instead.
+pub(super) fn parse_servers_and_faults(answer: &str, asked: &[u32]) -> Option<(Vec<u32>, Vec<u32>)> {
+    let lines = answer.lines().map(str::trim).filter(|line| !line.is_empty());
+    let (pids, statuses): (Vec<&str>, Vec<&str>) = lines.partition(|line| line.parse::<u32>().is_ok());
+    let statuses: Vec<ServerStatus> = statuses.into_iter().map(parse_status).collect::<Option<_>>()?;
+    if statuses.len() != asked.len() {
+        return None;
+    }
+    let faulted = asked.iter().zip(statuses).filter(|(_, status)| *status == ServerStatus::Fault);
+    Some((parse_pids(&pids.join("\n"))?, faulted.map(|(pid, _)| *pid).collect()))
 }
 
 pub(super) fn parse_status(answer: &str) -> Option<ServerStatus> {
@@ -173,6 +187,19 @@ mod tests {
         assert_eq!(parse_status("Server 1 not found"), Some(ServerStatus::Gone));
         assert_eq!(parse_status("Unknown command \"get_server_status\""), Some(ServerStatus::Unsupported));
         assert_eq!(parse_status("garbage"), None);
+    }
+
+    #[test]
+    fn servers_with_their_statuses() {
+        let parsed = |answer, asked: &[u32]| parse_servers_and_faults(answer, asked);
+        assert_eq!(parsed("ACTIVE\n939", &[939]), Some((vec![939], vec![])));
+        assert_eq!(parsed("ACTIVE\nFAULT\n939\n944", &[939, 944]), Some((vec![939, 944], vec![944])));
+        assert_eq!(parsed("Server 7 not found\n939", &[7]), Some((vec![939], vec![])));
+        let unknown = "Unknown command \"get_server_status\"\n939";
+        assert_eq!(parsed(unknown, &[939]), Some((vec![939], vec![])));
+        // The conversation was cut off, or somebody else answers.
+        assert_eq!(parsed("939", &[939]), None);
+        assert_eq!(parsed("ACTIVE\ngarbage", &[939]), None);
     }
 
     #[test]

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -32,6 +33,9 @@ use turns::{Rank, TURN_TIMEOUT, Turns};
 
 /// The deadline for one answer. Measured: 2 ms. A stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The command that names the servers.
+const SERVERS: &str = "get_server_list";
 
 /// The only way to a [`Control`]: it has one queue for each pipe directory. All its clones share the queues.
 #[derive(Debug, Clone)]
@@ -67,11 +71,16 @@ impl FrontEnds {
 
 /// The PID of the control daemon that listens in a pipe directory, as the kernel reports it.
 pub(crate) fn listener(pipe_directory: &Path) -> Option<u32> {
+    connect(pipe_directory).ok()
+}
+
+/// Connects to the socket in a pipe directory, and returns the PID of its listener.
+fn connect(pipe_directory: &Path) -> Result<u32, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
-    net::connect(&socket, &SocketAddrUnix::new(pipe_directory.join("control")).ok()?).ok()?;
-    let peer = net::sockopt::socket_peercred(&socket).ok()?;
-    u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+    net::connect(&socket, &SocketAddrUnix::new(pipe_directory.join("control"))?)?;
+    let peer = net::sockopt::socket_peercred(&socket)?;
+    u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(|_| Errno::SRCH)
 }
 
 /// A control daemon for a caller on the bus: the caller waits for a turn and can only ask what callers may ask.
@@ -168,16 +177,18 @@ impl CallersControl {
     /// The servers, each with the PIDs of its clients. No tenant can influence these answers, unlike that of `ps`,
     /// which prints the names of programs as they are, line breaks included.
     pub(crate) async fn client_pids(&self) -> Result<ClientPids, ControlError> {
-        const COMMAND: &str = "get_server_list";
-        let answer = self.ask_again_if_empty(COMMAND).await?;
-        let servers =
-            answers::parse_pids(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a PID on each line"))?;
+        let servers = pids(&self.ask_again_if_empty(SERVERS).await?)?;
         let mut all = ClientPids::new();
-        for server in servers {
+        for server in servers.iter().copied() {
             let command = format!("get_client_list {server}");
-            let answer = self.ask_again_if_empty(&command).await?;
-            let clients = answers::parse_client_list(&answer)
+            // The list of servers proves that the answer was not dropped, even if there is no client.
+            let answer = self.ask_again_if_empty(&format!("{command}\n{SERVERS}")).await?;
+            if answer.is_empty() {
+                return Err(ControlError::Unanswered { command });
+            }
+            let mut clients = answers::parse_client_list(&answer)
                 .ok_or_else(|| unexpected(&command, &answer, "a PID on each line"))?;
+            clients.retain(|pid| !servers.contains(pid));
             all.insert(server, clients);
         }
         Ok(all)
@@ -235,44 +246,67 @@ impl Control {
         listener(&self.front_end.pipe_directory)
     }
 
-    /// The PIDs of the servers. The answer also proves that the control daemon responds.
-    pub(crate) async fn servers(&self) -> Result<Vec<u32>, ControlError> {
-        const COMMAND: &str = "get_server_list";
-        let answer = self.ask(COMMAND).await?;
-        answers::parse_pids(&answer).ok_or_else(|| unexpected(COMMAND, &answer, "a PID on each line"))
+    /// Whether certainly nobody listens in the pipe directory.
+    pub(crate) fn is_nobody(&self) -> bool {
+        matches!(connect(&self.front_end.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
     }
 
-    /// Sets the active thread percentage of a running server's future clients, or without `server` of future servers.
-    /// The answer is the value that now applies.
-    pub(crate) async fn set_thread_percentage(
+    /// The PIDs of the servers. The answer also proves that the control daemon responds.
+    pub(crate) async fn servers(&self) -> Result<Vec<u32>, ControlError> {
+        pids(&self.ask(SERVERS).await?)
+    }
+
+    /// The PIDs of the servers, and which of the `known` ones are in FAULT.
+    pub(crate) async fn servers_and_faults(
+        &self,
+        known: &[u32],
+    ) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
+        if known.is_empty() {
+            return Ok((self.servers().await?, Vec::new()));
+        }
+        let mut commands: Vec<String> =
+            known.iter().map(|server| format!("get_server_status {server}")).collect();
+        commands.push(SERVERS.to_owned());
+        let answer = self.ask_for_something(&commands.join("\n")).await?;
+        answers::parse_servers_and_faults(&answer, known)
+            .ok_or_else(|| unexpected(SERVERS, &answer, "the status of each server, and their PIDs"))
+    }
+
+    /// Sets the limits of a running server's future clients, or without `server` the limits of future servers: the active
+    /// thread percentage, and the device pinned memory limit, in MiB, of each GPU by its ordinal. One front end sets and
+    /// reads all of them. The control daemon accepts anything, and reports memory in whole GiB, so the check is only as exact
+    /// as that. The server writes the exact values to its log. Returns the PIDs of the servers.
+    pub(crate) async fn set_limits(
         &self,
         server: Option<u32>,
         percentage: u8,
-    ) -> Result<(), ControlError> {
+        memory_mib: &BTreeMap<usize, u64>,
+    ) -> Result<Vec<u32>, ControlError> {
         let (default, server) = target(server);
-        let command = format!("set_{default}active_thread_percentage{server} {percentage}");
-        let answer = self.ask_for_something(&command).await?;
-        if answers::is_percentage(&answer, percentage) {
-            return Ok(());
+        let set_percentage = format!("set_{default}active_thread_percentage{server} {percentage}");
+        let memory =
+            |verb: &str, ordinal: usize| format!("{verb}_{default}device_pinned_mem_limit{server} {ordinal}");
+        let mut commands = vec![set_percentage.clone()];
+        commands
+            .extend(memory_mib.iter().map(|(ordinal, mib)| format!("{} {mib}M", memory("set", *ordinal))));
+        commands.extend(memory_mib.keys().map(|ordinal| memory("get", *ordinal)));
+        commands.push(SERVERS.to_owned());
+        let answer = self.ask_for_something(&commands.join("\n")).await?;
+        // The percentage is answered with the value that now applies, a memory limit with nothing.
+        let mut lines = answer.lines().map(str::trim);
+        let said = lines.next().unwrap_or_default();
+        if !answers::is_percentage(said, percentage) {
+            let expected = format!("{percentage}.0, the value now in force");
+            return Err(unexpected(&set_percentage, said, &expected));
         }
-        Err(unexpected(&command, &answer, &format!("{percentage}.0, the value now in force")))
-    }
-
-    /// Sets the device pinned memory limit, in MiB, of a running server's future clients, or without `server` of future
-    /// servers, for the GPU of this ordinal. The control daemon accepts anything and answers nothing. It reports the
-    /// limit in whole GiB, so the check is only as exact as that. The server writes the exact value to its log.
-    pub(crate) async fn set_memory_limit(
-        &self,
-        server: Option<u32>,
-        ordinal: usize,
-        mib: u64,
-    ) -> Result<(), ControlError> {
-        let (default, server) = target(server);
-        self.ask(&format!("set_{default}device_pinned_mem_limit{server} {ordinal} {mib}M")).await?;
-        let command = format!("get_{default}device_pinned_mem_limit{server} {ordinal}");
-        let answer = self.ask_for_something(&command).await?;
-        let expected = answers::memory_limit_as_read_back(mib);
-        if answer.trim() == expected { Ok(()) } else { Err(unexpected(&command, &answer, &expected)) }
+        for (ordinal, mib) in memory_mib {
+            let (said, expected) =
+                (lines.next().unwrap_or_default(), answers::memory_limit_as_read_back(*mib));
+            if said != expected {
+                return Err(unexpected(&memory("get", *ordinal), said, &expected));
+            }
+        }
+        pids(&lines.collect::<Vec<_>>().join("\n"))
     }
 
     /// Reads the limits of a server's future clients back, or without `server` the limits of future servers, and
@@ -322,6 +356,11 @@ impl Control {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())
     }
+}
+
+/// The PIDs in an answer to [`SERVERS`].
+fn pids(answer: &str) -> Result<Vec<u32>, ControlError> {
+    answers::parse_pids(answer).ok_or_else(|| unexpected(SERVERS, answer, "a PID on each line"))
 }
 
 /// The part of a command's name and its argument that say for whom a limit is: a server's clients, or all servers
