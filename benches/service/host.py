@@ -198,7 +198,7 @@ class Service:
 
     def rest(self):
         """Waits until the service has nothing more to do after a start. Returns the number of events until then."""
-        self.events.quiet(0.3)
+        self.events.quiet(self.host.tools.quiet)
         return len(self.events.all)
 
     def stop(self):

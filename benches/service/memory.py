@@ -18,8 +18,8 @@ KINDS = {
 
 def rows(setting):
     target = "<= 8" if setting.slices == 768 else None
-    named = [Row("memory", f"memory_{kind}", f"of it: {what}", "MiB") for kind, what in KINDS.items()]
-    return [Row("memory", "memory", "resident memory", "MiB", target), *named]
+    named = [Row("start", f"memory_{kind}", f"of it: {what}", "MiB") for kind, what in KINDS.items()]
+    return [Row("start", "memory", "resident memory", "MiB", target), *named]
 
 
 def resident(pid, program):

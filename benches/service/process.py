@@ -78,15 +78,16 @@ def threads(pid):
     return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
 
 
-def context_switches(pid):
-    """The context switches of each thread, voluntary or not."""
+def sleeps(pid):
+    """How often each thread has begun to sleep, which is how often it woke up. A switch that was forced on a thread,
+    because other programs want the CPU too, is none."""
     counts = {}
     for thread in threads(pid):
         try:
             status = pathlib.Path(f"/proc/{pid}/task/{thread}/status").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        counts[thread] = sum(int(count) for count in re.findall(r"ctxt_switches:\s*(\d+)", status))
+        counts[thread] = int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", status, re.M)[1])
     return counts
 
 

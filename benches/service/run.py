@@ -5,7 +5,8 @@ Variables: OUT (a folder for the results, target/bench), N (runs of each, 10), Q
 (of idling, 60), ONLY (groups of rows, with commas), BASE (a revision to compare with), PEER (another daemon to compare
 with), BINARIES (the folder of the programs, target/release).
 
-The exit status is 1 if something could not be measured, or if the idle service wakes up once a second or more often."""
+The exit status is 1 if something could not be measured, or if the idle service of one GPU wakes up once a second or more
+often."""
 
 import datetime
 import os
@@ -16,6 +17,9 @@ import subprocess
 import sys
 import time
 
+# A measurement leaves no files in the sources.
+sys.dont_write_bytecode = True
+
 import table
 import variants as programs
 from host import REPOSITORY
@@ -23,6 +27,8 @@ from process import Unable
 from rows import calls, commands, death, idle, reload, start, stop
 
 SCENARIOS = [scenario for group in (start, death, stop, reload, calls, commands) for scenario in group.SCENARIOS]
+
+GROUPS = [*dict.fromkeys(row.group for scenario in SCENARIOS for row in scenario.rows), "idle"]
 
 # A scenario that takes long has fewer runs than wanted.
 MOST_SECONDS = 60
@@ -47,8 +53,8 @@ class Run:
             # Neither is always the first.
             for variant in able[:: 1 if number % 2 == 0 else -1]:
                 try:
-                    figures = scenario.measure(scenario.setting, variant, self.tools)
-                    self.take(scenario.setting, variant.name, figures)
+                    for key, samples in scenario.measure(scenario.setting, variant, self.tools):
+                        self.take(scenario.setting, key, variant.name, samples)
                 except (Unable, OSError) as error:
                     able.remove(variant)
                     self.failed(scenario.setting, scenario.rows[0].group, variant.name, error)
@@ -56,15 +62,16 @@ class Run:
     def idle(self, seconds, settle):
         figures, errors = idle.measure(self.variants, self.tools, seconds, settle)
         for (setting, variant), found in figures.items():
-            self.take(setting, variant, found)
-            if variant == "this" and found["wakeups"][0] >= 60:
+            for key, samples in found.items():
+                self.take(setting, key, variant, samples)
+            # Shortly after a start the service still has work.
+            if variant == "this" and settle and setting.gpus == 1 and found["wakeups"][0] >= 60:
                 self.failed(setting, "idle", variant, "the idle service wakes up once a second or more often")
         for setting, variant, error in errors:
             self.failed(setting, "idle", variant.name, error)
 
-    def take(self, setting, variant, figures):
-        for key, values in figures.items():
-            self.samples.setdefault((setting, key), {}).setdefault(variant, []).extend(values)
+    def take(self, setting, key, variant, samples):
+        self.samples.setdefault((setting, key), {}).setdefault(variant, []).extend(samples)
 
     def failed(self, setting, group, variant, error):
         print(f"{variant}: {group}, {setting.host()}: {error}", file=sys.stderr)
@@ -88,6 +95,7 @@ def facts():
         return subprocess.run(["git", "-C", REPOSITORY, *words], capture_output=True, text=True).stdout.strip()
 
     return {
+        "groups": GROUPS,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "commit": git("describe", "--always", "--dirty"),
         "cpus": os.cpu_count(),
@@ -107,7 +115,7 @@ def main():
     only = [group for group in (variable("ONLY") or "").split(",") if group]
 
     def wanted(group):
-        return not only or group in only or (group == "memory" and "start" in only)
+        return not only or group in only
 
     variants = [programs.of_folder("this", binaries)]
     if variable("BASE"):
@@ -117,14 +125,13 @@ def main():
 
     # Ctrl-C and SIGTERM end what was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    run = Run(variants, programs.tools(binaries, out))
+    run = Run(variants, programs.tools(binaries, out, 0.05 if quick else 0.3))
     for scenario in SCENARIOS:
         if wanted(scenario.rows[0].group):
             print(f"{scenario.rows[0].group}: {scenario.setting.host()}", file=sys.stderr)
             run.scenario(scenario, runs)
     if wanted("idle"):
         print(f"idle: {seconds} s", file=sys.stderr)
-        # Only a longer look counts: the service still has work after a start.
         run.idle(seconds, 0 if quick else 15)
     table.write(table.document(run.rows(wanted), variants, facts()), variants, out)
     return 1 if "this" in run.errors else 0

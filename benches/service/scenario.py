@@ -14,7 +14,7 @@ class Row(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """`measure(setting, variant, tools)` returns a list of samples for each key of `rows`."""
+    """`measure(setting, variant, tools)` yields the keys of `rows`, each with a list of samples."""
 
     setting: Setting
     rows: list

@@ -60,11 +60,12 @@ def document(rows, variants, facts):
 
 
 def cell(entry, others):
-    """The median, with the smallest figure and the 90th percentile, and how that compares with the other variants."""
+    """The median, bold if there is a target for it, with the smallest figure and the 90th percentile, and the medians of
+    the other variants with the ratio."""
     this = entry["this"]
     text = "-"
     if this:
-        text = number(this["median"])
+        text = f"**{number(this['median'])}**" if entry["target"] else number(this["median"])
         if this["min"] != this["p90"]:
             text += f" ({number(this['min'])} to {number(this['p90'])})"
     for name in others:
@@ -87,20 +88,11 @@ def markdown(document, variants):
     for line in lines.values():
         first = next(iter(line.values()))
         runs = [entry["this"]["n"] for entry in line.values() if entry["this"]]
-        aims = [(host, entry["target"]) for host, entry in line.items() if entry["target"]]
+        targets = dict.fromkeys(entry["target"] for entry in line.values() if entry["target"])
         cells = [first["what"], first["unit"], number(min(runs, default=None))]
         cells += [cell(line[host], others) if host in line else "" for host in hosts]
-        table.append([*cells, target(aims, len(line))])
+        table.append([*cells, ", ".join(targets)])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in table)
-
-
-def target(aims, hosts):
-    """The target of a line, and of which hosts it is, if not of all."""
-    if not aims:
-        return ""
-    if len(aims) == hosts and len({aim for _, aim in aims}) == 1:
-        return aims[0][1]
-    return "; ".join(f"{aim} ({host})" for host, aim in aims)
 
 
 def write(document, variants, directory):

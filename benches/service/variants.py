@@ -19,14 +19,16 @@ class Tools(NamedTuple):
 
     simulator: pathlib.Path
     bus: pathlib.Path
+    # The seconds for which a service at rest says nothing.
+    quiet: float
 
 
-def tools(binaries, directory):
+def tools(binaries, directory, quiet):
     """Compiles the client for the bus."""
     bus = directory / "bus"
     source = pathlib.Path(__file__).parent / "bus.c"
     subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-o", bus, source, "-lsystemd"], check=True)
-    return Tools(binaries / "yunion-mps-sim", bus)
+    return Tools(binaries / "yunion-mps-sim", bus, quiet)
 
 
 def of_folder(name, binaries):

@@ -2,10 +2,9 @@
 
 import os
 
-import memory
 import process
 from process import Unable
-from scenario import LARGE, MIDDLE, SMALL, Row, Scenario, Serving
+from scenario import LARGE, MIDDLE, SMALL, Row, Scenario, Serving, milliseconds
 
 MANAGER = ["/io/yunion/Mps1/Manager", "io.yunion.Mps1.Manager"]
 METHODS = {
@@ -27,7 +26,6 @@ def rows(setting):
 
 
 def measure(setting, variant, tools):
-    figures = {}
     with Serving(setting, variant, tools) as service:
         slice_name = f"{setting.base_addresses()[-1]}-0"
         for name, words in METHODS.items():
@@ -37,11 +35,10 @@ def measure(setting, variant, tools):
             call(service, 2, words)
             before = process.cpu_ns(service.pid)
             times = call(service, 20, words)
-            figures[name] = times
-            figures[f"{name}_cpu"] = [(process.cpu_ns(service.pid) - before) / 1e6 / len(times)]
-        figures["memory_after"] = [memory.resident(service.pid, "")["memory"] / 1024]
+            yield f"{name}_cpu", [milliseconds(process.cpu_ns(service.pid) - before) / len(times)]
+            yield name, times
+        yield "memory_after", [process.status_kib(service.pid, "VmRSS") / 1024]
         service.stop()
-    return figures
 
 
 def call(service, number, words):
@@ -50,7 +47,7 @@ def call(service, number, words):
     _, status = process.run([service.host.tools.bus, "call", str(number), *words], service.host.environment, writer)
     os.close(writer)
     with open(reader) as lines:
-        times = [int(line) / 1e6 for line in lines]
+        times = [milliseconds(int(line)) for line in lines]
     if status or len(times) != number:
         raise Unable(f"{words[2]} failed")
     return times

@@ -27,7 +27,6 @@ def key(command):
 def measure(setting, variant, tools):
     if not variant.ctl:
         raise Unable("there is no yunion-mpsctl")
-    figures = {}
     with Serving(setting, variant, tools) as service:
         words = {"SLICE": f"{setting.base_addresses()[-1]}-0", "SYSROOT": service.host.root / "sysroot"}
         for command, more in COMMANDS.items():
@@ -36,9 +35,8 @@ def measure(setting, variant, tools):
             # doctor has findings on a host without systemd.
             if status != 0 and not (command == "doctor" and status == 1):
                 raise Unable(f"yunion-mpsctl {command} ended with exit status {status}")
-            figures[key(command)] = [milliseconds(time)]
+            yield key(command), [milliseconds(time)]
         service.stop()
-    return figures
 
 
 ROWS = [Row("commands", key(command), f"yunion-mpsctl {command}", "ms") for command in COMMANDS]

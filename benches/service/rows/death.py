@@ -9,68 +9,67 @@ from host import Host, Service
 from process import Unable
 from scenario import ALL, MIDDLE, SMALL, Row, Scenario, milliseconds
 
+NAMES = {"control": "a control daemon", "server": "a server"}
+REFERENCES = {"control": "the start of a bare control daemon with its server", "server": "a server's start"}
 
-def rows(victim, setting):
-    """The rows for a victim, a control daemon or a server."""
-    name = "a control daemon" if victim == "control" else "a server"
 
-    def row(key, what, target=None):
-        return Row("death", f"{victim}_{key}", f"death of {name} {what}", "ms", target)
+def row(victim, key, what, target=None):
+    return Row("death", f"{victim}_{key}", f"death of {NAMES[victim]} to {what}", "ms", target)
 
-    if not setting.prewarm:
-        return [row("again_no_server", "to serving again, no server waited for", "< 25")]
-    reference = "the start of a bare control daemon with its server" if victim == "control" else "a server's start"
+
+def rows(victim):
     return [
-        row("noticed", "to the first line in the log", "< 1" if victim == "control" else None),
-        row("published", "to the first signal on D-Bus"),
-        row("again", "to serving again"),
-        row("beyond", f"to serving again, beyond {reference}", "<= 30"),
+        row(victim, "noticed", "the first line in the log", "< 1" if victim == "control" else None),
+        row(victim, "published", "the first signal on D-Bus"),
+        row(victim, "again", "serving again"),
+        row(victim, "beyond", f"serving again, beyond {REFERENCES[victim]}", "<= 30"),
     ]
+
+
+NO_SERVER = row("control", "again_no_server", "serving again, no server waited for", "< 25")
 
 
 def measure(victim):
     def one(setting, variant, tools):
         with Host(setting, tools) as host:
-            one_gpu = host.setting._replace(gpus=1 if setting.topology == "per_gpu" else setting.gpus)
-            control, server = start_bare(host, one_gpu) if setting.prewarm else (0, 0)
+            replaced = setting._replace(gpus=1) if setting.topology == "per_gpu" else setting
+            control, server = (milliseconds(time) for time in bare.start(host, replaced))
             with Service(host, variant) as service:
-                service.rest()
-                service.listen()
                 noticed, published, again = die(service, victim)
+                yield f"{victim}_noticed", [noticed]
+                yield f"{victim}_published", [published]
+                yield f"{victim}_again", [again]
+                yield f"{victim}_beyond", [again - (control if victim == "control" else server)]
                 service.stop()
-        if not setting.prewarm:
-            return {f"{victim}_again_no_server": [again]}
-        beyond = again - (control if victim == "control" else server)
-        figures = {"noticed": noticed, "published": published, "again": again, "beyond": beyond}
-        return {f"{victim}_{key}": [value] for key, value in figures.items()}
 
     return one
 
 
-def start_bare(host, setting):
-    return [milliseconds(time) for time in bare.start(host, setting)]
+def measure_no_server(setting, variant, tools):
+    with Host(setting, tools) as host, Service(host, variant) as service:
+        yield "control_again_no_server", [die(service, "control")[2]]
+        service.stop()
 
 
 def die(service, victim):
     """Kills one, and returns the milliseconds until that is in the log, on D-Bus, and until all is served again."""
+    service.rest()
+    service.listen()
+    mark = service.rest()
     pids = service.host.control_daemons() if victim == "control" else service.host.servers()
     if not pids:
         raise Unable("nothing runs that could be killed")
-    mark = service.rest()
     start = time.monotonic_ns()
     os.kill(pids[0], signal.SIGKILL)
     events = service.events
     noticed = events.first(mark, lambda event: event.source == "log")
     published = events.first(mark, lambda event: event.source == "bus")
     lost = events.first(mark, lambda event: " State=" in event.text and not event.text.endswith("=ready"))
-    later = events.all.index(lost)
-    again = events.first(later, lambda event: event.text.endswith(" State=ready"))
+    again = events.first(events.all.index(lost), lambda event: event.text.endswith(" State=ready"))
     return [milliseconds(event.time - start) for event in (noticed, published, again)]
 
 
-SCENARIOS = [
-    Scenario(setting, rows(victim, setting), measure(victim)) for victim in ("control", "server") for setting in ALL
-] + [
-    Scenario(setting, rows("control", setting), measure("control"))
-    for setting in (SMALL._replace(prewarm=False), MIDDLE._replace(topology="per_gpu", prewarm=False))
+SCENARIOS = [Scenario(setting, rows(victim), measure(victim)) for victim in NAMES for setting in ALL] + [
+    Scenario(setting._replace(prewarm=False), [NO_SERVER], measure_no_server)
+    for setting in (SMALL, MIDDLE._replace(topology="per_gpu"))
 ]

@@ -23,7 +23,8 @@ def rows(setting):
 
 
 def measure(variants, tools, seconds, settle):
-    """The figures by setting and variant. Their services start one after the other, and then all are idle."""
+    """The figures by setting and variant. Their services start one after the other, rest for `settle` seconds, and then
+    idle for `seconds`."""
     figures, errors = {}, []
     with contextlib.ExitStack() as stack:
         services = {}
@@ -45,7 +46,7 @@ def measure(variants, tools, seconds, settle):
         minutes = (time.monotonic() - start) / 60
         for place, service in services.items():
             figures[place] = {
-                "wakeups": [watches[place].switches() / minutes],
+                "wakeups": [watches[place].count() / minutes],
                 "idle_cpu": [(process.cpu_ns(service.pid) - cpu[place]) / 1e6 / minutes],
                 "idle_memory": [process.status_kib(service.pid, "VmRSS") / 1024],
                 "idle_threads": [len(process.threads(service.pid))],
@@ -55,15 +56,15 @@ def measure(variants, tools, seconds, settle):
 
 
 class Watch:
-    """Counts the context switches of a process. A new thread counts from 0."""
+    """Counts the wake-ups of a process. A new thread counts from 0."""
 
     def __init__(self, pid):
         self.pid = pid
-        self.begin = process.context_switches(pid)
+        self.begin = process.sleeps(pid)
         self.last = dict(self.begin)
 
     def look(self):
-        self.last.update(process.context_switches(self.pid))
+        self.last.update(process.sleeps(self.pid))
 
-    def switches(self):
+    def count(self):
         return sum(self.last.values()) - sum(self.begin.values())

@@ -1,45 +1,43 @@
-"""From the start of the program to READY=1, beside bare control daemons; and the memory that it has then."""
+"""From the start of the program to READY=1, beside bare control daemons; the memory that it has then; and SIGTERM."""
 
 import bare
 import memory
 from host import Host, Service
 from scenario import ALL, MIDDLE, SMALL, Row, Scenario, milliseconds
 
-START = [
-    Row("start", "bare", "start of bare control daemons, each with a server", "ms"),
-    Row("start", "ready", "exec to READY=1", "ms"),
-]
+BARE = Row("start", "bare", "start of bare control daemons, each with a server", "ms")
+READY = Row("start", "ready", "exec to READY=1", "ms")
 BEYOND = Row("start", "beyond", "exec to READY=1, beyond bare control daemons", "ms")
-NO_PREWARM = Row("start", "ready_no_server", "exec to READY=1, no server waited for", "ms")
+READY_NO_SERVER = Row("start", "ready_no_server", "exec to READY=1, no server waited for", "ms")
+STOP = Row("start", "stop", "SIGTERM to exit", "ms")
 
 
 def measure(setting, variant, tools):
-    figures = {}
     with Host(setting, tools) as host:
-        if setting.prewarm:
-            figures["bare"] = [milliseconds(bare.start(host, setting)[0])]
+        bare_start = milliseconds(bare.start(host, setting)[0])
+        yield "bare", [bare_start]
         with Service(host, variant) as service:
-            ready = milliseconds(service.ready)
+            yield "ready", [milliseconds(service.ready)]
+            yield "beyond", [milliseconds(service.ready) - bare_start]
             service.rest()
             for key, kib in memory.resident(service.pid, variant.daemon).items():
-                figures[key] = [kib / 1024]
-            service.stop()
-    if setting.prewarm:
-        figures["ready"] = [ready]
-        figures["beyond"] = [ready - figures["bare"][0]]
-    else:
-        figures["ready_no_server"] = [ready]
-    return figures
+                yield key, [kib / 1024]
+            yield "stop", [milliseconds(service.stop())]
+
+
+def measure_no_server(setting, variant, tools):
+    with Host(setting, tools) as host, Service(host, variant) as service:
+        yield "ready_no_server", [milliseconds(service.ready)]
+        service.stop()
 
 
 def rows(setting):
-    if not setting.prewarm:
-        return [NO_PREWARM]
-    target = "<= 30" if setting.gpus == 8 else None
-    return [*START, BEYOND._replace(target=target), *memory.rows(setting)]
+    beyond = BEYOND._replace(target="<= 30" if setting.gpus == 8 else None)
+    stop = STOP._replace(target="<= 40" if (setting.gpus, setting.topology) == (8, "per_gpu") else None)
+    return [BARE, READY, beyond, *memory.rows(setting), stop]
 
 
-SCENARIOS = [
-    Scenario(setting, rows(setting), measure)
-    for setting in [*ALL, SMALL._replace(prewarm=False), MIDDLE._replace(topology="per_gpu", prewarm=False)]
+SCENARIOS = [Scenario(setting, rows(setting), measure) for setting in ALL] + [
+    Scenario(setting._replace(prewarm=False), [READY_NO_SERVER], measure_no_server)
+    for setting in (SMALL, MIDDLE._replace(topology="per_gpu"))
 ]
