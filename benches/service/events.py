@@ -14,6 +14,10 @@ class Event(NamedTuple):
     text: str
 
 
+# The text of the last event of a source.
+END = "(end)"
+
+
 class Events:
     """All lines of all sources, in the order of their arrival."""
 
@@ -63,6 +67,7 @@ class Events:
         if not got:
             self.poll.unregister(descriptor)
             del self.sources[descriptor]
+            self.all.append(Event(now, source, END))
             return
         # A datagram is complete without a newline.
         lines = (rest + got + (b"\n" if source == "notify" else b"")).split(b"\n")

@@ -12,8 +12,8 @@ import time
 from typing import NamedTuple
 
 import process
-from events import Events
-from process import Unable
+from events import END, Events
+from process import NotReady, Unable
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -169,7 +169,7 @@ class Service:
         os.close(writer)
         self.pid = self.process.pid
         try:
-            self.ready = self.events.first(0, is_ready).time - start
+            self.ready = self.wait_for_ready() - start
         except BaseException:
             self.__exit__()
             raise
@@ -185,6 +185,15 @@ class Service:
         (self.host.directory / "notify").unlink()
         for pipe in self.pipes:
             os.close(pipe)
+
+    def wait_for_ready(self):
+        try:
+            event = self.events.first(0, lambda event: is_ready(event) or (event.source, event.text) == ("log", END))
+        except Unable as error:
+            raise NotReady(error) from error
+        if event.text == END:
+            raise NotReady("it ended before it was ready")
+        return event.time
 
     def listen(self):
         """Has an independent client report the service's signals, as source "bus" of the events."""

@@ -13,6 +13,10 @@ class Unable(Exception):
     """A figure that could not be measured, with the reason."""
 
 
+class NotReady(Unable):
+    """A service that never says that it is ready."""
+
+
 def spawn(command, environment, stdin=None, stdout=None, stderr=None):
     """Starts a program with these file descriptors. One that is not given is /dev/null, and stderr is ours."""
     null = os.open("/dev/null", os.O_RDWR)

@@ -23,7 +23,7 @@ sys.dont_write_bytecode = True
 import table
 import variants as programs
 from host import REPOSITORY
-from process import Unable
+from process import NotReady, Unable
 from rows import calls, commands, death, idle, reload, start, stop
 
 SCENARIOS = [scenario for group in (start, death, stop, reload, calls, commands) for scenario in group.SCENARIOS]
@@ -42,10 +42,12 @@ class Run:
         self.variants, self.tools = variants, tools
         self.samples = {}
         self.errors = []
+        # Another daemon that is never ready can do nothing else either.
+        self.hopeless = []
 
     def scenario(self, scenario, runs):
         """Measures a scenario, the variants in turn. One that can't do it is not asked again."""
-        able = list(self.variants)
+        able = [variant for variant in self.variants if variant not in self.hopeless]
         begin = time.monotonic()
         for number in range(runs):
             if number >= FEWEST_RUNS and time.monotonic() - begin > MOST_SECONDS * len(able):
@@ -57,10 +59,12 @@ class Run:
                         self.take(scenario.setting, key, variant.name, samples)
                 except (Unable, OSError) as error:
                     able.remove(variant)
+                    if variant.name != "this" and isinstance(error, NotReady):
+                        self.hopeless.append(variant)
                     self.failed(scenario.setting, scenario.rows[0].group, variant.name, error)
 
     def idle(self, seconds, settle):
-        figures, errors = idle.measure(self.variants, self.tools, seconds, settle)
+        figures, errors = idle.measure([variant for variant in self.variants if variant not in self.hopeless], self.tools, seconds, settle)
         for (setting, variant), found in figures.items():
             for key, samples in found.items():
                 self.take(setting, key, variant, samples)

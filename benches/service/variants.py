@@ -44,7 +44,6 @@ def base(revision, directory):
     programs = directory / "base" / commit
     if not (programs / "yunion-mpsctl").exists():
         tree = directory / "base" / "tree"
-        subprocess.run([*git, "worktree", "prune"], check=True)
         subprocess.run([*git, "worktree", "add", "--force", "--detach", tree, commit], check=True)
         try:
             # The folder of what is built stays, so that the next base has little to build.
