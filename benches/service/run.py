@@ -45,9 +45,12 @@ class Run:
         # Another daemon that is never ready can do nothing else either.
         self.hopeless = []
 
+    def able(self):
+        return [variant for variant in self.variants if variant not in self.hopeless]
+
     def scenario(self, scenario, runs):
         """Measures a scenario, the variants in turn. One that can't do it is not asked again."""
-        able = [variant for variant in self.variants if variant not in self.hopeless]
+        able = self.able()
         begin = time.monotonic()
         for number in range(runs):
             if number >= FEWEST_RUNS and time.monotonic() - begin > MOST_SECONDS * len(able):
@@ -64,7 +67,7 @@ class Run:
                     self.failed(scenario.setting, scenario.rows[0].group, variant.name, error)
 
     def idle(self, seconds, settle):
-        figures, errors = idle.measure([variant for variant in self.variants if variant not in self.hopeless], self.tools, seconds, settle)
+        figures, errors = idle.measure(self.able(), self.tools, seconds, settle)
         for (setting, variant), found in figures.items():
             for key, samples in found.items():
                 self.take(setting, key, variant, samples)
