@@ -149,9 +149,11 @@ class Host:
 
 
 class Service:
-    """The service, started on a host. `ready` is the time from its start to READY=1 in nanoseconds."""
+    """The service, started on a host. `ready` is the time from its start to READY=1 in nanoseconds.
 
-    def __init__(self, host, variant):
+    With `listen` an independent client reports the service's signals, as source "bus" of the events."""
+
+    def __init__(self, host, variant, listen=False):
         self.host = host
         self.events = Events()
         self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -161,6 +163,8 @@ class Service:
         self.pipes = [log]
         self.events.add("log", log)
         self.others = []
+        if listen:
+            self.listen()
         environment = {**host.environment, "NOTIFY_SOCKET": f"{host.directory}/notify"}
         start = time.monotonic_ns()
         self.process = process.spawn(
@@ -196,7 +200,6 @@ class Service:
         return event.time
 
     def listen(self):
-        """Has an independent client report the service's signals, as source "bus" of the events."""
         signals, writer = os.pipe()
         self.pipes.append(signals)
         self.others.append(process.spawn([self.host.tools.bus, "listen"], self.host.environment, stdout=writer))
@@ -208,6 +211,10 @@ class Service:
     def rest(self):
         """Waits until the service has nothing more to do after a start. Returns the number of events until then."""
         self.events.quiet(self.host.tools.quiet)
+        # READY=1 may come before the signal that says the same.
+        states = [event for event in self.events.all if " State=" in event.text]
+        if states and not is_served(states[-1]):
+            self.events.first(self.events.all.index(states[-1]), is_served)
         return len(self.events.all)
 
     def stop(self):
@@ -221,6 +228,10 @@ class Service:
         if left:
             raise Unable(f"the service left control daemons running: {left}")
         return ended - start
+
+
+def is_served(event):
+    return event.source == "bus" and event.text.endswith(" State=ready")
 
 
 def is_ready(event):

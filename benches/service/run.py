@@ -49,8 +49,9 @@ class Run:
         return [variant for variant in self.variants if variant not in self.hopeless]
 
     def scenario(self, scenario, runs):
-        """Measures a scenario, the variants in turn. One that can't do it is not asked again."""
+        """Measures a scenario, the variants in turn. One that can't do it twice is not asked again."""
         able = self.able()
+        failures = []
         begin = time.monotonic()
         for number in range(runs):
             if number >= FEWEST_RUNS and time.monotonic() - begin > MOST_SECONDS * len(able):
@@ -61,7 +62,9 @@ class Run:
                     for key, samples in scenario.measure(scenario.setting, variant, self.tools):
                         self.take(scenario.setting, key, variant.name, samples)
                 except (Unable, OSError) as error:
-                    able.remove(variant)
+                    failures.append(variant)
+                    if failures.count(variant) == 2 or isinstance(error, NotReady):
+                        able.remove(variant)
                     if variant.name != "this" and isinstance(error, NotReady):
                         self.hopeless.append(variant)
                     self.failed(scenario.setting, scenario.rows[0].group, variant.name, error)

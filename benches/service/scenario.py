@@ -40,14 +40,14 @@ def milliseconds(nanoseconds):
 class Serving:
     """A service at rest on a new host, for one measurement, and its end."""
 
-    def __init__(self, setting, variant, tools):
+    def __init__(self, setting, variant, tools, listen=False):
         self.host = Host(setting, tools)
-        self.variant = variant
+        self.variant, self.listen = variant, listen
 
     def __enter__(self):
         self.host.__enter__()
         try:
-            self.service = Service(self.host, self.variant)
+            self.service = Service(self.host, self.variant, self.listen)
             self.service.rest()
         except BaseException:
             self.__exit__()

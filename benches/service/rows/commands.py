@@ -31,10 +31,12 @@ def measure(setting, variant, tools):
         words = {"SLICE": f"{setting.base_addresses()[-1]}-0", "SYSROOT": service.host.root / "sysroot"}
         for command, more in COMMANDS.items():
             line = [variant.ctl, *command.split(), *(words.get(word, word) for word in more)]
-            time, status = process.run(line, service.host.environment)
+            answer = service.host.directory / "answer"
+            with open(answer, "w") as file:
+                time, status = process.run(line, service.host.environment, file.fileno(), file.fileno())
             # doctor has findings on a host without systemd.
             if status != 0 and not (command == "doctor" and status == 1):
-                raise Unable(f"yunion-mpsctl {command} ended with exit status {status}")
+                raise Unable(f"yunion-mpsctl {command} ended with exit status {status}: {answer.read_text()}")
             yield key(command), [milliseconds(time)]
         service.stop()
 

@@ -5,7 +5,7 @@ import signal
 import time
 
 import bare
-from host import Host, Service
+from host import Host, Service, is_served
 from process import Unable
 from scenario import ALL, MIDDLE, SMALL, Row, Scenario, milliseconds
 
@@ -34,7 +34,7 @@ def measure(victim):
         with Host(setting, tools) as host:
             replaced = setting._replace(gpus=1) if setting.topology == "per_gpu" else setting
             control, server = (milliseconds(time) for time in bare.start(host, replaced))
-            with Service(host, variant) as service:
+            with Service(host, variant, listen=True) as service:
                 noticed, published, again = die(service, victim)
                 yield f"{victim}_noticed", [noticed]
                 yield f"{victim}_published", [published]
@@ -46,15 +46,13 @@ def measure(victim):
 
 
 def measure_no_server(setting, variant, tools):
-    with Host(setting, tools) as host, Service(host, variant) as service:
+    with Host(setting, tools) as host, Service(host, variant, listen=True) as service:
         yield "control_again_no_server", [die(service, "control")[2]]
         service.stop()
 
 
 def die(service, victim):
     """Kills one, and returns the milliseconds until that is in the log, on D-Bus, and until all is served again."""
-    service.rest()
-    service.listen()
     mark = service.rest()
     pids = service.host.control_daemons() if victim == "control" else service.host.servers()
     if not pids:
@@ -64,8 +62,8 @@ def die(service, victim):
     events = service.events
     noticed = events.first(mark, lambda event: event.source == "log")
     published = events.first(mark, lambda event: event.source == "bus")
-    lost = events.first(mark, lambda event: " State=" in event.text and not event.text.endswith("=ready"))
-    again = events.first(events.all.index(lost), lambda event: event.text.endswith(" State=ready"))
+    lost = events.first(mark, lambda event: " State=" in event.text and not is_served(event))
+    again = events.first(events.all.index(lost), is_served)
     return [milliseconds(event.time - start) for event in (noticed, published, again)]
 
 

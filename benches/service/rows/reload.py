@@ -24,8 +24,7 @@ def rows(kind, setting):
 
 
 def measure(setting, variant, tools):
-    with Serving(setting, variant, tools) as service:
-        service.listen()
+    with Serving(setting, variant, tools, listen=True) as service:
         yield from reload(service, "none")
         for fewer in (1, 0):
             service.host.cut_first_gpu(setting.slices // setting.gpus - fewer)
