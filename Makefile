@@ -72,7 +72,7 @@ soak: ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: wh
 	cargo build --workspace --locked
 	cargo test --locked --test it -- --ignored --nocapture soak::
 
-bench: ## the service's own times, memory and wake-ups, as one table (BENCH_SECONDS= of idling, N= runs, BASE=REV or PEER=PROGRAM to compare with)
+bench: ## the service's own times, memory and wake-ups, as one table (N= runs, BASE=REV or PEER=PROGRAM to compare with)
 	scripts/deps.sh bench
 	cargo build --release --workspace --locked
 	benches/service/run.py
