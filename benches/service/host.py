@@ -211,11 +211,19 @@ class Service:
     def rest(self):
         """Waits until the service has nothing more to do after a start. Returns the number of events until then."""
         self.events.quiet(self.host.tools.quiet)
-        # READY=1 may come before the signal that says the same.
-        states = [event for event in self.events.all if " State=" in event.text]
-        if states and not is_served(states[-1]):
-            self.events.first(self.events.all.index(states[-1]), is_served)
+        if self.others:
+            self.wait_for_signal()
         return len(self.events.all)
+
+    def wait_for_signal(self):
+        """Waits until D-Bus says that the service is ready, which READY=1 may say before."""
+        states = [event for event in self.events.all if " State=" in event.text]
+        try:
+            self.events.first(self.events.all.index(states[-1]) if states else 0, is_served, 10)
+        except Unable:
+            # There is no signal if the state was ready as soon as the service was on the bus.
+            if states:
+                raise
 
     def stop(self):
         """SIGTERM. Returns the nanoseconds until the service has ended, and checks that it left nothing running."""
