@@ -72,7 +72,7 @@ soak: ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: wh
 	cargo build --workspace --locked
 	cargo test --locked --test it -- --ignored --nocapture soak::
 
-bench: ## how often an idle daemon wakes up, how long it takes to be ready (BENCH_SECONDS: of idling)
-	scripts/deps.sh
+bench: ## the service's own times, memory and wake-ups, as one table (N= runs, BASE=REV or PEER=PROGRAM to compare with)
+	scripts/deps.sh bench
 	cargo build --release --workspace --locked
-	benches/idle.sh $(BENCH_SECONDS)
+	benches/service/run.py

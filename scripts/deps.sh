@@ -7,6 +7,7 @@
 #   build       the programs that `make build` needs, on every distribution
 #   dist        the programs that `make dist` needs
 #   clean_root  the programs that `make check-dist` needs
+#   bench       the programs that `make bench` needs
 set -eu
 
 missing=''  # what to tell the user
@@ -59,9 +60,16 @@ look_clean_root() {
     needs unshare util-linux
 }
 
-look_tests() {
+look_bench() {
     look_build
     needs dbus-daemon dbus
+    needs git git
+    # Its client for the bus is in C.
+    echo '#include <systemd/sd-bus.h>' | cc -x c -fsyntax-only - >/dev/null 2>&1 || lacks systemd/sd-bus.h libsystemd-dev
+}
+
+look_tests() {
+    look_bench
     needs busctl systemd
     needs systemd-analyze systemd
     needs systemd-tmpfiles systemd

@@ -296,7 +296,7 @@ def numbers(found):
     ratios = [ratio for one in found["pairs"][0].values() for ratio in one["ratios"]]
     small = found["beside"][0]
     latencies = [f"{small[mode]['p99_ms']:.2f} ms" for mode in ("equal", "without MPS")]
-    return [f"{gain:.1f}", f"{min(ratios):.2f}", f"{max(ratios):.2f}", *latencies]
+    return [f"{gain:.1f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}", *latencies]
 
 
 def written(found):

@@ -42,6 +42,7 @@ mod golden;
 mod host_agent;
 mod journal;
 mod json;
+mod make_bench;
 mod matrix;
 mod membership;
 mod monitoring;

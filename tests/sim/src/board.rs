@@ -81,16 +81,20 @@ const BOARDS: [(&str, &str); 4] = [
     ("mixed", include_str!("../boards/mixed.yaml")),
 ];
 
-/// The board with this name.
+/// The board with this name, or the board in the file with this path, which has a slash.
 ///
 /// # Errors
-/// The board is unknown. The error lists the known boards.
+/// The board is unknown, and the error lists the known boards. Or the file can't be read.
 pub fn load(name: &str) -> Result<Board, String> {
-    let Some((_, text)) = BOARDS.iter().find(|(known, _)| *known == name) else {
+    let text = if name.contains('/') {
+        std::fs::read_to_string(name).map_err(|error| format!("{name}: {error}"))?
+    } else if let Some((_, text)) = BOARDS.iter().find(|(known, _)| *known == name) {
+        (*text).to_owned()
+    } else {
         let known: Vec<&str> = BOARDS.iter().map(|(known, _)| *known).collect();
         return Err(format!("no board {name}; there are {}", known.join(", ")));
     };
-    serde_yaml::from_str(text).map_err(|error| format!("board {name}: {error}"))
+    serde_yaml::from_str(&text).map_err(|error| format!("board {name}: {error}"))
 }
 
 #[cfg(test)]
@@ -107,6 +111,13 @@ mod tests {
             addresses.dedup();
             assert_eq!(addresses, sorted, "{name}: cards in PCI order, none twice");
         }
+    }
+
+    #[test]
+    fn a_board_is_read_from_a_file_too() {
+        let own = concat!(env!("CARGO_MANIFEST_DIR"), "/boards/h200x8.yaml");
+        assert_eq!(load(own).unwrap().cards.len(), 8);
+        assert!(load("/nowhere.yaml").unwrap_err().starts_with("/nowhere.yaml: "));
     }
 
     #[test]

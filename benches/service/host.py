@@ -1,0 +1,246 @@
+"""A simulated host with a bus of its own, and the service on it."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from typing import NamedTuple
+
+import process
+from events import END, Events
+from process import NotReady, Unable
+
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+
+class Setting(NamedTuple):
+    """The hardware and the configuration of a host."""
+
+    gpus: int
+    slices: int
+    topology: str = "shared"
+    prewarm: bool = True
+
+    def host(self):
+        """The column of the table."""
+        gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}, {self.slices} slices"
+        return gpus + (", per_gpu" if self.topology == "per_gpu" else "")
+
+    def uuids(self):
+        return [f"GPU-{number:08x}-0000-4000-8000-000000000000" for number in range(self.gpus)]
+
+    def base_addresses(self):
+        return [f"{0x10 + number:02x}:00.0" for number in range(self.gpus)]
+
+    def board(self):
+        """The board for the simulator: H200s only. JSON is YAML."""
+        cards = []
+        for uuid, address in zip(self.uuids(), self.base_addresses()):
+            gpu = {
+                "uuid": uuid,
+                "name": "NVIDIA H200",
+                "memory_total_mib": 143771,
+                "memory_reserved_kib": 629824,
+                "compute_capability": "9.0",
+                "sms": 132,
+                "mig": False,
+            }
+            cards.append(
+                {
+                    "pci": f"0000:{address}",
+                    "id": "10de:2335",
+                    "vendor_name": "NVIDIA Corporation",
+                    "device_name": "GH100 [H200 SXM 141GB]",
+                    "numa_node": 0,
+                    "link_gen": 5,
+                    "link_width": 16,
+                    "entry": {"type": "NVIDIA_MPS", "virtual_number": self.slices // self.gpus},
+                    "gpu": gpu,
+                }
+            )
+        return json.dumps({"driver": "580.159.04", "mps": 580, "cards": cards})
+
+
+class Host:
+    """Nothing runs on it but its bus. Everything that runs on it later ends with it."""
+
+    def __init__(self, setting, tools):
+        self.setting, self.tools = setting, tools
+        # Short: the path of a socket below it must fit in 107 bytes.
+        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
+        self.root = self.directory / "h"
+        self.bus = None
+
+    def __enter__(self):
+        try:
+            self.make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def make(self):
+        self.directory.chmod(0o755)
+        board = self.directory / "board.yaml"
+        board.write_text(self.setting.board())
+        subprocess.run([self.tools.simulator, "create", board, self.root], check=True, stdout=subprocess.DEVNULL)
+        with open(self.root / "sysroot/etc/yunion/host.conf", "a") as configuration:
+            configuration.write(f"cuda_mps_topology: {self.setting.topology}\n")
+            configuration.write(f"cuda_mps_prewarm: {str(self.setting.prewarm).lower()}\n")
+        self.environment = {
+            "PATH": f"{self.root}/bin:{os.environ['PATH']}",
+            "LD_LIBRARY_PATH": f"{self.root}/lib",
+            "YUNION_MPS_SIM": f"{self.root}",
+            "RUNTIME_DIRECTORY": f"{self.root}/run",
+            "DBUS_SYSTEM_BUS_ADDRESS": f"unix:path={self.directory}/socket",
+            "LC_ALL": "C.UTF-8",
+        }
+        subprocess.run([REPOSITORY / "scripts/bus-conf.sh", self.directory], check=True)
+        reader, writer = os.pipe()
+        bus = ["dbus-daemon", f"--config-file={self.directory}/bus.conf", "--nofork", "--nopidfile", "--print-address"]
+        with open(self.directory / "bus.log", "w") as complaints:
+            self.bus = process.spawn(bus, self.environment, stdout=writer, stderr=complaints.fileno())
+        os.close(writer)
+        # It prints its address once it listens.
+        with open(reader) as answer:
+            if not answer.readline():
+                raise Unable("dbus-daemon did not start")
+
+    def __exit__(self, *_):
+        own = b"YUNION_MPS_SIM=" + os.fsencode(self.root) + b"\0"
+        for pid, _ in process.marked(own):
+            if self.bus is None or pid != self.bus.pid:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+        if self.bus:
+            self.bus.end()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def processes(self, program):
+        """The PIDs of NVIDIA's programs on this host, without front ends, which have no option."""
+        own = b"YUNION_MPS_SIM=" + os.fsencode(self.root) + b"\0"
+        found = []
+        for pid, words in process.marked(own):
+            front_end = program == "nvidia-cuda-mps-control" and not any(word in ("-f", "-d") for word in words)
+            if os.path.basename(words[0]) == program and not front_end:
+                found.append(pid)
+        return found
+
+    def control_daemons(self):
+        return self.processes("nvidia-cuda-mps-control")
+
+    def servers(self):
+        return self.processes("nvidia-cuda-mps-server")
+
+    def cut_first_gpu(self, slices):
+        """Changes the device file: the number of slices of the first GPU."""
+        file = self.root / "sysroot/etc/yunion/host_container_device.yml"
+        before, key, after = file.read_text().partition("virtual_number: ")
+        new = file.with_suffix(".new")
+        new.write_text(before + key + str(slices) + "\n" + after.partition("\n")[2])
+        new.rename(file)
+
+
+class Service:
+    """The service, started on a host. `ready` is the time from its start to READY=1 in nanoseconds.
+
+    With `listen` an independent client reports the service's signals, as source "bus" of the events."""
+
+    def __init__(self, host, variant, listen=False):
+        self.host = host
+        self.events = Events()
+        self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self.notify.bind(f"{host.directory}/notify")
+        self.events.add("notify", self.notify.fileno())
+        log, writer = os.pipe()
+        self.pipes = [log]
+        self.events.add("log", log)
+        self.others = []
+        if listen:
+            self.listen()
+        environment = {**host.environment, "NOTIFY_SOCKET": f"{host.directory}/notify"}
+        start = time.monotonic_ns()
+        self.process = process.spawn(
+            [variant.daemon, "--sysroot", host.root / "sysroot"], environment, stdout=writer, stderr=writer
+        )
+        os.close(writer)
+        self.pid = self.process.pid
+        try:
+            self.ready = self.wait_for_ready() - start
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        # A daemon that is still there is killed, and the host ends what it has left.
+        for child in [self.process, *self.others]:
+            child.end()
+        self.notify.close()
+        (self.host.directory / "notify").unlink()
+        for pipe in self.pipes:
+            os.close(pipe)
+
+    def wait_for_ready(self):
+        try:
+            event = self.events.first(0, lambda event: is_ready(event) or (event.source, event.text) == ("log", END))
+        except Unable as error:
+            raise NotReady(error) from error
+        if event.text == END:
+            raise NotReady("it ended before it was ready")
+        return event.time
+
+    def listen(self):
+        signals, writer = os.pipe()
+        self.pipes.append(signals)
+        self.others.append(process.spawn([self.host.tools.bus, "listen"], self.host.environment, stdout=writer))
+        os.close(writer)
+        if os.read(signals, 64) != b"listening\n":
+            raise Unable("the client can't listen on the bus")
+        self.events.add("bus", signals, stamped=True)
+
+    def rest(self):
+        """Waits until the service has nothing more to do after a start. Returns the number of events until then."""
+        self.events.quiet(self.host.tools.quiet)
+        if self.others:
+            self.wait_for_signal()
+        return len(self.events.all)
+
+    def wait_for_signal(self):
+        """Waits until D-Bus says that the service is ready, which READY=1 may say before."""
+        states = [event for event in self.events.all if " State=" in event.text]
+        try:
+            self.events.first(self.events.all.index(states[-1]) if states else 0, is_served, 10)
+        except Unable:
+            # There is no signal if the state was ready as soon as the service was on the bus.
+            if states:
+                raise
+
+    def stop(self):
+        """SIGTERM. Returns the nanoseconds until the service has ended, and checks that it left nothing running."""
+        start = time.monotonic_ns()
+        os.kill(self.pid, signal.SIGTERM)
+        ended = self.process.wait()
+        if self.process.status != 0:
+            raise Unable(f"the service ended with exit status {self.process.status}")
+        left = self.host.control_daemons()
+        if left:
+            raise Unable(f"the service left control daemons running: {left}")
+        return ended - start
+
+
+def is_served(event):
+    return event.source == "bus" and event.text.endswith(" State=ready")
+
+
+def is_ready(event):
+    return event.source == "notify" and event.text == "READY=1"

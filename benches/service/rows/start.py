@@ -1,0 +1,43 @@
+"""From the start of the program to READY=1, beside bare control daemons; the memory that it has then; and SIGTERM."""
+
+import bare
+import memory
+from host import Host, Service
+from scenario import ALL, MIDDLE, SMALL, Row, Scenario, milliseconds
+
+BARE = Row("start", "bare", "start of bare control daemons, each with a server", "ms")
+READY = Row("start", "ready", "exec to READY=1", "ms")
+BEYOND = Row("start", "beyond", "exec to READY=1, beyond bare control daemons", "ms")
+READY_NO_SERVER = Row("start", "ready_no_server", "exec to READY=1, no server waited for", "ms")
+STOP = Row("start", "stop", "SIGTERM to exit", "ms")
+
+
+def measure(setting, variant, tools):
+    with Host(setting, tools) as host:
+        bare_start = milliseconds(bare.start(host, setting)[0])
+        yield "bare", [bare_start]
+        with Service(host, variant) as service:
+            yield "ready", [milliseconds(service.ready)]
+            yield "beyond", [milliseconds(service.ready) - bare_start]
+            service.rest()
+            for key, kib in memory.resident(service.pid, variant.daemon).items():
+                yield key, [kib / 1024]
+            yield "stop", [milliseconds(service.stop())]
+
+
+def measure_no_server(setting, variant, tools):
+    with Host(setting, tools) as host, Service(host, variant) as service:
+        yield "ready_no_server", [milliseconds(service.ready)]
+        service.stop()
+
+
+def rows(setting):
+    beyond = BEYOND._replace(target="<= 30" if setting.gpus == 8 else None)
+    stop = STOP._replace(target="<= 40" if (setting.gpus, setting.topology) == (8, "per_gpu") else None)
+    return [BARE, READY, beyond, *memory.rows(setting), stop]
+
+
+SCENARIOS = [Scenario(setting, rows(setting), measure) for setting in ALL] + [
+    Scenario(setting._replace(prewarm=False), [READY_NO_SERVER], measure_no_server)
+    for setting in (SMALL, MIDDLE._replace(topology="per_gpu"))
+]

@@ -1,0 +1,60 @@
+"""The form of what is measured: rows of the table, and scenarios, each of which gives the samples of some rows."""
+
+from typing import Callable, NamedTuple, Optional
+
+from host import Host, Service, Setting
+
+
+class Row(NamedTuple):
+    group: str
+    key: str
+    what: str
+    unit: str
+    target: Optional[str] = None
+
+
+class Scenario(NamedTuple):
+    """`measure(setting, variant, tools)` yields the keys of `rows`, each with a list of samples."""
+
+    setting: Setting
+    rows: list
+    measure: Callable
+
+
+SMALL = Setting(1, 4)
+MIDDLE = Setting(8, 64)
+LARGE = Setting(16, 768)
+ALL = [
+    SMALL,
+    MIDDLE,
+    MIDDLE._replace(topology="per_gpu"),
+    LARGE,
+    LARGE._replace(topology="per_gpu"),
+]
+
+
+def milliseconds(nanoseconds):
+    return nanoseconds / 1e6
+
+
+class Serving:
+    """A service at rest on a new host, for one measurement, and its end."""
+
+    def __init__(self, setting, variant, tools, listen=False):
+        self.host = Host(setting, tools)
+        self.variant, self.listen = variant, listen
+
+    def __enter__(self):
+        self.host.__enter__()
+        try:
+            self.service = Service(self.host, self.variant, self.listen)
+            self.service.rest()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.service
+
+    def __exit__(self, *_):
+        if hasattr(self, "service"):
+            self.service.__exit__()
+        self.host.__exit__()

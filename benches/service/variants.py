@@ -1,0 +1,63 @@
+"""The programs that are measured: the present ones, those of a base commit, and another daemon."""
+
+import os
+import pathlib
+import subprocess
+from typing import NamedTuple, Optional
+
+from host import REPOSITORY
+
+
+class Variant(NamedTuple):
+    name: str
+    daemon: pathlib.Path
+    ctl: Optional[pathlib.Path]
+
+
+class Tools(NamedTuple):
+    """What the measurement itself uses, the same for all variants."""
+
+    simulator: pathlib.Path
+    bus: pathlib.Path
+    # The seconds for which a service at rest says nothing.
+    quiet: float
+
+
+def tools(binaries, directory, quiet):
+    """Compiles the client for the bus."""
+    bus = directory / "bus"
+    source = pathlib.Path(__file__).parent / "bus.c"
+    subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-o", bus, source, "-lsystemd"], check=True)
+    return Tools(binaries / "yunion-mps-sim", bus, quiet)
+
+
+def of_folder(name, binaries):
+    return Variant(name, binaries / "yunion-mps-daemon", binaries / "yunion-mpsctl")
+
+
+def base(revision, directory):
+    """Builds a revision in a work tree of its own, unless its programs are there already."""
+    git = ["git", "-C", REPOSITORY]
+    commit = subprocess.run(
+        [*git, "rev-parse", "--verify", f"{revision}^{{commit}}"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    programs = directory / "base" / commit
+    if not (programs / "yunion-mpsctl").exists():
+        tree = directory / "base" / "tree"
+        subprocess.run([*git, "worktree", "add", "--force", "--detach", tree, commit], check=True)
+        try:
+            # The folder of what is built stays, so that the next base has little to build.
+            target = directory / "base" / "target"
+            environment = {**os.environ, "CARGO_TARGET_DIR": target}
+            build = ["cargo", "build", "--release", "--locked", "--package", "yunion-mps-daemon"]
+            subprocess.run(build, cwd=tree, env=environment, check=True)
+            programs.mkdir(parents=True, exist_ok=True)
+            for program in ("yunion-mps-daemon", "yunion-mpsctl"):
+                (target / "release" / program).rename(programs / program)
+        finally:
+            subprocess.run([*git, "worktree", "remove", "--force", tree], check=True)
+    return of_folder("base", programs)
+
+
+def peer(program):
+    return Variant("peer", pathlib.Path(program).resolve(), None)
