@@ -15,7 +15,7 @@ use zbus::{ObjectPath, Variant, interface};
 use super::control::ControlInterface;
 use super::gate::Gate;
 use super::manager::Manager;
-use super::rows::{self, Device, Dict, Gpu, Object, Row, Service, property_name};
+use super::rows::{Device, Dict, Gpu, Object, Row, Service, Slice, WholeGpu, property_name};
 use super::{MANAGER, RequestError};
 use crate::publish::snapshot::Snapshot;
 
@@ -66,10 +66,10 @@ impl Serialize for Answer<'_> {
                 };
                 let mut objects: BTreeMap<String, Box<dyn Fn() -> Interfaces + '_>> = BTreeMap::new();
                 objects.insert(MANAGER.to_owned(), Box::new(manager));
-                for object in rows::whole_gpus(gpus) {
+                for object in gpus.iter().cloned().map(WholeGpu) {
                     objects.insert(object.path(), Box::new(move || interfaces(&object)));
                 }
-                for object in rows::slices(gpus) {
+                for object in snapshot.slices().map(|(gpu, slice)| Slice(Arc::clone(gpu), slice)) {
                     objects.insert(object.path(), Box::new(move || interfaces(&object)));
                 }
                 serializer.collect_map(objects.iter().map(|(path, interfaces)| (path, interfaces())))

@@ -131,10 +131,9 @@ impl Gate {
     pub(super) fn answer_with(&self, header: &Header<'_>, body: Arc<[u8]>) -> Result<(), RequestError> {
         let sender = header.sender().map(ToString::to_string).unwrap_or_default();
         let id = (sender, header.primary().serial_num().get());
-        match self.inside().calls.get_mut(&id) {
-            Some(call) => call.body = Some(body),
-            None => return Err(RequestError::Failed("the call is not under way".to_owned())),
-        }
+        let mut inside = self.inside();
+        let over = || RequestError::Failed("the call is not under way".to_owned());
+        inside.calls.get_mut(&id).ok_or_else(over)?.body = Some(body);
         Ok(())
     }
 
@@ -162,7 +161,7 @@ impl Gate {
             if arrival.wants_answer {
                 let answer = Message::error(&header, name).build(&text)?;
                 self.account(sender, answer.data().len());
-                self.write(&answer).await?;
+                self.write(answer.data(), &[]).await?;
             }
             return Ok(None);
         }
@@ -268,13 +267,8 @@ impl Gate {
         }
     }
 
-    /// Has the bus take a message.
-    async fn write(&self, message: &Message) -> io::Result<()> {
-        self.write_parts(message.data(), &[]).await
-    }
-
-    /// Has the bus take a message that is in two parts.
-    async fn write_parts(&self, head: &[u8], body: &[u8]) -> io::Result<()> {
+    /// Has the bus take a message, which may be in two parts.
+    async fn write(&self, head: &[u8], body: &[u8]) -> io::Result<()> {
         let mut socket = self.socket.lock().await;
         let written = async {
             socket.write_all(head).await?;
@@ -359,7 +353,7 @@ impl WriteHalf for GatedWriter {
         let gate = &self.0;
         let header = message.header();
         let (Some(number), Some(caller)) = (header.reply_serial(), header.destination()) else {
-            return Ok(gate.write(message).await?);
+            return Ok(gate.write(message.data(), &[]).await?);
         };
         let id = (caller.to_string(), number.get());
         let (wanted, body) = match gate.inside().calls.get_mut(&id) {
@@ -373,7 +367,7 @@ impl WriteHalf for GatedWriter {
         };
         let written = if wanted {
             gate.account(caller, head.len() + body.len());
-            gate.write_parts(&head, body).await
+            gate.write(&head, body).await
         } else {
             Ok(())
         };

@@ -21,7 +21,7 @@ use zbus::names::InterfaceName;
 use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{Address, Connection};
 
-use crate::publish::snapshot::{GpuView, Snapshot};
+use crate::publish::snapshot::{GpuView, Snapshot, slices_of};
 
 mod answers;
 mod callers;
@@ -40,7 +40,7 @@ use control::ControlInterface;
 use gate::Gate;
 use manager::Manager;
 pub use request::{Reply, Request, RequestError};
-use rows::{Object, Row, Service, clean};
+use rows::{Object, Row, Service, Slice, WholeGpu, clean};
 
 /// The name on the system bus.
 pub(crate) const NAME: &str = "io.yunion.Mps1";
@@ -142,8 +142,10 @@ impl Bus {
         self.present.forget();
         let old = std::mem::replace(&mut self.told, Arc::clone(&new));
         let (gone, come) = (not_in(&new, &old), not_in(&old, &new));
-        mirror_objects(&self.connection, rows::whole_gpus(&gone), rows::whole_gpus(&come)).await?;
-        mirror_objects(&self.connection, rows::slices(&gone), rows::slices(&come)).await?;
+        let [whole_gone, whole_come] = [&gone, &come].map(|gpus| gpus.iter().cloned().map(WholeGpu));
+        mirror_objects(&self.connection, whole_gone, whole_come).await?;
+        let slice = |(gpu, slice): (&Arc<GpuView>, u32)| Slice(Arc::clone(gpu), slice);
+        mirror_objects(&self.connection, slices_of(&gone).map(slice), slices_of(&come).map(slice)).await?;
 
         let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
         tell_changes(&emitter, Manager::name(), &Service::of(&old), &Service::of(&new)).await?;
@@ -182,7 +184,8 @@ async fn mirror_objects<O: Object>(
     new: impl Iterator<Item = O>,
 ) -> Result<(), zbus::Error> {
     let server = connection.object_server();
-    let [old, new] = [old.collect::<Vec<_>>(), new.collect()].map(by_path);
+    let old: BTreeMap<String, O> = old.map(|object| (object.path(), object)).collect();
+    let new: BTreeMap<String, O> = new.map(|object| (object.path(), object)).collect();
     for path in old.keys().filter(|path| !new.contains_key(*path)) {
         server.remove::<O, _>(path.as_str()).await?;
     }
@@ -199,10 +202,6 @@ async fn mirror_objects<O: Object>(
         }
     }
     Ok(())
-}
-
-fn by_path<O: Object>(objects: Vec<O>) -> BTreeMap<String, O> {
-    objects.into_iter().map(|object| (object.path(), object)).collect()
 }
 
 /// Emits `PropertiesChanged` once, with all that differs; a value that is no longer known is invalidated.

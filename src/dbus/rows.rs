@@ -253,28 +253,23 @@ gpu_object! {
     }
 }
 
-/// The object of a slice.
+/// The object of a slice: its GPU, and its ordinal there.
 #[derive(Debug, Clone)]
-pub(super) struct Slice {
-    gpu: Arc<GpuView>,
-    slice: u32,
-}
+pub(super) struct Slice(pub(super) Arc<GpuView>, pub(super) u32);
 
 /// The object of a GPU.
 #[derive(Debug, Clone)]
-pub(super) struct WholeGpu {
-    gpu: Arc<GpuView>,
-}
+pub(super) struct WholeGpu(pub(super) Arc<GpuView>);
 
 impl Slice {
     fn view(&self) -> (&GpuView, u32) {
-        (&self.gpu, self.slice)
+        (&self.0, self.1)
     }
 }
 
 impl WholeGpu {
     fn view(&self) -> &GpuView {
-        &self.gpu
+        &self.0
     }
 }
 
@@ -282,12 +277,12 @@ impl Object for Slice {
     type Row = Device;
 
     fn row(&self) -> Device {
-        Device::of(&self.gpu, self.slice)
+        Device::of(&self.0, self.1)
     }
 
     /// Made from its name.
     fn path(&self) -> String {
-        format!("{ROOT}/devices/{}", path_element(&self.gpu.slice_name(self.slice)))
+        format!("{ROOT}/devices/{}", path_element(&self.0.slice_name(self.1)))
     }
 }
 
@@ -295,30 +290,17 @@ impl Object for WholeGpu {
     type Row = Gpu;
 
     fn row(&self) -> Gpu {
-        Gpu::of(&self.gpu)
+        Gpu::of(&self.0)
     }
 
     /// Made from its UUID, which follows the board, or from its address while the driver can't say the UUID.
     fn path(&self) -> String {
-        let name = match self.gpu.uuid() {
-            "" => self.gpu.plan.gpu.pci.address.short(),
+        let name = match self.0.uuid() {
+            "" => self.0.plan.gpu.pci.address.short(),
             uuid => uuid.to_owned(),
         };
         format!("{ROOT}/gpus/{}", path_element(&name))
     }
-}
-
-/// The objects of a Snapshot, or of some of its GPUs.
-pub(super) fn whole_gpus(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = WholeGpu> {
-    gpus.iter().map(|gpu| WholeGpu { gpu: Arc::clone(gpu) })
-}
-
-pub(super) fn slices(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = Slice> {
-    let slices = |gpu: &Arc<GpuView>| {
-        let gpu = Arc::clone(gpu);
-        (0..gpu.plan.slices).map(move |slice| Slice { gpu: Arc::clone(&gpu), slice })
-    };
-    gpus.iter().flat_map(slices)
 }
 
 row! {

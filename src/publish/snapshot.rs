@@ -107,7 +107,7 @@ pub enum Named<'a> {
 impl Snapshot {
     /// Every slice in configuration order, ordinals ascending: the GPU and the slice's ordinal on it.
     pub fn slices(&self) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
-        self.gpus.iter().flatten().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
+        slices_of(self.gpus.as_deref().unwrap_or_default())
     }
 
     /// The slice behind a name such as `00:06.0-1`, or the GPU behind `00:06.0` or a UUID. An address may have its domain
@@ -137,6 +137,11 @@ impl Snapshot {
             }
         }
     }
+}
+
+/// Every slice of these GPUs: the GPU and the slice's ordinal on it.
+pub(crate) fn slices_of(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
+    gpus.iter().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
 }
 
 impl GpuView {
