@@ -398,9 +398,11 @@ impl Daemon {
             modified
         });
         self.tell_service_manager(settled);
-        if settled {
-            self.in_force
-                .send_if_modified(|reloads| std::mem::replace(reloads, self.reloads) != self.reloads);
+        let newest = |reloads: &mut u64| std::mem::replace(reloads, self.reloads) != self.reloads;
+        if settled && self.in_force.send_if_modified(newest) {
+            // Who reloads has most often changed something, and not only the files: nobody should have to wait for the
+            // regular look. Nor do the new limits wait for this one.
+            self.fleet.check_all();
         }
     }
 

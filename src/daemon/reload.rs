@@ -46,9 +46,6 @@ impl Daemon {
             Ok(()) => {
                 self.refused.clear();
                 self.reloads += 1;
-                // Who reloads has most often changed something, and not only the files: nobody should have to wait
-                // for the regular look.
-                self.fleet.check_all();
                 self.event("configuration reloaded".to_owned());
             }
             Err(error) => {

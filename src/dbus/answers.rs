@@ -1,17 +1,22 @@
-//! The large answers, made once for each Snapshot and shared by all who ask for them.
+//! The large answers, made once for each Snapshot as the bytes that are sent, and shared by all who ask for them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use serde::{Serialize, Serializer};
 use tokio::sync::watch;
+use zbus::message::Header;
 use zbus::names::InterfaceName;
 use zbus::object_server::{Interface, SignalEmitter};
+use zbus::wire::serialized::Context;
+use zbus::wire::{Endian, Type};
 use zbus::{ObjectPath, Variant, interface};
 
 use super::control::ControlInterface;
+use super::gate::Gate;
 use super::manager::Manager;
-use super::manager_path;
-use super::rows::{Device, Dict, Gpu, Object, Row, Service, property_name};
+use super::rows::{Device, Dict, Gpu, Object, Row, Service, Slice, WholeGpu, property_name};
+use super::{MANAGER, RequestError};
 use crate::publish::snapshot::Snapshot;
 
 /// The properties of an object, by interface, under the names that they have on D-Bus.
@@ -20,60 +25,79 @@ type Interfaces = BTreeMap<InterfaceName<'static>, BTreeMap<String, Variant<'sta
 /// The answer of `GetManagedObjects`.
 type ManagedObjects = BTreeMap<ObjectPath<'static>, Interfaces>;
 
-/// The answers that a Snapshot gives.
-#[derive(Debug)]
-pub(super) struct Answers {
-    of: Arc<Snapshot>,
-    /// Every slice; None before the first plan exists.
-    pub(super) devices: Option<Arc<Vec<Dict>>>,
-    /// Every GPU; None before the first plan exists.
-    pub(super) gpus: Option<Arc<Vec<Dict>>>,
-    objects: Arc<ManagedObjects>,
+/// A question with a large answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Question {
+    Devices,
+    Gpus,
+    Objects,
 }
 
-impl Answers {
-    fn new(snapshot: &Arc<Snapshot>) -> zbus::Result<Self> {
-        let devices: Vec<Device> = snapshot.slices().map(|(gpu, slice)| Device::of(gpu, slice)).collect();
-        let gpus: Vec<Gpu> = snapshot.gpus.iter().flatten().map(Gpu::of).collect();
-        let mut objects = ManagedObjects::new();
-        let manager = properties(&Service::of(snapshot));
-        objects.insert(
-            manager_path(),
-            Interfaces::from([(Manager::name(), manager), (ControlInterface::name(), BTreeMap::new())]),
-        );
-        add_objects(&mut objects, &gpus)?;
-        add_objects(&mut objects, &devices)?;
-        let known = snapshot.gpus.is_some();
-        Ok(Self {
-            of: Arc::clone(snapshot),
-            devices: known.then(|| dicts(&devices)),
-            gpus: known.then(|| dicts(&gpus)),
-            objects: Arc::new(objects),
-        })
+/// The answer to a question about a Snapshot. On its way to bytes, no more than one of its dictionaries exists at a time.
+struct Answer<'a>(Question, &'a Snapshot);
+
+impl Answer<'_> {
+    fn bytes(&self, endian: Endian) -> zbus::Result<Arc<[u8]>> {
+        let signature = match self.0 {
+            Question::Devices | Question::Gpus => Vec::<Dict>::SIGNATURE,
+            Question::Objects => ManagedObjects::SIGNATURE,
+        };
+        let bytes = zbus::wire::to_bytes_for_signature(Context::new(endian, 0), signature, self)?;
+        Ok(Arc::from(&*bytes))
     }
 }
 
-fn dicts(rows: &[impl Row]) -> Arc<Vec<Dict>> {
-    Arc::new(rows.iter().map(Row::dict).collect())
+impl Serialize for Answer<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self(question, snapshot) = *self;
+        let gpus = snapshot.gpus.as_deref().unwrap_or_default();
+        match question {
+            Question::Devices => {
+                serializer.collect_seq(snapshot.slices().map(|(gpu, slice)| Device::of(gpu, slice).dict()))
+            }
+            Question::Gpus => serializer.collect_seq(gpus.iter().map(|gpu| Gpu::of(gpu).dict())),
+            Question::Objects => {
+                let manager = || {
+                    let properties = properties(&Service::of(snapshot));
+                    Interfaces::from([
+                        (Manager::name(), properties),
+                        (ControlInterface::name(), BTreeMap::new()),
+                    ])
+                };
+                let mut objects: BTreeMap<String, Box<dyn Fn() -> Interfaces + '_>> = BTreeMap::new();
+                objects.insert(MANAGER.to_owned(), Box::new(manager));
+                for object in gpus.iter().cloned().map(WholeGpu) {
+                    objects.insert(object.path(), Box::new(move || interfaces(&object)));
+                }
+                for object in snapshot.slices().map(|(gpu, slice)| Slice(Arc::clone(gpu), slice)) {
+                    objects.insert(object.path(), Box::new(move || interfaces(&object)));
+                }
+                serializer.collect_map(objects.iter().map(|(path, interfaces)| (path, interfaces())))
+            }
+        }
+    }
 }
 
-fn add_objects<R: Object>(objects: &mut ManagedObjects, rows: &[R]) -> zbus::Result<()> {
-    for row in rows {
-        let path = ObjectPath::try_from(row.path())?;
-        objects.insert(path, Interfaces::from([(R::name(), properties(row))]));
-    }
-    Ok(())
+fn interfaces<O: Object>(object: &O) -> Interfaces {
+    Interfaces::from([(O::name(), properties(&object.row()))])
 }
 
 fn properties(row: &impl Row) -> BTreeMap<String, Variant<'static>> {
     row.dict().into_iter().map(|(key, value)| (property_name(key), value)).collect()
 }
 
-/// The answers that the present Snapshot gives.
+/// The answers that were made for a Snapshot, each for callers with this order of bytes.
+#[derive(Debug)]
+struct Made {
+    of: Arc<Snapshot>,
+    answers: Vec<(Question, Endian, Arc<[u8]>)>,
+}
+
+/// The present Snapshot, and the answers that it gives.
 #[derive(Debug, Clone)]
 pub(super) struct Present {
     snapshot: watch::Receiver<Arc<Snapshot>>,
-    made: Arc<Mutex<Option<Arc<Answers>>>>,
+    made: Arc<Mutex<Option<Made>>>,
 }
 
 impl Present {
@@ -85,34 +109,56 @@ impl Present {
         Arc::clone(&self.snapshot.borrow())
     }
 
-    /// Made by the first who asks.
-    pub(super) fn answers(&self) -> zbus::Result<Arc<Answers>> {
-        let snapshot = self.snapshot();
+    /// The answer of this Snapshot to a call, made by the first who asks.
+    pub(super) fn answer(
+        &self,
+        question: Question,
+        snapshot: &Arc<Snapshot>,
+        call: &Header<'_>,
+    ) -> Result<Arc<[u8]>, RequestError> {
+        let endian = call.primary().endian_sig().into();
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(answers) = made.as_ref().filter(|answers| Arc::ptr_eq(&answers.of, &snapshot)) {
-            return Ok(Arc::clone(answers));
+        let made = match made.as_mut() {
+            Some(known) if Arc::ptr_eq(&known.of, snapshot) => known,
+            _ => made.insert(Made { of: Arc::clone(snapshot), answers: Vec::new() }),
+        };
+        let is_it = |(of, order, _): &&(Question, Endian, Arc<[u8]>)| *of == question && *order == endian;
+        if let Some((.., answer)) = made.answers.iter().find(is_it) {
+            return Ok(Arc::clone(answer));
         }
-        let answers = Arc::new(Answers::new(&snapshot)?);
-        *made = Some(Arc::clone(&answers));
-        Ok(answers)
+        let failed = |error: zbus::Error| RequestError::Failed(error.to_string());
+        let answer = Answer(question, snapshot).bytes(endian).map_err(failed)?;
+        made.answers.push((question, endian, Arc::clone(&answer)));
+        Ok(answer)
+    }
+
+    /// Drops the answers: there is a new Snapshot.
+    pub(super) fn forget(&self) {
+        *self.made.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 }
 
 /// `org.freedesktop.DBus.ObjectManager`. zbus has one that asks every object for every property at every call; with this
 /// in its place, zbus announces objects all the same, since it goes by the name.
-pub(super) struct Objects(Present);
+pub(super) struct Objects {
+    present: Present,
+    gate: Arc<Gate>,
+}
 
 impl Objects {
-    pub(super) fn new(present: Present) -> Self {
-        Self(present)
+    pub(super) fn new(present: Present, gate: Arc<Gate>) -> Self {
+        Self { present, gate }
     }
 }
 
 #[interface(name = "org.freedesktop.DBus.ObjectManager", introspection_docs = false)]
 impl Objects {
     #[zbus(out_args("objpath_interfaces_and_properties"))]
-    fn get_managed_objects(&self) -> zbus::fdo::Result<Arc<ManagedObjects>> {
-        Ok(Arc::clone(&self.0.answers()?.objects))
+    #[expect(clippy::needless_pass_by_value, reason = "zbus gives it away")]
+    fn get_managed_objects(&self, #[zbus(header)] call: Header<'_>) -> Result<ManagedObjects, RequestError> {
+        let snapshot = self.present.snapshot();
+        self.gate.answer_with(&call, self.present.answer(Question::Objects, &snapshot, &call)?)?;
+        Ok(ManagedObjects::new())
     }
 
     #[zbus(signal)]

@@ -4,6 +4,8 @@
 //! zbus begins a task for each call that it is given, and an answer waits in memory until the bus takes it. Behind the
 //! gate both are bounded: a call that would be one too many waits in the socket, where it is the bus's.
 
+use std::borrow::Cow;
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -51,6 +53,8 @@ struct Call {
     wants_answer: bool,
     /// The user for whom it is a request that takes its time.
     request_of: Option<u32>,
+    /// The body of its answer, if that is here as bytes.
+    body: Option<Arc<[u8]>>,
 }
 
 #[derive(Debug)]
@@ -119,6 +123,20 @@ impl Gate {
         Ok(Requester { uid })
     }
 
+    /// Has a call answered with these bytes as the body, in the place of the body of the answer that zbus sends. So
+    /// all who ask share one copy.
+    ///
+    /// # Errors
+    /// There is no such call.
+    pub(super) fn answer_with(&self, header: &Header<'_>, body: Arc<[u8]>) -> Result<(), RequestError> {
+        let sender = header.sender().map(ToString::to_string).unwrap_or_default();
+        let id = (sender, header.primary().serial_num().get());
+        let mut inside = self.inside();
+        let over = || RequestError::Failed("the call is not under way".to_owned());
+        inside.calls.get_mut(&id).ok_or_else(over)?.body = Some(body);
+        Ok(())
+    }
+
     /// The call that came is let in, or refused here.
     async fn let_in(self: &Arc<Self>, arrival: Arrival) -> zbus::Result<Option<Message>> {
         let header = arrival.message.header();
@@ -143,14 +161,18 @@ impl Gate {
             if arrival.wants_answer {
                 let answer = Message::error(&header, name).build(&text)?;
                 self.account(sender, answer.data().len());
-                self.write(&answer).await?;
+                self.write(answer.data(), &[]).await?;
             }
             return Ok(None);
         }
         self.wait_for_a_place().await;
         let id = (sender.to_string(), header.primary().serial_num().get());
-        let call = Call { wants_answer: arrival.wants_answer, request_of: None };
-        self.inside().calls.insert(id, call);
+        let call = Call { wants_answer: arrival.wants_answer, request_of: None, body: None };
+        match self.inside().calls.entry(id) {
+            Entry::Vacant(place) => place.insert(call),
+            // Nobody could tell the answers apart.
+            Entry::Occupied(_) => return Ok(None),
+        };
         Ok(Some(arrival.message.clone()))
     }
 
@@ -245,10 +267,14 @@ impl Gate {
         }
     }
 
-    /// Has the bus take a message.
-    async fn write(&self, message: &Message) -> io::Result<()> {
+    /// Has the bus take a message, which may be in two parts.
+    async fn write(&self, head: &[u8], body: &[u8]) -> io::Result<()> {
         let mut socket = self.socket.lock().await;
-        match timeout(WRITE_TIMEOUT, socket.write_all(message.data())).await {
+        let written = async {
+            socket.write_all(head).await?;
+            socket.write_all(body).await
+        };
+        match timeout(WRITE_TIMEOUT, written).await {
             Ok(written) => written,
             Err(_) => {
                 // A part of it may be there, so nothing can follow.
@@ -327,13 +353,21 @@ impl WriteHalf for GatedWriter {
         let gate = &self.0;
         let header = message.header();
         let (Some(number), Some(caller)) = (header.reply_serial(), header.destination()) else {
-            return Ok(gate.write(message).await?);
+            return Ok(gate.write(message.data(), &[]).await?);
         };
         let id = (caller.to_string(), number.get());
-        let wanted = gate.inside().calls.get(&id).is_none_or(|call| call.wants_answer);
+        let (wanted, body) = match gate.inside().calls.get_mut(&id) {
+            Some(call) => (call.wants_answer, call.body.take()),
+            None => (true, None),
+        };
+        let is_return = message.message_type() == Type::MethodReturn;
+        let (head, body) = match &body {
+            Some(body) if is_return => (Cow::from(wire::head_for(message, body.len())), &**body),
+            _ => (Cow::from(&**message.data()), &[][..]),
+        };
         let written = if wanted {
-            gate.account(caller, message.data().len());
-            gate.write(message).await
+            gate.account(caller, head.len() + body.len());
+            gate.write(&head, body).await
         } else {
             Ok(())
         };

@@ -8,7 +8,7 @@ use zbus::interface;
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 
-use super::answers::{Answers, Present};
+use super::answers::{Present, Question};
 use super::callers::is_privileged;
 use super::gate::Gate;
 use super::request::{Request, RequestError, ask, bounded_name, bounded_names};
@@ -46,8 +46,12 @@ impl Manager {
         self.present.snapshot()
     }
 
-    fn answers(&self) -> Result<Arc<Answers>, RequestError> {
-        self.present.answers().map_err(|error| RequestError::Failed(error.to_string()))
+    /// Has a large answer sent. The gate puts it in the place of the empty list that is returned here.
+    fn list(&self, question: Question, call: &Header<'_>) -> Result<Vec<Dict>, RequestError> {
+        let snapshot = self.snapshot();
+        known(&snapshot)?;
+        self.gate.answer_with(call, self.present.answer(question, &snapshot, call)?)?;
+        Ok(Vec::new())
     }
 
     fn service(&self) -> Service {
@@ -67,13 +71,15 @@ fn known(snapshot: &Snapshot) -> Result<(), RequestError> {
 #[interface(name = "io.yunion.Mps1.Manager", introspection_docs = false)]
 impl Manager {
     #[zbus(out_args("devices"))]
-    fn list_devices(&self) -> Result<Arc<Vec<Dict>>, RequestError> {
-        self.answers()?.devices.clone().ok_or_else(|| not_ready(&self.snapshot()))
+    #[expect(clippy::needless_pass_by_value, reason = "zbus gives it away")]
+    fn list_devices(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>, RequestError> {
+        self.list(Question::Devices, &call)
     }
 
     #[zbus(out_args("gpus"))]
-    fn list_gpus(&self) -> Result<Arc<Vec<Dict>>, RequestError> {
-        self.answers()?.gpus.clone().ok_or_else(|| not_ready(&self.snapshot()))
+    #[expect(clippy::needless_pass_by_value, reason = "zbus gives it away")]
+    fn list_gpus(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>, RequestError> {
+        self.list(Question::Gpus, &call)
     }
 
     #[zbus(out_args("device"))]

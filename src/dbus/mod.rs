@@ -21,7 +21,7 @@ use zbus::names::InterfaceName;
 use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{Address, Connection};
 
-use crate::publish::snapshot::Snapshot;
+use crate::publish::snapshot::{GpuView, Snapshot, slices_of};
 
 mod answers;
 mod callers;
@@ -40,7 +40,7 @@ use control::ControlInterface;
 use gate::Gate;
 use manager::Manager;
 pub use request::{Reply, Request, RequestError};
-use rows::{Device, Gpu, Object, Row, Service, clean};
+use rows::{Object, Row, Service, Slice, WholeGpu, clean};
 
 /// The name on the system bus.
 pub(crate) const NAME: &str = "io.yunion.Mps1";
@@ -51,15 +51,9 @@ const MANAGER: &str = "/io/yunion/Mps1/Manager";
 #[derive(Debug)]
 pub struct Bus {
     connection: Connection,
-    told: Told,
-}
-
-/// Everything that clients have been told, so that they are told of differences only.
-#[derive(Debug, Default)]
-struct Told {
-    service: Service,
-    gpus: BTreeMap<String, Gpu>,
-    devices: BTreeMap<String, Device>,
+    present: Present,
+    /// The Snapshot that clients have been told, so that they are told of differences only.
+    told: Arc<Snapshot>,
 }
 
 impl Bus {
@@ -89,14 +83,14 @@ impl Bus {
         let present = Present::new(snapshot);
         let (gate, socket) = Gate::open(&address).await?;
         let connection = Builder::socket(socket)
-            .serve_at(ROOT, Objects::new(present.clone()))
-            .serve_at(MANAGER, Manager::new(present, requests.clone(), Arc::clone(&gate)))
+            .serve_at(ROOT, Objects::new(present.clone(), Arc::clone(&gate)))
+            .serve_at(MANAGER, Manager::new(present.clone(), requests.clone(), Arc::clone(&gate)))
             .serve_at(MANAGER, ControlInterface::new(requests, gate))
             .build()
             .await?;
-        let told = Told { service: Service::of(&first), ..Told::default() };
-        let mut bus = Self { connection, told };
-        bus.mirror(&first).await?;
+        let told = Arc::new(Snapshot { gpus: None, ..Snapshot::clone(&first) });
+        let mut bus = Self { connection, present, told };
+        bus.mirror(first).await?;
         match bus.connection.request_name_with_flags(NAME, RequestNameFlags::DO_NOT_QUEUE).await {
             Ok(_) => Ok(bus),
             Err(zbus::Error::NameTaken) => {
@@ -114,8 +108,9 @@ impl Bus {
     ///
     /// A bus that can't be told is one that has gone, which [`Bus::closed`] reports.
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
-        if let Err(e) = self.mirror(&new).await {
-            tracing::debug!("the bus was not told of generation {}: {e}", new.generation);
+        let generation = new.generation;
+        if let Err(e) = self.mirror(new).await {
+            tracing::debug!("the bus was not told of generation {generation}: {e}");
         }
     }
 
@@ -143,18 +138,18 @@ impl Bus {
         self.connection.closed().await;
     }
 
-    async fn mirror(&mut self, new: &Snapshot) -> Result<(), zbus::Error> {
-        let gpus = new.gpus.iter().flatten().map(Gpu::of);
-        mirror_objects(&self.connection, &mut self.told.gpus, gpus).await?;
-        let devices = new.slices().map(|(gpu, slice)| Device::of(gpu, slice));
-        mirror_objects(&self.connection, &mut self.told.devices, devices).await?;
+    async fn mirror(&mut self, new: Arc<Snapshot>) -> Result<(), zbus::Error> {
+        self.present.forget();
+        let old = std::mem::replace(&mut self.told, Arc::clone(&new));
+        let (gone, come) = (not_in(&new, &old), not_in(&old, &new));
+        let [whole_gone, whole_come] = [&gone, &come].map(|gpus| gpus.iter().cloned().map(WholeGpu));
+        mirror_objects(&self.connection, whole_gone, whole_come).await?;
+        let slice = |(gpu, slice): (&Arc<GpuView>, u32)| Slice(Arc::clone(gpu), slice);
+        mirror_objects(&self.connection, slices_of(&gone).map(slice), slices_of(&come).map(slice)).await?;
 
         let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
-        let service = Service::of(new);
-        tell_changes(&emitter, Manager::name(), &self.told.service, &service).await?;
-        let grown = service.generation > self.told.service.generation;
-        self.told.service = service;
-        if grown {
+        tell_changes(&emitter, Manager::name(), &Service::of(&old), &Service::of(&new)).await?;
+        if new.generation > old.generation {
             Manager::devices_changed(&emitter, new.generation).await?;
         }
         Ok(())
@@ -176,42 +171,49 @@ fn manager_path() -> zbus::ObjectPath<'static> {
     zbus::ObjectPath::from_static_str_unchecked(MANAGER)
 }
 
-/// Makes the objects of one kind show these rows. The object server announces objects that come and go.
-async fn mirror_objects<R: Object>(
+/// The GPUs of one Snapshot that another does not have, or has in another state.
+fn not_in(other: &Snapshot, one: &Snapshot) -> Vec<Arc<GpuView>> {
+    let has = |gpu: &Arc<GpuView>| other.gpus.iter().flatten().any(|known| Arc::ptr_eq(known, gpu));
+    one.gpus.iter().flatten().filter(|gpu| !has(gpu)).cloned().collect()
+}
+
+/// Puts new objects of one kind in the place of old ones. The object server announces objects that come and go.
+async fn mirror_objects<O: Object>(
     connection: &Connection,
-    told: &mut BTreeMap<String, R>,
-    rows: impl Iterator<Item = R>,
+    old: impl Iterator<Item = O>,
+    new: impl Iterator<Item = O>,
 ) -> Result<(), zbus::Error> {
     let server = connection.object_server();
-    let wanted: BTreeMap<String, R> = rows.map(|row| (row.path(), row)).collect();
-    let gone: Vec<String> = told.keys().filter(|path| !wanted.contains_key(*path)).cloned().collect();
-    for path in gone {
-        server.remove::<R, _>(path.as_str()).await?;
-        told.remove(&path);
+    let old: BTreeMap<String, O> = old.map(|object| (object.path(), object)).collect();
+    let new: BTreeMap<String, O> = new.map(|object| (object.path(), object)).collect();
+    for path in old.keys().filter(|path| !new.contains_key(*path)) {
+        server.remove::<O, _>(path.as_str()).await?;
     }
-    for (path, new) in wanted {
-        match told.get(&path) {
+    for (path, new) in new {
+        match old.get(&path) {
             None => {
-                server.at(path.as_str(), new.clone()).await?;
+                server.at(path.as_str(), new).await?;
             }
             Some(old) => {
-                let object = server.interface::<_, R>(path.as_str()).await?;
+                let object = server.interface::<_, O>(path.as_str()).await?;
                 *object.get_mut().await = new.clone();
-                tell_changes(object.signal_emitter(), R::name(), old, &new).await?;
+                tell_changes(object.signal_emitter(), O::name(), &old.row(), &new.row()).await?;
             }
         }
-        told.insert(path, new);
     }
     Ok(())
 }
 
 /// Emits `PropertiesChanged` once, with all that differs; a value that is no longer known is invalidated.
-async fn tell_changes<R: Row>(
+async fn tell_changes<R: Row + PartialEq>(
     emitter: &SignalEmitter<'_>,
     interface: InterfaceName<'_>,
     old: &R,
     new: &R,
 ) -> Result<(), zbus::Error> {
+    if old == new {
+        return Ok(());
+    }
     let [old, new] = [old, new].map(|row| {
         let mut dict = row.dict();
         dict.retain(|key, _| !R::is_silent(key));

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Deserialize;
@@ -35,9 +36,12 @@ pub(super) trait Row {
     fn dict(&self) -> Dict;
 }
 
-/// A row that an object of its own shows as properties.
-pub(super) trait Object: Row + Interface + Clone + PartialEq {
-    /// The path of the object.
+/// An object that shows a row as its properties. It has no copy of the row: a value is made when somebody asks for it.
+pub(super) trait Object: Interface + Clone {
+    type Row: Row + PartialEq;
+
+    fn row(&self) -> Self::Row;
+
     fn path(&self) -> String;
 }
 
@@ -146,24 +150,27 @@ macro_rules! row {
     };
 }
 
-/// Makes a row that is an object too. A key with "const" in front never changes while the object exists. Nobody is told of
-/// the changes of a key with "false" in front.
+/// Makes a row and the properties of the object that shows it. A key with "const" in front never changes while the object
+/// exists. Nobody is told of the changes of a key with "false" in front.
 macro_rules! object {
     (
         $(#[$doc:meta])*
-        $row:ident $from:tt on $interface:literal {
+        $row:ident $from:tt by $object:ident as $view:tt on $interface:literal {
             $($($emits:literal)? $key:ident: $ty:ty = $source:expr;)*
         }
     ) => {
         row! { $(#[$doc])* $row $from { $($($emits)? $key: $ty = $source;)* } }
 
         #[interface(name = $interface, introspection_docs = false)]
-        impl $row {
+        impl $object {
             $(
                 #[zbus(property $((emits_changed_signal = $emits))?)]
                 fn $key(&self) -> Result<<$ty as Value>::Wire, RequestError> {
                     let unknown = || RequestError::Failed(concat!(stringify!($key), " is not known").to_owned());
-                    self.$key.wire().ok_or_else(unknown)
+                    #[allow(unused_variables, reason = "some values are the same for all")]
+                    let $view = self.view();
+                    let value: $ty = Value::cleaned($source);
+                    value.wire().ok_or_else(unknown)
                 }
             )*
         }
@@ -172,10 +179,15 @@ macro_rules! object {
 
 /// Makes the row of a GPU or of a slice of it, with the keys that both have.
 macro_rules! gpu_object {
-    ($(#[$doc:meta])* $row:ident($gpu:ident $(, $ordinal:ident)?) on $interface:literal { $($own:tt)* }) => {
+    (
+        $(#[$doc:meta])*
+        $row:ident($gpu:ident: $of:ty $(, $slice:ident: $ordinal:ty)?) by $object:ident as $view:tt on $interface:literal {
+            $($own:tt)*
+        }
+    ) => {
         object! {
             $(#[$doc])*
-            $row($gpu: &GpuView $(, $ordinal: u32)?) on $interface {
+            $row($gpu: $of $(, $slice: $ordinal)?) by $object as $view on $interface {
                 $($own)*
                 compute_mode: Option<String> = $gpu.compute_mode.map(|mode| mode.to_string());
                 "const" detected_on_host: bool = true;
@@ -202,8 +214,8 @@ macro_rules! gpu_object {
 }
 
 gpu_object! {
-    /// A slice, as `ListDevices` has it. Its path is made from its name.
-    Device(gpu, slice) on "io.yunion.Mps1.Device" {
+    /// A slice, as `ListDevices` has it.
+    Device(gpu: &GpuView, slice: u32) by Slice as (gpu, slice) on "io.yunion.Mps1.Device" {
         "const" addr: String = gpu.slice_name(slice);
         "const" base_addr: String = gpu.plan.gpu.pci.address.short();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
@@ -224,9 +236,8 @@ gpu_object! {
 }
 
 gpu_object! {
-    /// A GPU, as `ListGpus` has it. Its path is made from its UUID, which follows the board, or from its address while
-    /// the driver can't say the UUID.
-    Gpu(gpu) on "io.yunion.Mps1.Gpu" {
+    /// A GPU, as `ListGpus` has it.
+    Gpu(gpu: &GpuView) by WholeGpu as gpu on "io.yunion.Mps1.Gpu" {
         addr: String = gpu.plan.gpu.pci.address.short();
         base_addr: String = gpu.plan.gpu.pci.address.short();
         confirmed_memory_limit: Option<i32> = gpu.confirmed_memory_limit_mib.map(mib);
@@ -242,16 +253,53 @@ gpu_object! {
     }
 }
 
-impl Object for Device {
-    fn path(&self) -> String {
-        format!("{ROOT}/devices/{}", path_element(&self.addr))
+/// The object of a slice: its GPU, and its ordinal there.
+#[derive(Debug, Clone)]
+pub(super) struct Slice(pub(super) Arc<GpuView>, pub(super) u32);
+
+/// The object of a GPU.
+#[derive(Debug, Clone)]
+pub(super) struct WholeGpu(pub(super) Arc<GpuView>);
+
+impl Slice {
+    fn view(&self) -> (&GpuView, u32) {
+        (&self.0, self.1)
     }
 }
 
-impl Object for Gpu {
+impl WholeGpu {
+    fn view(&self) -> &GpuView {
+        &self.0
+    }
+}
+
+impl Object for Slice {
+    type Row = Device;
+
+    fn row(&self) -> Device {
+        Device::of(&self.0, self.1)
+    }
+
+    /// Made from its name.
     fn path(&self) -> String {
-        let uuid = self.device_path.as_ref().filter(|uuid| !uuid.is_empty());
-        format!("{ROOT}/gpus/{}", path_element(uuid.unwrap_or(&self.addr)))
+        format!("{ROOT}/devices/{}", path_element(&self.0.slice_name(self.1)))
+    }
+}
+
+impl Object for WholeGpu {
+    type Row = Gpu;
+
+    fn row(&self) -> Gpu {
+        Gpu::of(&self.0)
+    }
+
+    /// Made from its UUID, which follows the board, or from its address while the driver can't say the UUID.
+    fn path(&self) -> String {
+        let name = match self.0.uuid() {
+            "" => self.0.plan.gpu.pci.address.short(),
+            uuid => uuid.to_owned(),
+        };
+        format!("{ROOT}/gpus/{}", path_element(&name))
     }
 }
 

@@ -13,6 +13,7 @@ use zbus::address::Transport;
 use zbus::address::transport::UnixSocket;
 use zbus::connection::socket::ReadHalf;
 use zbus::export::async_trait::async_trait;
+use zbus::message::EndianSig;
 use zbus::{Address, Message};
 
 /// The fixed beginning of a message.
@@ -139,6 +140,21 @@ impl Incoming {
         }
         Ok(())
     }
+}
+
+/// The head of a message, as it is before a body of this length.
+pub(super) fn head_for(message: &Message, body: usize) -> Vec<u8> {
+    let whole = message.data();
+    let mut head: Vec<u8> = whole.iter().copied().take(whole.len() - message.body().len()).collect();
+    // More than the bus takes of any message.
+    let length = u32::try_from(body).unwrap_or(u32::MAX);
+    if let Some(place) = head.get_mut(BODY_LENGTH) {
+        place.copy_from_slice(&match message.primary_header().endian_sig() {
+            EndianSig::Little => length.to_le_bytes(),
+            EndianSig::Big => length.to_be_bytes(),
+        });
+    }
+    head
 }
 
 /// The places of the flags and of the body's length in the beginning of a message.

@@ -1,6 +1,7 @@
 //! Makes the Snapshot from the plan and the supervisors' statuses.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
 
 use crate::config::Settings;
 use crate::counted::counted;
@@ -44,11 +45,13 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
     let settings = parts.settings;
     let gpus = match (settings.enabled, parts.plan) {
         (false, _) => Some(Vec::new()),
-        (true, Ok(plan)) => Some(plan.gpus.iter().map(|gpu| gpu_view(gpu, parts)).collect()),
+        (true, Ok(plan)) => {
+            Some(plan.gpus.iter().map(|gpu| shared(gpu_view(gpu, parts), previous)).collect())
+        }
         (true, Err(_)) => None,
     };
     let (state, reason) = state(parts, gpus.as_deref());
-    let listed_again = listed(gpus.clone()) == listed(previous.gpus.clone());
+    let listed_again = same_listed(gpus.as_deref(), previous.gpus.as_deref());
     Snapshot {
         generation: if listed_again { previous.generation } else { previous.generation + 1 },
         state,
@@ -74,20 +77,34 @@ pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     }
 }
 
-/// The part of the GPUs that `ListDevices` and `ListGpus` show, without the clients and their memory, which come and go.
-/// The generation grows when it changes.
-fn listed(mut gpus: Option<Vec<GpuView>>) -> Option<Vec<GpuView>> {
-    for gpu in gpus.iter_mut().flatten() {
-        let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
-        let known = gpu.uses.iter().any(|one| !one.overuse.is_empty());
-        gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
+/// The view, or the equal one in the last Snapshot.
+fn shared(view: GpuView, previous: &Snapshot) -> Arc<GpuView> {
+    let same = previous.gpus.iter().flatten().find(|gpu| ***gpu == view);
+    same.map_or_else(|| Arc::new(view), Arc::clone)
+}
+
+/// Whether `ListDevices` and `ListGpus` show the same of both. If not, the generation grows.
+fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bool {
+    let same =
+        |(new, old): (&Arc<GpuView>, &Arc<GpuView>)| Arc::ptr_eq(new, old) || listed(new) == listed(old);
+    match (new, old) {
+        (Some(new), Some(old)) => new.len() == old.len() && new.iter().zip(old).all(same),
+        (new, old) => new.is_none() && old.is_none(),
     }
-    for facts in gpus.iter_mut().flatten().filter_map(|gpu| gpu.plan.gpu.nvml.as_mut().ok()) {
+}
+
+/// The part of a GPU that `ListDevices` and `ListGpus` show, without the clients and their memory, which come and go.
+fn listed(gpu: &GpuView) -> GpuView {
+    let mut gpu = gpu.clone();
+    let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
+    let known = gpu.uses.iter().any(|one| !one.overuse.is_empty());
+    gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
+    if let Ok(facts) = gpu.plan.gpu.nvml.as_mut() {
         // The plan has them as they were when it was made. The view has them as they are now.
         facts.compute_mode = None;
         facts.foreign_processes.clear();
     }
-    gpus
+    gpu
 }
 
 fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
@@ -143,7 +160,7 @@ fn used_without_us(gpu: &GpuStatus) -> String {
 }
 
 /// The first GPU that somebody uses without an MPS server of this service.
-fn bypassed(parts: &Parts<'_>, gpus: &[GpuView]) -> Option<String> {
+fn bypassed(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     gpus.iter().find_map(|view| {
         let (_, gpu) = served(parts, view.uuid())?;
         let address = view.plan.gpu.pci.address.short();
@@ -180,7 +197,7 @@ fn missing(parts: &Parts<'_>) -> Option<String> {
 
 /// Drained slices don't count: nothing is wrong with a host that an administrator has drained, and its present clients
 /// are served.
-fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
+fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     if parts.stopping {
         return (State::Stopping, String::new());
     }
@@ -197,7 +214,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     let being_set = |gpu: &GpuView| {
         served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.being_set) && gpu.plan.unusable.is_none()
     };
-    let unserved = |gpu: &&GpuView| !gpu.healthy && !being_set(gpu);
+    let unserved = |gpu: &&Arc<GpuView>| !gpu.healthy && !being_set(gpu);
     let bad = gpus.iter().filter(unserved).count();
     if bad == 0 {
         let unready = parts.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
@@ -212,7 +229,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[GpuView]>) -> (State, String) {
     }
     // A server that can't open one of its GPUs serves none of them, so this GPU is the reason for all.
     let keeps_server_out =
-        |gpu: &&GpuView| served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.server_kept_out);
+        |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);
     let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
     let first =
@@ -267,7 +284,7 @@ mod tests {
         let listed_with = |uses: &[SliceUse]| {
             let mut view = gpu("00:06.0", "GPU-1");
             view.uses = uses.to_vec();
-            listed(Some(vec![view]))
+            listed(&view)
         };
         let used = |clients| SliceUse { clients, memory_mib: Some(600), overuse: String::new() };
         let over = |clients| SliceUse { overuse: "it has more than 2 clients".to_owned(), ..used(clients) };

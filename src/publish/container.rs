@@ -242,6 +242,8 @@ fn memory_limits(gpus: &[&GpuView]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
     use crate::publish::snapshot::tests::{gpu, snapshot};
 
@@ -281,7 +283,8 @@ mod tests {
             for volta in [true, false] {
                 let mut snapshot = two_gpus();
                 driver.clone_into(&mut snapshot.driver_version);
-                let nvml = snapshot.gpus.as_mut().unwrap()[0].plan.gpu.nvml.as_mut().unwrap();
+                let gpu = Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0]);
+                let nvml = gpu.plan.gpu.nvml.as_mut().unwrap();
                 nvml.compute_capability = Some(if volta { (7, 0) } else { (6, 1) });
                 let config = container_config(&snapshot, ["00:06.0-1"]).unwrap();
                 let pipe = mount("/tmp/nvidia-mps/pipe", volta && read_only);
@@ -337,7 +340,7 @@ mod tests {
     #[test]
     fn a_slice_with_a_directory_needs_nothing_else() {
         let mut snapshot = two_gpus();
-        for gpu in snapshot.gpus.as_mut().unwrap() {
+        for gpu in snapshot.gpus.iter_mut().flatten().map(Arc::make_mut) {
             gpu.plan.slice_directories = Some("/tmp/nvidia-mps/pipe/slices".into());
         }
         let mount = |(directory, place): (&str, &str)| Mount {
@@ -403,7 +406,7 @@ mod tests {
     fn a_drained_slice_is_given_to_nobody_and_its_gpu_while_another_is_left() {
         let mut snapshot = two_gpus();
         let mut drain = |ordinals: std::ops::Range<u32>| {
-            snapshot.gpus.as_mut().unwrap()[0].drained.extend(ordinals);
+            Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0]).drained.extend(ordinals);
             snapshot.clone()
         };
         let refusal = |snapshot: &Snapshot, names: &[&str]| {
@@ -449,7 +452,7 @@ mod tests {
     #[test]
     fn gpus_of_different_control_daemons_do_not_go_together() {
         let mut snapshot = two_gpus();
-        for gpu in snapshot.gpus.iter_mut().flatten() {
+        for gpu in snapshot.gpus.iter_mut().flatten().map(Arc::make_mut) {
             gpu.plan.pipe_directory.push(gpu.plan.gpu.nvml.as_ref().unwrap().uuid.clone());
         }
         let error = container_config(&snapshot, ["00:06.0-1", "00:07.0-2"]).unwrap_err();

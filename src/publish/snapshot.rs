@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use crate::host::gpu::{ComputeMode, PciAddress};
 use crate::plan::GpuPlan;
@@ -62,8 +63,9 @@ pub struct Snapshot {
     pub pipe_directory: PathBuf,
     /// `cuda_mps_log_directory`.
     pub log_directory: PathBuf,
-    /// The configured GPUs in configuration order, with their slices; None before the first plan exists.
-    pub gpus: Option<Vec<GpuView>>,
+    /// The configured GPUs in configuration order, with their slices; None before the first plan exists. A GPU that has
+    /// not changed is the same one in the next Snapshot.
+    pub gpus: Option<Vec<Arc<GpuView>>>,
     /// The control daemons.
     pub control_daemons: Vec<ControlDaemonView>,
     /// The last things that happened, oldest first.
@@ -71,7 +73,7 @@ pub struct Snapshot {
 }
 
 /// One configured GPU as it stands.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
     /// The plan for it.
     pub plan: GpuPlan,
@@ -104,8 +106,8 @@ pub enum Named<'a> {
 
 impl Snapshot {
     /// Every slice in configuration order, ordinals ascending: the GPU and the slice's ordinal on it.
-    pub fn slices(&self) -> impl Iterator<Item = (&GpuView, u32)> {
-        self.gpus.iter().flatten().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
+    pub fn slices(&self) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
+        slices_of(self.gpus.as_deref().unwrap_or_default())
     }
 
     /// The slice behind a name such as `00:06.0-1`, or the GPU behind `00:06.0` or a UUID. An address may have its domain
@@ -135,6 +137,11 @@ impl Snapshot {
             }
         }
     }
+}
+
+/// Every slice of these GPUs: the GPU and the slice's ordinal on it.
+pub(crate) fn slices_of(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
+    gpus.iter().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
 }
 
 impl GpuView {
@@ -288,7 +295,7 @@ pub(crate) mod tests {
             enabled: true,
             pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
             log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
-            gpus,
+            gpus: gpus.map(|gpus| gpus.into_iter().map(Arc::new).collect()),
             ..Snapshot::default()
         }
     }

@@ -11,7 +11,7 @@ use yunion_mps::{Snapshot, State};
 
 use crate::support::bus::{PrivateBus, ctl, ended, printed};
 use crate::support::service::Service;
-use crate::support::snapshot::{P40, p40_board, serving, starting, tesla_p40};
+use crate::support::snapshot::{P40, first_gpu, p40_board, serving, starting, tesla_p40};
 use crate::support::wait::DEADLINE;
 
 #[tokio::test]
@@ -124,7 +124,7 @@ async fn status_works_before_the_first_plan() {
 #[tokio::test]
 async fn env_speaks_shell_docker_and_json() {
     let mut odd = p40_board();
-    odd.gpus.as_mut().unwrap()[0].plan.pipe_directory = "/srv/it's here".into();
+    first_gpu(&mut odd).plan.pipe_directory = "/srv/it's here".into();
     let service = Service::start(odd).await;
     let shell = printed(&mut ctl(&service.bus, &["env", "00:06.0-1"])).await;
     // A shell that reads it has the very values.
@@ -160,7 +160,7 @@ async fn env_speaks_shell_docker_and_json() {
 #[tokio::test]
 async fn env_speaks_podman_compose_and_cdi() {
     let mut odd = p40_board();
-    odd.gpus.as_mut().unwrap()[0].plan.pipe_directory = "/srv/$HOME \"here\"".into();
+    first_gpu(&mut odd).plan.pipe_directory = "/srv/$HOME \"here\"".into();
     let service = Service::start(odd).await;
     let env = async |words: &[&str]| ended(&mut ctl(&service.bus, &[&["env"][..], words].concat())).await;
     let (_, podman, _) = env(&["00:06.0-1", "--format", "podman"]).await;

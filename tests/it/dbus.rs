@@ -1,5 +1,6 @@
 //! The D-Bus interface as independent clients see it: busctl, gdbus and python.
 
+use std::collections::HashMap;
 use std::process::Stdio;
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -11,12 +12,15 @@ use tokio::time::timeout;
 use yunion_mps::{Bus, Request, RequestError};
 use yunion_mps::{ClientView, KnownBy, MayCommand, Membership};
 use yunion_mps::{GpuView, SliceUse, Snapshot, State};
+use zbus::export::ordered_stream::OrderedStreamExt;
+use zbus::wire::Endian;
+use zbus::{Message, OwnedVariant};
 
 use crate::support::bus::{PrivateBus, complained, ctl, output, printed};
 use crate::support::schema::strict;
 use crate::support::service::Service;
 use crate::support::skip::root_or_skip;
-use crate::support::snapshot::{P40, p40_board, serving, starting, tesla_p40};
+use crate::support::snapshot::{P40, first_gpu, p40_board, serving, starting, tesla_p40};
 use crate::support::wait::DEADLINE;
 
 const NAME: &str = "io.yunion.Mps1";
@@ -230,7 +234,7 @@ impl Monitor {
 fn changed(snapshot: &Snapshot, change: impl FnOnce(&mut GpuView)) -> Snapshot {
     let mut new = snapshot.clone();
     new.generation += 1;
-    change(&mut new.gpus.as_mut().unwrap()[0]);
+    change(first_gpu(&mut new));
     new
 }
 
@@ -243,6 +247,63 @@ async fn busctl_gets_the_golden_devices_with_their_types() {
     let (signature, gpus) = busctl(&service.bus, "ListGpus", &[]).await;
     assert_eq!(signature, "aa{sv}");
     assert_eq!(gpus, json!([[golden_gpu()]]));
+}
+
+/// A client that chooses the numbers and the order of bytes of its calls itself.
+struct Caller {
+    connection: zbus::Connection,
+    heard: zbus::MessageStream,
+}
+
+impl Caller {
+    async fn on(bus: &PrivateBus) -> Self {
+        let address: zbus::Address = bus.address().as_str().try_into().unwrap();
+        let connection = zbus::connection::Builder::address(address).build().await.unwrap();
+        let heard = zbus::MessageStream::from(&connection);
+        Self { connection, heard }
+    }
+
+    async fn send(&self, number: u32, endian: Endian, method: &str) {
+        let call =
+            Message::method_call(MANAGER, method).interface("io.yunion.Mps1.Manager").destination(NAME);
+        let call = call.endian(endian).serial(number.try_into().unwrap());
+        self.connection.send(&call.build(&()).unwrap()).await.unwrap();
+    }
+
+    async fn answer(&mut self, number: u32) -> Message {
+        let wanted = async {
+            loop {
+                let message = self.heard.next().await.unwrap().unwrap();
+                if message.header().reply_serial().is_some_and(|serial| serial.get() == number) {
+                    return message;
+                }
+            }
+        };
+        timeout(DEADLINE, wanted).await.unwrap()
+    }
+}
+
+/// The large answers are made once, but not for both orders of bytes.
+#[tokio::test]
+async fn a_list_has_the_order_of_bytes_of_its_caller() {
+    let service = Service::start(p40_board()).await;
+    let mut caller = Caller::on(&service.bus).await;
+    let (little, big) = (Endian::Little, Endian::Big);
+    let asked = [
+        (little, "ListDevices", 4),
+        (big, "ListDevices", 4),
+        (little, "ListGpus", 1),
+        (big, "ListGpus", 1),
+        (little, "ListDevices", 4),
+    ];
+    for (number, (endian, method, rows)) in (1000..).zip(asked) {
+        caller.send(number, endian, method).await;
+        let answer = caller.answer(number).await;
+        assert_eq!(Endian::from(answer.header().primary().endian_sig()), endian);
+        let list: Vec<HashMap<String, OwnedVariant>> = answer.body().deserialize().unwrap();
+        assert_eq!(list.len(), rows);
+        assert!(list.iter().all(|row| row["numa_node"] == OwnedVariant::from(-1)), "{list:?}");
+    }
 }
 
 #[tokio::test]
@@ -646,7 +707,7 @@ async fn overuse_is_told_and_use_is_not() {
         let mut snapshot = p40_board();
         let of_slice = SliceUse { clients, memory_mib: Some(600), overuse: overuse.to_owned() };
         let nothing = SliceUse { memory_mib: Some(0), ..SliceUse::default() };
-        snapshot.gpus.as_mut().unwrap()[0].uses = vec![of_slice, nothing.clone(), nothing.clone(), nothing];
+        first_gpu(&mut snapshot).uses = vec![of_slice, nothing.clone(), nothing.clone(), nothing];
         snapshot
     };
     let mut service = Service::start(used(1, "")).await;

@@ -15,7 +15,7 @@ use crate::faults::Mount;
 use crate::support::host::{Host, binaries, control_pid, start_time, text};
 use crate::support::service::Service;
 use crate::support::skip::root_or_skip;
-use crate::support::snapshot::p40_board;
+use crate::support::snapshot::{first_gpu, p40_board};
 use crate::support::wait::{DEADLINE, wait_for};
 
 const RENDER: &str = "path: /dev/dri/renderD128";
@@ -554,7 +554,7 @@ fn what_is_for_root_is_not_judged() {
 #[tokio::test]
 async fn limits_that_are_not_in_force() {
     let mut snapshot = p40_board();
-    snapshot.gpus.as_mut().unwrap()[0].confirmed_thread_percentage = Some(100);
+    first_gpu(&mut snapshot).confirmed_thread_percentage = Some(100);
     snapshot.control_daemons[0].state = ControlDaemonState::Ready;
     let mut service = Service::start(snapshot).await;
     service.requests.close();

@@ -105,6 +105,41 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// With a control daemon for each GPU, nothing at all is said about the GPUs that do not change. A slice of the GPU that
+/// changes is told of twice: when it has new limits, and when they are in force.
+#[test]
+fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
+    let entry = |gpu: u32, slices: u32| {
+        format!("path: /dev/dri/renderD{gpu}, type: NVIDIA_MPS, virtual_number: {slices}")
+    };
+    let configure = |host: &Host, last: u32| {
+        let entries: Vec<String> = (128..135).map(|gpu| entry(gpu, 8)).chain([entry(135, last)]).collect();
+        host.devices(&entries.iter().map(String::as_str).collect::<Vec<_>>());
+    };
+    let mut host = Host::new("h200x8");
+    host.configure("cuda_mps_topology: per_gpu");
+    configure(&host, 8);
+    host.start();
+    host.wait_for_state("ready");
+    let last = host.list().pop().unwrap();
+    let last = |key: &str| last[key].as_str().unwrap().replace([':', '.', '-'], "_");
+    let (device, gpu) = (last("base_addr"), last("device_path"));
+    let listener = Listener::start(&host);
+    configure(&host, 7);
+    let reloaded = host.call("Control.Reload");
+    listener.wait_for(&format!("DevicesChanged {}", text(&reloaded).trim()));
+    let heard = listener.heard();
+    let objects = || heard.lines().filter(|line| line.contains("/devices/") || line.contains("/gpus/"));
+    let others: Vec<&str> =
+        objects().filter(|line| !line.contains(&device) && !line.contains(&gpu)).collect();
+    assert_eq!(others, [""; 0], "{heard}");
+    for slice in 0..7 {
+        let told = objects().filter(|line| line.contains(&format!("{device}_{slice}:"))).count();
+        assert!((1..=2).contains(&told), "{told} of slice {slice}: {heard}");
+    }
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// The time between, held still: the new slices are listed before there is anybody to serve them.
 #[test]
 fn new_slices_are_listed_while_the_control_daemon_restarts() {

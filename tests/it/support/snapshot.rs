@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use yunion_mps::GpuPlan;
@@ -72,7 +73,7 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
         driver_version: "580.159.04".to_owned(),
         pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
         log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
-        gpus: Some(gpus),
+        gpus: Some(gpus.into_iter().map(Arc::new).collect()),
         control_daemons: vec![ControlDaemonView {
             control_directory: "/tmp/nvidia-mps/pipe".into(),
             id: "shared".to_owned(),
@@ -96,6 +97,11 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
             ..Event::now("control daemon shared is ready".to_owned())
         }]),
     }
+}
+
+/// The first GPU of a snapshot, to be changed.
+pub(crate) fn first_gpu(snapshot: &mut Snapshot) -> &mut GpuView {
+    Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0])
 }
 
 /// The board of the platform's own documentation: one Tesla P40 at 0000:00:06.0, four slices.
