@@ -324,7 +324,7 @@ mod tests {
         let cpus = |near: [Option<&str>; 2], asked: &[&str]| {
             let mut snapshot = two_gpus();
             for (gpu, near) in snapshot.gpus.as_mut().unwrap().iter_mut().zip(near) {
-                gpu.plan.cpus = near.and_then(Cpus::parse);
+                Arc::make_mut(gpu).plan.cpus = near.and_then(Cpus::parse);
             }
             let config = container_config(&snapshot, asked).unwrap();
             config.environment.into_iter().find(|(name, _)| *name == "YUNION_MPS_CPUS").map(|(_, cpus)| cpus)
