@@ -17,6 +17,9 @@ from process import NotReady, Unable
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
+# The runtime directory of a real host is in memory too.
+MEMORY = pathlib.Path("/dev/shm")
+
 
 class Setting(NamedTuple):
     """The hardware and the configuration of a host."""
@@ -72,7 +75,7 @@ class Host:
     def __init__(self, setting, tools):
         self.setting, self.tools = setting, tools
         # Short: the path of a socket below it must fit in 107 bytes.
-        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
+        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="mps", dir=MEMORY if MEMORY.is_dir() else "/tmp"))
         self.root = self.directory / "h"
         self.bus = None
 

@@ -18,7 +18,7 @@ def rows(kind, setting):
     return [
         Row("reload", f"{kind}_settled", settled, "ms", "<= 15" if aimed else None),
         Row("reload", f"{kind}_signals", f"{name}: signals on D-Bus", "signals"),
-        Row("reload", f"{kind}_flaps", f"{name}: slices unhealthy in between", "slices", "0" if aimed else None),
+        Row("reload", f"{kind}_flaps", f"{name}: slices of other GPUs unhealthy in between", "slices", "0" if aimed else None),
         Row("reload", f"{kind}_cpu", f"{name}: the service's CPU time", "ms"),
     ]
 
@@ -43,7 +43,8 @@ def reload(service, kind):
     signals = [event for event in service.events.all[mark:] if event.source == "bus"]
     last = max([last, *(event.time for event in signals)])
     unhealthy = {event.text.split()[0] for event in signals if event.text.endswith("Healthy=0")}
-    flaps = {path for path in unhealthy if "/devices/" in path}
+    changed = "/devices/_" + service.host.setting.base_addresses()[0].translate({ord(":"): "_", ord("."): "_"}) + "_"
+    flaps = {path for path in unhealthy if "/devices/" in path and changed not in path}
     yield f"{kind}_settled", [milliseconds(last - start)]
     yield f"{kind}_signals", [len(signals)]
     yield f"{kind}_flaps", [len(flaps)]
