@@ -1,15 +1,19 @@
 #!/bin/sh
-# Runs every test, and names in the end what was left out, and why: make test. Where YUNION_MPS_SKIP_NOTHING is set, what is
-# left out is a failure, but for the reasons that tests/support/skip.rs has.
+# Runs every test, and names in the end what failed and why, and what was left out and why: make test. Where
+# YUNION_MPS_SKIP_NOTHING is set, what is left out is a failure, but for the reasons that tests/support/skip.rs has.
 set -eu
 cd "$(dirname "$0")/.."
 
-YUNION_MPS_SKIPPED=$(mktemp)
-export YUNION_MPS_SKIPPED
-trap 'rm -f "$YUNION_MPS_SKIPPED"' EXIT
+directory=$(mktemp -d)
+trap 'rm -rf "$directory"' EXIT
+export YUNION_MPS_SKIPPED="$directory/skipped"
+: >"$YUNION_MPS_SKIPPED"
 
-status=0
-cargo test --workspace --locked --no-fail-fast || status=$?
+# A pipe has the status of its last command, so the first one writes its own down.
+echo 0 >"$directory/status"
+{ cargo test --workspace --locked --no-fail-fast 2>&1 || echo $? >"$directory/status"; } | tee "$directory/output"
+# A test that fails says why long before the end, and hundreds of lines may follow.
+grep -A 2 ' panicked at ' "$directory/output" || :
 echo "skipped: $(wc -l <"$YUNION_MPS_SKIPPED")"
 sort "$YUNION_MPS_SKIPPED"
-exit "$status"
+exit "$(cat "$directory/status")"
