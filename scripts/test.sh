@@ -13,7 +13,7 @@ export YUNION_MPS_SKIPPED="$directory/skipped"
 echo 0 >"$directory/status"
 { cargo test --workspace --locked --no-fail-fast 2>&1 || echo $? >"$directory/status"; } | tee "$directory/output"
 # A test that fails says why long before the end, and hundreds of lines may follow.
-grep -A 2 ' panicked at ' "$directory/output" || :
+grep -a -A 2 ' panicked at ' "$directory/output" || :
 echo "skipped: $(wc -l <"$YUNION_MPS_SKIPPED")"
 sort "$YUNION_MPS_SKIPPED"
 exit "$(cat "$directory/status")"
