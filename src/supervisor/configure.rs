@@ -21,7 +21,7 @@ const ANSWER_PAUSE: Duration = Duration::from_millis(5);
 /// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
 const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The time between two questions for its state.
+/// The longest time between two questions for its state. Its line in the log says sooner that it is ready.
 const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl Serving<'_> {

@@ -1,5 +1,5 @@
-//! `make bench`: it measures every row of its table, and docs/performance.md explains each of them. How fast anything is
-//! does not matter here.
+//! `make bench`: it measures every row of its table, and docs/performance.md explains each of them. The
+//! figures themselves do not matter here.
 
 use std::fs;
 use std::path::Path;

@@ -181,7 +181,8 @@ impl CallersControl {
         let mut all = ClientPids::new();
         for server in servers.iter().copied() {
             let command = format!("get_client_list {server}");
-            // The list of servers proves that the answer was not dropped, even if there is no client.
+            // The list of servers proves that the answer was not dropped, even if there is no client: one connection carries
+            // both (seen with 535, 550 and 555).
             let answer = self.ask_again_if_empty(&format!("{command}\n{SERVERS}")).await?;
             if answer.is_empty() {
                 return Err(ControlError::Unanswered { command });
@@ -376,25 +377,46 @@ fn target(server: Option<u32>) -> (&'static str, String) {
 mod tests {
     use super::*;
 
-    #[tokio::test]
-    async fn a_dropped_conversation_does_not_mean_no_clients() {
-        let directory = tempfile::tempdir().unwrap();
-        let (program, dropped) = (directory.path().join("front-end"), directory.path().join("dropped"));
-        // The control daemon drops the first conversation about each command.
-        let script = format!(
-            "#!/bin/sh\nread -r command rest\nif mkdir {0}-$command 2>/dev/null; then exit 0; fi\n\
-             case $command in get_server_list) echo 939;; get_client_list) echo 1153;;\n\
-             ps) echo PID ID SERVER DEVICE NAMESPACE COMMAND; echo 1153 33 939 GPU-168acfc9 4026531836 work;;\nesac\n",
-            dropped.display()
-        );
+    /// A way to a control daemon, with this shell script in the place of the front end.
+    fn control(directory: &Path, script: &str) -> Control {
+        let program = directory.join("front-end");
         // The shell writes the program. If this process wrote it, a child that another thread forks meanwhile could
         // hold the file open, and the kernel executes no file that is open for writing.
         let write = "printf %s \"$2\" >\"$1\" && chmod 755 \"$1\"";
         let written =
             std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
         assert!(written.unwrap().success());
-        let control = FrontEnds::new(program).of(directory.path());
+        FrontEnds::new(program).of(directory)
+    }
+
+    #[tokio::test]
+    async fn a_dropped_conversation_does_not_mean_no_clients() {
+        let directory = tempfile::tempdir().unwrap();
+        let dropped = directory.path().join("dropped");
+        // The control daemon drops the first conversation about each command.
+        let script = format!(
+            "#!/bin/sh\nread -r command rest\nif mkdir {0}-$command 2>/dev/null; then exit 0; fi\n\
+             case $command in get_server_list) echo 939;; get_client_list) echo 1153; echo 939;;\n\
+             ps) echo PID ID SERVER DEVICE NAMESPACE COMMAND; echo 1153 33 939 GPU-168acfc9 4026531836 work;;\nesac\n",
+            dropped.display()
+        );
+        let control = control(directory.path(), &script);
         let client = Client { pid: 1153, id: Some(33), server: 939, gpu_prefix: "GPU-168acfc9".to_owned() };
         assert_eq!(control.clients().await.unwrap(), [client]);
+    }
+
+    #[tokio::test]
+    async fn no_clients_have_to_be_answered() {
+        let directory = tempfile::tempdir().unwrap();
+        let answers = |clients: &str| {
+            format!(
+                "#!/bin/sh\nread -r command rest\ncase $command in get_server_list) echo 939;; {clients}esac\n"
+            )
+        };
+        let idle = control(directory.path(), &answers("get_client_list) echo 939;; "));
+        assert_eq!(idle.client_pids().await.unwrap(), ClientPids::from([(939, BTreeSet::new())]));
+        let silent = control(directory.path(), &answers(""));
+        let error = silent.client_pids().await.unwrap_err();
+        assert!(matches!(error, ControlError::Unanswered { .. }), "{error}");
     }
 }
