@@ -76,8 +76,11 @@ pub(crate) async fn processes(nvml: &ComputeModes, gpus: &[String]) -> Vec<(Stri
 
 /// The PIDs of the servers and of the clients of a control daemon. To be asked after NVML: a client is the control
 /// daemon's before it is the GPU's.
-pub(crate) async fn ours(control: &Control) -> Result<(Vec<u32>, BTreeSet<u32>), ControlError> {
-    let all = control.client_pids().await?;
+pub(crate) async fn ours(
+    control: &Control,
+    expected: &[u32],
+) -> Result<(Vec<u32>, BTreeSet<u32>), ControlError> {
+    let all = control.client_pids(expected).await?;
     Ok((all.keys().copied().collect(), all.into_values().flatten().collect()))
 }
 

@@ -61,7 +61,7 @@ impl Worker {
             all().filter(|process| process.via_mps).map(|process| process.pid).collect();
         let others = all().any(|process| !servers.contains(&process.pid));
         if let Some(run) = run.filter(|_| others) {
-            match bypass::ours(&run.control).await {
+            match bypass::ours(&run.control, &servers).await {
                 Ok(ours) => (servers, clients) = ours,
                 Err(error) => return tracing::debug!("not known who bypasses the control daemon: {error}"),
             }

@@ -29,8 +29,20 @@ pub(crate) struct ComputeModes {
     state_file: SharedStateFile,
     /// The GPUs that keep the service's mode, served at the moment or not.
     kept: watch::Receiver<Configured>,
-    /// By UUID: a GPU that does not answer must not keep others from being asked about.
+    /// By the UUIDs in question: a GPU that does not answer must not keep others from being asked about.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
+}
+
+/// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
+pub(crate) type GpuLook = Result<(ComputeMode, Vec<GpuProcess>), String>;
+
+fn look(driver: &Driver, uuid: &str) -> GpuLook {
+    let mode = driver.compute_mode(uuid)?;
+    let processes = driver.processes(uuid).unwrap_or_else(|error| {
+        tracing::debug!(gpu_uuid = uuid, "{error}");
+        Vec::new()
+    });
+    Ok((mode, processes))
 }
 
 impl ComputeModes {
@@ -96,17 +108,26 @@ impl ComputeModes {
         Ok(())
     }
 
-    /// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
-    pub(crate) async fn look(&self, uuid: &str) -> Result<(ComputeMode, Vec<GpuProcess>), String> {
-        self.ask(uuid, move |driver, uuid| {
-            let mode = driver.compute_mode(uuid)?;
-            let processes = driver.processes(uuid).unwrap_or_else(|error| {
-                tracing::debug!(gpu_uuid = uuid, "{error}");
-                Vec::new()
-            });
-            Ok((mode, processes))
-        })
-        .await
+    /// Looks at each of these GPUs: on one thread, and if that hangs, at each GPU on its own.
+    pub(crate) async fn look_at_all(&self, gpus: Vec<String>) -> BTreeMap<String, GpuLook> {
+        let (all, asked) = (gpus.join(","), gpus.clone());
+        let together = self.ask(&all, move |driver, _| {
+            Ok(asked.into_iter().map(|uuid| (uuid.clone(), look(driver, &uuid))).collect())
+        });
+        if let Ok(looks) = together.await {
+            return looks;
+        }
+        let mut looks = BTreeMap::new();
+        for uuid in gpus {
+            let found = self.look(&uuid).await;
+            looks.insert(uuid, found);
+        }
+        looks
+    }
+
+    /// Looks at one GPU.
+    pub(crate) async fn look(&self, uuid: &str) -> GpuLook {
+        self.ask(uuid, look).await
     }
 
     /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.

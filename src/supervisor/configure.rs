@@ -4,19 +4,18 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::mps::control::ServerStatus;
+use crate::mps::control::Limits;
 use crate::plan::Present;
 
 use super::hindrance::{ClearedBy, Hindrance};
-use super::limits::{LIMITS_TIMEOUT, set_limits};
-use super::servers::Limits;
+use super::limits::{LIMITS_TIMEOUT, TAKES_LIMITS};
 use super::{Failure, Serving};
 
-/// The longest time for a new control daemon to answer. Measured: 20 ms.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The longest time for a new control daemon to listen. Measured: 20 ms.
+const LISTEN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The longest time between two looks at whether it listens.
-const ANSWER_PAUSE: Duration = Duration::from_millis(5);
+const LISTEN_PAUSE: Duration = Duration::from_millis(5);
 
 /// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
 const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -25,21 +24,19 @@ const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl Serving<'_> {
-    /// Waits until the control daemon answers its front end.
-    pub(super) async fn answers(&mut self) -> Result<(), Failure> {
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
-        loop {
-            while self.run.control.is_nobody() && self.wait(ANSWER_PAUSE).await? < deadline {}
-            let Err(error) = self.run.control.servers().await else { return Ok(()) };
-            if Instant::now() >= deadline {
+    /// Waits until the control daemon listens.
+    pub(super) async fn listens(&mut self) -> Result<(), Failure> {
+        let deadline = Instant::now() + LISTEN_TIMEOUT;
+        while self.run.control.is_nobody() {
+            if self.wait(LISTEN_PAUSE).await? >= deadline {
                 return Err(Failure::Failed(format!(
-                    "no answer within {} s of its start: {error}{}",
-                    ANSWER_TIMEOUT.as_secs(),
+                    "it does not listen {} s after its start{}",
+                    LISTEN_TIMEOUT.as_secs(),
                     self.run.words()
                 )));
             }
-            self.wait(ANSWER_PAUSE).await?;
         }
+        Ok(())
     }
 
     /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
@@ -75,7 +72,7 @@ impl Serving<'_> {
             self.show_state();
             return Ok(());
         }
-        let servers = set_limits(&self.run.control, None, &limits).await?;
+        let servers = self.run.control.set_limits(None, &limits).await?;
         tracing::debug!(step = "defaults", "defaults are set");
         // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
         self.lead_here()?;
@@ -124,6 +121,7 @@ impl Serving<'_> {
         self.run.control.start_server(0).await?;
         tracing::debug!(step = "prewarm", "a server was asked for");
         let deadline = Instant::now() + SERVER_TIMEOUT;
+        let mut there = Vec::new();
         let server = loop {
             let ask_at = Instant::now() + SERVER_PAUSE;
             let mut ready = Vec::new();
@@ -131,19 +129,12 @@ impl Serving<'_> {
                 ready = self.run.servers.ready();
             }
             // A log that can't be written says nothing, and a tenant may have written this line.
-            let there = if ready.is_empty() { self.run.control.servers().await? } else { ready };
-            let mut active = None;
-            for server in there {
-                if matches!(
-                    self.run.control.server_status(server).await?,
-                    ServerStatus::Active | ServerStatus::Unsupported
-                ) {
-                    active = Some(server);
-                }
-            }
-            if let Some(server) = active {
+            let asked = if ready.is_empty() { there } else { ready };
+            let look = self.run.control.look(&asked, None).await?;
+            if let Some(server) = look.with(&TAKES_LIMITS).last() {
                 break server;
             }
+            there = look.servers;
             let servers = &self.run.servers;
             if servers.alive().is_empty()
                 && let Some((server, status)) = servers.last_exit()

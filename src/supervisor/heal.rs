@@ -155,7 +155,7 @@ impl Serving<'_> {
     /// A control daemon of driver 535 can't say how its server is. It is well again when nobody who was hit is left. Until
     /// then it is not ended: it may be well already, and others at work on it.
     async fn wait_for_those_hit(&mut self, server: u32) -> Result<(), ControlError> {
-        let mut clients = self.run.control.clients().await?;
+        let mut clients = self.run.control.clients(&[server]).await?;
         self.read_on().await;
         let Some(fault) = self.fault() else { return Ok(()) };
         if fault.clients.is_empty() && fault.since.elapsed() < NAMES_TIMEOUT {
@@ -190,7 +190,8 @@ impl Serving<'_> {
     /// has named none, all are in the first list.
     async fn clients_of(&self, server: u32) -> Result<(Vec<Client>, Vec<Client>), ControlError> {
         let hit = self.gpus_hit();
-        let clients = self.run.control.clients().await?.into_iter().filter(|client| client.server == server);
+        let clients = self.run.control.clients(&[server]).await?;
+        let clients = clients.into_iter().filter(|client| client.server == server);
         Ok(clients.partition(|client| hit.is_empty() || client.is_on(hit.iter())))
     }
 
@@ -307,7 +308,8 @@ impl Serving<'_> {
         self.run.hindrances.clear(ClearedBy::Revival);
         let limits = self.limits();
         // Otherwise the server would start with defaults that somebody else has changed.
-        self.keep_defaults(&limits).await?;
+        let look = self.run.control.look(&[], Some(&limits)).await?;
+        self.keep_defaults(&look, &limits).await?;
         match self.prewarm(&limits).await {
             Ok(()) => {
                 self.run.hindrances.clear(ClearedBy::Revival);

@@ -92,7 +92,7 @@ impl Serving<'_> {
     /// nothing at all.
     pub(super) async fn look_at_places(&mut self) -> Result<(), Failure> {
         self.run.places.look_at = None;
-        let clients = match self.run.control.clients().await.map_err(Failure::from) {
+        let clients = match self.run.control.clients(&self.run.servers.alive()).await.map_err(Failure::from) {
             Ok(clients) => clients,
             Err(silence @ Failure::Silent(_)) => return Err(silence),
             Err(failure) => {

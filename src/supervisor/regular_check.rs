@@ -1,7 +1,7 @@
 //! The regular check of a control daemon that serves, and its consequences.
 
 use crate::host::cpus::Cpus;
-use crate::mps::control::ControlError;
+use crate::mps::control::{ControlError, ServerStatus};
 use crate::mps::directories;
 use crate::mps::process;
 
@@ -14,18 +14,19 @@ impl Serving<'_> {
     pub(super) async fn check(&mut self) -> Result<Option<Ended>, Failure> {
         self.continue_if_stopped();
         self.show_cpus();
-        let mut answers = false;
-        match self.servers_and_faults().await {
+        let mut answer = None;
+        match self.look().await {
             Ok(_) if self.place_is_taken() => {}
-            Ok((servers, faulted)) => {
+            Ok(look) => {
                 let news = self.run.hindrances.take_in(None);
-                answers = true;
-                self.run.servers.keep(&servers);
-                for server in servers {
-                    self.watch_server(server);
+                self.run.servers.keep(&look.servers);
+                for server in &look.servers {
+                    self.watch_server(*server);
                 }
-                for server in faulted {
-                    self.fault_seen(server);
+                for server in look.with(&[ServerStatus::Fault]) {
+                    if still_faulted(&self.run.control, server).await? {
+                        self.fault_seen(server);
+                    }
                 }
                 self.let_users_in();
                 if self.run.configured && !self.worker.retiring {
@@ -36,6 +37,7 @@ impl Serving<'_> {
                     // It may have missed a command meanwhile.
                     return Ok(Some(Ended::Again));
                 }
+                answer = Some(look);
             }
             Err(error @ (ControlError::Silent { .. } | ControlError::Unanswered { .. })) => {
                 self.missed(error.to_string());
@@ -46,8 +48,10 @@ impl Serving<'_> {
             }
             Err(error) => return Err(error.into()),
         }
-        if answers && !self.run.hindrances.has(ClearedBy::Check) {
-            self.keep_limits().await?;
+        if let Some(look) = &answer
+            && !self.run.hindrances.has(ClearedBy::Check)
+        {
+            self.keep_limits(look).await?;
         }
         let processes = self.worker.look_at_gpus().await;
         let in_use = processes.values().flatten().any(|process| process.via_mps);
@@ -58,7 +62,7 @@ impl Serving<'_> {
         self.run.places.suspect(&self.worker.order.plan.gpus, &processes);
         self.keep_compute_modes().await;
         // After a fatal error, a server's clients are not reliably listed.
-        if answers && !self.run.hindrances.has(ClearedBy::Healing) {
+        if answer.is_some() && !self.run.hindrances.has(ClearedBy::Healing) {
             self.worker.look_for_bypasses(Some(self.run), &processes).await;
         }
         self.find_misfit();
@@ -68,22 +72,6 @@ impl Serving<'_> {
         self.tell_left_out();
         self.show_state();
         Ok(None)
-    }
-
-    /// All servers, and the servers in FAULT without the known one.
-    async fn servers_and_faults(&self) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
-        let control = &self.run.control;
-        let healing = self.run.hindrances.fault().map(|fault| fault.server);
-        let mut known = self.run.servers.alive();
-        known.retain(|server| Some(*server) != healing);
-        let (servers, in_fault) = control.servers_and_faults(&known).await?;
-        let mut faulted = Vec::new();
-        for server in in_fault {
-            if still_faulted(control, server).await? {
-                faulted.push(server);
-            }
-        }
-        Ok((servers, faulted))
     }
 
     /// True if another control daemon answers in our pipe directory. Then nothing must be told to it.

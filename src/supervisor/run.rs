@@ -12,7 +12,7 @@ use tracing::level_filters::LevelFilter;
 use crate::counted::counted;
 use crate::host::driver;
 use crate::message::{About, Message};
-use crate::mps::control::Control;
+use crate::mps::control::{Control, Limits};
 use crate::mps::log::{Follower, Line, Meaning};
 use crate::mps::process::Process;
 use crate::supervisor::state_file::Running;
@@ -21,7 +21,7 @@ use super::heal::Revival;
 use super::hindrance::Hindrances;
 use super::pending::Pending;
 use super::places::Places;
-use super::servers::{Limits, Servers};
+use super::servers::Servers;
 use super::{Failure, Order, Serving};
 
 /// The longest part of a line that is kept as last words, in characters.

@@ -1,18 +1,9 @@
 //! The servers of one control daemon, as their own log lines tell.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
+use crate::mps::control::Limits;
 use crate::mps::log::Meaning;
-
-/// The limits that a server shall have in force.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Limits {
-    pub(super) thread_percentage: u8,
-    /// The memory limit of each GPU in MiB, by its ordinal.
-    pub(super) memory_mib: BTreeMap<usize, u64>,
-    /// The ordinals of the GPUs that enforce theirs; servers write of no others.
-    pub(super) enforced: BTreeSet<usize>,
-}
 
 /// One server, as far as the log tells.
 #[derive(Debug, Clone, PartialEq, Default)]

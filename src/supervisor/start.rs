@@ -54,7 +54,11 @@ impl Machine {
         self.worker.reporter.update(|status| status.view.pid = Some(pid));
         let mut serving = self.hold(Run::new(process, running, Arc::clone(&control), log, quiet_until));
         serving.continue_if_stopped();
-        match serving.answers().await {
+        let answers = match serving.listens().await {
+            Ok(()) => control.servers().await.map(drop).map_err(Failure::from),
+            Err(failure) => Err(failure),
+        };
+        match answers {
             Ok(()) if control.daemon_pid() == Some(pid) => {}
             Ok(()) => {
                 return Err(Failure::Waiting(format!(
@@ -111,7 +115,7 @@ impl Machine {
         let mut multiuser = plan.multiuser && !self.worker.multiuser_refused;
         loop {
             let run = self.worker.spawn(&program, &control, &gpus, multiuser).await?;
-            match self.hold(run).answers().await {
+            match self.hold(run).listens().await {
                 Ok(()) => break,
                 Err(Failure::Ended { refuses_multiuser: true, .. }) if multiuser => self.end_run(),
                 Err(failure) => return Err(failure),
@@ -129,7 +133,7 @@ impl Machine {
             self.worker.multiuser_refused = true;
             multiuser = false;
         }
-        tracing::debug!(step = "answers", "the control daemon answers");
+        tracing::debug!(step = "listens", "the control daemon listens");
         self.worker.control.send_replace(Some(control));
         if std::mem::replace(&mut self.worker.has_run, true) {
             self.worker.reporter.update(|status| status.view.restarts += 1);
@@ -146,11 +150,7 @@ impl Worker {
             return Ok(());
         }
         let directory = pipe_directory.display();
-        let asked = match control.servers().await {
-            Ok(_) => control.client_pids().await,
-            Err(error) => Err(error),
-        };
-        let clients = match asked {
+        let clients = match control.client_pids(&[]).await {
             Err(ControlError::NoDaemon { .. }) => return Ok(()),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
             // Nobody listens there: the front end itself fails.

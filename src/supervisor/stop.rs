@@ -141,7 +141,7 @@ impl Serving<'_> {
         let run = &*self.run;
         let mut why = "it does not listen in its pipe directory any more".to_owned();
         if run.control.daemon_pid() == Some(run.running.process.pid) {
-            match run.control.client_pids().await {
+            match run.control.client_pids(&run.servers.alive()).await {
                 Ok(clients) => return Ok(clients.values().flatten().count()),
                 Err(error) => why = error.to_string(),
             }

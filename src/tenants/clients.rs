@@ -149,7 +149,7 @@ async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> 
 async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Client>)>, ControlError> {
     let Some(control) = one.control.now() else { return Ok(None) };
     let asked = async {
-        let pids = control.client_pids().await?;
+        let pids = control.client_pids(&[]).await?;
         let clients = control.connections(&pids).await?;
         Ok((pids.into_keys().collect(), clients))
     };

@@ -303,7 +303,7 @@ pub(super) async fn list_clients(
     let mut asked = JoinSet::new();
     for control in controls {
         let control = Arc::clone(control);
-        asked.spawn(async move { control.clients().await.map(|clients| (control, clients)) });
+        asked.spawn(async move { control.clients(&[]).await.map(|clients| (control, clients)) });
     }
     let (mut listed, mut silent) = (Vec::new(), None);
     while let Some(answer) = asked.join_next().await {

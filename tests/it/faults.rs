@@ -256,13 +256,12 @@ fn a_server_that_dies_is_not_taken_for_faulted() {
     let program = wrapper.join("nvidia-cuda-mps-control");
     let script = format!(
         "#!/bin/bash\nreal={}/nvidia-cuda-mps-control\n[ $# -eq 0 ] || exec $real \"$@\"\ncommand=$(cat)\n\
-         case $command in get_server_status*)\nif rm {} 2>/dev/null; then echo >>{}; echo FAULT; exit; fi\n\
-         echo >>{} ;;\nesac\n\
+         case $command in get_server_status*)\necho >>{}\n\
+         if rm {} 2>/dev/null; then echo FAULT; command=${{command#*$'\\n'}}; fi ;;\nesac\n\
          echo \"$command\" | $real\n",
         real.display(),
+        asked.display(),
         dying.display(),
-        asked.display(),
-        asked.display(),
     );
     fs::write(&program, script).unwrap();
     fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();

@@ -27,7 +27,7 @@ const COLD: [&str; 12] = [
     "spawned",
     "written-down",
     "started",
-    "answers",
+    "listens",
     "defaults",
     "linked",
     "prewarm",

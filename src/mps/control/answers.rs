@@ -48,34 +48,23 @@ pub(crate) enum Terminated {
     NoSuchServer,
 }
 
-/// A memory limit, set in MiB, in the form in which the control daemon reports it: in MiB below 1 GiB, otherwise in
-/// whole GiB.
-pub(super) fn memory_limit_as_read_back(mib: u64) -> String {
-    if mib < 1024 { format!("{mib}M") } else { format!("{}G", mib / 1024) }
-}
-
-pub(super) fn parse_pids(answer: &str) -> Option<Vec<u32>> {
-    answer.lines().map(str::trim).filter(|line| !line.is_empty()).map(|line| line.parse().ok()).collect()
-}
-
-/// The PIDs of a server's clients, and of the servers. A server that has gone has no clients.
-pub(super) fn parse_client_list(answer: &str) -> Option<BTreeSet<u32>> {
-    let first = answer.lines().next().unwrap_or_default().trim();
-    let is_gone = first.starts_with("Server") && first.ends_with("not found");
-    if is_gone { Some(BTreeSet::new()) } else { Some(parse_pids(answer)?.into_iter().collect()) }
-}
-
-/// The servers, and which of `asked` are in FAULT, in an answer with the status of each of `asked` and the list of servers.
-/// A control daemon that does not know the first command says so instead.
-pub(super) fn parse_servers_and_faults(answer: &str, asked: &[u32]) -> Option<(Vec<u32>, Vec<u32>)> {
-    let lines = answer.lines().map(str::trim).filter(|line| !line.is_empty());
-    let (pids, statuses): (Vec<&str>, Vec<&str>) = lines.partition(|line| line.parse::<u32>().is_ok());
-    let statuses: Vec<ServerStatus> = statuses.into_iter().map(parse_status).collect::<Option<_>>()?;
-    if statuses.len() != asked.len() {
-        return None;
+/// The clients of each of these servers, and the servers that are there, in an answer in which a percentage stands before
+/// each list. A server that has gone has no clients.
+pub(super) fn parse_client_lists(
+    answer: &str,
+    servers: &BTreeSet<u32>,
+) -> Option<(ClientPids, BTreeSet<u32>)> {
+    let mut lists: Vec<BTreeSet<u32>> = Vec::new();
+    for line in answer.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        if line.contains('.') {
+            lists.push(BTreeSet::new());
+        } else if parse_status(line) != Some(ServerStatus::Gone) {
+            lists.last_mut()?.insert(line.parse().ok()?);
+        }
     }
-    let faulted = asked.iter().zip(statuses).filter(|(_, status)| *status == ServerStatus::Fault);
-    Some((parse_pids(&pids.join("\n"))?, faulted.map(|(pid, _)| *pid).collect()))
+    let there = lists.pop()?;
+    let clients = || servers.iter().copied().zip(lists.iter().cloned()).collect();
+    (lists.len() == servers.len()).then(|| (clients(), there))
 }
 
 pub(super) fn parse_status(answer: &str) -> Option<ServerStatus> {
@@ -127,42 +116,6 @@ fn parse_client(line: &str) -> Option<Client> {
     Some(Client { pid, id, server, gpu_prefix })
 }
 
-/// The differences in an answer that has one line for the percentage and one for the memory limit of each GPU.
-pub(super) fn differences(answer: &str, percentage: u8, memory_mib: &BTreeMap<usize, u64>) -> Vec<String> {
-    let mut lines = answer.lines().map(|line| shorten(line.trim()));
-    let said = lines.next().unwrap_or_default();
-    if said.starts_with("Server") || is_unknown_command(&said) {
-        return Vec::new();
-    }
-    let mut found = Vec::new();
-    if !is_percentage(&said, percentage) {
-        found.push(format!("active thread percentage {said} instead of {percentage}"));
-    }
-    let limits: Vec<String> = lines.collect();
-    if limits.len() == memory_mib.len() {
-        let differing = memory_mib
-            .iter()
-            .zip(limits)
-            .filter(|((_, mib), said)| *said != memory_limit_as_read_back(**mib));
-        found.extend(differing.map(|((ordinal, mib), said)| {
-            format!("device pinned memory limit {said} instead of {mib} MiB on device {ordinal}")
-        }));
-    } else {
-        // The control daemon answers nothing for a limit that is not set.
-        found.push("no device pinned memory limit on some device".to_owned());
-    }
-    found
-}
-
-pub(super) fn is_percentage(said: &str, percentage: u8) -> bool {
-    said.trim().parse().is_ok_and(|value: f64| (value - f64::from(percentage)).abs() < 0.05)
-}
-
-/// The beginning of a line of an answer, for a message.
-fn shorten(line: &str) -> String {
-    line.chars().take(40).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -173,13 +126,6 @@ mod tests {
     // Control daemons of drivers 535, 550, 555 and 580 gave the answers below.
 
     #[test]
-    fn server_lists() {
-        assert_eq!(parse_pids(""), Some(vec![]));
-        assert_eq!(parse_pids("939\n944"), Some(vec![939, 944]));
-        assert_eq!(parse_pids("Unknown command \"get_server_list\""), None);
-    }
-
-    #[test]
     fn server_statuses() {
         assert_eq!(parse_status("ACTIVE"), Some(ServerStatus::Active));
         assert_eq!(parse_status("INITIALIZING"), Some(ServerStatus::Initializing));
@@ -187,19 +133,6 @@ mod tests {
         assert_eq!(parse_status("Server 1 not found"), Some(ServerStatus::Gone));
         assert_eq!(parse_status("Unknown command \"get_server_status\""), Some(ServerStatus::Unsupported));
         assert_eq!(parse_status("garbage"), None);
-    }
-
-    #[test]
-    fn servers_with_their_statuses() {
-        let parsed = |answer, asked: &[u32]| parse_servers_and_faults(answer, asked);
-        assert_eq!(parsed("ACTIVE\n939", &[939]), Some((vec![939], vec![])));
-        assert_eq!(parsed("ACTIVE\nFAULT\n939\n944", &[939, 944]), Some((vec![939, 944], vec![944])));
-        assert_eq!(parsed("Server 7 not found\n939", &[7]), Some((vec![939], vec![])));
-        let unknown = "Unknown command \"get_server_status\"\n939";
-        assert_eq!(parsed(unknown, &[939]), Some((vec![939], vec![])));
-        // The conversation was cut off, or somebody else answers.
-        assert_eq!(parsed("939", &[939]), None);
-        assert_eq!(parsed("ACTIVE\ngarbage", &[939]), None);
     }
 
     #[test]
@@ -223,10 +156,19 @@ mod tests {
 
     #[test]
     fn client_lists() {
-        assert_eq!(parse_client_list(""), Some(BTreeSet::new()));
-        assert_eq!(parse_client_list("1153\n1154\n1153"), Some(BTreeSet::from([1153, 1154])));
-        assert_eq!(parse_client_list("Server 1 not found"), Some(BTreeSet::new()));
-        assert_eq!(parse_client_list("Unknown command \"get_client_list\""), None);
+        let parsed = |answer, servers: &[u32]| parse_client_lists(answer, &servers.iter().copied().collect());
+        assert_eq!(parsed("100.0", &[]), Some((ClientPids::new(), BTreeSet::new())));
+        assert_eq!(parsed("100.0\n939", &[]), Some((ClientPids::new(), BTreeSet::from([939]))));
+        let clients = ClientPids::from([(939, BTreeSet::from([1153, 1154])), (944, BTreeSet::new())]);
+        let servers = BTreeSet::from([939, 944]);
+        let answer = "100.0\n1153\n1154\n1153\n100.0\n100.0\n939\n944";
+        assert_eq!(parsed(answer, &[939, 944]), Some((clients, servers)));
+        let gone = ClientPids::from([(1, BTreeSet::new())]);
+        assert_eq!(parsed("100.0\nServer 1 not found\n100.0", &[1]), Some((gone, BTreeSet::new())));
+        // The conversation was cut off, or somebody else answers.
+        for other in ["", "939", "100.0\n1153", "100.0\ngarbage\n100.0\n939", "1153\n100.0\n939"] {
+            assert_eq!(parsed(other, &[939]), None, "{other:?}");
+        }
     }
 
     #[test]
@@ -249,36 +191,11 @@ mod tests {
         }
     }
 
-    #[test]
-    fn limits_read_back_floored_to_gib() {
-        for (mib, expected) in [(512, "512M"), (1023, "1023M"), (1024, "1G"), (5760, "5G"), (35942, "35G")] {
-            assert_eq!(memory_limit_as_read_back(mib), expected);
-        }
-    }
-
-    #[test]
-    fn limits_that_differ_are_described() {
-        let memory = BTreeMap::from([(0, 35942), (1, 512)]);
-        let found = |answer: &str| differences(answer, 25, &memory);
-        assert_eq!(found("25.0\n35G\n512M"), Vec::<String>::new());
-        assert_eq!(
-            found("7.0\n1G\n512M"),
-            [
-                "active thread percentage 7.0 instead of 25",
-                "device pinned memory limit 1G instead of 35942 MiB on device 0"
-            ]
-        );
-        assert_eq!(found("25.0\n35G"), ["no device pinned memory limit on some device"]);
-        assert_eq!(found("Server 1 not found\nServer 1 not found\nServer 1 not found"), Vec::<String>::new());
-        assert_eq!(found("Unknown command \"get_active_thread_percentage\""), Vec::<String>::new());
-        assert_eq!(found(&"x".repeat(9999))[0].len(), "active thread percentage  instead of 25".len() + 40);
-    }
-
     proptest! {
         #[test]
         fn no_answer_makes_the_parsers_panic(answer in "\\PC{0,300}(\n\\PC{0,80}){0,5}") {
-            let _ = (parse_pids(&answer), parse_status(&answer), parse_clients(&answer));
-            let _ = (parse_terminated(&answer), parse_client_list(&answer));
+            let _ = (parse_status(&answer), parse_clients(&answer));
+            let _ = (parse_terminated(&answer), parse_client_lists(&answer, &BTreeSet::from([939])));
             let _ = unexpected("ps", &answer, "").to_string();
         }
     }

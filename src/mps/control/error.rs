@@ -32,10 +32,15 @@ pub enum ControlError {
     Unexpected { command: String, answer: String, expected: String },
 }
 
-pub(super) fn unexpected(command: &str, answer: &str, expected: &str) -> ControlError {
+/// The name of a conversation: its last command.
+pub(super) fn name(commands: &str) -> String {
+    commands.lines().next_back().unwrap_or_default().to_owned()
+}
+
+pub(super) fn unexpected(commands: &str, answer: &str, expected: &str) -> ControlError {
     let mut shown: String = answer.chars().take(SHOWN_CHARACTERS).collect();
     if shown.len() < answer.len() {
         shown.push('…');
     }
-    ControlError::Unexpected { command: command.to_owned(), answer: shown, expected: expected.to_owned() }
+    ControlError::Unexpected { command: name(commands), answer: shown, expected: expected.to_owned() }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::process::Command;
 
-use super::error::{ControlError, unexpected};
+use super::error::{ControlError, name, unexpected};
 use super::turns::Turns;
 use crate::host::driver::finds_no_control_daemon;
 
@@ -38,7 +38,7 @@ impl FrontEnd {
             }
             tokio::time::sleep(SEND_PAUSE).await;
         }
-        Err(ControlError::Unanswered { command: command.to_owned() })
+        Err(ControlError::Unanswered { command: name(command) })
     }
 
     /// Runs the front end with one command and returns its output without the last newline. None if the control daemon

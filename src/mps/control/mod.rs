@@ -10,9 +10,11 @@
 mod answers;
 mod error;
 mod front_end;
+mod look;
 mod turns;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -25,9 +27,10 @@ use tokio::time::timeout;
 
 pub(crate) use answers::{Client, ClientPids, ServerStatus, Terminated};
 pub(crate) use error::ControlError;
+pub(crate) use look::{Limits, Look};
 pub(crate) use turns::Caller;
 
-use error::unexpected;
+use error::{name, unexpected};
 use front_end::FrontEnd;
 use turns::{Rank, TURN_TIMEOUT, Turns};
 
@@ -36,6 +39,13 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The command that names the servers.
 const SERVERS: &str = "get_server_list";
+
+/// A command that is always answered, with a number that is no PID: `25.0`. It stands between commands that may be
+/// answered with nothing.
+const PERCENTAGE: &str = "get_default_active_thread_percentage";
+
+/// How often the clients are asked for, while servers come and go.
+const LISTINGS: u32 = 4;
 
 /// The only way to a [`Control`]: it has one queue for each pipe directory. All its clones share the queues.
 #[derive(Debug, Clone)]
@@ -139,7 +149,7 @@ impl CallersControl {
     async fn ask_for_something(&self, command: &str) -> Result<String, ControlError> {
         let answer = self.ask(command).await?;
         if answer.is_empty() {
-            return Err(ControlError::Unanswered { command: command.to_owned() });
+            return Err(ControlError::Unanswered { command: name(command) });
         }
         Ok(answer)
     }
@@ -151,11 +161,11 @@ impl CallersControl {
             Rank::Supervisor => turn.await,
             Rank::Caller(_) => timeout(TURN_TIMEOUT, turn)
                 .await
-                .map_err(|_| ControlError::Crowded { command: command.to_owned() })?,
+                .map_err(|_| ControlError::Crowded { command: name(command) })?,
         };
         match timeout(patience, self.front_end.ask(command)).await {
             Ok(answer) => answer,
-            Err(_) => Err(ControlError::Silent { command: command.to_owned(), after: patience }),
+            Err(_) => Err(ControlError::Silent { command: name(command), after: patience }),
         }
     }
 
@@ -167,37 +177,48 @@ impl CallersControl {
         if answer.is_empty() { self.ask(command).await } else { Ok(answer) }
     }
 
+    /// How one server is.
     pub(crate) async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
-        let command = format!("get_server_status {server}");
-        let answer = self.ask_for_something(&command).await?;
-        answers::parse_status(&answer)
-            .ok_or_else(|| unexpected(&command, &answer, "INITIALIZING, ACTIVE or FAULT"))
+        Ok(self.look(&[server], None).await?.status(server))
     }
 
-    /// The servers, each with the PIDs of its clients. No tenant can influence these answers, unlike that of `ps`,
-    /// which prints the names of programs as they are, line breaks included.
-    pub(crate) async fn client_pids(&self) -> Result<ClientPids, ControlError> {
-        let servers = pids(&self.ask_again_if_empty(SERVERS).await?)?;
-        let mut all = ClientPids::new();
-        for server in servers.iter().copied() {
-            let command = format!("get_client_list {server}");
-            // The list of servers proves that the answer was not dropped, even if there is no client: one connection carries
-            // both (seen with 535, 550 and 555).
-            let answer = self.ask_again_if_empty(&format!("{command}\n{SERVERS}")).await?;
-            if answer.is_empty() {
-                return Err(ControlError::Unanswered { command });
+    /// Asks in one conversation for all servers, for the statuses of these, and for the limits that differ from `limits`:
+    /// of the servers to come, and of these. A server that has ended has no limits. Memory is compared in whole GiB.
+    pub(crate) async fn look(&self, at: &[u32], limits: Option<&Limits>) -> Result<Look, ControlError> {
+        let commands = look::commands(at, limits);
+        let answer = self.ask_for_something(&commands).await?;
+        look::parse(&answer, at, limits).ok_or_else(|| {
+            unexpected(&commands, &answer, "the statuses, limits and PIDs that were asked for")
+        })
+    }
+
+    /// The servers, each with the PIDs of its clients. One conversation tells all if `expected` are the servers. No tenant
+    /// can influence these answers, unlike that of `ps`, which prints the names of programs as they are, line breaks
+    /// included.
+    pub(crate) async fn client_pids(&self, expected: &[u32]) -> Result<ClientPids, ControlError> {
+        let mut servers: BTreeSet<u32> = expected.iter().copied().collect();
+        for _ in 0..LISTINGS {
+            let mut commands = PERCENTAGE.to_owned();
+            for server in &servers {
+                let _ = write!(commands, "\nget_client_list {server}\n{PERCENTAGE}");
             }
-            let mut clients = answers::parse_client_list(&answer)
-                .ok_or_else(|| unexpected(&command, &answer, "a PID on each line"))?;
-            clients.retain(|pid| !servers.contains(pid));
-            all.insert(server, clients);
+            let answer = self.ask_again_if_empty(&format!("{commands}\n{SERVERS}")).await?;
+            if answer.is_empty() {
+                break;
+            }
+            let (clients, there) = answers::parse_client_lists(&answer, &servers)
+                .ok_or_else(|| unexpected(SERVERS, &answer, "a PID on each line"))?;
+            if there == servers {
+                return Ok(clients);
+            }
+            servers = there;
         }
-        Ok(all)
+        Err(ControlError::Unanswered { command: SERVERS.to_owned() })
     }
 
     /// The clients of every server.
-    pub(crate) async fn clients(&self) -> Result<Vec<Client>, ControlError> {
-        self.connections(&self.client_pids().await?).await
+    pub(crate) async fn clients(&self, expected: &[u32]) -> Result<Vec<Client>, ControlError> {
+        self.connections(&self.client_pids(expected).await?).await
     }
 
     /// The connections of these clients. A program can choose its name so that `ps` shows a further connection of a
@@ -254,23 +275,7 @@ impl Control {
 
     /// The PIDs of the servers. The answer also proves that the control daemon responds.
     pub(crate) async fn servers(&self) -> Result<Vec<u32>, ControlError> {
-        pids(&self.ask(SERVERS).await?)
-    }
-
-    /// The PIDs of the servers, and which of the `known` ones are in FAULT.
-    pub(crate) async fn servers_and_faults(
-        &self,
-        known: &[u32],
-    ) -> Result<(Vec<u32>, Vec<u32>), ControlError> {
-        if known.is_empty() {
-            return Ok((self.servers().await?, Vec::new()));
-        }
-        let mut commands: Vec<String> =
-            known.iter().map(|server| format!("get_server_status {server}")).collect();
-        commands.push(SERVERS.to_owned());
-        let answer = self.ask_for_something(&commands.join("\n")).await?;
-        answers::parse_servers_and_faults(&answer, known)
-            .ok_or_else(|| unexpected(SERVERS, &answer, "the status of each server, and their PIDs"))
+        Ok(self.look(&[], None).await?.servers)
     }
 
     /// Sets the limits of a running server's future clients, or without `server` the limits of future servers: the active
@@ -280,53 +285,13 @@ impl Control {
     pub(crate) async fn set_limits(
         &self,
         server: Option<u32>,
-        percentage: u8,
-        memory_mib: &BTreeMap<usize, u64>,
+        limits: &Limits,
     ) -> Result<Vec<u32>, ControlError> {
-        let (default, server) = target(server);
-        let set_percentage = format!("set_{default}active_thread_percentage{server} {percentage}");
-        let memory =
-            |verb: &str, ordinal: usize| format!("{verb}_{default}device_pinned_mem_limit{server} {ordinal}");
-        let mut commands = vec![set_percentage.clone()];
-        commands
-            .extend(memory_mib.iter().map(|(ordinal, mib)| format!("{} {mib}M", memory("set", *ordinal))));
-        commands.extend(memory_mib.keys().map(|ordinal| memory("get", *ordinal)));
-        commands.push(SERVERS.to_owned());
-        let answer = self.ask_for_something(&commands.join("\n")).await?;
-        // The percentage is answered with the value that now applies, a memory limit with nothing.
-        let mut lines = answer.lines().map(str::trim);
-        let said = lines.next().unwrap_or_default();
-        if !answers::is_percentage(said, percentage) {
-            let expected = format!("{percentage}.0, the value now in force");
-            return Err(unexpected(&set_percentage, said, &expected));
-        }
-        for (ordinal, mib) in memory_mib {
-            let (said, expected) =
-                (lines.next().unwrap_or_default(), answers::memory_limit_as_read_back(*mib));
-            if said != expected {
-                return Err(unexpected(&memory("get", *ordinal), said, &expected));
-            }
-        }
-        pids(&lines.collect::<Vec<_>>().join("\n"))
-    }
-
-    /// Reads the limits of a server's future clients back, or without `server` the limits of future servers, and
-    /// describes each that differs from the given value. A server that has ended has no limits. Memory is compared in
-    /// whole GiB.
-    pub(crate) async fn differing_limits(
-        &self,
-        server: Option<u32>,
-        percentage: u8,
-        memory_mib: &BTreeMap<usize, u64>,
-    ) -> Result<Vec<String>, ControlError> {
-        let (default, server) = target(server);
-        // One front end asks for all of the limits.
-        let mut commands = format!("get_{default}active_thread_percentage{server}");
-        for ordinal in memory_mib.keys() {
-            commands.push_str(&format!("\nget_{default}device_pinned_mem_limit{server} {ordinal}"));
-        }
+        let commands = look::setting(server, limits);
         let answer = self.ask_for_something(&commands).await?;
-        Ok(answers::differences(&answer, percentage, memory_mib))
+        look::parse_set(&answer, limits).ok_or_else(|| {
+            unexpected(&commands, &answer, &format!("{}, and the servers", look::set(limits).join(", ")))
+        })
     }
 
     /// Starts the server of a user before the first client comes. The command has no answer, and no effect if the
@@ -359,20 +324,6 @@ impl Control {
     }
 }
 
-/// The PIDs in an answer to [`SERVERS`].
-fn pids(answer: &str) -> Result<Vec<u32>, ControlError> {
-    answers::parse_pids(answer).ok_or_else(|| unexpected(SERVERS, answer, "a PID on each line"))
-}
-
-/// The part of a command's name and its argument that say for whom a limit is: a server's clients, or all servers
-/// to come.
-fn target(server: Option<u32>) -> (&'static str, String) {
-    match server {
-        Some(server) => ("", format!(" {server}")),
-        None => ("default_", String::new()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -393,16 +344,17 @@ mod tests {
     async fn a_dropped_conversation_does_not_mean_no_clients() {
         let directory = tempfile::tempdir().unwrap();
         let dropped = directory.path().join("dropped");
-        // The control daemon drops the first conversation about each command.
+        // The control daemon drops the first conversation that begins with each command.
         let script = format!(
-            "#!/bin/sh\nread -r command rest\nif mkdir {0}-$command 2>/dev/null; then exit 0; fi\n\
-             case $command in get_server_list) echo 939;; get_client_list) echo 1153; echo 939;;\n\
-             ps) echo PID ID SERVER DEVICE NAMESPACE COMMAND; echo 1153 33 939 GPU-168acfc9 4026531836 work;;\nesac\n",
+            "#!/bin/sh\nfirst=yes\nwhile read -r command rest; do\n\
+             if test $first && mkdir {0}-$command 2>/dev/null; then exit 0; fi\nfirst=\n\
+             case $command in get_default*) echo 100.0;; get_server_list) echo 939;; get_client_list) echo 1153;;\n\
+             ps) echo PID ID SERVER DEVICE NAMESPACE COMMAND; echo 1153 33 939 GPU-168acfc9 4026531836 work;;\nesac\ndone\n",
             dropped.display()
         );
         let control = control(directory.path(), &script);
         let client = Client { pid: 1153, id: Some(33), server: 939, gpu_prefix: "GPU-168acfc9".to_owned() };
-        assert_eq!(control.clients().await.unwrap(), [client]);
+        assert_eq!(control.clients(&[]).await.unwrap(), [client]);
     }
 
     #[tokio::test]
@@ -410,13 +362,20 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let answers = |clients: &str| {
             format!(
-                "#!/bin/sh\nread -r command rest\ncase $command in get_server_list) echo 939;; {clients}esac\n"
+                "#!/bin/sh\nwhile read -r command rest; do case $command in {clients}\nget_server_list) echo 939;; \
+                 esac; done\n"
             )
         };
-        let idle = control(directory.path(), &answers("get_client_list) echo 939;; "));
-        assert_eq!(idle.client_pids().await.unwrap(), ClientPids::from([(939, BTreeSet::new())]));
-        let silent = control(directory.path(), &answers(""));
-        let error = silent.client_pids().await.unwrap_err();
+        let idle = control(directory.path(), &answers("get_default*) echo 100.0;;"));
+        for expected in [&[][..], &[939], &[7]] {
+            let clients = idle.client_pids(expected).await.unwrap();
+            assert_eq!(clients, ClientPids::from([(939, BTreeSet::new())]), "{expected:?}");
+        }
+        let silent = control(directory.path(), "#!/bin/sh\n");
+        let error = silent.client_pids(&[]).await.unwrap_err();
         assert!(matches!(error, ControlError::Unanswered { .. }), "{error}");
+        let strange = control(directory.path(), &answers(""));
+        let error = strange.client_pids(&[]).await.unwrap_err();
+        assert!(matches!(error, ControlError::Unexpected { .. }), "{error}");
     }
 }

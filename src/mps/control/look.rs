@@ -1,0 +1,304 @@
+//! The commands that ask a control daemon how it and its servers are, and set their limits; and their answers. One
+//! conversation has several commands.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::iter::Peekable;
+
+use crate::host::driver::is_unknown_command;
+
+use super::answers::{ServerStatus, parse_status};
+use super::{PERCENTAGE, SERVERS};
+
+/// The limits of a server's clients.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Limits {
+    pub(crate) thread_percentage: u8,
+    /// The memory limit of each GPU in MiB, by its ordinal.
+    pub(crate) memory_mib: BTreeMap<usize, u64>,
+    /// The ordinals of the GPUs that enforce theirs; servers write of no others.
+    pub(crate) enforced: BTreeSet<usize>,
+}
+
+/// A control daemon and its servers at one moment.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Look {
+    /// The PIDs of the servers.
+    pub(crate) servers: Vec<u32>,
+    statuses: BTreeMap<u32, ServerStatus>,
+    /// The limits that differ, in words: of the servers to come behind None, and of each server that was asked about.
+    differences: BTreeMap<Option<u32>, String>,
+}
+
+impl Look {
+    /// How a server is that was asked about.
+    pub(crate) fn status(&self, server: u32) -> ServerStatus {
+        self.statuses.get(&server).copied().unwrap_or(ServerStatus::Gone)
+    }
+
+    /// The servers with one of these statuses.
+    pub(crate) fn with(&self, wanted: &[ServerStatus]) -> impl Iterator<Item = u32> {
+        self.statuses.iter().filter(|(_, status)| wanted.contains(status)).map(|(server, _)| *server)
+    }
+
+    /// The limits of a server, or without `server` of the servers to come, that differ.
+    pub(crate) fn difference(&self, server: Option<u32>) -> Option<&str> {
+        self.differences.get(&server).map(String::as_str)
+    }
+}
+
+/// The GPUs and limits in MiB that are compared. A server tells only of limits that it enforces.
+fn compared(server: Option<u32>, limits: &Limits) -> Vec<(usize, u64)> {
+    let told = |ordinal: &usize| server.is_none() || limits.enforced.contains(ordinal);
+    limits
+        .memory_mib
+        .iter()
+        .filter(|(ordinal, _)| told(ordinal))
+        .map(|(ordinal, mib)| (*ordinal, *mib))
+        .collect()
+}
+
+/// The servers of which the limits are asked for.
+fn asked<'a>(at: &'a [u32], limits: &Limits) -> &'a [u32] {
+    if limits.enforced.is_empty() { &[] } else { at }
+}
+
+/// See [`super::Control::look`].
+pub(super) fn commands(at: &[u32], limits: Option<&Limits>) -> String {
+    let mut commands = String::new();
+    for server in at {
+        let _ = writeln!(commands, "get_server_status {server}");
+    }
+    let _ = writeln!(commands, "{PERCENTAGE}");
+    if let Some(limits) = limits {
+        ask_for_memory(&mut commands, None, limits);
+        for server in asked(at, limits) {
+            let _ = writeln!(commands, "get_active_thread_percentage {server}");
+            ask_for_memory(&mut commands, Some(*server), limits);
+        }
+    }
+    commands + SERVERS
+}
+
+fn ask_for_memory(commands: &mut String, server: Option<u32>, limits: &Limits) {
+    let (default, target) = target(server);
+    for (ordinal, _) in compared(server, limits) {
+        let _ = writeln!(commands, "get_{default}device_pinned_mem_limit{target} {ordinal}");
+    }
+}
+
+/// The part of a command's name and its argument that say for whom a limit is: a server's clients, or all servers
+/// to come.
+fn target(server: Option<u32>) -> (&'static str, String) {
+    server.map_or(("default_", String::new()), |server| ("", format!(" {server}")))
+}
+
+/// The answer to [`commands`]. None if it is none.
+pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option<Look> {
+    let mut lines = lines(answer);
+    let statuses: Option<_> = at.iter().map(|server| Some((*server, parse_status(lines.next()?)?))).collect();
+    let mut differences = BTreeMap::new();
+    match limits {
+        None => _ = percentage(lines.next()?)?,
+        Some(limits) => {
+            let servers = asked(at, limits).iter().map(|server| Some(*server));
+            for server in [None].into_iter().chain(servers) {
+                let found = differing(&mut lines, server, limits)?;
+                if !found.is_empty() {
+                    differences.insert(server, found.join(", "));
+                }
+            }
+        }
+    }
+    Some(Look { servers: pids(lines)?, statuses: statuses?, differences })
+}
+
+/// See [`super::Control::set_limits`]. The percentage is answered with the value that now applies, a memory limit with
+/// nothing, so it is asked for.
+pub(super) fn setting(server: Option<u32>, limits: &Limits) -> String {
+    let (default, target) = target(server);
+    let mut commands =
+        format!("set_{default}active_thread_percentage{target} {}\n", limits.thread_percentage);
+    for (ordinal, mib) in &limits.memory_mib {
+        let _ = writeln!(commands, "set_{default}device_pinned_mem_limit{target} {ordinal} {mib}M");
+    }
+    for ordinal in limits.memory_mib.keys() {
+        let _ = writeln!(commands, "get_{default}device_pinned_mem_limit{target} {ordinal}");
+    }
+    commands + SERVERS
+}
+
+/// The lines that the answer to [`setting`] begins with.
+pub(super) fn set(limits: &Limits) -> Vec<String> {
+    let memory = limits.memory_mib.values().map(|mib| as_read_back(*mib));
+    [format!("{}.0", limits.thread_percentage)].into_iter().chain(memory).collect()
+}
+
+/// The servers in the answer to [`setting`]. None if the answer has other limits.
+pub(super) fn parse_set(answer: &str, limits: &Limits) -> Option<Vec<u32>> {
+    let mut lines = lines(answer);
+    set(limits).into_iter().all(|limit| lines.next() == Some(&limit)).then(|| pids(lines))?
+}
+
+fn lines(answer: &str) -> Peekable<impl Iterator<Item = &str>> {
+    answer.lines().map(str::trim).filter(|line| !line.is_empty()).peekable()
+}
+
+fn pids<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Vec<u32>> {
+    lines.map(|line| line.parse().ok()).collect()
+}
+
+/// The limits that differ, in the lines with the percentage and the memory limits of a server, or of the servers to
+/// come.
+fn differing<'a>(
+    lines: &mut Peekable<impl Iterator<Item = &'a str>>,
+    server: Option<u32>,
+    limits: &Limits,
+) -> Option<Vec<String>> {
+    let said = lines.next()?;
+    let compared = compared(server, limits);
+    if said.starts_with("Server") || is_unknown_command(said) {
+        // Each command about it is answered so.
+        for _ in &compared {
+            lines.next();
+        }
+        return Some(Vec::new());
+    }
+    let mut found = Vec::new();
+    if (percentage(said)? - f64::from(limits.thread_percentage)).abs() >= 0.05 {
+        found.push(format!("active thread percentage {said} instead of {}", limits.thread_percentage));
+    }
+    // The control daemon answers nothing for a limit that is not set. Numbers are a percentage, or PIDs.
+    let is_limit = |line: &&str| line.parse::<f64>().is_err();
+    let said: Vec<&str> = compared.iter().map_while(|_| lines.next_if(is_limit)).collect();
+    if said.len() < compared.len() {
+        found.push("no device pinned memory limit on some device".to_owned());
+        return Some(found);
+    }
+    let differing = compared.iter().zip(said).filter(|((_, mib), said)| *said != as_read_back(*mib));
+    found.extend(differing.map(|((ordinal, mib), said)| {
+        format!("device pinned memory limit {} instead of {mib} MiB on device {ordinal}", shorten(said))
+    }));
+    Some(found)
+}
+
+/// A memory limit, set in MiB, in the form in which the control daemon reports it: in MiB below 1 GiB, otherwise in
+/// whole GiB.
+fn as_read_back(mib: u64) -> String {
+    if mib < 1024 { format!("{mib}M") } else { format!("{}G", mib / 1024) }
+}
+
+/// A percentage has a point, and a PID has none.
+fn percentage(said: &str) -> Option<f64> {
+    said.parse().ok().filter(|_| said.contains('.'))
+}
+
+/// The beginning of a line of an answer, for a message.
+fn shorten(line: &str) -> String {
+    line.chars().take(40).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    // Control daemons of drivers 535, 550, 555 and 580 gave lines like the ones below.
+
+    fn limits() -> Limits {
+        Limits { thread_percentage: 25, memory_mib: [(0, 35942), (1, 512)].into(), enforced: [0].into() }
+    }
+
+    #[test]
+    fn one_conversation_asks_for_all() {
+        let commands = commands(&[939], Some(&limits()));
+        let expected = "get_server_status 939\nget_default_active_thread_percentage\n\
+            get_default_device_pinned_mem_limit 0\nget_default_device_pinned_mem_limit 1\n\
+            get_active_thread_percentage 939\nget_device_pinned_mem_limit 939 0\nget_server_list";
+        assert_eq!(commands, expected);
+        let setting = setting(Some(939), &limits());
+        assert!(
+            setting
+                .starts_with("set_active_thread_percentage 939 25\nset_device_pinned_mem_limit 939 0 35942M")
+        );
+    }
+
+    #[test]
+    fn servers_with_their_statuses() {
+        let look = |answer, at: &[u32]| parse(answer, at, None).map(|look| (look.servers, look.statuses));
+        assert_eq!(look("100.0", &[]), Some((vec![], BTreeMap::new())));
+        assert_eq!(look("100.0\n939\n944", &[]), Some((vec![939, 944], BTreeMap::new())));
+        let statuses = [(939, ServerStatus::Active), (944, ServerStatus::Fault)].into();
+        assert_eq!(look("ACTIVE\nFAULT\n100.0\n939\n944", &[939, 944]), Some((vec![939, 944], statuses)));
+        let gone = [(7, ServerStatus::Gone)].into();
+        assert_eq!(look("Server 7 not found\n100.0\n939", &[7]), Some((vec![939], gone)));
+        let unknown = [(939, ServerStatus::Unsupported)].into();
+        assert_eq!(
+            look("Unknown command \"get_server_status\"\n100.0\n939", &[939]),
+            Some((vec![939], unknown))
+        );
+        // The conversation was cut off, or somebody else answers.
+        for other in ["", "939", "ACTIVE", "ACTIVE\ngarbage", "ACTIVE\n100.0\ngarbage"] {
+            assert_eq!(look(other, &[939]), None, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn limits_that_differ_are_described() {
+        let look = |answer: &str| parse(answer, &[939], Some(&limits())).unwrap();
+        let found = |answer: &str| {
+            let look = look(answer);
+            [None, Some(939)].map(|server| look.difference(server).unwrap_or_default().to_owned())
+        };
+        assert_eq!(found("ACTIVE\n25.0\n35G\n512M\n25.0\n35G\n939"), ["", ""]);
+        assert_eq!(
+            found("ACTIVE\n25.0\n1G\n512M\n7.0\n35G\n939"),
+            [
+                "device pinned memory limit 1G instead of 35942 MiB on device 0",
+                "active thread percentage 7.0 instead of 25"
+            ]
+        );
+        let none = "no device pinned memory limit on some device";
+        assert_eq!(found("ACTIVE\n25.0\n35G\n25.0\n939"), [none, none]);
+        // It ends while it is asked, or the driver does not know the command.
+        let gone = "Server 939 not found";
+        assert_eq!(found(&format!("{gone}\n25.0\n35G\n512M\n{gone}\n{gone}")), ["", ""]);
+        assert_eq!(look(&format!("ACTIVE\n25.0\n35G\n512M\n{gone}\n{gone}\n944")).servers, [944]);
+        let unknown = "Unknown command \"get_active_thread_percentage\"";
+        assert_eq!(found(&format!("ACTIVE\n25.0\n35G\n512M\n{unknown}\n{unknown}\n939")), ["", ""]);
+        let long = "x".repeat(9999);
+        assert!(found(&format!("ACTIVE\n25.0\n{long}\n512M\n25.0\n35G\n939"))[0].len() < 200);
+    }
+
+    #[test]
+    fn limits_that_are_set_are_read_back() {
+        let set = |answer| parse_set(answer, &limits());
+        assert_eq!(set("25.0\n35G\n512M"), Some(vec![]));
+        assert_eq!(set("25.0\n35G\n512M\n939"), Some(vec![939]));
+        for other in
+            ["", "30.0\n35G\n512M", "25.0\n34G\n512M", "25.0\n35G", "25.0\n35G\n939", "Server 939 not found"]
+        {
+            assert_eq!(set(other), None, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn limits_read_back_floored_to_gib() {
+        for (mib, expected) in [(512, "512M"), (1023, "1023M"), (1024, "1G"), (5760, "5G"), (35942, "35G")] {
+            assert_eq!(as_read_back(mib), expected);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_answer_makes_the_parsers_panic(answer in "\\PC{0,300}(\n\\PC{0,80}){0,9}") {
+            let _ = (parse(&answer, &[939], Some(&limits())), parse_set(&answer, &limits()));
+        }
+
+        #[test]
+        fn no_like_answer_makes_the_parsers_panic(answer in "((ACTIVE|Server 1 not found|25\\.0|35G|939)\n){0,12}") {
+            let _ = (parse(&answer, &[939, 944], Some(&limits())), parse_set(&answer, &limits()));
+        }
+    }
+}
