@@ -1,13 +1,15 @@
 //! The process of the front end and its pipes.
 
-use std::io;
+use std::io::{self, PipeReader};
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::unix::pipe::Receiver;
 use tokio::process::Command;
+use tokio::time::timeout;
 
 use super::error::{ControlError, name, unexpected};
 use super::turns::Turns;
@@ -17,6 +19,9 @@ use crate::host::driver::finds_no_control_daemon;
 /// control daemon sometimes fails one of two front ends that ask at once.
 const SENDS: u32 = 20;
 const SEND_PAUSE: Duration = Duration::from_millis(25);
+
+/// The time of most answers. Measured: 2 ms.
+const ANSWER_TIME: Duration = Duration::from_millis(20);
 
 /// An answer has a few lines per client. More than this is not an answer.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
@@ -45,11 +50,13 @@ impl FrontEnd {
     /// did not accept the command.
     async fn run(&self, command: &str) -> Result<Option<String>, ControlError> {
         let not_run = |source| ControlError::NotRun { program: self.program.clone(), source };
+        let (stdout, its_stdout) = io::pipe().map_err(not_run)?;
+        let (stderr, its_stderr) = io::pipe().map_err(not_run)?;
         let mut front_end = Command::new(&self.program)
             .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe_directory)
             .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stdout(its_stdout)
+            .stderr(its_stderr)
             // A front end that waits for a stopped control daemon ends when the caller gives up.
             .kill_on_drop(true)
             .spawn()
@@ -59,7 +66,9 @@ impl FrontEnd {
             // reason.
             let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
         }
-        let (stdout, stderr) = (front_end.stdout.take(), front_end.stderr.take());
+        // It writes each line on its own, and each would wake this process. So the pipes are read when it has ended, or
+        // when it takes long, since an answer may be more than they hold.
+        let _ = timeout(ANSWER_TIME, front_end.wait()).await;
         let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
         let answer = String::from_utf8_lossy(&stdout);
         if stdout.len() > ANSWER_MAX_BYTES {
@@ -79,10 +88,9 @@ impl FrontEnd {
 }
 
 /// Reads everything that a front end prints, up to one byte more than the allowed size.
-async fn read(stream: Option<impl AsyncRead + Unpin>) -> io::Result<Vec<u8>> {
+async fn read(pipe: PipeReader) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    if let Some(stream) = stream {
-        stream.take(ANSWER_MAX_BYTES as u64 + 1).read_to_end(&mut bytes).await?;
-    }
+    let pipe = Receiver::from_owned_fd(pipe.into())?;
+    pipe.take(ANSWER_MAX_BYTES as u64 + 1).read_to_end(&mut bytes).await?;
     Ok(bytes)
 }
