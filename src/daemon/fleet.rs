@@ -279,9 +279,9 @@ impl Fleet {
         let serving = |supervisor: &Supervisor| {
             let status = supervisor.status();
             let bypasses = bypasses(&status).collect();
-            let Status { gpus, waiting, .. } = status;
-            let control = supervisor.access(caller);
-            Serving { control, gpus: gpus.into_keys().collect(), bypasses, waiting }
+            let Status { gpus, waiting, view, .. } = status;
+            let (control, gpus) = (supervisor.access(caller), gpus.into_keys().collect());
+            Serving { control, gpus, servers: view.servers, bypasses, waiting }
         };
         self.all().map(serving).collect()
     }
@@ -333,6 +333,7 @@ impl Fleet {
         Ok(Serving {
             control: Access::new(control, Caller::Root),
             gpus: running.gpus,
+            servers: status.iter().flat_map(|status| status.view.servers.clone()).collect(),
             bypasses: status.iter().flat_map(bypasses).collect(),
             waiting: status.map(|status| status.waiting).unwrap_or_default(),
         })

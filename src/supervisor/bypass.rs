@@ -7,7 +7,6 @@ use crate::host::nvml::GpuProcess;
 use crate::host::proc;
 use crate::mps::control::{Control, ControlError};
 use crate::mps::identity::Identity;
-use crate::supervisor::compute_modes::ComputeModes;
 
 /// The least time between the two looks that confirm a bypass. NVML and the control daemon don't learn of a client's
 /// start and end in the same moment, and NVML lists a process until the driver has taken its memory back.
@@ -59,19 +58,6 @@ pub(crate) fn find(
             })
         })
         .collect()
-}
-
-/// The processes on each of these GPUs, from NVML. If NVML fails for a GPU, the GPU has none.
-pub(crate) async fn processes(nvml: &ComputeModes, gpus: &[String]) -> Vec<(String, Vec<GpuProcess>)> {
-    let mut all = Vec::new();
-    for uuid in gpus {
-        let processes = nvml.processes(uuid).await.unwrap_or_else(|error| {
-            tracing::debug!(gpu_uuid = uuid, "{error}");
-            Vec::new()
-        });
-        all.push((uuid.clone(), processes));
-    }
-    all
 }
 
 /// The PIDs of the servers and of the clients of a control daemon. To be asked after NVML: a client is the control

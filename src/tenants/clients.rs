@@ -60,6 +60,8 @@ pub(crate) struct Serving {
     pub control: Access,
     /// The UUIDs of its GPUs.
     pub gpus: Vec<String>,
+    /// The PIDs of the servers that it had a moment ago.
+    pub servers: Vec<u32>,
     /// The processes that are known to use them without its servers.
     pub bypasses: Vec<Bypass>,
     /// The clients that wait for one of its servers.
@@ -134,7 +136,9 @@ async fn looks(
 }
 
 async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> {
-    let processes = bypass::processes(nvml, &one.gpus).await;
+    let looks = nvml.look_at_all(one.gpus.clone()).await.into_iter();
+    let processes: Vec<_> =
+        looks.map(|(uuid, look)| (uuid, look.map(|(_, processes)| processes).unwrap_or_default())).collect();
     let Some((servers, clients)) = servers_and_clients(one).await? else {
         return Ok(Look { clients: Vec::new(), processes, bypasses: one.bypasses.clone() });
     };
@@ -149,7 +153,7 @@ async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> 
 async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Client>)>, ControlError> {
     let Some(control) = one.control.now() else { return Ok(None) };
     let asked = async {
-        let pids = control.client_pids(&[]).await?;
+        let pids = control.client_pids(&one.servers).await?;
         let clients = control.connections(&pids).await?;
         Ok((pids.into_keys().collect(), clients))
     };
