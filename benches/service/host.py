@@ -157,7 +157,9 @@ class Service:
     With `listen` an independent client reports the service's signals, as source "bus" of the events."""
 
     def __init__(self, host, variant, listen=False):
-        self.host = host
+        if listen and variant.ready:
+            raise Unable("it has no D-Bus interface")
+        self.host, self.variant = host, variant
         self.events = Events()
         self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self.notify.bind(f"{host.directory}/notify")
@@ -195,12 +197,17 @@ class Service:
 
     def wait_for_ready(self):
         try:
-            event = self.events.first(0, lambda event: is_ready(event) or (event.source, event.text) == ("log", END))
+            event = self.events.first(0, lambda event: self.says_ready(event) or (event.source, event.text) == ("log", END))
         except Unable as error:
             raise NotReady(error) from error
         if event.text == END:
             raise NotReady("it ended before it was ready")
         return event.time
+
+    def says_ready(self, event):
+        if self.variant.ready:
+            return event.source == "log" and self.variant.ready in event.text
+        return is_ready(event)
 
     def listen(self):
         signals, writer = os.pipe()

@@ -22,13 +22,14 @@ def rows(setting):
     return [Row("start", "memory", "resident memory", "MiB", target), *named]
 
 
-def resident(pid, program):
+def resident(pid):
     """The resident memory in KiB: the sum, and the sum of each kind."""
     sums = dict.fromkeys((f"memory_{kind}" for kind in KINDS), 0)
     stacks = stack_pointers(pid)
+    program = os.readlink(f"/proc/{pid}/exe")
     for start, end, name, kib in mappings(pid):
         in_stack = any(start <= pointer < end for pointer in stacks)
-        sums[f"memory_{kind(name, os.path.realpath(program), in_stack)}"] += kib
+        sums[f"memory_{kind(name, program, in_stack)}"] += kib
     return {"memory": process.status_kib(pid, "VmRSS"), **sums}
 
 

@@ -3,7 +3,8 @@
 
 Variables: OUT (a folder for the results, target/bench), N (runs of each, 10), QUICK=1 (one run of each), BENCH_SECONDS
 (of idling, 60), ONLY (groups of rows, with commas), BASE (a revision to compare with), PEER (another daemon to compare
-with), BINARIES (the folder of the programs, target/release).
+with), PEER_READY (the text in that daemon's log with which it is ready, if it does not say READY=1), BINARIES (the folder
+of the programs, target/release).
 
 The exit status is 1 if something could not be measured, or if the idle service of one GPU wakes up once a second or more
 often."""
@@ -131,7 +132,7 @@ def main():
     if variable("BASE"):
         variants.append(programs.base(variable("BASE"), out))
     if variable("PEER"):
-        variants.append(programs.peer(variable("PEER")))
+        variants.append(programs.peer(variable("PEER"), variable("PEER_READY")))
 
     # Ctrl-C and SIGTERM end what was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

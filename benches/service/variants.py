@@ -12,6 +12,8 @@ class Variant(NamedTuple):
     name: str
     daemon: pathlib.Path
     ctl: Optional[pathlib.Path]
+    # The text in the log with which a daemon is ready that has neither READY=1 nor our D-Bus interface.
+    ready: Optional[str] = None
 
 
 class Tools(NamedTuple):
@@ -59,5 +61,5 @@ def base(revision, directory):
     return of_folder("base", programs)
 
 
-def peer(program):
-    return Variant("peer", pathlib.Path(program).resolve(), None)
+def peer(program, ready):
+    return Variant("peer", pathlib.Path(program).resolve(), None, ready)

@@ -2,6 +2,7 @@
 //! figures themselves do not matter here.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -11,19 +12,19 @@ use crate::support::host::{binaries, text};
 
 const GROUPS: [&str; 7] = ["start", "death", "stop", "reload", "calls", "commands", "idle"];
 
+/// The benchmark that measures these groups of rows once.
+fn benchmark(groups: &str, out: &Path) -> Command {
+    let mut benchmark = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/service/run.py"));
+    benchmark.env("QUICK", "1").env("ONLY", groups).env("OUT", out).env("BINARIES", binaries());
+    benchmark.env_remove("BASE").env_remove("PEER").env_remove("PEER_READY");
+    benchmark
+}
+
 /// Measures a group of rows once.
 fn measured(group: &str) -> Value {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let out = tempfile::tempdir().unwrap();
-    let output = Command::new(source.join("benches/service/run.py"))
-        .env("QUICK", "1")
-        .env("ONLY", group)
-        .env("OUT", out.path())
-        .env("BINARIES", binaries())
-        .env_remove("BASE")
-        .env_remove("PEER")
-        .output()
-        .unwrap();
+    let output = benchmark(group, out.path()).output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
     let table = fs::read_to_string(out.path().join("service.md")).unwrap();
     assert_eq!(table, String::from_utf8(output.stdout).unwrap());
@@ -83,4 +84,27 @@ fn commands_are_measured() {
 #[test]
 fn idling_is_measured() {
     every_row_of("idle");
+}
+
+#[test]
+fn a_daemon_that_is_ready_with_a_line_in_its_log_is_measured_where_no_bus_is_needed() {
+    let out = tempfile::tempdir().unwrap();
+    let peer = out.path().join("peer.sh");
+    let daemon = binaries().join("yunion-mps-daemon");
+    fs::write(&peer, format!("#!/bin/sh\nunset NOTIFY_SOCKET\nexec '{}' \"$@\"\n", daemon.display()))
+        .unwrap();
+    fs::set_permissions(&peer, fs::Permissions::from_mode(0o755)).unwrap();
+    let output = benchmark("stop,reload", out.path())
+        .env("PEER", &peer)
+        .env("PEER_READY", "INFO ready: ")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(text(&output).contains("peer: reload, 8 GPUs, 64 slices: it has no D-Bus interface"));
+    let result = fs::read_to_string(out.path().join("service.json")).unwrap();
+    let result: Value = serde_json::from_str(&result).unwrap();
+    for row in result["rows"].as_array().unwrap() {
+        assert!(row["this"]["median"].is_number(), "{row}");
+        assert_eq!(row["peer"]["median"].is_number(), row["group"] == "stop", "{row}");
+    }
 }
