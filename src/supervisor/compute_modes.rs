@@ -108,26 +108,23 @@ impl ComputeModes {
         Ok(())
     }
 
-    /// Looks at each of these GPUs: on one thread, and if that hangs, at each GPU on its own.
-    pub(crate) async fn look_at_all(&self, gpus: Vec<String>) -> BTreeMap<String, GpuLook> {
-        let (all, asked) = (gpus.join(","), gpus.clone());
-        let together = self.ask(&all, move |driver, _| {
-            Ok(asked.into_iter().map(|uuid| (uuid.clone(), look(driver, &uuid))).collect())
-        });
-        if let Ok(looks) = together.await {
-            return looks;
+    /// Looks at each of these GPUs: all on one thread, if that is wanted and no GPU hangs, or each on its own.
+    pub(crate) async fn look_at(&self, gpus: Vec<String>, together: bool) -> BTreeMap<String, GpuLook> {
+        if together {
+            let asked = gpus.clone();
+            let looks = move |driver: &Driver, _: &str| {
+                Ok(asked.into_iter().map(|uuid| (uuid.clone(), look(driver, &uuid))).collect())
+            };
+            if let Ok(looks) = self.ask(&gpus.join(","), looks).await {
+                return looks;
+            }
         }
         let mut looks = BTreeMap::new();
         for uuid in gpus {
-            let found = self.look(&uuid).await;
+            let found = self.ask(&uuid, look).await;
             looks.insert(uuid, found);
         }
         looks
-    }
-
-    /// Looks at one GPU.
-    pub(crate) async fn look(&self, uuid: &str) -> GpuLook {
-        self.ask(uuid, look).await
     }
 
     /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.

@@ -13,14 +13,8 @@ impl Worker {
     /// the other GPUs stay served.
     pub(super) async fn look_at_gpus(&mut self) -> BTreeMap<String, Vec<GpuProcess>> {
         let mut processes = BTreeMap::new();
-        let gpus = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone());
-        let (unreachable, reached): (Vec<_>, Vec<_>) = gpus.partition(|uuid| self.unreachable.contains(uuid));
-        let mut looks = self.tools.compute_modes.look_at_all(reached).await;
-        for uuid in unreachable {
-            let look = self.tools.compute_modes.look(&uuid).await;
-            looks.insert(uuid, look);
-        }
-        for (uuid, look) in looks {
+        let gpus = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        for (uuid, look) in self.tools.compute_modes.look_at(gpus, self.unreachable.is_empty()).await {
             let found = look.map(|(mode, there)| {
                 processes.insert(uuid.clone(), there);
                 mode

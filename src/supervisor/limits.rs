@@ -50,7 +50,7 @@ impl Serving<'_> {
 
     /// The same for the limits of servers to come alone.
     pub(super) async fn keep_defaults(&mut self, look: &Look, limits: &Limits) -> Result<(), Failure> {
-        if let Some(found) = look.difference(None) {
+        if let Some(found) = look.differences.get(&None) {
             self.worker
                 .reporter
                 .warning(format!("limits for new servers were changed by others: {found}; set again"));
@@ -81,7 +81,7 @@ impl Serving<'_> {
     /// changed while the server runs.
     fn difference(&self, look: &Look, server: u32, limits: &Limits) -> Option<String> {
         let written = self.run.servers.get(server).and_then(|known| known.differs_from(limits));
-        written.or_else(|| look.difference(Some(server)).map(str::to_owned))
+        written.or_else(|| look.differences.get(&Some(server)).cloned())
     }
 
     async fn give(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {

@@ -136,7 +136,7 @@ async fn looks(
 }
 
 async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> {
-    let looks = nvml.look_at_all(one.gpus.clone()).await.into_iter();
+    let looks = nvml.look_at(one.gpus.clone(), true).await.into_iter();
     let processes: Vec<_> =
         looks.map(|(uuid, look)| (uuid, look.map(|(_, processes)| processes).unwrap_or_default())).collect();
     let Some((servers, clients)) = servers_and_clients(one).await? else {

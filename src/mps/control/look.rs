@@ -7,8 +7,11 @@ use std::iter::Peekable;
 
 use crate::host::driver::is_unknown_command;
 
+use super::SERVERS;
 use super::answers::{ServerStatus, parse_status};
-use super::{PERCENTAGE, SERVERS};
+
+/// The most characters of a limit that a message shows.
+const SHOWN_CHARACTERS: usize = 40;
 
 /// The limits of a server's clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,7 +30,7 @@ pub(crate) struct Look {
     pub(crate) servers: Vec<u32>,
     statuses: BTreeMap<u32, ServerStatus>,
     /// The limits that differ, in words: of the servers to come behind None, and of each server that was asked about.
-    differences: BTreeMap<Option<u32>, String>,
+    pub(crate) differences: BTreeMap<Option<u32>, String>,
 }
 
 impl Look {
@@ -40,49 +43,33 @@ impl Look {
     pub(crate) fn with(&self, wanted: &[ServerStatus]) -> impl Iterator<Item = u32> {
         self.statuses.iter().filter(|(_, status)| wanted.contains(status)).map(|(server, _)| *server)
     }
-
-    /// The limits of a server, or without `server` of the servers to come, that differ.
-    pub(crate) fn difference(&self, server: Option<u32>) -> Option<&str> {
-        self.differences.get(&server).map(String::as_str)
-    }
 }
 
-/// The GPUs and limits in MiB that are compared. A server tells only of limits that it enforces.
-fn compared(server: Option<u32>, limits: &Limits) -> Vec<(usize, u64)> {
-    let told = |ordinal: &usize| server.is_none() || limits.enforced.contains(ordinal);
-    limits
-        .memory_mib
-        .iter()
-        .filter(|(ordinal, _)| told(ordinal))
-        .map(|(ordinal, mib)| (*ordinal, *mib))
-        .collect()
-}
-
-/// The servers of which the limits are asked for.
-fn asked<'a>(at: &'a [u32], limits: &Limits) -> &'a [u32] {
-    if limits.enforced.is_empty() { &[] } else { at }
+/// The servers of which the limits are asked for, or None for the servers to come, each with the memory limits in MiB by
+/// the ordinals of the GPUs. A server tells only of limits that it enforces.
+fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usize, u64>)> {
+    let Some(limits) = limits else { return vec![(None, BTreeMap::new())] };
+    let mut enforced = limits.memory_mib.clone();
+    enforced.retain(|ordinal, _| limits.enforced.contains(ordinal));
+    let servers = if enforced.is_empty() { &[] } else { at };
+    let of_servers = servers.iter().map(|server| (Some(*server), enforced.clone()));
+    [(None, limits.memory_mib.clone())].into_iter().chain(of_servers).collect()
 }
 
 /// See [`super::Control::look`].
 pub(super) fn commands(at: &[u32], limits: Option<&Limits>) -> String {
-    let mut commands = String::new();
-    for server in at {
-        let _ = writeln!(commands, "get_server_status {server}");
-    }
-    let _ = writeln!(commands, "{PERCENTAGE}");
-    if let Some(limits) = limits {
-        ask_for_memory(&mut commands, None, limits);
-        for server in asked(at, limits) {
-            let _ = writeln!(commands, "get_active_thread_percentage {server}");
-            ask_for_memory(&mut commands, Some(*server), limits);
-        }
+    let mut commands: String = at.iter().map(|server| format!("get_server_status {server}\n")).collect();
+    for (server, memory_mib) in asked(at, limits) {
+        let (default, target) = target(server);
+        let _ = writeln!(commands, "get_{default}active_thread_percentage{target}");
+        ask_for_memory(&mut commands, server, &memory_mib);
     }
     commands + SERVERS
 }
 
-fn ask_for_memory(commands: &mut String, server: Option<u32>, limits: &Limits) {
+fn ask_for_memory(commands: &mut String, server: Option<u32>, memory_mib: &BTreeMap<usize, u64>) {
     let (default, target) = target(server);
-    for (ordinal, _) in compared(server, limits) {
+    for ordinal in memory_mib.keys() {
         let _ = writeln!(commands, "get_{default}device_pinned_mem_limit{target} {ordinal}");
     }
 }
@@ -98,16 +85,10 @@ pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option
     let mut lines = lines(answer);
     let statuses: Option<_> = at.iter().map(|server| Some((*server, parse_status(lines.next()?)?))).collect();
     let mut differences = BTreeMap::new();
-    match limits {
-        None => _ = percentage(lines.next()?)?,
-        Some(limits) => {
-            let servers = asked(at, limits).iter().map(|server| Some(*server));
-            for server in [None].into_iter().chain(servers) {
-                let found = differing(&mut lines, server, limits)?;
-                if !found.is_empty() {
-                    differences.insert(server, found.join(", "));
-                }
-            }
+    for (server, memory_mib) in asked(at, limits) {
+        let found = differing(&mut lines, limits.map(|limits| limits.thread_percentage), &memory_mib)?;
+        if !found.is_empty() {
+            differences.insert(server, found.join(", "));
         }
     }
     Some(Look { servers: pids(lines)?, statuses: statuses?, differences })
@@ -122,9 +103,7 @@ pub(super) fn setting(server: Option<u32>, limits: &Limits) -> String {
     for (ordinal, mib) in &limits.memory_mib {
         let _ = writeln!(commands, "set_{default}device_pinned_mem_limit{target} {ordinal} {mib}M");
     }
-    for ordinal in limits.memory_mib.keys() {
-        let _ = writeln!(commands, "get_{default}device_pinned_mem_limit{target} {ordinal}");
-    }
+    ask_for_memory(&mut commands, server, &limits.memory_mib);
     commands + SERVERS
 }
 
@@ -152,32 +131,32 @@ fn pids<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Vec<u32>> {
 /// come.
 fn differing<'a>(
     lines: &mut Peekable<impl Iterator<Item = &'a str>>,
-    server: Option<u32>,
-    limits: &Limits,
+    wanted: Option<u8>,
+    memory_mib: &BTreeMap<usize, u64>,
 ) -> Option<Vec<String>> {
+    let mut found = Vec::new();
     let said = lines.next()?;
-    let compared = compared(server, limits);
     if said.starts_with("Server") || is_unknown_command(said) {
         // Each command about it is answered so.
-        for _ in &compared {
-            lines.next();
-        }
-        return Some(Vec::new());
+        lines.by_ref().take(memory_mib.len()).for_each(drop);
+        return Some(found);
     }
-    let mut found = Vec::new();
-    if (percentage(said)? - f64::from(limits.thread_percentage)).abs() >= 0.05 {
-        found.push(format!("active thread percentage {said} instead of {}", limits.thread_percentage));
+    // It has a point, and a PID has none.
+    let percentage: f64 = said.parse().ok().filter(|_| said.contains('.'))?;
+    if let Some(wanted) = wanted.filter(|wanted| (percentage - f64::from(*wanted)).abs() >= 0.05) {
+        found.push(format!("active thread percentage {said} instead of {wanted}"));
     }
     // The control daemon answers nothing for a limit that is not set. Numbers are a percentage, or PIDs.
     let is_limit = |line: &&str| line.parse::<f64>().is_err();
-    let said: Vec<&str> = compared.iter().map_while(|_| lines.next_if(is_limit)).collect();
-    if said.len() < compared.len() {
+    let said: Vec<&str> = memory_mib.keys().map_while(|_| lines.next_if(is_limit)).collect();
+    if said.len() < memory_mib.len() {
         found.push("no device pinned memory limit on some device".to_owned());
         return Some(found);
     }
-    let differing = compared.iter().zip(said).filter(|((_, mib), said)| *said != as_read_back(*mib));
+    let differing = memory_mib.iter().zip(said).filter(|((_, mib), said)| *said != as_read_back(**mib));
     found.extend(differing.map(|((ordinal, mib), said)| {
-        format!("device pinned memory limit {} instead of {mib} MiB on device {ordinal}", shorten(said))
+        let said: String = said.chars().take(SHOWN_CHARACTERS).collect();
+        format!("device pinned memory limit {said} instead of {mib} MiB on device {ordinal}")
     }));
     Some(found)
 }
@@ -186,16 +165,6 @@ fn differing<'a>(
 /// whole GiB.
 fn as_read_back(mib: u64) -> String {
     if mib < 1024 { format!("{mib}M") } else { format!("{}G", mib / 1024) }
-}
-
-/// A percentage has a point, and a PID has none.
-fn percentage(said: &str) -> Option<f64> {
-    said.parse().ok().filter(|_| said.contains('.'))
-}
-
-/// The beginning of a line of an answer, for a message.
-fn shorten(line: &str) -> String {
-    line.chars().take(40).collect()
 }
 
 #[cfg(test)]
@@ -249,7 +218,7 @@ mod tests {
         let look = |answer: &str| parse(answer, &[939], Some(&limits())).unwrap();
         let found = |answer: &str| {
             let look = look(answer);
-            [None, Some(939)].map(|server| look.difference(server).unwrap_or_default().to_owned())
+            [None, Some(939)].map(|server| look.differences.get(&server).cloned().unwrap_or_default())
         };
         assert_eq!(found("ACTIVE\n25.0\n35G\n512M\n25.0\n35G\n939"), ["", ""]);
         assert_eq!(
