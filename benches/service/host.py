@@ -1,4 +1,4 @@
-"""A simulated host with a bus of its own, and the service on it."""
+"""A simulated host with a bus of its own, and the service on it. With REAL=1 this host and its GPUs take its place."""
 
 import json
 import os
@@ -21,6 +21,17 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 MEMORY = pathlib.Path("/dev/shm")
 
 
+def real_gpus():
+    """The UUIDs of this host's GPUs, if they are to be used."""
+    if not os.environ.get("REAL"):
+        return []
+    query = ["nvidia-smi", "--query-gpu=gpu_uuid", "--format=csv,noheader"]
+    return subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()
+
+
+REAL_GPUS = real_gpus()
+
+
 class Setting(NamedTuple):
     """The hardware and the configuration of a host."""
 
@@ -35,7 +46,7 @@ class Setting(NamedTuple):
         return gpus + (", per_gpu" if self.topology == "per_gpu" else "")
 
     def uuids(self):
-        return [f"GPU-{number:08x}-0000-4000-8000-000000000000" for number in range(self.gpus)]
+        return REAL_GPUS[: self.gpus] or [f"GPU-{number:08x}-0000-4000-8000-000000000000" for number in range(self.gpus)]
 
     def base_addresses(self):
         return [f"{0x10 + number:02x}:00.0" for number in range(self.gpus)]
@@ -89,15 +100,15 @@ class Host:
 
     def make(self):
         self.directory.chmod(0o755)
-        board = self.directory / "board.yaml"
-        board.write_text(self.setting.board())
-        subprocess.run([self.tools.simulator, "create", board, self.root], check=True, stdout=subprocess.DEVNULL)
-        with open(self.root / "sysroot/etc/yunion/host.conf", "a") as configuration:
+        self.configure_gpus() if REAL_GPUS else self.simulate()
+        with open(self.configuration, "a") as configuration:
             configuration.write(f"cuda_mps_topology: {self.setting.topology}\n")
             configuration.write(f"cuda_mps_prewarm: {str(self.setting.prewarm).lower()}\n")
+        libraries = [f"{self.root}/lib", *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self.environment = {
             "PATH": f"{self.root}/bin:{os.environ['PATH']}",
-            "LD_LIBRARY_PATH": f"{self.root}/lib",
+            "LD_LIBRARY_PATH": ":".join(libraries),
+            # On a host with GPUs it only marks what belongs to this measurement.
             "YUNION_MPS_SIM": f"{self.root}",
             "RUNTIME_DIRECTORY": f"{self.root}/run",
             "DBUS_SYSTEM_BUS_ADDRESS": f"unix:path={self.directory}/socket",
@@ -113,6 +124,28 @@ class Host:
         with open(reader) as answer:
             if not answer.readline():
                 raise Unable("dbus-daemon did not start")
+
+    def simulate(self):
+        board = self.directory / "board.yaml"
+        board.write_text(self.setting.board())
+        subprocess.run([self.tools.simulator, "create", board, self.root], check=True, stdout=subprocess.DEVNULL)
+        self.configuration = self.root / "sysroot/etc/yunion/host.conf"
+        self.arguments = ["--sysroot", self.root / "sysroot"]
+
+    def configure_gpus(self):
+        """The compute modes stay as they are."""
+        self.root.mkdir()
+        slices = self.setting.slices // self.setting.gpus
+        entry = "- path: {}\n  type: NVIDIA_MPS\n  virtual_number: {}\n"
+        devices = self.root / "devices.yml"
+        devices.write_text("devices:\n" + "".join(entry.format(uuid, slices) for uuid in self.setting.uuids()))
+        self.configuration = self.root / "host.conf"
+        self.configuration.write_text(
+            "enable_cuda_mps: true\ncuda_mps_set_compute_mode: false\n"
+            f"cuda_mps_pipe_directory: {self.root}/pipe\ncuda_mps_log_directory: {self.root}/log\n"
+            f"container_device_config_file: {devices}\n"
+        )
+        self.arguments = ["--config", self.configuration]
 
     def __exit__(self, *_):
         own = b"YUNION_MPS_SIM=" + os.fsencode(self.root) + b"\0"
@@ -173,7 +206,7 @@ class Service:
         environment = {**host.environment, "NOTIFY_SOCKET": f"{host.directory}/notify"}
         start = time.monotonic_ns()
         self.process = process.spawn(
-            [variant.daemon, "--sysroot", host.root / "sysroot"], environment, stdout=writer, stderr=writer
+            [variant.daemon, *host.arguments], environment, stdout=writer, stderr=writer
         )
         os.close(writer)
         self.pid = self.process.pid

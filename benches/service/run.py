@@ -4,7 +4,8 @@
 Variables: OUT (a folder for the results, target/bench), N (runs of each, 10), QUICK=1 (one run of each), BENCH_SECONDS
 (of idling, 60), ONLY (groups of rows, with commas), BASE (a revision to compare with), PEER (another daemon to compare
 with), PEER_READY (the text in that daemon's log with which it is ready, if it does not say READY=1), BINARIES (the folder
-of the programs, target/release).
+of the programs, target/release), REAL=1 (this host's GPUs, in the place of a simulated host; their compute modes are left
+alone).
 
 The exit status is 1 if something could not be measured, or if the idle service of one GPU wakes up once a second or more
 often."""

@@ -2,7 +2,7 @@
 
 from typing import Callable, NamedTuple, Optional
 
-from host import Host, Service, Setting
+from host import REAL_GPUS, Host, Service, Setting
 
 
 class Row(NamedTuple):
@@ -24,13 +24,22 @@ class Scenario(NamedTuple):
 SMALL = Setting(1, 4)
 MIDDLE = Setting(8, 64)
 LARGE = Setting(16, 768)
-ALL = [
+if REAL_GPUS:
+    MIDDLE = LARGE = Setting(len(REAL_GPUS), 4 * len(REAL_GPUS))
+
+
+def distinct(*settings):
+    """Each once: on a host with GPUs, some are the same."""
+    return list(dict.fromkeys(settings))
+
+
+ALL = distinct(
     SMALL,
     MIDDLE,
     MIDDLE._replace(topology="per_gpu"),
     LARGE,
     LARGE._replace(topology="per_gpu"),
-]
+)
 
 
 def milliseconds(nanoseconds):

@@ -26,10 +26,11 @@ class Tools(NamedTuple):
 
 
 def tools(binaries, directory, quiet):
-    """Compiles the client for the bus."""
+    """Compiles the client for the bus, unless it is there."""
     bus = directory / "bus"
     source = pathlib.Path(__file__).parent / "bus.c"
-    subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-o", bus, source, "-lsystemd"], check=True)
+    if not bus.exists() or bus.stat().st_mtime < source.stat().st_mtime:
+        subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-o", bus, source, "-lsystemd"], check=True)
     return Tools(binaries / "yunion-mps-sim", bus, quiet)
 
 

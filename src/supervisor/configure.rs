@@ -72,7 +72,14 @@ impl Serving<'_> {
             self.show_state();
             return Ok(());
         }
-        let servers = self.run.control.set_limits(None, &limits).await?;
+        let prewarm = running.multiuser && self.worker.order.plan.prewarm;
+        let starts = prewarm && self.run.servers.alive().is_empty();
+        let servers = if starts {
+            self.run.servers.forget_ended();
+            self.run.control.set_limits_and_start(&limits, 0).await?
+        } else {
+            self.run.control.set_limits(None, &limits).await?
+        };
         tracing::debug!(step = "defaults", "defaults are set");
         // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
         self.lead_here()?;
@@ -82,7 +89,9 @@ impl Serving<'_> {
             self.watch_server(*server);
             self.set_live(*server, &limits).await?;
         }
-        if servers.is_empty() && running.multiuser && self.worker.order.plan.prewarm {
+        if servers.is_empty() && starts {
+            self.server_comes(&limits).await?;
+        } else if servers.is_empty() && prewarm {
             self.prewarm(&limits).await?;
         }
         tracing::debug!(step = "limits", "limits are confirmed");
@@ -119,6 +128,10 @@ impl Serving<'_> {
     pub(super) async fn prewarm(&mut self, limits: &Limits) -> Result<(), Failure> {
         self.run.servers.forget_ended();
         self.run.control.start_server(0).await?;
+        self.server_comes(limits).await
+    }
+
+    async fn server_comes(&mut self, limits: &Limits) -> Result<(), Failure> {
         tracing::debug!(step = "prewarm", "a server was asked for");
         let deadline = Instant::now() + SERVER_TIMEOUT;
         let mut there = Vec::new();

@@ -4,7 +4,7 @@ import os
 
 import process
 from process import Unable
-from scenario import LARGE, MIDDLE, SMALL, Row, Scenario, Serving, milliseconds
+from scenario import LARGE, MIDDLE, SMALL, Row, Scenario, Serving, distinct, milliseconds
 
 MANAGER = ["/io/yunion/Mps1/Manager", "io.yunion.Mps1.Manager"]
 METHODS = {
@@ -53,4 +53,4 @@ def call(service, number, words):
     return times
 
 
-SCENARIOS = [Scenario(setting, rows(setting), measure) for setting in (SMALL, MIDDLE, LARGE)]
+SCENARIOS = [Scenario(setting, rows(setting), measure) for setting in distinct(SMALL, MIDDLE, LARGE)]

@@ -2,7 +2,7 @@
 
 import process
 from process import Unable
-from scenario import LARGE, MIDDLE, SMALL, Row, Scenario, Serving, milliseconds
+from scenario import LARGE, MIDDLE, SMALL, Row, Scenario, Serving, distinct, milliseconds
 
 COMMANDS = {
     "is-ready": [],
@@ -42,4 +42,4 @@ def measure(setting, variant, tools):
 
 
 ROWS = [Row("commands", key(command), f"yunion-mpsctl {command}", "ms") for command in COMMANDS]
-SCENARIOS = [Scenario(setting, ROWS, measure) for setting in (SMALL, MIDDLE, LARGE)]
+SCENARIOS = [Scenario(setting, ROWS, measure) for setting in distinct(SMALL, MIDDLE, LARGE)]

@@ -6,7 +6,7 @@ import time
 
 import process
 from host import is_ready
-from scenario import LARGE, MIDDLE, Row, Scenario, Serving, milliseconds
+from scenario import LARGE, MIDDLE, Row, Scenario, Serving, distinct, milliseconds
 
 PER_GPU = MIDDLE._replace(topology="per_gpu")
 
@@ -52,5 +52,5 @@ def reload(service, kind):
 
 
 SCENARIOS = [
-    Scenario(setting, [*rows("none", setting), *rows("one", setting)], measure) for setting in (MIDDLE, PER_GPU, LARGE)
+    Scenario(setting, [*rows("none", setting), *rows("one", setting)], measure) for setting in distinct(MIDDLE, PER_GPU, LARGE)
 ]

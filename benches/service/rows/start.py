@@ -3,7 +3,7 @@
 import bare
 import memory
 from host import Host, Service
-from scenario import ALL, LARGE, MIDDLE, SMALL, Row, Scenario, milliseconds
+from scenario import ALL, LARGE, MIDDLE, SMALL, Row, Scenario, distinct, milliseconds
 
 BARE = Row("start", "bare", "start of bare control daemons, each with a server", "ms")
 READY = Row("start", "ready", "exec to READY=1", "ms")
@@ -41,5 +41,5 @@ def rows(setting):
 
 SCENARIOS = [Scenario(setting, rows(setting), measure) for setting in ALL] + [
     Scenario(setting._replace(prewarm=False), [READY_NO_SERVER], measure_no_server)
-    for setting in (SMALL, MIDDLE, MIDDLE._replace(topology="per_gpu"), LARGE)
+    for setting in distinct(SMALL, MIDDLE, MIDDLE._replace(topology="per_gpu"), LARGE)
 ]

@@ -287,17 +287,30 @@ impl Control {
         server: Option<u32>,
         limits: &Limits,
     ) -> Result<Vec<u32>, ControlError> {
-        let commands = look::setting(server, limits);
-        let answer = self.ask_for_something(&commands).await?;
+        self.set(&look::setting(server, limits), limits).await
+    }
+
+    /// The same for the limits of future servers. The server of a user is started after that, see
+    /// [`Control::start_server`]. It is not among the PIDs.
+    pub(crate) async fn set_limits_and_start(
+        &self,
+        limits: &Limits,
+        uid: u32,
+    ) -> Result<Vec<u32>, ControlError> {
+        self.set(&format!("{}\n{}", look::setting(None, limits), start(uid)), limits).await
+    }
+
+    async fn set(&self, commands: &str, limits: &Limits) -> Result<Vec<u32>, ControlError> {
+        let answer = self.ask_for_something(commands).await?;
         look::parse_set(&answer, limits).ok_or_else(|| {
-            unexpected(&commands, &answer, &format!("{}, and the servers", look::set(limits).join(", ")))
+            unexpected(commands, &answer, &format!("{}, and the servers", look::set(limits).join(", ")))
         })
     }
 
     /// Starts the server of a user before the first client comes. The command has no answer, and no effect if the
     /// server exists already.
     pub(crate) async fn start_server(&self, uid: u32) -> Result<(), ControlError> {
-        self.ask(&format!("start_server -uid {uid}")).await.map(|_| ())
+        self.ask(&start(uid)).await.map(|_| ())
     }
 
     /// Asks the control daemon to end as soon as it has no client. The control daemon obeys however long that takes.
@@ -322,6 +335,10 @@ impl Control {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())
     }
+}
+
+fn start(uid: u32) -> String {
+    format!("start_server -uid {uid}")
 }
 
 #[cfg(test)]
