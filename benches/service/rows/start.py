@@ -2,12 +2,15 @@
 
 import bare
 import memory
+import process
 from host import Host, Service
 from scenario import ALL, LARGE, MIDDLE, SMALL, Row, Scenario, distinct, milliseconds
 
 BARE = Row("start", "bare", "start of bare control daemons, each with a server", "ms")
 READY = Row("start", "ready", "exec to READY=1", "ms")
 BEYOND = Row("start", "beyond", "exec to READY=1, beyond bare control daemons", "ms")
+OWN_CPU = Row("start", "ready_cpu", "exec to READY=1: the service's CPU time", "ms")
+FRONT_ENDS_CPU = Row("start", "ready_front_ends", "exec to READY=1: the CPU time of NVIDIA's front ends", "ms")
 READY_NO_SERVER = Row("start", "ready_no_server", "exec to READY=1, no server waited for", "ms")
 STOP = Row("start", "stop", "SIGTERM to exit", "ms")
 
@@ -21,6 +24,8 @@ def measure(setting, variant, tools):
             if host.servers():
                 yield "ready", [milliseconds(service.ready)]
                 yield "beyond", [milliseconds(service.ready) - bare_start]
+                yield "ready_cpu", [milliseconds(process.cpu_ns(service.pid))]
+                yield "ready_front_ends", [milliseconds(process.children_cpu_ns(service.pid))]
             service.rest()
             for key, kib in memory.resident(service.pid).items():
                 yield key, [kib / 1024]
@@ -36,7 +41,7 @@ def measure_no_server(setting, variant, tools):
 def rows(setting):
     beyond = BEYOND._replace(target="<= 30" if setting.gpus == 8 else None)
     stop = STOP._replace(target="<= 40" if (setting.gpus, setting.topology) == (8, "per_gpu") else None)
-    return [BARE, READY, beyond, *memory.rows(setting), stop]
+    return [BARE, READY, beyond, OWN_CPU, FRONT_ENDS_CPU, *memory.rows(setting), stop]
 
 
 SCENARIOS = [Scenario(setting, rows(setting), measure) for setting in ALL] + [
