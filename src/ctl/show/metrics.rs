@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueHint};
 
 use crate::ctl::Error;
-use crate::ctl::published::Published;
+use crate::ctl::published::{Published, given};
 use crate::ctl::show::exposition::{Family, Format, Labels, exposition};
 use crate::ctl::show::table::printable;
 use crate::dbus::proxy::{BusError, DaemonProxy, Listed};
@@ -291,7 +291,7 @@ fn used<'d>(devices: &'d [Listed<Device>], clients: &[Listed<Client>]) -> BTreeM
 
 /// The slice that the client was given on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
-    let given: BTreeSet<&str> = client.device.iter().flat_map(|all| all.split(',')).map(str::trim).collect();
+    let given: BTreeSet<&str> = given(client).collect();
     // Two slices of one GPU can't be joined: a client that names both has one.
     let device = devices.iter().find(|device| {
         given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
