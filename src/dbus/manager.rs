@@ -157,7 +157,7 @@ impl Manager {
 
     #[zbus(property)]
     fn state_reason(&self) -> String {
-        self.service().state_reason
+        clean(&self.service().state_reason)
     }
 
     #[zbus(property)]
@@ -172,17 +172,17 @@ impl Manager {
 
     #[zbus(property)]
     fn pipe_directory(&self) -> String {
-        self.service().pipe_directory
+        clean(&self.service().pipe_directory)
     }
 
     #[zbus(property)]
     fn log_directory(&self) -> String {
-        self.service().log_directory
+        clean(&self.service().log_directory)
     }
 
     #[zbus(property)]
     fn driver_version(&self) -> String {
-        self.service().driver_version
+        clean(&self.service().driver_version)
     }
 
     #[zbus(signal)]

@@ -46,17 +46,12 @@ pub(super) trait Object: Interface + Clone {
 }
 
 /// The value of a key.
-trait Value: Sized {
+trait Value {
     /// The type on the bus.
     type Wire: Into<Variant<'static>>;
 
-    /// The value for the bus; None if it is not known.
+    /// The value for the bus, without text that the bus can't carry; None if it is not known.
     fn wire(&self) -> Option<Self::Wire>;
-
-    /// The same value without text that the bus can't carry.
-    fn cleaned(self) -> Self {
-        self
-    }
 }
 
 macro_rules! values {
@@ -77,11 +72,7 @@ impl Value for String {
     type Wire = Self;
 
     fn wire(&self) -> Option<Self> {
-        Some(self.clone())
-    }
-
-    fn cleaned(self) -> Self {
-        clean(&self)
+        Some(clean(self))
     }
 }
 
@@ -89,11 +80,7 @@ impl Value for Vec<String> {
     type Wire = Self;
 
     fn wire(&self) -> Option<Self> {
-        Some(self.clone())
-    }
-
-    fn cleaned(self) -> Self {
-        self.into_iter().map(Value::cleaned).collect()
+        Some(self.iter().map(|text| clean(text)).collect())
     }
 }
 
@@ -102,10 +89,6 @@ impl<T: Value> Value for Option<T> {
 
     fn wire(&self) -> Option<T::Wire> {
         self.as_ref()?.wire()
-    }
-
-    fn cleaned(self) -> Self {
-        self.map(Value::cleaned)
     }
 }
 
@@ -132,7 +115,7 @@ macro_rules! row {
 
         impl $row {
             pub(super) fn of($($from: $view),*) -> Self {
-                Self { $($key: Value::cleaned($source),)* }
+                Self { $($key: $source,)* }
             }
         }
 
@@ -169,7 +152,7 @@ macro_rules! object {
                     let unknown = || RequestError::Failed(concat!(stringify!($key), " is not known").to_owned());
                     #[allow(unused_variables, reason = "some values are the same for all")]
                     let $parts = self;
-                    let value: $ty = Value::cleaned($source);
+                    let value: $ty = $source;
                     value.wire().ok_or_else(unknown)
                 }
             )*
@@ -467,6 +450,6 @@ mod tests {
     fn a_nul_never_reaches_the_bus() {
         let event = view::Event::now("a\0b".to_owned());
         assert_eq!(Event::of(&event).dict()["text"], Variant::from("a\u{fffd}b"));
-        assert_eq!(vec!["\0".to_owned()].cleaned(), ["\u{fffd}"]);
+        assert_eq!(vec!["\0".to_owned()].wire().unwrap(), ["\u{fffd}"]);
     }
 }
