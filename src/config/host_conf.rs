@@ -333,6 +333,15 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
     }
 }
 
+/// One of two words.
+fn either<T>(value: &Value<'_>, [(first, one), (second, other)]: [(&str, T); 2]) -> Result<T, String> {
+    match value.text().as_ref() {
+        word if word == first => Ok(one),
+        word if word == second => Ok(other),
+        _ => Err(format!("write {first} or {second}")),
+    }
+}
+
 fn log_level(value: &Value<'_>) -> Result<LogLevel, String> {
     match value.text().as_ref() {
         "debug" => Ok(LogLevel::Debug),
@@ -344,11 +353,7 @@ fn log_level(value: &Value<'_>) -> Result<LogLevel, String> {
 }
 
 fn topology(value: &Value<'_>) -> Result<Topology, String> {
-    match value.text().as_ref() {
-        "shared" => Ok(Topology::Shared),
-        "per_gpu" => Ok(Topology::PerGpu),
-        _ => Err("write shared or per_gpu".to_owned()),
-    }
+    either(value, [("shared", Topology::Shared), ("per_gpu", Topology::PerGpu)])
 }
 
 fn thread_policy(value: &Value<'_>) -> Result<ThreadPolicy, String> {
@@ -371,27 +376,15 @@ fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
 }
 
 fn cpu_affinity(value: &Value<'_>) -> Result<CpuAffinity, String> {
-    match value.text().as_ref() {
-        "auto" => Ok(CpuAffinity::Auto),
-        "none" => Ok(CpuAffinity::None),
-        _ => Err("write auto or none".to_owned()),
-    }
+    either(value, [("auto", CpuAffinity::Auto), ("none", CpuAffinity::None)])
 }
 
 fn overuse(value: &Value<'_>) -> Result<OnOveruse, String> {
-    match value.text().as_ref() {
-        "report" => Ok(OnOveruse::Report),
-        "terminate" => Ok(OnOveruse::Terminate),
-        _ => Err("write report or terminate".to_owned()),
-    }
+    either(value, [("report", OnOveruse::Report), ("terminate", OnOveruse::Terminate)])
 }
 
 fn may_terminate(value: &Value<'_>) -> Result<MayTerminate, String> {
-    match value.text().as_ref() {
-        "root" => Ok(MayTerminate::Root),
-        "owner" => Ok(MayTerminate::Owner),
-        _ => Err("write root or owner".to_owned()),
-    }
+    either(value, [("root", MayTerminate::Root), ("owner", MayTerminate::Owner)])
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use clap::Args;
 use crate::counted::counted;
 use crate::ctl::Error;
 use crate::ctl::complete;
-use crate::ctl::published::published_name;
+use crate::ctl::published::{given, is_called, published_name};
 use crate::ctl::show::clients::state_in_words;
 use crate::ctl::show::table::printable;
 use crate::ctl::slurm;
@@ -80,14 +80,6 @@ fn choose<'d>(
     first.copied().ok_or_else(|| format!("no slice is free: {}", obstacles(&wanted)))
 }
 
-/// Whether this is the published name of the slice or of its GPU.
-fn is_called(device: &Device, name: &str) -> bool {
-    let uuid = device.device_path.as_ref();
-    device.addr == name
-        || device.base_addr == name
-        || uuid.is_some_and(|uuid| uuid.eq_ignore_ascii_case(name))
-}
-
 /// Whether this is part of a name of the GPU's model.
 fn is_model(device: &Device, name: &str) -> bool {
     let part = name.to_lowercase();
@@ -116,10 +108,6 @@ fn uses_gpu(client: &Client, device: &Device) -> bool {
     } else {
         device.device_path.as_ref() == Some(&client.gpu)
     }
-}
-
-fn given(client: &Client) -> impl Iterator<Item = &str> {
-    client.device.iter().flat_map(|names| names.split(',')).map(str::trim)
 }
 
 /// The reason why a slice takes no client now.

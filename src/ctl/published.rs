@@ -99,6 +99,19 @@ pub(in crate::ctl) fn published_name(name: &str, devices: &[Listed<Device>]) -> 
     .map_or_else(|| name.to_owned(), |address| format!("{}{ordinal}", address.short()))
 }
 
+/// Whether this is the published name of the slice or of its GPU.
+pub(in crate::ctl) fn is_called(device: &Device, name: &str) -> bool {
+    let uuid = device.device_path.as_ref();
+    device.addr == name
+        || device.base_addr == name
+        || uuid.is_some_and(|uuid| uuid.eq_ignore_ascii_case(name))
+}
+
+/// The names of the slices that a client was given.
+pub(in crate::ctl) fn given(client: &Client) -> impl Iterator<Item = &str> {
+    client.device.iter().flat_map(|names| names.split(',')).map(str::trim)
+}
+
 impl Published {
     pub(in crate::ctl) async fn with(
         service: Listed<Service>,

@@ -1,6 +1,7 @@
 //! The large answers, made once for each Snapshot as the bytes that are sent, and shared by all who ask for them.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Serialize, Serializer};
@@ -12,11 +13,12 @@ use zbus::wire::serialized::Context;
 use zbus::wire::{Endian, Type};
 use zbus::{ObjectPath, Variant, interface};
 
+use super::MANAGER;
 use super::control::ControlInterface;
 use super::gate::Gate;
 use super::manager::Manager;
+use super::request::{RequestError, Result};
 use super::rows::{Device, Dict, Gpu, Object, Row, Service, Slice, WholeGpu, property_name};
-use super::{MANAGER, RequestError};
 use crate::publish::snapshot::Snapshot;
 
 /// The properties of an object, by interface, under the names that they have on D-Bus.
@@ -48,7 +50,7 @@ impl Answer<'_> {
 }
 
 impl Serialize for Answer<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let Self(question, snapshot) = *self;
         let gpus = snapshot.gpus.as_deref().unwrap_or_default();
         match question {
@@ -57,47 +59,41 @@ impl Serialize for Answer<'_> {
             }
             Question::Gpus => serializer.collect_seq(gpus.iter().map(|gpu| Gpu::of(gpu).dict())),
             Question::Objects => {
-                let manager = || {
-                    let properties = properties(&Service::of(snapshot));
-                    Interfaces::from([
-                        (Manager::name(), properties),
-                        (ControlInterface::name(), BTreeMap::new()),
-                    ])
-                };
-                let mut objects: BTreeMap<String, Box<dyn Fn() -> Interfaces + '_>> = BTreeMap::new();
-                objects.insert(MANAGER.to_owned(), Box::new(manager));
-                for object in gpus.iter().cloned().map(WholeGpu) {
-                    objects.insert(object.path(), Box::new(move || interfaces(&object)));
-                }
-                for object in snapshot.slices().map(|(gpu, slice)| Slice(Arc::clone(gpu), slice)) {
-                    objects.insert(object.path(), Box::new(move || interfaces(&object)));
-                }
-                serializer.collect_map(objects.iter().map(|(path, interfaces)| (path, interfaces())))
+                let manager = Interfaces::from([
+                    (Manager::name(), properties(&Service::of(snapshot))),
+                    (ControlInterface::name(), BTreeMap::new()),
+                ]);
+                let gpus = gpus.iter().map(|gpu| shown(&WholeGpu(Arc::clone(gpu))));
+                let slices = snapshot.slices().map(|(gpu, slice)| shown(&Slice(Arc::clone(gpu), slice)));
+                serializer.collect_map([(MANAGER.to_owned(), manager)].into_iter().chain(gpus).chain(slices))
             }
         }
     }
 }
 
-fn interfaces<O: Object>(object: &O) -> Interfaces {
-    Interfaces::from([(O::name(), properties(&object.row()))])
+/// The path of an object, and what it shows there.
+fn shown<O: Object>(object: &O) -> (String, Interfaces) {
+    (object.path(), Interfaces::from([(O::name(), properties(&object.row()))]))
 }
 
 fn properties(row: &impl Row) -> BTreeMap<String, Variant<'static>> {
     row.dict().into_iter().map(|(key, value)| (property_name(key), value)).collect()
 }
 
-/// The answers that were made for a Snapshot, each for callers with this order of bytes.
+/// An answer that was made from a Snapshot, for callers with this order of bytes.
 #[derive(Debug)]
 struct Made {
     of: Arc<Snapshot>,
-    answers: Vec<(Question, Endian, Arc<[u8]>)>,
+    question: Question,
+    endian: Endian,
+    bytes: Arc<[u8]>,
 }
 
 /// The present Snapshot, and the answers that it gives.
 #[derive(Debug, Clone)]
 pub(super) struct Present {
     snapshot: watch::Receiver<Arc<Snapshot>>,
-    made: Arc<Mutex<Option<Made>>>,
+    made: Arc<Mutex<Vec<Made>>>,
 }
 
 impl Present {
@@ -115,26 +111,22 @@ impl Present {
         question: Question,
         snapshot: &Arc<Snapshot>,
         call: &Header<'_>,
-    ) -> Result<Arc<[u8]>, RequestError> {
+    ) -> Result<Arc<[u8]>> {
         let endian = call.primary().endian_sig().into();
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
-        let made = match made.as_mut() {
-            Some(known) if Arc::ptr_eq(&known.of, snapshot) => known,
-            _ => made.insert(Made { of: Arc::clone(snapshot), answers: Vec::new() }),
-        };
-        let is_it = |(of, order, _): &&(Question, Endian, Arc<[u8]>)| *of == question && *order == endian;
-        if let Some((.., answer)) = made.answers.iter().find(is_it) {
-            return Ok(Arc::clone(answer));
+        made.retain(|one| Arc::ptr_eq(&one.of, snapshot));
+        if let Some(known) = made.iter().find(|one| one.question == question && one.endian == endian) {
+            return Ok(Arc::clone(&known.bytes));
         }
         let failed = |error: zbus::Error| RequestError::Failed(error.to_string());
-        let answer = Answer(question, snapshot).bytes(endian).map_err(failed)?;
-        made.answers.push((question, endian, Arc::clone(&answer)));
-        Ok(answer)
+        let bytes = Answer(question, snapshot).bytes(endian).map_err(failed)?;
+        made.push(Made { of: Arc::clone(snapshot), question, endian, bytes: Arc::clone(&bytes) });
+        Ok(bytes)
     }
 
     /// Drops the answers: there is a new Snapshot.
     pub(super) fn forget(&self) {
-        *self.made.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.made.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }
 
@@ -155,7 +147,7 @@ impl Objects {
 impl Objects {
     #[zbus(out_args("objpath_interfaces_and_properties"))]
     #[expect(clippy::needless_pass_by_value, reason = "zbus gives it away")]
-    fn get_managed_objects(&self, #[zbus(header)] call: Header<'_>) -> Result<ManagedObjects, RequestError> {
+    fn get_managed_objects(&self, #[zbus(header)] call: Header<'_>) -> Result<ManagedObjects> {
         let snapshot = self.present.snapshot();
         self.gate.answer_with(&call, self.present.answer(Question::Objects, &snapshot, &call)?)?;
         Ok(ManagedObjects::new())
@@ -165,16 +157,13 @@ impl Objects {
     async fn interfaces_added(
         emitter: &SignalEmitter<'_>,
         object_path: ObjectPath<'_>,
-        interfaces_and_properties: std::collections::HashMap<
-            InterfaceName<'_>,
-            std::collections::HashMap<&str, Variant<'_>>,
-        >,
+        interfaces_and_properties: HashMap<InterfaceName<'_>, HashMap<&str, Variant<'_>>>,
     ) -> zbus::Result<()>;
 
     #[zbus(signal)]
     async fn interfaces_removed(
         emitter: &SignalEmitter<'_>,
         object_path: ObjectPath<'_>,
-        interfaces: std::borrow::Cow<'_, [InterfaceName<'_>]>,
+        interfaces: Cow<'_, [InterfaceName<'_>]>,
     ) -> zbus::Result<()>;
 }

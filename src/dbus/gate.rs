@@ -76,20 +76,14 @@ pub(super) struct Gate {
     asker: Connection,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Requester {
-    /// The user, as the kernel has told the bus.
-    pub(super) uid: u32,
-}
-
 impl Gate {
     /// Joins the bus at `address`. The socket is for the connection that serves.
     ///
     /// # Errors
     /// The bus can't be reached.
-    pub(super) async fn open(address: &Address) -> zbus::Result<(Arc<Self>, GatedSocket)> {
+    pub(super) async fn open(address: &Address) -> zbus::Result<(Arc<Self>, Ends<GatedReader, GatedWriter>)> {
         let (incoming, outgoing) = wire::connect(address).await?;
-        let asker = Builder::socket(AnswersOnly { incoming, outgoing }).build().await?;
+        let asker = Builder::socket(Ends(AnswersReader(incoming), PlainWriter(outgoing))).build().await?;
         let (incoming, outgoing) = wire::connect(address).await?;
         let inside = Inside { calls: HashMap::new(), callers: Callers::new(Instant::now()), last_look: None };
         let gate = Arc::new(Self {
@@ -99,14 +93,16 @@ impl Gate {
             socket: tokio::sync::Mutex::new(outgoing),
             asker,
         });
-        Ok((Arc::clone(&gate), GatedSocket { gate, incoming }))
+        let reader = GatedReader { gate: Arc::clone(&gate), incoming };
+        Ok((Arc::clone(&gate), Ends(reader, GatedWriter(gate))))
     }
 
-    /// Makes a request of a call: it may take its time, and the next call is answered meanwhile.
+    /// Makes a request of a call: it may take its time, and the next call is answered meanwhile. Returns the user, as
+    /// the kernel has told the bus.
     ///
     /// # Errors
     /// The user has too many under way.
-    pub(super) fn request(&self, header: &Header<'_>) -> Result<Requester, RequestError> {
+    pub(super) fn request(&self, header: &Header<'_>) -> Result<u32, RequestError> {
         let unknown = || RequestError::AccessDenied("the bus doesn't say who you are".to_owned());
         let sender = header.sender().ok_or_else(unknown)?.as_str();
         let mut inside = self.inside();
@@ -120,7 +116,7 @@ impl Gate {
         }
         drop(inside);
         self.freed.notify_one();
-        Ok(Requester { uid })
+        Ok(uid)
     }
 
     /// Has a call answered with these bytes as the body, in the place of the body of the answer that zbus sends. So
@@ -290,20 +286,15 @@ impl Gate {
     }
 }
 
-/// The socket of the connection that serves.
-#[derive(Debug)]
-pub(super) struct GatedSocket {
-    gate: Arc<Gate>,
-    incoming: Incoming,
-}
+/// The two ends of the socket of a connection.
+pub(super) struct Ends<R, W>(R, W);
 
-impl Socket for GatedSocket {
-    type ReadHalf = GatedReader;
-    type WriteHalf = GatedWriter;
+impl<R: ReadHalf, W: WriteHalf> Socket for Ends<R, W> {
+    type ReadHalf = R;
+    type WriteHalf = W;
 
-    fn split(self) -> Split<GatedReader, GatedWriter> {
-        let Self { gate, incoming } = self;
-        Split::new(GatedReader { gate: Arc::clone(&gate), incoming }, GatedWriter(gate))
+    fn split(self) -> Split<R, W> {
+        Split::new(self.0, self.1)
     }
 }
 
@@ -400,22 +391,7 @@ fn answer_or_news(arrival: Arrival) -> Option<Message> {
     (!is_news || from_bus).then_some(arrival.message)
 }
 
-/// The socket of a connection that only asks.
-#[derive(Debug)]
-struct AnswersOnly {
-    incoming: Incoming,
-    outgoing: OwnedWriteHalf,
-}
-
-impl Socket for AnswersOnly {
-    type ReadHalf = AnswersReader;
-    type WriteHalf = PlainWriter;
-
-    fn split(self) -> Split<AnswersReader, PlainWriter> {
-        Split::new(AnswersReader(self.incoming), PlainWriter(self.outgoing))
-    }
-}
-
+/// The reading end of a connection that only asks.
 #[derive(Debug)]
 struct AnswersReader(Incoming);
 

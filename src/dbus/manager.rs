@@ -11,7 +11,7 @@ use zbus::object_server::SignalEmitter;
 use super::answers::{Present, Question};
 use super::callers::is_privileged;
 use super::gate::Gate;
-use super::request::{Request, RequestError, ask, bounded_name, bounded_names};
+use super::request::{Request, RequestError, Result, ask, bounded_name, bounded_names};
 use super::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service, clean};
 use crate::publish::container::{ContainerConfig, ContainerError, container_config};
 use crate::publish::one_slice;
@@ -47,7 +47,7 @@ impl Manager {
     }
 
     /// Has a large answer sent. The gate puts it in the place of the empty list that is returned here.
-    fn list(&self, question: Question, call: &Header<'_>) -> Result<Vec<Dict>, RequestError> {
+    fn list(&self, question: Question, call: &Header<'_>) -> Result<Vec<Dict>> {
         let snapshot = self.snapshot();
         known(&snapshot)?;
         self.gate.answer_with(call, self.present.answer(question, &snapshot, call)?)?;
@@ -64,7 +64,7 @@ fn not_ready(snapshot: &Snapshot) -> RequestError {
     ContainerError::not_ready(snapshot).into()
 }
 
-fn known(snapshot: &Snapshot) -> Result<(), RequestError> {
+fn known(snapshot: &Snapshot) -> Result<()> {
     if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready(snapshot)) }
 }
 
@@ -72,18 +72,18 @@ fn known(snapshot: &Snapshot) -> Result<(), RequestError> {
 impl Manager {
     #[zbus(out_args("devices"))]
     #[expect(clippy::needless_pass_by_value, reason = "zbus gives it away")]
-    fn list_devices(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>, RequestError> {
+    fn list_devices(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>> {
         self.list(Question::Devices, &call)
     }
 
     #[zbus(out_args("gpus"))]
     #[expect(clippy::needless_pass_by_value, reason = "zbus gives it away")]
-    fn list_gpus(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>, RequestError> {
+    fn list_gpus(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>> {
         self.list(Question::Gpus, &call)
     }
 
     #[zbus(out_args("device"))]
-    fn get_device(&self, name: &str) -> Result<Dict, RequestError> {
+    fn get_device(&self, name: &str) -> Result<Dict> {
         bounded_name(name)?;
         let snapshot = self.snapshot();
         known(&snapshot)?;
@@ -102,7 +102,7 @@ impl Manager {
     fn get_container_config(
         &self,
         devices: Vec<String>,
-    ) -> Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>), RequestError> {
+    ) -> Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)> {
         bounded_names(&devices)?;
         let config = container_config(&self.snapshot(), devices)?;
         self.warn_of_several(&config);
@@ -116,19 +116,15 @@ impl Manager {
     }
 
     #[zbus(out_args("clients"))]
-    async fn list_clients(&self, #[zbus(header)] header: Header<'_>) -> Result<Vec<Dict>, RequestError> {
+    async fn list_clients(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>> {
         known(&self.snapshot())?;
-        let uid = self.gate.request(&header)?.uid;
+        let uid = self.gate.request(&call)?;
         let clients = ask(&self.requests, |reply| Request::Clients(uid, reply)).await?;
         Ok(clients.iter().map(|client| Client::of(client).dict()).collect())
     }
 
-    async fn terminate_client(
-        &self,
-        pid: u32,
-        #[zbus(header)] header: Header<'_>,
-    ) -> Result<(), RequestError> {
-        let uid = self.gate.request(&header)?.uid;
+    async fn terminate_client(&self, pid: u32, #[zbus(header)] call: Header<'_>) -> Result<()> {
+        let uid = self.gate.request(&call)?;
         // The control daemon waits for the client, and everybody for the control daemon: a program that does not let go
         // keeps it from all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that stop
         // the client all the time: for as long as that goes on, whatever continues it. So the configuration decides
@@ -161,7 +157,7 @@ impl Manager {
 
     #[zbus(property)]
     fn state_reason(&self) -> String {
-        self.service().state_reason
+        clean(&self.service().state_reason)
     }
 
     #[zbus(property)]
@@ -176,17 +172,17 @@ impl Manager {
 
     #[zbus(property)]
     fn pipe_directory(&self) -> String {
-        self.service().pipe_directory
+        clean(&self.service().pipe_directory)
     }
 
     #[zbus(property)]
     fn log_directory(&self) -> String {
-        self.service().log_directory
+        clean(&self.service().log_directory)
     }
 
     #[zbus(property)]
     fn driver_version(&self) -> String {
-        self.service().driver_version
+        clean(&self.service().driver_version)
     }
 
     #[zbus(signal)]

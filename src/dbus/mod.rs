@@ -19,7 +19,7 @@ use zbus::connection::Builder;
 use zbus::fdo::{DBusProxy, Properties, RequestNameFlags};
 use zbus::names::InterfaceName;
 use zbus::object_server::{Interface, SignalEmitter};
-use zbus::{Address, Connection};
+use zbus::{Address, Connection, ObjectPath};
 
 use crate::publish::snapshot::{GpuView, Snapshot, slices_of};
 
@@ -117,17 +117,15 @@ impl Bus {
     /// Tells whoever listens that a GPU's server met a fatal error, and which clients it hit. None of them need be the
     /// culprit.
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
-        let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
         let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
-        if let Err(e) = Manager::client_fault(&emitter, &gpu_uuid, pids, &reason).await {
+        if let Err(e) = Manager::client_fault(&self.manager(), &gpu_uuid, pids, &reason).await {
             tracing::debug!("the bus was not told of a fault on {gpu_uuid}: {e}");
         }
     }
 
     /// Tells whoever listens that a slice has gone over its budget.
     pub async fn over_use(&self, device: &str, reasons: &[&str], pids: &[u32]) {
-        let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
-        if let Err(e) = Manager::over_use(&emitter, &clean(device), reasons, pids).await {
+        if let Err(e) = Manager::over_use(&self.manager(), &clean(device), reasons, pids).await {
             tracing::debug!("the bus was not told of the overuse of {device}: {e}");
         }
     }
@@ -147,12 +145,18 @@ impl Bus {
         let slice = |(gpu, slice): (&Arc<GpuView>, u32)| Slice(Arc::clone(gpu), slice);
         mirror_objects(&self.connection, slices_of(&gone).map(slice), slices_of(&come).map(slice)).await?;
 
-        let emitter = SignalEmitter::from_parts(self.connection.clone(), manager_path());
+        let emitter = self.manager();
         tell_changes(&emitter, Manager::name(), &Service::of(&old), &Service::of(&new)).await?;
         if new.generation > old.generation {
             Manager::devices_changed(&emitter, new.generation).await?;
         }
         Ok(())
+    }
+
+    /// The object that sends the signals of the whole service.
+    fn manager(&self) -> SignalEmitter<'static> {
+        let path = ObjectPath::from_static_str_unchecked(MANAGER);
+        SignalEmitter::from_parts(self.connection.clone(), path)
     }
 
     /// The owner of the name, in words.
@@ -165,10 +169,6 @@ impl Bus {
             Err(_) => "another process".to_owned(),
         }
     }
-}
-
-fn manager_path() -> zbus::ObjectPath<'static> {
-    zbus::ObjectPath::from_static_str_unchecked(MANAGER)
 }
 
 /// The GPUs of one Snapshot that another does not have, or has in another state.

@@ -176,10 +176,8 @@ impl DaemonProxy {
             let silent = io::Error::other(format!("it did not let us in within {seconds} s"));
             BusError::Bus(zbus::Error::InputOutput(Arc::new(silent)))
         })??;
-        let manager = ManagerProxy::builder(&connection);
-        let manager = manager.cache_properties(zbus::proxy::CacheProperties::No).build().await?;
-        let control = ControlProxy::builder(&connection);
-        let control = control.cache_properties(zbus::proxy::CacheProperties::No).build().await?;
+        let manager = ManagerProxy::new(&connection).await?;
+        let control = ControlProxy::new(&connection).await?;
         Ok(Self { manager, control })
     }
 

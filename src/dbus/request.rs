@@ -49,15 +49,7 @@ impl DBusError for RequestError {
     }
 
     fn name(&self) -> ErrorName<'_> {
-        ErrorName::from_static_str_unchecked(match self {
-            Self::NotReady(_) => "io.yunion.Mps1.Error.NotReady",
-            Self::NoSuchDevice(_) => "io.yunion.Mps1.Error.NoSuchDevice",
-            Self::NoSuchClient(_) => "io.yunion.Mps1.Error.NoSuchClient",
-            Self::InvalidConfig(_) => "io.yunion.Mps1.Error.InvalidConfig",
-            Self::Busy(_) => "io.yunion.Mps1.Error.Busy",
-            Self::AccessDenied(_) => "org.freedesktop.DBus.Error.AccessDenied",
-            Self::Failed(_) => "io.yunion.Mps1.Error.Failed",
-        })
+        ErrorName::from_static_str_unchecked(self.name_and_text().0)
     }
 
     fn description(&self) -> Option<&str> {
@@ -66,21 +58,28 @@ impl DBusError for RequestError {
 }
 
 impl RequestError {
-    fn text(&self) -> &str {
+    fn name_and_text(&self) -> (&'static str, &str) {
         match self {
-            Self::NotReady(text)
-            | Self::NoSuchDevice(text)
-            | Self::NoSuchClient(text)
-            | Self::InvalidConfig(text)
-            | Self::Busy(text)
-            | Self::AccessDenied(text)
-            | Self::Failed(text) => text,
+            Self::NotReady(text) => ("io.yunion.Mps1.Error.NotReady", text),
+            Self::NoSuchDevice(text) => ("io.yunion.Mps1.Error.NoSuchDevice", text),
+            Self::NoSuchClient(text) => ("io.yunion.Mps1.Error.NoSuchClient", text),
+            Self::InvalidConfig(text) => ("io.yunion.Mps1.Error.InvalidConfig", text),
+            Self::Busy(text) => ("io.yunion.Mps1.Error.Busy", text),
+            Self::AccessDenied(text) => ("org.freedesktop.DBus.Error.AccessDenied", text),
+            Self::Failed(text) => ("io.yunion.Mps1.Error.Failed", text),
         }
+    }
+
+    fn text(&self) -> &str {
+        self.name_and_text().1
     }
 }
 
+/// The answer to a call.
+pub(super) type Result<T> = std::result::Result<T, RequestError>;
+
 /// Takes the answer to a request.
-pub type Reply<T> = oneshot::Sender<Result<T, RequestError>>;
+pub type Reply<T> = oneshot::Sender<std::result::Result<T, RequestError>>;
 
 /// Something that only the daemon can do or find out. A request without an answer for a minute fails.
 #[derive(Debug)]
@@ -126,7 +125,7 @@ impl From<ContainerError> for RequestError {
 pub(super) async fn ask<T>(
     requests: &mpsc::Sender<Request>,
     request: impl FnOnce(Reply<T>) -> Request,
-) -> Result<T, RequestError> {
+) -> Result<T> {
     let (reply, answer) = oneshot::channel();
     let exchange = async {
         requests.send(request(reply)).await.ok()?;
@@ -149,7 +148,7 @@ pub(super) const NAME_MAX: usize = 64;
 const NAMES_MAX: usize = 1024;
 
 /// Refuses what can't be a name. The error does not repeat it.
-pub(super) fn bounded_name(name: &str) -> Result<(), RequestError> {
+pub(super) fn bounded_name(name: &str) -> Result<()> {
     if name.len() <= NAME_MAX {
         return Ok(());
     }
@@ -158,7 +157,7 @@ pub(super) fn bounded_name(name: &str) -> Result<(), RequestError> {
 }
 
 /// Refuses what can't be a list of names.
-pub(super) fn bounded_names(names: &[String]) -> Result<(), RequestError> {
+pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     if names.len() > NAMES_MAX {
         let count = names.len();
         return Err(RequestError::Failed(format!("{count} devices are named, and {NAMES_MAX} are allowed")));

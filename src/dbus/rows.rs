@@ -46,17 +46,12 @@ pub(super) trait Object: Interface + Clone {
 }
 
 /// The value of a key.
-trait Value: Sized {
+trait Value {
     /// The type on the bus.
     type Wire: Into<Variant<'static>>;
 
-    /// The value for the bus; None if it is not known.
+    /// The value for the bus, without text that the bus can't carry; None if it is not known.
     fn wire(&self) -> Option<Self::Wire>;
-
-    /// The same value without text that the bus can't carry.
-    fn cleaned(self) -> Self {
-        self
-    }
 }
 
 macro_rules! values {
@@ -77,11 +72,7 @@ impl Value for String {
     type Wire = Self;
 
     fn wire(&self) -> Option<Self> {
-        Some(self.clone())
-    }
-
-    fn cleaned(self) -> Self {
-        clean(&self)
+        Some(clean(self))
     }
 }
 
@@ -89,11 +80,7 @@ impl Value for Vec<String> {
     type Wire = Self;
 
     fn wire(&self) -> Option<Self> {
-        Some(self.clone())
-    }
-
-    fn cleaned(self) -> Self {
-        self.into_iter().map(Value::cleaned).collect()
+        Some(self.iter().map(|text| clean(text)).collect())
     }
 }
 
@@ -102,10 +89,6 @@ impl<T: Value> Value for Option<T> {
 
     fn wire(&self) -> Option<T::Wire> {
         self.as_ref()?.wire()
-    }
-
-    fn cleaned(self) -> Self {
-        self.map(Value::cleaned)
     }
 }
 
@@ -132,7 +115,7 @@ macro_rules! row {
 
         impl $row {
             pub(super) fn of($($from: $view),*) -> Self {
-                Self { $($key: Value::cleaned($source),)* }
+                Self { $($key: $source,)* }
             }
         }
 
@@ -155,7 +138,7 @@ macro_rules! row {
 macro_rules! object {
     (
         $(#[$doc:meta])*
-        $row:ident $from:tt by $object:ident as $view:tt on $interface:literal {
+        $row:ident $from:tt by $object:ident on $interface:literal as $parts:pat => {
             $($($emits:literal)? $key:ident: $ty:ty = $source:expr;)*
         }
     ) => {
@@ -168,8 +151,8 @@ macro_rules! object {
                 fn $key(&self) -> Result<<$ty as Value>::Wire, RequestError> {
                     let unknown = || RequestError::Failed(concat!(stringify!($key), " is not known").to_owned());
                     #[allow(unused_variables, reason = "some values are the same for all")]
-                    let $view = self.view();
-                    let value: $ty = Value::cleaned($source);
+                    let $parts = self;
+                    let value: $ty = $source;
                     value.wire().ok_or_else(unknown)
                 }
             )*
@@ -181,13 +164,14 @@ macro_rules! object {
 macro_rules! gpu_object {
     (
         $(#[$doc:meta])*
-        $row:ident($gpu:ident: $of:ty $(, $slice:ident: $ordinal:ty)?) by $object:ident as $view:tt on $interface:literal {
+        $row:ident($gpu:ident: $of:ty $(, $slice:ident: $ordinal:ty)?)
+        by $object:ident on $interface:literal as $parts:pat => {
             $($own:tt)*
         }
     ) => {
         object! {
             $(#[$doc])*
-            $row($gpu: $of $(, $slice: $ordinal)?) by $object as $view on $interface {
+            $row($gpu: $of $(, $slice: $ordinal)?) by $object on $interface as $parts => {
                 $($own)*
                 compute_mode: Option<String> = $gpu.compute_mode.map(|mode| mode.to_string());
                 "const" detected_on_host: bool = true;
@@ -215,7 +199,7 @@ macro_rules! gpu_object {
 
 gpu_object! {
     /// A slice, as `ListDevices` has it.
-    Device(gpu: &GpuView, slice: u32) by Slice as (gpu, slice) on "io.yunion.Mps1.Device" {
+    Device(gpu: &GpuView, slice: u32) by Slice on "io.yunion.Mps1.Device" as &Slice(ref gpu, slice) => {
         "const" addr: String = gpu.slice_name(slice);
         "const" base_addr: String = gpu.plan.gpu.pci.address.short();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
@@ -237,7 +221,7 @@ gpu_object! {
 
 gpu_object! {
     /// A GPU, as `ListGpus` has it.
-    Gpu(gpu: &GpuView) by WholeGpu as gpu on "io.yunion.Mps1.Gpu" {
+    Gpu(gpu: &GpuView) by WholeGpu on "io.yunion.Mps1.Gpu" as WholeGpu(gpu) => {
         addr: String = gpu.plan.gpu.pci.address.short();
         base_addr: String = gpu.plan.gpu.pci.address.short();
         confirmed_memory_limit: Option<i32> = gpu.confirmed_memory_limit_mib.map(mib);
@@ -260,18 +244,6 @@ pub(super) struct Slice(pub(super) Arc<GpuView>, pub(super) u32);
 /// The object of a GPU.
 #[derive(Debug, Clone)]
 pub(super) struct WholeGpu(pub(super) Arc<GpuView>);
-
-impl Slice {
-    fn view(&self) -> (&GpuView, u32) {
-        (&self.0, self.1)
-    }
-}
-
-impl WholeGpu {
-    fn view(&self) -> &GpuView {
-        &self.0
-    }
-}
 
 impl Object for Slice {
     type Row = Device;
@@ -478,6 +450,6 @@ mod tests {
     fn a_nul_never_reaches_the_bus() {
         let event = view::Event::now("a\0b".to_owned());
         assert_eq!(Event::of(&event).dict()["text"], Variant::from("a\u{fffd}b"));
-        assert_eq!(vec!["\0".to_owned()].cleaned(), ["\u{fffd}"]);
+        assert_eq!(vec!["\0".to_owned()].wire().unwrap(), ["\u{fffd}"]);
     }
 }

@@ -34,17 +34,15 @@ const ANSWER_MAX: usize = 1 << 20;
 /// # Errors
 /// It is not there, or the address is not that of a Unix socket.
 pub(super) async fn connect(address: &Address) -> io::Result<(Incoming, OwnedWriteHalf)> {
-    let stream = match address.transport() {
-        Transport::Unix(unix) => match unix.path() {
-            UnixSocket::File(path) => UnixStream::connect(path).await?,
-            UnixSocket::Abstract(name) => {
-                let name = std::os::unix::ffi::OsStrExt::as_bytes(name.as_os_str());
-                let stream = StdStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-                stream.set_nonblocking(true)?;
-                UnixStream::from_std(stream)?
-            }
-            _ => return Err(not_a_socket(address)),
-        },
+    let Transport::Unix(unix) = address.transport() else { return Err(not_a_socket(address)) };
+    let stream = match unix.path() {
+        UnixSocket::File(path) => UnixStream::connect(path).await?,
+        UnixSocket::Abstract(name) => {
+            let name = std::os::unix::ffi::OsStrExt::as_bytes(name.as_os_str());
+            let stream = StdStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+            stream.set_nonblocking(true)?;
+            UnixStream::from_std(stream)?
+        }
         _ => return Err(not_a_socket(address)),
     };
     let (read, write) = stream.into_split();

@@ -226,7 +226,6 @@ fn pipe_directory_mounts(snapshot: &Snapshot, gpus: &[&GpuView], pipe_directory:
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
 }
 
-/// Whether no new client gets the slice, or any slice of the GPU.
 /// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
 /// the container.
 fn memory_limits(gpus: &[&GpuView]) -> String {

@@ -10,7 +10,7 @@ use tokio::time::sleep;
 
 use crate::counted::counted;
 use crate::ctl::complete;
-use crate::ctl::published::published_name;
+use crate::ctl::published::{given, is_called, published_name};
 use crate::ctl::show::table::{Shown, is_drawn_on, printable, prose, table};
 use crate::ctl::signals::Signals;
 use crate::ctl::{Error, FAILED};
@@ -145,19 +145,14 @@ impl Scope {
         let named: Vec<String> = names.iter().map(|name| published_name(name, devices)).collect();
         let mut gpus: Vec<DrainedGpu> = Vec::new();
         for device in devices {
-            let uuid = &device.device_path;
-            let is_drained = named.iter().any(|name| {
-                *name == device.addr
-                    || *name == device.base_addr
-                    || uuid.as_ref().is_some_and(|uuid| uuid.eq_ignore_ascii_case(name))
-            });
+            let is_drained = named.iter().any(|name| is_called(device, name));
             let place = gpus.iter().position(|gpu| gpu.addr == device.base_addr);
             let slice = (device.addr.clone(), is_drained);
             match place.and_then(|place| gpus.get_mut(place)) {
                 Some(gpu) => gpu.slices.extend([slice]),
                 None => gpus.push(DrainedGpu {
                     addr: device.base_addr.clone(),
-                    uuid: uuid.clone(),
+                    uuid: device.device_path.clone(),
                     slices: BTreeMap::from([slice]),
                 }),
             }
@@ -168,7 +163,7 @@ impl Scope {
 
     /// Whether a client may be one of a drained slice. A client that does not say its slice may be one of any.
     fn has(&self, client: &Client) -> bool {
-        let given: Vec<&str> = client.device.iter().flat_map(|all| all.split(',')).map(str::trim).collect();
+        let given: Vec<&str> = given(client).collect();
         let of_gpu = |gpu: &DrainedGpu| {
             let mut known = given.iter().filter_map(|name| gpu.slices.get(*name)).peekable();
             if client.gpu.is_empty() {

@@ -16,28 +16,16 @@ pub(super) enum Format {
 /// The names of labels with their values.
 pub(super) type Labels = Vec<(&'static str, String)>;
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    Gauge,
-    Counter,
-}
-
-/// The unit of a value, which its name ends in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Unit {
-    Bytes,
-    Ratio,
-    Seconds,
-}
+/// The units of values.
+const UNITS: [&str; 3] = ["bytes", "ratio", "seconds"];
 
 /// A metric with all its samples.
 #[derive(Debug)]
 pub(super) struct Family {
-    /// Without the service's prefix, and without the unit.
+    /// Without the service's prefix. A name that ends in `total` is that of a counter. All others are gauges, and the
+    /// name of one with a unit ends in it.
     pub(super) name: &'static str,
     pub(super) help: &'static str,
-    pub(super) kind: Kind,
-    pub(super) unit: Option<Unit>,
     pub(super) samples: Vec<(Labels, f64)>,
 }
 
@@ -55,28 +43,21 @@ pub(super) fn exposition(families: &[Family], format: Format) -> String {
 
 impl Family {
     fn append_to(&self, text: &mut String, format: Format) {
-        let mut name = format!("yunion_mps_{}", self.name);
-        let unit = self.unit.map(|unit| match unit {
-            Unit::Bytes => "bytes",
-            Unit::Ratio => "ratio",
-            Unit::Seconds => "seconds",
-        });
-        name.extend(unit.iter().flat_map(|unit| ["_", unit]));
-        let (kind, total) = match self.kind {
-            Kind::Gauge => ("gauge", ""),
-            Kind::Counter => ("counter", "_total"),
-        };
+        let name = format!("yunion_mps_{}", self.name);
+        let without_total = name.strip_suffix("_total");
+        let kind = if without_total.is_some() { "counter" } else { "gauge" };
         // The older format knows only the names of samples.
         let described = match format {
-            Format::Openmetrics => name.clone(),
-            Format::Prometheus => format!("{name}{total}"),
+            Format::Openmetrics => without_total.unwrap_or(&name),
+            Format::Prometheus => &name,
         };
         *text += &format!("# HELP {described} {}\n# TYPE {described} {kind}\n", self.help);
+        let unit = name.rsplit('_').next().filter(|word| UNITS.contains(word));
         if let (Some(unit), Format::Openmetrics) = (unit, format) {
             *text += &format!("# UNIT {described} {unit}\n");
         }
         for (labels, value) in &self.samples {
-            *text += &format!("{name}{total}{} {value}\n", braces(labels));
+            *text += &format!("{name}{} {value}\n", braces(labels));
         }
     }
 }
@@ -104,21 +85,13 @@ mod tests {
     fn families() -> [Family; 3] {
         let odd = vec![("gpu", "0".to_owned()), ("user", "a\"b\\c\nd".to_owned())];
         [
+            Family { name: "faults_total", help: "Faults.", samples: vec![(Vec::new(), 2.0)] },
             Family {
-                name: "faults",
-                help: "Faults.",
-                kind: Kind::Counter,
-                unit: None,
-                samples: vec![(Vec::new(), 2.0)],
-            },
-            Family {
-                name: "memory",
+                name: "memory_bytes",
                 help: "Memory.",
-                kind: Kind::Gauge,
-                unit: Some(Unit::Bytes),
                 samples: vec![(odd, 24_159_191_040.0), (vec![("gpu", String::new())], 0.25)],
             },
-            Family { name: "none", help: "None.", kind: Kind::Gauge, unit: None, samples: Vec::new() },
+            Family { name: "none", help: "None.", samples: Vec::new() },
         ]
     }
 

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueHint};
 
 use crate::ctl::Error;
-use crate::ctl::published::Published;
-use crate::ctl::show::exposition::{Family, Format, Kind, Labels, Unit, exposition};
+use crate::ctl::published::{Published, given};
+use crate::ctl::show::exposition::{Family, Format, Labels, exposition};
 use crate::ctl::show::table::printable;
 use crate::dbus::proxy::{BusError, DaemonProxy, Listed};
 use crate::dbus::rows::{Client, ControlDaemon, Device, Gpu, Service};
@@ -119,7 +119,7 @@ impl Published {
         let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
         to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()]);
         let states = states(&SERVICE_STATES, &printable(state), &Vec::new());
-        to.gauge("service_state", "1 for the state that the service is in.", None, states);
+        to.add("service_state", "1 for the state that the service is in.", states);
         to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled));
         to.one(
             "generation",
@@ -128,7 +128,7 @@ impl Published {
         );
         let last = self.events.iter().map(|event| event.at).max();
         let last = last.map(|microseconds| (Vec::new(), microseconds as f64 / 1e6));
-        to.gauge("last_event_timestamp", "Time of the last event.", Some(Unit::Seconds), last);
+        to.add("last_event_timestamp_seconds", "Time of the last event.", last);
     }
 
     fn control_daemons(&self, to: &mut Families) {
@@ -136,27 +136,27 @@ impl Published {
         let states = daemons
             .iter()
             .flat_map(|daemon| states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &daemon.labels()));
-        to.gauge("control_daemon_state", "1 for the state that the control daemon is in.", None, states);
-        to.each("control_daemon_servers", "The MPS servers that run.", None, daemons, |daemon| {
-            Some(number(daemon.servers.len()))
+        to.add("control_daemon_state", "1 for the state that the control daemon is in.", states);
+        to.each("control_daemon_servers", "The MPS servers that run.", daemons, |daemon| {
+            number(daemon.servers.len())
         });
-        to.counter(
-            "control_daemon_restarts",
+        to.each(
+            "control_daemon_restarts_total",
             "Restarts of the control daemon since the service started.",
             daemons,
-            |daemon| daemon.restarts,
+            |daemon| f64::from(daemon.restarts),
         );
-        to.counter(
-            "server_restarts",
+        to.each(
+            "server_restarts_total",
             "MPS servers that replaced an earlier one since the service started.",
             daemons,
-            |daemon| daemon.server_restarts,
+            |daemon| f64::from(daemon.server_restarts),
         );
-        to.counter(
-            "faults",
+        to.each(
+            "faults_total",
             "Fatal GPU errors of MPS servers since the service started.",
             daemons,
-            |daemon| daemon.faults,
+            |daemon| f64::from(daemon.faults),
         );
     }
 
@@ -171,14 +171,13 @@ impl Published {
         to.each(
             "gpu_healthy",
             "Whether a client of the GPU that starts now is served with its limits.",
-            None,
             &self.gpus,
-            |gpu| Some(flag(gpu.healthy)),
+            |gpu| flag(gpu.healthy),
         );
-        to.each("gpu_devices", "The virtual devices that the GPU is cut into.", None, &self.gpus, |gpu| {
-            Some(f64::from(gpu.virtual_num))
+        to.each("gpu_devices", "The virtual devices that the GPU is cut into.", &self.gpus, |gpu| {
+            f64::from(gpu.virtual_num)
         });
-        to.each("gpu_memory", "The memory of the GPU.", Some(Unit::Bytes), &self.gpus, |gpu| {
+        to.each("gpu_memory_bytes", "The memory of the GPU.", &self.gpus, |gpu| {
             gpu.mps_memory_total.map(bytes)
         });
     }
@@ -189,49 +188,39 @@ impl Published {
         to.each(
             "device_healthy",
             "Whether a client that starts now gets the virtual device and is served with its limits.",
-            None,
             devices,
-            |device| Some(flag(device.healthy)),
+            |device| flag(device.healthy),
         );
         to.each(
             "device_drained",
             "Whether the virtual device is taken out of use for new clients.",
-            None,
             devices,
-            |device| Some(flag(device.drained)),
+            |device| flag(device.drained),
         );
         to.each(
-            "device_memory_limit",
+            "device_memory_limit_bytes",
             "The GPU memory that each client of the virtual device may have.",
-            Some(Unit::Bytes),
             devices,
             |device| device.mps_memory_limit.map(bytes),
         );
         to.each(
-            "device_threads_limit",
+            "device_threads_limit_ratio",
             "The share of the GPU's threads that each client of the virtual device may have active.",
-            Some(Unit::Ratio),
             devices,
-            |device| Some(f64::from(device.mps_thread_percentage) / 100.0),
+            |device| f64::from(device.mps_thread_percentage) / 100.0,
         );
-        to.each(
-            "device_limits_enforced",
-            "Whether the GPU enforces the two limits.",
-            None,
-            devices,
-            |device| Some(flag(device.limits_enforced)),
-        );
+        to.each("device_limits_enforced", "Whether the GPU enforces the two limits.", devices, |device| {
+            flag(device.limits_enforced)
+        });
         to.each(
             "device_max_clients",
             "The most clients that the virtual device may have.",
-            None,
             devices,
             |device| device.max_clients.map(f64::from),
         );
         to.each(
             "device_overuse",
             "Whether the clients of the virtual device have more memory together, or are more, than it may have.",
-            None,
             devices,
             |device| device.overuse.as_ref().map(|overuse| flag(!overuse.is_empty())),
         );
@@ -246,15 +235,14 @@ impl Published {
         let Ok(clients) = &self.clients else { return };
         let of_gpu = |gpu: &Gpu, bypass: bool| {
             let on_it = |client: &&Listed<Client>| gpu.device_path.as_ref() == Some(&client.gpu);
-            Some(number(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count()))
+            number(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count())
         };
-        to.each("gpu_clients", "The processes that use the GPU through MPS.", None, &self.gpus, |gpu| {
+        to.each("gpu_clients", "The processes that use the GPU through MPS.", &self.gpus, |gpu| {
             of_gpu(gpu, false)
         });
         to.each(
             "gpu_bypass_processes",
             "The processes that use the GPU without our MPS server.",
-            None,
             &self.gpus,
             |gpu| of_gpu(gpu, true),
         );
@@ -264,16 +252,14 @@ impl Published {
         to.each(
             "device_clients",
             "The processes that say that they were given the virtual device.",
-            None,
             devices,
-            |device| Some(number(of_device(device).clients)),
+            |device| number(of_device(device).clients),
         );
         to.each(
-            "device_memory_used",
+            "device_memory_used_bytes",
             "The GPU memory that the clients of the virtual device hold.",
-            Some(Unit::Bytes),
             devices,
-            |device| Some(of_device(device).bytes),
+            |device| of_device(device).bytes,
         );
     }
 
@@ -281,7 +267,7 @@ impl Published {
         let Ok(clients) = &self.clients else { return };
         let devices = self.devices.as_deref().unwrap_or_default();
         let (series, left_out) = series(clients, devices, &self.gpus);
-        to.gauge("client_memory_used", "The GPU memory that the client holds.", Some(Unit::Bytes), series);
+        to.add("client_memory_used_bytes", "The GPU memory that the client holds.", series);
         to.one(
             "clients_left_out",
             "The clients without series of their own, since there are too many.",
@@ -305,7 +291,7 @@ fn used<'d>(devices: &'d [Listed<Device>], clients: &[Listed<Client>]) -> BTreeM
 
 /// The slice that the client was given on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
-    let given: BTreeSet<&str> = client.device.iter().flat_map(|all| all.split(',')).map(str::trim).collect();
+    let given: BTreeSet<&str> = given(client).collect();
     // Two slices of one GPU can't be joined: a client that names both has one.
     let device = devices.iter().find(|device| {
         given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
@@ -418,49 +404,35 @@ fn flag(is: bool) -> f64 {
 struct Families(Vec<Family>);
 
 impl Families {
-    fn gauge(
+    fn add(
         &mut self,
         name: &'static str,
         help: &'static str,
-        unit: Option<Unit>,
         samples: impl IntoIterator<Item = (Labels, f64)>,
     ) {
-        let samples = samples.into_iter().collect();
-        self.0.push(Family { name, help, kind: Kind::Gauge, unit, samples });
+        self.0.push(Family { name, help, samples: samples.into_iter().collect() });
     }
 
     /// A value without labels.
     fn one(&mut self, name: &'static str, help: &'static str, value: f64) {
-        self.gauge(name, help, None, [(Vec::new(), value)]);
+        self.add(name, help, [(Vec::new(), value)]);
     }
 
     /// A value of each row; rows without the value are left out.
-    fn each<R: Labelled>(
-        &mut self,
-        name: &'static str,
-        help: &'static str,
-        unit: Option<Unit>,
-        rows: &[Listed<R>],
-        value: impl Fn(&R) -> Option<f64>,
-    ) {
-        self.gauge(name, help, unit, rows.iter().filter_map(|row| Some((row.labels(), value(row)?))));
-    }
-
-    fn counter<R: Labelled>(
+    fn each<R: Labelled, V: Into<Option<f64>>>(
         &mut self,
         name: &'static str,
         help: &'static str,
         rows: &[Listed<R>],
-        count: fn(&R) -> u32,
+        value: impl Fn(&R) -> V,
     ) {
-        let samples = rows.iter().map(|row| (row.labels(), f64::from(count(row)))).collect();
-        self.0.push(Family { name, help, kind: Kind::Counter, unit: None, samples });
+        self.add(name, help, rows.iter().filter_map(|row| Some((row.labels(), value(row).into()?))));
     }
 
     /// Facts as labels of a 1. The type is not info: the parser of `node_exporter` is older than that type, and rejects the
     /// whole file if it does not know a type.
     fn info(&mut self, name: &'static str, help: &'static str, samples: impl IntoIterator<Item = Labels>) {
-        self.gauge(name, help, None, samples.into_iter().map(|labels| (labels, 1.0)));
+        self.add(name, help, samples.into_iter().map(|labels| (labels, 1.0)));
     }
 }
 

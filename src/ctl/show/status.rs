@@ -163,19 +163,23 @@ fn how_it_waits(
     Some(format!("{since}, and has {}", counted(left.len(), "client")))
 }
 
+/// `degraded: 1 of 2 GPUs is not served`
+pub(in crate::ctl) fn state_and_reason(service: &Service) -> String {
+    match service.state_reason.shown() {
+        reason if reason.is_empty() => service.state.shown(),
+        reason => format!("{}: {reason}", service.state.shown()),
+    }
+}
+
 fn print_service(out: &mut dyn Write, service: &Service) -> io::Result<()> {
     let driver = match (service.driver_version.as_str(), service.state.as_str()) {
         ("", "disabled") => "driver not looked for".to_owned(),
         ("", _) => "no driver".to_owned(),
         _ => format!("driver {}", service.driver_version.shown()),
     };
-    let state = match service.state_reason.shown() {
-        reason if reason.is_empty() => service.state.shown(),
-        reason => format!("{}: {reason}", service.state.shown()),
-    };
     let version = service.version.shown();
     let mut lines = pairs();
-    lines.add_row(["State:", &state]);
+    lines.add_row(["State:", &state_and_reason(service)]);
     lines.add_row(["Version:", &format!("{version}, {driver}, generation {}", service.generation)]);
     lines.add_row(["Pipe directory:", &service.pipe_directory.shown()]);
     lines.add_row(["Log directory:", &service.log_directory.shown()]);

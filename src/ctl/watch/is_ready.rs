@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::Watched;
 use crate::ctl::published::SIGN_OF_LIFE;
-use crate::ctl::show::table::printable;
+use crate::ctl::show::status::state_and_reason;
 use crate::ctl::{Error, FAILED, NOT_RUNNING};
 use crate::dbus::proxy::{BusError, Listed};
 use crate::dbus::rows::Service;
@@ -32,7 +32,7 @@ pub(in crate::ctl) async fn is_ready(arguments: &Arguments, out: &mut dyn Write)
     match found {
         Ok(service) => {
             if !arguments.quiet {
-                writeln!(out, "{}", in_words(&service))?;
+                writeln!(out, "{}", state_and_reason(&service))?;
             }
             Ok(if is_well(&service) { 0 } else { FAILED })
         }
@@ -64,12 +64,4 @@ async fn look(watched: &mut Watched, at_most: Duration) -> Result<Listed<Service
 
 fn is_well(service: &Service) -> bool {
     service.state == "ready"
-}
-
-/// `degraded: 1 of 2 GPUs is not served`
-fn in_words(service: &Service) -> String {
-    match (printable(&service.state), printable(&service.state_reason)) {
-        (state, reason) if reason.is_empty() => state,
-        (state, reason) => format!("{state}: {reason}"),
-    }
 }

@@ -4,6 +4,7 @@ use crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use super::columns::{CLIENTS, Column, SLICES};
 use super::model::Model;
+use crate::ctl::published::given;
 use crate::ctl::show::table::Shown;
 use crate::dbus::proxy::{BusError, Listed};
 use crate::dbus::rows::{Client, Device};
@@ -95,9 +96,7 @@ impl State {
     /// The clients of the selected slice, or all.
     pub(super) fn clients<'m>(&self, model: &'m Model) -> Vec<&'m Listed<Client>> {
         let is_shown = |client: &&Listed<Client>| {
-            self.slice.as_ref().is_none_or(|slice| {
-                client.device.iter().flat_map(|all| all.split(',')).any(|one| one.trim() == slice)
-            })
+            self.slice.as_ref().is_none_or(|slice| given(client).any(|one| one == slice))
         };
         self.sort_clients.sorted(&CLIENTS, model.clients.iter().filter(is_shown))
     }
