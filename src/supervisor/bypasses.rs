@@ -66,9 +66,8 @@ impl Worker {
                 Err(error) => return tracing::debug!("not known who bypasses the control daemon: {error}"),
             }
         }
-        let found = processes.iter().flat_map(|(uuid, processes)| {
-            if others { bypass::find(uuid, processes, &servers, &clients) } else { Vec::new() }
-        });
+        let found =
+            processes.iter().flat_map(|(uuid, processes)| bypass::find(uuid, processes, &servers, &clients));
         let confirmed = self.bypasses.take_in(found.collect(), Instant::now());
         let gpus: Vec<_> =
             self.order.plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.pci.short())).collect();

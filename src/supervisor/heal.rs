@@ -1,7 +1,7 @@
 //! Mends a server that met a fatal GPU error, and replaces one that has ended: always with the smallest step that
 //! helps.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -82,10 +82,11 @@ impl Run {
         let Some(fault) = self.hindrances.fault_mut() else { return };
         let new = &fault.clients - &fault.told;
         fault.told.clone_from(&fault.clients);
-        let ordinals: BTreeSet<usize> = new.iter().map(|(ordinal, _)| *ordinal).collect();
-        for ordinal in ordinals {
-            let pids: Vec<u32> =
-                new.iter().filter(|(of, _)| *of == ordinal).map(|(_, client)| *client).collect();
+        let mut hit: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
+        for (ordinal, client) in new {
+            hit.entry(ordinal).or_default().push(client);
+        }
+        for (ordinal, pids) in hit {
             let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
             let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
             let control = reporter.id();
@@ -95,13 +96,10 @@ impl Run {
                 ordinal: Some(ordinal),
                 ..About::gpu(&gpu_uuid)
             };
-            Message::ClientsHit.log(
-                about,
-                format_args!(
-                    "{reason}; clients that were hit: {pids:?}; the log can't tell which of them caused it"
-                ),
-            );
-            reporter.keep_event(format!("{reason}; clients that were hit: {pids:?}"));
+            let text = format!("{reason}; clients that were hit: {pids:?}");
+            let doubt = "the log can't tell which of them caused it";
+            Message::ClientsHit.log(about, format_args!("{text}; {doubt}"));
+            reporter.keep_event(text);
             if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason }) {
                 tracing::debug!("a fault is not told: {error}");
             }

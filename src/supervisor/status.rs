@@ -146,11 +146,6 @@ impl Reporter {
         (Self { status, changed }, seen)
     }
 
-    /// From now on it is about this plan.
-    pub(super) fn plan(&self, plan: &ControlDaemonPlan) {
-        self.update(|status| status.take(plan));
-    }
-
     /// Says in which state the control daemon stays for now.
     pub(super) fn enter(&self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.update(|status| {
@@ -167,11 +162,6 @@ impl Reporter {
         self.update(|status| status.pass_through(state, serving, reason));
     }
 
-    /// Says that the control daemon is to start once more for its plan.
-    pub(super) fn unsettled(&self) {
-        self.update(|status| status.settled = false);
-    }
-
     /// Says that the next step waits until clients have ended, or follows a failure.
     pub(super) fn put_off(&self) {
         self.update(|status| {
@@ -182,7 +172,8 @@ impl Reporter {
     }
 
     pub(super) fn event(&self, text: String) {
-        self.event_at(tracing::Level::INFO, text);
+        tracing::info!(mps_control = self.id(), "{text}");
+        self.keep_event(text);
     }
 
     /// A message of this kind, and an event.
@@ -193,16 +184,7 @@ impl Reporter {
     }
 
     pub(super) fn warning(&self, text: String) {
-        self.event_at(tracing::Level::WARN, text);
-    }
-
-    fn event_at(&self, level: tracing::Level, text: String) {
-        let id = self.id();
-        if level == tracing::Level::WARN {
-            tracing::warn!(mps_control = id, "{text}");
-        } else {
-            tracing::info!(mps_control = id, "{text}");
-        }
+        tracing::warn!(mps_control = self.id(), "{text}");
         self.keep_event(text);
     }
 
@@ -245,11 +227,6 @@ impl Reporter {
         if modified {
             self.changed.notify_one();
         }
-    }
-
-    /// Wakes the loop up once more, for an end that changes no status.
-    pub(super) fn wake(&self) {
-        self.changed.notify_one();
     }
 }
 
