@@ -145,6 +145,7 @@ async fn tell(mut news: watch::Receiver<News>) {
             }
             new
         });
+        // Without an answer, the runtime is about to end.
         let Ok(new) = sent.await else { return };
         told = new;
     }

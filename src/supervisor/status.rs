@@ -76,8 +76,9 @@ impl Status {
         }
     }
 
-    /// Has no GPU wait for its limits any more: they are in force, or the GPU's reason says why they are not.
-    fn limits_are_set(&mut self) {
+    /// Is settled. No GPU waits for its limits any more: they are in force, or the GPU's reason says why they are not.
+    fn settle(&mut self) {
+        self.settled = true;
         for gpu in self.gpus.values_mut() {
             gpu.being_set = false;
         }
@@ -151,8 +152,7 @@ impl Reporter {
         self.update(|status| {
             status.pass_through(state, serving, reason);
             if state != ControlDaemonState::Starting {
-                status.settled = true;
-                status.limits_are_set();
+                status.settle();
             }
         });
     }
@@ -166,8 +166,7 @@ impl Reporter {
     pub(super) fn put_off(&self) {
         self.update(|status| {
             status.put_off = true;
-            status.settled = true;
-            status.limits_are_set();
+            status.settle();
         });
     }
 
