@@ -138,13 +138,14 @@ impl Serving<'_> {
         let Some(fault) = self.fault() else { return Ok(()) };
         fault.look_at =
             Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
-        let server = fault.server;
+        let (server, since) = (fault.server, fault.since);
         match self.run.control.server_status(server).await? {
             ServerStatus::Active => self.well_again(server).await,
             ServerStatus::Unsupported => self.wait_for_those_hit(server).await?,
             ServerStatus::Gone => self.server_gone(server).await,
             ServerStatus::Initializing => {}
-            ServerStatus::Fault => self.move_clients_out().await?,
+            ServerStatus::Fault if since.elapsed() < self.worker.order.fault_grace => {}
+            ServerStatus::Fault => self.move_clients_out(server).await?,
         }
         self.show_state();
         Ok(())
@@ -211,13 +212,7 @@ impl Serving<'_> {
     /// After the grace: ends the server, if it holds nobody but clients of the GPUs in question. Their work is lost
     /// already. `terminate_client` would be the smaller step, but it waits for the client, which is why we are here,
     /// and the control daemon does nothing else for anybody meanwhile (measured: 32 s, until the client ended).
-    async fn move_clients_out(&mut self) -> Result<(), Failure> {
-        let grace = self.worker.order.fault_grace;
-        let Some(server) =
-            self.fault().filter(|fault| fault.since.elapsed() >= grace).map(|fault| fault.server)
-        else {
-            return Ok(());
-        };
+    async fn move_clients_out(&mut self, server: u32) -> Result<(), Failure> {
         let (staying, elsewhere) = self.clients_of(server).await?;
         let held_up = if self.gpus_hit().is_empty() && several_gpus(&staying) {
             // Some of these clients are well, and nobody can say which.
