@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::Ending;
 use crate::publish::cdi::{self, CdiError};
 use crate::publish::snapshot::{Snapshot, State};
 use crate::supervisor::state_file::SharedStateFile;
@@ -14,30 +15,20 @@ pub(super) struct CdiSpec {
     pub(super) problem: String,
 }
 
-/// The slices from now on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Slices {
-    /// The service goes on, and the Snapshot says what they are.
-    AsPublished,
-    /// The service ends, and they stay.
-    Stay,
-    /// The service ends, and they end with it.
-    End,
-}
-
 impl CdiSpec {
     pub(super) fn new(state_file: SharedStateFile) -> Self {
         Self { state_file, problem: String::new() }
     }
 
-    /// Makes the spec say what the Snapshot says. Gives the news to tell, if there are any.
+    /// Makes the spec say what the Snapshot says, or once the service ends, as much of that as stays. Gives the news to
+    /// tell, if there are any.
     pub(super) fn keep(
         &mut self,
         snapshot: &Snapshot,
         directory: Option<&Path>,
-        slices: Slices,
+        ending: Option<Ending>,
     ) -> Option<Result<String, String>> {
-        let problem = match self.write(snapshot, directory, slices) {
+        let problem = match self.write(snapshot, directory, ending) {
             Ok(()) => String::new(),
             Err(error) => format!("CDI spec: {error}"),
         };
@@ -52,7 +43,12 @@ impl CdiSpec {
         })
     }
 
-    fn write(&self, snapshot: &Snapshot, directory: Option<&Path>, slices: Slices) -> Result<(), CdiError> {
+    fn write(
+        &self,
+        snapshot: &Snapshot,
+        directory: Option<&Path>,
+        ending: Option<Ending>,
+    ) -> Result<(), CdiError> {
         let file = directory.map(|directory| directory.join(cdi::FILE));
         let mut state_file = self.state_file.lock();
         let known = state_file.cdi_spec().map(Path::to_owned);
@@ -68,15 +64,15 @@ impl CdiSpec {
         }
         let (Some(directory), Some(file)) = (directory, file) else { return Ok(()) };
         // The spec of an earlier service holds until more is known, and after this one as long as the slices do.
-        let holds = match slices {
-            Slices::AsPublished => snapshot.state == State::Starting,
-            Slices::Stay => true,
-            Slices::End => false,
+        let holds = match ending {
+            None => snapshot.state == State::Starting,
+            Some(Ending::ForRestart | Ending::Interrupted) => true,
+            Some(Ending::ForGood) => false,
         };
         if holds && known.as_ref() == Some(&file) {
             return Ok(());
         }
-        match cdi::spec(snapshot).filter(|_| slices == Slices::AsPublished) {
+        match cdi::spec(snapshot).filter(|_| ending.is_none()) {
             Some(spec) => {
                 remember(Some(file));
                 cdi::write(directory, &spec)

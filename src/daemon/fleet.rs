@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 
 use super::farewell::Doomed;
@@ -30,8 +30,6 @@ const HOLDERS: usize = 64;
 #[derive(Debug)]
 pub(super) struct Fleet {
     tools: Tools,
-    /// Wakes the loop up.
-    changed: Arc<Notify>,
     supervisors: BTreeMap<String, Supervisor>,
     /// Asked to end. Another control daemon gets their GPUs when they have ended.
     leaving: Vec<Supervisor>,
@@ -50,7 +48,6 @@ pub(super) struct Fleet {
 impl Fleet {
     pub(super) fn new(tools: Tools, kept: watch::Sender<Configured>) -> Self {
         Self {
-            changed: Arc::clone(&tools.changed),
             tools,
             supervisors: BTreeMap::new(),
             leaving: Vec::new(),
@@ -135,7 +132,7 @@ impl Fleet {
 
     /// Does something about a compute mode beside the loop, and wakes the loop up at the end.
     fn see_to_mode(&mut self, what: impl Future<Output = ()> + Send + 'static) {
-        let changed = Arc::clone(&self.changed);
+        let changed = Arc::clone(&self.tools.changed);
         self.modes.push(tokio::spawn(async move {
             what.await;
             changed.notify_one();
@@ -366,7 +363,7 @@ impl Fleet {
         let running = self.all().filter(|one| one.status().view.pid.is_some());
         let asked: Vec<_> =
             running.map(|supervisor| (supervisor.status().view.id, supervisor.apply(force))).collect();
-        let changed = Arc::clone(&self.changed);
+        let changed = Arc::clone(&self.tools.changed);
         let applied = tokio::spawn(async move {
             let mut in_the_way = Vec::new();
             for (id, answer) in asked {

@@ -40,7 +40,7 @@ use crate::supervisor::state_file::{SharedStateFile, StateFile};
 use crate::supervisor::view::{EVENTS_KEPT, Event};
 use crate::supervisor::{self, Goal, Tools};
 use crate::tenants::budgets::{Budgets, News, OverUse};
-use cdi_spec::{CdiSpec, Slices};
+use cdi_spec::CdiSpec;
 use drain::{Draining, Linked};
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::Fleet;
@@ -444,12 +444,7 @@ impl Daemon {
 
     /// Makes the CDI spec say the same as the Snapshot. News of this go into the next Snapshot, at once.
     fn keep_cdi_spec(&mut self, snapshot: &Snapshot) {
-        let slices = match self.ending {
-            None => Slices::AsPublished,
-            Some(Ending::ForGood) => Slices::End,
-            Some(Ending::ForRestart | Ending::Interrupted) => Slices::Stay,
-        };
-        match self.cdi_spec.keep(snapshot, self.settings.cdi_directory.as_deref(), slices) {
+        match self.cdi_spec.keep(snapshot, self.settings.cdi_directory.as_deref(), self.ending) {
             None => return,
             Some(Ok(good)) => self.event(good),
             Some(Err(problem)) => {
@@ -461,11 +456,8 @@ impl Daemon {
     }
 
     fn tell_service_manager(&mut self, settled: bool) {
-        let (line, state) = {
-            let snapshot = self.snapshot.borrow();
-            (compose::status_line(&snapshot), snapshot.state)
-        };
-        self.service_manager.status(state, &line, &self.farewell);
+        let snapshot = Arc::clone(&self.snapshot.borrow());
+        self.service_manager.status(snapshot.state, &compose::status_line(&snapshot), &self.farewell);
         if settled && *self.on_the_bus.borrow() && self.ending.is_none() {
             self.service_manager.ready();
         }

@@ -28,7 +28,9 @@ const LISTINGS: usize = 256;
 
 #[derive(Debug)]
 pub(super) struct Requests {
-    listings: ByCaller<mpsc::Sender<Listing>>,
+    /// Take the requests of root and of all other users for the list of clients: root never waits behind the others.
+    listings_of_root: mpsc::Sender<Listing>,
+    listings_of_users: mpsc::Sender<Listing>,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
     /// Takes the terminations that have ended beside the loop.
@@ -46,17 +48,26 @@ pub(super) struct Terminated {
 
 impl Requests {
     pub(super) fn new(compute_modes: &ComputeModes, terminated: mpsc::Sender<Terminated>) -> Self {
-        let listings = ByCaller::new(|| {
+        let listings = || {
             let (listings, asked) = mpsc::channel(LISTINGS);
             tokio::spawn(list_clients(asked, compute_modes.clone()));
             listings
-        });
-        Self { listings, kernel: Blocking::new(TERMINATIONS), terminated }
+        };
+        Self {
+            listings_of_root: listings(),
+            listings_of_users: listings(),
+            kernel: Blocking::new(TERMINATIONS),
+            terminated,
+        }
     }
 
     fn list_clients(&self, fleet: &Fleet, caller: Caller, reply: Reply<Vec<ClientView>>) {
+        let listings = match caller {
+            Caller::Root => &self.listings_of_root,
+            Caller::User => &self.listings_of_users,
+        };
         if let Err(TrySendError::Full((.., reply)) | TrySendError::Closed((.., reply))) =
-            self.listings.of(caller).try_send((fleet.serving(caller), fleet.slices(), reply))
+            listings.try_send((fleet.serving(caller), fleet.slices(), reply))
         {
             let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
         }
@@ -168,32 +179,7 @@ impl From<TerminationError> for RequestError {
             TerminationError::NoSuchClient(_) | TerminationError::NotTheirs { .. } => {
                 Self::NoSuchClient(text)
             }
-            TerminationError::NoId(_)
-            | TerminationError::SeveralContainers { .. }
-            | TerminationError::Unreadable { .. }
-            | TerminationError::Control(_)
-            | TerminationError::StillThere(_)
-            | TerminationError::NotKnown => Self::Failed(text),
-        }
-    }
-}
-
-/// One for root's requests and one for all other users', so that root never waits behind them.
-#[derive(Debug)]
-struct ByCaller<T> {
-    root: T,
-    users: T,
-}
-
-impl<T> ByCaller<T> {
-    fn new(make: impl Fn() -> T) -> Self {
-        Self { root: make(), users: make() }
-    }
-
-    fn of(&self, caller: Caller) -> &T {
-        match caller {
-            Caller::Root => &self.root,
-            Caller::User => &self.users,
+            _ => Self::Failed(text),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Tells the service manager where the service stands: ready, reloading, stopping, the status line, a sign of life.
 //!
-//! A send waits while the service manager does not read its socket. So each send has a thread, the next one waits for it,
-//! and nobody else does: until then the news replace each other.
+//! A send waits while the service manager does not read its socket. So news are sent on a thread, the next news wait for
+//! it, and nobody else does: until then the news replace each other.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, timeout};
 
-use crate::message::{self, About};
+use crate::message::{About, Message};
 use crate::publish::snapshot::State;
 
 /// The time for sending the last messages.
@@ -29,33 +29,24 @@ struct News {
     beats: u64,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Message {
-    Reloading,
-    Stopping,
-    Status(String),
-    Ready,
-    Watchdog,
-}
-
 impl News {
     /// The messages for somebody who knows `told`.
-    fn since(&self, told: &Self) -> Vec<Message> {
+    fn since(&self, told: &Self) -> Vec<NotifyState<'_>> {
         let mut messages = Vec::new();
         if self.reloads != told.reloads {
-            messages.push(Message::Reloading);
+            messages.push(NotifyState::Reloading);
         }
         if self.stopping && !told.stopping {
-            messages.push(Message::Stopping);
+            messages.push(NotifyState::Stopping);
         }
         if self.status != told.status {
-            messages.push(Message::Status(self.status.clone()));
+            messages.push(NotifyState::Status(&self.status));
         }
         if self.ready && (!told.ready || self.reloads != told.reloads) {
-            messages.push(Message::Ready);
+            messages.push(NotifyState::Ready);
         }
         if self.beats != told.beats {
-            messages.push(Message::Watchdog);
+            messages.push(NotifyState::Watchdog);
         }
         messages
     }
@@ -123,9 +114,9 @@ impl ServiceManager {
         match state {
             // Between two states a reason can change several times a second, while something is tried again.
             _ if self.state == Some(state) => tracing::debug!("{line}"),
-            State::Failed => message::Message::ServiceFailed.log(About::default(), line),
-            State::Degraded => message::Message::ServiceDegraded.log(About::default(), line),
-            State::Ready => message::Message::ServiceReady.log(About::default(), line),
+            State::Failed => Message::ServiceFailed.log(About::default(), line),
+            State::Degraded => Message::ServiceDegraded.log(About::default(), line),
+            State::Ready => Message::ServiceReady.log(About::default(), line),
             State::Disabled | State::Starting | State::Stopping => tracing::info!("{line}"),
         }
         self.state = Some(state);
@@ -146,25 +137,26 @@ async fn tell(mut news: watch::Receiver<News>) {
     let mut told = News::default();
     while news.changed().await.is_ok() {
         let new = news.borrow_and_update().clone();
-        for message in new.since(&told) {
-            let sent = spawn_blocking(move || (send(&message), message)).await;
-            if let Ok((Err(error), message)) = sent {
-                tracing::debug!("the service manager is not told {message:?}: {error}");
+        let sent = spawn_blocking(move || {
+            for message in new.since(&told) {
+                if let Err(error) = send(&message) {
+                    tracing::debug!("the service manager is not told {message:?}: {error}");
+                }
             }
-        }
+            new
+        });
+        // Without an answer, the runtime is about to end.
+        let Ok(new) = sent.await else { return };
         told = new;
     }
 }
 
-fn send(message: &Message) -> std::io::Result<()> {
+fn send(message: &NotifyState<'_>) -> std::io::Result<()> {
     match message {
-        Message::Reloading => {
+        NotifyState::Reloading => {
             sd_notify::notify(&[NotifyState::Reloading, NotifyState::monotonic_usec_now()?])
         }
-        Message::Stopping => sd_notify::notify(&[NotifyState::Stopping]),
-        Message::Status(line) => sd_notify::notify(&[NotifyState::Status(line)]),
-        Message::Ready => sd_notify::notify(&[NotifyState::Ready]),
-        Message::Watchdog => sd_notify::notify(&[NotifyState::Watchdog]),
+        other => sd_notify::notify(std::slice::from_ref(other)),
     }
 }
 
@@ -178,16 +170,18 @@ mod tests {
 
     #[test]
     fn news_that_replaced_each_other_are_told_in_their_order() {
-        use Message::{Ready, Reloading, Status, Stopping, Watchdog};
+        let since = |new: &News, told: &News| -> Vec<String> {
+            new.since(told).iter().map(ToString::to_string).collect()
+        };
         let told = news(0, true, "ready");
-        assert_eq!(told.since(&told), []);
+        assert!(since(&told, &told).is_empty());
         let reloading = news(1, false, "ready");
-        assert_eq!(reloading.since(&told), [Reloading]);
+        assert_eq!(since(&reloading, &told), ["RELOADING=1"]);
         let done = news(1, true, "degraded");
-        assert_eq!(done.since(&reloading), [Status("degraded".to_owned()), Ready]);
+        assert_eq!(since(&done, &reloading), ["STATUS=degraded", "READY=1"]);
         // The teller was held up in between.
-        assert_eq!(done.since(&told), [Reloading, Status("degraded".to_owned()), Ready]);
+        assert_eq!(since(&done, &told), ["RELOADING=1", "STATUS=degraded", "READY=1"]);
         let last = News { stopping: true, beats: 3, ..news(1, true, "stopping") };
-        assert_eq!(last.since(&done), [Stopping, Status("stopping".to_owned()), Watchdog]);
+        assert_eq!(since(&last, &done), ["STOPPING=1", "STATUS=stopping", "WATCHDOG=1"]);
     }
 }

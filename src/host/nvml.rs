@@ -94,11 +94,8 @@ impl Driver {
                     continue;
                 }
             };
-            match identity(&device) {
-                Ok((address, vendor, device_id)) => {
-                    let facts = facts_of(&device, index);
-                    listed.push(Listed { address, vendor, device: device_id, facts });
-                }
+            match listed_as(&device, index) {
+                Ok(gpu) => listed.push(gpu),
                 Err(reason) => tracing::debug!(index, "NVML does not say where the GPU is: {reason}"),
             }
         }
@@ -217,16 +214,17 @@ impl Driver {
     }
 }
 
-/// The address, the PCI vendor number and the PCI device number.
-fn identity(device: &Device<'_>) -> Result<(PciAddress, u16, u16), String> {
+/// The GPU as it is listed. An error if NVML does not say where it is.
+fn listed_as(device: &Device<'_>, index: u32) -> Result<Listed, String> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
     let [vendor_low, vendor_high, device_low, device_high] = pci.pci_device_id.to_le_bytes();
-    Ok((
+    Ok(Listed {
         address,
-        u16::from_le_bytes([vendor_low, vendor_high]),
-        u16::from_le_bytes([device_low, device_high]),
-    ))
+        vendor: u16::from_le_bytes([vendor_low, vendor_high]),
+        device: u16::from_le_bytes([device_low, device_high]),
+        facts: facts_of(device, index),
+    })
 }
 
 fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, Reason> {

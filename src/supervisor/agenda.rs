@@ -22,34 +22,10 @@ pub(super) enum Task {
     EndIfIdle,
 }
 
-/// The time of each task; None for a task that nothing asks for.
-#[derive(Debug)]
-pub(super) struct Agenda {
-    pub(super) check: Instant,
-    pub(super) links: Option<Instant>,
-    pub(super) heal: Option<Instant>,
-    pub(super) revive: Option<Instant>,
-    pub(super) bypasses: Option<Instant>,
-    pub(super) places: Option<Instant>,
-    pub(super) pending: Option<Instant>,
-    pub(super) end_if_idle: Option<Instant>,
-}
-
-impl Agenda {
-    /// The task that comes first, and its time.
-    pub(super) fn first(&self) -> (Instant, Task) {
-        let tasks = [
-            (self.links, Task::Links),
-            (self.heal, Task::Heal),
-            (self.revive, Task::Revive),
-            (self.bypasses, Task::Bypasses),
-            (self.places, Task::Places),
-            (self.pending, Task::Pending),
-            (self.end_if_idle, Task::EndIfIdle),
-        ];
-        let wanted = tasks.into_iter().filter_map(|(at, task)| Some((at?, task)));
-        wanted.fold((self.check, Task::Check), Ord::min)
-    }
+/// The task that comes first, and its time. Nothing asks for a task without a time.
+pub(super) fn first(check: Instant, others: &[(Option<Instant>, Task)]) -> (Instant, Task) {
+    let wanted = others.iter().filter_map(|(at, task)| Some(((*at)?, *task)));
+    wanted.fold((check, Task::Check), Ord::min)
 }
 
 #[cfg(test)]
@@ -58,36 +34,26 @@ mod tests {
 
     use super::*;
 
+    type Others<'o> = &'o [(Option<Instant>, Task)];
+
     #[test]
     fn the_earliest_task_comes_first_and_then_the_upper_one() {
         let now = Instant::now();
         let after = |seconds| now + Duration::from_secs(seconds);
-        let agenda = |check| Agenda {
-            links: None,
-            check,
-            heal: None,
-            revive: None,
-            bypasses: None,
-            places: None,
-            pending: None,
-            end_if_idle: None,
-        };
-        let table = [
-            (agenda(after(9)), (after(9), Task::Check)),
-            (Agenda { heal: Some(after(1)), ..agenda(after(9)) }, (after(1), Task::Heal)),
-            (Agenda { heal: Some(after(9)), ..agenda(after(1)) }, (after(1), Task::Check)),
-            (Agenda { end_if_idle: Some(now), heal: Some(now), ..agenda(now) }, (now, Task::Check)),
-            (Agenda { revive: Some(now), heal: Some(now), ..agenda(after(1)) }, (now, Task::Heal)),
-            (Agenda { revive: Some(now), heal: Some(after(1)), ..agenda(after(1)) }, (now, Task::Revive)),
-            (Agenda { pending: Some(now), places: Some(now), ..agenda(after(1)) }, (now, Task::Places)),
-            (
-                Agenda { pending: Some(now), bypasses: Some(after(1)), ..agenda(after(1)) },
-                (now, Task::Pending),
-            ),
-            (Agenda { end_if_idle: Some(now), ..agenda(after(1)) }, (now, Task::EndIfIdle)),
+        let [soon, late] = [after(1), after(9)];
+        let table: [(Instant, Others<'_>, _); _] = [
+            (late, &[], (late, Task::Check)),
+            (late, &[(None, Task::Links), (Some(soon), Task::Heal)], (soon, Task::Heal)),
+            (soon, &[(Some(late), Task::Heal)], (soon, Task::Check)),
+            (now, &[(Some(now), Task::EndIfIdle), (Some(now), Task::Heal)], (now, Task::Check)),
+            (soon, &[(Some(now), Task::Revive), (Some(now), Task::Heal)], (now, Task::Heal)),
+            (soon, &[(Some(now), Task::Revive), (Some(soon), Task::Heal)], (now, Task::Revive)),
+            (soon, &[(Some(now), Task::Pending), (Some(now), Task::Places)], (now, Task::Places)),
+            (soon, &[(Some(now), Task::Pending), (Some(soon), Task::Bypasses)], (now, Task::Pending)),
+            (soon, &[(Some(now), Task::EndIfIdle)], (now, Task::EndIfIdle)),
         ];
-        for (agenda, first) in table {
-            assert_eq!(agenda.first(), first, "{agenda:?}");
+        for (check, others, expected) in table {
+            assert_eq!(first(check, others), expected, "{check:?} {others:?}");
         }
     }
 }

@@ -66,37 +66,32 @@ impl Worker {
                 Err(error) => return tracing::debug!("not known who bypasses the control daemon: {error}"),
             }
         }
-        let found = processes.iter().flat_map(|(uuid, processes)| {
-            if others { bypass::find(uuid, processes, &servers, &clients) } else { Vec::new() }
-        });
+        let found =
+            processes.iter().flat_map(|(uuid, processes)| bypass::find(uuid, processes, &servers, &clients));
         let confirmed = self.bypasses.take_in(found.collect(), Instant::now());
-        let gpus: Vec<_> =
-            self.order.plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.pci.short())).collect();
         let status = self.reporter.status();
-        for (uuid, name) in gpus {
+        for gpu in &self.order.plan.gpus {
+            let (uuid, name) = (&gpu.uuid, gpu.pci.short());
             let now: Vec<Bypass> =
-                confirmed.iter().filter(|bypass| bypass.gpu_uuid == uuid).cloned().collect();
-            let there = processes.get(&uuid).map(Vec::as_slice).unwrap_or_default();
+                confirmed.iter().filter(|bypass| bypass.gpu_uuid == *uuid).cloned().collect();
+            let there = processes.get(uuid).map(Vec::as_slice).unwrap_or_default();
             let server_there = there.iter().any(|process| servers.contains(&process.pid));
-            let (mode, before) = status
-                .gpus
-                .get(&uuid)
-                .map(|gpu| (gpu.compute_mode, gpu.bypasses.clone()))
-                .unwrap_or_default();
+            let Some(known) = status.gpus.get(uuid) else { continue };
+            let before = &known.bypasses;
             let missing_in = |list: &[Bypass], bypass: &Bypass| !list.iter().any(|one| one.is(bypass));
-            let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(&before, bypass)).collect();
+            let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(before, bypass)).collect();
             let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
             if !come.is_empty() {
                 let who = bypass::in_words(come);
                 let text = format!("GPU {name} is used without our MPS server by {who}");
-                self.reporter.tell(Message::Bypass, About::gpu(&uuid), text);
+                self.reporter.tell(Message::Bypass, About::gpu(uuid), text);
             }
             if !gone.is_empty() {
                 let who = bypass::in_words(gone);
                 self.reporter.event(format!("GPU {name} is no longer used without our MPS server by {who}"));
             }
-            self.reporter.update_gpu(&uuid, |gpu| {
-                gpu.server_kept_out = !now.is_empty() && !server_there && mode == Some(SERVED);
+            self.reporter.update_gpu(uuid, |gpu| {
+                gpu.server_kept_out = !now.is_empty() && !server_there && known.compute_mode == Some(SERVED);
                 // Memory comes and goes; who it is has not changed by that.
                 if gpu.bypasses.len() != now.len() || now.iter().any(|one| missing_in(&gpu.bypasses, one)) {
                     gpu.bypasses = now;

@@ -1,7 +1,7 @@
 //! Mends a server that met a fatal GPU error, and replaces one that has ended: always with the smallest step that
 //! helps.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -82,10 +82,11 @@ impl Run {
         let Some(fault) = self.hindrances.fault_mut() else { return };
         let new = &fault.clients - &fault.told;
         fault.told.clone_from(&fault.clients);
-        let ordinals: BTreeSet<usize> = new.iter().map(|(ordinal, _)| *ordinal).collect();
-        for ordinal in ordinals {
-            let pids: Vec<u32> =
-                new.iter().filter(|(of, _)| *of == ordinal).map(|(_, client)| *client).collect();
+        let mut hit: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
+        for (ordinal, client) in new {
+            hit.entry(ordinal).or_default().push(client);
+        }
+        for (ordinal, pids) in hit {
             let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
             let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
             let control = reporter.id();
@@ -95,13 +96,10 @@ impl Run {
                 ordinal: Some(ordinal),
                 ..About::gpu(&gpu_uuid)
             };
-            Message::ClientsHit.log(
-                about,
-                format_args!(
-                    "{reason}; clients that were hit: {pids:?}; the log can't tell which of them caused it"
-                ),
-            );
-            reporter.keep_event(format!("{reason}; clients that were hit: {pids:?}"));
+            let text = format!("{reason}; clients that were hit: {pids:?}");
+            let doubt = "the log can't tell which of them caused it";
+            Message::ClientsHit.log(about, format_args!("{text}; {doubt}"));
+            reporter.keep_event(text);
             if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason }) {
                 tracing::debug!("a fault is not told: {error}");
             }
@@ -140,13 +138,14 @@ impl Serving<'_> {
         let Some(fault) = self.fault() else { return Ok(()) };
         fault.look_at =
             Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
-        let server = fault.server;
+        let (server, since) = (fault.server, fault.since);
         match self.run.control.server_status(server).await? {
             ServerStatus::Active => self.well_again(server).await,
             ServerStatus::Unsupported => self.wait_for_those_hit(server).await?,
             ServerStatus::Gone => self.server_gone(server).await,
             ServerStatus::Initializing => {}
-            ServerStatus::Fault => self.move_clients_out().await?,
+            ServerStatus::Fault if since.elapsed() < self.worker.order.fault_grace => {}
+            ServerStatus::Fault => self.move_clients_out(server).await?,
         }
         self.show_state();
         Ok(())
@@ -213,13 +212,7 @@ impl Serving<'_> {
     /// After the grace: ends the server, if it holds nobody but clients of the GPUs in question. Their work is lost
     /// already. `terminate_client` would be the smaller step, but it waits for the client, which is why we are here,
     /// and the control daemon does nothing else for anybody meanwhile (measured: 32 s, until the client ended).
-    async fn move_clients_out(&mut self) -> Result<(), Failure> {
-        let grace = self.worker.order.fault_grace;
-        let Some(server) =
-            self.fault().filter(|fault| fault.since.elapsed() >= grace).map(|fault| fault.server)
-        else {
-            return Ok(());
-        };
+    async fn move_clients_out(&mut self, server: u32) -> Result<(), Failure> {
         let (staying, elsewhere) = self.clients_of(server).await?;
         let held_up = if self.gpus_hit().is_empty() && several_gpus(&staying) {
             // Some of these clients are well, and nobody can say which.

@@ -200,38 +200,33 @@ impl Hindrances {
         let Progress { configured, in_place, retiring } = progress;
         let ended = if retiring { "ended" } else { "restarted" };
         let gravest = self.0.values().next();
-        let words = gravest.map(Hindrance::in_words).unwrap_or_default();
-        let (state, reason) = match gravest {
+        let (state, then) = match gravest {
             None if !configured => return None,
-            None => (ControlDaemonState::Ready, words),
-            Some(Hindrance::Faulted(_)) => (ControlDaemonState::Faulted, words),
+            None => (ControlDaemonState::Ready, String::new()),
+            Some(Hindrance::Faulted(_)) => (ControlDaemonState::Faulted, String::new()),
+            Some(Hindrance::ServerEnded { .. }) => (ControlDaemonState::Backoff, String::new()),
             Some(
                 Hindrance::PlaceTaken(_)
                 | Hindrance::DirectoryGone(_)
                 | Hindrance::BadDirectory(_)
                 | Hindrance::Hung { .. },
-            ) => {
-                let reason = format!("{words}; it is {ended} when its clients have ended");
-                (ControlDaemonState::Waiting, reason)
-            }
+            ) => (ControlDaemonState::Waiting, format!("; it is {ended} when its clients have ended")),
             Some(Hindrance::Silent { .. }) => {
-                let then = "it is asked again and again, and";
-                let reason = format!("{words}; {then} {ended} if it stays so and has no clients");
-                (ControlDaemonState::Waiting, reason)
+                let then =
+                    format!("; it is asked again and again, and {ended} if it stays so and has no clients");
+                (ControlDaemonState::Waiting, then)
             }
-            Some(Hindrance::ServerEnded { .. }) => (ControlDaemonState::Backoff, words),
             Some(Hindrance::Misfit(_)) => {
                 let then =
                     if retiring { " and ends" } else { ", for which the control daemon has to restart" };
-                let reason = format!(
-                    "{words}{then} when its clients have ended; `yunion-mpsctl apply --force` ends them"
-                );
-                (ControlDaemonState::Waiting, reason)
+                let force = "`yunion-mpsctl apply --force` ends them";
+                (ControlDaemonState::Waiting, format!("{then} when its clients have ended; {force}"))
             }
         };
         // With a misfit, clients are served, and nobody has asked yet whether there are any.
         let misfit = matches!(gravest, Some(Hindrance::Misfit(_)));
         let serving = in_place && (misfit || gravest.is_none());
+        let reason = gravest.map(Hindrance::in_words).unwrap_or_default() + &then;
         Some(Shown { state, serving, settled: !misfit, reason })
     }
 }

@@ -34,7 +34,7 @@ pub(crate) fn give_up_private_directory(plan: &mut ControlDaemonPlan) -> Option<
 }
 
 /// The state of these directories. It outlives a control daemon, as the directories do.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Links {
     /// None before there is a directory to watch, and where the kernel has no queue left. The regular check looks too.
     watch: Option<LinkWatch>,
@@ -42,24 +42,11 @@ pub(super) struct Links {
     lead: BTreeSet<PathBuf>,
     /// The time to look at them, since somebody has changed one.
     pub(super) look_at: Option<Instant>,
-    looked: Instant,
+    /// The time of the last look.
+    looked: Option<Instant>,
     /// The looks in a row that have failed.
     failures: u32,
     news: News,
-}
-
-impl Default for Links {
-    fn default() -> Self {
-        let now = Instant::now();
-        Self {
-            watch: None,
-            lead: BTreeSet::new(),
-            look_at: None,
-            looked: now,
-            failures: 0,
-            news: News::default(),
-        }
-    }
 }
 
 impl Links {
@@ -77,7 +64,8 @@ impl Links {
     }
 
     pub(super) fn look_soon(&mut self) {
-        self.look_at = Some((self.looked + LOOK_PAUSE).max(Instant::now()));
+        let now = Instant::now();
+        self.look_at = Some(self.looked.map_or(now, |looked| now.max(looked + LOOK_PAUSE)));
     }
 
     /// Forgets what led to a control daemon that has ended: the next one makes another socket.
@@ -123,20 +111,13 @@ impl News {
             untold => format!("; links were renewed {untold} times more since the last such message"),
         };
         let by = by.map(|pid| format!(": process {pid} listened there")).unwrap_or_default();
-        Some(match changed.len() {
-            1 => {
-                format!("{} did not lead to the control daemon{by}, and does again{before}", first.display())
-            }
-            2 => format!(
-                "{} and another directory did not lead to the control daemon{by}, and do again{before}",
-                first.display()
-            ),
-            all => format!(
-                "{} and {} other directories did not lead to the control daemon{by}, and do again{before}",
-                first.display(),
-                all.saturating_sub(1)
-            ),
-        })
+        let (others, again) = match changed.len() {
+            1 => (String::new(), "does"),
+            2 => (" and another directory".to_owned(), "do"),
+            all => (format!(" and {} other directories", all.saturating_sub(1)), "do"),
+        };
+        let first = first.display();
+        Some(format!("{first}{others} did not lead to the control daemon{by}, and {again} again{before}"))
     }
 }
 
@@ -146,7 +127,7 @@ impl Serving<'_> {
     pub(super) fn link(&mut self) -> Result<Vec<PathBuf>, BadDirectory> {
         let (plan, running) = (&self.worker.order.plan, &self.run.running);
         self.worker.links.look_at = None;
-        self.worker.links.looked = Instant::now();
+        self.worker.links.looked = Some(Instant::now());
         if running.private_directory.is_none() && plan.slice_directories.is_none() {
             return Ok(Vec::new());
         }

@@ -391,7 +391,8 @@ async fn run(
             }
         }
     }
-    machine.worker.reporter.wake();
+    // The end changes no status, and the loop has to hear of it.
+    machine.worker.tools.changed.notify_one();
     stop::drop_aside(machine);
 }
 
@@ -450,7 +451,7 @@ impl Machine {
         match ended {
             Ended::Stopped => {
                 self.end_run();
-                self.worker.reporter.unsettled();
+                self.worker.reporter.update(|status| status.settled = false);
                 if self.worker.retiring { Ended::Retired } else { Ended::Stopped }
             }
             Ended::Failure(Failure::Ended { .. }) => {
@@ -489,7 +490,7 @@ impl Machine {
 impl Worker {
     fn take_order(&mut self, order: Order) {
         // If the plan is the same, nothing changes for clients.
-        self.reporter.plan(&order.plan);
+        self.reporter.update(|status| status.take(&order.plan));
         self.order = order;
         let plan = &mut self.order.plan;
         let Some(private) = give_up_private_directory(plan) else { return };

@@ -132,14 +132,8 @@ impl Run {
     /// The limits that the order has for its GPUs, by their ordinals.
     pub(super) fn limits(&self, order: &Order) -> Limits {
         let planned = |uuid: &String| order.plan.gpus.iter().find(|gpu| gpu.uuid == *uuid);
-        let held: Vec<_> = self
-            .running
-            .gpus
-            .iter()
-            .map(planned)
-            .enumerate()
-            .filter_map(|(n, gpu)| Some((n, gpu?)))
-            .collect();
+        let ordinals = self.running.gpus.iter().enumerate();
+        let held: Vec<_> = ordinals.filter_map(|(ordinal, uuid)| Some((ordinal, planned(uuid)?))).collect();
         let enforced = held.iter().filter(|(_, gpu)| gpu.limits_enforced);
         Limits {
             thread_percentage: order.plan.thread_percentage,

@@ -106,25 +106,12 @@ impl Servers {
                 self.entry(*server).uid = Some(*uid);
             }
             Meaning::ServerReady(server) => self.entry(*server).ready = true,
-            Meaning::ServerExited { server, status } => {
-                self.entry(*server).exit_status = Some(*status);
-            }
-            Meaning::ThreadPercentage { server, tenths } => {
-                self.entry(*server).thread_tenths = Some(*tenths);
-            }
+            Meaning::ServerExited { server, status } => self.entry(*server).exit_status = Some(*status),
+            Meaning::ThreadPercentage { server, tenths } => self.entry(*server).thread_tenths = Some(*tenths),
             Meaning::MemoryLimit { server, ordinal, bytes } => {
                 self.entry(*server).memory_bytes.insert(*ordinal, *bytes);
             }
-            Meaning::Ordinary
-            | Meaning::Trouble
-            | Meaning::Noise
-            | Meaning::Fault { .. }
-            | Meaning::FaultHandling { .. }
-            | Meaning::TornDown { .. }
-            | Meaning::ClientLeft(_)
-            | Meaning::ClientPending { .. }
-            | Meaning::ClientAdmitted(_)
-            | Meaning::ClientRefused { .. } => {}
+            _ => {}
         }
         while self.known.len() > KEPT
             && let Some((oldest, _)) = self.in_order().first().copied()

@@ -100,12 +100,8 @@ impl Machine {
         }
         let processes = self.worker.look_at_gpus().await;
         self.worker.look_for_bypasses(None, &processes).await;
-        let gpus: Vec<String> = plan
-            .gpus
-            .iter()
-            .map(|gpu| gpu.uuid.clone())
-            .filter(|uuid| !self.worker.unreachable.contains(uuid))
-            .collect();
+        let wanted = plan.gpus.iter().map(|gpu| gpu.uuid.clone());
+        let gpus: Vec<String> = wanted.filter(|uuid| !self.worker.unreachable.contains(uuid)).collect();
         if gpus.is_empty() {
             return Err(Failure::Waiting("none of its GPUs can be reached".to_owned()));
         }

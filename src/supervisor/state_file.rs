@@ -151,16 +151,12 @@ impl StateFile {
 
     /// Forgets a GPU after its mode is back.
     pub(crate) fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
-        self.change(|contents| {
-            contents.previous_compute_modes.remove(uuid);
-        })
+        self.change(|contents| _ = contents.previous_compute_modes.remove(uuid))
     }
 
     /// Writes down a control daemon, before anything runs under its PID.
     pub(crate) fn remember_control_daemon(&mut self, id: &str, running: Running) -> io::Result<()> {
-        self.change(|contents| {
-            contents.control_daemons.insert(id.to_owned(), running);
-        })
+        self.change(|contents| _ = contents.control_daemons.insert(id.to_owned(), running))
     }
 
     /// The control daemon that was started under this id, dead or alive.
@@ -175,9 +171,7 @@ impl StateFile {
 
     /// Forgets a control daemon that has ended.
     pub(crate) fn forget_control_daemon(&mut self, id: &str) -> io::Result<()> {
-        self.change(|contents| {
-            contents.control_daemons.remove(id);
-        })
+        self.change(|contents| _ = contents.control_daemons.remove(id))
     }
 
     /// Writes down where a CDI spec is, before it is there; None: nowhere any more.

@@ -76,8 +76,9 @@ impl Status {
         }
     }
 
-    /// Has no GPU wait for its limits any more: they are in force, or the GPU's reason says why they are not.
-    fn limits_are_set(&mut self) {
+    /// Is settled. No GPU waits for its limits any more: they are in force, or the GPU's reason says why they are not.
+    fn settle(&mut self) {
+        self.settled = true;
         for gpu in self.gpus.values_mut() {
             gpu.being_set = false;
         }
@@ -146,18 +147,12 @@ impl Reporter {
         (Self { status, changed }, seen)
     }
 
-    /// From now on it is about this plan.
-    pub(super) fn plan(&self, plan: &ControlDaemonPlan) {
-        self.update(|status| status.take(plan));
-    }
-
     /// Says in which state the control daemon stays for now.
     pub(super) fn enter(&self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.update(|status| {
             status.pass_through(state, serving, reason);
             if state != ControlDaemonState::Starting {
-                status.settled = true;
-                status.limits_are_set();
+                status.settle();
             }
         });
     }
@@ -167,22 +162,17 @@ impl Reporter {
         self.update(|status| status.pass_through(state, serving, reason));
     }
 
-    /// Says that the control daemon is to start once more for its plan.
-    pub(super) fn unsettled(&self) {
-        self.update(|status| status.settled = false);
-    }
-
     /// Says that the next step waits until clients have ended, or follows a failure.
     pub(super) fn put_off(&self) {
         self.update(|status| {
             status.put_off = true;
-            status.settled = true;
-            status.limits_are_set();
+            status.settle();
         });
     }
 
     pub(super) fn event(&self, text: String) {
-        self.event_at(tracing::Level::INFO, text);
+        tracing::info!(mps_control = self.id(), "{text}");
+        self.keep_event(text);
     }
 
     /// A message of this kind, and an event.
@@ -193,16 +183,7 @@ impl Reporter {
     }
 
     pub(super) fn warning(&self, text: String) {
-        self.event_at(tracing::Level::WARN, text);
-    }
-
-    fn event_at(&self, level: tracing::Level, text: String) {
-        let id = self.id();
-        if level == tracing::Level::WARN {
-            tracing::warn!(mps_control = id, "{text}");
-        } else {
-            tracing::info!(mps_control = id, "{text}");
-        }
+        tracing::warn!(mps_control = self.id(), "{text}");
         self.keep_event(text);
     }
 
@@ -245,11 +226,6 @@ impl Reporter {
         if modified {
             self.changed.notify_one();
         }
-    }
-
-    /// Wakes the loop up once more, for an end that changes no status.
-    pub(super) fn wake(&self) {
-        self.changed.notify_one();
     }
 }
 

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::mps::log::Meaning;
 
-use super::agenda::{Agenda, Task};
+use super::agenda::{self, Task};
 use super::hindrance::{ClearedBy, Hindrance, News};
 use super::run::Occurrence;
 use super::{Command, Ended, Failure, Serving};
@@ -36,7 +36,7 @@ impl Serving<'_> {
         self.run.check_at = if self.run.hindrances.is_unreached() { now } else { now + CHECK_PERIOD };
         self.run.count_at = now;
         loop {
-            let (at, task) = self.agenda().first();
+            let (at, task) = self.next_task();
             let done = tokio::select! {
                 occurrence = self.next(at) => match occurrence {
                     Ok(Occurrence::Nothing) => self.act(task).await,
@@ -59,22 +59,22 @@ impl Serving<'_> {
         }
     }
 
-    fn agenda(&mut self) -> Agenda {
+    fn next_task(&mut self) -> (Instant, Task) {
         let run = &mut *self.run;
         let ends = run.hindrances.ends_when_idle();
         if ends && std::mem::take(&mut run.client_left) {
             run.count_at = run.count_at.min(Instant::now() + CLIENT_LEFT_PAUSE);
         }
-        Agenda {
-            check: run.check_at,
-            links: self.worker.links.look_at,
-            heal: run.hindrances.fault().map(|fault| fault.look_at),
-            revive: run.hindrances.revival().map(|(at, _)| at),
-            bypasses: self.worker.bypasses.look_at,
-            places: run.places.look_at,
-            pending: run.pending.look_at,
-            end_if_idle: ends.then_some(run.count_at),
-        }
+        let others = [
+            (self.worker.links.look_at, Task::Links),
+            (run.hindrances.fault().map(|fault| fault.look_at), Task::Heal),
+            (run.hindrances.revival().map(|(at, _)| at), Task::Revive),
+            (self.worker.bypasses.look_at, Task::Bypasses),
+            (run.places.look_at, Task::Places),
+            (run.pending.look_at, Task::Pending),
+            (ends.then_some(run.count_at), Task::EndIfIdle),
+        ];
+        agenda::first(run.check_at, &others)
     }
 
     async fn act(&mut self, task: Task) -> Result<Option<Ended>, Failure> {

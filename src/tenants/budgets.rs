@@ -254,12 +254,12 @@ impl Watch {
                     self.attempt.at = self.attempt.at.min(Instant::now() + PERIOD);
                     self.attempt.pause = PERIOD;
                 }
-                ended = finished(&mut attempted) => {
+                ended = or_never(attempted.as_mut()) => {
                     attempted = None;
-                    self.has_attempted(ended).await;
+                    self.has_attempted(ended.ok()).await;
                     continue;
                 }
-                () = sleep_or_never(self.look_at) => {}
+                () = or_never(self.look_at.map(sleep_until)) => {}
             }
             sleep_until(self.looked_at + SHARE).await;
             let over = self.look(come).await;
@@ -380,7 +380,7 @@ impl Watch {
         }))
     }
 
-    /// Takes note of the end of an attempt, and tells which clients have lost their work.
+    /// Takes note of the end of an attempt, and tells which clients have lost their work. None: the attempt has failed.
     async fn has_attempted(&mut self, attempted: Option<Attempted>) {
         let (cutter, victims, owners) = attempted.unwrap_or_default();
         self.cutter = Some(cutter);
@@ -420,17 +420,10 @@ impl Watch {
     }
 }
 
-/// Waits for the end of an attempt. None if it has failed.
-async fn finished(attempt: &mut Option<JoinHandle<Attempted>>) -> Option<Attempted> {
-    match attempt {
-        Some(attempt) => attempt.await.ok(),
-        None => std::future::pending().await,
-    }
-}
-
-async fn sleep_or_never(deadline: Option<Instant>) {
-    match deadline {
-        Some(deadline) => sleep_until(deadline).await,
+/// Waits for something, and for ever if there is nothing to wait for.
+async fn or_never<T>(what: Option<impl Future<Output = T>>) -> T {
+    match what {
+        Some(what) => what.await,
         None => std::future::pending().await,
     }
 }

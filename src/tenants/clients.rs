@@ -1,6 +1,6 @@
 //! The processes that use the GPUs at this moment.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::time::{Duration, SystemTime};
 
@@ -71,15 +71,15 @@ pub(crate) struct Serving {
 /// The findings of one look at the GPUs of one control daemon.
 struct Look {
     clients: Vec<Client>,
-    processes: Vec<(String, Vec<GpuProcess>)>,
+    /// The processes on each of its GPUs, by UUID.
+    processes: BTreeMap<String, Vec<GpuProcess>>,
     bypasses: Vec<Bypass>,
 }
 
 impl Look {
     /// The driver's facts about a process on a GPU.
     fn process(&self, uuid: &str, pid: u32) -> Option<&GpuProcess> {
-        let (_, processes) = self.processes.iter().find(|(gpu, _)| gpu == uuid)?;
-        processes.iter().find(|process| process.pid == pid)
+        self.processes.get(uuid)?.iter().find(|process| process.pid == pid)
     }
 }
 
@@ -137,15 +137,14 @@ async fn looks(
 
 async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> {
     let looks = nvml.look_at(one.gpus.clone(), true).await.into_iter();
-    let processes: Vec<_> =
+    let processes: BTreeMap<_, _> =
         looks.map(|(uuid, look)| (uuid, look.map(|(_, processes)| processes).unwrap_or_default())).collect();
     let Some((servers, clients)) = servers_and_clients(one).await? else {
         return Ok(Look { clients: Vec::new(), processes, bypasses: one.bypasses.clone() });
     };
     let pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
-    let bypasses =
-        processes.iter().flat_map(|(uuid, processes)| bypass::find(uuid, processes, &servers, &pids));
-    let bypasses = bypasses.collect();
+    let find = |(uuid, processes): (&String, &Vec<_>)| bypass::find(uuid, processes, &servers, &pids);
+    let bypasses = processes.iter().flat_map(find).collect();
     Ok(Look { clients, processes, bypasses })
 }
 

@@ -46,7 +46,7 @@ pub(super) struct Victim {
 struct Connected<'c> {
     control: &'c CallersControl,
     server: u32,
-    connections: Connections,
+    connections: &'c Connections,
 }
 
 /// Knows the clients that it has ended and the clients that could not be ended, so that it tries nothing again without
@@ -75,16 +75,9 @@ impl Cutter {
         }
         let mut connected: BTreeMap<u32, Vec<Connected<'_>>> = BTreeMap::new();
         for (control, clients) in &listed {
-            for client in clients {
-                let servers = connected.entry(client.pid).or_default();
-                match servers.iter_mut().find(|one| one.server == client.server) {
-                    Some(one) => _ = one.connections.insert(client.id),
-                    None => servers.push(Connected {
-                        control,
-                        server: client.server,
-                        connections: Connections::from([client.id]),
-                    }),
-                }
+            for ((server, pid), connections) in clients {
+                let server = Connected { control, server: *server, connections };
+                connected.entry(*pid).or_default().push(server);
             }
         }
         let may_be_there = |pid: &u32| silent.is_some() || connected.contains_key(pid);
@@ -150,7 +143,7 @@ impl Cutter {
                 return Err(format!("server {server} handles a fault"));
             }
             match end_client(control, *server, process.pid, &held).await {
-                Ok(Some(Terminated::Done)) => ended.extend(connections),
+                Ok(Some(Terminated::Done)) => ended.extend(*connections),
                 Ok(Some(Terminated::NoSuchClient | Terminated::NoSuchServer)) => {}
                 Ok(None) => return Ok(Some(self.stays(process, "it can't be continued".to_owned()))),
                 Err(error) => {

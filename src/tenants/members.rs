@@ -129,13 +129,10 @@ impl Members {
         }
         while let Some(answer) = asked.join_next().await {
             let Ok((pid, process, membership)) = answer else { continue };
-            let place = match membership {
+            let place = match membership.map(|known| slice_on(cut, known?)) {
                 None => Place::Hidden,
-                Some(membership) => membership
-                    .and_then(|membership| slice_on(cut, membership))
-                    .map_or(Place::Nowhere(Instant::now()), |(slice, known_by)| {
-                        Place::Slice(slice, known_by)
-                    }),
+                Some(None) => Place::Nowhere(Instant::now()),
+                Some(Some((slice, known_by))) => Place::Slice(slice, known_by),
             };
             // If the process has ended, its PID may have been another's while it was looked at.
             if Identity::of(pid).ok() == Some(process) {

@@ -16,7 +16,7 @@ use crate::host::blocking::Blocking;
 use crate::host::proc;
 use crate::membership::containers::{containers_in, is_the_hosts};
 use crate::membership::{SliceMounts, Slices};
-use crate::mps::control::{Caller, CallersControl, Client, ControlError, ServerStatus, Terminated};
+use crate::mps::control::{Caller, CallersControl, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 use crate::tenants::clients::{users, whose};
 use crate::tenants::in_words::{Whose, shortened};
@@ -296,10 +296,13 @@ struct Found {
     hosts: bool,
 }
 
+/// The clients of a control daemon: their connections, by server and client.
+type Listed = (Arc<CallersControl>, BTreeMap<(u32, u32), Connections>);
+
 /// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
 pub(super) async fn list_clients(
     controls: &[Arc<CallersControl>],
-) -> (Vec<(Arc<CallersControl>, Vec<Client>)>, Option<TerminationError>) {
+) -> (Vec<Listed>, Option<TerminationError>) {
     let mut asked = JoinSet::new();
     for control in controls {
         let control = Arc::clone(control);
@@ -308,7 +311,14 @@ pub(super) async fn list_clients(
     let (mut listed, mut silent) = (Vec::new(), None);
     while let Some(answer) = asked.join_next().await {
         match answer {
-            Ok(Ok(clients)) => listed.push(clients),
+            Ok(Ok((control, clients))) => {
+                // A client of two GPUs has two lines.
+                let mut connections: BTreeMap<_, Connections> = BTreeMap::new();
+                for client in clients {
+                    connections.entry((client.server, client.pid)).or_default().insert(client.id);
+                }
+                listed.push((control, connections));
+            }
             Ok(Err(error)) => _ = silent.get_or_insert(TerminationError::Control(error)),
             Err(_) => _ = silent.get_or_insert(TerminationError::NotKnown),
         }
@@ -318,7 +328,7 @@ pub(super) async fn list_clients(
 
 /// The wanted clients, and the first client that could not be looked at. It is an error if none of them may be touched.
 fn pick(
-    listed: Vec<(Arc<CallersControl>, Vec<Client>)>,
+    listed: Vec<Listed>,
     wanted: &Wanted,
     slices: &Slices,
     only_hosts: bool,
@@ -327,12 +337,7 @@ fn pick(
     let mut containers = BTreeSet::new();
     let (users, mounts) = (users(), SliceMounts::look(slices));
     for (control, clients) in listed {
-        // A client of two GPUs has two lines.
-        let mut connections: BTreeMap<(u32, u32), Connections> = BTreeMap::new();
-        for client in clients {
-            connections.entry((client.server, client.pid)).or_default().insert(client.id);
-        }
-        for ((server, pid), connections) in connections {
+        for ((server, pid), connections) in clients {
             match hold_if_wanted(pid, wanted, &mounts) {
                 Ok(None) => {}
                 Ok(Some((held, Match { containers: ids, slices }))) => {
