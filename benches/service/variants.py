@@ -26,7 +26,7 @@ class Tools(NamedTuple):
 
 
 def tools(binaries, directory, quiet):
-    """Compiles the client for the bus, unless it is there."""
+    """Compiles the client for the bus."""
     bus = directory / "bus"
     source = pathlib.Path(__file__).parent / "bus.c"
     if not bus.exists() or bus.stat().st_mtime < source.stat().st_mtime:
