@@ -34,7 +34,7 @@ pub(crate) struct Look {
 }
 
 impl Look {
-    /// How a server is that was asked about.
+    /// The status of a server that was asked about.
     pub(crate) fn status(&self, server: u32) -> ServerStatus {
         self.statuses.get(&server).copied().unwrap_or(ServerStatus::Gone)
     }

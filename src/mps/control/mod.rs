@@ -44,7 +44,7 @@ const SERVERS: &str = "get_server_list";
 /// answered with nothing.
 const PERCENTAGE: &str = "get_default_active_thread_percentage";
 
-/// How often the clients are asked for, while servers come and go.
+/// The number of attempts to list the clients while servers come and go.
 const LISTINGS: u32 = 4;
 
 /// The only way to a [`Control`]: it has one queue for each pipe directory. All its clones share the queues.
@@ -177,7 +177,7 @@ impl CallersControl {
         if answer.is_empty() { self.ask(command).await } else { Ok(answer) }
     }
 
-    /// How one server is.
+    /// The status of one server.
     pub(crate) async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
         Ok(self.look(&[server], None).await?.status(server))
     }
