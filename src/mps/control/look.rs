@@ -56,7 +56,7 @@ fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usiz
     [(None, limits.memory_mib.clone())].into_iter().chain(of_servers).collect()
 }
 
-/// See [`super::Control::look`].
+/// See [`super::CallersControl::look`].
 pub(super) fn commands(at: &[u32], limits: Option<&Limits>) -> String {
     let mut commands: String = at.iter().map(|server| format!("get_server_status {server}\n")).collect();
     for (server, memory_mib) in asked(at, limits) {
