@@ -60,8 +60,8 @@ fn every_error_is_explained() {
     let (_, table) = page.split_once("\n## Errors\n").unwrap();
     let (table, _) = table.split_once("\n## ").unwrap();
     let source = fs::read_to_string(source("src/dbus/request.rs")).unwrap();
-    let (_, map) = source.split_once("fn name(&self)").unwrap();
-    let (map, _) = map.split_once("fn description").unwrap();
+    let (_, map) = source.split_once("fn name_and_text(&self)").unwrap();
+    let (map, _) = map.split_once("\n    }\n").unwrap();
     assert_eq!(names(table), names(map));
 }
 
