@@ -15,6 +15,7 @@ build: ## the release binaries, in target/release, and manual pages and completi
 
 install: ## what make build has built, on this host: make install, or with PREFIX= and DESTDIR=
 	packaging/install.sh
+	[ -n "$$DESTDIR" ] || systemd-sysusers "$${PREFIX:-/usr}/lib/sysusers.d/yunion-mps-daemon.conf"
 
 packages: deb rpm ## both
 
@@ -43,11 +44,18 @@ fetch: ## all that make deb rpm takes from the network, which it needs no more t
 	scripts/fetch-zig.sh
 	cargo fetch --locked
 
-demo: ## the whole way once, on a simulated host: make demo BOARD=tesla-p40, h200x8 or mixed
+demo: ## the whole way once, on a simulated host: make demo BOARD=tesla-p40, h200x8 or mixed (RELEASE=1 as in make test)
 	scripts/demo.sh $(BOARD)
 
-# Only root can boot a systemd, which is where the packages are tried.
-PACKAGES_TO_TEST = $(if $(filter 0,$(shell id -u)),deb rpm)
+# Only root can boot a systemd, which is where the packages are tried. With RELEASE=1 they are those of make deb rpm, which
+# have to be built before. Otherwise they hold the programs of the tests, which takes some minutes less.
+export RELEASE
+PACKAGES_TO_TEST = $(if $(RELEASE),,$(if $(filter 0,$(shell id -u)),under-test))
+
+.PHONY: under-test
+under-test:
+	scripts/deps.sh packages
+	scripts/build-under-test.sh
 
 test: $(PACKAGES_TO_TEST) ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed); what was skipped is named in the end
 	scripts/deps.sh
@@ -62,10 +70,10 @@ check: ## format, lints, links of the documentation, licences and sources of the
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --document-private-items --workspace --locked
 	scripts/cargo-deny.sh
 
-chaos: ## three minutes (or CHAOS_SECONDS) of random kills, stops and reloads under a stream of clients, as in make test
+chaos: ## three minutes (or CHAOS_SECONDS) of random kills, stops and reloads under a stream of clients; make test has one
 	scripts/deps.sh
 	cargo build --workspace --locked
-	cargo test --locked --test it -- --nocapture chaos::
+	CHAOS_SECONDS=$${CHAOS_SECONDS:-180} cargo test --locked --test it -- --nocapture chaos::
 
 soak: ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: what grows in the daemon, who is lost
 	scripts/deps.sh

@@ -11,7 +11,9 @@ import re
 import subprocess
 import sys
 
-OURS = "yunion-mps-daemon"
+# The crates of the two programs, and the one that both use.
+PROGRAMS = {"yunion-mps-daemon", "yunion-mpsctl"}
+OURS = PROGRAMS | {"yunion-mps-common"}
 APACHE = "Apache-2.0"
 
 
@@ -22,10 +24,10 @@ def metadata():
 
 
 def compiled_in(data):
-    """The crates that our package needs to run, however indirectly: no build or test dependencies, no macros."""
+    """The crates that our programs need to run, however indirectly: no build or test dependencies, no macros."""
     crates = {crate["id"]: crate for crate in data["packages"]}
     needs = {node["id"]: node["deps"] for node in data["resolve"]["nodes"]}
-    todo = [crate["id"] for crate in data["packages"] if crate["name"] == OURS]
+    todo = [crate["id"] for crate in data["packages"] if crate["name"] in PROGRAMS]
     seen = set(todo)
     while todo:
         for need in needs[todo.pop()]:
@@ -34,7 +36,9 @@ def compiled_in(data):
             if need["pkg"] not in seen and not macro and any(kind["kind"] is None for kind in need["dep_kinds"]):
                 seen.add(need["pkg"])
                 todo.append(need["pkg"])
-    return sorted((crates[name] for name in seen if crates[name]["name"] != OURS), key=lambda crate: crate["name"])
+    # Two versions of a crate may be compiled in, and a set has another order in each run.
+    found = (crates[name] for name in seen if crates[name]["name"] not in OURS)
+    return sorted(found, key=lambda crate: (crate["name"], crate["version"]))
 
 
 def choices(crate):

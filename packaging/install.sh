@@ -17,6 +17,9 @@ root=${DESTDIR:-}
 share=$root$PREFIX/share
 doc=$share/doc/yunion-mps-daemon
 
+# For sed, which gives these three characters a meaning.
+replacement=$(printf '%s\n' "$PREFIX" | sed 's/[\\&#]/\\&/g')
+
 put() { # MODE FILE PATH
     install -D -m "$1" "$2" "$3"
 }
@@ -35,9 +38,10 @@ for unit in yunion-mps-daemon.service yunion-mps-metrics.service yunion-mps-metr
     installed=$root$PREFIX/lib/systemd/system/$unit
     put 644 "systemd/$unit" "$installed"
     # ExecStart, ExecReload and Documentation name installed files.
-    [ "$PREFIX" = /usr ] || sed -i -E "s#/usr/(bin/yunion|share/doc/yunion)#$PREFIX/\1#" "$installed"
+    [ "$PREFIX" = /usr ] || sed -i -E "s#/usr/(bin/yunion|share/doc/yunion)#$replacement/\1#" "$installed"
 done
 put 644 systemd/yunion-mps-daemon.tmpfiles.conf "$root$PREFIX/lib/tmpfiles.d/yunion-mps-daemon.conf"
+put 644 systemd/yunion-mps-daemon.sysusers.conf "$root$PREFIX/lib/sysusers.d/yunion-mps-daemon.conf"
 
 for catalog in packaging/journal/*.catalog; do
     put 644 "$catalog" "$root$PREFIX/lib/systemd/catalog/${catalog##*/}"

@@ -24,7 +24,7 @@ tools=$(scripts/fetch-zig.sh)
 
 CARGO_ZIGBUILD_ZIG_PATH=$tools/ziglang/zig CARGO_ZIGBUILD_CACHE_DIR=$PWD/target/zig \
     ZIG_GLOBAL_CACHE_DIR=$PWD/target/zig/cache ZIG_LOCAL_CACHE_DIR=$PWD/target/zig/cache \
-    "$tools/bin/cargo-zigbuild" zigbuild --release --locked --bins --package yunion-mps-daemon \
+    "$tools/bin/cargo-zigbuild" zigbuild --release --locked --bins --package yunion-mps-daemon --package yunion-mpsctl \
     --target "$host.$GLIBC"
 mkdir -p target/packaged
 for program in yunion-mps-daemon yunion-mpsctl; do

@@ -1,8 +1,9 @@
 #!/bin/sh
 # Writes the configuration of a private bus, with the rules of the system bus and the shipped policy: bus-conf.sh DIRECTORY.
-# The file is DIRECTORY/bus.conf, and the bus listens at DIRECTORY/socket. Whoever calls this has root's part.
+# The file is DIRECTORY/bus.conf, and the bus listens at DIRECTORY/socket. Whoever calls this has root's part, and
+# this caller's group stands for yunion-mps.
 set -eu
 cd "$(dirname "$0")/.."
 user=$(id -u)
-sed "s/user=\"root\"/user=\"$user\"/" config/io.yunion.Mps1.conf >"$1/policy.conf"
+sed "s/user=\"root\"/user=\"$user\"/; s/group=\"yunion-mps\"/group=\"$(id -g)\"/" config/io.yunion.Mps1.conf >"$1/policy.conf"
 sed "s|DIRECTORY|$1|; s|USER|$user|" tests/support/bus.conf >"$1/bus.conf"

@@ -1,5 +1,6 @@
 #!/bin/bash
-# The whole way once, on a simulated host: release binaries, a real dbus-daemon, a board of the simulator's.
+# The whole way once, on a simulated host: the programs, a real dbus-daemon, a board of the simulator's. With RELEASE=1 the
+# programs are those in the packages of `make deb rpm`, which has built them before; otherwise they are those of the tests.
 # Shows what an administrator would see and checks it; exit status 0 means that every check held.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -74,6 +75,7 @@ cleanup() {
     wait_for 5 none_marked
     mapfile -t pids < <(marked)
     [ ${#pids[@]} -eq 0 ] || kill -KILL "${pids[@]}" 2>/dev/null
+    chattr -R -f -i "$dir" 2>/dev/null || :
     rm -rf "$dir"
     exit "$status"
 }
@@ -92,10 +94,14 @@ check() { # ARGUMENT...
 }
 
 scripts/deps.sh
-cargo build --release --workspace --locked
+cargo build --workspace --locked
 target=$(cargo metadata --format-version 1 --no-deps --locked |
     "$python" -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
-export PATH="$target/release:$PATH"
+programs=$target/debug
+[ -z "${RELEASE:-}" ] || programs=$PWD/target/packaged
+[ -x "$programs/yunion-mps-daemon" ] || fail "there is no $programs/yunion-mps-daemon; make deb rpm builds it"
+# The simulator is in none of the packages.
+export PATH="$programs:$target/debug:$PATH"
 
 # Short: the path of a socket below it must fit in 107 bytes.
 dir=$(mktemp -d /tmp/mps-demo.XXXXXX)

@@ -112,6 +112,17 @@ impl Message {
         }
     }
 
+    /// Logs a line about one of the clients that a message names, so that it is found by the client's PID.
+    pub(crate) fn log_client(about: About<'_>, client: u32, text: impl Display) {
+        tracing::info!(
+            mps_control = about.control,
+            mps_server_pid = about.server.map(u64::from),
+            mps_client_pid = client,
+            gpu_uuid = about.gpu,
+            "{text}"
+        );
+    }
+
     /// Logs a message of this kind.
     pub(crate) fn log(self, about: About<'_>, text: impl Display) {
         // The level of a tracing macro is a constant.

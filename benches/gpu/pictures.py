@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Makes the pictures and tables of docs/performance.md from results/*.json: benches/gpu/pictures.py [--check]
 
-A part that several files have is taken from the newest. --check changes nothing: it says what differs, and which of the
-three numbers is missing in the texts around the tables and in the READMEs.
+A part that several files have is taken from the newest, of one day the last by name. --check changes nothing: it says
+what differs, and which of the numbers that matter is missing in the texts around the tables and in the READMEs.
 """
 
 import json
@@ -20,7 +20,7 @@ READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 MODES = ["without MPS", "bare", "equal", "balanced", "unlimited"]
 SHOWN = {"bare": "bare control daemon"}
 COLOURS = dict(zip(MODES, ["#8a8f98", "#3b3f46", "#2563eb", "#059669", "#d97706"]))
-PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "topology", "killed"]
+PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "topology", "killed", "clients"]
 
 WIDTH, LEFT, RIGHT, TOP = 720, 64, 16, 72
 INK, FAINT = "#1f2328", "#d8dde3"
@@ -37,15 +37,31 @@ def figures():
     return found
 
 
+def runs(file):
+    """How the figures of a works' table come about."""
+    seconds = f"{file['seconds_each']:g} second{'' if file['seconds_each'] == 1 else 's'}"
+    number = file.get("runs", 1)
+    return f"median of {number} runs of {seconds}" if number > 1 else f"one run of {seconds}"
+
+
 def hardware(file):
     name, driver, mode = file["gpu"].split(", ")
     gpus = file.get("gpus", 1)
     host = f"host with {gpus} GPU{'s' if gpus > 1 else ''} and {file['cpus']} CPUs"
-    return f"{name}, driver {driver}, compute mode {mode}, {host}, {file['date']}"
+    # The page says of all of them that it is Default.
+    mode = "" if mode == "Default" else f"compute mode {mode}, "
+    return f"{name}, driver {driver}, {mode}{host}, {file['date']}"
+
+
+# The widest of the usual fonts, DejaVu Sans, takes so much of the font size for a character.
+BOLD, PLAIN = 0.70, 0.62
 
 
 class Picture:
     def __init__(self, title, below, height):
+        for words, size, wide in ((title, 16, BOLD), (below, 10, PLAIN)):
+            if 16 + len(words) * size * wide > WIDTH:
+                sys.exit(f"a picture is too narrow for: {words}")
         self.height = height
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
@@ -201,9 +217,9 @@ def work(name, found, file):
 
     value = lambda count, mode: found[count][mode]["per_second"] if mode in found[count] else None
     groups = [[value(count, mode) for mode in modes] for count in counts]
-    below = f"{hardware(file)}; {file['seconds_each']:g} seconds each"
+    below = f"{hardware(file)}; {runs(file)}"
     picture = columns(
-        f"{title}: {unit} of all processes together", ("processes", unit), below, groups, counts, names,
+        f"{title}: {unit}", ("processes", f"{unit}, all processes"), below, groups, counts, names,
         [COLOURS[mode] for mode in modes],
     )
     rows = [[count, *(cell(count, mode) for mode in modes)] for count in counts]
@@ -217,10 +233,10 @@ def beside(found, file):
     modes = [mode for mode in MODES if mode in found]
     names = [SHOWN.get(mode, mode) for mode in modes]
     kinds = ["median", "99th percentile"]
-    below = f"{hardware(file)}; {file['seconds_each']:g} seconds each"
+    below = f"{hardware(file)}; {runs(file)}"
     values = [(found[mode]["median_ms"], found[mode]["p99_ms"]) for mode in modes]
     picture = rows_of_bars(
-        "The time of a short kernel beside three clients that fill the GPU", "milliseconds", below,
+        "A short kernel beside three clients that fill the GPU", "milliseconds", below,
         list(zip(names, values)), kinds, ["#93b4f5", "#2563eb"], 2,
     )
     rows = [[name, *(f"{value:.2f} ms" for value in of_mode)] for name, of_mode in zip(names, values)]
@@ -229,6 +245,13 @@ def beside(found, file):
         "slices."
     )
     heads = ["small client", *kinds]
+    if all("greedy" in found[mode] for mode in modes):
+        heads.append("kernels a second of the greedy ones")
+        most = max(found[mode]["greedy"]["per_second"] for mode in modes)
+        for row, mode in zip(rows, modes):
+            rate = found[mode]["greedy"]["per_second"]
+            row.append(f"{rate:.0f} ({100 * rate / most:.0f} %)")
+        text += " The last column has what the greedy ones get done together, and how much of the most that is."
     return [f"## {title}", text, f"![{title}](performance-beside.svg)", table(heads, rows), f"*{below}.*"], picture
 
 
@@ -239,7 +262,7 @@ def pairs(found, file):
     below = hardware(file)
     low, high = min(map(min, ratios)), max(map(max, ratios))
     picture = dots(
-        "Throughput with this service, as a part of the throughput without it", "this service / a bare control daemon",
+        "This service beside a bare control daemon: throughput", "this service / a bare control daemon",
         below, [(policy, found[policy]["ratios"], COLOURS[policy]) for policy in policies],
         min(0.95, int(100 * low) / 100), max(1.05, -int(-100 * high) / 100 + 0.01),
     )
@@ -259,7 +282,7 @@ def topology(found, file):
     ways = ("anywhere", "near", "far")
     kinds = [(name, way) for name in order if name in found for way in ways if way in found[name]]
     values = [[mean(found[name][way], gpu) for gpu in (0, 1)] for name, way in kinds]
-    below = f"{hardware(file)}; {file['seconds_each']:g} seconds each"
+    below = f"{hardware(file)}; {runs(file)}"
     names = [name if way == "anywhere" else f"{name}, {way}" for name, way in kinds]
     picture = rows_of_bars(
         "ResNet-50 in 8 processes on each of two GPUs", "images a second of each GPU", below, list(zip(names, values)),
@@ -286,17 +309,53 @@ def killed(found, file):
     return ["## The service is killed", text, f"*{hardware(file)}.*"], None
 
 
-OTHERS = {"beside": beside, "pairs": pairs, "topology": topology, "killed": killed}
+def clients(found, file):
+    counts = sorted(found, key=int)
+    several = [count for count in counts if count != "0"]
+    row = lambda words, cell: [words, *(cell(found[count]) for count in counts)]
+    plain = lambda key, digits=1: lambda one: f"{one[key]:.{digits}f}" if key in one else "-"
+    rows = [
+        row("wake-ups in a minute", plain("wakeups_a_minute", 0)),
+        row("CPU time in a minute, ms", plain("cpu_ms_a_minute")),
+        row("CPU time of NVIDIA's front ends in a minute, ms", plain("front_ends_cpu_ms_a_minute")),
+        row("resident memory, MiB", lambda one: f"{one['resident_kib'] / 1024:.1f}"),
+        row("`ListClients`, ms", plain("ListClients_ms", 2)),
+        row("`ListClients`: the service's CPU time, ms", plain("ListClients_cpu_ms", 2)),
+        row("`yunion-mpsctl list`, ms", plain("list_ms")),
+        row("`yunion-mpsctl clients`, ms", plain("clients_ms")),
+    ]
+    text = (
+        "The service with one GPU and four slices, while nobody asks it anything, and the time of calls; the clients "
+        "launch a short kernel each 10 ms. The service starts NVIDIA's front ends for its regular checks."
+    )
+    each = (
+        "A client's memory in MiB: what all of them take on the GPU and on the host, by the number of clients. Without "
+        "MPS each process has a context of its own on the GPU."
+    )
+    costs = [
+        [f"{count}, {words}", *(f"{one['each_mib'][where]:.0f}" for where in ("gpu", "host"))]
+        for words, part in (("under the service", found), ("without MPS", file["without_mps"]))
+        for count in several
+        if count in part
+        for one in (part[count],)
+    ]
+    return [
+        "## The cost of the service and its clients", text, table(["clients", *counts], rows), each,
+        table(["clients", "GPU, each", "host, each"], costs), f"*{hardware(file)}.*",
+    ], None
+
+
+OTHERS = {"beside": beside, "pairs": pairs, "topology": topology, "killed": killed, "clients": clients}
 
 
 def numbers(found):
-    """The three that matter."""
+    """The ones that matter: each is one policy's."""
     sixteen = found["resnet50"][0]["16"]
-    gain = max(one["per_second"] for one in sixteen.values()) / sixteen["without MPS"]["per_second"]
+    gains = [sixteen[mode]["per_second"] / sixteen["without MPS"]["per_second"] for mode in ("equal", "balanced")]
     ratios = [ratio for one in found["pairs"][0].values() for ratio in one["ratios"]]
     small = found["beside"][0]
-    latencies = [f"{small[mode]['p99_ms']:.2f} ms" for mode in ("equal", "without MPS")]
-    return [f"{gain:.1f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}", *latencies]
+    latencies = [f"{small[mode]['p99_ms']:.2f} ms" for mode in ("equal", "balanced", "without MPS")]
+    return [*(f"{gain:.1f}" for gain in gains), f"{min(ratios):.3f}", f"{max(ratios):.3f}", *latencies]
 
 
 def written(found):

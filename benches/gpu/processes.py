@@ -31,12 +31,12 @@ def wait_until(what, condition, seconds=PATIENCE):
 class Loads:
     """Starts processes: load.cu's, and load.py's as forks of one process that has loaded PyTorch."""
 
-    def __init__(self, out):
+    def __init__(self, out, pytorch=True):
         self.log = open(out / "load.log", "a")
         self.place = pathlib.Path(tempfile.mkdtemp(prefix="load", dir="/tmp"))
         compile_it = ["nvcc", "-O2", "-arch=native", "-o", self.place / "load", HERE / "load.cu"]
         self.compiler = subprocess.Popen(compile_it, stderr=self.log)
-        self.pytorch = subprocess.Popen(
+        self.pytorch = pytorch and subprocess.Popen(
             [sys.executable, str(HERE / "load.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
             text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )
@@ -57,8 +57,9 @@ class Loads:
         return int(self.pytorch.stdout.readline()), None
 
     def end(self):
-        self.pytorch.kill()
-        self.pytorch.wait()
+        if self.pytorch:
+            self.pytorch.kill()
+            self.pytorch.wait()
         shutil.rmtree(self.place, ignore_errors=True)
 
 
@@ -146,3 +147,9 @@ def total(found):
         "p99_ms": max(one["p99_ms"] for one in good) if good else None,
         "failed": len(found) - len(good),
     }
+
+
+def median_of(runs):
+    """The median of each figure of these runs, with the runs."""
+    middle = {key: statistics.median(run[key] for run in runs) for key in ("per_second", "median_ms", "p99_ms")}
+    return {**middle, "failed": sum(run["failed"] for run in runs), "runs": runs}

@@ -13,8 +13,9 @@ A PART is one of
 All of them by default. OUT gets results.json, results.md, transcript.txt, and the logs of the service and of the
 processes. A part that fails is told of, and the next one begins.
 
-SECONDS_EACH is the time of a measurement (4; `pairs` and `killed` take twice as long), MODES a list of modes with
-commas (all), ROUNDS how often `pairs` repeats (3). After SECONDS_AT_MOST nothing new begins.
+SECONDS_EACH is the time of a run (4; `pairs` and `killed` take twice as long), RUNS how many runs a figure of the works
+and of `beside` is the median of (3), MODES a list of modes with commas (all), ROUNDS how often `pairs` repeats (3). After
+SECONDS_AT_MOST nothing new begins.
 
 It needs nvcc, PyTorch, NVIDIA's control daemon, and a system bus at DBUS_SYSTEM_BUS_ADDRESS on which root may own a
 name. BINARIES has yunion-mps-daemon and yunion-mpsctl. Compute modes are not touched.
@@ -30,9 +31,10 @@ import time
 import traceback
 
 from daemons import Bare, Service, WithoutMps
-from processes import IN_PYTORCH, Failure, Group, Loads, total
+from processes import IN_PYTORCH, Failure, Group, Loads, median_of, total
 
 SECONDS = float(os.environ.get("SECONDS_EACH", "4"))
+RUNS = int(os.environ.get("RUNS", "3"))
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
 AT_MOST = float(os.environ.get("SECONDS_AT_MOST", "inf"))
 POLICIES = ["equal", "balanced", "unlimited"]
@@ -42,7 +44,7 @@ COUNTS = [1, 2, 4, 8, 16]
 WORKS = ["resnet50", "train", "jpeg", "dct", "fma", "wide"]
 PER_GPU = int(os.environ.get("PROCESSES_PER_GPU", "8"))
 # Less is not enough for a step.
-A_STEP = 3 * SECONDS + 5
+A_STEP = 3 * RUNS * SECONDS + 5
 
 
 class Run:
@@ -56,6 +58,7 @@ class Run:
         self.results = {
             "gpu": f"{name}, {driver}, {mode}", "gpus": len(self.gpus), "cpus": len(os.sched_getaffinity(0)),
             "date": time.strftime("%Y-%m-%d", time.gmtime()), "seconds_each": SECONDS,
+            "runs": RUNS,
         }
         self.loads = Loads(out)
         self.failures = dict.fromkeys(WORKS, 0)
@@ -110,7 +113,7 @@ def workloads(run, works, counts):
                 # Unless the measurement gets to its end.
                 run.failures[work] += 1
                 said = group.prepare(work)
-                found = total(group.measure(SECONDS))
+                found = median_of([total(group.measure(SECONDS)) for _ in range(RUNS)])
                 found["sms"] = min(one["sms"] for one in said)
                 run.results.setdefault(work, {}).setdefault(str(count), {})[mode] = found
                 run.note(f"{work} in {count}, {mode}: {json.dumps(found)}")
@@ -170,9 +173,11 @@ def beside(run):
     def one(mode):
         with run.way(mode, 4) as way, Group(run.loads, "small", way.clients(4)) as group:
             group.prepare(mix)
-            found = group.measure(SECONDS)[0]
+            runs = [group.measure(SECONDS) for _ in range(RUNS)]
+            small = median_of([total(each[:1]) for each in runs])
+            found = {**small, "greedy": median_of([total(each[1:]) for each in runs])}
             run.results.setdefault("beside", {})[mode] = found
-            run.note(f"small client, {mode}: {json.dumps(found)}")
+            run.note(f"beside, {mode}: {json.dumps(found)}")
 
     for mode in MODES:
         run.step(f"beside, {mode}", lambda: one(mode))
@@ -286,9 +291,12 @@ def tables(results):
         texts.append(table(rows, ["policy", "ratios"]))
     if "beside" in results:
         found = ((mode, one) for mode, one in results["beside"].items() if one)
-        rows = [[mode, f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}"] for mode, one in found]
-        texts.append("Latency of a small kernel beside three clients that fill the GPU, ms\n")
-        texts.append(table(rows, ["", "median", "99th percentile"]))
+        rows = [
+            [mode, f"{one['median_ms']:.2f}", f"{one['p99_ms']:.2f}", f"{one['greedy']['per_second']:.0f}"]
+            for mode, one in found
+        ]
+        texts.append("Latency of a small kernel beside three clients that fill the GPU, ms, and their kernels a second\n")
+        texts.append(table(rows, ["", "median", "99th percentile", "kernels of the three"]))
     if "killed" in results:
         calm, found = results["killed"]["calm"], results["killed"]["killed"]
         texts.append(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import process
 from events import END, Events
-from process import NotReady, Unable
+from process import Lacking, NotReady, Unable
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
@@ -44,6 +44,10 @@ class Setting(NamedTuple):
         """The column of the table."""
         gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}, {self.slices} slices"
         return gpus + (", per_gpu" if self.topology == "per_gpu" else "")
+
+    def planned(self):
+        """How many control daemons are to serve these GPUs."""
+        return self.gpus if self.topology == "per_gpu" else 1
 
     def uuids(self):
         return REAL_GPUS[: self.gpus] or [f"GPU-{number:08x}-0000-4000-8000-000000000000" for number in range(self.gpus)]
@@ -191,7 +195,7 @@ class Service:
 
     def __init__(self, host, variant, listen=False):
         if listen and variant.ready:
-            raise Unable("it has no D-Bus interface")
+            raise Lacking("it has no D-Bus interface")
         self.host, self.variant = host, variant
         self.events = Events()
         self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -212,6 +216,7 @@ class Service:
         self.pid = self.process.pid
         try:
             self.ready = self.wait_for_ready() - start
+            self.check_processes()
         except BaseException:
             self.__exit__()
             raise
@@ -236,6 +241,28 @@ class Service:
         if event.text == END:
             raise NotReady("it ended before it was ready")
         return event.time
+
+    def check_processes(self):
+        """Fails unless the control daemons run that are to run, and their servers: whoever starts nothing is quick. The
+        service is not asked, so none of its figures changes."""
+        controls, servers, planned = self.host.control_daemons(), self.host.servers(), self.host.setting.planned()
+        if self.variant.ready:
+            # Another daemon has its own plan.
+            if not controls:
+                raise NotReady("it was ready, but no control daemon ran")
+        elif len(controls) != planned:
+            raise NotReady(f"{len(controls)} control daemons ran, not {planned}")
+        elif self.host.setting.prewarm and len(servers) != planned:
+            raise NotReady(f"{len(servers)} servers ran, not {planned}")
+
+    def check(self):
+        """Fails unless everything is served, as the service itself says too."""
+        self.check_processes()
+        if not self.variant.ready:
+            words = [self.host.tools.ctl, "is-ready"]
+            asked = subprocess.run(words, env=self.host.environment, capture_output=True, text=True, timeout=60)
+            if asked.returncode:
+                raise Unable(f"yunion-mpsctl is-ready: {(asked.stdout + asked.stderr).strip()}")
 
     def says_ready(self, event):
         if self.variant.ready:
@@ -269,7 +296,9 @@ class Service:
                 raise
 
     def stop(self):
-        """SIGTERM. Returns the nanoseconds until the service has ended, and checks that it left nothing running."""
+        """SIGTERM. Returns the nanoseconds until the service has ended. Fails if it did not serve until then, or left
+        anything running."""
+        self.check()
         start = time.monotonic_ns()
         os.kill(self.pid, signal.SIGTERM)
         ended = self.process.wait()

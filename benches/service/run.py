@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures the service on simulated hosts: make bench. docs/performance.md explains the rows.
+"""Measures the service on simulated hosts: make bench. docs/benchmarks.md explains the rows.
 
 Variables: OUT (a folder for the results, target/bench), N (runs of each, 10), QUICK=1 (one run of each), BENCH_SECONDS
 (of idling, 60), ONLY (groups of rows, with commas), BASE (a revision to compare with), PEER (another daemon to compare
@@ -7,8 +7,9 @@ with), PEER_READY (the text in that daemon's log with which it is ready, if it d
 of the programs, target/release), REAL=1 (this host's GPUs, in the place of a simulated host; their compute modes are left
 alone).
 
-The exit status is 1 if something could not be measured, or if the idle service of one GPU wakes up once a second or more
-often."""
+A run counts only if the planned control daemons and servers ran and the service said that it was ready, to the end. Each
+row of the table has the number of runs that failed. The exit status is 1 if any did, or if the idle service of one GPU wakes
+up once a second or more often."""
 
 import datetime
 import os
@@ -25,7 +26,7 @@ sys.dont_write_bytecode = True
 import table
 import variants as programs
 from host import REPOSITORY
-from process import NotReady, Unable
+from process import Lacking, NotReady, Unable
 from rows import calls, commands, death, idle, reload, start, stop
 
 SCENARIOS = [scenario for group in (start, death, stop, reload, calls, commands) for scenario in group.SCENARIOS]
@@ -38,12 +39,12 @@ FEWEST_RUNS = 3
 
 
 class Run:
-    """The samples so far, by place in the table and variant, and everything that went wrong."""
+    """The samples and the failed runs so far, by place in the table and variant."""
 
     def __init__(self, variants, tools):
         self.variants, self.tools = variants, tools
         self.samples = {}
-        self.errors = []
+        self.failures = {}
         # Another daemon that is never ready can do nothing else either.
         self.hopeless = []
 
@@ -61,15 +62,16 @@ class Run:
             # Neither is always the first.
             for variant in able[:: 1 if number % 2 == 0 else -1]:
                 try:
-                    for key, samples in scenario.measure(scenario.setting, variant, self.tools):
+                    # A run that fails in the end has no figures.
+                    for key, samples in list(scenario.measure(scenario.setting, variant, self.tools)):
                         self.take(scenario.setting, key, variant.name, samples)
                 except (Unable, OSError) as error:
                     failures.append(variant)
-                    if failures.count(variant) == 2 or isinstance(error, NotReady):
+                    if failures.count(variant) == 2 or isinstance(error, (Lacking, NotReady)):
                         able.remove(variant)
                     if variant.name != "this" and isinstance(error, NotReady):
                         self.hopeless.append(variant)
-                    self.failed(scenario.setting, scenario.rows[0].group, variant.name, error)
+                    self.failed(scenario.setting, scenario.rows, variant.name, error)
 
     def idle(self, seconds, settle):
         figures, errors = idle.measure(self.able(), self.tools, seconds, settle)
@@ -78,16 +80,19 @@ class Run:
                 self.take(setting, key, variant, samples)
             # Shortly after a start the service still has work.
             if variant == "this" and settle and setting.gpus == 1 and found["wakeups"][0] >= 60:
-                self.failed(setting, "idle", variant, "the idle service wakes up once a second or more often")
+                error = "the idle service wakes up once a second or more often"
+                self.failed(setting, idle.rows(setting), variant, error)
         for setting, variant, error in errors:
-            self.failed(setting, "idle", variant.name, error)
+            self.failed(setting, idle.rows(setting), variant.name, error)
 
     def take(self, setting, key, variant, samples):
         self.samples.setdefault((setting, key), {}).setdefault(variant, []).extend(samples)
 
-    def failed(self, setting, group, variant, error):
-        print(f"{variant}: {group}, {setting.host()}: {error}", file=sys.stderr)
-        self.errors.append(variant)
+    def failed(self, setting, rows, variant, error):
+        print(f"{variant}: {rows[0].group}, {setting.host()}: {error}", file=sys.stderr)
+        for row in () if isinstance(error, Lacking) else rows:
+            of_row = self.failures.setdefault((setting, row.key), {})
+            of_row[variant] = of_row.get(variant, 0) + 1
 
     def rows(self, wanted):
         """All rows of these groups, those of one kind together."""
@@ -96,7 +101,7 @@ class Run:
         order = list(dict.fromkeys(row.key for _, row in placed))
         placed.sort(key=lambda place: order.index(place[1].key))
         return [
-            (setting, row, self.samples.get((setting, row.key), {}))
+            (setting, row, self.samples.get((setting, row.key), {}), self.failures.get((setting, row.key), {}))
             for setting, row in placed
             if wanted(row.group)
         ]
@@ -146,7 +151,7 @@ def main():
         print(f"idle: {seconds} s", file=sys.stderr)
         run.idle(seconds, 0 if quick else 15)
     table.write(table.document(run.rows(wanted), variants, facts()), variants, out)
-    return 1 if "this" in run.errors else 0
+    return 1 if run.failures else 0
 
 
 if __name__ == "__main__":

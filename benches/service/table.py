@@ -40,9 +40,10 @@ def number(value):
 
 
 def document(rows, variants, facts):
-    """Everything as one JSON object. `rows` are pairs of a setting and a row, with the samples of each variant."""
+    """Everything as one JSON object. `rows` are pairs of a setting and a row, with the samples of each variant and
+    the number of its failed runs."""
     entries = []
-    for setting, row, samples in rows:
+    for setting, row, samples, failures in rows:
         entry = {
             "group": row.group,
             "key": row.key,
@@ -50,6 +51,7 @@ def document(rows, variants, facts):
             "host": setting.host(),
             "unit": row.unit,
             "target": row.target,
+            "failed": {variant.name: failures.get(variant.name, 0) for variant in variants},
         }
         for variant in variants:
             entry[variant.name] = figures(samples.get(variant.name, []))
@@ -83,13 +85,14 @@ def markdown(document, variants):
     lines = {}
     for entry in document["rows"]:
         lines.setdefault(entry["key"], {})[entry["host"]] = entry
-    table = [["", "unit", "n", *hosts, "target"]]
+    table = [["", "unit", "n", "failed", *hosts, "target"]]
     table.append(["---"] * len(table[0]))
     for line in lines.values():
         first = next(iter(line.values()))
         runs = [entry["this"]["n"] for entry in line.values() if entry["this"]]
         targets = dict.fromkeys(entry["target"] for entry in line.values() if entry["target"])
-        cells = [first["what"], first["unit"], number(min(runs, default=None))]
+        failed = sum(number for entry in line.values() for number in entry["failed"].values())
+        cells = [first["what"], first["unit"], number(min(runs, default=None)), str(failed)]
         cells += [cell(line[host], others) if host in line else "" for host in hosts]
         table.append([*cells, ", ".join(targets)])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in table)

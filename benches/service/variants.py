@@ -20,6 +20,8 @@ class Tools(NamedTuple):
     """What the measurement itself uses, the same for all variants."""
 
     simulator: pathlib.Path
+    # It asks a service whether it is ready.
+    ctl: pathlib.Path
     bus: pathlib.Path
     # The seconds for which a service at rest says nothing.
     quiet: float
@@ -31,7 +33,7 @@ def tools(binaries, directory, quiet):
     source = pathlib.Path(__file__).parent / "bus.c"
     if not bus.exists() or bus.stat().st_mtime < source.stat().st_mtime:
         subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-o", bus, source, "-lsystemd"], check=True)
-    return Tools(binaries / "yunion-mps-sim", bus, quiet)
+    return Tools(binaries / "yunion-mps-sim", binaries / "yunion-mpsctl", bus, quiet)
 
 
 def of_folder(name, binaries):

@@ -162,3 +162,35 @@ func TestASilentBus(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 }
+
+// Every user may send signals to this program directly.
+func TestOnlyTheServiceTellsOfChanges(t *testing.T) {
+	s := &sender{owner: ":1.7"}
+	changed := func(sender string) *dbus.Signal {
+		return &dbus.Signal{Sender: sender, Name: service + ".Manager.DevicesChanged"}
+	}
+	owned := func(sender, name, owner string) *dbus.Signal {
+		body := []interface{}{name, ":1.7", owner}
+		return &dbus.Signal{Sender: sender, Name: "org.freedesktop.DBus.NameOwnerChanged", Body: body}
+	}
+	for _, step := range []struct {
+		what     string
+		signal   *dbus.Signal
+		accepted bool
+	}{
+		{"the service", changed(":1.7"), true},
+		{"somebody else", changed(":1.8"), false},
+		{"somebody who speaks for the bus", owned(":1.8", service, ":1.8"), false},
+		{"another name", owned("org.freedesktop.DBus", "org.example", ":1.8"), false},
+		{"the service ends", owned("org.freedesktop.DBus", service, ""), true},
+		{"nobody", changed(""), false},
+		{"the service starts again", owned("org.freedesktop.DBus", service, ":1.9"), true},
+		{"the former service", changed(":1.7"), false},
+		{"the new service", changed(":1.9"), true},
+		{"another signal", &dbus.Signal{Sender: ":1.9", Name: "org.example.Other"}, false},
+	} {
+		if s.accepts(step.signal) != step.accepted {
+			t.Errorf("%s: accepted is not %v", step.what, step.accepted)
+		}
+	}
+}

@@ -82,6 +82,9 @@ type GPU struct {
 	ControlDaemon             string `json:"control_daemon"`
 	ConfirmedMemoryLimit      int    `json:"confirmed_memory_limit,omitempty"`
 	ConfirmedThreadPercentage int    `json:"confirmed_thread_percentage,omitempty"`
+	// All its MPS clients, also those without a known slice, as of the last look. Changes of them are no changes for Watch.
+	Clients    *uint32 `json:"clients,omitempty"`
+	MemoryUsed *int    `json:"memory_used,omitempty"`
 }
 
 // ContainerConfig is what a container needs besides the driver's files, which the NVIDIA runtime adds.

@@ -2,6 +2,7 @@ package mps
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/godbus/dbus/v5"
@@ -91,6 +92,11 @@ func (c *Client) subscribe(ctx context.Context) (<-chan struct{}, error) {
 			return nil, err
 		}
 	}
+	sender, err := c.sender(ctx, conn)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
 	changes := make(chan struct{}, 1)
 	go func() {
 		defer close(changes)
@@ -99,9 +105,12 @@ func (c *Client) subscribe(ctx context.Context) (<-chan struct{}, error) {
 			select {
 			case <-ctx.Done():
 				return
-			case _, open := <-signals:
+			case signal, open := <-signals:
 				if !open {
 					return
+				}
+				if !sender.accepts(signal) {
+					continue
 				}
 				select {
 				case changes <- struct{}{}:
@@ -111,4 +120,36 @@ func (c *Client) subscribe(ctx context.Context) (<-chan struct{}, error) {
 		}
 	}()
 	return changes, nil
+}
+
+// sender knows which connection to the bus the service has. Every user may send a signal to this program directly, and
+// no match keeps such a signal out.
+type sender struct{ owner string }
+
+func (c *Client) sender(ctx context.Context, conn *dbus.Conn) (*sender, error) {
+	limited, cancel := context.WithTimeout(ctx, readTimeout)
+	defer cancel()
+	s := &sender{}
+	err := conn.BusObject().CallWithContext(limited, "org.freedesktop.DBus.GetNameOwner", 0, service).Store(&s.owner)
+	var refused dbus.Error
+	if errors.As(err, &refused) && refused.Name == "org.freedesktop.DBus.Error.NameHasNoOwner" {
+		err = nil
+	}
+	return s, err
+}
+
+// accepts says whether a signal comes from the service or from the bus, and follows the service to a new connection.
+func (s *sender) accepts(signal *dbus.Signal) bool {
+	switch {
+	case signal.Sender == "org.freedesktop.DBus" && signal.Name == "org.freedesktop.DBus.NameOwnerChanged":
+		if len(signal.Body) != 3 || signal.Body[0] != service {
+			return false
+		}
+		owner, known := signal.Body[2].(string)
+		s.owner = owner
+		return known
+	case signal.Name == service+".Manager.DevicesChanged":
+		return s.owner != "" && signal.Sender == s.owner
+	}
+	return false
 }

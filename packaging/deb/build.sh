@@ -1,18 +1,22 @@
 #!/bin/bash
 # Builds dist/yunion-mps-daemon_<version>_<architecture>.deb from what scripts/build-packaged.sh has built, and checks it.
+#   packaging/deb/build.sh [PROGRAMS DIRECTORY SUFFIX]   for scripts/build-under-test.sh: other programs, another place, and
+#                                                        a word behind the file's name
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 version=$(packaging/version.sh)
+programs=${1:-target/packaged} directory=${2:-dist} suffix=${3:-}
 stage=target/deb/yunion-mps-daemon-$version
 rm -rf target/deb
-mkdir -p "$stage" dist
+mkdir -p "$stage" "$directory"
 # What install.sh takes from the tree, and the packaging itself.
 cp -a README.md README.zh-CN.md CHANGELOG.md config docs systemd packaging "$stage/"
 packaging/deb/debian.sh "$stage"
 
 GLIBC=$(cat packaging/glibc-version)
-export GLIBC BIN=$PWD/target/packaged PAGES=$PWD/target/pages
+export GLIBC BIN=$PWD/$programs PAGES=$PWD/target/pages
+[ -z "$suffix" ] || export PACKAGE_COMPRESSION=0
 (cd "$stage" && dpkg-buildpackage --build=binary --build-profiles=pkg.yunion-mps-daemon.prebuilt \
     --unsigned-source --unsigned-changes) >target/deb/log 2>&1 || {
     cat target/deb/log >&2
@@ -20,5 +24,6 @@ export GLIBC BIN=$PWD/target/packaged PAGES=$PWD/target/pages
 }
 package=yunion-mps-daemon_${version}_$(dpkg --print-architecture).deb
 lintian --allow-root --fail-on error,warning "target/deb/$package"
-mv "target/deb/$package" dist/
-echo "dist/$package: $(stat -c %s "dist/$package") bytes"
+built=$directory/${package%.deb}$suffix.deb
+mv "target/deb/$package" "$built"
+echo "$built: $(stat -c %s "$built") bytes"

@@ -1,20 +1,25 @@
 #!/bin/bash
 # Builds dist/yunion-mps-daemon-<version>-1.<architecture>.rpm from what scripts/build-packaged.sh has built, and checks it.
+#   packaging/rpm/build.sh [PROGRAMS DIRECTORY SUFFIX]   as packaging/deb/build.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 version=$(packaging/version.sh)
+programs=${1:-target/packaged} directory=${2:-dist} suffix=${3:-}
 work=$PWD/target/rpm
 package=yunion-mps-daemon-$version-1.$(uname -m).rpm
 rm -rf "$work"
-mkdir -p "$work" dist
+mkdir -p "$work" "$directory"
 packaging/rpm/spec.sh >"$work/yunion-mps-daemon.spec"
-export BIN=$PWD/target/packaged PAGES=$PWD/target/pages
-rpmbuild -bb --with prebuilt --build-in-place --define "_topdir $work" --define "_builddir $PWD" \
+export BIN=$PWD/$programs PAGES=$PWD/target/pages
+compression=()
+[ -z "$suffix" ] || compression=(--define 'package_compression 0')
+rpmbuild -bb --with prebuilt "${compression[@]}" --build-in-place --define "_topdir $work" --define "_builddir $PWD" \
     --define "_dbpath $work/db" "$work/yunion-mps-daemon.spec" >"$work/log" 2>&1 || {
     cat "$work/log" >&2
     exit 1
 }
 rpmlint --config packaging/rpm/rpmlint.toml "$work/RPMS/$(uname -m)/$package"
-mv "$work/RPMS/$(uname -m)/$package" dist/
-echo "dist/$package: $(stat -c %s "dist/$package") bytes"
+built=$directory/${package%.rpm}$suffix.rpm
+mv "$work/RPMS/$(uname -m)/$package" "$built"
+echo "$built: $(stat -c %s "$built") bytes"

@@ -1,28 +1,40 @@
 //! The budgets of slices: which are watched over, and what is told of them.
 
+use tokio::sync::oneshot;
+
 use super::Daemon;
-use crate::membership::Slices;
+use crate::dbus::Reply;
 use crate::message::{About, Message};
-use crate::mps::control::Caller;
-use crate::plan::Plan;
 use crate::tenants::budgets::{GpuBudget, News};
+use common::plan::Plan;
 
 impl Daemon {
     /// Watches over the slices of this plan.
     pub(super) fn keep_budgets(&mut self, plan: &Plan) {
-        // A control daemon on the way out may still have clients, in another pipe directory.
-        let leaving = self.fleet.statuses_of_leaving();
-        let plans = plan.control_daemons.iter().chain(leaving.iter().map(|status| &status.plan));
-        let slices = Slices::of(plans);
+        let slices = self.fleet.slices();
         let on_overuse = self.settings.on_overuse;
         self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::of(gpu, on_overuse, &slices)));
+    }
+
+    /// Looks at the clients of all GPUs. Whoever has asked finds the numbers published.
+    pub(super) fn look_at_clients(&self, reply: Reply<()>) {
+        let (published, is_published) = oneshot::channel();
+        self.budgets.look_now(published);
+        tokio::spawn(async move {
+            let _ = is_published.await;
+            let _ = reply.send(Ok(()));
+        });
     }
 
     /// Tells the news of a watch, or answers it.
     pub(super) fn take_news(&mut self, news: News) {
         match news {
-            News::Controls(reply) => drop(reply.send(self.fleet.controls(Caller::Root, false))),
+            News::Controls(reply) => drop(reply.send(self.fleet.controls(false))),
             News::Event(text) => self.event(text),
+            News::Looked(published) => {
+                self.settle();
+                let _ = published.send(());
+            }
             News::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
             News::OverUse(overuse, text) => {
                 self.tell_of_slice(Message::OverBudget, &overuse.device, text);

@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use super::Ending;
-use crate::publish::cdi::{self, CdiError};
-use crate::publish::snapshot::{Snapshot, State};
-use crate::supervisor::state_file::SharedStateFile;
+use crate::supervisor::state_file::{SharedStateFile, StateFile};
+use common::published::cdi::{self, CdiError};
+use common::published::snapshot::{Snapshot, State};
 
 /// The spec, and the last trouble with it.
 #[derive(Debug)]
@@ -52,27 +52,32 @@ impl CdiSpec {
         let file = directory.map(|directory| directory.join(cdi::FILE));
         let mut state_file = self.state_file.lock();
         let known = state_file.cdi_spec().map(Path::to_owned);
-        // If it can't be written down, the next service does not find a spec in a directory that it does not know.
-        let mut remember = |file: Option<PathBuf>| {
-            if let Err(error) = state_file.remember_cdi_spec(file) {
-                tracing::debug!("where the CDI spec is can't be written down: {error}");
-            }
-        };
         if let Some(old) = known.as_ref().filter(|known| file.as_ref() != Some(known)) {
             cdi::remove(old)?;
-            remember(None);
+            remember(&mut state_file, None);
         }
         let (Some(directory), Some(file)) = (directory, file) else { return Ok(()) };
-        // The spec of an earlier service holds until more is known, and after this one as long as the slices do.
-        let holds = match ending {
-            None => snapshot.state == State::Starting,
-            Some(Ending::ForRestart | Ending::Interrupted) => true,
-            Some(Ending::ForGood) => false,
+        let is_former = known.as_ref() == Some(&file);
+        let spec = match ending {
+            // It holds after this service as long as the slices do.
+            Some(Ending::ForRestart | Ending::Interrupted) if is_former => return Ok(()),
+            Some(_) => None,
+            None if snapshot.state == State::Starting && is_former => {
+                let former: Vec<_> = state_file.control_daemons().values().collect();
+                if snapshot.gpus.is_none()
+                    && !former.is_empty()
+                    && former.iter().all(|one| one.process.runs())
+                {
+                    return Ok(());
+                }
+                let alive: Vec<_> = former.into_iter().filter(|one| one.process.runs()).collect();
+                let served = |uuid: &str| alive.iter().any(|one| one.gpus.iter().any(|gpu| gpu == uuid));
+                cdi::spec_while_starting(snapshot, directory, served)
+            }
+            None => cdi::spec(snapshot),
         };
-        if holds && known.as_ref() == Some(&file) {
-            return Ok(());
-        }
-        match cdi::spec(snapshot).filter(|_| ending.is_none()) {
+        let mut remember = |file: Option<PathBuf>| remember(&mut state_file, file);
+        match spec {
             Some(spec) => {
                 remember(Some(file));
                 cdi::write(directory, &spec)
@@ -83,5 +88,12 @@ impl CdiSpec {
                 Ok(())
             }
         }
+    }
+}
+
+/// If it can't be written down, the next service does not find a spec in a directory that it does not know.
+fn remember(state_file: &mut StateFile, file: Option<PathBuf>) {
+    if let Err(error) = state_file.remember_cdi_spec(file) {
+        tracing::debug!("where the CDI spec is can't be written down: {error}");
     }
 }

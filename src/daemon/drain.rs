@@ -1,101 +1,54 @@
 //! Slices and GPUs that an administrator takes out of use for new clients, and gives back.
 
-use tokio::sync::mpsc;
-
 use super::Daemon;
-use crate::dbus::{Reply, RequestError};
-use crate::publish::container::ContainerError;
-use crate::publish::snapshot::Snapshot;
-use crate::supervisor::drained::{Cut, Drained};
-
-/// The slices that are published as drained. A slice is drained in the state file before its link goes, and has its link
-/// before it is published as not drained: no client is sent to a directory that leads nowhere.
-#[derive(Debug)]
-pub(super) struct Draining {
-    pub(super) published: Drained,
-    /// The number of changes, and of the changes that are published.
-    changes: (u64, u64),
-    linked: mpsc::Sender<Linked>,
-}
-
-/// The links are as a change wants them.
-#[derive(Debug)]
-pub(super) struct Linked {
-    change: u64,
-    drained: Drained,
-    event: String,
-    reply: Reply<()>,
-}
-
-impl Draining {
-    pub(super) fn new(published: Drained, linked: mpsc::Sender<Linked>) -> Self {
-        Self { published, changes: (0, 0), linked }
-    }
-}
+use crate::dbus::Reply;
+use common::bus::error::RequestError;
+use common::drained::{Cut, Drained};
+use common::published::container::ContainerError;
+use common::published::snapshot::Snapshot;
 
 impl Daemon {
-    /// Takes what the caller names out of use; everything if nothing is named. It is published at once, and the answer comes
-    /// when their links have gone.
+    /// Takes what the caller names out of use; everything if nothing is named. At the answer its links have gone.
     pub(super) fn drain(&mut self, asked: &[String], reply: Reply<()>) {
-        let names = match published(&self.snapshot.borrow(), asked, &Drained::default()) {
-            Ok(names) => names,
-            Err(error) => return drop(reply.send(Err(error))),
-        };
         let mut drained = self.state_file.lock().drained().clone();
-        drained.drain(&names);
-        if self.change_links(drained, in_words(&names, "is", "are", "drained"), reply) {
-            self.draining.published.drain(&names);
-            self.settle();
-        }
+        let names = published(&self.snapshot.borrow(), asked, &Drained::default());
+        let done = names.and_then(|names| {
+            drained.drain(&names);
+            self.change_links(drained, in_words(&names, "is", "are", "drained"))
+        });
+        let _ = reply.send(done);
     }
 
-    /// Gives back what the caller names; everything if nothing is named. It is published at the answer, which comes when
-    /// their links are there.
+    /// Gives back what the caller names; everything if nothing is named. At the answer its links are there if its control
+    /// daemon serves.
     pub(super) fn undrain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let named = {
             let snapshot = self.snapshot.borrow();
             published(&snapshot, asked, &drained).map(|names| (names, cut(&snapshot)))
         };
-        let (names, there) = match named {
-            Ok(named) => named,
-            Err(error) => return drop(reply.send(Err(error))),
-        };
-        drained.undrain(&names, &there);
-        self.change_links(drained, in_words(&names, "takes", "take", "clients again"), reply);
-    }
-
-    /// Writes the change down and has the links changed. Whether there is a change.
-    fn change_links(&mut self, drained: Drained, event: String, reply: Reply<()>) -> bool {
-        if *self.state_file.lock().drained() == drained && self.draining.published == drained {
-            let _ = reply.send(Ok(()));
-            return false;
-        }
-        if let Err(error) = self.state_file.lock().set_drained(drained.clone()) {
-            let text = format!("nothing is changed, since it can't be written down: {error}");
-            let _ = reply.send(Err(RequestError::Failed(text)));
-            return false;
-        }
-        self.draining.changes.0 += 1;
-        let done = Linked { change: self.draining.changes.0, drained, event, reply };
-        let (links, linked) = (self.fleet.link(), self.draining.linked.clone());
-        tokio::spawn(async move {
-            links.await;
-            let _ = linked.send(done).await;
+        let done = named.and_then(|(names, there)| {
+            drained.undrain(&names, &there);
+            self.change_links(drained, in_words(&names, "takes", "take", "clients again"))?;
+            not_served(&self.snapshot.borrow(), &names)
         });
-        true
+        let _ = reply.send(done);
     }
 
-    /// Publishes a change of which the links are as they are to be, unless a later one is published.
-    pub(super) fn linked(&mut self, linked: Linked) {
-        let Linked { change, drained, event, reply } = linked;
-        if change > self.draining.changes.1 {
-            self.draining.changes.1 = change;
-            self.draining.published = drained;
+    /// Writes the change down, changes the links and publishes it. A slice is drained in the state file before its link goes,
+    /// and has its link before it is published as served.
+    fn change_links(&mut self, drained: Drained, event: String) -> Result<(), RequestError> {
+        let changed = *self.state_file.lock().drained() != drained;
+        if changed && let Err(error) = self.state_file.lock().set_drained(drained) {
+            let text = format!("nothing is changed, since it can't be written down: {error}");
+            return Err(RequestError::Failed(text));
         }
-        self.event(event);
+        let linked = self.fleet.link();
+        if changed {
+            self.event(event);
+        }
         self.settle();
-        let _ = reply.send(Ok(()));
+        linked.map_err(|stuck| RequestError::Failed(format!("it is written down, but a link stays: {stuck}")))
     }
 }
 
@@ -110,6 +63,20 @@ fn published(snapshot: &Snapshot, asked: &[String], drained: &Drained) -> Result
         None => Err(ContainerError::no_such_device(snapshot, asked).into()),
     };
     asked.iter().map(name).collect()
+}
+
+/// The error about the first slice of these names that has no link, though its GPU is served.
+fn not_served(snapshot: &Snapshot, names: &[String]) -> Result<(), RequestError> {
+    let is_named = |name: &String, gpu: &str| {
+        names.is_empty() || names.iter().any(|named| named == name || named == gpu)
+    };
+    let first = snapshot.slices().filter(|(gpu, _)| gpu.healthy).find_map(|(gpu, ordinal)| {
+        let name = gpu.slice_name(ordinal);
+        let why = gpu.unled.get(&ordinal)?;
+        is_named(&name, &gpu.plan.gpu.pci.address.short())
+            .then(|| format!("{name} is not drained any more, but {why}"))
+    });
+    first.map_or(Ok(()), |text| Err(RequestError::Failed(text)))
 }
 
 fn cut(snapshot: &Snapshot) -> Cut {

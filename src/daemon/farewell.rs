@@ -5,12 +5,13 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::Daemon;
-use crate::host::blocking::Blocking;
-use crate::membership::Slices;
 use crate::message::{About, Message};
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::tenants::clients::{self, ClientView, Serving};
+use crate::tenants::clients::{self, Serving};
 use crate::tenants::in_words::{Whose, in_words as clients_in_words};
+use common::host::blocking::Blocking;
+use common::membership::Slices;
+use common::published::client::ClientView;
 
 /// The time for the list of clients. It takes milliseconds, and a second more if a process has just come to a GPU
 /// without MPS. A control daemon that hangs must not hold up its own end.

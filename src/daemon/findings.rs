@@ -4,16 +4,25 @@ use std::collections::BTreeMap;
 
 use super::Exit;
 use super::logging::last_words;
-use crate::config::{Loaded, Problem};
 use crate::message::{About, Message};
-use crate::plan::{self, GpuPlan, Plan, PlanError};
+use common::config::{self, Loaded, Sources};
+use common::plan::{self, GpuPlan, Plan, PlanError};
+use common::problem::LocatedProblem;
 
 /// Says why the service does not start.
-pub(super) fn bad_configuration(problems: &[Problem]) -> Exit {
+pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> Exit {
     for problem in problems {
         last_words(&problem.to_string());
     }
     Exit::BadConfiguration
+}
+
+/// Reads the configuration. What is remarkable of one that is wrong is logged.
+pub(super) fn load(sources: &Sources) -> Result<Loaded, Vec<LocatedProblem>> {
+    config::load(sources).map_err(|refused| {
+        refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+        refused.problems
+    })
 }
 
 /// Logs what is remarkable of a configuration that is right.
@@ -34,19 +43,19 @@ pub(super) fn say_findings(loaded: &Loaded) {
 pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     let known = |gpu: &GpuPlan| {
         let known = before?.gpus.iter().find(|known| known.gpu.pci.address == gpu.gpu.pci.address)?;
-        Some((known.unusable.clone(), known.warnings.clone()))
+        Some((&known.obstacles, &known.warnings))
     };
     for gpu in &plan.gpus {
-        if known(gpu) == Some((gpu.unusable.clone(), gpu.warnings.clone())) {
+        if known(gpu) == Some((&gpu.obstacles, &gpu.warnings)) {
             continue;
         }
         let name = gpu.gpu.pci.address.short();
-        if let Some(reason) = &gpu.unusable {
+        if let Some(reason) = gpu.unusable() {
             let about = About { gpu: gpu.gpu.uuid(), ..About::default() };
             Message::GpuNotServed.log(about, format_args!("{name} is not served: {reason}"));
         }
         for warning in &gpu.warnings {
-            tracing::warn!("{name}: {warning}");
+            tracing::warn!("{name}: {}", warning.problem.found);
         }
     }
     let known = before.map(|before| before.missing.as_slice()).unwrap_or_default();
@@ -68,7 +77,7 @@ pub(super) fn why(error: PlanError) -> String {
 const NAMED_PROBLEMS: usize = 16;
 
 /// These problems as one text.
-pub(super) fn join(problems: &[Problem]) -> String {
+pub(super) fn join(problems: &[LocatedProblem]) -> String {
     let mut lines: Vec<String> = problems.iter().take(NAMED_PROBLEMS).map(ToString::to_string).collect();
     if let Some(more) = problems.len().checked_sub(NAMED_PROBLEMS).filter(|more| *more > 0) {
         lines.push(format!("and {more} more; yunion-mps-daemon --check names them all"));

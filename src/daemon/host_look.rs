@@ -7,19 +7,30 @@ use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
-use super::newcomers;
-use crate::host::blocking::Blocking;
-use crate::host::gpu::Gpu;
-use crate::host::inventory::Inventory;
-use crate::host::nvml::Driver;
+use common::host::blocking::Blocking;
+use common::host::gpu::Gpu;
+use common::host::inventory::Inventory;
+use common::host::nvml::Driver;
+use common::host::proc;
 
 /// The time that NVML gets to tell of a GPU that is served, and the pause between two looks: one error is no reason to end
 /// a control daemon that has this GPU.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
+/// The time that a program without MPS that has only just come to a GPU gets to end. After that its GPU is left out, and the
+/// others are served without it. Such a program most often ends soon: it was started while no control daemon ran. If a control
+/// daemon starts without this GPU, it has to start again for it, after the last client of the other GPUs has ended. If it
+/// starts with this GPU, it serves the GPU as soon as the program ends. Meanwhile no other program gets in, since a program
+/// that finds a control daemon connects to it.
+const OF_NEWCOMERS: Duration = Duration::from_secs(10);
+
 /// The time after which a look counts as failed. It must stay well below the watchdog's time.
 const TIMEOUT: Duration = Duration::from_secs(15);
+
+/// The first and the last pause after NVML has failed to tell of critical errors. The pause doubles.
+const FIRST_XID_PAUSE: Duration = Duration::from_secs(1);
+const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 
 /// A critical error that NVML tells of: the GPU's UUID and the Xid number.
 pub(super) type Xid = (String, u64);
@@ -86,23 +97,44 @@ impl HostLook {
             (None, Inventory { driver: Err(reason.into()), gpus: Vec::new(), others: Vec::new(), cpus: None })
         });
         let driver = driver.filter(|_| inventory.driver.is_ok());
-        if let Some(driver) = driver.as_ref().filter(|_| self.driver.borrow().is_none()) {
-            self.watch_xids(Arc::clone(driver));
+        let is_new = self.driver.borrow().is_none();
+        self.driver.send_replace(driver.clone());
+        if let Some(driver) = driver.filter(|_| is_new) {
+            self.watch_xids(driver);
         }
-        self.driver.send_replace(driver);
         self.driver_version = inventory.driver.clone().map_err(Into::into);
-        self.newcomers_until = newcomers::pass_over(&mut inventory).map(|left| Instant::now() + left);
+        self.newcomers_until = pass_over(&mut inventory).map(|left| Instant::now() + left);
         inventory
     }
 
-    /// Has critical errors told as they happen. Waiting for them blocks, so it has a thread of its own, which ends with
-    /// the driver or with the service.
+    /// Has critical errors told as they happen. Waiting for them blocks, so it has a thread of its own, which ends after
+    /// the driver or the service has: a wait that fails is begun again, since one bad GPU must not silence the others.
     fn watch_xids(&self, driver: Arc<Driver>) {
         let told = self.xids.clone();
+        let current = self.driver.subscribe();
         std::thread::spawn(move || {
-            let tell = |uuid: &str, xid: u64| told.blocking_send((uuid.to_owned(), xid)).is_ok();
-            if let Err(reason) = driver.watch_xids(tell) {
-                tracing::debug!("critical errors are not told by NVML: {reason}");
+            let is_current = || {
+                let now = current.borrow();
+                !told.is_closed() && now.as_ref().is_some_and(|now| Arc::ptr_eq(now, &driver))
+            };
+            let tell =
+                |uuid: &str, xid: u64| is_current() && told.blocking_send((uuid.to_owned(), xid)).is_ok();
+            let mut pause = FIRST_XID_PAUSE;
+            let mut last = String::new();
+            while is_current() {
+                let begun = Instant::now();
+                let Err(reason) = driver.watch_xids(tell) else { return };
+                if begun.elapsed() >= LAST_XID_PAUSE {
+                    pause = FIRST_XID_PAUSE;
+                }
+                if reason != last {
+                    tracing::warn!(
+                        "NVML does not tell of critical errors (Xid): {reason}; asked again and again"
+                    );
+                    last = reason;
+                }
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(LAST_XID_PAUSE);
             }
         });
     }
@@ -116,4 +148,47 @@ fn untold(inventory: &Inventory, served: &[String]) -> Option<String> {
     }
     let told = |uuid: &String| inventory.gpus.iter().any(|gpu| gpu.uuid() == Some(uuid));
     served.iter().find(|uuid| !told(uuid)).cloned()
+}
+
+/// Removes newcomers from the inventory. Gives the time until the first of them has had its time.
+fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
+    let up = proc::uptime()?;
+    let mut first: Option<Duration> = None;
+    for facts in inventory.gpus.iter_mut().filter_map(|gpu| gpu.nvml.as_mut().ok()) {
+        facts.foreign_processes.retain(|(pid, _)| {
+            let left =
+                proc::started(*pid).and_then(|started| OF_NEWCOMERS.checked_sub(up.checked_sub(started)?));
+            let left = left.filter(|left| !left.is_zero());
+            first = [first, left].into_iter().flatten().min();
+            left.is_none()
+        });
+    }
+    first
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+    use common::published::samples::gpu;
+
+    #[test]
+    fn who_has_just_come_is_passed_over_and_who_stays_is_not() {
+        let mut new = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let mut view = gpu("00:06.0", "GPU-1").plan.gpu;
+        let facts = view.nvml.as_mut().unwrap();
+        facts.foreign_processes = vec![(new.id(), "cat".to_owned()), (1, "init".to_owned())];
+        let mut inventory =
+            Inventory { driver: Ok(String::new()), gpus: vec![view], others: Vec::new(), cpus: None };
+        let left = pass_over(&mut inventory).unwrap();
+        assert!(left > Duration::ZERO && left <= OF_NEWCOMERS, "{left:?}");
+        let there =
+            |inventory: &Inventory| inventory.gpus[0].nvml.as_ref().unwrap().foreign_processes.clone();
+        assert_eq!(there(&inventory), [(1, "init".to_owned())]);
+        assert_eq!(pass_over(&mut inventory), None);
+        assert_eq!(there(&inventory).len(), 1);
+        new.kill().unwrap();
+        new.wait().unwrap();
+    }
 }

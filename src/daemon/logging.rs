@@ -14,7 +14,7 @@ use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::reload;
 use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::config::LogLevel;
+use common::config::LogLevel;
 
 /// Changes the level while the program runs.
 #[derive(Debug, Clone)]

@@ -9,7 +9,6 @@ mod findings;
 mod fleet;
 mod host_look;
 mod logging;
-mod newcomers;
 pub(crate) mod program;
 mod reload;
 mod requests;
@@ -24,24 +23,25 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 
-use crate::config::{self, Problem, Settings, Sources};
+use crate::compose::{self, Parts};
 use crate::dbus::{Request, presence};
-use crate::host::inventory::Inventory;
-use crate::host::systemd::{self, Stopping};
 use crate::message::{About, Message};
+use crate::mps::changes::Changes;
 use crate::mps::control::FrontEnds;
-use crate::plan::{self, Configured, Plan, PlanError};
-use crate::publish::compose::{self, Parts};
-use crate::publish::snapshot::Snapshot;
 use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
-use crate::supervisor::view::{EVENTS_KEPT, Event};
-use crate::supervisor::{self, Goal, Tools};
+use crate::supervisor::{self, ClientFault, Goal, Tools};
 use crate::tenants::budgets::{Budgets, News, OverUse};
 use cdi_spec::CdiSpec;
-use drain::{Draining, Linked};
+use common::config::{Settings, Sources};
+use common::host::inventory::Inventory;
+use common::host::systemd::{self, Stopping};
+use common::plan::{self, Configured, Plan, PlanError};
+use common::problem::LocatedProblem;
+use common::published::control_daemon::{EVENTS_KEPT, Event};
+use common::published::snapshot::Snapshot;
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::Fleet;
 use host_look::{HostLook, Xid};
@@ -90,12 +90,9 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         Ok(directory) => directory,
         Err(error) => return Exit::Failed(error.to_string()),
     };
-    let loaded = match config::load(&options.sources) {
+    let loaded = match findings::load(&options.sources) {
         Ok(loaded) => loaded,
-        Err(refused) => {
-            refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
-            return bad_configuration(&refused.problems);
-        }
+        Err(problems) => return bad_configuration(&problems),
     };
     level.set(loaded.settings.log_level);
     say_findings(&loaded);
@@ -110,29 +107,18 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     let (joined, on_the_bus) = watch::channel(false);
     let (faults, faults_seen) = mpsc::channel(FAULTS);
     let (overuses, overuses_seen) = mpsc::channel(FAULTS);
-    let bus = tokio::spawn(presence::stay_on_the_bus(
-        seen,
-        requests,
-        faults_seen,
-        overuses_seen,
-        joined,
-        Arc::clone(&changed),
-    ));
+    let told = Arc::clone(&changed);
+    let bus = presence::stay_on_the_bus(seen, requests, faults_seen, overuses_seen, joined, told);
+    if let Err(error) = presence::on_a_thread_of_its_own(bus) {
+        return Exit::Failed(format!("the thread for the bus can't be started: {error}"));
+    }
     let (xids, xids_seen) = mpsc::channel(FAULTS);
     let (terminated, terminated_seen) = mpsc::channel(REQUESTS);
-    let (linked, linked_seen) = mpsc::channel(REQUESTS);
-    let drained = state_file.lock().drained().clone();
     let (news, news_seen) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
     let (kept, kept_seen) = watch::channel(Configured::default());
-    let tools = Tools {
-        front_ends: FrontEnds::new(supervisor::PROGRAM.into()),
-        compute_modes: ComputeModes::new(driver_seen, state_file.clone(), kept_seen),
-        state_file: state_file.clone(),
-        changed: Arc::clone(&changed),
-        faults,
-        bells: Bells::default(),
-    };
+    let compute_modes = ComputeModes::new(driver_seen, state_file.clone(), kept_seen);
+    let tools = tools(compute_modes, state_file.clone(), Arc::clone(&changed), faults);
     let mut daemon = Daemon {
         look: HostLook::new(options.sources.sysroot.clone(), driver, xids),
         options,
@@ -144,7 +130,6 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         overuses,
         fleet: Fleet::new(tools, kept),
         cdi_spec: CdiSpec::new(state_file.clone()),
-        draining: Draining::new(drained, linked),
         state_file,
         changed,
         snapshot,
@@ -160,10 +145,21 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         reloads: 0,
         in_force: watch::Sender::new(0),
     };
-    let exit = daemon.run(signals, received, xids_seen, terminated_seen, linked_seen, news_seen).await;
+    let exit = daemon.run(signals, received, xids_seen, terminated_seen, news_seen).await;
     daemon.service_manager.end().await;
-    bus.abort();
     exit
+}
+
+/// The tools of all supervisors.
+fn tools(
+    compute_modes: ComputeModes,
+    state_file: SharedStateFile,
+    changed: Arc<Notify>,
+    faults: mpsc::Sender<ClientFault>,
+) -> Tools {
+    let front_ends = FrontEnds::new(supervisor::PROGRAM.into());
+    let (bells, changes) = (Bells::default(), Changes::default());
+    Tools { front_ends, compute_modes, state_file, changed, faults, bells, changes }
 }
 
 /// The way in which the service ends.
@@ -190,7 +186,6 @@ struct Daemon {
     /// Takes every overuse that is to be told on the bus.
     overuses: mpsc::Sender<OverUse>,
     cdi_spec: CdiSpec,
-    draining: Draining,
     state_file: SharedStateFile,
     /// Wakes the loop up.
     changed: Arc<Notify>,
@@ -222,7 +217,6 @@ impl Daemon {
         mut requests: mpsc::Receiver<Request>,
         mut xids: mpsc::Receiver<Xid>,
         mut terminated: mpsc::Receiver<Terminated>,
-        mut linked: mpsc::Receiver<Linked>,
         mut news: mpsc::Receiver<News>,
     ) -> Exit {
         if let Err(problems) = self.first_pass().await {
@@ -246,7 +240,6 @@ impl Daemon {
                 Some(request) = requests.recv() => self.answer(request).await,
                 Some((uuid, xid)) = xids.recv() => self.xid(&uuid, xid),
                 Some(ended) = terminated.recv() => self.terminated(ended),
-                Some(change) = linked.recv() => self.linked(change),
                 Some(news) = news.recv() => self.take_news(news),
                 () = changed.notified() => {}
                 () = sleep_or_never(self.next_scan) => {
@@ -263,7 +256,7 @@ impl Daemon {
     }
 
     /// Looks at the host for the first time. Only now is a wrong configuration fatal.
-    async fn first_pass(&mut self) -> Result<(), Vec<Problem>> {
+    async fn first_pass(&mut self) -> Result<(), Vec<LocatedProblem>> {
         if !self.settings.enabled {
             tracing::info!("enable_cuda_mps is false: no GPU is served");
             if self.fleet.has_leftovers() {
@@ -408,7 +401,7 @@ impl Daemon {
 
     fn plan_next_scan(&mut self, snapshot: &Snapshot) {
         let ended = self.ending.is_some() || !self.settings.enabled;
-        let unserved = snapshot.gpus.iter().flatten().any(|gpu| gpu.plan.unusable.is_some());
+        let unserved = snapshot.gpus.iter().flatten().any(|gpu| !gpu.plan.obstacles.is_empty());
         let missing = self.plan.as_ref().is_ok_and(|plan| !plan.missing.is_empty());
         let trouble = unserved || missing || !self.problem.is_empty() || !self.cdi_spec.problem.is_empty();
         let period = match &self.plan {
@@ -426,14 +419,16 @@ impl Daemon {
     fn compose(&self) -> Snapshot {
         let problems = [&self.refused, &self.problem, &self.cdi_spec.problem];
         let problem = problems.into_iter().find(|problem| !problem.is_empty());
+        let drained = self.state_file.lock().drained().clone();
         let parts = Parts {
             settings: &self.settings,
             driver: &self.look.driver_version,
             plan: self.plan.as_ref().map_err(String::as_str),
             statuses: &self.fleet.statuses(),
             leaving: &self.fleet.statuses_of_leaving(),
+            held: &self.fleet.held_by_leaving(),
             starting: self.fleet.starting(),
-            drained: &self.draining.published,
+            drained: &drained,
             uses: &self.budgets.uses(),
             events: &self.events,
             problem: problem.map_or("", String::as_str),

@@ -7,12 +7,13 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use super::{Exit, Options, logging};
-use crate::arguments::Arguments;
-use crate::check::BAD_CONFIGURATION;
-use crate::config::Sources;
-use crate::ctl;
-use crate::host::oom;
 use crate::mps::launch;
+use common::arguments::Arguments;
+use common::check::BAD_CONFIGURATION;
+use common::check::report::Report;
+use common::config::Sources;
+use common::host::oom;
+use common::text::{json, printable};
 
 /// Runs the service, or the work that its arguments name, to the end.
 pub fn main() -> ExitCode {
@@ -26,12 +27,7 @@ pub fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let sources = Sources { config: arguments.config, sysroot: arguments.sysroot };
     if arguments.check {
-        return ExitCode::from(ctl::check(
-            sources,
-            arguments.json,
-            &mut io::stdout().lock(),
-            &mut io::stderr(),
-        ));
+        return check(sources, arguments.json);
     }
     let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
         .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
@@ -55,6 +51,22 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Says what a start or a reload would do. The exit status says it too, in case nobody listens.
+fn check(sources: Sources, as_json: bool) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(&format!("the runtime can't be started: {error}")),
+    };
+    let report = runtime.block_on(Report::new(sources));
+    let text = if as_json {
+        json(&report.document()).unwrap_or_else(|error| error.to_string())
+    } else {
+        report.lines().iter().map(|line| printable(line)).collect::<Vec<_>>().join("\n")
+    };
+    let _ = writeln!(io::stdout(), "{text}");
+    ExitCode::from(report.exit_status())
 }
 
 fn fail(reason: &str) -> ExitCode {

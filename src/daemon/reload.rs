@@ -5,11 +5,12 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::Daemon;
-use super::findings::{join, say_findings, why};
-use crate::config::{self, Problem};
-use crate::dbus::{Reply, RequestError};
+use super::findings::{self, join, say_findings, why};
+use crate::dbus::Reply;
 use crate::message::{About, Message};
-use crate::plan::{self, Plan, PlanError};
+use common::bus::error::RequestError;
+use common::plan::{self, Plan, PlanError};
+use common::problem::LocatedProblem;
 
 /// The time that a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
 const PATIENCE: Duration = Duration::from_secs(50);
@@ -59,11 +60,8 @@ impl Daemon {
     }
 
     async fn replace_configuration(&mut self) -> Result<(), RequestError> {
-        let invalid = |problems: &[Problem]| RequestError::InvalidConfig(join(problems));
-        let loaded = config::load(&self.options.sources).map_err(|refused| {
-            refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
-            invalid(&refused.problems)
-        })?;
+        let invalid = |problems: &[LocatedProblem]| RequestError::InvalidConfig(join(problems));
+        let loaded = findings::load(&self.options.sources).map_err(|problems| invalid(&problems))?;
         say_findings(&loaded);
         if let Some(problem) = loaded.silent_end().filter(|_| self.settings.enabled) {
             return Err(invalid(&[problem]));
@@ -103,7 +101,7 @@ impl Daemon {
 
     /// The entries without a GPU that the configuration in force does not have: slips, of which whoever reloads is told.
     /// A GPU that has failed since is none, and keeps nobody from changing something else.
-    fn new_and_missing(&self, missing: &[plan::Missing]) -> Vec<Problem> {
+    fn new_and_missing(&self, missing: &[plan::Missing]) -> Vec<LocatedProblem> {
         let ours = || self.settings.devices.iter().filter(|entry| entry.mps.is_some());
         let known = |path| ours().any(|entry| entry.path.as_ref() == Some(path));
         let new = missing.iter().filter(|missing| missing.certain && !known(&missing.path));

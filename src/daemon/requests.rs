@@ -3,34 +3,42 @@
 
 use std::sync::Arc;
 
-use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::fleet::Fleet;
 use super::{Daemon, reload};
-use crate::config::MayTerminate;
-use crate::dbus::{Reply, Request, RequestError};
-use crate::host::blocking::Blocking;
-use crate::membership::Slices;
-use crate::mps::control::Caller;
-use crate::publish::container::ContainerError;
-use crate::publish::snapshot::{Named, Snapshot};
+use crate::dbus::{Reply, Request};
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::tenants::clients::{self, ClientView, Serving};
+use crate::tenants::clients::{self, Serving};
 use crate::tenants::in_words::in_words;
-use crate::tenants::terminate::{self, ContainerId, TerminationError, Wanted};
+use crate::tenants::terminate::{self, TerminationError};
+use common::bus::error::RequestError;
+use common::config::MayTerminate;
+use common::host::blocking::Blocking;
+use common::membership::Slices;
+use common::published::client::ClientView;
+use common::published::container::ContainerError;
+use common::published::snapshot::{Named, Snapshot};
+use common::published::termination::ContainerId;
+use common::published::termination::Wanted;
 
 /// The most terminations that ask the kernel about processes at a time. It takes microseconds.
 const TERMINATIONS: usize = 4;
+
+/// The most terminations for users at a time. The control daemons are asked for each of them, and the supervisors wait
+/// meanwhile.
+const OF_USERS: usize = 8;
 
 /// The most callers that wait for the next list of clients; more are told to ask later.
 const LISTINGS: usize = 256;
 
 #[derive(Debug)]
 pub(super) struct Requests {
-    /// Take the requests of root and of all other users for the list of clients: root never waits behind the others.
-    listings_of_root: mpsc::Sender<Listing>,
-    listings_of_users: mpsc::Sender<Listing>,
+    /// Takes the requests for the list of clients.
+    listings: mpsc::Sender<Listing>,
+    /// The places for terminations that users ask for.
+    of_users: Arc<Semaphore>,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
     /// Takes the terminations that have ended beside the loop.
@@ -48,29 +56,34 @@ pub(super) struct Terminated {
 
 impl Requests {
     pub(super) fn new(compute_modes: &ComputeModes, terminated: mpsc::Sender<Terminated>) -> Self {
-        let listings = || {
-            let (listings, asked) = mpsc::channel(LISTINGS);
-            tokio::spawn(list_clients(asked, compute_modes.clone()));
-            listings
-        };
+        let (listings, asked) = mpsc::channel(LISTINGS);
+        tokio::spawn(list_clients(asked, compute_modes.clone()));
         Self {
-            listings_of_root: listings(),
-            listings_of_users: listings(),
+            listings,
+            of_users: Arc::new(Semaphore::new(OF_USERS)),
             kernel: Blocking::new(TERMINATIONS),
             terminated,
         }
     }
 
-    fn list_clients(&self, fleet: &Fleet, caller: Caller, reply: Reply<Vec<ClientView>>) {
-        let listings = match caller {
-            Caller::Root => &self.listings_of_root,
-            Caller::User => &self.listings_of_users,
-        };
+    fn list_clients(&self, fleet: &Fleet, reply: Reply<Vec<ClientView>>) {
         if let Err(TrySendError::Full((.., reply)) | TrySendError::Closed((.., reply))) =
-            listings.try_send((fleet.serving(caller), fleet.slices(), reply))
+            self.listings.try_send((fleet.serving(), fleet.slices(), reply))
         {
             let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
         }
+    }
+}
+
+impl Requests {
+    /// A place for a termination that a user asks for. Root needs none.
+    fn place_for(&self, wanted: &Wanted) -> Result<Option<OwnedSemaphorePermit>, RequestError> {
+        if !matches!(wanted, Wanted::ProcessOf { .. }) {
+            return Ok(None);
+        }
+        let place = Arc::clone(&self.of_users).try_acquire_owned();
+        let taken = |_| RequestError::Busy(format!("{OF_USERS} users end GPU work already; ask again later"));
+        place.map(Some).map_err(taken)
     }
 }
 
@@ -78,9 +91,8 @@ impl Daemon {
     pub(super) async fn answer(&mut self, request: Request) {
         match request {
             Request::Reload(reply) => reload::and_tell(self, reply).await,
-            Request::Clients(uid, reply) => {
-                self.requests.list_clients(&self.fleet, Caller::of(uid), reply);
-            }
+            Request::Clients(reply) => self.requests.list_clients(&self.fleet, reply),
+            Request::LookAtClients(reply) => self.look_at_clients(reply),
             Request::Terminate(pid, user, reply) => {
                 self.terminate(process(pid, user, self.settings.may_terminate), reply);
             }
@@ -89,7 +101,7 @@ impl Daemon {
                 self.terminate(wanted, reply);
             }
             Request::ReleaseContainer(id, reply) => {
-                let id = ContainerId::new(&id).map_err(RequestError::from);
+                let id = ContainerId::new(&id).map_err(|error| RequestError::Failed(error.to_string()));
                 self.terminate(id.map(Wanted::Container), reply);
             }
             Request::Drain(names, reply) => self.drain(&names, reply),
@@ -106,17 +118,19 @@ impl Daemon {
     }
 
     fn terminate(&self, wanted: Result<Wanted, RequestError>, reply: Reply<()>) {
-        let wanted = match wanted {
-            Ok(wanted) => wanted,
+        let begun = wanted.and_then(|wanted| Ok((self.requests.place_for(&wanted)?, wanted)));
+        let (place, wanted) = match begun {
+            Ok(begun) => begun,
             Err(error) => return drop(reply.send(Err(error))),
         };
-        let controls = self.fleet.controls(wanted.caller(), self.plan.is_err());
+        let controls = self.fleet.controls(self.plan.is_err());
         let (kernel, terminated) = (self.requests.kernel.clone(), self.requests.terminated.clone());
         let (event, slices) = (wanted.event(), self.fleet.slices());
         tokio::spawn(async move {
             let (had_work, ended) = terminate::terminate(controls, wanted, slices, kernel).await;
             let event = in_words(had_work).map(|clients| event + &clients);
             let answer = ended.map_err(RequestError::from);
+            drop(place);
             let _ = terminated.send(Terminated { event, answer, reply }).await;
         });
     }
@@ -187,8 +201,8 @@ impl From<TerminationError> for RequestError {
 /// Who wants to know the clients, and whom to ask for them.
 type Listing = (Vec<Serving>, Slices, Reply<Vec<ClientView>>);
 
-/// Lists the clients for all callers that have asked since the last list was begun: every user may ask all the time, and
-/// the supervisors must not wait behind all these questions at the control daemons.
+/// Lists the clients for all callers that have asked since the last list was begun: many may ask all the time, and the
+/// supervisors must not wait behind all these questions at the control daemons.
 async fn list_clients(mut asked: mpsc::Receiver<Listing>, nvml: ComputeModes) {
     let mut waiting: Vec<Listing> = Vec::new();
     let kernel = Blocking::new(1);

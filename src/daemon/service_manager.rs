@@ -11,7 +11,7 @@ use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, timeout};
 
 use crate::message::{About, Message};
-use crate::publish::snapshot::State;
+use common::published::snapshot::State;
 
 /// The time for sending the last messages.
 const LAST_SEND: Duration = Duration::from_secs(1);

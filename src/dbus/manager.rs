@@ -3,35 +3,33 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use tokio::sync::mpsc;
-use zbus::interface;
+use tokio::sync::{mpsc, watch};
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
+use zbus::{Connection, interface};
 
-use super::answers::{Present, Question};
-use super::callers::is_privileged;
-use super::gate::Gate;
-use super::request::{Request, RequestError, Result, ask, bounded_name, bounded_names};
-use super::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service, clean};
-use crate::publish::container::{ContainerConfig, ContainerError, container_config};
-use crate::publish::one_slice;
-use crate::publish::snapshot::{Named, Snapshot};
+use super::request::{Request, Result, ask, bounded_name, bounded_names, user_behind};
+use common::bus::error::RequestError;
+use common::bus::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service};
+use common::published::container::{ContainerConfig, ContainerError, container_config};
+use common::published::one_slice;
+use common::published::snapshot::{Named, Snapshot};
+use common::text::clean;
 
 /// The entry point of everything that may be read.
 pub(super) struct Manager {
-    present: Present,
+    snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
-    gate: Arc<Gate>,
     /// The GPUs of which somebody was given several slices at once.
     given_several: Mutex<BTreeSet<String>>,
 }
 
 impl Manager {
-    pub(super) fn new(present: Present, requests: mpsc::Sender<Request>, gate: Arc<Gate>) -> Self {
-        Self { present, requests, gate, given_several: Mutex::default() }
+    pub(super) fn new(snapshot: watch::Receiver<Arc<Snapshot>>, requests: mpsc::Sender<Request>) -> Self {
+        Self { snapshot, requests, given_several: Mutex::default() }
     }
 
-    /// Warns of slices of one GPU that are given together, once for each GPU: every user may ask as often as he likes.
+    /// Warns of slices of one GPU that are given together, once for each GPU: a caller may ask as often as it likes.
     fn warn_of_several(&self, config: &ContainerConfig) {
         let mut told = self.given_several.lock().unwrap_or_else(PoisonError::into_inner);
         for (gpu, slices) in one_slice::given_several(config.devices()) {
@@ -43,15 +41,7 @@ impl Manager {
     }
 
     fn snapshot(&self) -> Arc<Snapshot> {
-        self.present.snapshot()
-    }
-
-    /// Has a large answer sent. The gate puts it in the place of the empty list that is returned here.
-    fn list(&self, question: Question, call: &Header<'_>) -> Result<Vec<Dict>> {
-        let snapshot = self.snapshot();
-        known(&snapshot)?;
-        self.gate.answer_with(call, self.present.answer(question, &snapshot, call)?)?;
-        Ok(Vec::new())
+        Arc::clone(&self.snapshot.borrow())
     }
 
     fn service(&self) -> Service {
@@ -71,15 +61,17 @@ fn known(snapshot: &Snapshot) -> Result<()> {
 #[interface(name = "io.yunion.Mps1.Manager", introspection_docs = false)]
 impl Manager {
     #[zbus(out_args("devices"))]
-    #[expect(clippy::needless_pass_by_value, reason = "zbus gives it away")]
-    fn list_devices(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>> {
-        self.list(Question::Devices, &call)
+    fn list_devices(&self) -> Result<Vec<Dict>> {
+        let snapshot = self.snapshot();
+        known(&snapshot)?;
+        Ok(snapshot.slices().map(|(gpu, slice)| Device::of(gpu, slice).dict()).collect())
     }
 
     #[zbus(out_args("gpus"))]
-    #[expect(clippy::needless_pass_by_value, reason = "zbus gives it away")]
-    fn list_gpus(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>> {
-        self.list(Question::Gpus, &call)
+    fn list_gpus(&self) -> Result<Vec<Dict>> {
+        let snapshot = self.snapshot();
+        known(&snapshot)?;
+        Ok(snapshot.gpus.iter().flatten().map(|gpu| Gpu::of(gpu).dict()).collect())
     }
 
     #[zbus(out_args("device"))]
@@ -116,20 +108,28 @@ impl Manager {
     }
 
     #[zbus(out_args("clients"))]
-    async fn list_clients(&self, #[zbus(header)] call: Header<'_>) -> Result<Vec<Dict>> {
+    async fn list_clients(&self) -> Result<Vec<Dict>> {
         known(&self.snapshot())?;
-        let uid = self.gate.request(&call)?;
-        let clients = ask(&self.requests, |reply| Request::Clients(uid, reply)).await?;
+        let clients = ask(&self.requests, Request::Clients).await?;
         Ok(clients.iter().map(|client| Client::of(client).dict()).collect())
     }
 
-    async fn terminate_client(&self, pid: u32, #[zbus(header)] call: Header<'_>) -> Result<()> {
-        let uid = self.gate.request(&call)?;
+    async fn look_at_clients(&self) -> Result<()> {
+        known(&self.snapshot())?;
+        ask(&self.requests, Request::LookAtClients).await
+    }
+
+    async fn terminate_client(
+        &self,
+        pid: u32,
+        #[zbus(connection)] bus: &Connection,
+        #[zbus(header)] call: Header<'_>,
+    ) -> Result<()> {
         // The control daemon waits for the client, and everybody for the control daemon: a program that does not let go
         // keeps it from all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that stop
         // the client all the time: for as long as that goes on, whatever continues it. So the configuration decides
         // whether users may do this.
-        let user = (!is_privileged(uid)).then_some(uid);
+        let user = user_behind(bus, &call).await?;
         ask(&self.requests, |reply| Request::Terminate(pid, user, reply)).await
     }
 

@@ -10,48 +10,35 @@
 //! Who may call what is the bus policy's business (`config/io.yunion.Mps1.conf`); what the members mean is written in
 //! `config/io.yunion.Mps1.*.xml`, one file per interface.
 
+use common::bus::{MANAGER, NAME, ROOT};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
 use zbus::connection::Builder;
-use zbus::fdo::{DBusProxy, Properties, RequestNameFlags};
+use zbus::fdo::{DBusProxy, ObjectManager, Properties, RequestNameFlags};
 use zbus::names::InterfaceName;
 use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{Address, Connection, ObjectPath};
 
-use crate::publish::snapshot::{GpuView, Snapshot, slices_of};
+use common::published::snapshot::{GpuView, Snapshot, slices_of};
 
-mod answers;
-mod callers;
-pub(crate) mod changes;
 mod control;
-mod gate;
 mod manager;
 pub(crate) mod presence;
-pub(crate) mod proxy;
 mod request;
-pub(crate) mod rows;
-mod wire;
 
-use answers::{Objects, Present};
+use common::bus::rows::{Object, Row, Service, Slice, WholeGpu};
+use common::text::clean;
 use control::ControlInterface;
-use gate::Gate;
 use manager::Manager;
-pub use request::{Reply, Request, RequestError};
-use rows::{Object, Row, Service, Slice, WholeGpu, clean};
-
-/// The name on the system bus.
-pub(crate) const NAME: &str = "io.yunion.Mps1";
-const ROOT: &str = "/io/yunion/Mps1";
-const MANAGER: &str = "/io/yunion/Mps1/Manager";
+pub use request::{Reply, Request};
 
 /// The service's connection to the bus, with everything that it serves there.
 #[derive(Debug)]
 pub struct Bus {
     connection: Connection,
-    present: Present,
     /// The Snapshot that clients have been told, so that they are told of differences only.
     told: Arc<Snapshot>,
 }
@@ -80,16 +67,14 @@ impl Bus {
         requests: mpsc::Sender<Request>,
     ) -> Result<Self, zbus::Error> {
         let first = Arc::clone(&snapshot.borrow());
-        let present = Present::new(snapshot);
-        let (gate, socket) = Gate::open(&address).await?;
-        let connection = Builder::socket(socket)
-            .serve_at(ROOT, Objects::new(present.clone(), Arc::clone(&gate)))
-            .serve_at(MANAGER, Manager::new(present.clone(), requests.clone(), Arc::clone(&gate)))
-            .serve_at(MANAGER, ControlInterface::new(requests, gate))
+        let connection = Builder::address(address)
+            .serve_at(ROOT, ObjectManager)
+            .serve_at(MANAGER, Manager::new(snapshot, requests.clone()))
+            .serve_at(MANAGER, ControlInterface::new(requests))
             .build()
             .await?;
         let told = Arc::new(Snapshot { gpus: None, ..Snapshot::clone(&first) });
-        let mut bus = Self { connection, present, told };
+        let mut bus = Self { connection, told };
         bus.mirror(first).await?;
         match bus.connection.request_name_with_flags(NAME, RequestNameFlags::DO_NOT_QUEUE).await {
             Ok(_) => Ok(bus),
@@ -137,7 +122,6 @@ impl Bus {
     }
 
     async fn mirror(&mut self, new: Arc<Snapshot>) -> Result<(), zbus::Error> {
-        self.present.forget();
         let old = std::mem::replace(&mut self.told, Arc::clone(&new));
         let (gone, come) = (not_in(&new, &old), not_in(&old, &new));
         let [whole_gone, whole_come] = [&gone, &come].map(|gpus| gpus.iter().cloned().map(WholeGpu));
@@ -220,9 +204,10 @@ async fn tell_changes<R: Row + PartialEq>(
         dict
     });
     let lost = old.keys().filter(|key| !new.contains_key(*key));
-    let lost: Vec<String> = lost.map(|key| rows::property_name(key)).collect();
+    let lost: Vec<String> = lost.map(|key| common::bus::rows::property_name(key)).collect();
     let differs = new.into_iter().filter(|(key, value)| old.get(key) != Some(value));
-    let changed: Vec<_> = differs.map(|(key, value)| (rows::property_name(key), value)).collect();
+    let changed: Vec<_> =
+        differs.map(|(key, value)| (common::bus::rows::property_name(key), value)).collect();
     if changed.is_empty() && lost.is_empty() {
         return Ok(());
     }

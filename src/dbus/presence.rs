@@ -2,18 +2,26 @@
 
 use std::sync::Arc;
 use std::time::Duration;
+use std::{io, thread};
 
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::sleep;
 
 use super::{Bus, Request};
-use crate::publish::snapshot::Snapshot;
 use crate::supervisor::ClientFault;
 use crate::tenants::budgets::OverUse;
+use common::published::snapshot::Snapshot;
 
 /// The pause before the bus is joined again; it doubles up to the last.
 const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
 const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
+
+/// Runs this beside the rest of the service: however many calls come, the supervisors are not kept waiting.
+pub(crate) fn on_a_thread_of_its_own(bus: impl Future<Output = ()> + Send + 'static) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    thread::Builder::new().name("bus".to_owned()).spawn(move || runtime.block_on(bus))?;
+    Ok(())
+}
 
 /// Stays on the bus as long as there is one, and comes back when it does. `joined` says whether it is there, and
 /// `changed` is notified when it has come.
@@ -30,7 +38,7 @@ pub(crate) async fn stay_on_the_bus(
     loop {
         match Bus::connect(snapshot.clone(), requests.clone()).await {
             Ok(mut bus) => {
-                tracing::info!("on the bus as {}", super::NAME);
+                tracing::info!("on the bus as {}", common::bus::NAME);
                 (pause, said) = (FIRST_BUS_PAUSE, String::new());
                 joined.send_replace(true);
                 changed.notify_one();

@@ -11,9 +11,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-use super::identity::Identity;
 use super::readable::Readable;
-use crate::host::proc;
+use common::host::identity::Identity;
+use common::host::proc;
 
 /// The pause between two looks at a process without a pidfd.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -49,7 +49,7 @@ impl Hold<OwnedFd> {
 
     /// Whether the process lives. A zombie does not.
     pub(super) fn is_alive(&self) -> bool {
-        let Some(pidfd) = &self.pidfd else { return is_alive(self.identity) };
+        let Some(pidfd) = &self.pidfd else { return self.identity.runs() };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         loop {
             match rustix::event::poll(&mut [PollFd::new(pidfd, PollFlags::IN)], Some(&now)) {
@@ -64,7 +64,7 @@ impl Hold<OwnedFd> {
 impl Hold<Readable> {
     pub(super) async fn ended(&self) {
         let Some(pidfd) = &self.pidfd else {
-            while is_alive(self.identity) {
+            while self.identity.runs() {
                 tokio::time::sleep(PAUSE).await;
             }
             return;
@@ -86,7 +86,7 @@ impl<Fd: std::os::fd::AsFd> Hold<Fd> {
     pub(super) fn signal(&self, signal: Signal) -> io::Result<()> {
         let sent = match &self.pidfd {
             Some(pidfd) => pidfd_send_signal(pidfd, signal),
-            None if is_alive(self.identity) => kill_process(number(self.identity.pid)?, signal),
+            None if self.identity.runs() => kill_process(number(self.identity.pid)?, signal),
             None => Ok(()),
         };
         match sent {
@@ -99,22 +99,8 @@ impl<Fd: std::os::fd::AsFd> Hold<Fd> {
 /// None in place of an error that says that there is no such process.
 pub(super) fn unless_gone<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     match found {
-        Err(error) if is_gone(&error) => Ok(None),
+        Err(error) if proc::is_gone(&error) => Ok(None),
         found => found.map(Some),
-    }
-}
-
-/// Whether this error says that there is no such process. With any other error the process may exist.
-fn is_gone(error: &io::Error) -> bool {
-    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
-}
-
-fn is_alive(identity: Identity) -> bool {
-    match proc::stat(identity.pid) {
-        Ok(now) => now.start_time == identity.start_time && !now.has_ended(),
-        // Nothing is known about the process, for example because the service has no file descriptors left, so it
-        // counts as alive.
-        Err(error) => !is_gone(&error),
     }
 }
 
@@ -159,14 +145,15 @@ mod tests {
 
     #[test]
     fn an_ended_process_is_told_from_one_that_can_not_be_held() {
-        let mut child = Command::new("true").spawn().unwrap();
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let held = without_pidfd(child.id());
+        drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(is_gone(&Hold::of(child.id()).unwrap_err()));
-        assert!(is_gone(&Identity::of(child.id()).unwrap_err()));
-        assert!([0, u32::MAX].iter().all(|pid| is_gone(&Hold::of(*pid).unwrap_err())));
+        assert!(proc::is_gone(&Hold::of(child.id()).unwrap_err()));
+        assert!(proc::is_gone(&Identity::of(child.id()).unwrap_err()));
+        assert!([0, u32::MAX].iter().all(|pid| proc::is_gone(&Hold::of(*pid).unwrap_err())));
         assert!(!held.is_alive());
-        assert!(!is_gone(&Errno::MFILE.into()));
+        assert!(!proc::is_gone(&Errno::MFILE.into()));
     }
 
     /// Without a pidfd, a later process with the same PID is not mistaken for the held one.

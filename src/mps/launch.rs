@@ -1,4 +1,4 @@
-//! The last step before a process becomes the control daemon.
+//! The start of a control daemon.
 //!
 //! The service starts its own program as `yunion-mps-daemon launch-control CPUS PROGRAM ARGS...`. The new process leaves the
 //! service's session, waits for a byte on its standard input, and then becomes PROGRAM with the same PID. So the
@@ -6,12 +6,83 @@
 //! ends and the new process ends without starting PROGRAM.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::Stdio;
 
-use crate::host::cpus::Cpus;
-use crate::host::oom;
+use tokio::io::AsyncWriteExt;
+use tokio::process::{ChildStdin, Command};
+
+use super::process::Process;
+use common::host::cpus::Cpus;
+use common::host::identity::Identity;
+use common::host::{oom, proc};
+
+/// The program to start, and its surroundings.
+#[derive(Debug)]
+pub(crate) struct Launch<'a> {
+    /// The control daemon's program.
+    pub program: &'a Path,
+    /// Its arguments.
+    pub arguments: &'a [&'a str],
+    /// The CPUs to which it is bound. None binds it to none.
+    pub cpus: Option<Cpus>,
+    /// Added to the service's own environment, since the server needs PATH and `LD_LIBRARY_PATH` as the service does.
+    pub environment: &'a [(&'a str, String)],
+    /// The file for its standard output and standard error.
+    pub output: File,
+}
+
+/// Variables that must not reach the control daemon: systemd's variables for this service, and client limits, which a
+/// server would apply to itself.
+const NOT_PASSED_ON: [&str; 8] = [
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "CUDA_MPS_CLIENT_PRIORITY",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
+    "JOURNAL_STREAM",
+    "RUNTIME_DIRECTORY",
+];
+
+/// A process that has its PID and waits for the signal to become the control daemon.
+#[derive(Debug)]
+pub(crate) struct Waiting {
+    process: Process,
+    word: ChildStdin,
+}
+
+impl Waiting {
+    /// Starts the process in a session of its own. It runs our own program until [`Waiting::go`] (see [`become_program`]).
+    pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
+        let mut command = Command::new(proc::OWN_PROGRAM);
+        let cpus = launch.cpus.map(|cpus| cpus.to_string()).unwrap_or_default();
+        command.arg(ARGUMENT).arg(cpus).arg(launch.program).args(launch.arguments);
+        for name in NOT_PASSED_ON {
+            command.env_remove(name);
+        }
+        command.envs(launch.environment.iter().map(|(name, value)| (name, value)));
+        command.stdin(Stdio::piped()).stdout(launch.output.try_clone()?).stderr(launch.output);
+        let mut child = command.spawn()?;
+        let word = child.stdin.take().ok_or_else(|| io::Error::other("no pipe to the new process"))?;
+        let pid = child.id().ok_or_else(|| io::Error::other("the new process ended at once"))?;
+        Ok(Self { process: Process::hold(pid, Some(child))?, word })
+    }
+
+    /// The identity of the process. It does not change with [`Waiting::go`].
+    pub(crate) fn identity(&self) -> Identity {
+        self.process.identity()
+    }
+
+    /// Lets the process become the control daemon. If this value is dropped instead, the process ends.
+    pub(crate) async fn go(mut self) -> io::Result<Process> {
+        self.word.write_all(b"\n").await?;
+        Ok(self.process)
+    }
+}
 
 /// The first argument, which selects this step.
 pub(crate) const ARGUMENT: &str = "launch-control";
@@ -32,6 +103,6 @@ pub(crate) fn become_program(mut arguments: impl Iterator<Item = OsString>) -> i
     // Not earlier: this process may be in another control group now, with other CPUs. If this fails, the control daemon
     // serves on all CPUs, and the service shows that.
     let _ = cpus.map(Cpus::bind);
-    let error = Command::new(&program).args(arguments).stdin(Stdio::null()).exec();
+    let error = std::process::Command::new(&program).args(arguments).stdin(Stdio::null()).exec();
     Err(io::Error::new(error.kind(), format!("{}: {error}", program.display())))
 }

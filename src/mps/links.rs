@@ -2,6 +2,8 @@
 //! private directory. A client needs no more, and whoever has only that can't set limits for others.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::fs;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -9,9 +11,10 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use crate::reason::Reason;
+use common::plan::slice_names;
+use common::problem::Problem;
 
-use super::directories::{self, BadDirectory, SOCKET};
+use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
 
 /// A link that is about to take its place.
 const NEW: &str = ".control.new";
@@ -19,12 +22,19 @@ const NEW: &str = ".control.new";
 /// The other files that a control daemon makes in its directory. Where only links are, they are from an earlier one.
 const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
 
+/// The most entries that are looked at besides the slices of today. A container that has the pipe directory can make any
+/// number of them.
+const OTHERS: usize = 512;
+
+/// The device and the inode number of a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SocketId(u64, u64);
+
 /// A control daemon's socket, to which links lead.
 #[derive(Debug)]
 pub(crate) struct Socket {
     directory: OwnedFd,
-    /// Its device and inode number.
-    identity: (u64, u64),
+    pub(crate) id: SocketId,
 }
 
 impl Socket {
@@ -32,132 +42,242 @@ impl Socket {
     ///
     /// # Errors
     /// The directory can't be used.
-    pub(crate) fn of(control_directory: &Path, private: bool) -> Result<Option<Self>, BadDirectory> {
-        let open = if private { directories::open_private } else { directories::open };
-        let directory = open(control_directory)?;
-        let identity = identity(&directory).map_err(|error| bad(control_directory, &error))?;
-        Ok(identity.map(|identity| Self { directory, identity }))
+    pub(crate) fn of(control_directory: &Path) -> Result<Option<Self>, BadDirectory> {
+        let Some(directory) = directories::ours(control_directory)? else { return Ok(None) };
+        let id = identity(&directory).map_err(|error| bad(control_directory, &error))?;
+        Ok(id.map(|id| Self { directory, id }))
     }
 
-    /// Makes the pipe directory lead here, or to no control daemon if `open` is false. Whether it had to be made so.
+    /// Makes the pipe directory lead here. Whether it did not before. `moved` gets a message about each thing that was in the
+    /// way.
     ///
     /// # Errors
     /// The directory can't be used, or the link can't be made.
-    pub(crate) fn lead_from(&self, pipe_directory: &Path, open: bool) -> Result<bool, BadDirectory> {
-        let directory = directories::open(pipe_directory)?;
-        let led = || {
-            for name in LEFTOVERS {
-                match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
-                    // The log directory may be here, and is called so by default.
-                    Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => {}
-                    Err(error) => return Err(error.into()),
-                }
-            }
-            if open { self.link(&directory) } else { self.unlink(&directory) }
-        };
-        led().map_err(|error| bad(pipe_directory, &error))
-    }
-
-    /// Makes each directory of `names` in `parent` lead here, and no other directory there. A client that connects
-    /// meanwhile finds the former socket or this one. Directories are never removed, since a container keeps the directory
-    /// that it has. Returns the directories of `names` that had another socket or none.
-    ///
-    /// # Errors
-    /// A directory can't be used, or the link can't be made.
-    pub(crate) fn lead_from_each(
+    pub(crate) fn lead_from_pipe(
         &self,
-        parent: &Path,
-        names: &BTreeSet<String>,
-    ) -> Result<Vec<PathBuf>, BadDirectory> {
-        let slices = directories::open(parent)?;
-        let mut renewed = Vec::new();
-        for name in names {
-            let path = parent.join(name);
-            let directory = directories::open_in(&slices, &path)?;
-            if self.link(&directory).map_err(|error| bad(&path, &error))? {
-                renewed.push(path);
+        pipe_directory: &Path,
+        moved: &mut Vec<String>,
+    ) -> Result<bool, BadDirectory> {
+        let directory = match directories::ours(pipe_directory)? {
+            Some(directory) => directory,
+            None => directories::open(pipe_directory)?,
+        };
+        let leads = identity(&directory).map_err(|error| bad(pipe_directory, &error))? == Some(self.id);
+        for name in LEFTOVERS.into_iter().filter(|_| !leads) {
+            match unlink(&directory, name) {
+                // The log directory may be here, and is called so by default.
+                Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => {}
+                Err(error) => return Err(bad(pipe_directory, &error.into())),
             }
         }
-        for name in others(&slices, names).map_err(|error| bad(parent, &error))? {
-            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-            let unlinked = match rustix::fs::openat(&slices, &name, flags, Mode::empty()) {
-                Ok(directory) => self.unlink(&directory),
-                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(false),
-                Err(error) => Err(error.into()),
-            };
-            unlinked.map_err(|error| bad(&parent.join(&name), &error))?;
-        }
-        Ok(renewed)
+        self.link(&directory, pipe_directory, moved)
     }
 
     /// Makes the link, unless it is there. Whether it was not.
-    fn link(&self, directory: &OwnedFd) -> io::Result<bool> {
-        if identity(directory)? == Some(self.identity) {
-            return Ok(false);
+    fn link(&self, directory: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<bool, BadDirectory> {
+        for _ in 0..ATTEMPTS {
+            if identity(directory).map_err(|error| bad(path, &error))? == Some(self.id) {
+                return Ok(false);
+            }
+            // A crash may have left a link of this name.
+            match unlink(directory, NEW) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(Errno::ISDIR) => clear_place(directory, &path.join(NEW), "was a directory", moved)?,
+                Err(error) => return Err(bad(path, &error.into())),
+            }
+            let link = || rustix::fs::linkat(&self.directory, SOCKET, directory, NEW, AtFlags::empty());
+            match immutable::change(directory, link) {
+                Ok(()) => {}
+                Err(Errno::EXIST) => continue,
+                Err(error) => return Err(bad(path, &error.into())),
+            }
+            match immutable::change(directory, || rustix::fs::renameat(directory, NEW, directory, SOCKET)) {
+                Ok(()) => return Ok(true),
+                Err(Errno::ISDIR) => clear_place(directory, &path.join(SOCKET), "was a directory", moved)?,
+                Err(Errno::NOENT) => {}
+                Err(error) => return Err(bad(path, &error.into())),
+            }
         }
-        // A crash may have left one.
-        remove(directory, NEW)?;
-        rustix::fs::linkat(&self.directory, SOCKET, directory, NEW, AtFlags::empty())?;
-        rustix::fs::renameat(directory, NEW, directory, SOCKET)?;
-        Ok(true)
+        Err(bad(path, &io::Error::other("somebody changes it all the time")))
+    }
+}
+
+/// Takes the link away from a pipe directory if it leads to this socket.
+///
+/// # Errors
+/// The link can't be removed.
+pub(crate) fn close_pipe(pipe_directory: &Path, socket: SocketId) -> Result<(), BadDirectory> {
+    let Some(directory) = directories::existing(pipe_directory)? else { return Ok(()) };
+    close(&directory, Some(socket)).map_err(|error| still_leads(pipe_directory, &error))
+}
+
+/// The directory in which each slice has its directory. Directories are never removed, since a container keeps the directory
+/// that it has.
+#[derive(Debug)]
+pub(crate) struct SliceDirectories {
+    path: PathBuf,
+    directory: OwnedFd,
+}
+
+impl SliceDirectories {
+    /// Makes it if need be. `moved` gets a message about each thing that was in the way.
+    ///
+    /// # Errors
+    /// It, or the pipe directory, can't be used.
+    pub(crate) fn make(path: &Path, moved: &mut Vec<String>) -> Result<Self, BadDirectory> {
+        let parent = directories::open(path.parent().unwrap_or(Path::new("/")))?;
+        Ok(Self { path: path.to_owned(), directory: directories::open_in(&parent, path, moved)? })
     }
 
-    /// Takes the link away from a directory if it leads here. Whether it did.
-    fn unlink(&self, directory: &OwnedFd) -> io::Result<bool> {
-        let leads_here = identity(directory)? == Some(self.identity);
-        if leads_here {
-            remove(directory, SOCKET)?;
+    /// The directory as it is, or None if it is missing.
+    ///
+    /// # Errors
+    /// Something else is in its place.
+    pub(crate) fn existing(path: &Path) -> Result<Option<Self>, BadDirectory> {
+        let directory = directories::existing(path)?;
+        Ok(directory.map(|directory| Self { path: path.to_owned(), directory }))
+    }
+
+    /// Makes the directory of a slice lead to a socket. A client that connects meanwhile finds the former socket or this one.
+    /// Whether it led elsewhere, or nowhere, before.
+    ///
+    /// # Errors
+    /// The slice's directory can't be used, or the link can't be made.
+    pub(crate) fn lead(
+        &self,
+        name: &str,
+        socket: &Socket,
+        moved: &mut Vec<String>,
+    ) -> Result<bool, BadDirectory> {
+        let path = self.path.join(name);
+        let directory = directories::open_in(&self.directory, &path, moved)?;
+        socket.link(&directory, &path, moved)
+    }
+
+    /// Takes the link away from the directory of a slice: any link, or only one that leads to `socket`.
+    ///
+    /// # Errors
+    /// The link can't be removed.
+    pub(crate) fn close(&self, name: &str, socket: Option<SocketId>) -> Result<(), BadDirectory> {
+        let closed = match self.open(name) {
+            Ok(directory) => close(&directory, socket),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(()),
+            Err(error) => Err(error.into()),
+        };
+        closed.map_err(|error| still_leads(&self.path.join(name), &error))
+    }
+
+    /// Lets nobody else change the directories of these slices, nor put others beside them.
+    pub(crate) fn keep<'n>(&self, names: impl IntoIterator<Item = &'n String>) {
+        for name in names {
+            // Some have no directory yet.
+            if let Ok(directory) = self.open(name) {
+                keep(&directory, &self.path.join(name));
+            }
         }
-        Ok(leads_here)
+        keep(&self.directory, &self.path);
+    }
+
+    fn open(&self, name: &str) -> rustix::io::Result<OwnedFd> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        rustix::fs::openat(&self.directory, name, flags, Mode::empty())
+    }
+
+    /// The names there that a slice can have, besides these. There may be more if somebody else has put many things there.
+    pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<Vec<String>, BadDirectory> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);
+        let entries = entries.map_err(|error| bad(&self.path, &error.into()))?;
+        let names_there = entries.map_while(Result::ok).filter_map(|entry| {
+            let name = entry.file_name().to_str().ok()?;
+            (!name.starts_with('.') && !names.contains(name)).then(|| name.to_owned())
+        });
+        let looked_at = names_there.take(OTHERS);
+        Ok(looked_at.filter(|name| slice_names::of_directory_name(name).is_some()).collect())
+    }
+}
+
+/// Lets nobody else change a pipe directory. One in which others have something, such as /run, stays as it is: their
+/// programs may need to change it.
+pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
+    let log = log_directory.strip_prefix(path).ok().and_then(|below| below.iter().next());
+    let is_ours = |name: &OsStr| {
+        let text = name.to_string_lossy();
+        // With a control daemon for each GPU, its pipe directory is here.
+        let ours = [SOCKET, NEW, slice_names::DIRECTORIES].contains(&&*text) || text.starts_with("GPU-");
+        ours || text.contains(".refused-") || log == Some(name)
+    };
+    let (Ok(Some(directory)), Ok(mut entries)) = (directories::ours(path), fs::read_dir(path)) else {
+        return;
+    };
+    if entries.all(|entry| entry.is_ok_and(|entry| is_ours(&entry.file_name()))) {
+        keep(&directory, path);
+    }
+}
+
+fn keep(directory: &OwnedFd, path: &Path) {
+    if let Err(error) = immutable::set(directory, true) {
+        tracing::debug!("{} can't be made immutable: {error}", path.display());
+    }
+}
+
+/// Lets everybody with the right to write change and remove a pipe directory and the directories of slices again.
+pub(crate) fn release(pipe_directory: &Path, slice_directories: Option<&Path>) {
+    let slices = slice_directories.and_then(|path| fs::read_dir(path).ok());
+    let slices = slices.into_iter().flatten().take(OTHERS).filter_map(|entry| Some(entry.ok()?.path()));
+    let parents = [Some(pipe_directory), slice_directories].into_iter().flatten().map(Path::to_owned);
+    for path in parents.chain(slices) {
+        if let Ok(Some(directory)) = directories::existing(&path) {
+            let _ = immutable::set(directory, false);
+        }
+    }
+}
+
+fn unlink(directory: &OwnedFd, name: &str) -> rustix::io::Result<()> {
+    immutable::change(directory, || rustix::fs::unlinkat(directory, name, AtFlags::empty()))
+}
+
+fn close(directory: &OwnedFd, socket: Option<SocketId>) -> io::Result<()> {
+    let there = identity(directory)?;
+    if there.is_none() || socket.is_some_and(|socket| there != Some(socket)) {
+        return Ok(());
+    }
+    match unlink(directory, SOCKET) {
+        // A directory of that name leads nowhere.
+        Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 
 fn bad(path: &Path, error: &io::Error) -> BadDirectory {
     BadDirectory {
         path: path.to_owned(),
-        reason: Reason::new(
+        problem: Problem::new(
             format!("can't lead to the control daemon: {error}"),
-            "see that its file system has room and can have hard links",
+            "see that it is no mount of its own, and that its file system has room and can have hard links",
         ),
     }
 }
 
-/// The device and the inode number of the socket in a directory, if there is one.
-fn identity(directory: impl AsFd) -> io::Result<Option<(u64, u64)>> {
+fn still_leads(path: &Path, error: &io::Error) -> BadDirectory {
+    let remedy = format!("remove {}", path.join(SOCKET).display());
+    BadDirectory {
+        path: path.to_owned(),
+        problem: Problem::new(format!("can't be kept from leading to a control daemon: {error}"), remedy),
+    }
+}
+
+/// The socket in a directory, if there is one.
+fn identity(directory: impl AsFd) -> io::Result<Option<SocketId>> {
     match rustix::fs::statat(directory, SOCKET, AtFlags::SYMLINK_NOFOLLOW) {
-        Ok(Stat { st_dev, st_ino, .. }) => Ok(Some((st_dev, st_ino))),
+        Ok(Stat { st_dev, st_ino, .. }) => Ok(Some(SocketId(st_dev, st_ino))),
         Err(Errno::NOENT) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// The directories that are there besides these.
-fn others(slices: &OwnedFd, names: &BTreeSet<String>) -> io::Result<Vec<String>> {
-    let mut others = Vec::new();
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    for entry in Dir::new(rustix::fs::openat(slices, ".", flags, Mode::empty())?)? {
-        let entry = entry?;
-        // The service makes no other names.
-        if let Ok(name) = entry.file_name().to_str()
-            && !name.starts_with('.')
-            && !names.contains(name)
-        {
-            others.push(name.to_owned());
-        }
-    }
-    Ok(others)
-}
-
-fn remove(directory: &OwnedFd, name: &str) -> io::Result<()> {
-    match rustix::fs::unlinkat(directory, name, AtFlags::empty()) {
-        Ok(()) | Err(Errno::NOENT) => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
     use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
     use std::os::unix::net::UnixListener;
 
@@ -176,18 +296,36 @@ mod tests {
             Self { root, socket }
         }
 
-        fn lead(&self, names: &[&str]) -> Result<Vec<String>, String> {
-            let names = names.iter().map(|name| (*name).to_owned()).collect();
-            let at = |path: &str| self.root.path().join(path);
-            let socket = Socket::of(&at("private"), true).map_err(|bad| bad.to_string())?;
-            let Some(socket) = socket else { return Ok(Vec::new()) };
-            let renewed = socket.lead_from_each(&at("pipe/slices"), &names).map_err(|bad| bad.to_string())?;
-            Ok(renewed.iter().map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect())
+        fn socket(&self) -> Option<Socket> {
+            Socket::of(&self.root.path().join("private")).unwrap()
         }
 
-        fn lead_from_pipe(&self, open: bool) -> bool {
-            let socket = Socket::of(&self.root.path().join("private"), true).unwrap().unwrap();
-            socket.lead_from(&self.root.path().join("pipe"), open).unwrap()
+        /// Makes these slices lead to the socket and closes all others, as the supervisor does. Returns those that did not lead
+        /// there before, and the things that were in the way.
+        fn lead_all(&self, names: &[&str]) -> (Vec<String>, Vec<String>) {
+            let (mut made, mut moved) = (Vec::new(), Vec::new());
+            let Some(socket) = self.socket() else { return (made, moved) };
+            let slices = SliceDirectories::make(&self.root.path().join("pipe/slices"), &mut moved).unwrap();
+            for name in names {
+                if slices.lead(name, &socket, &mut moved).unwrap() {
+                    made.push((*name).to_owned());
+                }
+            }
+            let names = names.iter().map(|name| (*name).to_owned()).collect();
+            for name in slices.others(&names).unwrap() {
+                slices.close(&name, Some(socket.id)).unwrap();
+            }
+            (made, moved)
+        }
+
+        fn lead(&self, names: &[&str]) -> Vec<String> {
+            let (made, moved) = self.lead_all(names);
+            assert_eq!(moved, [""; 0]);
+            made
+        }
+
+        fn lead_from_pipe(&self) -> bool {
+            self.socket().unwrap().lead_from_pipe(&self.root.path().join("pipe"), &mut Vec::new()).unwrap()
         }
 
         /// A new socket, as a new control daemon makes it.
@@ -203,22 +341,27 @@ mod tests {
         }
     }
 
+    const A: &str = "00_06.0-0";
+    const B: &str = "00_06.0-1";
+    const C: &str = "0001_1a_00.0-12";
+
     #[test]
     fn links_follow_the_socket_and_the_slices() {
         let mut place = Place::new();
-        assert_eq!(place.lead(&["a", "b"]).unwrap(), ["a", "b"]);
-        assert_eq!(place.lead(&["a", "b"]).unwrap(), [""; 0]);
-        let directory = place.root.path().join("pipe/slices/a");
+        assert_eq!(place.lead(&[A, B]), [A, B]);
+        assert_eq!(place.lead(&[A, B]), [""; 0]);
+        let directory = place.root.path().join("pipe/slices").join(A);
         assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o755);
         let held = fs::metadata(&directory).unwrap().ino();
         place.renew();
-        assert!(!place.leads("slices/a"));
-        assert_eq!(place.lead(&["a", "c"]).unwrap(), ["a", "c"]);
-        assert!(place.leads("slices/a") && place.leads("slices/c"));
-        assert!(!place.leads("slices/b"), "its link leads to the former socket");
-        assert_eq!(place.lead(&["c"]).unwrap(), [""; 0]);
-        assert!(!place.root.path().join("pipe/slices/a/control").exists());
-        assert_eq!(place.lead(&["a"]).unwrap(), ["a"]);
+        let leads = |place: &Place, name: &str| place.leads(&format!("slices/{name}"));
+        assert!(!leads(&place, A));
+        assert_eq!(place.lead(&[A, C]), [A, C]);
+        assert!(leads(&place, A) && leads(&place, C));
+        assert!(!leads(&place, B), "its link leads to the former socket");
+        assert_eq!(place.lead(&[C]), [""; 0]);
+        assert!(!directory.join("control").exists());
+        assert_eq!(place.lead(&[A]), [A]);
         assert_eq!(
             fs::metadata(&directory).unwrap().ino(),
             held,
@@ -231,21 +374,66 @@ mod tests {
     #[test]
     fn nothing_of_others_is_followed_or_touched() {
         let place = Place::new();
-        assert_eq!(place.lead(&["a"]).unwrap(), ["a"]);
+        assert_eq!(place.lead(&[A]), [A]);
         let at = |path: &str| place.root.path().join(path);
-        // Another control daemon's slice, a file, and a link to somewhere else.
-        fs::create_dir(at("pipe/slices/other")).unwrap();
-        let _other = UnixListener::bind(at("pipe/slices/other/control")).unwrap();
-        fs::write(at("pipe/slices/file"), "").unwrap();
-        fs::create_dir(at("elsewhere")).unwrap();
-        fs::hard_link(at("private/control"), at("elsewhere/control")).unwrap();
-        symlink(at("elsewhere"), at("pipe/slices/link")).unwrap();
-        assert_eq!(place.lead(&["a"]).unwrap(), [""; 0]);
-        assert!(at("pipe/slices/other/control").exists() && at("elsewhere/control").exists());
-        let refused = place.lead(&["a", "link"]).unwrap_err();
-        assert!(refused.contains("slices/link: is not a directory"), "{refused}");
+        // Another control daemon's slice, a file, a directory that no slice has, and a link to somewhere else.
+        fs::create_dir(at("pipe/slices").join(B)).unwrap();
+        let _other = UnixListener::bind(at("pipe/slices").join(B).join("control")).unwrap();
+        fs::write(at("pipe/slices/00_07.0-0"), "").unwrap();
+        for elsewhere in ["elsewhere", "pipe/slices/other"] {
+            fs::create_dir(at(elsewhere)).unwrap();
+            fs::hard_link(at("private/control"), at(elsewhere).join("control")).unwrap();
+        }
+        symlink(at("elsewhere"), at("pipe/slices").join(C)).unwrap();
+        assert_eq!(place.lead(&[A]), [""; 0]);
+        assert!(at("pipe/slices").join(B).join("control").exists());
+        assert!(at("elsewhere/control").exists() && at("pipe/slices/other/control").exists());
         fs::remove_file(at("private/control")).unwrap();
-        assert_eq!(place.lead(&["a"]).unwrap(), [""; 0], "no control daemon listens yet");
+        assert_eq!(place.lead(&[A]), [""; 0], "no control daemon listens yet");
+    }
+
+    /// Whatever stands in the way is renamed, unharmed, and however often somebody puts it there.
+    #[test]
+    fn a_thing_in_the_way_is_renamed() {
+        let place = Place::new();
+        let slices = place.root.path().join("pipe/slices");
+        let slice = slices.join(A);
+        fs::create_dir(place.root.path().join("pipe")).unwrap();
+        symlink("/", &slices).unwrap();
+        let (made, moved) = place.lead_all(&[A]);
+        assert_eq!(made, [A]);
+        let told = |path: &Path, why: &str| format!("{0} {why}, and is", path.display());
+        assert!(moved[0].starts_with(&told(&slices, "was a symbolic link")), "{moved:?}");
+        for _ in 0..12 {
+            fs::remove_dir_all(&slice).unwrap();
+            fs::write(&slice, "kept").unwrap();
+            let (made, moved) = place.lead_all(&[A]);
+            assert_eq!((made.len(), moved.len()), (1, 1));
+            assert!(moved[0].starts_with(&told(&slice, "was no directory")), "{moved:?}");
+            fs::remove_file(slice.join("control")).unwrap();
+            fs::create_dir_all(slice.join(".control.new/below")).unwrap();
+            fs::create_dir_all(slice.join("control/below")).unwrap();
+            let (made, moved) = place.lead_all(&[A]);
+            assert_eq!((made.len(), moved.len()), (1, 2), "{moved:?}");
+            assert!(place.leads(&format!("slices/{A}")));
+        }
+        let refused = fs::read_dir(&slices).unwrap().map(|file| file.unwrap().file_name());
+        let refused: Vec<_> = refused.filter(|name| name.to_str().unwrap().contains(".refused-")).collect();
+        assert_eq!(refused.len(), 12);
+        assert!(refused.iter().all(|name| fs::read_to_string(slices.join(name)).unwrap() == "kept"));
+    }
+
+    /// A tenant can put any number of things beside the slices.
+    #[test]
+    fn only_some_hundreds_of_other_things_are_looked_at() {
+        let place = Place::new();
+        place.lead(&[A]);
+        let slices = place.root.path().join("pipe/slices");
+        for number in 0..2 * OTHERS {
+            fs::write(slices.join(format!("{:04x}_01_00.0-0", number + 1)), "").unwrap();
+        }
+        let directories = SliceDirectories::existing(&slices).unwrap().unwrap();
+        assert_eq!(directories.others(&BTreeSet::new()).unwrap().len(), OTHERS);
     }
 
     /// The pipe directory of an earlier version of this service is left with nothing but the link.
@@ -257,19 +445,23 @@ mod tests {
         for left in LEFTOVERS.iter().chain(&[SOCKET]) {
             fs::write(at("pipe").join(left), "").unwrap();
         }
-        assert!(place.lead_from_pipe(true));
-        assert!(place.leads("") && !place.lead_from_pipe(true));
+        assert!(place.lead_from_pipe());
+        assert!(place.leads("") && !place.lead_from_pipe());
         let files: Vec<_> = fs::read_dir(at("pipe")).unwrap().map(|file| file.unwrap().file_name()).collect();
         assert_eq!(files, [SOCKET]);
-        assert_eq!(fs::metadata(at("private")).unwrap().permissions().mode() & 0o777, 0o700);
         fs::create_dir(at("pipe/log")).unwrap();
-        assert!(!place.lead_from_pipe(true) && at("pipe/log").exists(), "the log directory stays");
+        assert!(!place.lead_from_pipe() && at("pipe/log").exists(), "the log directory stays");
         fs::remove_dir(at("pipe/log")).unwrap();
-        assert!(place.lead_from_pipe(false) && !place.lead_from_pipe(false));
+        let close = |place: &Place| close_pipe(&at("pipe"), place.socket().unwrap().id).unwrap();
+        close(&place);
         assert_eq!(fs::read_dir(at("pipe")).unwrap().count(), 0);
-        assert!(place.lead_from_pipe(true));
+        close(&place);
+        assert!(place.lead_from_pipe());
+        let at = |path: &str| place.root.path().join(path);
+        let pipe = at("pipe");
         place.renew();
-        assert!(!place.lead_from_pipe(false), "another control daemon may have made that socket");
-        assert!(place.lead_from_pipe(true) && place.leads(""));
+        close_pipe(&pipe, place.socket().unwrap().id).unwrap();
+        assert!(pipe.join("control").exists(), "another control daemon may have made that socket");
+        assert!(place.lead_from_pipe() && place.leads(""));
     }
 }

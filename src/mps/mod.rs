@@ -3,13 +3,11 @@
 //! The front end's exit status says nothing: it is 0 for unknown commands and for bad values. So the service verifies
 //! each setting by reading it back, and it learns from the log which limits a server really applies.
 
+pub(crate) mod changes;
 pub(crate) mod control;
-pub(crate) mod directories;
 mod frozen;
 mod hold;
-pub(crate) mod identity;
 pub(crate) mod launch;
-pub(crate) mod link_watch;
 pub(crate) mod links;
 pub(crate) mod log;
 pub(crate) mod process;

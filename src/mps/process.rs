@@ -1,28 +1,22 @@
-//! Processes of the control daemon. Only this module starts, watches, signals and stops them.
+//! Processes of the control daemon. Only this module watches, signals and stops them; [`super::launch`] starts them.
 
 use std::convert::Infallible;
-use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
-use std::process::{ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::time::Duration;
 
 use rustix::process::Signal;
-use tokio::io::AsyncWriteExt;
-use tokio::process::{Child, ChildStdin, Command};
+use tokio::process::Child;
 
 use super::control::{Control, ControlError};
 use super::frozen::{self, Thawed};
 use super::hold::{Hold, unless_gone};
-use super::identity::Identity;
-use super::launch;
 use super::readable::Readable;
-use crate::host::cpus::Cpus;
-use crate::host::proc;
-use crate::reason::Reason;
+use common::host::identity::Identity;
+use common::host::proc;
 
 /// A held process: a signal can't hit another process that got its PID.
 #[derive(Debug)]
@@ -33,7 +27,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    fn hold(pid: u32, child: Option<Child>) -> io::Result<Self> {
+    pub(super) fn hold(pid: u32, child: Option<Child>) -> io::Result<Self> {
         Ok(Self { hold: Hold::of(pid)?.watched()?, child })
     }
 
@@ -71,6 +65,11 @@ impl Process {
                 None
             }
         }
+    }
+
+    /// The same if the process has ended, or ends at this moment.
+    pub(crate) async fn exited_by_now(&mut self) -> Option<Option<ExitStatus>> {
+        tokio::time::timeout(ENDING, self.exited()).await.ok()
     }
 
     async fn ends_within(&mut self, patience: Duration) -> bool {
@@ -130,100 +129,6 @@ fn is_any_thread_stopped(pid: u32) -> bool {
     proc::threads(pid).iter().any(proc::Stat::is_stopped)
 }
 
-/// The program to start, and its surroundings.
-#[derive(Debug)]
-pub(crate) struct Launch<'a> {
-    /// The control daemon's program.
-    pub program: &'a Path,
-    /// Its arguments.
-    pub arguments: &'a [&'a str],
-    /// The CPUs to which it is bound. None binds it to none.
-    pub cpus: Option<Cpus>,
-    /// Added to the service's own environment, since the server needs PATH and `LD_LIBRARY_PATH` as the service does.
-    pub environment: &'a [(&'a str, String)],
-    /// The file for its standard output and standard error.
-    pub output: File,
-}
-
-/// Variables that must not reach the control daemon: systemd's variables for this service, and client limits, which a
-/// server would apply to itself.
-const NOT_PASSED_ON: [&str; 8] = [
-    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
-    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
-    "CUDA_MPS_CLIENT_PRIORITY",
-    "NOTIFY_SOCKET",
-    "WATCHDOG_PID",
-    "WATCHDOG_USEC",
-    "JOURNAL_STREAM",
-    "RUNTIME_DIRECTORY",
-];
-
-/// A process that has its PID and waits for the signal to become the control daemon.
-#[derive(Debug)]
-pub(crate) struct Waiting {
-    process: Process,
-    word: ChildStdin,
-}
-
-impl Waiting {
-    /// Starts the process in a session of its own. It runs our own program until [`Waiting::go`] (see [`launch`]).
-    pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
-        let mut command = Command::new(proc::OWN_PROGRAM);
-        let cpus = launch.cpus.map(|cpus| cpus.to_string()).unwrap_or_default();
-        command.arg(launch::ARGUMENT).arg(cpus).arg(launch.program).args(launch.arguments);
-        for name in NOT_PASSED_ON {
-            command.env_remove(name);
-        }
-        command.envs(launch.environment.iter().map(|(name, value)| (name, value)));
-        command.stdin(Stdio::piped()).stdout(launch.output.try_clone()?).stderr(launch.output);
-        let mut child = command.spawn()?;
-        let word = child.stdin.take().ok_or_else(|| io::Error::other("no pipe to the new process"))?;
-        let pid = child.id().ok_or_else(|| io::Error::other("the new process ended at once"))?;
-        Ok(Self { process: Process::hold(pid, Some(child))?, word })
-    }
-
-    /// The identity of the process. It does not change with [`Waiting::go`].
-    pub(crate) fn identity(&self) -> Identity {
-        self.process.identity()
-    }
-
-    /// Lets the process become the control daemon. If this value is dropped instead, the process ends.
-    pub(crate) async fn go(mut self) -> io::Result<Process> {
-        self.word.write_all(b"\n").await?;
-        Ok(self.process)
-    }
-}
-
-/// The absolute path of a program that the directories of `PATH` contain and that may be executed.
-pub(crate) fn find_program(name: &str) -> Result<PathBuf, Reason> {
-    find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
-}
-
-/// The same for another `PATH`.
-pub(crate) fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, Reason> {
-    let mut unusable = None;
-    for directory in std::env::split_paths(path) {
-        let candidate = directory.join(name);
-        if !candidate.is_file() {
-            continue;
-        }
-        if rustix::fs::access(&candidate, rustix::fs::Access::EXEC_OK).is_ok() {
-            return Ok(candidate);
-        }
-        unusable.get_or_insert(candidate);
-    }
-    Err(match unusable {
-        Some(file) => Reason::new(
-            format!("{} is not executable", file.display()),
-            "chmod 755 it or reinstall the package it is from",
-        ),
-        None => Reason::new(
-            format!("{name} is in no directory of PATH ({})", Path::new(path).display()),
-            "install the driver's MPS package (nvidia-cuda-mps, nvidia-compute-utils or xorg-x11-drv-nvidia-cuda)",
-        ),
-    })
-}
-
 /// The way in which a control daemon ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stopped {
@@ -245,6 +150,9 @@ impl fmt::Display for Stopped {
     }
 }
 
+/// The time in which the end of a process is noticed.
+const ENDING: Duration = Duration::from_millis(20);
+
 /// The time that a control daemon has to end after it has answered `quit`. Measured: 81 ms.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -254,21 +162,19 @@ const SILENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time between SIGTERM and SIGKILL. Measured: 4 ms.
 const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Ends a control daemon: first with `quit`, which lets idle servers end in order, then with SIGTERM, then with
-/// SIGKILL. `quit -t` alone can hang for as long as a client runs, so it has a deadline of its own.
-pub(crate) async fn stop(
-    process: &mut Process,
-    control: &Control,
-    quit_timeout: Duration,
-) -> io::Result<Stopped> {
+/// Asks a control daemon to end with its clients, which lets servers end in order, and returns whether it has ended.
+/// `quit -t` can hang for as long as a client runs, so it has a deadline of its own.
+pub(crate) async fn stop(process: &mut Process, control: &Control, quit_timeout: Duration) -> bool {
     let patience = if listens(process, control) {
         patience_after(control.quit(quit_timeout).await, process)
     } else {
         SILENT_TIMEOUT
     };
-    if process.ends_within(patience).await {
-        return Ok(Stopped::Quit);
-    }
+    process.ends_within(patience).await
+}
+
+/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. The caller says before whom that hits.
+pub(crate) async fn end_by_signal(process: &mut Process) -> io::Result<Stopped> {
     process.signal(Signal::TERM)?;
     if process.ends_within(TERMINATE_TIMEOUT).await {
         return Ok(Stopped::Terminated);
@@ -390,6 +296,8 @@ impl GoingOn<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Stdio;
+
     use super::*;
 
     /// The program that the next test runs.
@@ -401,6 +309,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_process_with_a_name_that_is_no_text_is_found() {
+        use std::ffi::OsStr;
         use std::os::unix::ffi::OsStrExt;
         use std::os::unix::process::CommandExt;
 

@@ -12,6 +12,8 @@ pub(crate) struct Bell {
     pub(crate) came: Notify,
     /// The control daemon was checked, and has clients or has just lost the last one.
     pub(crate) checked: Notify,
+    /// Somebody wants to know the clients.
+    pub(crate) asked: Notify,
 }
 
 /// The bells of all GPUs, by UUID.

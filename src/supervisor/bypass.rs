@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use crate::host::nvml::GpuProcess;
-use crate::host::proc;
 use crate::mps::control::{Control, ControlError};
-use crate::mps::identity::Identity;
+use common::host::identity::Identity;
+use common::host::nvml::GpuProcess;
+use common::host::proc;
 
 /// The least time between the two looks that confirm a bypass. NVML and the control daemon don't learn of a client's
 /// start and end in the same moment, and NVML lists a process until the driver has taken its memory back.

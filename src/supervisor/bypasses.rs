@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tokio::time::Instant;
 
-use crate::host::nvml::GpuProcess;
 use crate::message::{About, Message};
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
-use crate::supervisor::compute_modes::SERVED;
+use common::host::gpu::SERVED;
+use common::host::nvml::GpuProcess;
+use common::membership::Slices;
 
 use super::Worker;
 use super::run::Run;
@@ -47,18 +48,26 @@ impl Bypasses {
 }
 
 impl Worker {
-    /// Looks for bypasses among these processes, by GPU. The control daemon is asked only if there are processes besides the
-    /// known servers. If it does not name its clients, the last result is kept. Without a control daemon, processes that
-    /// NVML lists as clients are no bypasses.
+    /// Looks for bypasses among these processes, by GPU, on the GPUs of the control daemon alone: a GPU that it goes without
+    /// may be another's, with servers and clients of its own. The control daemon is asked only if there are processes
+    /// besides the known servers. If it does not name its clients, the last result is kept. Without a control daemon,
+    /// processes that NVML lists as clients are no bypasses.
     pub(super) async fn look_for_bypasses(
         &mut self,
         run: Option<&Run>,
-        processes: &BTreeMap<String, Vec<GpuProcess>>,
+        mut processes: BTreeMap<String, Vec<GpuProcess>>,
     ) {
+        processes.retain(|uuid, _| match run {
+            Some(run) => run.running.gpus.contains(uuid),
+            None => !self.left_out.contains_key(uuid),
+        });
         let all = || processes.values().flatten();
         let mut servers = run.map(|run| run.servers.alive()).unwrap_or_default();
         let mut clients: BTreeSet<u32> =
             all().filter(|process| process.via_mps).map(|process| process.pid).collect();
+        if let Some(run) = run {
+            run.known_clients.look_at(clients.iter().copied(), || Slices::of([&self.order.plan]));
+        }
         let others = all().any(|process| !servers.contains(&process.pid));
         if let Some(run) = run.filter(|_| others) {
             match bypass::ours(&run.control, &servers).await {
@@ -106,7 +115,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::mps::identity::Identity;
+    use common::host::identity::Identity;
 
     fn bypass(pid: u32) -> Bypass {
         Bypass {

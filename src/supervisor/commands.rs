@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::counted::counted;
 use crate::mps::control::ControlError;
+use common::counted::counted;
 
 use super::{Command, Ended, Serving};
 
@@ -33,11 +33,6 @@ impl Serving<'_> {
                 let ended = if force { self.stop().await } else { self.end_idle().await };
                 let _ = reply.send(if ended { Ok(()) } else { Err("a client came in between".to_owned()) });
                 return ended.then_some(Ended::Stopped);
-            }
-            Command::Link { reply } => {
-                self.keep_links();
-                self.show_state();
-                let _ = reply.send(());
             }
             Command::Check => self.run.check_at = Instant::now(),
             // Whatever it has done to the servers, the check finds it.

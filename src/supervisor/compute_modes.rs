@@ -1,19 +1,18 @@
 //! The compute mode of GPUs that are served: taken to `EXCLUSIVE_PROCESS`, kept there, put back.
 
-use std::collections::BTreeMap;
+use common::host::gpu::SERVED;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 
-use crate::host::blocking::Blocking;
-use crate::host::gpu::ComputeMode;
-use crate::host::nvml::{Driver, GpuProcess};
-use crate::plan::Configured;
 use crate::supervisor::state_file::SharedStateFile;
-
-/// The mode in which only an MPS server can open a GPU, so that no program slips past it.
-pub(crate) const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
+use common::host::blocking::Blocking;
+use common::host::gpu::ComputeMode;
+use common::host::nvml::{Driver, GpuProcess};
+use common::plan::Configured;
 
 /// The most questions about one GPU at a time. A check and a list of the clients may meet.
 const QUESTIONS: usize = 4;
@@ -74,12 +73,17 @@ impl ComputeModes {
         .await
     }
 
-    /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since. Not while it
-    /// is to be served, even if it can't be now: everybody would get in, with no limit.
+    /// Puts a GPU's previous mode back. Not while it is to be served, even if it can't be now, and not while a control
+    /// daemon of ours has it: everybody would get in, with no limit.
     pub(crate) async fn restore(&self, uuid: &str) -> Result<(), String> {
-        if self.kept.borrow().may_have(uuid) {
+        if self.kept.borrow().may_have(uuid) || self.state_file.lock().is_in_our_hands(uuid) {
             return Ok(());
         }
+        self.give_up(uuid).await
+    }
+
+    /// Puts a GPU's previous mode back, served or not, unless it was not changed by us or has been changed by others since.
+    pub(crate) async fn give_up(&self, uuid: &str) -> Result<(), String> {
         let Some(previous) = self.state_file.lock().previous_compute_mode(uuid) else {
             return Ok(());
         };
@@ -119,12 +123,16 @@ impl ComputeModes {
                 return looks;
             }
         }
-        let mut looks = BTreeMap::new();
+        // All at once: several GPUs that hang take no longer than one.
+        let mut asked = JoinSet::new();
         for uuid in gpus {
-            let found = self.ask(&uuid, look).await;
-            looks.insert(uuid, found);
+            let own = self.clone();
+            asked.spawn(async move {
+                let found = own.ask(&uuid, look).await;
+                (uuid, found)
+            });
         }
-        looks
+        asked.join_all().await.into_iter().collect()
     }
 
     /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.
@@ -132,10 +140,9 @@ impl ComputeModes {
         self.ask(uuid, Driver::processes).await
     }
 
-    /// The PIDs of the MPS clients on a GPU, as the driver knows them.
-    pub(crate) async fn mps_clients(&self, uuid: &str) -> Result<Vec<u32>, String> {
-        let processes = self.processes(uuid).await?;
-        Ok(processes.into_iter().filter(|process| process.via_mps).map(|process| process.pid).collect())
+    /// The PIDs of the MPS clients on a GPU, as the driver knows them. An error if it does not list them.
+    pub(crate) async fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, String> {
+        self.ask(uuid, Driver::mps_clients).await
     }
 
     async fn ask<T: Send + 'static>(

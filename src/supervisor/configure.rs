@@ -5,10 +5,11 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::mps::control::Limits;
-use crate::plan::Present;
+use common::plan::Present;
 
 use super::hindrance::{ClearedBy, Hindrance};
 use super::limits::{LIMITS_TIMEOUT, TAKES_LIMITS};
+use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
 use super::{Failure, Serving};
 
 /// The longest time for a new control daemon to listen. Measured: 20 ms.
@@ -16,12 +17,6 @@ const LISTEN_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The longest time between two looks at whether it listens.
 const LISTEN_PAUSE: Duration = Duration::from_millis(5);
-
-/// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
-const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// The longest time between two questions for its state. Its line in the log says sooner that it is ready.
-const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl Serving<'_> {
     /// Waits until the control daemon listens.
@@ -56,7 +51,7 @@ impl Serving<'_> {
         self.continue_if_stopped();
         if !self.worker.order.set_compute_mode {
             for uuid in &running.gpus {
-                self.worker.restore_compute_mode(uuid).await;
+                self.worker.give_up_compute_mode(uuid).await;
             }
         }
         self.give_back_gpus().await;
@@ -72,28 +67,7 @@ impl Serving<'_> {
             self.show_state();
             return Ok(());
         }
-        let prewarm = running.multiuser && self.worker.order.plan.prewarm;
-        let starts = prewarm && self.run.servers.alive().is_empty();
-        let servers = if starts {
-            self.run.servers.forget_ended();
-            self.run.control.set_limits_and_start(&limits, 0).await?
-        } else {
-            self.run.control.set_limits(None, &limits).await?
-        };
-        tracing::debug!(step = "defaults", "defaults are set");
-        // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
-        self.lead_here()?;
-        tracing::debug!(step = "linked", "the pipe directory and the directories of slices lead here");
-        self.run.servers.keep(&servers);
-        for server in &servers {
-            self.watch_server(*server);
-            self.set_live(*server, &limits).await?;
-        }
-        if servers.is_empty() && starts {
-            self.server_comes(&limits).await?;
-        } else if servers.is_empty() && prewarm {
-            self.prewarm(&limits).await?;
-        }
+        self.put_in_force(&limits).await?;
         tracing::debug!(step = "limits", "limits are confirmed");
         let percentage = limits.thread_percentage;
         self.worker.reporter.update(|status| {
@@ -102,8 +76,6 @@ impl Serving<'_> {
                 gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
             }
         });
-        // A slice may have been drained or taken back meanwhile.
-        self.lead_here()?;
         self.run.configured = true;
         let hindered = self.run.hindrances.has(ClearedBy::Check);
         // The first look finds programs that slipped in before.
@@ -118,10 +90,32 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// Makes the directories lead to it. A failure has a pause before the next start: a hindrance would end an idle control
-    /// daemon at once, again and again.
-    fn lead_here(&mut self) -> Result<(), Failure> {
-        self.link().map(drop).map_err(|bad| Failure::Waiting(bad.to_string()))
+    /// Sets the defaults, leads clients here, and gives each server its limits: one that runs, one that is about to come, and
+    /// one that is started ahead of the first client.
+    async fn put_in_force(&mut self, limits: &Limits) -> Result<(), Failure> {
+        let prewarm = self.run.running.multiuser && self.worker.order.plan.prewarm;
+        let starts = prewarm && self.run.servers.alive().is_empty();
+        let servers = if starts {
+            self.run.servers.forget_ended();
+            self.run.control.set_limits_and_start(limits, 0).await?
+        } else {
+            self.run.control.set_limits(None, limits).await?
+        };
+        tracing::debug!(step = "defaults", "defaults are set");
+        // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
+        self.lead_here()?;
+        tracing::debug!(step = "linked", "the pipe directory and the directories of slices lead here");
+        self.run.servers.keep(&servers);
+        for server in &servers {
+            self.watch_server(*server);
+            self.set_live(*server, limits).await?;
+        }
+        if servers.is_empty() && starts {
+            self.server_comes(limits).await?;
+        } else if servers.is_empty() && prewarm {
+            self.prewarm(limits).await?;
+        }
+        Ok(())
     }
 
     /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
@@ -158,11 +152,7 @@ impl Serving<'_> {
                 )));
             }
             if Instant::now() >= deadline {
-                return Err(Failure::Failed(format!(
-                    "no server is ready after {} s{}",
-                    SERVER_TIMEOUT.as_secs(),
-                    self.run.words()
-                )));
+                return Err(self.no_server_is_ready());
             }
         };
         self.watch_server(server);
@@ -170,6 +160,11 @@ impl Serving<'_> {
         let deadline = Instant::now() + LIMITS_TIMEOUT;
         while !self.run.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
         self.confirm_or_correct(server, limits).await
+    }
+
+    pub(super) fn no_server_is_ready(&self) -> Failure {
+        let seconds = SERVER_TIMEOUT.as_secs();
+        Failure::Failed(format!("no server is ready after {seconds} s{}", self.run.words()))
     }
 
     /// Finds out whether the control daemon that runs can serve the order.
@@ -186,7 +181,7 @@ impl Serving<'_> {
                 multiuser: running.multiuser,
                 near_cpus: running.near_cpus,
             };
-            self.worker.order.plan.misfit(&present, |uuid| !self.worker.unreachable.contains(uuid))
+            self.worker.order.plan.misfit(&present, |uuid| !self.worker.left_out.contains_key(uuid))
         };
         match misfit {
             Some(why) => self.run.hindrances.put(Hindrance::Misfit(why)),

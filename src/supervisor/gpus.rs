@@ -1,65 +1,141 @@
 //! The GPUs of a control daemon: their processes, and their compute modes from its start to its end.
 
 use std::collections::BTreeMap;
+use std::mem::discriminant;
 
-use crate::host::nvml::GpuProcess;
 use crate::message::{About, Message};
-use crate::supervisor::compute_modes::SERVED;
+use common::host::gpu::SERVED;
+use common::host::nvml::GpuProcess;
 
 use super::{Failure, Serving, Worker};
 
+/// Why a control daemon goes without a GPU of its order.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum LeftOut {
+    /// NVML can't reach it, and says this.
+    Unreachable(String),
+    /// Its compute mode can't be set, for this reason.
+    ModeRefused(String),
+    /// The control daemon with this id still has it.
+    InOtherHands(String),
+}
+
+impl LeftOut {
+    fn in_words(&self) -> String {
+        match self {
+            Self::Unreachable(error) => error.clone(),
+            Self::ModeRefused(error) => format!("it is served once its compute mode can be set: {error}"),
+            Self::InOtherHands(id) => format!("control daemon {id} still has it"),
+        }
+    }
+}
+
 impl Worker {
-    /// Asks NVML for the compute mode and the processes of each GPU. The status of a GPU says if it can't be reached;
-    /// the other GPUs stay served.
+    /// Asks NVML for the compute mode and the processes of each GPU. The status of a GPU says why it is left out; the other
+    /// GPUs stay served.
     pub(super) async fn look_at_gpus(&mut self) -> BTreeMap<String, Vec<GpuProcess>> {
         let mut processes = BTreeMap::new();
         let gpus = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        for (uuid, look) in self.tools.compute_modes.look_at(gpus, self.unreachable.is_empty()).await {
+        for (uuid, look) in self.tools.compute_modes.look_at(gpus, self.left_out.is_empty()).await {
             let found = look.map(|(mode, there)| {
                 processes.insert(uuid.clone(), there);
                 mode
             });
-            self.reporter.update_gpu(&uuid, |status| match &found {
-                Ok(mode) => {
-                    status.compute_mode = Some(*mode);
-                    status.unreachable.clear();
+            self.reporter.update_gpu(&uuid, |status| status.compute_mode = found.as_ref().ok().copied());
+            let why = match (self.order.held.get(&uuid), found, self.left_out.get(&uuid)) {
+                (Some(id), _, _) => Some(LeftOut::InOtherHands(id.clone())),
+                (None, Err(error), _) => Some(LeftOut::Unreachable(error)),
+                (None, Ok(_), Some(LeftOut::ModeRefused(_))) if !self.retiring => {
+                    self.take_compute_mode(&uuid).await.err()
                 }
-                Err(error) => {
-                    status.compute_mode = None;
-                    status.unreachable.clone_from(error);
-                }
-            });
-            let changed = match &found {
-                Ok(_) => self.unreachable.remove(&uuid),
-                Err(_) => self.unreachable.insert(uuid.clone()),
+                (None, Ok(_), _) => None,
             };
-            match found {
-                Err(error) if changed => {
-                    let text = format!("GPU {uuid}: {error}");
-                    self.reporter.tell(Message::GpuUnreachable, About::gpu(&uuid), text);
-                }
-                Ok(_) if changed => self.reporter.event(format!("GPU {uuid} can be reached again")),
-                _ => {}
-            }
+            self.leave_out(&uuid, why);
         }
         processes
     }
 
-    /// Sets the compute mode of each GPU, if that is ours to do.
-    pub(super) async fn take_compute_modes(&mut self, gpus: &[String]) -> Result<(), Failure> {
-        if !self.order.set_compute_mode {
-            return Ok(());
+    /// Leaves a GPU out for this reason, or without one takes it in again.
+    fn leave_out(&mut self, uuid: &str, why: Option<LeftOut>) {
+        self.reporter.update_gpu(uuid, |status| {
+            status.left_out = why.as_ref().map(LeftOut::in_words).unwrap_or_default();
+        });
+        let is_news = self.left_out.get(uuid).map(discriminant) != why.as_ref().map(discriminant);
+        let before = match why {
+            Some(why) => self.left_out.insert(uuid.to_owned(), why),
+            None => self.left_out.remove(uuid),
+        };
+        if !is_news {
+            return;
         }
-        for uuid in gpus {
-            let taken = self.tools.compute_modes.take(uuid).await;
-            taken.map_err(|error| Failure::Failed(format!("compute mode of {uuid}: {error}")))?;
+        match (before, self.left_out.get(uuid)) {
+            (_, Some(why @ LeftOut::Unreachable(_))) => {
+                let text = format!("GPU {uuid}: {}", why.in_words());
+                self.reporter.tell(Message::GpuUnreachable, About::gpu(uuid), text);
+            }
+            (_, Some(why @ LeftOut::ModeRefused(_))) => {
+                self.reporter.warning(format!("GPU {uuid}: {}", why.in_words()));
+            }
+            (_, Some(why @ LeftOut::InOtherHands(_))) => {
+                self.reporter.event(format!("GPU {uuid}: {}", why.in_words()));
+            }
+            (Some(LeftOut::Unreachable(_)), None) => {
+                self.reporter.event(format!("GPU {uuid} can be reached again"));
+            }
+            (Some(LeftOut::ModeRefused(_)), None) => {
+                self.reporter.event(format!("the compute mode of GPU {uuid} is set at last"));
+            }
+            (Some(LeftOut::InOtherHands(id)), None) => {
+                self.reporter.event(format!("GPU {uuid} is free: control daemon {id} has it no longer"));
+            }
+            (None, None) => {}
+        }
+    }
+
+    /// The GPUs of the order that are not left out.
+    pub(super) fn gpus_in_reach(&self) -> Vec<String> {
+        let all = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone());
+        all.filter(|uuid| !self.left_out.contains_key(uuid)).collect()
+    }
+
+    /// Why all GPUs of the order are left out, in words.
+    pub(super) fn why_no_gpu(&self) -> String {
+        let first = self.left_out.iter().next();
+        let why = first.map(|(uuid, why)| format!(": GPU {uuid}: {}", why.in_words())).unwrap_or_default();
+        format!("none of its GPUs can be served{why}")
+    }
+
+    /// Sets the compute mode of each GPU that is not left out. Leaves a GPU out that refuses it.
+    pub(super) async fn take_compute_modes(&mut self) {
+        for uuid in self.gpus_in_reach() {
+            if let Err(refused) = self.take_compute_mode(&uuid).await {
+                self.leave_out(&uuid, Some(refused));
+            }
+        }
+    }
+
+    /// Sets the compute mode of a GPU, if that is ours to do.
+    async fn take_compute_mode(&self, uuid: &str) -> Result<(), LeftOut> {
+        if self.order.set_compute_mode {
+            self.tools.compute_modes.take(uuid).await.map_err(LeftOut::ModeRefused)?;
             self.reporter.update_gpu(uuid, |status| status.compute_mode = Some(SERVED));
         }
         Ok(())
     }
 
     pub(super) async fn restore_compute_mode(&mut self, uuid: &str) {
-        if let Err(error) = self.tools.compute_modes.restore(uuid).await {
+        let restored = self.tools.compute_modes.restore(uuid).await;
+        self.tell_if_it_stays(uuid, restored);
+    }
+
+    /// Puts the compute mode of a GPU back that is served: compute modes are not ours to set any more.
+    pub(super) async fn give_up_compute_mode(&mut self, uuid: &str) {
+        let given_up = self.tools.compute_modes.give_up(uuid).await;
+        self.tell_if_it_stays(uuid, given_up);
+    }
+
+    fn tell_if_it_stays(&self, uuid: &str, put_back: Result<(), String>) {
+        if let Err(error) = put_back {
             let text = format!("compute mode of {uuid} is not put back: {error}");
             self.reporter.tell(Message::ComputeModeStays, About::gpu(uuid), text);
         }
@@ -67,6 +143,15 @@ impl Worker {
 }
 
 impl Serving<'_> {
+    /// The same while the control daemon runs: a GPU that does not answer must not keep anybody from its end.
+    pub(super) async fn look_at_gpus(&mut self) -> Result<BTreeMap<String, Vec<GpuProcess>>, Failure> {
+        let status = tokio::select! {
+            processes = self.worker.look_at_gpus() => return Ok(processes),
+            status = self.run.process.exited() => status,
+        };
+        Err(self.ended(status).await)
+    }
+
     /// Sets a compute mode again that somebody else has changed.
     pub(super) async fn keep_compute_modes(&mut self) {
         if !self.worker.order.set_compute_mode {
@@ -75,7 +160,7 @@ impl Serving<'_> {
         let status = self.worker.reporter.status();
         let is_kept =
             |uuid: &&String| status.gpus.get(*uuid).is_some_and(|gpu| gpu.compute_mode == Some(SERVED));
-        let reached = |uuid: &&String| !self.worker.unreachable.contains(*uuid);
+        let reached = |uuid: &&String| !self.worker.left_out.contains_key(*uuid);
         for uuid in self.run.running.gpus.iter().filter(reached).filter(|uuid| !is_kept(uuid)) {
             match self.worker.tools.compute_modes.take(uuid).await {
                 Ok(false) => {}

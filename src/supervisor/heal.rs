@@ -7,74 +7,29 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::counted::counted;
-use crate::host::proc;
 use crate::message::{About, Message};
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
 use crate::mps::process;
+use common::counted::counted;
+use common::host::proc;
+use common::membership::Slices;
 
+use super::fault::{FAULT_PAUSE, Fault};
 use super::hindrance::{ClearedBy, Hindrance};
 use super::run::Run;
 use super::status::Reporter;
-use super::{ClientFault, Failure, HEALTHY_AGAIN, Serving, next_pause, tried_again};
-
-/// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
-const FAULT_PAUSE: Duration = Duration::from_millis(250);
+use super::{ClientFault, Failure, HEALTHY_AGAIN, Serving, tried_again};
 
 /// The time after the first line of a fault in which the log may still name clients that were hit. The server writes
 /// one after the other.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A fatal GPU error that a server has not got over yet.
-#[derive(Debug)]
-pub(super) struct Fault {
-    pub(super) server: u32,
-    since: Instant,
-    /// The clients that were hit, each behind its GPU's ordinal. One that uses two GPUs can be hit on both.
-    clients: BTreeSet<(usize, u32)>,
-    /// The clients of them that were told. The log may name more later.
-    told: BTreeSet<(usize, u32)>,
-    pub(super) look_at: Instant,
-    /// Why it is not ended though it could be.
-    pub(super) held_up: Option<String>,
-}
+/// The most clients that one message names.
+const NAMED: usize = 32;
 
-impl Fault {
-    pub(super) fn new(server: u32) -> Self {
-        let since = Instant::now();
-        let look_at = since + FAULT_PAUSE;
-        Self { server, since, clients: BTreeSet::new(), told: BTreeSet::new(), look_at, held_up: None }
-    }
-
-    pub(super) fn reason(&self) -> String {
-        let held_up = self.held_up.as_ref().map(|why| format!("; {why}")).unwrap_or_default();
-        format!(
-            "server {} met a fatal GPU error and takes no client until its present ones have ended{held_up}",
-            self.server
-        )
-    }
-}
-
-/// The pause between a server's end and the start of the next one, ahead of the first client.
-#[derive(Debug)]
-pub(super) struct Revival {
-    pause: Duration,
-    last_success: Instant,
-}
-
-impl Default for Revival {
-    fn default() -> Self {
-        Self { pause: Duration::ZERO, last_success: Instant::now() }
-    }
-}
-
-impl Revival {
-    fn schedule(&mut self, reason: String) -> Hindrance {
-        let revive_at = Instant::now() + self.pause;
-        self.pause = next_pause(self.pause);
-        Hindrance::ServerEnded { reason, revive_at }
-    }
-}
+/// Measured: the client that this line named was a bystander.
+const DOUBT: &str = "the log can't tell which of them caused it: its line \"Client {PID: ...} encountered a fatal GPU \
+                     error\" names a client that was hit, and is no proof against it";
 
 impl Run {
     /// Tells which clients were hit, each once.
@@ -96,11 +51,14 @@ impl Run {
                 ordinal: Some(ordinal),
                 ..About::gpu(&gpu_uuid)
             };
-            let text = format!("{reason}; clients that were hit: {pids:?}");
-            let doubt = "the log can't tell which of them caused it";
-            Message::ClientsHit.log(about, format_args!("{text}; {doubt}"));
-            reporter.keep_event(text);
-            if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason }) {
+            let named: Vec<String> = pids.iter().map(|pid| self.known_clients.in_words(*pid)).collect();
+            let text = format!("{reason}; clients that were hit: {}", shortened(&named));
+            Message::ClientsHit.log(about, format_args!("{text}; {DOUBT}"));
+            for (pid, named) in pids.iter().zip(named) {
+                Message::log_client(about, *pid, format_args!("hit by the fatal GPU error: {named}"));
+            }
+            reporter.keep_event(text.clone());
+            if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason: text }) {
                 tracing::debug!("a fault is not told: {error}");
             }
         }
@@ -127,6 +85,8 @@ impl Serving<'_> {
     /// The log says that a client is torn down for it.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
+        // It may be there for a moment, if it came before the service.
+        self.run.known_clients.look_at([client], || Slices::of([&self.worker.order.plan]));
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
         }
@@ -289,7 +249,8 @@ impl Serving<'_> {
                 run.revival.pause = Duration::ZERO;
             }
             let reason = format!("server {server} has ended{}", run.words());
-            run.hindrances.put(run.revival.schedule(reason));
+            let revive_at = run.revival.next();
+            run.hindrances.put(Hindrance::ServerEnded { reason, revive_at });
         }
         self.compare_servers();
         self.show_state();
@@ -315,13 +276,23 @@ impl Serving<'_> {
                     let again = tried_again(self.run.revival.pause);
                     self.worker.reporter.warning(format!("{reason}; {again}"));
                 }
-                self.run.hindrances.put(self.run.revival.schedule(reason));
+                let revive_at = self.run.revival.next();
+                self.run.hindrances.put(Hindrance::ServerEnded { reason, revive_at });
             }
         }
         self.compare_servers();
         self.show_state();
         Ok(())
     }
+}
+
+/// The first of these clients, each in words.
+fn shortened(named: &[String]) -> String {
+    let mut words: Vec<String> = named.iter().take(NAMED).cloned().collect();
+    if let Some(more) = named.len().checked_sub(NAMED).filter(|more| *more > 0) {
+        words.push(format!("and {more} more"));
+    }
+    words.join("; ")
 }
 
 fn several_gpus(clients: &[Client]) -> bool {

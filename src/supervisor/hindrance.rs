@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 
 use tokio::time::Instant;
 
-use crate::supervisor::view::ControlDaemonState;
+use common::published::control_daemon::ControlDaemonState;
 
-use super::heal::Fault;
+use super::fault::Fault;
 
 /// After so many looks in a row without an answer, a control daemon counts as hung.
 const MISSES: u32 = 5;

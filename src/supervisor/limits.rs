@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::mps::control::{ControlError, Limits, Look, ServerStatus};
 
 use super::heal::still_faulted;
-use super::servers::Server;
+use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
 use super::{Failure, Serving};
 
 /// The longest time for a server to write its limits to the log. Measured: below 1 ms.
@@ -59,9 +59,21 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// Gives a running server the limits for its next clients. Its present clients keep their limits.
+    /// Gives a running server the limits for its next clients. Its present clients keep their limits. A server that
+    /// is about to come has the defaults of the moment when it was started, so it is waited for.
     pub(super) async fn set_live(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
-        let look = self.run.control.look(&[server], Some(limits)).await?;
+        let deadline = Instant::now() + SERVER_TIMEOUT;
+        let look = loop {
+            let look = self.run.control.look(&[server], Some(limits)).await?;
+            if look.status(server) != ServerStatus::Initializing {
+                break look;
+            }
+            if Instant::now() >= deadline {
+                return Err(self.no_server_is_ready());
+            }
+            let ask_at = Instant::now() + SERVER_PAUSE;
+            while self.step(ask_at).await? {}
+        };
         // A former service may have read the lines that tell of it.
         if look.status(server) == ServerStatus::Fault && still_faulted(&self.run.control, server).await? {
             self.fault_seen(server);

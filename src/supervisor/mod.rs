@@ -6,20 +6,21 @@
 //!
 //! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
 
-mod agenda;
 pub(crate) mod bells;
 pub(crate) mod bypass;
 mod bypasses;
 mod commands;
 pub(crate) mod compute_modes;
 mod configure;
-pub(crate) mod drained;
+mod fault;
 mod gpus;
+mod handle;
 mod heal;
 mod hindrance;
+mod known_clients;
+pub(crate) mod leading;
 mod limits;
-pub(crate) mod links;
-mod pass_on;
+mod links;
 mod pending;
 mod places;
 mod regular_check;
@@ -30,27 +31,29 @@ mod start;
 pub(crate) mod state_file;
 mod status;
 mod stop;
-pub(crate) mod view;
-mod watch;
+pub(crate) mod watch;
 
-use std::collections::BTreeSet;
+pub(crate) use common::directories::give_up_private_directory;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
-use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use crate::mps::control::{Access, Caller, CallersControl, Control, ControlError, FrontEnds};
-use crate::plan::ControlDaemonPlan;
+use crate::allowance::{Allowance, Rate};
+use crate::mps::changes::Changes;
+use crate::mps::control::{Control, ControlError, FrontEnds};
 use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
+use common::plan::ControlDaemonPlan;
 
 use bypasses::Bypasses;
-use links::{Links, give_up_private_directory};
-use pass_on::Allowance;
+use gpus::LeftOut;
+pub(crate) use handle::Supervisor;
+use leading::SharedLeading;
 use run::Run;
 use status::Reporter;
 pub(crate) use status::{GpuStatus, Status};
@@ -81,6 +84,10 @@ const HELD_PAUSE: Duration = Duration::from_secs(1);
 /// After so long in health, the pauses begin with the first one again.
 const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 
+/// The lines of a control daemon's log that are passed on. A server's start writes 20, a fault 10 for each client; tenants can
+/// have lines written as fast as they like.
+const LINES: Rate = Rate { most: 500, more: 500, period: Duration::from_secs(10) };
+
 /// The control daemon that is wanted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Order {
@@ -93,6 +100,9 @@ pub(crate) struct Order {
     pub fault_grace: Duration,
     /// The size at which its log is moved away and a new one begun.
     pub log_max_bytes: u64,
+    /// The GPUs of the plan that other control daemons still have, each with the id of that control daemon. The order is
+    /// carried out without them until they are free.
+    pub held: BTreeMap<String, String>,
 }
 
 /// The aim of a supervisor.
@@ -116,10 +126,6 @@ enum Command {
         reply: oneshot::Sender<Result<(), String>>,
     },
     Check,
-    /// Make the directories lead to the control daemon, as the state file has it drained. Answered when they do.
-    Link {
-        reply: oneshot::Sender<()>,
-    },
     /// A GPU met a critical error with this number.
     Xid(u64),
     /// End the server and start another, if it has no clients.
@@ -151,144 +157,8 @@ pub(crate) struct Tools {
     pub faults: mpsc::Sender<ClientFault>,
     /// Ring for the clients of a GPU.
     pub bells: Bells,
-}
-
-/// A supervised control daemon. Dropped, it is left as it is, with its clients.
-#[derive(Debug)]
-pub(crate) struct Supervisor {
-    goal: channel::Sender<(Goal, Order)>,
-    status: channel::Receiver<Status>,
-    control: channel::Receiver<Option<Arc<Control>>>,
-    front_ends: FrontEnds,
-    commands: mpsc::Sender<Command>,
-    task: JoinHandle<()>,
-}
-
-impl Supervisor {
-    /// Starts to make `order` true, or with another goal than to serve, to end what of it still runs.
-    pub(crate) fn start(order: Order, goal: Goal, tools: Tools) -> Self {
-        let (reporter, status) = Reporter::new(&order.plan, Arc::clone(&tools.changed));
-        let (control_sender, control) = channel::channel(None);
-        let front_ends = tools.front_ends.clone();
-        let (commands, commands_received) = mpsc::channel(4);
-        let worker = Worker {
-            order: order.clone(),
-            tools,
-            reporter,
-            control: control_sender,
-            retiring: false,
-            has_run: false,
-            has_served: false,
-            multiuser_refused: false,
-            unreachable: BTreeSet::new(),
-            former_gpus: BTreeSet::new(),
-            bypasses: Bypasses::default(),
-            allowance: Allowance::default(),
-            links: Links::default(),
-            not_beside: None,
-        };
-        let (goal, goals) = channel::channel((goal, order));
-        let machine = Machine { worker, run: None };
-        let task = tokio::spawn(run(goals, commands_received, machine));
-        Self { goal, status, control, front_ends, commands, task }
-    }
-
-    /// Gives it another goal. The same again changes nothing.
-    pub(crate) fn pursue(&self, goal: Goal, order: Order) {
-        self.goal.send_if_modified(|current| {
-            let new = (goal, order);
-            let modified = *current != new;
-            *current = new;
-            modified
-        });
-    }
-
-    /// Gives it another goal with the order that it has.
-    pub(crate) fn end(&self, goal: Goal) {
-        let order = self.goal.borrow().1.clone();
-        self.pursue(goal, order);
-    }
-
-    /// True if it is to end now, with its clients.
-    pub(crate) fn stops(&self) -> bool {
-        self.goal.borrow().0 == Goal::Stop
-    }
-
-    /// True once it has ended.
-    pub(crate) fn ended(&self) -> bool {
-        self.task.is_finished()
-    }
-
-    /// The status as of this moment. It is about the last order, even if the supervisor has not read that yet.
-    pub(crate) fn status(&self) -> Status {
-        let mut status = self.status.borrow().clone();
-        status.take(&self.goal.borrow().1.plan);
-        status
-    }
-
-    /// The way to its control daemon for a caller on the bus, whether or not it serves as it should.
-    pub(crate) fn access(&self, caller: Caller) -> Access {
-        Access::new(self.control.clone(), caller)
-    }
-
-    /// The same at this moment. If none of ours runs, it leads to the control daemon of somebody else that listens in the
-    /// pipe directory, since clients in its containers are clients of that control daemon.
-    pub(crate) fn control_in_place(&self, caller: Caller) -> Option<CallersControl> {
-        self.access(caller).now().or_else(|| {
-            let status = self.status.borrow();
-            let directories = [&status.view.control_directory, &status.view.pipe_directory];
-            let mut there = directories.into_iter().map(|directory| self.front_ends.of(directory));
-            there.find(|control| control.daemon_pid().is_some()).map(|control| control.on_behalf(caller))
-        })
-    }
-
-    /// Makes a change that waits for clients to end: now if `force` or if there are none. The error says who is in the
-    /// way.
-    pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), String>> {
-        let (reply, answer) = oneshot::channel();
-        self.send(Command::Apply { force, reply });
-        answer
-    }
-
-    /// Ends the server and starts another. The error says who is in the way.
-    pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), String>> {
-        let (reply, answer) = oneshot::channel();
-        self.send(Command::RestartServer { reply });
-        answer
-    }
-
-    /// Makes the directories lead to its control daemon, as the state file has it drained. None if it does not serve: then it
-    /// makes them before it serves again.
-    pub(crate) fn link(&self) -> Option<impl Future<Output = ()> + Send + use<>> {
-        if !self.status.borrow().serving {
-            return None;
-        }
-        let (reply, answer) = oneshot::channel();
-        let commands = self.commands.clone();
-        Some(async move {
-            // Both fail only if the supervisor has ended, and then nobody is led anywhere.
-            if commands.send(Command::Link { reply }).await.is_ok() {
-                let _ = answer.await;
-            }
-        })
-    }
-
-    /// Asks for the regular check now.
-    pub(crate) fn check(&self) {
-        self.send(Command::Check);
-    }
-
-    /// Tells of a critical error of one of its GPUs.
-    pub(crate) fn met_xid(&self, xid: u64) {
-        self.send(Command::Xid(xid));
-    }
-
-    /// Drops a command if too many wait. The channel of the answer then says so.
-    fn send(&self, command: Command) {
-        if let Err(error) = self.commands.try_send(command) {
-            tracing::debug!("a command is dropped: {error}");
-        }
-    }
+    /// Tells of changes of files.
+    pub changes: Changes,
 }
 
 /// Why a control daemon does not serve.
@@ -304,12 +174,15 @@ enum Failure {
     /// Something outside must change first.
     Waiting(String),
     Silent(String),
+    /// It answers in words that are not known, as a newer driver's may. Another one would answer the same.
+    NotUnderstood(String),
 }
 
 impl From<ControlError> for Failure {
     fn from(error: ControlError) -> Self {
         match error {
             ControlError::Silent { .. } | ControlError::Unanswered { .. } => Self::Silent(error.to_string()),
+            ControlError::Unexpected { .. } => Self::NotUnderstood(error.to_string()),
             _ => Self::Failed(error.to_string()),
         }
     }
@@ -318,7 +191,11 @@ impl From<ControlError> for Failure {
 impl Failure {
     fn into_text(self) -> String {
         match self {
-            Self::Failed(text) | Self::Ended { text, .. } | Self::Waiting(text) | Self::Silent(text) => text,
+            Self::Failed(text)
+            | Self::Ended { text, .. }
+            | Self::Waiting(text)
+            | Self::Silent(text)
+            | Self::NotUnderstood(text) => text,
         }
     }
 }
@@ -391,9 +268,9 @@ async fn run(
             }
         }
     }
+    machine.worker.leading.release();
     // The end changes no status, and the loop has to hear of it.
     machine.worker.tools.changed.notify_one();
-    stop::drop_aside(machine);
 }
 
 /// The supervisor of one control daemon: what it shall be, and what is known of it beyond one run.
@@ -415,8 +292,8 @@ struct Worker {
     has_served: bool,
     /// This driver has refused the multi-user option once. It is not tried again.
     multiuser_refused: bool,
-    /// The GPUs of the order that NVML can't reach.
-    unreachable: BTreeSet<String>,
+    /// The GPUs of the order that a control daemon goes without for now, by UUID.
+    left_out: BTreeMap<String, LeftOut>,
     /// The GPUs that control daemons of ours have had. When a GPU leaves, its compute mode is put back.
     former_gpus: BTreeSet<String>,
     /// The processes that use its GPUs without its servers. They outlive it.
@@ -424,7 +301,9 @@ struct Worker {
     /// The number of log lines that may still be passed on.
     allowance: Allowance,
     /// The directories that lead clients to its control daemons.
-    links: Links,
+    leading: SharedLeading,
+    /// The links that could not be taken away, as they were last told.
+    links_stuck: BTreeSet<String>,
     /// The private directory that is told to be on another mount than the pipe directory.
     not_beside: Option<PathBuf>,
 }

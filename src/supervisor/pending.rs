@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::host::proc;
-use crate::mps::identity::Identity;
 use crate::mps::log::Meaning;
+use common::host::identity::Identity;
+use common::host::proc;
 
 use super::Serving;
 

@@ -1,17 +1,20 @@
-//! Counts the clients on each GPU. A GPU without a free place is not healthy: its next client gets CUDA error 46.
+//! Counts the clients on each GPU. A GPU without a free place serves all its clients, and nothing is wrong with it; only its
+//! next client gets CUDA error 46.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::host::nvml::GpuProcess;
 use crate::mps::control::Client;
 use crate::mps::log::Meaning;
-use crate::plan::ServedGpu;
+use common::host::nvml::GpuProcess;
+use common::plan::ServedGpu;
 
-use super::watch::CLIENT_LEFT_PAUSE;
 use super::{Failure, Serving};
+
+/// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
+pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The time between two counts of a full GPU's clients. The log tells of most ends at once.
 const PERIOD: Duration = Duration::from_secs(5);
@@ -23,20 +26,28 @@ pub(super) struct Places {
     refused_at: Option<u32>,
     /// The number of clients on each full GPU, by UUID.
     full: BTreeMap<String, u32>,
+    /// The number of processes that are clients, on each GPU on which NVML lists none, by UUID.
+    unlisted: BTreeMap<String, u32>,
     /// When the clients are to be counted next.
     pub(super) look_at: Option<Instant>,
 }
 
 impl Places {
-    /// Takes in a line of the log. True if it tells, for the first time, that a client was turned away.
-    pub(super) fn take_in(&mut self, meaning: &Meaning) -> bool {
+    /// Takes in a line of the log, which alone tells of the clients on these GPUs if NVML lists none. True if the line
+    /// tells, for the first time, that a client was turned away.
+    pub(super) fn take_in(&mut self, meaning: &Meaning, gpus: &[ServedGpu]) -> bool {
+        let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
             Meaning::ClientRefused { capacity, .. } if self.refused_at.is_none() => {
                 self.refused_at = Some(*capacity);
                 self.look_by(Instant::now());
                 true
             }
-            Meaning::ClientLeft(_) if self.refused_at.is_some() || !self.full.is_empty() => {
+            Meaning::ClientAdmitted(_) if unlisted => {
+                self.look_by(Instant::now() + CLIENT_LEFT_PAUSE);
+                false
+            }
+            Meaning::ClientLeft(_) if unlisted || self.refused_at.is_some() || !self.full.is_empty() => {
                 self.refused_at = None;
                 self.look_by(Instant::now() + CLIENT_LEFT_PAUSE);
                 false
@@ -49,21 +60,28 @@ impl Places {
         self.look_at = Some(self.look_at.map_or(at, |before| before.min(at)));
     }
 
-    /// Has the clients counted if the driver knows of as many as a GPU can hold.
+    /// Has the clients counted if the driver knows of as many as a GPU can hold, or knows of none at all.
     pub(super) fn suspect(&mut self, gpus: &[ServedGpu], processes: &BTreeMap<String, Vec<GpuProcess>>) {
         let many = |gpu: &ServedGpu| {
             let there = processes.get(&gpu.uuid).map(Vec::as_slice).unwrap_or_default();
-            there.iter().filter(|process| process.via_mps).count() >= gpu.places as usize
+            !gpu.clients_listed
+                || there.iter().filter(|process| process.via_mps).count() >= gpu.places as usize
         };
         if gpus.iter().any(many) {
             self.look_by(Instant::now());
         }
     }
 
-    /// Why a GPU takes no more clients, if it takes none.
-    pub(super) fn reason(&self, uuid: &str) -> Option<String> {
-        let most = self.full.get(uuid)?;
-        Some(format!("all {most} places are taken; it takes clients again when one of them has ended"))
+    /// Why a GPU takes no more clients, in words; empty if it takes some.
+    pub(super) fn full(&self, uuid: &str) -> String {
+        let in_words =
+            |most: &u32| format!("full: all {most} places are taken; the next client gets CUDA error 46");
+        self.full.get(uuid).map(in_words).unwrap_or_default()
+    }
+
+    /// The number of clients of a GPU on which NVML lists none, once they were counted.
+    pub(super) fn unlisted(&self, uuid: &str) -> Option<u32> {
+        self.unlisted.get(uuid).copied()
     }
 
     /// Counts these clients, and returns the GPUs that have become full (true) or are full no more (false).
@@ -73,7 +91,13 @@ impl Places {
         let mut changed = Vec::new();
         let before = std::mem::take(&mut self.full);
         for gpu in gpus {
-            let there = clients.iter().filter(|client| gpu.uuid.starts_with(&client.gpu_prefix)).count();
+            let there = || clients.iter().filter(|client| gpu.uuid.starts_with(&client.gpu_prefix));
+            if !gpu.clients_listed {
+                let processes: BTreeSet<u32> = there().map(|client| client.pid).collect();
+                let count = u32::try_from(processes.len()).unwrap_or(u32::MAX);
+                self.unlisted.insert(gpu.uuid.clone(), count);
+            }
+            let there = there().count();
             if let Some(most) = refused_at.or_else(|| (there >= gpu.places as usize).then_some(gpu.places)) {
                 self.full.insert(gpu.uuid.clone(), most);
             }
@@ -102,11 +126,12 @@ impl Serving<'_> {
         };
         for (gpu, is_full) in self.run.places.count(&self.worker.order.plan.gpus, &clients) {
             let name = gpu.pci.short();
-            if let Some(reason) = self.run.places.reason(&gpu.uuid).filter(|_| is_full) {
-                self.worker.reporter.warning(format!("GPU {name}: {reason}"));
+            let text = if is_full {
+                format!("GPU {name} is {}", self.run.places.full(&gpu.uuid))
             } else {
-                self.worker.reporter.event(format!("GPU {name} has a place for a client again"));
-            }
+                format!("GPU {name} has a place for a client again")
+            };
+            self.worker.reporter.event(text);
         }
         self.compare_servers();
         Ok(())
@@ -128,6 +153,7 @@ mod tests {
             slice_thread_percentage: 100,
             limits_enforced: true,
             places,
+            clients_listed: true,
         }
     }
 
@@ -148,25 +174,42 @@ mod tests {
         assert_eq!(places.look_at, None);
         let two_full = [("GPU-2".to_owned(), true)];
         assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 2)]))), two_full);
-        assert!(places.reason("GPU-2").unwrap().starts_with("all 2 places") && places.look_at.is_some());
+        assert!(places.full("GPU-2").starts_with("full: all 2 places") && places.look_at.is_some());
         assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 3)]))), [], "no news");
         let no_more = [("GPU-2".to_owned(), false)];
         assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-2", 1)]))), no_more);
-        assert_eq!(places.reason("GPU-2"), None);
+        assert_eq!(places.full("GPU-2"), "");
     }
 
     #[test]
     fn a_client_that_was_turned_away_is_believed_until_another_has_left() {
         let gpus = [gpu("GPU-1", 60)];
         let mut places = Places::default();
-        assert!(!places.take_in(&Meaning::ClientLeft(7)) && places.look_at.is_none());
+        assert!(!places.take_in(&Meaning::ClientLeft(7), &gpus) && places.look_at.is_none());
         let refused = Meaning::ClientRefused { server: 9, capacity: 48 };
-        assert!(places.take_in(&refused));
-        assert!(!places.take_in(&refused), "once is enough");
+        assert!(places.take_in(&refused, &gpus));
+        assert!(!places.take_in(&refused, &gpus), "once is enough");
         places.count(&gpus, &clients(&[("GPU-1", 47)]));
-        assert!(places.reason("GPU-1").unwrap().starts_with("all 48 places"));
-        places.take_in(&Meaning::ClientLeft(7));
+        assert!(places.full("GPU-1").starts_with("full: all 48 places"));
+        places.take_in(&Meaning::ClientLeft(7), &gpus);
         places.count(&gpus, &clients(&[("GPU-1", 46)]));
-        assert_eq!(places.reason("GPU-1"), None);
+        assert_eq!(places.full("GPU-1"), "");
+    }
+
+    #[test]
+    fn the_control_daemon_counts_where_nvml_lists_no_clients() {
+        let gpus = [ServedGpu { clients_listed: false, ..gpu("GPU-1", 16) }, gpu("GPU-2", 48)];
+        let mut places = Places::default();
+        assert!(!places.take_in(&Meaning::ClientAdmitted(7), &gpus[1..]) && places.look_at.is_none());
+        assert!(!places.take_in(&Meaning::ClientAdmitted(7), &gpus) && places.look_at.is_some());
+        assert_eq!(places.unlisted("GPU-1"), None, "not counted yet");
+        places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]));
+        assert_eq!(places.unlisted("GPU-1"), Some(1), "two contexts of one process");
+        assert_eq!(places.unlisted("GPU-2"), None, "NVML lists them");
+        assert_eq!(places.look_at, None);
+        places.suspect(&gpus, &BTreeMap::new());
+        assert!(places.look_at.is_some());
+        places.count(&gpus, &[]);
+        assert_eq!(places.unlisted("GPU-1"), Some(0));
     }
 }

@@ -1,9 +1,9 @@
 //! The regular check of a control daemon that serves, and its consequences.
 
-use crate::host::cpus::Cpus;
 use crate::mps::control::{ControlError, ServerStatus};
-use crate::mps::directories;
 use crate::mps::process;
+use common::directories;
+use common::host::cpus::Cpus;
 
 use super::heal::still_faulted;
 use super::hindrance::{ClearedBy, Hindrance, News, Progress};
@@ -29,7 +29,7 @@ impl Serving<'_> {
                     }
                 }
                 self.let_users_in();
-                if self.run.configured && !self.worker.retiring {
+                if self.run.configured {
                     self.keep_links();
                 }
                 if news == News::AnswersAgain {
@@ -53,7 +53,7 @@ impl Serving<'_> {
         {
             self.keep_limits(look).await?;
         }
-        let processes = self.worker.look_at_gpus().await;
+        let processes = self.look_at_gpus().await?;
         let in_use = processes.values().flatten().any(|process| process.via_mps);
         if in_use || self.run.in_use {
             self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.checked);
@@ -63,7 +63,7 @@ impl Serving<'_> {
         self.keep_compute_modes().await;
         // After a fatal error, a server's clients are not reliably listed.
         if answer.is_some() && !self.run.hindrances.has(ClearedBy::Healing) {
-            self.worker.look_for_bypasses(Some(self.run), &processes).await;
+            self.worker.look_for_bypasses(Some(self.run), processes).await;
         }
         self.find_misfit();
         self.compare_servers();
@@ -86,7 +86,8 @@ impl Serving<'_> {
 
     /// Makes sure that clients of every user can get to the socket.
     pub(super) fn let_users_in(&mut self) {
-        match directories::let_users_in(&self.run.running.pipe_directory) {
+        let running = &self.run.running;
+        match directories::let_users_in(&running.pipe_directory, running.control_directory()) {
             Ok(repaired) => {
                 for what in repaired {
                     self.worker.reporter.warning(format!("{what}; clients of other users were kept out"));
@@ -117,6 +118,7 @@ impl Serving<'_> {
     /// Keeps the state file and its log offset up to date, for the next service that takes over.
     pub(super) fn keep_state_file(&mut self) {
         let run = &mut *self.run;
+        run.log.watch_again();
         let trouble = run.log.trouble().filter(|_| !run.hindrances.has(ClearedBy::Order));
         if trouble != run.log_trouble {
             run.log_trouble = trouble;
@@ -182,8 +184,10 @@ impl Serving<'_> {
                 gpu.reason = match (ordinal, &difference) {
                     (None, _) => "not in the control daemon's hands until it restarts".to_owned(),
                     (Some(_), Some(difference)) => difference.clone(),
-                    (Some(_), None) => run.places.reason(uuid).unwrap_or_default(),
+                    (Some(_), None) => String::new(),
                 };
+                gpu.full = run.places.full(uuid);
+                gpu.unlisted_clients = run.places.unlisted(uuid);
             }
         });
         difference.is_some()
@@ -191,7 +195,7 @@ impl Serving<'_> {
 
     /// Shows the state of the control daemon.
     pub(super) fn show_state(&mut self) {
-        let run = &*self.run;
+        let run = &mut *self.run;
         let progress = Progress {
             configured: run.configured,
             in_place: run.running.pipe_directory == self.worker.order.plan.pipe_directory,
@@ -199,12 +203,20 @@ impl Serving<'_> {
         };
         let ends_when_idle = run.hindrances.ends_when_idle();
         self.worker.reporter.update(|status| status.ends_when_idle = ends_when_idle);
-        match run.hindrances.shown(progress) {
-            Some(shown) if shown.settled => {
-                self.worker.reporter.enter(shown.state, shown.serving, &shown.reason);
-            }
-            Some(shown) => self.worker.reporter.pass_through(shown.state, shown.serving, &shown.reason),
-            None => {}
+        if !ends_when_idle {
+            run.clients_unknown = None;
+        }
+        let Some(shown) = run.hindrances.shown(progress) else { return };
+        let unknown = run.clients_unknown.as_ref().map_or(String::new(), |why| {
+            format!(
+                "; its clients are not known ({why}), and `yunion-mpsctl apply --force` ends it with them"
+            )
+        });
+        let reason = shown.reason + &unknown;
+        if shown.settled {
+            self.worker.reporter.enter(shown.state, shown.serving, &reason);
+        } else {
+            self.worker.reporter.pass_through(shown.state, shown.serving, &reason);
         }
     }
 }

@@ -9,16 +9,18 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 
-use crate::counted::counted;
-use crate::host::driver;
 use crate::message::{About, Message};
 use crate::mps::control::{Control, Limits};
 use crate::mps::log::{Follower, Line, Meaning};
 use crate::mps::process::Process;
-use crate::supervisor::state_file::Running;
+use common::counted::counted;
+use common::host::driver;
+use common::membership::Slices;
+use common::state_file::Running;
 
-use super::heal::Revival;
+use super::fault::Revival;
 use super::hindrance::Hindrances;
+use super::known_clients::KnownClients;
 use super::pending::Pending;
 use super::places::Places;
 use super::servers::Servers;
@@ -39,8 +41,6 @@ pub(super) enum Occurrence {
     Ended(Option<ExitStatus>),
     /// One of its servers ends.
     ServerEnded(u32),
-    /// Somebody changes a directory that leads to it.
-    LinksTouched,
     /// Nothing happens until the deadline.
     Nothing,
 }
@@ -73,10 +73,13 @@ pub(super) struct Run {
     pub(super) in_use: bool,
     /// A client has left: it may have been the last.
     pub(super) client_left: bool,
+    /// Why its clients were not known when it was to end without any.
+    pub(super) clients_unknown: Option<String>,
     /// All that keeps it from serving the order.
     pub(super) hindrances: Hindrances,
     /// When its next server may come, if this one ends.
     pub(super) revival: Revival,
+    pub(super) known_clients: KnownClients,
     pub(super) places: Places,
     pub(super) pending: Pending,
 }
@@ -108,8 +111,10 @@ impl Run {
             configured: false,
             in_use: false,
             client_left: false,
+            clients_unknown: None,
             hindrances: Hindrances::default(),
             revival: Revival::default(),
+            known_clients: KnownClients::default(),
             places: Places::default(),
             pending: Pending::default(),
         }
@@ -162,8 +167,8 @@ impl Run {
         format!("; its log ends: {}", self.last_words.iter().cloned().collect::<Vec<_>>().join(" | "))
     }
 
-    pub(super) fn too_much_is_written(&self, left_out: u64) -> String {
-        let lines = counted(usize::try_from(left_out).unwrap_or(usize::MAX), "line");
+    pub(super) fn too_much_is_written(&self, left_out: usize) -> String {
+        let lines = counted(left_out, "line");
         format!("too much is written to {}: {lines} not passed on; they are there", self.log.path().display())
     }
 
@@ -176,11 +181,7 @@ impl Run {
 impl Serving<'_> {
     /// Waits for what happens next, until `deadline`.
     pub(super) async fn next(&mut self, deadline: Instant) -> Result<Occurrence, Failure> {
-        let occurrence = tokio::select! {
-            biased;
-            occurrence = self.run.next(deadline) => occurrence?,
-            () = self.worker.links.touched() => Occurrence::LinksTouched,
-        };
+        let occurrence = self.run.next(deadline).await?;
         if let Occurrence::Line(line) = &occurrence {
             self.take_in(line);
         }
@@ -191,10 +192,6 @@ impl Serving<'_> {
     pub(super) async fn step(&mut self, deadline: Instant) -> Result<bool, Failure> {
         match self.next(deadline).await? {
             Occurrence::Line(_) => Ok(true),
-            Occurrence::LinksTouched => {
-                self.worker.links.look_soon();
-                Ok(true)
-            }
             Occurrence::ServerEnded(server) => {
                 self.forget_server(server).await;
                 Ok(true)
@@ -243,7 +240,7 @@ impl Serving<'_> {
         }
         run.quiet_until = 0;
         run.remember_words(line);
-        let news = run.places.take_in(&line.meaning);
+        let news = run.places.take_in(&line.meaning, &self.worker.order.plan.gpus);
         self.pass_on(line);
         match line.meaning {
             Meaning::ServerReady(server) => {
@@ -261,8 +258,9 @@ impl Serving<'_> {
             }
             Meaning::FaultHandling { server } => self.fault_seen(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
-            Meaning::ClientAdmitted(_) => {
+            Meaning::ClientAdmitted(client) => {
                 self.run.in_use = true;
+                self.run.known_clients.came(client, || Slices::of([&self.worker.order.plan]));
                 self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.came);
             }
             Meaning::ClientLeft(_) => self.run.client_left = true,
@@ -277,13 +275,13 @@ impl Serving<'_> {
     /// Passes a line on to our own log, as long as there are not too many.
     fn pass_on(&mut self, line: &Line) {
         self.tell_left_out();
-        if line.level() <= LevelFilter::current() && self.worker.allowance.one_more() {
+        if line.level() <= LevelFilter::current() && self.worker.allowance.take(1, Instant::now()) {
             line.trace(&self.worker.reporter.id());
         }
     }
 
     pub(super) fn tell_left_out(&mut self) {
-        if let Some(count) = self.worker.allowance.left_out(Instant::now()) {
+        if let Some(count) = self.worker.allowance.untold_before(Instant::now()) {
             self.worker.reporter.warning(self.run.too_much_is_written(count));
         }
     }

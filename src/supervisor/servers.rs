@@ -1,9 +1,16 @@
 //! The servers of one control daemon, as their own log lines tell.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crate::mps::control::Limits;
 use crate::mps::log::Meaning;
+
+/// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
+pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// The longest time between two questions for its state. Its line in the log says sooner that it is ready.
+pub(super) const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 /// One server, as far as the log tells.
 #[derive(Debug, Clone, PartialEq, Default)]

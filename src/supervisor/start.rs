@@ -1,16 +1,18 @@
 //! Brings a control daemon up: takes one of ours over, or replaces somebody else's, or starts a new one.
 
+use common::host::program;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::counted::counted;
-use crate::host::{driver, systemd};
 use crate::mps::control::{Control, ControlError};
-use crate::mps::directories::{self, LogFile};
+use crate::mps::launch::{Launch, Waiting};
 use crate::mps::log::Follower;
-use crate::mps::process::{self, Launch, Process, Waiting};
-use crate::supervisor::state_file::Running;
-use crate::supervisor::view::ControlDaemonState;
+use crate::mps::process::{self, Process};
+use common::counted::counted;
+use common::directories::{self, LogFile, immutable};
+use common::host::{driver, systemd};
+use common::published::control_daemon::ControlDaemonState;
+use common::state_file::Running;
 
 use super::hindrance::Hindrance;
 use super::run::Run;
@@ -45,7 +47,7 @@ impl Machine {
         // Its standard output, since the file may have been removed; from the beginning, for what it says of servers.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
-            Ok((Follower::new(file, &log_path, 0)?, length))
+            Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
         });
         let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
         // A log that was begun again is shorter than the offset. Its new lines must not count as known.
@@ -85,11 +87,15 @@ impl Machine {
     pub(super) async fn start(&mut self) -> Result<(), Failure> {
         self.worker.reporter.enter(ControlDaemonState::Starting, false, "");
         let plan = self.worker.order.plan.clone();
-        let program = process::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
+        let program = program::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
         let control = Arc::new(self.worker.tools.front_ends.of(plan.control_directory()));
         self.worker.make_way(&control, plan.control_directory()).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
-        directories::open(&plan.pipe_directory).map_err(bad_directory)?;
+        let pipe = directories::open(&plan.pipe_directory).map_err(bad_directory)?;
+        if plan.private_directory.is_none() || plan.log_directory.starts_with(&plan.pipe_directory) {
+            // Not only links are made there. The flag is of an earlier control daemon.
+            let _ = immutable::set(&pipe, false);
+        }
         if let Some(private) = &plan.private_directory {
             directories::open_private(private).map_err(bad_directory)?;
             // An earlier version of this service, or somebody else, may have started one in the pipe directory.
@@ -99,13 +105,12 @@ impl Machine {
             }
         }
         let processes = self.worker.look_at_gpus().await;
-        self.worker.look_for_bypasses(None, &processes).await;
-        let wanted = plan.gpus.iter().map(|gpu| gpu.uuid.clone());
-        let gpus: Vec<String> = wanted.filter(|uuid| !self.worker.unreachable.contains(uuid)).collect();
+        self.worker.look_for_bypasses(None, processes).await;
+        self.worker.take_compute_modes().await;
+        let gpus = self.worker.gpus_in_reach();
         if gpus.is_empty() {
-            return Err(Failure::Waiting("none of its GPUs can be reached".to_owned()));
+            return Err(Failure::Waiting(self.worker.why_no_gpu()));
         }
-        self.worker.take_compute_modes(&gpus).await?;
         tracing::debug!(step = "compute-modes", "compute modes are set");
 
         let mut multiuser = plan.multiuser && !self.worker.multiuser_refused;
@@ -183,6 +188,21 @@ impl Worker {
         }
     }
 
+    /// Writes a new control daemon down. None is started with a GPU that another control daemon of ours has: the one whose
+    /// server comes second would serve nobody.
+    fn write_down(&self, running: &Running) -> Result<(), Failure> {
+        let mut state_file = self.tools.state_file.lock();
+        let held = state_file.in_other_hands(&self.order.plan);
+        if let Some((uuid, id)) = held.iter().find(|(uuid, _)| running.gpus.contains(*uuid)) {
+            return Err(Failure::Waiting(format!("control daemon {id} still has {uuid}")));
+        }
+        state_file.remember_control_daemon(&self.reporter.id(), running.clone()).map_err(|error| {
+            Failure::Failed(format!(
+                "a new control daemon can't be written down, so none is started: {error}"
+            ))
+        })
+    }
+
     /// Starts the process and follows its log from where it begins.
     async fn spawn(
         &mut self,
@@ -205,7 +225,7 @@ impl Worker {
             self.reporter.warning(format!("{} {what}; the log is a new file", path.display()));
         }
         let begin = file.metadata().map_err(log_error)?.len();
-        let log = Follower::new(file, &path, begin).map_err(log_error)?;
+        let log = Follower::new(file, &path, begin, &self.tools.changes);
 
         let environment = [
             ("CUDA_MPS_PIPE_DIRECTORY", plan.control_directory().display().to_string()),
@@ -225,6 +245,7 @@ impl Worker {
             process: waiting.identity(),
             pipe_directory: plan.pipe_directory.clone(),
             private_directory: plan.private_directory.clone(),
+            slice_directories: plan.slice_directories.clone(),
             log_directory: plan.log_directory.clone(),
             gpus: gpus.to_vec(),
             multiuser,
@@ -233,12 +254,7 @@ impl Worker {
         };
         let pid = running.process.pid;
         tracing::debug!(step = "spawned", "PID {pid} waits for the word");
-        let written = self.tools.state_file.lock().remember_control_daemon(&id, running.clone());
-        written.map_err(|error| {
-            Failure::Failed(format!(
-                "a new control daemon can't be written down, so none is started: {error}"
-            ))
-        })?;
+        self.write_down(&running)?;
         tracing::debug!(step = "written-down", "PID {pid} is written down");
         if systemd::runs_us() {
             match systemd::move_to_scope(&id, pid).await {

@@ -4,88 +4,18 @@
 //! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
 //! not a reboot.
 
+use common::state_file::{Contents, FILE, Running, read};
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serde::{Deserialize, Serialize};
-
-use crate::host::gpu::ComputeMode;
-use crate::host::regular_file::{self, Unreadable};
-use crate::mps::identity::Identity;
-use crate::supervisor::drained::Drained;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
-
-const FILE: &str = "state.json";
-const VERSION: u32 = 1;
-
-/// The largest state file that is read. With 64 control daemons of one GPU each, it has 30 KiB.
-const MAX_BYTES: u64 = 1024 * 1024;
-
-/// A control daemon that was started by us.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Running {
-    pub process: Identity,
-    /// The directory in which clients find it.
-    pub pipe_directory: PathBuf,
-    /// The directory in which it makes its sockets, if that is another one.
-    #[serde(default)]
-    pub private_directory: Option<PathBuf>,
-    pub log_directory: PathBuf,
-    /// The UUIDs of its GPUs; the position is the ordinal.
-    pub gpus: Vec<String>,
-    /// Whether one server serves every user.
-    pub multiuser: bool,
-    /// Whether it was to be bound to the CPUs near its GPUs.
-    #[serde(default)]
-    pub near_cpus: bool,
-    /// The bytes of its log that have been passed on.
-    pub log_offset: u64,
-}
-
-impl Running {
-    /// The directory in which it makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
-    pub(crate) fn control_directory(&self) -> &Path {
-        self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
-    }
-}
-
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Contents {
-    version: u32,
-    /// By GPU UUID, in nvidia-smi's words.
-    previous_compute_modes: BTreeMap<String, String>,
-    /// By the control daemon's id.
-    #[serde(default)]
-    control_daemons: BTreeMap<String, Running>,
-    #[serde(default)]
-    cdi_spec: Option<PathBuf>,
-    #[serde(default)]
-    drained: Drained,
-}
-
-impl Default for Contents {
-    fn default() -> Self {
-        Self {
-            version: VERSION,
-            previous_compute_modes: BTreeMap::new(),
-            control_daemons: BTreeMap::new(),
-            cdi_spec: None,
-            drained: Drained::default(),
-        }
-    }
-}
-
-/// The control daemons in the state file in `directory`, for a reader that changes nothing; none without a state file.
-///
-/// # Errors
-/// It can't be read or is damaged.
-pub(crate) fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
-    let contents = read(&directory.join(FILE))?;
-    Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
-}
+use common::drained::Drained;
+use common::host::gpu::ComputeMode;
+use common::plan::ControlDaemonPlan;
+use common::whole_file;
 
 /// The state file in the hands of everybody who keeps something in it.
 #[derive(Debug, Clone)]
@@ -169,6 +99,24 @@ impl StateFile {
         &self.contents.control_daemons
     }
 
+    /// The GPUs of `plan` that control daemons with other ids still have, each with that id.
+    pub(crate) fn in_other_hands(&self, plan: &ControlDaemonPlan) -> BTreeMap<String, String> {
+        let others = || self.contents.control_daemons.iter().filter(|(id, _)| **id != plan.id);
+        let holder = |uuid: &String| {
+            others()
+                .find(|(_, running)| running.gpus.contains(uuid) && running.process.runs())
+                .map(|(id, _)| id)
+        };
+        let held = plan.gpus.iter().filter_map(|gpu| Some((gpu.uuid.clone(), holder(&gpu.uuid)?.clone())));
+        held.collect()
+    }
+
+    /// Whether a control daemon that was started by us still has a GPU.
+    pub(crate) fn is_in_our_hands(&self, uuid: &str) -> bool {
+        let mut all = self.contents.control_daemons.values();
+        all.any(|running| running.gpus.iter().any(|gpu| gpu == uuid) && running.process.runs())
+    }
+
     /// Forgets a control daemon that has ended.
     pub(crate) fn forget_control_daemon(&mut self, id: &str) -> io::Result<()> {
         self.change(|contents| _ = contents.control_daemons.remove(id))
@@ -219,44 +167,22 @@ impl StateFile {
         self.write().inspect_err(|_| self.contents = before)
     }
 
-    /// Whole or not at all: a reader never sees half a state file, and a full disk leaves the old one.
     fn write(&self) -> io::Result<()> {
         let file = self.directory.path().join(FILE);
-        let new = self.directory.path().join(format!("{FILE}.new"));
-        // Whatever stands there: a FIFO would be waited for.
-        if let Err(error) = fs::remove_file(&new)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            return Err(error);
-        }
-        File::create_new(&new)?.write_all(&serde_json::to_vec_pretty(&self.contents)?)?;
         // The one thing that a file can't take the place of.
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;
             tracing::warn!("{} was a directory; it is {aside} now", file.display());
         }
-        fs::rename(&new, &file)
-    }
-}
-
-/// The content of the file; None where there is no file. The error says what is wrong with it.
-fn read(file: &Path) -> Result<Option<Contents>, String> {
-    let bytes = match regular_file::read(file, MAX_BYTES) {
-        Ok(bytes) => bytes,
-        Err(Unreadable::Failed(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error.to_string()),
-    };
-    let contents: Contents =
-        serde_json::from_slice(&bytes).map_err(|error| format!("is damaged ({error})"))?;
-    match contents.version {
-        VERSION => Ok(Some(contents)),
-        other => Err(format!("is of version {other}, this program knows {VERSION}")),
+        whole_file::write(&file, &serde_json::to_vec_pretty(&self.contents)?)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use common::host::identity::Identity;
+
     use super::*;
 
     const UUID: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
@@ -290,6 +216,29 @@ mod tests {
     }
 
     #[test]
+    fn slices_are_in_the_configured_pipe_directory() {
+        let running = |pipe_directory: &str| Running {
+            process: Identity { pid: 7, start_time: 8 },
+            pipe_directory: pipe_directory.into(),
+            private_directory: None,
+            slice_directories: None,
+            log_directory: "/log".into(),
+            gpus: vec![UUID.to_owned()],
+            multiuser: true,
+            near_cpus: false,
+            log_offset: 0,
+        };
+        let own = format!("/mps/{UUID}");
+        for (id, pipe_directory, expected) in
+            [("shared", "/mps", vec!["/mps"]), (UUID, own.as_str(), vec!["/mps", own.as_str()])]
+        {
+            let running = running(pipe_directory);
+            let directories: Vec<&Path> = running.directories_of_clients(id).collect();
+            assert_eq!(directories, expected.iter().map(Path::new).collect::<Vec<_>>(), "{id}");
+        }
+    }
+
+    #[test]
     fn damage_is_survived() {
         let directory = tempfile::tempdir().unwrap();
         let mut state_file = open(&directory);
@@ -308,8 +257,7 @@ mod tests {
     fn a_mode_that_cannot_be_written_down_is_not_remembered() {
         let directory = tempfile::tempdir().unwrap();
         let mut state_file = open(&directory);
-        // A directory of that name stands in the way of the new file.
-        fs::create_dir(directory.path().join(format!("{FILE}.new"))).unwrap();
+        fs::remove_dir_all(directory.path()).unwrap();
         state_file.remember_compute_mode(UUID, ComputeMode::Default).unwrap_err();
         assert_eq!(state_file.previous_compute_mode(UUID), None);
     }

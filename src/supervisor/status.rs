@@ -6,12 +6,13 @@ use std::time::SystemTime;
 
 use tokio::sync::{Notify, watch};
 
-use crate::host::gpu::ComputeMode;
 use crate::message::{About, Message};
-use crate::mps::identity::Identity;
-use crate::plan::ControlDaemonPlan;
 use crate::supervisor::bypass::Bypass;
-use crate::supervisor::view::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
+use crate::supervisor::leading::Unled;
+use common::host::gpu::ComputeMode;
+use common::host::identity::Identity;
+use common::plan::ControlDaemonPlan;
+use common::published::control_daemon::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
 
 /// The status of a control daemon and its GPUs.
 // Each flag is a fact of its own: none of them excludes another.
@@ -34,6 +35,8 @@ pub(crate) struct Status {
     pub put_off: bool,
     /// True if it runs and is to end as soon as it has no client.
     pub ends_when_idle: bool,
+    /// The slices without a link to it, and why.
+    pub unled: Unled,
     /// The last things that happened to it, oldest first.
     pub events: VecDeque<Event>,
 }
@@ -90,10 +93,14 @@ impl Status {
 pub(crate) struct GpuStatus {
     /// The compute mode as last seen.
     pub compute_mode: Option<ComputeMode>,
-    /// NVML's error, if the GPU can't be reached; otherwise empty.
-    pub unreachable: String,
-    /// Why it is not served as planned though it can be reached; empty when it is.
+    /// Why a control daemon goes without it for now; otherwise empty.
+    pub left_out: String,
+    /// Why it is not served as planned though it is not left out; empty when it is.
     pub reason: String,
+    /// That all its places are taken, in words; empty while it takes clients.
+    pub full: String,
+    /// The number of its clients, if NVML lists none of them and they were counted.
+    pub unlisted_clients: Option<u32>,
     /// The thread percentage that the control daemon has in force.
     pub thread_percentage: Option<u8>,
     /// The memory limit in MiB that a running server has in force.
@@ -142,6 +149,7 @@ impl Reporter {
             settled: false,
             put_off: false,
             ends_when_idle: false,
+            unled: Unled::default(),
             events: VecDeque::new(),
         });
         (Self { status, changed }, seen)
@@ -237,7 +245,7 @@ fn gpus(plan: &ControlDaemonPlan, known: &BTreeMap<String, GpuStatus>) -> BTreeM
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::driver::Series;
+    use common::host::driver::Series;
 
     fn plan(thread_percentage: u8) -> ControlDaemonPlan {
         ControlDaemonPlan {

@@ -3,29 +3,27 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use crate::counted::counted;
 use crate::message::{About, Message};
-use crate::mps::process;
+use crate::mps::process::{self, Stopped};
 use crate::supervisor::bypass::{Bypass, find, in_words};
-use crate::supervisor::view::ControlDaemonState;
+use common::counted::counted;
+use common::host::proc;
+use common::published::control_daemon::ControlDaemonState;
 
 use super::{Failure, Machine, Serving, tried_again};
 
-/// Drops something with an inotify queue. The kernel takes up to 25 ms to close one, and the loop must not wait for it.
-pub(super) fn drop_aside<T: Send + 'static>(what: T) {
-    tokio::task::spawn_blocking(move || drop(what));
-}
-
 impl Machine {
     /// Takes note of a failure. A control daemon that nobody uses is ended, to be started again; one that has clients is
-    /// left to them. Whether programs without MPS keep its server out.
+    /// left to them, and one that answers in unknown words is asked again. Whether programs without MPS keep its server out.
     pub(super) async fn failed(&mut self, failure: Failure, pause: Duration) -> bool {
+        let failure = self.ended_meanwhile().await.unwrap_or(failure);
         let waiting = matches!(failure, Failure::Waiting(_));
+        let restart_helps = !matches!(failure, Failure::NotUnderstood(_));
         let mut state = if waiting { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let mut reason = failure.into_text();
         let mut held = false;
         let mut ended = false;
-        if let Some(mut serving) = self.serving() {
+        if let Some(mut serving) = self.serving().filter(|_| restart_helps) {
             match serving.in_use().await {
                 Ok(0) => match serving.holders().await {
                     holders if holders.is_empty() => ended = serving.end_idle().await,
@@ -65,6 +63,16 @@ impl Machine {
         held
     }
 
+    /// The end of the control daemon, if it has ended while it was asked something: it had been asked to end before, or was
+    /// killed.
+    async fn ended_meanwhile(&mut self) -> Option<Failure> {
+        let mut serving = self.serving()?;
+        let status = serving.run.process.exited_by_now().await?;
+        let failure = serving.ended(status).await;
+        self.end_run();
+        Some(failure)
+    }
+
     /// Ends everything: the control daemon first, then the compute modes are put back.
     pub(super) async fn end(&mut self) {
         self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
@@ -94,12 +102,11 @@ impl Machine {
     pub(super) fn end_run(&mut self) {
         if let Some(mut run) = self.run.take() {
             run.tell_fault(&self.worker.reporter, &self.worker.tools.faults);
-            if let Some(count) = self.worker.allowance.left_out_by_now() {
+            if let Some(count) = self.worker.allowance.untold() {
                 self.worker.reporter.warning(run.too_much_is_written(count));
             }
-            drop_aside(run);
         }
-        self.worker.links.lead_nowhere();
+        self.worker.leading.end();
         self.worker.control.send_replace(None);
         let id = self.worker.reporter.id();
         if let Err(error) = self.worker.tools.state_file.lock().forget_control_daemon(&id) {
@@ -135,23 +142,42 @@ impl Serving<'_> {
         holders
     }
 
-    /// The number of clients of the control daemon. NVML is asked if the control daemon does not answer, or another one answers
-    /// in its place.
+    /// The number of clients of the control daemon, or why it is not known. If the control daemon does not answer, or
+    /// another one answers in its place, or it has lost its clients for a fault and may not list the others, its processes
+    /// are looked at: clients work in its servers, which are its children. Then NVML is asked.
     pub(super) async fn in_use(&self) -> Result<usize, String> {
-        let run = &*self.run;
-        let mut why = "it does not listen in its pipe directory any more".to_owned();
-        if run.control.daemon_pid() == Some(run.running.process.pid) {
-            match run.control.client_pids(&run.servers.alive()).await {
-                Ok(clients) => return Ok(clients.values().flatten().count()),
-                Err(error) => why = error.to_string(),
+        let why = match self.count_its_clients().await {
+            Ok(0) if self.run.hindrances.fault().is_some() => {
+                "it lists no client, and its list is not relied on after a fatal GPU error".to_owned()
             }
+            Ok(clients) => return Ok(clients),
+            Err(why) => why,
+        };
+        if proc::has_children(self.run.running.process.pid).is_ok_and(|has_servers| !has_servers) {
+            return Ok(0);
         }
         let mut clients = BTreeSet::new();
-        for uuid in &run.running.gpus {
-            let asked = self.worker.tools.compute_modes.mps_clients(uuid).await;
-            clients.extend(asked.map_err(|nvml| format!("{why}; {nvml}"))?);
+        let mut unknown = None;
+        for uuid in &self.run.running.gpus {
+            match self.worker.tools.compute_modes.mps_clients(uuid).await {
+                Ok(there) => clients.extend(there),
+                Err(error) => unknown = Some(error),
+            }
         }
-        Ok(clients.len())
+        match unknown {
+            Some(error) if clients.is_empty() => Err(format!("{why}; {error}")),
+            _ => Ok(clients.len()),
+        }
+    }
+
+    /// The number of clients that the control daemon lists.
+    async fn count_its_clients(&self) -> Result<usize, String> {
+        let run = &*self.run;
+        if run.control.daemon_pid() != Some(run.running.process.pid) {
+            return Err("it does not listen in its pipe directory any more".to_owned());
+        }
+        let clients = run.control.client_pids(&run.servers.alive()).await;
+        clients.map(|clients| clients.values().flatten().count()).map_err(|error| error.to_string())
     }
 
     /// Ends a control daemon that nobody uses, without harm to a client that comes this moment: the control daemon then
@@ -166,27 +192,42 @@ impl Serving<'_> {
             return true;
         }
         // It hangs, or a client has come after all.
-        self.in_use().await == Ok(0) && self.stop().await
+        self.in_use().await == Ok(0) && self.end_by_signal("it has no client, so nobody loses work").await
     }
 
-    /// Ends the control daemon with its clients. Whether it has ended.
+    /// Ends the control daemon with its clients, which the caller has named. Whether it has ended.
     pub(super) async fn stop(&mut self) -> bool {
         self.continue_if_stopped();
         let run = &mut *self.run;
-        let (id, pid) = (self.worker.reporter.id(), run.running.process.pid);
-        tracing::debug!(step = "quit", "control daemon {pid} is asked to end");
-        match process::stop(&mut run.process, &run.control, self.worker.order.quit_timeout).await {
+        tracing::debug!(step = "quit", "control daemon {} is asked to end", run.running.process.pid);
+        if process::stop(&mut run.process, &run.control, self.worker.order.quit_timeout).await {
+            self.say_how_it_ended(Stopped::Quit);
+            return true;
+        }
+        self.end_by_signal("any client that it still has loses its work").await
+    }
+
+    /// Ends the control daemon by signals, and says before whom that hits. Whether it has ended.
+    async fn end_by_signal(&mut self, whom: &str) -> bool {
+        let (id, pid) = (self.worker.reporter.id(), self.run.running.process.pid);
+        let reporter = &self.worker.reporter;
+        reporter
+            .warning(format!("control daemon {id} (PID {pid}) does not quit and is sent SIGTERM: {whom}"));
+        match process::end_by_signal(&mut self.run.process).await {
             Ok(how) => {
-                tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
-                self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
+                self.say_how_it_ended(how);
                 true
             }
             Err(error) => {
-                self.worker
-                    .reporter
-                    .warning(format!("control daemon {id} (PID {pid}) can't be stopped: {error}"));
+                reporter.warning(format!("control daemon {id} (PID {pid}) can't be stopped: {error}"));
                 false
             }
         }
+    }
+
+    fn say_how_it_ended(&self, how: Stopped) {
+        let (id, pid) = (self.worker.reporter.id(), self.run.running.process.pid);
+        tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
+        self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }
 }

@@ -7,8 +7,8 @@ use tokio::time::Instant;
 
 use crate::mps::log::Meaning;
 
-use super::agenda::{self, Task};
 use super::hindrance::{ClearedBy, Hindrance, News};
+use super::places::CLIENT_LEFT_PAUSE;
 use super::run::Occurrence;
 use super::{Command, Ended, Failure, Serving};
 
@@ -26,8 +26,29 @@ const CHECK_SOON: Duration = Duration::from_millis(100);
 /// The time between two counts of the clients while a change waits for their end. The log tells of most ends at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
-/// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
-pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
+/// Something to do for a control daemon that serves. Of two that are due at the same moment, the upper one comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Task {
+    Check,
+    /// The next step against a fault.
+    Heal,
+    /// Start the next server.
+    Revive,
+    /// Look for processes that use the GPUs without a server.
+    Bypasses,
+    /// Count the clients on full GPUs.
+    Places,
+    /// Look for clients that wait for a server.
+    Pending,
+    /// End the control daemon if it has no client.
+    EndIfIdle,
+}
+
+/// The task that comes first, and its time. Nothing asks for a task without a time.
+fn first(check: Instant, others: &[(Option<Instant>, Task)]) -> (Instant, Task) {
+    let wanted = others.iter().filter_map(|(at, task)| Some(((*at)?, *task)));
+    wanted.fold((check, Task::Check), Ord::min)
+}
 
 impl Serving<'_> {
     /// Watches the control daemon until it ends or has to start again.
@@ -66,7 +87,6 @@ impl Serving<'_> {
             run.count_at = run.count_at.min(Instant::now() + CLIENT_LEFT_PAUSE);
         }
         let others = [
-            (self.worker.links.look_at, Task::Links),
             (run.hindrances.fault().map(|fault| fault.look_at), Task::Heal),
             (run.hindrances.revival().map(|(at, _)| at), Task::Revive),
             (self.worker.bypasses.look_at, Task::Bypasses),
@@ -74,7 +94,7 @@ impl Serving<'_> {
             (run.pending.look_at, Task::Pending),
             (ends.then_some(run.count_at), Task::EndIfIdle),
         ];
-        agenda::first(run.check_at, &others)
+        first(run.check_at, &others)
     }
 
     async fn act(&mut self, task: Task) -> Result<Option<Ended>, Failure> {
@@ -84,18 +104,14 @@ impl Serving<'_> {
                 self.run.check_at = Instant::now() + self.check_period();
                 return checked;
             }
-            Task::Links => {
-                self.keep_links();
-                self.show_state();
-            }
             Task::Heal => self.heal().await?,
             Task::Revive => self.revive().await?,
             Task::Bypasses => {
                 self.worker.bypasses.look_at = None;
                 let hindrances = &self.run.hindrances;
                 if !hindrances.has(ClearedBy::Check) && !hindrances.has(ClearedBy::Healing) {
-                    let processes = self.worker.look_at_gpus().await;
-                    self.worker.look_for_bypasses(Some(self.run), &processes).await;
+                    let processes = self.look_at_gpus().await?;
+                    self.worker.look_for_bypasses(Some(self.run), processes).await;
                 }
             }
             Task::Places => self.look_at_places().await?,
@@ -109,7 +125,6 @@ impl Serving<'_> {
         let now = Instant::now();
         match occurrence {
             Occurrence::Nothing => {}
-            Occurrence::LinksTouched => self.worker.links.look_soon(),
             Occurrence::Ended(status) => return Err(self.ended(status).await),
             Occurrence::ServerEnded(server) => self.server_gone(server).await,
             Occurrence::Line(line) => {
@@ -130,9 +145,16 @@ impl Serving<'_> {
 
     async fn end_if_idle(&mut self) -> Option<Ended> {
         self.run.count_at = Instant::now() + CLIENTS_PERIOD;
-        if self.in_use().await == Ok(0) && self.end_idle().await {
+        let in_use = self.in_use().await;
+        if in_use == Ok(0) && self.end_idle().await {
             return Some(Ended::Stopped);
         }
+        let unknown = in_use.err();
+        if let Some(why) = unknown.as_ref().filter(|_| self.run.clients_unknown.is_none()) {
+            let text = format!("the control daemon is not ended, since its clients are not known: {why}");
+            self.worker.reporter.warning(text);
+        }
+        self.run.clients_unknown = unknown;
         self.worker.reporter.put_off();
         self.show_state();
         None
@@ -152,6 +174,36 @@ impl Serving<'_> {
     pub(super) fn missed(&mut self, error: String) {
         if self.run.hindrances.take_in(Some(Hindrance::no_answer(error.clone()))) == News::FirstMiss {
             self.worker.reporter.warning(error);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    type Others<'o> = &'o [(Option<Instant>, Task)];
+
+    #[test]
+    fn the_earliest_task_comes_first_and_then_the_upper_one() {
+        let now = Instant::now();
+        let after = |seconds| now + Duration::from_secs(seconds);
+        let [soon, late] = [after(1), after(9)];
+        let table: [(Instant, Others<'_>, _); _] = [
+            (late, &[], (late, Task::Check)),
+            (late, &[(None, Task::Revive), (Some(soon), Task::Heal)], (soon, Task::Heal)),
+            (soon, &[(Some(late), Task::Heal)], (soon, Task::Check)),
+            (now, &[(Some(now), Task::EndIfIdle), (Some(now), Task::Heal)], (now, Task::Check)),
+            (soon, &[(Some(now), Task::Revive), (Some(now), Task::Heal)], (now, Task::Heal)),
+            (soon, &[(Some(now), Task::Revive), (Some(soon), Task::Heal)], (now, Task::Revive)),
+            (soon, &[(Some(now), Task::Pending), (Some(now), Task::Places)], (now, Task::Places)),
+            (soon, &[(Some(now), Task::Pending), (Some(soon), Task::Bypasses)], (now, Task::Pending)),
+            (soon, &[(Some(now), Task::EndIfIdle)], (now, Task::EndIfIdle)),
+        ];
+        for (check, others, expected) in table {
+            assert_eq!(first(check, others), expected, "{check:?} {others:?}");
         }
     }
 }

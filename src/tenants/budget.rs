@@ -1,11 +1,12 @@
 //! The budget of a slice: the memory and the number of all its clients together. The driver limits each process alone.
 //! Nothing here asks a process, a GPU or a clock.
 
+use common::published::usage::InUse;
 use std::collections::BTreeSet;
 
-use crate::counted::counted;
-use crate::membership::KnownBy;
-use crate::mps::identity::Identity;
+use common::counted::counted;
+use common::host::identity::Identity;
+use common::membership::{KnownBy, Tenant};
 
 /// The most that the clients of a slice may have together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,52 +33,52 @@ impl Part {
 }
 
 /// A client of a slice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Member {
     pub process: Identity,
     /// None if the driver does not report it.
     pub memory_mib: Option<u64>,
     pub known_by: KnownBy,
+    /// None if it is not known.
+    pub tenant: Option<Tenant>,
     /// Whether its work must not be ended, or can't be.
     pub stays: bool,
 }
 
-/// All that the clients of a slice have together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct InUse {
-    pub clients: u32,
-    /// None if the driver does not report it for one of them.
-    pub memory_mib: Option<u64>,
+/// All that these members have together.
+pub(super) fn in_use<'m>(members: impl IntoIterator<Item = &'m Member>) -> InUse {
+    InUse::of(members.into_iter().map(|member| member.memory_mib))
 }
 
-impl InUse {
-    pub(super) fn by<'m>(members: impl IntoIterator<Item = &'m Member>) -> Self {
-        let nothing = Self { clients: 0, memory_mib: Some(0) };
-        members.into_iter().fold(nothing, |all, member| Self {
-            clients: all.clients.saturating_add(1),
-            memory_mib: all.memory_mib.and_then(|memory| memory.checked_add(member.memory_mib?)),
-        })
-    }
-
-    /// The parts of the budget that this is more than. Memory that is not known is never too much.
-    pub(super) fn exceeds(&self, budget: Budget) -> BTreeSet<Part> {
-        let memory = self.memory_mib.is_some_and(|memory| memory > budget.memory_mib);
-        let parts = [(Part::Memory, memory), (Part::Clients, self.clients > budget.max_clients)];
-        parts.into_iter().filter_map(|(part, exceeded)| exceeded.then_some(part)).collect()
-    }
+/// The parts of the budget that the clients are more than. Memory that is not known is never too much.
+pub(super) fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
+    let memory = all.memory_mib.is_some_and(|memory| memory > budget.memory_mib);
+    let parts = [(Part::Memory, memory), (Part::Clients, all.clients > budget.max_clients)];
+    parts.into_iter().filter_map(|(part, exceeded)| exceeded.then_some(part)).collect()
 }
 
-/// The members that have to end their work so that the rest fits, in this order. The newest goes first. A process that is known
-/// by its environment goes before all that are known by a mount: a program on the host can forge an environment, and so
-/// must not be able to have the work of a container ended. The last member fits, since the driver binds it by itself.
+/// The reason why the members of a slice may be of several tenants, if they may be. Then nobody knows who is too much: any
+/// program can name a slice in its environment, and a program that is older than the slice's tenant would stay. So nobody's
+/// work is ended.
+pub(super) fn shared(members: &[Member]) -> Option<String> {
+    if let Some(claims) = members.iter().find(|member| member.known_by == KnownBy::Environment) {
+        let pid = claims.process.pid;
+        return Some(format!("only the environment of process {pid} says that it has this slice"));
+    }
+    let (first, others) = members.split_first()?;
+    let is_anothers = |member: &&Member| member.tenant.is_none() || member.tenant != first.tenant;
+    let other = others.iter().find(is_anothers)?;
+    let (one, two) = (first.process.pid, other.process.pid);
+    Some(format!("processes {one} and {two} are of several users or containers"))
+}
+
+/// The members that have to end their work so that the rest fits, in this order. The newest goes first. The last member
+/// fits, since the driver binds it by itself.
 pub(super) fn victims(budget: Budget, members: &[Member]) -> Vec<Identity> {
     let mut rest: Vec<&Member> = members.iter().collect();
-    let newest_last = |member: &&Member| {
-        (member.known_by == KnownBy::Environment, member.process.start_time, member.process.pid)
-    };
-    rest.sort_by_key(newest_last);
+    rest.sort_by_key(|member| (member.process.start_time, member.process.pid));
     let mut victims = Vec::new();
-    while rest.len() > 1 && !InUse::by(rest.iter().copied()).exceeds(budget).is_empty() {
+    while rest.len() > 1 && !exceeded(budget, in_use(rest.iter().copied())).is_empty() {
         let Some(next) = rest.iter().rposition(|member| !member.stays) else { break };
         victims.push(rest.remove(next).process);
     }
@@ -106,12 +107,31 @@ mod tests {
             process: Identity { pid, start_time },
             memory_mib: Some(memory_mib),
             known_by: KnownBy::Mount,
+            tenant: Tenant::of(std::process::id()).ok(),
             stays: false,
         }
     }
 
-    fn forged(pid: u32, start_time: u64, memory_mib: u64) -> Member {
-        Member { known_by: KnownBy::Environment, ..member(pid, start_time, memory_mib) }
+    #[test]
+    fn a_slice_of_several_tenants_has_no_victim() {
+        let (old, new) = (member(1, 1, 60), member(2, 2, 60));
+        let claims = Member { known_by: KnownBy::Environment, ..old.clone() };
+        let unknown = Member { tenant: None, ..old.clone() };
+        let others = Member { tenant: Some(Tenant::in_container(7, "0123")), ..old.clone() };
+        assert_eq!(shared(&[]), None);
+        assert_eq!(shared(&[old, new.clone()]), None);
+        for (other, reason) in
+            [(claims, "environment of process 1"), (unknown, "several"), (others, "several")]
+        {
+            for members in [[other.clone(), new.clone()], [new.clone(), other]] {
+                assert!(shared(&members).unwrap().contains(reason), "{members:?}");
+            }
+        }
+        let in_one =
+            |uid, container| Member { tenant: Some(Tenant::in_container(uid, container)), ..new.clone() };
+        assert_eq!(shared(&[in_one(7, "a"), in_one(7, "a")]), None);
+        assert!(shared(&[in_one(7, "a"), in_one(8, "a")]).is_some());
+        assert!(shared(&[in_one(7, "a"), in_one(7, "b")]).is_some());
     }
 
     fn staying(pid: u32, start_time: u64, memory_mib: u64) -> Member {
@@ -124,7 +144,7 @@ mod tests {
 
     #[test]
     fn the_newest_go_and_only_as_many_as_needed() {
-        let table: [(&str, &[Member], &[u32]); 11] = [
+        let table: [(&str, &[Member], &[u32]); 9] = [
             ("nobody", &[], &[]),
             ("it fits exactly", &[member(1, 10, 50), member(2, 20, 50)], &[]),
             ("too much memory", &[member(1, 10, 50), member(2, 20, 51)], &[2]),
@@ -132,8 +152,6 @@ mod tests {
             ("of the same time, the larger PID", &[member(7, 10, 60), member(2, 10, 60)], &[7]),
             ("too many", &[member(1, 1, 1), member(2, 2, 1), member(3, 3, 1), member(4, 4, 1)], &[4, 3]),
             ("one alone is bound by the driver", &[member(1, 1, 101)], &[]),
-            ("forged goes first", &[forged(1, 1, 60), member(2, 2, 60)], &[1]),
-            ("then mounted", &[forged(1, 1, 1), member(2, 2, 60), member(3, 3, 60)], &[1, 3]),
             ("the next in place of one that stays", &[member(1, 1, 60), staying(2, 2, 60)], &[1]),
             ("nobody can go", &[staying(1, 1, 60), staying(2, 2, 60)], &[]),
         ];
@@ -145,13 +163,13 @@ mod tests {
     #[test]
     fn memory_that_is_not_known_is_not_too_much() {
         let unknown = Member { memory_mib: None, ..member(1, 1, 0) };
-        let members = [unknown, member(2, 2, 1000)];
-        assert_eq!(InUse::by(&members), InUse { clients: 2, memory_mib: None });
+        let members = [unknown.clone(), member(2, 2, 1000)];
+        assert_eq!(in_use(&members), InUse { clients: 2, memory_mib: None });
         assert_eq!(pids(&members), Vec::<u32>::new());
-        let members = [unknown, unknown, unknown];
-        assert_eq!(InUse::by(&members).exceeds(BUDGET), BTreeSet::from([Part::Clients]));
+        let members = [unknown.clone(), unknown.clone(), unknown];
+        assert_eq!(exceeded(BUDGET, in_use(&members)), BTreeSet::from([Part::Clients]));
         let huge = [member(1, 1, u64::MAX), member(2, 2, 1)];
-        assert_eq!(InUse::by(&huge).memory_mib, None, "no overflow");
+        assert_eq!(in_use(&huge).memory_mib, None, "no overflow");
     }
 
     #[test]
@@ -170,11 +188,9 @@ mod tests {
         fn any_member()(
             start_time in 0u64..8,
             memory_mib in proptest::option::weighted(0.9, 0u64..200),
-            mounted in any::<bool>(),
             stays in proptest::bool::weighted(0.2),
         ) -> Member {
-            let known_by = if mounted { KnownBy::Mount } else { KnownBy::Environment };
-            Member { process: Identity { pid: 0, start_time }, memory_mib, known_by, stays }
+            Member { memory_mib, stays, ..member(0, start_time, 0) }
         }
     }
 
@@ -192,20 +208,18 @@ mod tests {
             let gone = victims(budget, &members);
             let of = |process: &Identity| members.iter().find(|member| member.process == *process).unwrap();
             let rest_without = |gone: &[Identity]| -> Vec<Member> {
-                members.iter().filter(|member| !gone.contains(&member.process)).copied().collect()
+                members.iter().filter(|member| !gone.contains(&member.process)).cloned().collect()
             };
             let rest = rest_without(&gone);
             prop_assert_eq!(rest.len() + gone.len(), members.len(), "each is a member, and goes once");
             prop_assert!(gone.iter().all(|process| !of(process).stays));
-            let fits = |rest: &[Member]| rest.len() < 2 || InUse::by(rest).exceeds(budget).is_empty();
+            let fits = |rest: &[Member]| rest.len() < 2 || exceeded(budget, in_use(rest)).is_empty();
             prop_assert!(fits(&rest) || rest.iter().all(|member| member.stays));
             if let Some((_, before)) = gone.split_last() {
                 prop_assert!(!fits(&rest_without(before)), "the last one went without need");
             }
-            // Whoever stays behind is older, or better known, than everybody who goes.
-            let age = |member: &Member| {
-                (member.known_by == KnownBy::Environment, member.process.start_time, member.process.pid)
-            };
+            // Whoever stays behind is older than everybody who goes.
+            let age = |member: &Member| (member.process.start_time, member.process.pid);
             for stayed in rest.iter().filter(|member| !member.stays) {
                 prop_assert!(gone.iter().all(|process| age(of(process)) > age(stayed)));
             }

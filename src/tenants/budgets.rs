@@ -2,27 +2,30 @@
 //! for their slices; it starts no front end. A look follows when a client has come and with each regular check of the
 //! control daemon, and every second while some slice has two clients or more: the driver itself binds one.
 
+use common::published::usage::{GpuUse, SliceUse};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot, watch};
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{Instant, sleep_until, timeout};
 
-use super::budget::{self, Budget, InUse, Member, Part};
+use super::budget::{self, Budget, Member, Part};
 use super::clients::{owner, users};
 use super::cut_back::{Cutter, Fate, OverBudget, Victim};
 use super::in_words::{Whose, in_words};
 use super::members::{Cut, Members};
-use super::overuse::{Allowance, Shown};
-use crate::config::OnOveruse;
-use crate::host::blocking::Blocking;
-use crate::membership::Slices;
-use crate::mps::control::CallersControl;
-use crate::plan::GpuPlan;
+use super::overuse::{MESSAGES, Shown};
+use crate::allowance::Allowance;
+use crate::mps::control::Control;
 use crate::supervisor::bells::{Bell, Bells};
 use crate::supervisor::compute_modes::ComputeModes;
+use common::config::OnOveruse;
+use common::host::blocking::Blocking;
+use common::membership::Slices;
+use common::plan::GpuPlan;
+use common::published::usage::InUse;
 
 /// The least time between two looks: clients that come together share one.
 const SHARE: Duration = Duration::from_millis(250);
@@ -31,22 +34,17 @@ const SHARE: Duration = Duration::from_millis(250);
 /// client a moment after the control daemon has admitted it.
 const PERIOD: Duration = Duration::from_secs(1);
 
+/// The age of a look that is new enough for whoever asks: all who ask together cause one look in this time.
+const FRESH: Duration = Duration::from_secs(1);
+
+/// The time for which whoever asks waits for the look at a GPU.
+const ASKED: Duration = Duration::from_secs(2);
+
 /// The longest pause between two attempts to end clients of which none could be ended.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
 /// The time for all questions about the owners of clients. Each takes microseconds.
 const PATIENCE: Duration = Duration::from_secs(1);
-
-/// The clients of a slice, all together.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct SliceUse {
-    /// The number of its clients, each a process.
-    pub clients: u32,
-    /// The memory that they hold, in MiB. None if the driver does not report it for one of them.
-    pub memory_mib: Option<u64>,
-    /// In which way that is more than the slice's budget, in words; empty if it is not.
-    pub overuse: String,
-}
 
 /// The budgets of a GPU's slices, and the answer to more.
 #[derive(Debug, Clone)]
@@ -95,8 +93,10 @@ pub(crate) enum News {
     /// The name of a slice that was over its budget, and which clients have lost their work for it, or can't.
     CutBack(String, String),
     Event(String),
+    /// The clients were looked at, for whoever waits for that.
+    Looked(oneshot::Sender<()>),
     /// Who can end the work of clients.
-    Controls(oneshot::Sender<Vec<Arc<CallersControl>>>),
+    Controls(oneshot::Sender<Vec<Arc<Control>>>),
 }
 
 /// The watches over all GPUs.
@@ -115,7 +115,10 @@ pub(crate) struct Budgets {
 #[derive(Debug)]
 struct Watched {
     budget: watch::Sender<GpuBudget>,
-    uses: watch::Receiver<Vec<SliceUse>>,
+    uses: watch::Receiver<GpuUse>,
+    /// When the last look began that has ended.
+    looked: watch::Receiver<Option<Instant>>,
+    bell: Arc<Bell>,
     task: JoinHandle<()>,
 }
 
@@ -152,7 +155,9 @@ impl Budgets {
 
     fn watch(&self, uuid: &str, budget: GpuBudget) -> Watched {
         let (sender, received) = watch::channel(budget.clone());
-        let (uses, uses_seen) = watch::channel(Vec::new());
+        let (uses, uses_seen) = watch::channel(GpuUse::default());
+        let (looked, looked_seen) = watch::channel(None);
+        let bell = self.bells.of(uuid);
         let now = Instant::now();
         let watch = Watch {
             uuid: uuid.to_owned(),
@@ -162,6 +167,7 @@ impl Budgets {
             changed: Arc::clone(&self.changed),
             news: self.news.clone(),
             uses,
+            looked,
             members: Members::new(),
             spare: true,
             slices: BTreeMap::new(),
@@ -171,12 +177,32 @@ impl Budgets {
             attempt: Attempt { at: now, pause: PERIOD },
             cutter: Some(Cutter::default()),
         };
-        let task = tokio::spawn(watch.run(received, self.bells.of(uuid)));
-        Watched { budget: sender, uses: uses_seen, task }
+        let task = tokio::spawn(watch.run(received, Arc::clone(&bell)));
+        Watched { budget: sender, uses: uses_seen, looked: looked_seen, bell, task }
     }
 
-    /// The use of each slice of the GPUs, by their UUIDs. A GPU that was not looked at yet has none.
-    pub(crate) fn uses(&self) -> BTreeMap<String, Vec<SliceUse>> {
+    /// Has every GPU looked at that was not looked at just now. The answer goes through the loop, behind the published
+    /// result. A GPU that does not answer in time holds up nobody.
+    pub(crate) fn look_now(&self, published: oneshot::Sender<()>) {
+        let now = Instant::now();
+        let is_fresh = move |looked: &Option<Instant>| looked.is_some_and(|looked| looked + FRESH > now);
+        let mut looks = JoinSet::new();
+        for watched in self.watched.values() {
+            if !is_fresh(&watched.looked.borrow()) {
+                watched.bell.asked.notify_one();
+                let mut looked = watched.looked.clone();
+                looks.spawn(async move { drop(looked.wait_for(is_fresh).await) });
+            }
+        }
+        let news = self.news.clone();
+        tokio::spawn(async move {
+            let _ = timeout(ASKED, looks.join_all()).await;
+            let _ = news.send(News::Looked(published)).await;
+        });
+    }
+
+    /// The use of the GPUs and their slices, by the UUIDs of the GPUs.
+    pub(crate) fn uses(&self) -> BTreeMap<String, GpuUse> {
         self.watched.iter().map(|(uuid, watched)| (uuid.clone(), watched.uses.borrow().clone())).collect()
     }
 }
@@ -195,13 +221,11 @@ struct Told {
     shown: Shown,
     /// The number of messages about ended clients that may be written.
     endings: Allowance,
-    /// The number of ended clients that no message names.
-    untold: usize,
 }
 
 impl Told {
-    fn new(now: Instant) -> Self {
-        Self { shown: Shown::new(now), endings: Allowance::new(now), untold: 0 }
+    fn new() -> Self {
+        Self { shown: Shown::new(), endings: Allowance::new(MESSAGES) }
     }
 }
 
@@ -216,7 +240,8 @@ struct Watch {
     kernel: Blocking,
     changed: Arc<Notify>,
     news: mpsc::Sender<News>,
-    uses: watch::Sender<Vec<SliceUse>>,
+    uses: watch::Sender<GpuUse>,
+    looked: watch::Sender<Option<Instant>>,
     members: Members,
     /// The clients that the next look finds are spared: they were there before the service, or before the budget became
     /// smaller. No restart and no reload ends the work of clients.
@@ -249,6 +274,7 @@ impl Watch {
                     self.members.look_again();
                 }
                 () = bell.checked.notified() => {}
+                () = bell.asked.notified() => {}
                 () = bell.came.notified() => {
                     come = true;
                     self.attempt.at = self.attempt.at.min(Instant::now() + PERIOD);
@@ -263,6 +289,7 @@ impl Watch {
             }
             sleep_until(self.looked_at + SHARE).await;
             let over = self.look(come).await;
+            self.looked.send_replace(Some(self.looked_at));
             if !over.is_empty() && attempted.is_none() {
                 attempted = self.begin_attempt(over).await;
             }
@@ -285,16 +312,15 @@ impl Watch {
             }
         };
         tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of {uuid} are counted");
-        let mut members = self.members.by_slice(&processes, &self.gpu.cut).await;
         if std::mem::take(&mut self.spare) {
-            self.members.spare_all();
-            members = self.members.by_slice(&processes, &self.gpu.cut).await;
+            self.members.spare(&processes);
         }
+        let mut members = self.members.by_slice(&processes, &self.gpu.cut).await;
         let (mut uses, mut over, mut news) = (Vec::new(), Vec::new(), Vec::new());
         for slice in 0..self.gpu.cut.slices {
             let of_slice = members.remove(&slice).unwrap_or_default();
-            let in_use = InUse::by(&of_slice);
-            let exceeded = in_use.exceeds(self.gpu.budget);
+            let in_use = budget::in_use(&of_slice);
+            let exceeded = budget::exceeded(self.gpu.budget, in_use);
             let (shown, changed) = self.show(slice, &exceeded);
             if changed {
                 news.push(self.in_words(slice, &shown, in_use, &of_slice).await);
@@ -309,6 +335,9 @@ impl Watch {
         let again = self.slices.values_mut().filter_map(|told| told.shown.look_at(now));
         let busy = (come || self.busy).then(|| now + PERIOD);
         self.look_at = again.chain(busy).min();
+        let clients = processes.iter().filter(|process| process.via_mps);
+        let all = Some(InUse::of(clients.map(|process| process.memory_mib)));
+        let uses = GpuUse { slices: uses, all };
         if self.uses.send_if_modified(|before| std::mem::replace(before, uses.clone()) != uses) {
             self.changed.notify_one();
         }
@@ -324,7 +353,7 @@ impl Watch {
         if !self.slices.contains_key(&slice) && exceeded.is_empty() {
             return (BTreeSet::new(), false);
         }
-        let told = self.slices.entry(slice).or_insert_with(|| Told::new(now));
+        let told = self.slices.entry(slice).or_insert_with(Told::new);
         let changed = told.shown.take_in(exceeded, now);
         (told.shown.parts(), changed)
     }
@@ -339,7 +368,13 @@ impl Watch {
         let memory = in_use.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
         let pids: Vec<u32> = members.iter().map(|member| member.process.pid).collect();
         let who = in_words(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
-        let text = format!("{device} is over its budget: {words}; {memory}in use by {who}");
+        let spared = match budget::shared(members) {
+            Some(reason) if self.gpu.on_overuse == OnOveruse::Terminate => {
+                format!("; nobody's work is ended: {reason}")
+            }
+            _ => String::new(),
+        };
+        let text = format!("{device} is over its budget: {words}; {memory}in use by {who}{spared}");
         let reasons = shown.iter().map(|part| part.as_str()).collect();
         News::OverUse(OverUse { device, reasons, pids }, text)
     }
@@ -361,7 +396,8 @@ impl Watch {
     }
 
     /// Begins to end clients of these slices, if that is wanted and it is time.
-    async fn begin_attempt(&mut self, over: Vec<OverBudget>) -> Option<JoinHandle<Attempted>> {
+    async fn begin_attempt(&mut self, mut over: Vec<OverBudget>) -> Option<JoinHandle<Attempted>> {
+        over.retain(|slice| budget::shared(&slice.members).is_none());
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
         if self.gpu.on_overuse != OnOveruse::Terminate || !can_go || Instant::now() < self.attempt.at {
             return None;
@@ -397,15 +433,13 @@ impl Watch {
                 Fate::Stays(reason) => Some((owner(victim)?, reason)),
                 Fate::Ended => None,
             });
-            let told = self.slices.entry(slice).or_insert_with(|| Told::new(now));
-            if !told.endings.take(now) {
-                told.untold += ended.count();
+            let told = self.slices.entry(slice).or_insert_with(Told::new);
+            if !told.endings.take(ended.clone().count(), now) {
                 continue;
             }
-            let untold = match std::mem::take(&mut told.untold) {
-                0 => String::new(),
-                untold => format!("; before, also of {untold} clients that are not named"),
-            };
+            let untold = told.endings.untold().map_or(String::new(), |untold| {
+                format!("; before, also of {untold} clients that are not named")
+            });
             let device = self.gpu.name(slice);
             if let Some(who) = in_words(ended) {
                 let text = format!("GPU work ended since {device} was over its budget, of {who}{untold}");

@@ -1,52 +1,24 @@
 //! The processes that use the GPUs at this moment.
 
+use common::published::client::ClientView;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use crate::host::blocking::Blocking;
-use crate::host::nvml::GpuProcess;
-use crate::host::proc;
-use crate::membership::containers::containers_in;
-use crate::membership::{MayCommand, Membership, Seen, SliceMounts, Slices};
-use crate::mps::control::{Access, CallersControl, Client, ControlError};
-use crate::mps::identity::Identity;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+
+use crate::mps::control::{Client, Control, ControlError};
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::tenants::in_words::Whose;
+use common::host::blocking::Blocking;
+use common::host::identity::Identity;
+use common::host::nvml::GpuProcess;
+use common::host::proc;
+use common::membership::whose::{container, user_in};
+use common::membership::{SliceMounts, Slices};
 
-/// A process that uses a GPU, as it is at the moment of asking.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ClientView {
-    /// Its PID on the host.
-    pub pid: u32,
-    /// Whether it uses the GPU without an MPS server of this service.
-    pub bypass: bool,
-    /// Whether it waits for a server, and uses no GPU yet.
-    pub waiting: bool,
-    /// Its real user id.
-    pub uid: Option<u32>,
-    /// The name of that user, or the id of a user without a name.
-    pub user: Option<String>,
-    /// The command that it runs.
-    pub command: String,
-    /// The UUID of the GPU; empty if it uses none yet.
-    pub gpu_uuid: String,
-    /// The slices that it has, if known.
-    pub slices: Option<Membership>,
-    /// How far it can command a control daemon, if known.
-    pub may_command: Option<MayCommand>,
-    /// The container that it runs in, if it runs in one.
-    pub container_id: Option<String>,
-    /// The GPU memory that it holds, in MiB.
-    pub memory_mib: Option<u64>,
-    /// When it started.
-    pub since: Option<SystemTime>,
-}
-
-/// The host's users. Users that only a directory service knows stay without a name, since such a service can take long
-/// to answer.
-const USERS: &str = "/etc/passwd";
+pub(super) use common::membership::whose::{owner, users, whose};
 
 /// The time for all questions to the kernel about processes. Each takes microseconds.
 const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
@@ -56,8 +28,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone)]
 pub(crate) struct Serving {
-    /// The way to ask it.
-    pub control: Access,
+    /// The way to ask it. None while no control daemon runs.
+    pub control: watch::Receiver<Option<Arc<Control>>>,
     /// The UUIDs of its GPUs.
     pub gpus: Vec<String>,
     /// The PIDs of the servers that it had a moment ago.
@@ -83,11 +55,6 @@ impl Look {
     }
 }
 
-/// The text of [`USERS`].
-pub(super) fn users() -> String {
-    String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned()
-}
-
 /// The clients of all these control daemons, and the processes that use their GPUs without MPS. A control daemon that
 /// does not answer and a process that can't be looked at are errors: a reader would take a list with holes for the
 /// truth.
@@ -101,7 +68,10 @@ pub(crate) async fn list(
     // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
     let viewed = kernel.ask(VIEW_TIMEOUT, move || {
         let about = About { users: users(), mounts: SliceMounts::look(&slices), slices };
-        serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &about)).collect()
+        let mut listed = BTreeSet::new();
+        let views = serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &about));
+        // A control daemon that waits for another one of ours finds the clients of that one.
+        views.filter(|view| listed.insert((view.pid, view.gpu_uuid.clone()))).collect()
     });
     viewed.await.ok_or_else(|| {
         format!(
@@ -123,7 +93,7 @@ async fn looks(
         look.bypasses.iter().any(|bypass| !one.bypasses.iter().any(|known| known.is(bypass)))
     };
     if serving.iter().zip(&looks).any(|(one, look)| is_new(one, look)) {
-        tokio::time::sleep(CONFIRM_AFTER).await;
+        sleep(CONFIRM_AFTER).await;
         for (one, first) in serving.iter().zip(&mut looks) {
             if is_new(one, first) {
                 let mut second = look(one, nvml).await?;
@@ -140,7 +110,8 @@ async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> 
     let processes: BTreeMap<_, _> =
         looks.map(|(uuid, look)| (uuid, look.map(|(_, processes)| processes).unwrap_or_default())).collect();
     let Some((servers, clients)) = servers_and_clients(one).await? else {
-        return Ok(Look { clients: Vec::new(), processes, bypasses: one.bypasses.clone() });
+        let clients = if one.control.borrow().is_none() { of_whichever(&processes) } else { Vec::new() };
+        return Ok(Look { clients, processes, bypasses: one.bypasses.clone() });
     };
     let pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
     let find = |(uuid, processes): (&String, &Vec<_>)| bypass::find(uuid, processes, &servers, &pids);
@@ -148,9 +119,20 @@ async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> 
     Ok(Look { clients, processes, bypasses })
 }
 
+/// The MPS clients that the driver lists, by GPU: those of another control daemon, while ours waits for its end.
+fn of_whichever(processes: &BTreeMap<String, Vec<GpuProcess>>) -> Vec<Client> {
+    let on = |(uuid, processes): (&String, &Vec<GpuProcess>)| -> Vec<Client> {
+        let clients = processes.iter().filter(|process| process.via_mps);
+        let client =
+            |process: &GpuProcess| Client { pid: process.pid, id: None, server: 0, gpu_prefix: uuid.clone() };
+        clients.map(client).collect()
+    };
+    processes.iter().flat_map(on).collect()
+}
+
 /// None while it does not serve.
 async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Client>)>, ControlError> {
-    let Some(control) = one.control.now() else { return Ok(None) };
+    let Some(control) = one.control.borrow().clone() else { return Ok(None) };
     let asked = async {
         let pids = control.client_pids(&one.servers).await?;
         let clients = control.connections(&pids).await?;
@@ -163,8 +145,12 @@ async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Clie
     }
 }
 
-async fn has_gone(one: &Serving, control: &CallersControl) -> bool {
-    tokio::time::timeout(END_TIMEOUT, one.control.replaced(control)).await.is_ok()
+/// Whether this control daemon runs no longer, by the word of its supervisor, which may have ended as well.
+async fn has_gone(one: &Serving, asked: &Arc<Control>) -> bool {
+    let mut control = one.control.clone();
+    let another_runs =
+        control.wait_for(|now| !now.as_ref().is_some_and(|running| Arc::ptr_eq(running, asked)));
+    timeout(END_TIMEOUT, another_runs).await.is_ok()
 }
 
 fn views(one: &Serving, look: &Look, about: &About) -> Vec<ClientView> {
@@ -213,7 +199,7 @@ fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
 
 /// All that is the same for every process of one list.
 struct About {
-    /// The text of [`USERS`].
+    /// The names of the host's users, as a text.
     users: String,
     mounts: SliceMounts,
     slices: Slices,
@@ -245,50 +231,6 @@ impl About {
     }
 }
 
-fn uid(pid: u32) -> Option<u32> {
-    proc::status(pid).ok()?.real_uid()
-}
-
-/// The facts about a process that can be read without its memory, which may hang.
-pub(super) fn whose(pid: u32, mounts: &SliceMounts, users: &str) -> Whose {
-    let slices = mounts.see(pid).ok().and_then(Seen::mounted).map(|mounted| mounted.slices);
-    Whose { slices, ..owner(pid, users) }
-}
-
-/// The same without the slices.
-pub(super) fn owner(pid: u32, users: &str) -> Whose {
-    Whose { pid, user: uid(pid).map(|uid| user_in(users, uid)), slices: None, container: container(pid) }
-}
-
-/// The name of a user in the text of /etc/passwd, or the number of a user without a name.
-fn user_in(users: &str, uid: u32) -> String {
-    let number = uid.to_string();
-    let named = users.lines().find_map(|line| {
-        let mut fields = line.split(':');
-        let name = fields.next()?;
-        (fields.nth(1)? == number && !name.is_empty()).then(|| name.to_owned())
-    });
-    named.unwrap_or(number)
-}
-
-/// The id of the innermost container around a process.
-fn container(pid: u32) -> Option<String> {
-    containers_in(&proc::cgroups_text(pid).ok()?).next().map(str::to_owned)
-}
-
 fn started(pid: u32) -> Option<SystemTime> {
     proc::booted()?.checked_add(proc::started(pid)?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn users_have_names_or_numbers() {
-        let users = "root:x:0:0:root:/root:/bin/bash\nbad line\nworker:x:1000:1000::/:/bin/sh\n:x:7:7::/:\n";
-        for (uid, name) in [(0, "root"), (1000, "worker"), (100, "100"), (7, "7")] {
-            assert_eq!(user_in(users, uid), name);
-        }
-    }
 }

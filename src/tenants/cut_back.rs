@@ -8,9 +8,9 @@ use tokio::time::Instant;
 
 use super::budget::{self, Budget, Member};
 use super::terminate::{Connections, end_client, list_clients};
-use crate::mps::control::{CallersControl, ControlError, ServerStatus, Terminated};
-use crate::mps::identity::Identity;
+use crate::mps::control::{Control, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
+use common::host::identity::Identity;
 
 /// The first pause after a client could not be ended; it doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -44,7 +44,7 @@ pub(super) struct Victim {
 
 /// A client of the control daemons: the server that it has its connections to.
 struct Connected<'c> {
-    control: &'c CallersControl,
+    control: &'c Control,
     server: u32,
     connections: &'c Connections,
 }
@@ -65,7 +65,7 @@ impl Cutter {
     /// gone while it has no new connection, and so does a process without any connection.
     pub(super) async fn cut_back(
         &mut self,
-        controls: &[Arc<CallersControl>],
+        controls: &[Arc<Control>],
         slices: Vec<OverBudget>,
     ) -> Vec<Victim> {
         let (listed, silent) = list_clients(controls).await;
@@ -75,8 +75,8 @@ impl Cutter {
         }
         let mut connected: BTreeMap<u32, Vec<Connected<'_>>> = BTreeMap::new();
         for (control, clients) in &listed {
-            for ((server, pid), connections) in clients {
-                let server = Connected { control, server: *server, connections };
+            for ((server, pid), client) in clients {
+                let server = Connected { control, server: *server, connections: &client.connections };
                 connected.entry(*pid).or_default().push(server);
             }
         }

@@ -8,11 +8,11 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::budget::Member;
-use crate::host::blocking::Blocking;
-use crate::host::gpu::PciAddress;
-use crate::host::nvml::GpuProcess;
-use crate::membership::{KnownBy, Membership, Seen, SliceMounts, Slices};
-use crate::mps::identity::Identity;
+use common::host::blocking::Blocking;
+use common::host::gpu::PciAddress;
+use common::host::identity::Identity;
+use common::host::nvml::GpuProcess;
+use common::membership::{KnownBy, Membership, Seen, SliceMounts, Slices, Tenant};
 
 /// The time that the kernel gets for a question about a process. It takes microseconds, but a program can hold up
 /// everybody who reads its memory, where its environment is.
@@ -36,9 +36,10 @@ pub(super) struct Cut {
 }
 
 /// The slice of a process on this GPU.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 enum Place {
-    Slice(u32, KnownBy),
+    /// The tenant is None if the process has not let itself be looked at.
+    Slice(u32, KnownBy, Option<Tenant>),
     /// It has none, as of this moment.
     Nowhere(Instant),
     /// It does not let itself be looked at, and is not asked again.
@@ -65,9 +66,10 @@ impl Members {
         self.known.retain(|_, (_, place)| matches!(place, Place::Hidden));
     }
 
-    /// Spares the clients that are there now.
-    pub(super) fn spare_all(&mut self) {
-        self.spared = self.known.iter().map(|(pid, (process, _))| (*pid, *process)).collect();
+    /// Spares the clients among these processes, whatever is known of them, until each has certainly gone.
+    pub(super) fn spare(&mut self, processes: &[GpuProcess]) {
+        let clients = processes.iter().filter(|process| process.via_mps);
+        self.spared.extend(clients.filter_map(|client| Some((client.pid, Identity::of(client.pid).ok()?))));
     }
 
     /// The clients among these processes, by the ordinal of their slice. A client without a known slice of this GPU is
@@ -84,13 +86,16 @@ impl Members {
             .collect();
         let there = |pid: &u32, known: &mut Identity| clients.get(pid).is_some_and(|(now, _)| now == known);
         self.known.retain(|pid, (known, _)| there(pid, known));
-        self.spared.retain(there);
+        // The driver may leave out a client for a moment.
+        self.spared.retain(|_, process| process.runs());
         self.ask(clients.iter().map(|(pid, (process, _))| (*pid, *process)), cut).await;
         let mut members: BTreeMap<u32, Vec<Member>> = BTreeMap::new();
         for (pid, (process, memory_mib)) in clients {
-            if let Some((_, Place::Slice(slice, known_by))) = self.known.get(&pid) {
-                let (known_by, stays) = (*known_by, self.spared.contains_key(&pid));
-                members.entry(*slice).or_default().push(Member { process, memory_mib, known_by, stays });
+            if let Some((_, Place::Slice(slice, known_by, tenant))) = self.known.get(&pid) {
+                let (known_by, tenant) = (*known_by, tenant.clone());
+                let stays = self.spared.get(&pid) == Some(&process);
+                let member = Member { process, memory_mib, known_by, tenant, stays };
+                members.entry(*slice).or_default().push(member);
             }
         }
         members
@@ -132,7 +137,7 @@ impl Members {
             let place = match membership.map(|known| slice_on(cut, known?)) {
                 None => Place::Hidden,
                 Some(None) => Place::Nowhere(Instant::now()),
-                Some(Some((slice, known_by))) => Place::Slice(slice, known_by),
+                Some(Some((slice, known_by))) => Place::Slice(slice, known_by, Tenant::of(pid).ok()),
             };
             // If the process has ended, its PID may have been another's while it was looked at.
             if Identity::of(pid).ok() == Some(process) {
@@ -199,16 +204,23 @@ mod tests {
     async fn whoever_is_spared_stays_until_it_has_gone() {
         let mut members = Members::new();
         let process = Identity::of(std::process::id()).unwrap();
-        members.known.insert(process.pid, (process, Place::Slice(2, KnownBy::Mount)));
-        members.spare_all();
-        let found = members.by_slice(&[this_one(true)], &cut("00:06.0")).await;
-        let member = Member { process, memory_mib: Some(7), known_by: KnownBy::Mount, stays: true };
-        assert_eq!(found, BTreeMap::from([(2, vec![member])]));
+        // Nothing is known of the process yet but that the driver lists it.
+        members.spare(&[this_one(true), GpuProcess { pid: u32::MAX, ..this_one(true) }]);
+        // The driver leaves it out for a moment.
         members.by_slice(&[], &cut("00:06.0")).await;
-        assert!(members.spared.is_empty());
-        // Another process with the same PID is another client.
+        let place = || Place::Slice(2, KnownBy::Mount, Tenant::of(process.pid).ok());
+        members.known.insert(process.pid, (process, place()));
+        let found = members.by_slice(&[this_one(true)], &cut("00:06.0")).await;
+        let tenant = Tenant::of(process.pid).ok();
+        let member = Member { process, memory_mib: Some(7), known_by: KnownBy::Mount, tenant, stays: true };
+        assert_eq!(found, BTreeMap::from([(2, vec![member])]));
+        // Another process with the same PID is another client, and was not spared.
         let before = Identity { start_time: process.start_time - 1, ..process };
-        members.known.insert(process.pid, (before, Place::Slice(2, KnownBy::Mount)));
+        members.known.insert(process.pid, (before, place()));
+        members.spared.insert(process.pid, before);
         assert_eq!(members.by_slice(&[this_one(true)], &cut("00:06.0")).await, BTreeMap::new());
+        assert!(members.spared.is_empty());
+        members.spare(&[this_one(false)]);
+        assert!(members.spared.is_empty(), "it is no client");
     }
 }

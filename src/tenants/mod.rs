@@ -1,6 +1,6 @@
 //! The tenants' processes on the GPUs: the list of them, the end of their GPU work, and the budgets of their slices.
 
-mod budget;
+pub(crate) mod budget;
 pub(crate) mod budgets;
 pub(crate) mod clients;
 mod cut_back;

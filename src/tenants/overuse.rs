@@ -8,51 +8,13 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::budget::Part;
+use crate::allowance::{Allowance, Rate};
 
 /// The time that a slice has to fit before its overuse is no longer shown.
 const CALM: Duration = Duration::from_secs(3);
 
-/// The most messages at a time, and the time after which there may be one more.
-const MESSAGES: u32 = 4;
-const PERIOD: Duration = Duration::from_secs(60);
-
-/// The number of messages of one kind that may be written now.
-#[derive(Debug, Clone)]
-pub(super) struct Allowance {
-    left: u32,
-    /// The time from which the next message is counted. It has no meaning while none is missing.
-    since: Instant,
-}
-
-impl Allowance {
-    pub(super) fn new(now: Instant) -> Self {
-        Self { left: MESSAGES, since: now }
-    }
-
-    /// Takes one message, if there is one.
-    pub(super) fn take(&mut self, now: Instant) -> bool {
-        self.refill(now);
-        if self.left == MESSAGES {
-            self.since = now;
-        }
-        let taken = self.left > 0;
-        self.left = self.left.saturating_sub(1);
-        taken
-    }
-
-    /// When the next message may be written.
-    fn next(&mut self, now: Instant) -> Instant {
-        self.refill(now);
-        if self.left > 0 { now } else { self.since + PERIOD }
-    }
-
-    fn refill(&mut self, now: Instant) {
-        while self.left < MESSAGES && now >= self.since + PERIOD {
-            self.left += 1;
-            self.since += PERIOD;
-        }
-    }
-}
+/// The messages of one kind about a slice.
+pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::from_secs(60) };
 
 /// The overuse of a slice, as it is shown.
 #[derive(Debug)]
@@ -64,8 +26,8 @@ pub(super) struct Shown {
 }
 
 impl Shown {
-    pub(super) fn new(now: Instant) -> Self {
-        Self { parts: BTreeMap::new(), allowance: Allowance::new(now) }
+    pub(super) fn new() -> Self {
+        Self { parts: BTreeMap::new(), allowance: Allowance::new(MESSAGES) }
     }
 
     /// The parts of the budget that are shown as exceeded.
@@ -85,7 +47,7 @@ impl Shown {
         }
         self.parts.extend(exceeded.iter().map(|part| (*part, None)));
         let calm = |fits_since: &Option<Instant>| fits_since.is_some_and(|since| now >= since + CALM);
-        if self.parts.values().any(calm) && self.allowance.take(now) {
+        if self.parts.values().any(calm) && self.allowance.take(1, now) {
             self.parts.retain(|_, fits_since| !calm(fits_since));
         }
         self.parts() != before
@@ -111,7 +73,7 @@ mod tests {
     #[test]
     fn overuse_is_shown_at_once_and_taken_back_after_a_while() {
         let start = Instant::now();
-        let mut shown = Shown::new(start);
+        let mut shown = Shown::new();
         assert!(!shown.take_in(&parts(&[]), start) && shown.look_at(start).is_none());
         assert!(shown.take_in(&parts(&[Part::Memory]), start));
         assert!(!shown.take_in(&parts(&[Part::Memory]), start + SECOND), "no news");
@@ -132,7 +94,7 @@ mod tests {
     #[test]
     fn whoever_comes_and_goes_changes_little() {
         let start = Instant::now();
-        let mut shown = Shown::new(start);
+        let mut shown = Shown::new();
         let changes = |shown: &mut Shown, seconds: std::ops::Range<u32>| {
             let at = |second: u32| (second, start + second * SECOND);
             let looks = seconds.map(at);
@@ -147,10 +109,5 @@ mod tests {
         let again = shown.look_at(start + 3601 * SECOND).unwrap();
         assert!(again >= start + 3604 * SECOND && again <= start + 3661 * SECOND);
         assert!(shown.take_in(&parts(&[]), again));
-        // After an hour without any change, there are as many messages as at first.
-        let quiet = again + 3600 * SECOND;
-        let mut allowance = shown.allowance.clone();
-        let taken = (0..10).filter(|_| allowance.take(quiet)).count();
-        assert_eq!(taken, MESSAGES as usize);
     }
 }

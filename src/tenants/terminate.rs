@@ -4,22 +4,23 @@
 //! a fault hits every client on that GPU. `terminate_client` ends the kernel first. So the host agent asks for this
 //! before it stops a process or a container.
 
+use common::published::termination::Wanted;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
-use crate::host::blocking::Blocking;
-use crate::host::proc;
-use crate::membership::containers::{containers_in, is_the_hosts};
-use crate::membership::{SliceMounts, Slices};
-use crate::mps::control::{Caller, CallersControl, ControlError, ServerStatus, Terminated};
+use crate::mps::control::{Control, ControlError, ServerStatus, Terminated};
 use crate::mps::process::Held;
 use crate::tenants::clients::{users, whose};
-use crate::tenants::in_words::{Whose, shortened};
+use crate::tenants::in_words::{NAMED, Whose};
+use common::host::blocking::Blocking;
+use common::host::proc;
+use common::membership::containers::{containers_in, is_the_hosts};
+use common::membership::{DEVICE_VARIABLE, KnownBy, Membership, SliceMounts, Slices};
 
 /// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -28,70 +29,18 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The digits of the shortest spelling of a container's id, and of the whole id.
-const SHORTEST_ID: usize = 12;
-const ID: usize = 64;
-
-/// The processes with GPU work that is to end.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Wanted {
-    Process(u32),
-    /// A process, if it is this user's.
-    ProcessOf {
-        pid: u32,
-        user: u32,
-    },
-    /// Every process that has one of these slices, by name.
-    Slices(Vec<String>),
-    /// Every process in a container, or in a container inside it.
-    Container(ContainerId),
-}
-
-impl Wanted {
-    /// Who asks: a user may end only the work of a process that is this user's.
-    pub(crate) fn caller(&self) -> Caller {
-        match self {
-            Self::ProcessOf { .. } => Caller::User,
-            Self::Process(_) | Self::Slices(_) | Self::Container(_) => Caller::Root,
-        }
-    }
-
-    /// The beginning of the event that names the clients with work that was ended. yunion-mpsctl finds the event by it.
-    pub(crate) fn event(&self) -> String {
-        let whom = match self {
-            Self::Process(pid) | Self::ProcessOf { pid, .. } => format!("process {pid}"),
-            Self::Slices(names) => shortened(names),
-            Self::Container(ContainerId(id)) => format!("container {id}"),
-        };
-        format!("GPU work ended for {whom}, of ")
-    }
-}
-
-/// The id of a container, or its beginning.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ContainerId(String);
-
-impl ContainerId {
-    /// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
-    pub(crate) fn new(text: &str) -> Result<Self, TerminationError> {
-        let is_id = (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit());
-        if is_id { Ok(Self(text.to_ascii_lowercase())) } else { Err(TerminationError::NoId(text.to_owned())) }
-    }
-}
+/// The time for which a client has to be without a known slice before a release of slices fails for it. A process that is
+/// just ending has no environment any more.
+const UNPLACED_FOR: Duration = Duration::from_secs(1);
 
 /// The reason why some wanted processes may have GPU work left.
 #[derive(Debug, thiserror::Error)]
 pub enum TerminationError {
-    /// The text is not the id of a container.
-    #[error(
-        "{0:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them"
-    )]
-    NoId(String),
     /// Several containers have ids that begin so. Nothing was done.
     #[error("{id} is the beginning of several containers: {}; give more digits", found.join(", "))]
     SeveralContainers { id: String, found: Vec<String> },
     /// The process is no client of any control daemon here.
-    #[error("process {0} is no client of a GPU here; ListClients shows those there are")]
+    #[error("process {0} is no client of a GPU here; yunion-mpsctl clients lists the clients")]
     NoSuchClient(u32),
     /// The process is no client of any control daemon here, or another user's.
     #[error("process {pid} is no client of a GPU here that user {user} has started")]
@@ -99,6 +48,14 @@ pub enum TerminationError {
     /// A process can't be looked at, so nobody knows whether it is wanted. The work of the others was ended.
     #[error("process {pid} can't be looked at: {source}")]
     Unreadable { pid: u32, source: io::Error },
+    /// Clients on the GPUs of the wanted slices, in words. Nobody knows which slices they have, so nobody knows whether they
+    /// are wanted. The work of the others was ended.
+    #[error(
+        "no process that is known to have these slices uses them any more; not known of {0}: neither a mounted directory \
+         nor {DEVICE_VARIABLE} in the environment says which slice of this GPU they have, and their GPU work goes on; \
+         terminate them by PID or container before anybody stops them"
+    )]
+    Unplaced(String),
     /// A control daemon did not answer. Work on the other control daemons was ended.
     #[error(transparent)]
     Control(#[from] ControlError),
@@ -118,7 +75,7 @@ fn pids(left: &BTreeSet<u32>) -> String {
 /// else notices at its next call to CUDA, and stays listed as a client until then. From now on no signal to such a
 /// process can hurt its neighbours. The first answer names the clients that had work, also after an error.
 pub(crate) async fn terminate(
-    controls: Vec<Arc<CallersControl>>,
+    controls: Vec<Arc<Control>>,
     wanted: Wanted,
     slices: Slices,
     kernel: Blocking,
@@ -131,6 +88,7 @@ pub(crate) async fn terminate(
         ended: BTreeMap::new(),
         had_work: Vec::new(),
         left: None,
+        unplaced_since: None,
         only_hosts: false,
     };
     let result = match tokio::time::timeout(TIMEOUT, termination.run()).await {
@@ -143,8 +101,23 @@ pub(crate) async fn terminate(
 /// The connections of a client, by the ids that `ps` gives them.
 pub(super) type Connections = BTreeSet<Option<u64>>;
 
+/// A client as its control daemon lists it.
+#[derive(Debug, Default)]
+pub(super) struct ListedClient {
+    pub connections: Connections,
+    /// The beginnings of the UUIDs of its GPUs. An empty one stands for a GPU that is not known.
+    gpus: BTreeSet<String>,
+}
+
+impl ListedClient {
+    /// Whether it may use one of these GPUs.
+    fn may_be_on(&self, gpus: &[&str]) -> bool {
+        self.gpus.iter().any(|prefix| gpus.iter().any(|uuid| uuid.starts_with(prefix.as_str())))
+    }
+}
+
 struct Termination {
-    controls: Vec<Arc<CallersControl>>,
+    controls: Vec<Arc<Control>>,
     wanted: Wanted,
     slices: Slices,
     kernel: Blocking,
@@ -155,6 +128,8 @@ struct Termination {
     had_work: Vec<Whose>,
     /// The processes with work at the last look; None before the first look that found any.
     left: Option<BTreeSet<u32>>,
+    /// The time since when each look has found clients without a known slice.
+    unplaced_since: Option<Instant>,
     /// The wanted container is known to be made by the host's own runtime.
     only_hosts: bool,
 }
@@ -163,7 +138,7 @@ impl Termination {
     async fn run(&mut self) -> Result<(), TerminationError> {
         let mut pause = FIRST_PAUSE;
         loop {
-            let (found, trouble) = self.look().await?;
+            let Picked { found, unplaced, trouble } = self.look().await?;
             if found.is_empty() && trouble.is_none() && self.left.is_none() {
                 match self.wanted {
                     Wanted::Process(pid) => return Err(TerminationError::NoSuchClient(pid)),
@@ -173,13 +148,19 @@ impl Termination {
             }
             let at_work: Vec<Found> = found.into_iter().filter(|found| !self.has_ended(found)).collect();
             self.left.get_or_insert_default().clear();
-            if at_work.is_empty() && trouble.is_none() {
+            if at_work.is_empty() && unplaced.is_empty() && trouble.is_none() {
                 return Ok(());
             }
+            let others_are_done = at_work.is_empty();
             // A process that can't be looked at must not save the others.
             self.terminate(at_work).await?;
             if let Some(trouble) = trouble {
                 return Err(trouble);
+            }
+            let since = if unplaced.is_empty() { None } else { self.unplaced_since };
+            self.unplaced_since = (!unplaced.is_empty()).then(|| since.unwrap_or_else(Instant::now));
+            if others_are_done && since.is_some_and(|since| since.elapsed() >= UNPLACED_FOR) {
+                return Err(TerminationError::Unplaced(named(&unplaced)));
             }
             sleep(pause).await;
             pause = (pause * 2).min(LAST_PAUSE);
@@ -187,15 +168,15 @@ impl Termination {
     }
 
     /// The wanted clients as they are now, and the reason why some may be missing.
-    async fn look(&mut self) -> Result<(Vec<Found>, Option<TerminationError>), TerminationError> {
+    async fn look(&mut self) -> Result<Picked, TerminationError> {
         let (listed, silent) = list_clients(&self.controls).await;
         let (wanted, slices) = (self.wanted.clone(), self.slices.clone());
         // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
         let only_hosts = self.only_hosts;
         let picked = self.kernel.ask(TIMEOUT, move || pick(listed, &wanted, &slices, only_hosts)).await;
-        let (found, unreadable) = picked.ok_or(TerminationError::NotKnown)??;
-        self.only_hosts |= found.iter().any(|found| found.hosts);
-        Ok((found, silent.or(unreadable)))
+        let picked = picked.ok_or(TerminationError::NotKnown)??;
+        self.only_hosts |= picked.found.iter().any(|found| found.hosts);
+        Ok(Picked { trouble: silent.or(picked.trouble), ..picked })
     }
 
     /// Whether a client's work has been ended: the client still has a connection from that time. A client that has
@@ -241,7 +222,7 @@ impl Termination {
 
 /// Ends the GPU work of one client. If its server met a fatal GPU error, the client has no work left.
 async fn end_work(
-    control: &CallersControl,
+    control: &Control,
     server: u32,
     pid: u32,
     held: &Held,
@@ -258,7 +239,7 @@ async fn end_work(
 /// client is never killed, since that would be a fault for its neighbours. None if the client can't be continued, and
 /// nothing was done.
 pub(super) async fn end_client(
-    control: &CallersControl,
+    control: &Control,
     server: u32,
     pid: u32,
     held: &Held,
@@ -286,7 +267,7 @@ pub(super) async fn end_client(
 /// A wanted client at one of its servers.
 #[derive(Debug)]
 struct Found {
-    control: Arc<CallersControl>,
+    control: Arc<Control>,
     server: u32,
     pid: u32,
     connections: Connections,
@@ -296,13 +277,28 @@ struct Found {
     hosts: bool,
 }
 
-/// The clients of a control daemon: their connections, by server and client.
-type Listed = (Arc<CallersControl>, BTreeMap<(u32, u32), Connections>);
+/// A client on a GPU of the wanted slices without a known slice.
+#[derive(Debug)]
+struct Unplaced {
+    whose: Whose,
+    /// The program that it runs.
+    command: String,
+}
+
+/// The clients of the control daemons, as far as they concern a termination.
+#[derive(Debug, Default)]
+struct Picked {
+    found: Vec<Found>,
+    unplaced: Vec<Unplaced>,
+    /// The first reason why some may be missing.
+    trouble: Option<TerminationError>,
+}
+
+/// The clients of a control daemon, by server and client.
+type Listed = (Arc<Control>, BTreeMap<(u32, u32), ListedClient>);
 
 /// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
-pub(super) async fn list_clients(
-    controls: &[Arc<CallersControl>],
-) -> (Vec<Listed>, Option<TerminationError>) {
+pub(super) async fn list_clients(controls: &[Arc<Control>]) -> (Vec<Listed>, Option<TerminationError>) {
     let mut asked = JoinSet::new();
     for control in controls {
         let control = Arc::clone(control);
@@ -313,11 +309,13 @@ pub(super) async fn list_clients(
         match answer {
             Ok(Ok((control, clients))) => {
                 // A client of two GPUs has two lines.
-                let mut connections: BTreeMap<_, Connections> = BTreeMap::new();
+                let mut by_client: BTreeMap<_, ListedClient> = BTreeMap::new();
                 for client in clients {
-                    connections.entry((client.server, client.pid)).or_default().insert(client.id);
+                    let one = by_client.entry((client.server, client.pid)).or_default();
+                    one.connections.insert(client.id);
+                    one.gpus.insert(client.gpu_prefix);
                 }
-                listed.push((control, connections));
+                listed.push((control, by_client));
             }
             Ok(Err(error)) => _ = silent.get_or_insert(TerminationError::Control(error)),
             Err(_) => _ = silent.get_or_insert(TerminationError::NotKnown),
@@ -326,29 +324,48 @@ pub(super) async fn list_clients(
     (listed, silent)
 }
 
-/// The wanted clients, and the first client that could not be looked at. It is an error if none of them may be touched.
+/// The first of these clients by name.
+fn named(unplaced: &[Unplaced]) -> String {
+    let words = |one: &Unplaced| format!("{} ({})", one.whose, one.command);
+    let mut names: Vec<String> = unplaced.iter().take(NAMED).map(words).collect();
+    if let Some(more) = unplaced.len().checked_sub(NAMED).filter(|more| *more > 0) {
+        names.push(format!("and {more} more"));
+    }
+    names.join("; ")
+}
+
+/// The wanted clients. It is an error if none of them may be touched.
 fn pick(
     listed: Vec<Listed>,
     wanted: &Wanted,
     slices: &Slices,
     only_hosts: bool,
-) -> Result<(Vec<Found>, Option<TerminationError>), TerminationError> {
-    let (mut found, mut unreadable) = (Vec::new(), None);
+) -> Result<Picked, TerminationError> {
+    let Picked { mut found, mut unplaced, mut trouble } = Picked::default();
     let mut containers = BTreeSet::new();
     let (users, mounts) = (users(), SliceMounts::look(slices));
+    let gpus = if let Wanted::Slices(names) = wanted { slices.gpus_of(names) } else { Vec::new() };
     for (control, clients) in listed {
-        for ((server, pid), connections) in clients {
+        for ((server, pid), client) in clients {
             match hold_if_wanted(pid, wanted, &mounts) {
                 Ok(None) => {}
-                Ok(Some((held, Match { containers: ids, slices }))) => {
+                Ok(Some((_, Finding::Unplaced))) => {
+                    if client.may_be_on(&gpus) && !unplaced.iter().any(|one: &Unplaced| one.whose.pid == pid)
+                    {
+                        let command = proc::program(pid);
+                        unplaced.push(Unplaced { whose: whose(pid, &mounts, &users), command });
+                    }
+                }
+                Ok(Some((held, Finding::Wanted(Match { containers: ids, slices })))) => {
                     let hosts = ids.iter().any(|id| id.hosts);
                     containers.extend(ids);
                     let control = Arc::clone(&control);
                     let known = whose(pid, &mounts, &users);
                     let whose = Whose { slices: slices.or(known.slices), ..known };
+                    let connections = client.connections;
                     found.push(Found { control, server, pid, connections, held, whose, hosts });
                 }
-                Err(source) => _ = unreadable.get_or_insert(TerminationError::Unreadable { pid, source }),
+                Err(source) => _ = trouble.get_or_insert(TerminationError::Unreadable { pid, source }),
             }
         }
     }
@@ -358,11 +375,11 @@ fn pick(
         found.retain(|found| found.hosts);
     }
     match wanted {
-        Wanted::Container(ContainerId(id)) if containers.len() > 1 => {
+        Wanted::Container(id) if containers.len() > 1 => {
             let found = containers.into_iter().map(|found| found.id).collect();
-            Err(TerminationError::SeveralContainers { id: id.clone(), found })
+            Err(TerminationError::SeveralContainers { id: id.to_string(), found })
         }
-        _ => Ok((found, unreadable)),
+        _ => Ok(Picked { found, unplaced, trouble }),
     }
 }
 
@@ -374,6 +391,14 @@ struct Container {
     hosts: bool,
 }
 
+/// A client that a termination concerns.
+#[derive(Debug, PartialEq, Eq)]
+enum Finding {
+    Wanted(Match),
+    /// Slices are wanted, and it is not known which slice the process has.
+    Unplaced,
+}
+
 /// Why a process is wanted.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Match {
@@ -383,34 +408,46 @@ struct Match {
     slices: Option<Vec<String>>,
 }
 
-/// Holds a process and returns it with the reason why it is wanted. None if it is not wanted or has gone.
-fn hold_if_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<(Held, Match)>> {
+/// Holds a process that the termination concerns. None if it does not concern the process, or the process has gone.
+fn hold_if_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<(Held, Finding)>> {
     let Some(held) = Held::open(pid)? else { return Ok(None) };
     let found = find_wanted(pid, wanted, mounts);
     // If the process has ended, its PID may have been another's while it was read.
     if held.alive() { Ok(found?.map(|found| (held, found))) } else { Ok(None) }
 }
 
-fn find_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<Match>> {
-    match wanted {
-        Wanted::Process(other) => Ok((*other == pid).then(Match::default)),
+fn find_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<Finding>> {
+    let found = match wanted {
+        Wanted::Slices(names) => return mounts.of(pid).map(|known| find_slices(names, known)),
+        Wanted::Process(other) => (*other == pid).then(Match::default),
         // A program that has changed its user acts for others, too.
         Wanted::ProcessOf { pid: other, user } => {
             let theirs = *other == pid && proc::status(pid)?.uids().iter().all(|uid| uid == user);
-            Ok(theirs.then(Match::default))
+            theirs.then(Match::default)
         }
-        Wanted::Slices(names) => {
-            let mut slices = mounts.of(pid)?.map(|known| known.slices).unwrap_or_default();
-            slices.retain(|slice| names.contains(slice));
-            Ok((!slices.is_empty()).then(|| Match { slices: Some(slices), ..Match::default() }))
-        }
-        Wanted::Container(ContainerId(id)) => {
+        Wanted::Container(id) => {
             let cgroups = proc::cgroups_text(pid)?.to_ascii_lowercase();
-            let ids = containers_in(&cgroups).filter(|found| found.starts_with(id.as_str()));
+            let ids = containers_in(&cgroups).filter(|found| id.begins(found));
             let ids: BTreeSet<Container> =
                 ids.map(|id| Container { id: id.to_owned(), hosts: is_the_hosts(&cgroups, id) }).collect();
-            Ok((!ids.is_empty()).then(|| Match { containers: ids, ..Match::default() }))
+            (!ids.is_empty()).then(|| Match { containers: ids, ..Match::default() })
         }
+    };
+    Ok(found.map(Finding::Wanted))
+}
+
+/// Compares the slices of a process with the wanted ones. The name of a GPU in the environment tells no slice.
+fn find_slices(names: &[String], known: Option<Membership>) -> Option<Finding> {
+    let Some(Membership { slices, known_by }) = known else { return Some(Finding::Unplaced) };
+    let gpu = |name: &str| name.split_once('-').map(|(gpu, _)| gpu.to_owned());
+    let gpus: BTreeSet<Option<String>> = names.iter().map(|name| gpu(name)).collect();
+    let is_placed = known_by == KnownBy::Mount
+        || slices.iter().map(|slice| gpu(slice)).any(|gpu| gpu.is_some() && gpus.contains(&gpu));
+    let wanted: Vec<String> = slices.into_iter().filter(|slice| names.contains(slice)).collect();
+    match (wanted.is_empty(), is_placed) {
+        (false, _) => Some(Finding::Wanted(Match { slices: Some(wanted), ..Match::default() })),
+        (true, true) => None,
+        (true, false) => Some(Finding::Unplaced),
     }
 }
 
@@ -419,29 +456,48 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_are_hexadecimal_and_long_enough() {
-        let full = "0123456789ABCDEF".repeat(4);
-        assert_eq!(ContainerId::new(&full).unwrap(), ContainerId(full.to_lowercase()));
-        assert!(ContainerId::new("0123456789ab").is_ok());
-        for text in ["", "0123456789a", "0123456789xy", &format!("{full}0"), "0123456789a\u{e9}"] {
-            let error = ContainerId::new(text).unwrap_err().to_string();
-            assert!(error.contains("at least the first 12"), "{error}");
-        }
-    }
-
-    #[test]
     fn a_process_is_looked_at_for_what_is_wanted() {
         let pid = std::process::id();
         let mounts = SliceMounts::look(&Slices::default());
         let found = |wanted| hold_if_wanted(pid, &wanted, &mounts).unwrap().map(|(_, found)| found);
-        assert_eq!(found(Wanted::Process(pid)), Some(Match::default()));
+        let wanted = || Some(Finding::Wanted(Match::default()));
+        assert_eq!(found(Wanted::Process(pid)), wanted());
         assert_eq!(found(Wanted::Process(pid + 1)), None);
         let user = rustix::process::getuid().as_raw();
-        assert_eq!(found(Wanted::ProcessOf { pid, user }), Some(Match::default()));
+        assert_eq!(found(Wanted::ProcessOf { pid, user }), wanted());
         assert_eq!(found(Wanted::ProcessOf { pid, user: user + 1 }), None);
         assert_eq!(found(Wanted::ProcessOf { pid: pid + 1, user }), None);
-        assert_eq!(found(Wanted::Slices(vec!["no such slice".to_owned()])), None);
+        assert_eq!(found(Wanted::Slices(vec!["00:06.0-1".to_owned()])), Some(Finding::Unplaced));
         assert!(hold_if_wanted(u32::MAX, &Wanted::Slices(Vec::new()), &mounts).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_process_has_the_wanted_slice_or_another_or_nobody_knows() {
+        let found = |slices: &[&str], known_by| {
+            let slices = slices.iter().map(|slice| (*slice).to_owned()).collect();
+            find_slices(&["00:06.0-1".to_owned()], Some(Membership { slices, known_by }))
+        };
+        for known_by in [KnownBy::Mount, KnownBy::Environment] {
+            let slices = Some(vec!["00:06.0-1".to_owned()]);
+            let wanted = Some(Finding::Wanted(Match { slices, ..Match::default() }));
+            assert_eq!(found(&["00:07.0-3", "00:06.0-1"], known_by), wanted);
+            assert_eq!(found(&["00:07.0-3", "00:06.0-2"], known_by), None, "another slice of this GPU");
+        }
+        assert_eq!(found(&["00:07.0-1"], KnownBy::Mount), None, "no other slice is mounted there");
+        for claimed in ["00:06.0", "00:07.0-1", "00:16.0-1"] {
+            assert_eq!(found(&[claimed], KnownBy::Environment), Some(Finding::Unplaced), "{claimed}");
+        }
+        assert_eq!(find_slices(&["00:06.0-1".to_owned()], None), Some(Finding::Unplaced));
+    }
+
+    #[test]
+    fn a_client_may_be_on_a_gpu_that_nobody_names() {
+        let on = |prefix: &str| {
+            let client =
+                ListedClient { gpus: BTreeSet::from([prefix.to_owned()]), ..ListedClient::default() };
+            client.may_be_on(&["GPU-168acfc9-c926-5401-354d-2910ddcd391b"])
+        };
+        assert!(on("GPU-168acfc9-c926-5401") && on("") && !on("GPU-2"));
     }
 
     #[test]

@@ -17,6 +17,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("sigkill_of_the_main_process_leaves_a_client_running", sigkill),
     ("sigterm_that_is_not_systemds_leaves_a_client_running", sigterm),
     ("the_watchdog_leaves_a_client_running", watchdog),
+    ("a_members_flood_of_calls_leaves_a_client_running", flood),
     ("a_kernel_without_pidfds_is_as_good", old_kernel),
     ("the_cdi_spec_stays_at_a_restart_and_goes_at_a_stop", cdi),
     ("systemctl_stop_ends_the_control_daemon_and_its_client", stop),
@@ -124,6 +125,28 @@ fn sigterm(machine: &mut Machine) {
     wait_for("its end", || (machine.property(SERVICE, "MainPID") != main).then_some(()));
     machine.sh(&format!("systemctl start {SERVICE}"));
     running.unharmed(machine, &main, &cursor);
+}
+
+/// The flood makes the service larger than it may be here, so the kernel ends it, and systemd starts it again.
+fn flood(machine: &mut Machine) {
+    const SCRIPT: &str = "/srv/attack.py";
+    machine.write(SCRIPT, include_str!("../it/attack.py"));
+    let running = Running::start(machine, "MemoryMax=48M\nRestartSec=100ms");
+    machine.sh("usermod -aG yunion-mps nobody; systemctl reload dbus");
+    let cursor = machine.cursor();
+    machine.sh(&format!(
+        "chmod 755 {SCRIPT}; setpriv --reuid=65534 --regid=65534 --init-groups python3 {SCRIPT} \
+         /run/dbus/system_bus_socket long-name 8 8"
+    ));
+    wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    let said = machine.messages(&cursor);
+    let is_counted = machine.property(SERVICE, "MemoryCurrent").parse::<u64>().is_ok();
+    let restarts = machine.property(SERVICE, "NRestarts");
+    assert!(!is_counted || restarts != "0", "{said:#?}");
+    wait_for("the client, which is listed", || clients(machine).contains("cuda-client").then_some(()));
+    assert_eq!(Running::now(machine), running);
+    machine.sh(&format!("{ON_HOST} eval \"$(yunion-mpsctl env 00:06.0-2)\"; cuda-client props"));
+    machine.sh("gpasswd --delete nobody yunion-mps; systemctl reload dbus");
 }
 
 fn watchdog(machine: &mut Machine) {

@@ -1,4 +1,4 @@
-//! A service for the tests of `yunion_mps::host::systemd`: it asks systemd what the daemon asks, and says what it hears.
+//! A service for the tests of `common::host::systemd`: it asks systemd what the daemon asks, and says what it hears.
 //!
 //! /run/asker names the scope to ask for, if it should ask for one. The process to be moved is a shell that can say when
 //! it is ended. Its answers go to standard output, which is the journal, and to /var/order.
@@ -6,9 +6,9 @@
 use std::io::Write;
 use std::process::{Command, ExitCode, Stdio};
 
+use common::host::systemd::{move_to_scope, runs_us, why_stopping};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
-use yunion_mps::{move_to_scope, runs_us, why_stopping};
 
 /// The first argument that makes this program the service.
 pub(crate) const ARGUMENT: &str = "asker";

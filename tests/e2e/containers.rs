@@ -23,14 +23,16 @@ pub(crate) const CHECKS: &[Check] = &[
     ("compose_makes_a_client_of_exactly_this_slice", compose),
 ];
 
-const PODMAN: &str = "podman run --rm $(yunion-mpsctl env 00:06.0-1 --format podman) IMAGE PROGRAM";
+const PODMAN: &str =
+    "options=$(yunion-mpsctl env 00:06.0-1 --format podman) && podman run --rm $options IMAGE PROGRAM";
 const PODMAN_CDI: &str =
     "podman run --rm --device nvidia.com/gpu=GPU-76aef7ff-... --device yunion.io/mps=00:06.0-1 IMAGE PROGRAM";
-const PODMAN_NAMES: &str =
-    "podman run --rm $(yunion-mpsctl env 00:06.0-1 --format cdi | sed 's/^/--device=/') IMAGE PROGRAM";
+const PODMAN_NAMES: &str = "names=$(yunion-mpsctl env 00:06.0-1 --format cdi) && podman run --rm $(printf -- '--device=%s ' $names) IMAGE PROGRAM";
 const PODMAN_STOP: &str = "yunion-mpsctl terminate --container 4f1c2d3e5a6b && podman stop 4f1c2d3e5a6b";
-const DOCKER: &str = "docker run --rm $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE PROGRAM";
-const DOCKER_FREE: &str = "docker run --rm $(yunion-mpsctl env --free --format docker) IMAGE PROGRAM";
+const DOCKER: &str =
+    "options=$(yunion-mpsctl env 00:06.0-1 --format docker) && docker run --rm $options IMAGE PROGRAM";
+const DOCKER_FREE: &str =
+    "options=$(yunion-mpsctl env --free --format docker) && docker run --rm $options IMAGE PROGRAM";
 const COMPOSE_FILE: &str = "yunion-mpsctl env 00:06.0-1 --format compose >mps-slice.yaml";
 const COMPOSE_UP: &str = "docker compose up";
 
@@ -42,13 +44,13 @@ const RUN: [&str; 8] =
 const ELSEWHERE: [(&str, &str); 8] = [
     ("nvidia-ctk runtime configure --runtime=docker && systemctl restart docker", "needs NVIDIA's toolkit"),
     (
-        "docker run --rm $(yunion-mpsctl env 00:06.0-1 --format podman) IMAGE PROGRAM",
+        "options=$(yunion-mpsctl env 00:06.0-1 --format podman) && docker run --rm $options IMAGE PROGRAM",
         "needs Docker 25 or newer; tried by hand, and Podman takes the same options here",
     ),
     ("{\"features\": {\"cdi\": true}}", "needs Docker 25 or newer"),
     ("yunion-mpsctl env 00:06.0-1 --format cdi", "its output is in tests/golden"),
     (
-        "ctr run --rm $(yunion-mpsctl env 00:06.0-1 --format cdi | sed 's/^/--device=/') IMAGE NAME PROGRAM",
+        "names=$(yunion-mpsctl env 00:06.0-1 --format cdi) && ctr run --rm $(printf -- '--device=%s ' $names) IMAGE NAME PROGRAM",
         "needs containerd 2; tried by hand",
     ),
     (

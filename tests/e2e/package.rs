@@ -38,22 +38,33 @@ pub(crate) const RPM_CHECKS: &[Check] = &[
     ("an_rpm_upgrade_from_the_platforms_package_leaves_its_client_running", rpm_take_over),
 ];
 
-/// The one file in dist/ with this ending, which `make deb rpm` made of these very sources.
+/// Where the packages to be tried are, where their programs are, and the command that makes both: of `make deb rpm` where
+/// `RELEASE` is set, otherwise the packages for tests.
+fn packages() -> (&'static str, &'static str, &'static str) {
+    if std::env::var_os("RELEASE").is_some_and(|value| !value.is_empty()) {
+        ("dist", "target/packaged", "make deb rpm")
+    } else {
+        ("target/under-test", "target/under-test/programs", "scripts/build-under-test.sh")
+    }
+}
+
+/// The one package with this ending, which was made of these very sources.
 fn built(ending: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let found: Vec<PathBuf> = fs::read_dir(source.join("dist"))
+    let (directory, _, command) = packages();
+    let found: Vec<PathBuf> = fs::read_dir(source.join(directory))
         .into_iter()
         .flatten()
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.to_str().is_some_and(|path| path.ends_with(ending)))
         .collect();
-    let [package] = &found[..] else { panic!("not one *{ending} in dist/: {found:?}; make deb rpm") };
+    let [package] = &found[..] else { panic!("not one *{ending} in {directory}: {found:?}; {command}") };
     let built = fs::metadata(package).unwrap().modified().unwrap();
     let documents = ["README.md", "README.zh-CN.md"];
-    let parts = ["src", "config", "docs", "systemd", "packaging", "Cargo.toml", "Cargo.lock"];
+    let parts = ["src", "crates", "config", "docs", "systemd", "packaging", "Cargo.toml", "Cargo.lock"];
     for part in parts.into_iter().chain(documents) {
         let newer = newer(&source.join(part), built);
-        assert!(newer.is_none(), "{} is older than {newer:?}; make deb rpm", package.display());
+        assert!(newer.is_none(), "{} is older than {newer:?}; {command}", package.display());
     }
     package.clone()
 }
@@ -119,7 +130,7 @@ pub(crate) fn stage_upgrades() -> Stage {
 
 fn pack(tree: &Path, stage: &Stage, path: &str) {
     let package = tree.with_extension("deb");
-    run(Command::new("dpkg-deb").args(["--root-owner-group", "-b"]).arg(tree).arg(&package));
+    run(Command::new("dpkg-deb").args(["--root-owner-group", "-Zgzip", "-z1", "-b"]).arg(tree).arg(&package));
     stage.put(&package, path);
 }
 
@@ -452,7 +463,8 @@ pub(crate) fn stage_rpm() -> Stage {
     fs::write(&previous_spec, spec).unwrap();
     let mut previous = Command::new("rpmbuild");
     previous.current_dir(source).args(["-bb", "--with", "prebuilt", "--build-in-place"]);
-    previous.env("BIN", source.join("target/packaged")).env("PAGES", source.join("target/pages"));
+    previous.args(["--define", "package_compression 0"]);
+    previous.env("BIN", source.join(packages().1)).env("PAGES", source.join("target/pages"));
     previous.arg("--define").arg(format!("_builddir {}", source.display()));
     stage.put(&packed(&mut previous, work.path(), previous_spec.to_str().unwrap()), PREVIOUS_RPM);
 

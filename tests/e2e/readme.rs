@@ -1,5 +1,6 @@
-//! The words of the README, taken from it and typed on a fresh system without configuration: its commands alone make
-//! GPUs served. A command of the README that is not run here stands in [`ELSEWHERE`].
+//! The words of the README and of docs/operations.md, taken from them and typed on a fresh system without
+//! configuration: the commands of the README alone make GPUs served, and after all commands GPUs are served again. A
+//! command that is not run here stands in [`ELSEWHERE`].
 
 use std::fs;
 use std::path::Path;
@@ -9,34 +10,30 @@ use crate::machine::{Machine, text};
 use crate::package::DEB;
 use crate::service::{HOST, ON_HOST, SERVICE, compute_mode, control_daemons, new_host, state};
 
-/// Every README. Each of them has all commands.
-const READMES: [&str; 2] = ["README.md", "README.zh-CN.md"];
+/// The README and the page for operations, in each language. Each language has all commands.
+const GUIDES: [[&str; 2]; 2] =
+    [["README.md", "docs/operations.md"], ["README.zh-CN.md", "docs/operations.zh-CN.md"]];
 
-/// The commands and lines of configuration that are not run here: where they are, or why they can't be.
-const ELSEWHERE: [(&str, &str); 19] = [
+/// The command that shows that GPUs are served. It stands in the README itself.
+const FIRST_PROGRAM: &str = "yunion-mpsctl run --free -- ./a-cuda-program";
+
+/// The commands that are not run here: where they are, or why they can't be.
+const ELSEWHERE: [(&str, &str); 11] = [
     ("yunion-mpsctl top", "needs a terminal and somebody at the keys; tests/it/top.rs"),
     ("yunion-mpsctl events --follow", "ends when somebody presses Ctrl-C; tests/it/watch.rs"),
     ("kubectl rollout restart ds -n onecloud default-host", "needs a platform"),
     ("climc isolated-device-list", "needs a platform"),
     ("make demo", "run by .ci/run"),
     ("make test", "runs this"),
-    (
-        "make deb && apt-get install ./dist/yunion-mps-daemon_*.deb",
-        "the package that is installed here is from make deb",
-    ),
-    (
-        "make rpm && yum install ./dist/yunion-mps-daemon-*.rpm",
-        "needs yum; package::RPM_CHECKS install it with rpm",
-    ),
     ("make build && make install", "needs the sources; tests/it/packaging.rs runs packaging/install.sh"),
-    ("enable_cuda_mps: true", "package::enable writes it"),
-    ("container_device_config_file: /etc/yunion/host_container_device.yml", "package::enable writes it"),
-    ("devices:", "package::enable writes it"),
-    ("- path: /dev/dri/renderD128", "package::enable writes it"),
-    ("type: NVIDIA_MPS", "package::enable writes it"),
-    ("virtual_number: 4", "package::enable writes it"),
-    ("docker run $(yunion-mpsctl env 00:06.0-1 --format docker) IMAGE", "the checks of containers run it"),
-    ("podman run $(yunion-mpsctl env 00:06.0-1 --format podman) IMAGE", "the checks of containers run it"),
+    (
+        "options=$(yunion-mpsctl env 00:06.0-1 --format docker) && docker run $options IMAGE",
+        "the checks of containers run it",
+    ),
+    (
+        "options=$(yunion-mpsctl env 00:06.0-1 --format podman) && podman run $options IMAGE",
+        "the checks of containers run it",
+    ),
     ("yunion-mpsctl terminate 1153 && kill 1153", "has a PID of its own; tests/it/release.rs"),
     (
         "yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b",
@@ -93,20 +90,23 @@ pub(crate) fn lines(readme: &str) -> Vec<&str> {
 }
 
 fn words(machine: &mut Machine) {
-    for readme in READMES {
-        let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(readme)).unwrap();
-        let lines = lines(&text);
+    for pages in GUIDES {
+        let guide = pages.join(" and ");
+        let texts =
+            pages.map(|page| fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).unwrap());
+        assert!(lines(&texts[0]).contains(&FIRST_PROGRAM), "{} serves nobody", pages[0]);
+        let lines: Vec<&str> = texts.iter().flat_map(|text| lines(text)).collect();
         for (line, why) in ELSEWHERE {
-            assert!(lines.contains(&line), "{readme} has no line {line:?}, which was not run: {why}");
+            assert!(lines.contains(&line), "{guide} have no line {line:?}, which was not run: {why}");
         }
         fresh(machine);
         let commands = lines.iter().filter(|line| !ELSEWHERE.iter().any(|(elsewhere, _)| elsewhere == *line));
         let mut served = 0;
         for command in commands {
             let printed = typed(machine, command);
-            println!("    {readme}: {command}");
+            println!("    {guide}: {command}");
             match *command {
-                "yunion-mpsctl run --free -- ./a-cuda-program" => {
+                FIRST_PROGRAM => {
                     assert!(printed.contains("yunion-mpsctl: takes 00:06.0-0 (H200"), "{printed}");
                     // A tenth of the 132 SMs, which GPUs hand out in pairs.
                     assert!(printed.contains(" sms 12 "), "{printed}");
@@ -119,19 +119,19 @@ fn words(machine: &mut Machine) {
                 "yunion-mpsctl list" => assert!(printed.contains("00:06.0-9"), "{printed}"),
                 "systemctl start yunion-mps-daemon" => assert_eq!(state(machine), "ready"),
                 "yunion-mpsctl undrain --all" => {
-                    // All is as it was after the first commands.
-                    let again = typed(machine, "yunion-mpsctl run --free -- ./a-cuda-program");
-                    assert!(again.contains("takes 00:06.0-0"), "{again}");
+                    // All is as it was after the first commands, but for the slice that was given out a moment ago.
+                    let again = typed(machine, FIRST_PROGRAM);
+                    assert!(again.contains("yunion-mpsctl: takes 00:06.0-"), "{again}");
                     served += 1;
                 }
                 _ => {}
             }
         }
-        assert_eq!(served, 2, "{readme} does not end with a host that serves");
+        assert_eq!(served, 2, "{guide} do not end with a host that serves");
     }
 }
 
-/// A system as it was installed, whatever the README before has left.
+/// A system as it was installed, whatever the guide before has left.
 fn fresh(machine: &Machine) {
     machine
         .sh("! dpkg-query --show yunion-mps-daemon >/dev/null 2>&1 || apt-get purge --yes yunion-mps-daemon
@@ -139,7 +139,7 @@ fn fresh(machine: &Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
-/// A command of the README, as a person types it who sees the simulated driver. Returns its output, with all complaints.
+/// A command of a guide, as a person types it who sees the simulated driver. Returns its output, with all complaints.
 #[track_caller]
 fn typed(machine: &Machine, command: &str) -> String {
     let script = format!("{ON_HOST} export HOME=/root; cd {DIRECTORY}; {command}");

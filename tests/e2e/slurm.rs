@@ -86,6 +86,11 @@ fn guide(machine: &mut Machine) {
     machine.write(HOST_CONF, &(host_conf + &line("cuda_mps_may_terminate: owner")));
     machine.sh(&line("systemctl reload yunion-mps-daemon"));
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
+    machine.complained(&["su", "alice", "-c", "yunion-mpsctl list"]);
+    machine.sh(&lines("install -m 644", "systemctl reload dbus"));
+    wait_for("the bus", || {
+        machine.run(&["su", "alice", "-c", "yunion-mpsctl list"]).status.success().then_some(())
+    });
     machine.sh(&line("yunion-mpsctl slurm >/etc/yunion/gres.conf"));
     machine.write("/etc/slurm/gres.conf", &line("include /etc/yunion/gres.conf"));
 

@@ -5,15 +5,11 @@
 # The compute mode is left alone, so setting it is not tried.
 #
 #   tests/gpu/hardened.sh BINARIES SYSTEM-CALLS [DIR]   SYSTEM-CALLS: what `systemd-analyze syscall-filter` prints
-set -u
-here=$(cd "$(dirname "$0")" && pwd)
-bin=$(cd "$1" && pwd)
+# shellcheck source=tests/gpu/lib.sh
+. "$(dirname "$0")/lib.sh"
+set_up "$1" "${3:-}"
 calls=$(realpath "$2")
-dir=${3:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
-mkdir -p "$dir/bin" "$dir/etc"
-chmod 755 "$dir"
-say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
-show() { echo "\$ $*"; timeout 60 "$@"; echo "  rc=$?"; }
+mkdir -p "$dir/bin"
 
 # serve.sh and survive.sh take the service from here.
 cat >"$dir/bin/yunion-mps-daemon" <<END
@@ -28,35 +24,18 @@ say "serve.sh in the sandbox"
 say "survive.sh in the sandbox"
 HOLD=${HOLD:-20} "$here/survive.sh" "$dir/bin" "$dir"
 
-export PATH=$dir/bin:$PATH RUNTIME_DIRECTORY=$dir/run
+export PATH=$dir/bin:$PATH
 client=$dir/client
-nobody=(setpriv --reuid=65534 --regid=65534 --clear-groups --)
-ready() {
-    for _ in $(seq 600); do
-        yunion-mpsctl status --json 2>/dev/null | grep -q '"state": *"ready"' && return
-        sleep 0.05
-    done
-    echo "NOT READY"
-    yunion-mpsctl status
-}
 for multiuser in true false; do
     say "clients of another user; cuda_mps_multiuser: $multiuser"
-    cat >"$dir/etc/host.conf" <<END
-enable_cuda_mps: true
-cuda_mps_replicas: 4
-cuda_mps_set_compute_mode: false
-cuda_mps_multiuser: $multiuser
-cuda_mps_pipe_directory: $dir/pipe
-cuda_mps_log_directory: $dir/log
-END
-    yunion-mps-daemon --config "$dir/etc/host.conf" >"$dir/daemon.log" 2>&1 &
-    daemon=$!
+    host_conf 4 "cuda_mps_multiuser: $multiuser"
+    start_service
     ready
-    for status in /proc/$daemon/status /proc/$(pgrep -f '^[^ ]*nvidia-cuda-mps-control -f')/status; do
+    for status in /proc/$daemon/status /proc/$(control_daemon)/status; do
         grep -E '^(Name|CapBnd|NoNewPrivs|Seccomp):' "$status" | tr '\n' ' '
         echo
     done
-    slice=$(yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["addr"])')
+    slice=$(a_slice)
     # What `run` does, but as another user: its environment names the slice.
     eval "$(yunion-mpsctl env "$slice")"
     show "${nobody[@]}" "$client" props

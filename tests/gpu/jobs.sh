@@ -5,32 +5,13 @@
 # are not touched; /etc/yunion/gres.conf is written. Exit status 1 if anything is not as expected.
 #
 #   tests/gpu/jobs.sh BINARIES [DIR]   as serve.sh
-set -u
-here=$(cd "$(dirname "$0")" && pwd)
-bin=$(cd "$1" && pwd)
-dir=${2:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
-mkdir -p "$dir/etc" /etc/yunion
-chmod 755 "$dir"
-export PATH=$bin:$PATH RUNTIME_DIRECTORY=$dir/run
-failures=0
-say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
-result() { # SUBJECT FOUND EXPECTED
-    if [ "$2" = "$3" ]; then echo "  ok: $1 is $2"; else
-        echo "  FAILED: $1 is $2, not $3"
-        failures=$((failures + 1))
-    fi
-}
+# shellcheck source=tests/gpu/lib.sh
+. "$(dirname "$0")/lib.sh"
+set_up "$@"
+mkdir -p /etc/yunion
 # The bus has to know them.
 alice=(setpriv --reuid=65534 --regid=65534 --clear-groups --)
 bob=(setpriv --reuid=1 --regid=1 --clear-groups --)
-ready() { # until the state is ready
-    for _ in $(seq 600); do
-        yunion-mpsctl status --json 2>/dev/null | grep -q '"state": *"ready"' && return
-        sleep 0.05
-    done
-    echo "NOT READY"
-    yunion-mpsctl status
-}
 begun() { # LOG: until its client computes
     for _ in $(seq 600); do
         grep -q begins "$1" 2>/dev/null && break
@@ -39,22 +20,10 @@ begun() { # LOG: until its client computes
     # The kernel is launched a moment after the word.
     sleep 1
 }
-configure() { # KEYS
-    cat >"$dir/etc/host.conf" <<END
-enable_cuda_mps: true
-cuda_mps_replicas: 4
-cuda_mps_set_compute_mode: false
-cuda_mps_pipe_directory: $dir/pipe
-cuda_mps_log_directory: $dir/log
-$1
-END
-}
 
-[ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu" || exit 1
-client=$dir/client
-configure "cuda_mps_may_terminate: owner"
-yunion-mps-daemon --config "$dir/etc/host.conf" >"$dir/daemon.log" 2>&1 &
-daemon=$!
+build_client
+host_conf 4 "cuda_mps_may_terminate: owner"
+start_service
 ready
 yunion-mpsctl slurm >/etc/yunion/gres.conf
 cat /etc/yunion/gres.conf
@@ -106,7 +75,7 @@ sed 's/^/    /' "$dir/owned.log"
 result "the program got CUDA error 810" "$(grep -c 810 "$dir/owned.log")" 1
 
 say "without the key: users end nothing"
-configure ""
+host_conf 4
 yunion-mpsctl reload
 job 1 "$dir/refused.log" "${alice[@]}"
 refused=$!
@@ -123,8 +92,7 @@ yunion-mpsctl status
 yunion-mpsctl doctor
 
 say "stop"
-kill -TERM "$daemon"
-wait "$daemon"
+stop_service
 result "the daemon's status" $? 0
 say "what the service said"
 cat "$dir/daemon.log"

@@ -4,47 +4,18 @@
 # Compute modes are not touched. Exit status 1 if anything is not as expected.
 #
 #   tests/gpu/look.sh BINARIES [DIR]   as serve.sh
-set -u
-here=$(cd "$(dirname "$0")" && pwd)
-bin=$(cd "$1" && pwd)
-dir=${2:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
-mkdir -p "$dir/etc"
-export PATH=$bin:$PATH RUNTIME_DIRECTORY=$dir/run
-failures=0
-say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
-show() { echo "\$ $*"; timeout 60 "$@"; echo "  rc=$?"; }
-result() { # WHAT FOUND EXPECTED
-    if [ "$2" = "$3" ]; then echo "  ok: $1 is $2"; else
-        echo "  FAILED: $1 is $2, not $3"
-        failures=$((failures + 1))
-    fi
-}
-state() { timeout 10 yunion-mpsctl status --json | python3 -c 'import json,sys; print(json.load(sys.stdin)["service"]["state"])'; }
-becomes() { # STATE SECONDS
-    local end=$((SECONDS + $2))
-    until [ "$(state 2>/dev/null)" = "$1" ]; do
-        [ "$SECONDS" -lt "$end" ] || break
-        sleep 0.1
-    done
-    result "state" "$(state)" "$1"
-}
+# shellcheck source=tests/gpu/lib.sh
+. "$(dirname "$0")/lib.sh"
+set_up "$@"
 bypassing() { timeout 20 yunion-mpsctl clients --json | python3 -c 'import json,sys; print(sum(one["bypass"] for one in json.load(sys.stdin)))'; }
 # What would be a false alarm shows at one of two looks, a second apart.
 look() { for _ in 1 2 3 4; do yunion-mpsctl reload >/dev/null; sleep 1.1; done; }
 
-[ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu" || exit 1
-client=$dir/client
-cat >"$dir/etc/host.conf" <<END
-enable_cuda_mps: true
-cuda_mps_replicas: 4
-cuda_mps_set_compute_mode: false
-cuda_mps_pipe_directory: $dir/pipe
-cuda_mps_log_directory: $dir/log
-END
-yunion-mps-daemon --config "$dir/etc/host.conf" >"$dir/daemon.log" 2>&1 &
-daemon=$!
+build_client
+host_conf 4
+start_service
 becomes ready 30
-slice=$(yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["addr"])')
+slice=$(a_slice)
 gpu=${slice%-*}
 show yunion-mpsctl doctor --config "$dir/etc/host.conf"
 show yunion-mpsctl check --config "$dir/etc/host.conf"
@@ -108,8 +79,7 @@ timeout 20 yunion-mpsctl metrics | grep -E '^yunion_mps_(faults|server_restarts|
 result "faults" "$(timeout 20 yunion-mpsctl metrics | sed -n 's/^yunion_mps_faults_total.* //p')" 1
 
 say "stop"
-kill -TERM "$daemon"
-wait "$daemon"
+stop_service
 result "exit status of the daemon" $? 0
 printf '\n##### failures: %s\n' "$failures"
 [ "$failures" -eq 0 ]

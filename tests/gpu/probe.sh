@@ -7,20 +7,9 @@
 #
 # Needs a bus with a policy that lets this user own io.yunion.Mps1, in DBUS_SYSTEM_BUS_ADDRESS. With nvcc it also tries
 # what a neighbour feels.
-set -u
-here=$(cd "$(dirname "$0")" && pwd)
-bin=$(cd "$1" && pwd)
-dir=${2:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
-mkdir -p "$dir/etc"
-export PATH=$bin:$PATH RUNTIME_DIRECTORY=$dir/run
-failures=0
-say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
-result() { # WHAT FOUND EXPECTED
-    if [ "$2" = "$3" ]; then echo "  ok: $1 is $2"; else
-        echo "  FAILED: $1 is $2, not $3"
-        failures=$((failures + 1))
-    fi
-}
+# shellcheck source=tests/gpu/lib.sh
+. "$(dirname "$0")/lib.sh"
+set_up "$@"
 expect() { # STATUS SECONDS COMMAND...
     local status=$1 seconds=$2
     shift 2
@@ -30,7 +19,7 @@ expect() { # STATUS SECONDS COMMAND...
 }
 control() { # COMMAND...
     echo "> $*" >&2
-    echo "$*" | CUDA_MPS_PIPE_DIRECTORY=$dir/pipe timeout 10 nvidia-cuda-mps-control
+    ask "$@"
 }
 json() { python3 -c "import json,sys; d=json.load(open('$1')); print($2)"; }
 wait_until() { # SECONDS COMMAND...
@@ -41,7 +30,6 @@ wait_until() { # SECONDS COMMAND...
         sleep 0.1
     done
 }
-ready() { timeout 10 yunion-mpsctl status --json | grep -q '"state": *"ready"'; }
 ill() { ! timeout 10 yunion-mpsctl list --json | grep -q '"healthy": *true'; }
 healthy() { ! ill; }
 no_clients() { [ -z "$(control get_client_list "$server" 2>/dev/null)" ]; }
@@ -49,18 +37,11 @@ no_clients() { [ -z "$(control get_client_list "$server" 2>/dev/null)" ]; }
 say "before"
 nvidia-smi --query-gpu=index,uuid,name,memory.total,memory.used,compute_mode,driver_version --format=csv
 modes=$(nvidia-smi --query-gpu=compute_mode --format=csv,noheader)
-cat >"$dir/etc/host.conf" <<END
-enable_cuda_mps: true
-cuda_mps_replicas: 4
-cuda_mps_set_compute_mode: false
-cuda_mps_pipe_directory: $dir/pipe
-cuda_mps_log_directory: $dir/log
-END
-yunion-mps-daemon --config "$dir/etc/host.conf" >"$dir/daemon.log" 2>&1 &
-daemon=$!
-wait_until 30 ready || { cat "$dir/daemon.log"; kill "$daemon"; exit 1; }
+host_conf 4
+start_service
+wait_until 30 is_ready || { cat "$dir/daemon.log"; kill "$daemon"; exit 1; }
 timeout 20 yunion-mpsctl status
-slice=$(timeout 20 yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["addr"])')
+slice=$(a_slice)
 limit=$(timeout 20 yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["mps_memory_limit"])')
 server=$(control get_server_list)
 echo "slice $slice, limit $limit MiB, server $server"
@@ -149,8 +130,7 @@ if command -v nvcc >/dev/null && { [ -x "$dir/client" ] || nvcc -O2 -arch=native
 fi
 
 say "stop"
-kill -TERM "$daemon"
-wait "$daemon"
+stop_service
 result "exit status of the daemon" $? 0
 result "compute modes" "$(nvidia-smi --query-gpu=compute_mode --format=csv,noheader)" "$modes"
 nvidia-smi --query-gpu=index,compute_mode,memory.used --format=csv

@@ -4,14 +4,9 @@
 # daemon answer nobody, and does the bystander live? The compute mode is left alone.
 #
 #   tests/gpu/stopped-client.sh BINARIES [DIR]   as serve.sh
-set -u
-here=$(cd "$(dirname "$0")" && pwd)
-bin=$(cd "$1" && pwd)
-dir=${2:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
-mkdir -p "$dir/etc"
-dir=$(cd "$dir" && pwd)
-export PATH=$bin:$PATH RUNTIME_DIRECTORY=$dir/run
-say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
+# shellcheck source=tests/gpu/lib.sh
+. "$(dirname "$0")/lib.sh"
+set_up "$@"
 now() { date +%s.%N; }
 since() { python3 -c "import sys; print(f'{float(sys.argv[2]) - float(sys.argv[1]):.3f} s')" "$1" "$(now)"; }
 timed() { # a name, then a command under a limit of 15 s: its exit status, its time and the end of what it says
@@ -22,30 +17,18 @@ timed() { # a name, then a command under a limit of 15 s: its exit status, its t
     local rc=$?
     echo "$name: rc $rc after $(since "$began") $(tail -n 1 "$dir/said.$name" | cut -c1-160)"
 }
-ready() { # until the state is ready
-    for _ in $(seq 400); do
-        timeout 15 yunion-mpsctl status --json 2>/dev/null | grep -q '"state": *"ready"' && return
-        sleep 0.05
-    done
-    echo "NOT READY"
-    timeout 15 yunion-mpsctl status
-    tail -n 20 "$dir/daemon.log"
-    exit 1
+must_be_ready() {
+    ready || {
+        tail -n 20 "$dir/daemon.log"
+        exit 1
+    }
 }
 
-[ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu" || exit 1
-client=$dir/client
-cat >"$dir/etc/host.conf" <<END
-enable_cuda_mps: true
-cuda_mps_replicas: 4
-cuda_mps_set_compute_mode: false
-cuda_mps_pipe_directory: $dir/pipe
-cuda_mps_log_directory: $dir/log
-END
-yunion-mps-daemon --config "$dir/etc/host.conf" >"$dir/daemon.log" 2>&1 &
-daemon=$!
-ready
-slice=$(yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["addr"])')
+build_client
+host_conf 4
+start_service
+must_be_ready
+slice=$(a_slice)
 gpu=${slice%-*}
 start() { # a slice, a file for what it says, then the client's arguments: sets the variable pid
     local slice=$1 file=$2
@@ -166,7 +149,7 @@ round() {
     wait "$bystander"
     echo "bystander: rc $? $(tail -n 1 "$dir/bystander")"
     [ -n "$group" ] && rmdir "$group"
-    ready
+    must_be_ready
 }
 
 round "nothing" long 20
@@ -179,8 +162,7 @@ round "nothing, its other threads sleep in a handler" deaf 20
 round "caught by a debugger once the command is there" long 20
 
 say "stop"
-kill -TERM "$daemon"
-wait "$daemon"
+stop_service
 echo "daemon rc=$?"
 ps -eo pid,stat,args | grep nvidia-cuda-mps | grep -v -e grep -e ' Z' || echo "no process is left"
 say "what the service said"

@@ -3,66 +3,38 @@
 # The compute mode is left alone.
 #
 #   tests/gpu/survive.sh BINARIES [DIR]   as serve.sh
-set -u
-here=$(cd "$(dirname "$0")" && pwd)
-bin=$(cd "$1" && pwd)
-dir=${2:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
-mkdir -p "$dir/etc"
-export PATH=$bin:$PATH RUNTIME_DIRECTORY=$dir/run
-say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
-show() { echo "\$ $*"; timeout 90 "$@"; echo "  rc=$?"; }
-configure() {
-    cat >"$dir/etc/host.conf" <<END
-enable_cuda_mps: true
-cuda_mps_replicas: $1
-cuda_mps_set_compute_mode: false
-cuda_mps_pipe_directory: $dir/pipe
-cuda_mps_log_directory: $dir/log
-cuda_mps_fault_grace: 5
-END
-}
-start() {
-    yunion-mps-daemon --config "$dir/etc/host.conf" >>"$dir/daemon.log" 2>&1 &
-    daemon=$!
-}
-ready() { # until the state is ready
-    for _ in $(seq 600); do
-        yunion-mpsctl status --json 2>/dev/null | grep -q '"state": *"ready"' && return
-        sleep 0.05
-    done
-    echo "NOT READY"
-    yunion-mpsctl status
-}
-control() { pgrep -f '^[^ ]*nvidia-cuda-mps-control -f'; }
+# shellcheck source=tests/gpu/lib.sh
+. "$(dirname "$0")/lib.sh"
+set_up "$@"
+configure() { host_conf "$1" "cuda_mps_fault_grace: 5"; } # REPLICAS
 
-[ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu" || exit 1
-client=$dir/client
+build_client
 configure 4
-start
+start_service_again
 ready
-slice=$(yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["addr"])')
+slice=$(a_slice)
 gpu=${slice%-*}
 
 say "a client computes for ${HOLD:-60} s while the service is killed three times and reloaded twice"
-echo "control daemon $(control)"
+echo "control daemon $(control_daemon)"
 yunion-mpsctl run "$slice" -- "$client" hold "${HOLD:-60}" &
 holder=$!
 for round in 1 2 3; do
     sleep 4
     kill -KILL "$daemon"
     wait "$daemon" 2>/dev/null
-    echo "killed, round $round; control daemon $(control)"
+    echo "killed, round $round; control daemon $(control_daemon)"
     sleep 1
-    start
+    start_service_again
     ready
-    echo "ready again; control daemon $(control)"
+    echo "ready again; control daemon $(control_daemon)"
 done
 for replicas in 2 8; do
     configure $replicas
     kill -HUP "$daemon"
     sleep 1
     ready
-    echo "reloaded with $replicas slices; control daemon $(control)"
+    echo "reloaded with $replicas slices; control daemon $(control_daemon)"
     show yunion-mpsctl run "$gpu-0" -- "$client" props
 done
 wait "$holder"
@@ -119,8 +91,7 @@ for way in terminate ctrl-c; do
 done
 
 say "stop"
-kill -TERM "$daemon"
-wait "$daemon"
+stop_service
 echo "daemon rc=$?"
 ps -eo pid,stat,args | grep nvidia-cuda-mps | grep -v -e grep -e ' Z' || echo "no process is left"
 nvidia-smi --query-gpu=index,compute_mode,memory.used --format=csv

@@ -6,21 +6,9 @@
 # touched. Exit status 1 if anything is not as expected.
 #
 #   tests/gpu/tenants.sh BINARIES [DIR]   as serve.sh
-set -u
-here=$(cd "$(dirname "$0")" && pwd)
-bin=$(cd "$1" && pwd)
-dir=${2:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
-mkdir -p "$dir/etc"
-chmod 755 "$dir"
-export PATH=$bin:$PATH RUNTIME_DIRECTORY=$dir/run
-failures=0
-say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
-result() { # SUBJECT FOUND EXPECTED
-    if [ "$2" = "$3" ]; then echo "  ok: $1 is $2"; else
-        echo "  FAILED: $1 is $2, not $3"
-        failures=$((failures + 1))
-    fi
-}
+# shellcheck source=tests/gpu/lib.sh
+. "$(dirname "$0")/lib.sh"
+set_up "$@"
 contained() { # COMMAND...: with the slice's environment, its directory at /run/yunion-mps, and a /dev/shm of its own
     # shellcheck disable=SC2016 # the inner shell's
     timeout 120 unshare --mount --ipc bash -c 'set -e
@@ -45,37 +33,28 @@ as_the_agent() { # COMMAND...: in a mount namespace where the pipe directory is 
         mount -t tmpfs tmpfs /dev/shm
         exec "$@"' "$dir/pipe" env "CUDA_MPS_PIPE_DIRECTORY=$dir/pipe" "$@"
 }
-nobody=(setpriv --reuid=65534 --regid=65534 --clear-groups --)
-control() { pgrep -f '^[^ ]*nvidia-cuda-mps-control -f'; }
-ask() { echo "$*" | CUDA_MPS_PIPE_DIRECTORY=$dir/pipe timeout 10 nvidia-cuda-mps-control; }
-ready() { # until the state is ready
-    for _ in $(seq 600); do
-        yunion-mpsctl status --json 2>/dev/null | grep -q '"state": *"ready"' && return
-        sleep 0.05
-    done
-    echo "NOT READY"
-    yunion-mpsctl status
-}
 
-[ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu" || exit 1
-client=$dir/client
-cat >"$dir/etc/host.conf" <<END
-enable_cuda_mps: true
-cuda_mps_replicas: 4
-cuda_mps_set_compute_mode: false
-cuda_mps_pipe_directory: $dir/pipe
-cuda_mps_log_directory: $dir/log
-END
-yunion-mps-daemon --config "$dir/etc/host.conf" >"$dir/daemon.log" 2>&1 &
-daemon=$!
+build_client
+# Without MPS, all of the GPU.
+whole=$(CUDA_MPS_PIPE_DIRECTORY=$dir/none timeout 60 "$client" props | grep -o 'sms [0-9]*' | head -1 | cut -d ' ' -f 2)
+[ -n "$whole" ] || exit 1
+host_conf 4
+start_service
 ready
-slice=$(yunion-mpsctl list --json | python3 -c 'import json,sys; print(json.load(sys.stdin)[1]["addr"])')
+slice=$(a_slice)
 yunion-mpsctl env "$slice" --format docker
 host=$(yunion-mpsctl env "$slice" --format docker | sed -n 's/^--volume=\(.*\):\/run\/yunion-mps:ro$/\1/p')
 result "what the directory has" "$(ls -A "$host")" control
 result "what the pipe directory has" "$(ls -A "$dir/pipe" | tr '\n' ' ')" "control slices "
 result "the mode of the private directory" "$(stat -c %a "$dir/pipe.private")" 700
 mapfile -t environment < <(yunion-mpsctl env "$slice" --format docker | sed -n 's/^--env=//p' | grep -v '^NVIDIA_')
+value() { yunion-mpsctl env "$slice" --format docker | sed -n "s/^--env=$1=//p"; }
+# The limits of a slice; multiprocessors come in pairs.
+sms="sms $((whole * $(value CUDA_MPS_ACTIVE_THREAD_PERCENTAGE) / 100 / 2 * 2))"
+limit=$(value CUDA_MPS_PINNED_DEVICE_MEM_LIMIT | sed 's/.*=//; s/M$//')
+echo "  a slice has $sms of $whole and $limit MiB"
+# Three processes of one slice have more than the slice together, and none more than it alone.
+much=$((limit * 5 / 6)) little=$((limit / 9))
 environment=(env "CUDA_VISIBLE_DEVICES=$(nvidia-smi --query-gpu=uuid --format=csv,noheader | head -1)" "${environment[@]}")
 
 say "tenants with their slice's directory alone"
@@ -84,14 +63,16 @@ for user in root nobody; do
     [ $user = root ] || as=("${nobody[@]}")
     said=$(contained "${as[@]}" "$client" props 2>&1)
     echo "  $said"
-    result "the threads of $user" "$(grep -o 'sms [0-9]*' <<<"$said")" "sms 32"
-    said=$(contained "${as[@]}" "$client" alloc 60000 2>&1)
+    result "the threads of $user" "$(grep -o 'sms [0-9]*' <<<"$said")" "$sms"
+    said=$(contained "${as[@]}" "$client" alloc $((2 * limit)) 2>&1)
     echo "  $said"
-    result "the memory of $user is limited" "$(grep -c 'stopped at 3[45][0-9]* MiB' <<<"$said")" 1
+    # A context takes some of it.
+    stopped=$(sed -n 's/.*stopped at \([0-9]*\) MiB.*/\1/p' <<<"$said")
+    result "the memory of $user is limited" "$((${stopped:-0} > limit - 1280 && ${stopped:-0} <= limit))" 1
 done
 
 say "their commands"
-before=$(control)
+before=$(control_daemon)
 percentage=$(ask get_default_active_thread_percentage)
 memory=$(ask get_default_device_pinned_mem_limit 0)
 server=$(ask get_server_list | head -1)
@@ -111,21 +92,21 @@ result "the default percentage" "$(ask get_default_active_thread_percentage)" "$
 result "the default memory limit" "$(ask get_default_device_pinned_mem_limit 0)" "$memory"
 result "the server's percentage" "$(ask get_active_thread_percentage "$server")" "$percentage"
 result "the server's memory limit" "$(ask get_device_pinned_mem_limit "$server" 0)" "$memory"
-result "the control daemon" "$(control)" "$before"
+result "the control daemon" "$(control_daemon)" "$before"
 
 say "the whole pipe directory, as an agent mounts it"
 said=$(as_the_agent "$client" props 2>&1)
 echo "  $said"
-result "the threads of root" "$(grep -o 'sms [0-9]*' <<<"$said")" "sms 32"
+result "the threads of root" "$(grep -o 'sms [0-9]*' <<<"$said")" "$sms"
 for command in "set_default_active_thread_percentage 100" "quit -t 1"; do
     echo "  root: $command: $(as_the_agent bash -c "echo '$command' | timeout 20 nvidia-cuda-mps-control" 2>&1 | tr '\n' ' ')"
 done
 result "the default percentage" "$(ask get_default_active_thread_percentage)" "$percentage"
-result "the control daemon" "$(control)" "$before"
+result "the control daemon" "$(control_daemon)" "$before"
 as_the_agent rm -rf "$dir/pipe/control" "$dir/pipe/slices" 2>/dev/null
 for _ in $(seq 100); do [ -e "$dir/pipe/control" ] && [ -e "$host/control" ] && break; sleep 0.02; done
 said=$(as_the_agent "$client" props 2>&1)
-result "the threads after the links were taken away" "$(grep -o 'sms [0-9]*' <<<"$said")" "sms 32"
+result "the threads after the links were taken away" "$(grep -o 'sms [0-9]*' <<<"$said")" "$sms"
 host=$(yunion-mpsctl env "$slice" --format docker | sed -n 's/^--volume=\(.*\):\/run\/yunion-mps:ro$/\1/p')
 
 say "whose a process is"
@@ -153,13 +134,13 @@ print($2)")" = True ] && { result "$1" yes yes; return; }
     yunion-mpsctl list --json | grep -A40 "\"addr\": \"$slice\""
 }
 bystander() { # SECONDS: a client of another slice
-    yunion-mpsctl run "${slice%-*}-0" -- "$client" keep "$1" 4096
+    yunion-mpsctl run "${slice%-*}-0" -- "$client" keep "$1" "$little"
 }
 bystander 60 >"$dir/bystander.log" 2>&1 &
 other=$!
 tenants=()
 for place in 1 2 3; do
-    contained "$client" keep 25 30000 >"$dir/tenant.$place" 2>&1 &
+    contained "$client" keep 25 "$much" >"$dir/tenant.$place" 2>&1 &
     tenants+=($!)
     until grep -q begins "$dir/tenant.$place"; do sleep 0.1; done
 done
@@ -178,15 +159,15 @@ say "the same with terminate"
 echo "cuda_mps_overuse: terminate" >>"$dir/etc/host.conf"
 yunion-mpsctl reload
 ready
-tenants=()
-for place in 1 2 3; do
-    contained "$client" keep 20 30000 >"$dir/tenant.$place" 2>&1 &
-    tenants+=($!)
-    until grep -q begins "$dir/tenant.$place"; do sleep 0.1; done
-    # The next one is the newer one, to the second.
-    sleep 1.1
-done
-wait "${tenants[@]}"
+# In one container: where members of a slice are in several, nobody's work is ended.
+# shellcheck disable=SC2016 # the inner shell's
+contained bash -c 'for place in 1 2 3; do
+        "$0" keep 20 "$1" >"$2/tenant.$place" 2>&1 &
+        until grep -q begins "$2/tenant.$place"; do sleep 0.1; done
+        # The next one is the newer one, to the second.
+        sleep 1.1
+    done
+    wait' "$client" "$much" "$dir"
 cat "$dir"/tenant.[123]
 result "the first went on" "$(grep -c ' ok rounds' "$dir/tenant.1")" 1
 result "the newer ones were ended" "$(cat "$dir"/tenant.[23] | grep -c '(810)')" 2
@@ -211,8 +192,8 @@ result "what the pipe directory has" "$(ls -A "$dir/pipe")" slices
 yunion-mpsctl undrain --all
 said=$(contained "$client" props 2>&1)
 echo "  $said"
-result "the threads after the undrain" "$(grep -o 'sms [0-9]*' <<<"$said")" "sms 32"
-before=$(control)
+result "the threads after the undrain" "$(grep -o 'sms [0-9]*' <<<"$said")" "$sms"
+before=$(control_daemon)
 
 say "wake-ups of an idle service"
 switches() { awk '/^Pid:/ {pid = $2} /ctxt_switches/ {sum[pid] += $2} END {for (pid in sum) print pid, sum[pid]}' \
@@ -230,18 +211,17 @@ contained bash -c '"$0" props; touch "$1/first"; until [ -e "$1/go" ]; do sleep 
 kept=$!
 until [ -e "$dir/first" ]; do sleep 0.05; done
 kill -KILL "$before"
-for _ in $(seq 200); do [ "$(control)" = "$before" ] || break; sleep 0.05; done
+for _ in $(seq 200); do [ "$(control_daemon)" = "$before" ] || break; sleep 0.05; done
 sleep 0.5
 ready
-result "the control daemon is another one" "$([ "$(control)" != "$before" ] && echo yes)" yes
+result "the control daemon is another one" "$([ "$(control_daemon)" != "$before" ] && echo yes)" yes
 touch "$dir/go"
 wait "$kept"
 sed 's/^/  /' "$dir/kept.log"
-result "both times it was limited" "$(grep -c 'sms 32' "$dir/kept.log")" 2
+result "both times it was limited" "$(grep -c "$sms " "$dir/kept.log")" 2
 
 say "stop"
-kill -TERM "$daemon"
-wait "$daemon"
+stop_service
 result "the daemon's status" $? 0
 say "what the service said"
 cat "$dir/daemon.log"

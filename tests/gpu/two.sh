@@ -4,36 +4,10 @@
 # Compute modes are not touched. Exit status 1 if anything is not as expected.
 #
 #   tests/gpu/two.sh BINARIES [DIR]   as serve.sh
-set -u
-here=$(cd "$(dirname "$0")" && pwd)
-bin=$(cd "$1" && pwd)
-dir=${2:-$(mktemp -d /tmp/mps-gpu.XXXXXX)}
-mkdir -p "$dir/etc"
-export PATH=$bin:$PATH RUNTIME_DIRECTORY=$dir/run
-failures=0
-say() { printf '\n##### %s [%s]\n' "$*" "$(date +%H:%M:%S.%3N)"; }
-show() { echo "\$ $*"; timeout 60 "$@"; echo "  rc=$?"; }
-result() { # WHAT FOUND EXPECTED
-    if [ "$2" = "$3" ]; then echo "  ok: $1 is $2"; else
-        echo "  FAILED: $1 is $2, not $3"
-        failures=$((failures + 1))
-    fi
-}
-of_status() { timeout 10 yunion-mpsctl status --json 2>/dev/null | python3 -c "import json,sys; s=json.load(sys.stdin); print($1)"; }
-state() { of_status 's["service"]["state"]'; }
+# shellcheck source=tests/gpu/lib.sh
+. "$(dirname "$0")/lib.sh"
+set_up "$@"
 server() { of_status 's["control_daemons"][0]["servers"][0]'; }
-becomes() { # STATE SECONDS
-    local end=$((SECONDS + $2))
-    until [ "$(state)" = "$1" ]; do
-        [ "$SECONDS" -lt "$end" ] || break
-        sleep 0.1
-    done
-    result "state" "$(state)" "$1"
-}
-start() {
-    yunion-mps-daemon --config "$dir/etc/host.conf" >>"$dir/daemon.log" 2>&1 &
-    daemon=$!
-}
 configure() { # TOPOLOGY
     cat >"$dir/etc/host.conf" <<END
 enable_cuda_mps: true
@@ -52,7 +26,7 @@ client() { # SLICE LOG ARGUMENTS
 }
 sms() { sed -n 's/.* sms \([0-9]*\) .*/\1/p'; }
 
-[ -x "$dir/client" ] || nvcc -O2 -arch=native -o "$dir/client" "$here/client.cu" || exit 1
+build_client
 mapfile -t uuids < <(nvidia-smi --query-gpu=uuid --format=csv,noheader)
 [ "${#uuids[@]}" -ge 2 ] || { echo "two GPUs are needed"; exit 1; }
 cat >"$dir/etc/devices.yml" <<END
@@ -63,7 +37,7 @@ END
 
 say "one control daemon for both, quarters of one and halves of the other"
 configure shared
-start
+start_service_again
 becomes ready 40
 show yunion-mpsctl list
 mapfile -t slices < <(yunion-mpsctl list --json | python3 -c 'import json,sys
@@ -94,7 +68,7 @@ show yunion-mpsctl status
 result "server after the grace" "$(server)" "$before"
 kill -KILL "$daemon"
 wait "$daemon" 2>/dev/null
-start
+start_service_again
 sleep 9
 show yunion-mpsctl status
 result "server after the next one's grace" "$(server)" "$before"
@@ -159,8 +133,7 @@ yunion-mpsctl reload
 becomes ready 20
 
 say "stop"
-kill -TERM "$daemon"
-wait "$daemon"
+stop_service
 result "exit status of the daemon" $? 0
 nvidia-smi --query-gpu=index,compute_mode,memory.used --format=csv
 say "what the service said"

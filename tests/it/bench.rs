@@ -1,5 +1,6 @@
 //! `yunion-mpsctl bench`: real processes on the simulated GPU, where kernels take time and compute nothing.
 
+use crate::support::host::mpsctl;
 use std::io::Read;
 use std::process::{Child, Stdio};
 
@@ -11,7 +12,7 @@ use crate::support::schema::strict;
 use crate::support::wait::wait_for;
 
 fn bench(host: &Host, arguments: &[&str]) -> Child {
-    let mut bench = host.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    let mut bench = host.command(mpsctl());
     bench.arg("bench").args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 

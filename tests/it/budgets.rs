@@ -1,17 +1,18 @@
 //! The budgets of slices: whoever is over is told, with names, and ended if that is wanted; neighbours never notice.
 
-use std::path::PathBuf;
+use std::fs;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::release::DEBUGGER;
 use crate::support::client::{Client, in_words, own_user};
-use crate::support::host::{Host, alive, process_state, signal_pid, start_time, text};
+use crate::support::container::contained;
+use crate::support::host::{Host, alive, signal_pid, start_time, text};
 use crate::support::listener::Listener;
 use crate::support::skip::root_or_skip;
+use crate::support::slice::directory_of;
 use crate::support::wait::wait_for;
 
 /// The slices of the board `h200`: 35942 MiB and 12 clients each.
@@ -37,26 +38,35 @@ fn holding(host: &Host, slice: &str, mib: u32, more: &[&str]) -> Client {
     host.served(command.args(more))
 }
 
-/// A client in a mount namespace of its own with nothing but its slice's directory, and another slice in its environment.
-fn contained(host: &Host, slice: &str, claims: &str, mib: u32) -> Client {
-    let container = host.container_of(slice);
-    let directory: PathBuf = container["mounts"][0]["host"].as_str().unwrap().into();
-    let script = "set -e\n\
-        mount --make-rprivate /\n\
-        mount --bind \"$0\" /mnt\n\
-        mount -t tmpfs tmpfs /run\n\
-        mkdir /run/yunion-mps\n\
-        mount --bind -o ro /mnt /run/yunion-mps\n\
-        umount /mnt\n\
-        mount -t tmpfs tmpfs \"$1\"\n\
-        exec cuda-client hold 600 --mib \"$2\"";
-    let mut command = host.command("unshare");
-    command.args(["--mount", "sh", "-c", script]).arg(directory).arg(host.path("mps/pipe"));
-    command.arg((mib - CONTEXT_MIB).to_string());
-    for (name, value) in container["environment"].as_object().unwrap() {
-        command.env(name, value.as_str().unwrap());
+/// A container with nothing but its slice's directory.
+struct Container {
+    slice: &'static str,
+    /// Its first process.
+    first: Client,
+}
+
+impl Container {
+    fn new(host: &Host, slice: &'static str) -> Self {
+        let first = Client::start(&mut contained(host, &directory_of(host, slice), "exec sleep 600"));
+        let name = format!("/proc/{}/comm", first.id());
+        wait_for("the container", || (fs::read_to_string(&name).unwrap() == "sleep\n").then_some(()));
+        Self { slice, first }
     }
-    host.served(command.env("YUNION_MPS_DEVICE", claims).stdout(Stdio::null()))
+
+    /// A client in it that holds this much and claims this slice, once it is served.
+    fn claiming(&self, host: &Host, claims: &str, mib: u32, more: &[&str]) -> Client {
+        let mut command = host.command("nsenter");
+        command.arg(format!("--mount=/proc/{}/ns/mnt", self.first.id()));
+        command.args(["cuda-client", "hold", "600", "--mib", &(mib - CONTEXT_MIB).to_string()]).args(more);
+        for (name, value) in host.container_of(self.slice)["environment"].as_object().unwrap() {
+            command.env(name, value.as_str().unwrap());
+        }
+        host.served(command.env("YUNION_MPS_DEVICE", claims).stdout(Stdio::null()))
+    }
+
+    fn holding(&self, host: &Host, mib: u32, more: &[&str]) -> Client {
+        self.claiming(host, self.slice, mib, more)
+    }
 }
 
 fn events_with(host: &Host, words: &str) -> Vec<String> {
@@ -176,13 +186,17 @@ fn a_slice_with_too_many_clients_is_told() {
 
 #[test]
 fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
+    if !root_or_skip("the_newest_client_of_the_slice_is_ended_and_nobody_else") {
+        return;
+    }
     let mut host = serving("cuda_mps_overuse: terminate");
+    let container = Container::new(&host, SLICE);
     let bystander = holding(&host, NEIGHBOUR, 30_000, &[]);
-    let old = holding(&host, SLICE, 20_000, &[]);
-    let full = holding(&host, SLICE, 15_000, &[]);
+    let old = container.holding(&host, 20_000, &[]);
+    let full = container.holding(&host, 15_000, &[]);
     wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
     // The newest client of all is the neighbour's.
-    let (mut new, newest) = (holding(&host, SLICE, 10_000, &[]), holding(&host, NEIGHBOUR, 600, &[]));
+    let (mut new, newest) = (container.holding(&host, 10_000, &[]), holding(&host, NEIGHBOUR, 600, &[]));
     wait_until_ended(&mut new);
     let user = own_user();
     let who = in_words(&[(new.id(), &user, "")]);
@@ -202,9 +216,13 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
 /// A client that stays after the end of its work is left alone. A client that begins to work again is ended again.
 #[test]
 fn nobody_is_ended_again_without_new_work() {
+    if !root_or_skip("nobody_is_ended_again_without_new_work") {
+        return;
+    }
     let mut host = serving("cuda_mps_overuse: terminate");
-    let old = holding(&host, SLICE, 20_000, &[]);
-    let idle = holding(&host, SLICE, 20_000, &["--stay"]);
+    let container = Container::new(&host, SLICE);
+    let old = container.holding(&host, 20_000, &[]);
+    let idle = container.holding(&host, 20_000, &["--stay"]);
     wait_for_event(&host, "GPU work ended");
     let ended = || host.log().matches("GPU work ended since").count();
     let before = looks(&host);
@@ -212,32 +230,57 @@ fn nobody_is_ended_again_without_new_work() {
     assert_eq!(ended(), 1, "{}", host.log());
     idle.end();
     wait_for_event(&host, &format!("{SLICE} is within its budget again"));
-    let stubborn = holding(&host, SLICE, 20_000, &["--again"]);
+    let stubborn = container.holding(&host, 20_000, &["--again"]);
     wait_for("repeated ends", || (ended() >= 3).then_some(()));
     assert!(alive(old.id()) && alive(stubborn.id()));
     drop((old, stubborn));
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program on the host says that it is of a tenant's slice. It counts there, and is ended before the tenant's clients,
-/// which have their slice's directory in their container, whatever they say themselves.
+/// Waits until the service has looked often enough to have ended somebody, and makes sure that it has not.
+fn nobody_was_ended(host: &Host, clients: &[&Client]) {
+    let before = looks(host);
+    wait_for("more looks", || (looks(host) > before + 4).then_some(()));
+    assert!(!host.log().contains("GPU work ended since"), "{}", host.log());
+    assert!(clients.iter().all(|client| alive(client.id())));
+}
+
+/// An older program on the host says that it is of a tenant's slice. It counts there, and ends nobody.
 #[test]
-fn a_forged_environment_does_not_hurt_a_container() {
-    if !root_or_skip("a_forged_environment_does_not_hurt_a_container") {
+fn a_claim_in_the_environment_ends_nobody() {
+    if !root_or_skip("a_claim_in_the_environment_ends_nobody") {
         return;
     }
     let mut host = serving("cuda_mps_overuse: terminate");
-    let mut forged = holding(&host, SLICE, 20_000, &[]);
+    let forged = holding(&host, SLICE, 20_000, &[]);
+    let container = Container::new(&host, SLICE);
     // It claims the neighbour's slice.
-    let container = contained(&host, SLICE, NEIGHBOUR, 20_000);
-    wait_until_ended(&mut forged);
-    let device = wait_for_device(&host, SLICE, "one client", |device| device["clients"] == 1);
-    assert_eq!(device["memory_used"], 20_000);
+    let tenant = container.claiming(&host, NEIGHBOUR, 20_000, &[]);
+    let device = wait_for_device(&host, SLICE, "both clients", |device| device["clients"] == 2);
+    assert_eq!(device["memory_used"], 40_000);
     assert_eq!(device_of(&host, NEIGHBOUR)["clients"], 0, "the claim counts for nothing");
-    assert!(alive(container.id()));
-    let named = wait_for_event(&host, "GPU work ended");
-    assert!(named.contains(&format!("PID {} ", forged.id())) && !named.contains(&container.id().to_string()));
-    drop(container);
+    let told = wait_for_event(&host, "over its budget");
+    let reason = format!("only the environment of process {} says that it has this slice", forged.id());
+    assert!(told.ends_with(&format!("; nobody's work is ended: {reason}")), "{told}");
+    nobody_was_ended(&host, &[&forged, &tenant]);
+    drop((forged, tenant, container));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// An older program in another container has the directory of the tenant's slice, too.
+#[test]
+fn a_slice_in_two_containers_ends_nobody() {
+    if !root_or_skip("a_slice_in_two_containers_ends_nobody") {
+        return;
+    }
+    let mut host = serving("cuda_mps_overuse: terminate");
+    let containers = [(); 2].map(|()| Container::new(&host, SLICE));
+    let clients = containers.each_ref().map(|container| container.holding(&host, 20_000, &[]));
+    let told = wait_for_event(&host, "over its budget");
+    assert!(told.contains("; nobody's work is ended: processes "), "{told}");
+    assert!(told.ends_with(" are of several users or containers"), "{told}");
+    nobody_was_ended(&host, &[&clients[0], &clients[1]]);
+    drop((clients, containers));
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -246,14 +289,18 @@ const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number
 /// A reload ends nobody: whoever was there before stays, and is told. Whoever comes later has the new budget.
 #[test]
 fn a_reload_ends_nobody() {
+    if !root_or_skip("a_reload_ends_nobody") {
+        return;
+    }
     let mut host = serving("cuda_mps_overuse: terminate");
-    let (one, two) = (holding(&host, SLICE, 600, &[]), holding(&host, SLICE, 600, &[]));
+    let container = Container::new(&host, SLICE);
+    let (one, two) = (container.holding(&host, 600, &[]), container.holding(&host, 600, &[]));
     wait_for_device(&host, SLICE, "both clients", |device| device["clients"] == 2);
     host.devices(&[&format!("{ENTRY}, max_clients: 1")]);
     let reloaded = host.call("Control.Reload");
     assert!(reloaded.status.success(), "{}", text(&reloaded));
     wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] == "it has more than 1 client");
-    let mut new = holding(&host, SLICE, 600, &[]);
+    let mut new = container.holding(&host, 600, &[]);
     wait_until_ended(&mut new);
     wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
     assert!(alive(one.id()) && alive(two.id()));
@@ -268,8 +315,12 @@ fn a_reload_ends_nobody() {
 /// Nor does a restart of the service, which tells of overuse again.
 #[test]
 fn a_restart_of_the_service_ends_nobody() {
+    if !root_or_skip("a_restart_of_the_service_ends_nobody") {
+        return;
+    }
     let mut host = serving("cuda_mps_overuse: report");
-    let (one, two) = (holding(&host, SLICE, 20_000, &[]), holding(&host, SLICE, 20_000, &[]));
+    let container = Container::new(&host, SLICE);
+    let (one, two) = (container.holding(&host, 20_000, &[]), container.holding(&host, 20_000, &[]));
     wait_for_event(&host, "over its budget");
     host.configure("cuda_mps_overuse: terminate");
     host.signal(Signal::KILL);
@@ -277,7 +328,7 @@ fn a_restart_of_the_service_ends_nobody() {
     host.start();
     host.wait_for_state("ready");
     wait_for_event(&host, "over its budget");
-    let mut new = holding(&host, SLICE, 600, &[]);
+    let mut new = container.holding(&host, 600, &[]);
     wait_until_ended(&mut new);
     assert!(alive(one.id()) && alive(two.id()));
     drop((one, two));
@@ -287,8 +338,12 @@ fn a_restart_of_the_service_ends_nobody() {
 /// While a server handles a fault, its clients are lost or not, and nobody is touched.
 #[test]
 fn nobody_is_ended_under_a_fault() {
+    if !root_or_skip("nobody_is_ended_under_a_fault") {
+        return;
+    }
     let mut host = serving("cuda_mps_overuse: terminate\ncuda_mps_fault_grace: 3600");
-    let stays = [(); 2].map(|()| holding(&host, SLICE, 600, &["--stay"]));
+    let container = Container::new(&host, SLICE);
+    let stays = [(); 2].map(|()| container.holding(&host, 600, &["--stay"]));
     wait_for_device(&host, SLICE, "both clients", |device| device["clients"] == 2);
     host.fault();
     host.wait_for_status("the fault", |status| status["control_daemons"][0]["state"] == "faulted");
@@ -308,14 +363,16 @@ fn nobody_is_ended_under_a_fault() {
 /// A client that can't be ended is tried again after longer and longer pauses, and the next newest goes in its place.
 #[test]
 fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
+    if !root_or_skip("a_client_that_a_debugger_holds_is_told_and_left_alone") {
+        return;
+    }
     let mut host = serving("cuda_mps_overuse: terminate");
-    let old = holding(&host, SLICE, 20_000, &[]);
-    let mut second = holding(&host, SLICE, 600, &[]);
+    let container = Container::new(&host, SLICE);
+    let old = container.holding(&host, 20_000, &[]);
+    let mut second = container.holding(&host, 600, &[]);
     wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
-    let held = holding(&host, SLICE, 600, &[]);
-    let mut debugger = host.command("/usr/bin/python3");
-    let debugger = Client::start(debugger.args(["-c", DEBUGGER, &held.id().to_string()]));
-    wait_for("the debugger", || (process_state(held.id()) == Some('t')).then_some(()));
+    let held = container.holding(&host, 600, &[]);
+    let debugger = host.debugger(held.id());
     let (pid, since) = (held.id(), start_time(held.id()));
     host.plant(&format!("gpus/0/processes/{pid}"), &format!("client 15900 {since}\n"));
     let told = wait_for_event(&host, "can't be ended");

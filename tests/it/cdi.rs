@@ -1,10 +1,11 @@
 //! The CDI spec that the daemon keeps.
 
+use crate::support::host::binaries;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
@@ -223,6 +224,26 @@ fn a_crash_leaves_no_stale_spec_behind() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// A service that starts knows before it serves that the spec of the one before is no longer true.
+#[test]
+fn a_start_offers_nothing_that_is_no_longer_true() {
+    let mut host = host("h200");
+    host.start();
+    host.wait_for_state("ready");
+    wait_for_devices(&host, &slices("00:06.0", 4));
+    host.signal(Signal::KILL);
+    host.ended();
+    // The control daemon lives, and nobody can configure it for the other number of slices.
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
+    host.plant("mps/fault/front-end-hangs", "");
+    let logged = host.log().len();
+    host.start();
+    wait_for("no spec", || (!file(&host).exists()).then_some(()));
+    assert!(!host.log()[logged..].contains("failed: "), "it went while the service was starting");
+    host.clear("mps/fault/front-end-hangs");
+    wait_for_devices(&host, &slices("00:06.0", 2));
+}
+
 /// No spec is no reason to serve nobody, but one to say so; it is tried again.
 #[test]
 fn a_spec_that_cannot_be_written_degrades() {
@@ -251,11 +272,19 @@ fn a_spec_that_cannot_be_written_degrades() {
 #[test]
 fn the_documented_command_finds_the_gpu_of_a_slice() {
     let documentation = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/cdi.md")).unwrap();
-    let line = documentation.lines().find_map(|line| line.strip_prefix("    gpu=")).unwrap();
+    let line = documentation.lines().map(str::trim).find(|line| line.starts_with("names=")).unwrap();
     let mut host = Host::serving("tesla-p40");
-    let programs = Path::new(env!("CARGO_BIN_EXE_yunion-mpsctl")).parent().unwrap().display();
-    let script = format!("PATH={programs}:$PATH; gpu={line}; echo \"$gpu\"");
-    let said = host.command("sh").args(["-euc", &script]).output().unwrap();
-    assert_eq!(text(&said), "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400\n");
+    let programs = binaries();
+    let programs = programs.display();
+    let script = format!("PATH={programs}:$PATH; podman() {{ echo \"$@\"; }}; {line}");
+    let said = |slice: &str| {
+        let script = script.replace("00:06.0-1", slice);
+        host.command("sh").args(["-euc", &script]).output().unwrap()
+    };
+    let gpu = "nvidia.com/gpu=GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+    let expected = format!("run --rm --device={gpu} --device=yunion.io/mps=00:06.0-1 IMAGE\n");
+    assert_eq!(text(&said("00:06.0-1")), expected);
+    let none = said("00:06.0-9");
+    assert!(!none.status.success() && !text(&none).contains("run --rm"), "{}", text(&none));
     assert_eq!(host.stop().code(), Some(0));
 }

@@ -1,5 +1,6 @@
 //! Completion in bash, zsh and fish, with the installed files, in real shells.
 
+use crate::support::host::mpsctl;
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -171,11 +172,11 @@ fn offered(command: &mut Command, words: &[&str]) -> Vec<(String, String)> {
 /// Every option of every subcommand.
 #[test]
 fn every_subcommand_and_every_option_is_offered() {
-    let program = || Command::new(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    let program = || Command::new(mpsctl());
     let words = |words: &[&str]| -> BTreeSet<String> {
         offered(&mut program(), words).into_iter().map(|(word, _)| word).collect()
     };
-    let mut command = yunion_mps::ctl_command();
+    let mut command = mpsctl::command();
     command.build();
     let names: BTreeSet<String> = command.get_subcommands().map(|one| one.get_name().to_owned()).collect();
     let offered = words(&[""]).into_iter().filter(|word| !word.starts_with('-'));
@@ -199,6 +200,18 @@ fn clients_are_offered_by_pid_and_device() {
     let pid = client.id().to_string();
     let (_, meaning) = offered.iter().find(|(word, _)| *word == pid).unwrap_or_else(|| panic!("{offered:?}"));
     assert!(meaning.contains("cuda-client, user ") && meaning.ends_with(", 00:06.0-1"), "{meaning}");
+}
+
+#[test]
+fn only_slices_are_offered_where_a_gpu_is_refused() {
+    let host = host();
+    let names = |words: &[&str]| -> Vec<String> {
+        let offered = offered(&mut host.command("yunion-mpsctl"), words).into_iter();
+        offered.map(|(word, _)| word).filter(|word| word.starts_with("00:06.0")).collect()
+    };
+    let slices = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
+    assert_eq!(names(&["terminate", "--device", ""]), slices);
+    assert!(names(&["drain", ""]).contains(&"00:06.0".to_owned()));
 }
 
 #[test]

@@ -57,11 +57,6 @@ impl Host {
     fn told(&self, device: &str) -> Value {
         self.container_of(device)["environment"]["YUNION_MPS_CPUS"].clone()
     }
-
-    fn reload(&self) {
-        let answer = self.call("Control.Reload");
-        assert!(answer.status.success(), "{}", text(&answer));
-    }
 }
 
 /// A host with one GPU, near these CPUs.

@@ -1,15 +1,17 @@
 //! yunion-mpsctl, the program, on a private bus.
 
+use crate::support::host::mpsctl;
 use std::process::Stdio;
 
+use common::published::snapshot::{Snapshot, State};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 use tokio::time::timeout;
-use yunion_mps::{Snapshot, State};
 
 use crate::support::bus::{PrivateBus, ctl, ended, printed};
+use crate::support::host::binaries;
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, first_gpu, p40_board, serving, starting, tesla_p40};
 use crate::support::wait::DEADLINE;
@@ -85,7 +87,7 @@ async fn an_empty_list_says_why() {
     };
     let service = Service::start(disabled).await;
     let text = printed(&mut ctl(&service.bus, &["list"])).await;
-    assert_eq!(text, "No devices: the service is disabled: enable_cuda_mps is false\n");
+    assert_eq!(text, "No slices: the service is disabled: enable_cuda_mps is false\n");
     let text = printed(&mut ctl(&service.bus, &["list", "--gpus"])).await;
     assert_eq!(text, "No GPUs: the service is disabled: enable_cuda_mps is false\n");
     assert_eq!(printed(&mut ctl(&service.bus, &["list", "--json"])).await, "[]\n");
@@ -213,7 +215,7 @@ async fn env_speaks_podman_compose_and_cdi() {
         (&["00:06.0"], "yunion-mpsctl: 00:06.0 is a GPU, and each CDI device is a slice: "),
     ] {
         let (status, out, err) = env(&[names, &["--format", "cdi"]].concat()).await;
-        assert_eq!((status, out.as_str()), (Some(1), ""), "{err}");
+        assert_eq!((status, out.as_str()), (Some(1), "yunion.io/mps=yunion-mpsctl-env-failed\n"), "{err}");
         assert!(err.starts_with(complaint) && err.lines().count() == 1, "{err}");
     }
 }
@@ -242,7 +244,6 @@ async fn exit_statuses_say_what_happened() {
         &["list"][..],
         &["status"],
         &["clients"],
-        &["env", "00:06.0-1"],
         &["run", "00:06.0-1", "--", "true"],
         &["terminate", "1"],
         &["terminate", "--device", "00:06.0-1"],
@@ -276,7 +277,6 @@ async fn exit_statuses_say_what_happened() {
     for arguments in [
         &[][..],
         &["bogus"],
-        &["env"],
         &["run", "00:06.0-1"],
         &["list", "--bogus"],
         &["bench", "--bogus"],
@@ -288,13 +288,41 @@ async fn exit_statuses_say_what_happened() {
         assert_eq!((status, out.as_str()), (Some(2), ""), "{arguments:?}");
         assert!(err.contains("Usage: yunion-mpsctl"), "{err}");
     }
-    let (status, _, err) = ended(&mut ctl(&service.bus, &["env", "00:07.0-1"])).await;
+    let (status, _, err) = ended(&mut ctl(&service.bus, &["run", "00:07.0-1", "--", "true"])).await;
     assert_eq!(status, Some(1));
     assert_eq!(
         err,
         "yunion-mpsctl: there is no device \"00:07.0-1\"; did you mean 00:06.0-1 or 00:06.0-0 or 00:06.0-2? `yunion-mpsctl \
          list` shows all names\n"
     );
+}
+
+/// Whoever reads the answer of env without a look at its exit status starts nothing without a slice.
+#[tokio::test]
+async fn the_reader_of_an_env_that_fails_refuses_its_answer() {
+    let empty = PrivateBus::start();
+    let service = Service::start(p40_board()).await;
+    for (format, line) in [
+        (&[][..], "false\n"),
+        (&["--format", "docker"], "--yunion-mpsctl-env-failed\n"),
+        (&["--format", "podman"], "--yunion-mpsctl-env-failed\n"),
+        (&["--format=cdi"], "yunion.io/mps=yunion-mpsctl-env-failed\n"),
+        (&["--format", "compose"], ""),
+        (&["--format", "json"], ""),
+    ] {
+        let known = [&["env", "00:06.0-1"], format].concat();
+        let unknown = [&["env", "00:07.0-1"], format].concat();
+        let wrong = [&["env"], format].concat();
+        for (bus, arguments, expected, reason) in [
+            (&empty, &known, 3, "systemctl start yunion-mps-daemon"),
+            (&service.bus, &unknown, 1, "there is no device \"00:07.0-1\""),
+            (&service.bus, &wrong, 2, "Usage: yunion-mpsctl"),
+        ] {
+            let (status, out, err) = ended(&mut ctl(bus, arguments)).await;
+            assert_eq!((status, out.as_str()), (Some(expected), line), "{arguments:?}: {err}");
+            assert!(err.contains(reason), "{err}");
+        }
+    }
 }
 
 #[tokio::test]
@@ -340,6 +368,34 @@ async fn a_reader_that_leaves_is_no_error() {
         let run = command.stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
         let output = timeout(DEADLINE, run.wait_with_output()).await.unwrap().unwrap();
         assert_eq!((output.status.code(), &*output.stderr), (Some(0), &b""[..]), "{arguments:?}");
+    }
+}
+
+/// A script that reads nothing of it asks for the exit status all the more.
+#[tokio::test]
+async fn a_reader_that_leaves_does_not_change_the_answer() {
+    let bus = PrivateBus::start();
+    let root = tempfile::tempdir().unwrap();
+    let below = root.path().to_str().unwrap();
+    let wrong = root.path().join("host.conf");
+    std::fs::write(&wrong, "enable_cuda_mps: perhaps\n").unwrap();
+    let wrong = wrong.to_str().unwrap();
+    let daemon = binaries().join("yunion-mps-daemon");
+    let mut service = Command::new(&daemon);
+    service.args(["--check", "--config", wrong]);
+    for (mut command, expected) in [
+        (ctl(&bus, &["doctor", "--sysroot", below]), 5),
+        (ctl(&bus, &["doctor", "--sysroot", below, "--json"]), 5),
+        (ctl(&bus, &["check", "--config", wrong]), 78),
+        (ctl(&bus, &["is-ready"]), 3),
+        (ctl(&bus, &["setup", "--yes", "--sysroot", below]), 1),
+        (service, 78),
+    ] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let run = command.stdout(writer).stderr(Stdio::piped()).spawn().unwrap();
+        let output = timeout(DEADLINE, run.wait_with_output()).await.unwrap().unwrap();
+        assert_eq!(output.status.code(), Some(expected), "{command:?}");
     }
 }
 
@@ -426,7 +482,7 @@ async fn a_bus_that_hangs_is_told() {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("bus");
     let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    let mut command = Command::new(mpsctl());
     command.arg("list").env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", socket.display()));
     let (status, _, err) = ended(&mut command).await;
     assert_eq!(status, Some(1), "{err}");

@@ -6,13 +6,13 @@ use std::os::unix::fs::{PermissionsExt, chown, symlink};
 use std::process::{Child, Stdio};
 use std::time::Instant;
 
+use common::published::control_daemon::ControlDaemonState;
 use rustix::process::Signal;
 use serde_json::Value;
-use yunion_mps::ControlDaemonState;
 use zbus::{OwnedObjectPath, interface};
 
-use crate::faults::Mount;
 use crate::support::host::{Host, binaries, control_pid, start_time, text};
+use crate::support::mount::Mount;
 use crate::support::service::Service;
 use crate::support::skip::root_or_skip;
 use crate::support::snapshot::{first_gpu, p40_board};
@@ -60,12 +60,8 @@ impl Scene {
     }
 
     fn chmod(&self, below: &str, mode: u32) {
+        self.host.let_change(below);
         fs::set_permissions(self.host.path(below), PermissionsExt::from_mode(mode)).unwrap();
-    }
-
-    fn reload(&self) {
-        let answer = self.host.call("Control.Reload");
-        assert!(answer.status.success(), "{}", text(&answer));
     }
 
     /// A program of the host's, in its pipe directory, until the end of the scene.
@@ -218,7 +214,6 @@ faults! {
         => ["program-missing", "control-daemon-waiting"];
     no_server_program: "h200", Serving,
         |scene| fs::remove_file(scene.host.path("bin/nvidia-cuda-mps-server")).unwrap() => ["program-missing"];
-    server_of_another_version: "h200", Serving, other_server => ["version-skew"];
     programs_of_another_cuda: "h200", Serving, other_cuda => ["version-skew"];
     without_the_platform: "h200", Serving, without_the_platforms_keys => ["programs-need-slice"];
     node_missing: "h200x8", Serving, |scene| scene.remove("/dev/nvidia3") => ["device-node-missing"];
@@ -235,7 +230,7 @@ faults! {
         => ["service-not-running", "compute-mode-left"];
     mode_left_alone: "h200", Before, |scene| scene.host.configure("cuda_mps_set_compute_mode: false")
         => ["compute-mode-left-alone"];
-    bypass: "h200", Serving, |scene| { scene.native(); scene.reload(); } => ["bypassing-program"];
+    bypass: "h200", Serving, |scene| { scene.native(); scene.host.reload(); } => ["bypassing-program"];
     held: "h200", Before, Scene::native => ["gpu-held"];
     lost: "h200x8", Before, |scene| scene.host.plant("gpus/3/lost", "") => ["gpu-unreachable"];
     memory_unknown: "h200", Before, |scene| scene.host.plant("gpus/0/memory_total_mib", "N/A") => ["memory-unknown"];
@@ -282,6 +277,15 @@ faults! {
         scene.host.configure("cuda_mps_replicas: none");
         assert!(!scene.host.call("Control.Reload").status.success());
     } => ["configuration-wrong", "service-not-ready"];
+    key_without_a_value: "h200", Serving, |scene| scene.host.configure("cuda_mps_replicas:\ncuda_mps_prewarm:")
+        => ["agent-empty-value"];
+    disabled_by_a_key_without_a_value: "h200", Before, |scene| scene.host.configure("enable_cuda_mps:")
+        => ["mps-disabled", "agent-empty-value"];
+    two_types_for_one_gpu: "h200", Serving,
+        |scene| scene.host.devices(&[
+            &format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 4"),
+            &format!("{RENDER}, type: NVIDIA_GPU"),
+        ]) => ["given-out-twice"];
     type_that_ends_the_agent: "h200", Serving,
         |scene| scene.host.devices(&[
             &format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 4"),
@@ -364,7 +368,7 @@ faults! {
     waiting_for_clients: "h200", Serving, |scene| {
         scene.client(&["cuda-client", "hold", "600"]);
         scene.host.configure("cuda_mps_topology: per_gpu");
-        scene.reload();
+        scene.host.reload();
     } => ["control-daemon-waiting", "agent-needs-shared", "clients-without-device"];
     client_without_device: "h200", Serving, |scene| scene.client(&["cuda-client", "hold", "600"])
         => ["clients-without-device"];
@@ -375,7 +379,7 @@ faults! {
     foreign_in_our_place: "h200", Before, |scene| {
         scene.foreign("mps/pipe");
         scene.client(&["cuda-client", "hold", "600"]);
-    } => ["foreign-control-daemon", "control-daemon-waiting"];
+    } => ["foreign-control-daemon", "control-daemon-waiting", "clients-without-device"];
     cpus_that_nobody_has: "h200", Before, |scene| {
         scene.write("/sys/bus/pci/devices/0000:00:06.0/local_cpulist", "1023\n");
         scene.host.configure("cuda_mps_cpu_affinity: auto");
@@ -424,14 +428,6 @@ fn other_cuda(scene: &mut Scene) {
         format!("#!/bin/sh\n[ \"$1\" != -v ] || exec echo '{answer}'\nexec {} \"$@\"\n", simulated.display());
     fs::write(&program, script).unwrap();
     scene.chmod("bin/nvidia-cuda-mps-control", 0o755);
-}
-
-/// Before that, the server's has it in itself.
-fn other_server(scene: &mut Scene) {
-    let program = scene.host.path("bin/nvidia-cuda-mps-server");
-    fs::remove_file(&program).unwrap();
-    fs::write(&program, "\x7fELF\x00550.163.01\x00").unwrap();
-    scene.chmod("bin/nvidia-cuda-mps-server", 0o755);
 }
 
 /// Our own keys alone, as somebody has them who has no platform.
@@ -492,7 +488,7 @@ fn no_remedy_sends_an_administrator_round_in_a_circle() {
         found.map(|finding| (finding["severity"].clone(), finding["remedy"].as_str().unwrap().to_owned()))
     };
     let (severity, loose) = remedy("default-limits-loose").unwrap();
-    assert_eq!(severity, "info");
+    assert_eq!(severity, "warning");
     assert!(!loose.contains("per_gpu") && loose.contains("yunion-mpsctl env NAME"), "{loose}");
     scene.host.configure("cuda_mps_topology: per_gpu");
     assert_eq!(remedy("default-limits-loose"), None);

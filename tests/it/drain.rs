@@ -2,15 +2,15 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Lines};
+use std::path::PathBuf;
 use std::process::{ChildStdout, Output, Stdio};
 
 use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::support::client::Client;
-use crate::support::host::{Host, binaries, signal_pid, text};
+use crate::support::host::{Host, binaries, control_daemon, control_pid, signal_pid, text};
 use crate::support::skip::root_or_skip;
-use crate::support::wait::wait_for;
 
 /// A host that serves and keeps a CDI spec.
 fn serving(board: &str) -> Host {
@@ -49,12 +49,6 @@ fn refused(output: &Output, reason: &str) {
     assert!(output.status.code() == Some(1) && text(output).contains(reason), "{}", text(output));
 }
 
-fn events(host: &Host) -> Vec<String> {
-    let status = host.json(&["status"]).unwrap();
-    let events = status["events"].as_array().unwrap().iter();
-    events.map(|event| event["text"].as_str().unwrap().to_owned()).collect()
-}
-
 /// A slice is drained everywhere, and nothing else is.
 fn assert_only_drained(host: &Host, name: &str) {
     let listed = host.list();
@@ -91,9 +85,15 @@ fn assert_only_drained(host: &Host, name: &str) {
 fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let mut host = serving("tesla-p40");
     let said = done(&host, &["drain", "0000:00:06.0-1"]);
-    assert_eq!(said, "0000:00:06.0-1 is drained: no new client gets it.\nNo client is left.\n");
+    // This driver's control daemon has its socket in the pipe directory, which a container may have already.
+    let left = format!(
+        "0000:00:06.0-1 is drained: nobody is given it any more. Who has {} already can still start clients, since the \
+         control daemon's socket is there.\nNo client is left.\n",
+        host.path("mps/pipe").display()
+    );
+    assert_eq!(said, left);
     assert_only_drained(&host, "00:06.0-1");
-    assert_eq!(events(&host).last().unwrap(), "00:06.0-1 is drained");
+    assert_eq!(host.events().last().unwrap(), "00:06.0-1 is drained");
     let metrics = done(&host, &["metrics"]);
     for (slice, value) in [("00:06.0-0", 0), ("00:06.0-1", 1)] {
         let sample = metrics
@@ -112,9 +112,9 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     assert!(doctor.contains("info: slices-drained: 1 slice\n"), "{doctor}");
 
     // Once more is no news.
-    let before = events(&host);
+    let before = host.events();
     done(&host, &["drain", "00:06.0-1"]);
-    assert_eq!(events(&host), before);
+    assert_eq!(host.events(), before);
 
     // Whether the service ends at once, as it should, or for good.
     for how in ["kill", "stop", "reload"] {
@@ -147,7 +147,7 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     }
 
     assert_eq!(done(&host, &["undrain", "00:06.0-1"]), "00:06.0-1 takes clients again.\n");
-    assert_eq!(events(&host).last().unwrap(), "00:06.0-1 takes clients again");
+    assert_eq!(host.events().last().unwrap(), "00:06.0-1 takes clients again");
     assert!(drained(&host).is_empty());
     assert_eq!(in_spec(&host).len(), 4);
     done(&host, &["env", "00:06.0-1"]);
@@ -167,7 +167,7 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
         refused(&host.mpsctl(&["env", name]), &format!("{second} is drained for new clients"));
     }
     done(&host, &["env", first]);
-    assert_eq!(events(&host).last().unwrap(), &format!("{second} is drained"));
+    assert_eq!(host.events().last().unwrap(), &format!("{second} is drained"));
 
     assert_eq!(
         done(&host, &["drain", "--all"]),
@@ -232,20 +232,6 @@ fn only_root_may_drain() {
     assert!(drained(&host).is_empty());
 }
 
-/// A client of a slice, once it is listed.
-fn client_of(host: &Host, device: &str) -> Client {
-    let client = Client::start(&mut host.program_of(device, &["hold", "600"]));
-    until_listed(host, client.id());
-    client
-}
-
-fn until_listed(host: &Host, pid: u32) {
-    wait_for("the client", || {
-        let clients = host.json(&["clients"])?;
-        clients.as_array().unwrap().iter().any(|client| client["pid"] == pid).then_some(())
-    });
-}
-
 /// A command that waits, and the lines that it prints.
 struct Waiting {
     command: Client,
@@ -274,14 +260,17 @@ impl Waiting {
 #[test]
 fn the_waiting_ends_with_the_last_client_of_a_slice() {
     let host = Host::serving("h200");
-    let (neighbour, tenant) = (client_of(&host, "00:06.0-0"), client_of(&host, "00:06.0-1"));
+    let (neighbour, tenant) = (host.client_of("00:06.0-0"), host.client_of("00:06.0-1"));
     // Nobody knows the slice of this one.
     let nameless = Client::start(&mut host.program(&["hold", "600"]));
-    until_listed(&host, nameless.id());
+    host.wait_until_listed(nameless.id());
     let said = done(&host, &["drain", "00:06.0-1"]);
     let line = said.lines().nth(1).unwrap();
     assert!(line.starts_with("Still there: process ") && said.lines().count() == 2, "{said}");
     assert!(line.contains(", 00:06.0-1)") && line.contains(", slice not known)"), "{said}");
+    let unknown =
+        format!("Nobody knows whether {} uses a drained slice, so nothing is free yet.", nameless.id());
+    assert!(line.ends_with(&unknown), "{said}");
     assert!(!line.contains(&neighbour.id().to_string()), "{said}");
 
     let mut waiting = Waiting::start(&host, &["drain", "00:06.0-1", "--wait"]);
@@ -312,7 +301,7 @@ fn the_waiting_ends_with_the_last_client_of_a_slice() {
 #[test]
 fn the_waiting_goes_on_over_a_restart_of_the_service() {
     let mut host = Host::serving("h200");
-    let client = client_of(&host, "00:06.0-1");
+    let client = host.client_of("00:06.0-1");
     let mut waiting = Waiting::start(&host, &["drain", "--all", "--wait"]);
     assert_eq!(waiting.line(), "Every device is drained: no new client gets it.");
     assert!(waiting.line().starts_with(&format!("Waiting for process {} ", client.id())));
@@ -324,7 +313,7 @@ fn the_waiting_goes_on_over_a_restart_of_the_service() {
         }
         host.start();
         host.wait_for_state("ready");
-        until_listed(&host, client.id());
+        host.wait_until_listed(client.id());
     }
     assert_eq!(waiting.command.try_wait().unwrap(), None);
     client.end();
@@ -336,7 +325,7 @@ fn the_waiting_goes_on_over_a_restart_of_the_service() {
 #[test]
 fn ctrl_c_ends_the_waiting_and_not_the_drain() {
     let host = Host::serving("h200");
-    let client = client_of(&host, "00:06.0-1");
+    let client = host.client_of("00:06.0-1");
     for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let mut waiting = Waiting::start(&host, &["drain", "00:06.0", "--wait"]);
         waiting.line();
@@ -352,7 +341,7 @@ fn ctrl_c_ends_the_waiting_and_not_the_drain() {
 #[test]
 fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     let host = Host::serving("h200");
-    let _client = client_of(&host, "00:06.0-1");
+    let _client = host.client_of("00:06.0-1");
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
     let mut command = host.command(binaries().join("yunion-mpsctl"));
@@ -365,7 +354,7 @@ fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
 #[test]
 fn a_terminal_shows_who_is_left() {
     let host = Host::serving("h200");
-    let client = client_of(&host, "00:06.0-1");
+    let client = host.client_of("00:06.0-1");
     let program = binaries().join("yunion-mpsctl");
     let script = format!("stty cols 120 rows 50 && exec '{}' drain 00:06.0 --wait", program.display());
     let mut command = host.command("script");
@@ -388,4 +377,131 @@ fn a_terminal_shows_who_is_left() {
         "{last:?}"
     );
     assert_eq!(terminal.wait().unwrap().code(), Some(0));
+}
+
+/// The directory of each slice of the only GPU.
+fn directories(host: &Host) -> Vec<PathBuf> {
+    let slices = host.path("mps/pipe/slices");
+    names(&host.list(), |_| true).iter().map(|slice| slices.join(slice.replace(':', "_"))).collect()
+}
+
+fn lead(directories: &[PathBuf]) -> Vec<bool> {
+    directories.iter().map(|directory| directory.join("control").exists()).collect()
+}
+
+/// The exit status of a program that was given this slice before.
+fn status_of(host: &Host, environment: &[(String, String)]) -> Option<i32> {
+    let mut program = host.command("cuda-client");
+    program.arg("props").envs(environment.iter().cloned()).output().unwrap().status.code()
+}
+
+/// A drain holds at its answer, and undrain too, though a server with a fault takes no client.
+#[test]
+fn drain_and_undrain_hold_while_a_server_is_faulted() {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_fault_grace: 600");
+    host.start();
+    host.wait_for_state("ready");
+    let directories = directories(&host);
+    assert_eq!(lead(&directories), [true; 4]);
+    let environment = host.environment_of("00:06.0-1");
+    let stays = host.served(&mut host.program(&["hold", "600", "--stay"]));
+    host.fault();
+    host.wait_for_status("the fault", |status| control_daemon(status)["state"] == "faulted");
+    for _ in 0..3 {
+        done(&host, &["drain", "00:06.0-1"]);
+        assert_eq!(lead(&directories), [true, false, true, true]);
+        done(&host, &["undrain", "00:06.0-1"]);
+        assert_eq!(lead(&directories), [true; 4]);
+    }
+    done(&host, &["drain", "00:06.0-1"]);
+    stays.end();
+    host.wait_for_state("ready");
+    assert_eq!(lead(&directories), [true, false, true, true]);
+    assert_ne!(status_of(&host, &environment), Some(0));
+    done(&host, &["undrain", "00:06.0-1"]);
+    assert_eq!(names(&host.list(), |device| device["healthy"] == true).len(), 4);
+    assert_eq!(status_of(&host, &environment), Some(0));
+    assert!(!host.log().contains("did not lead"), "{}", host.log());
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The same while the control daemon does not answer, which is before anybody has noticed that.
+#[test]
+fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
+    let mut host = Host::serving("h200");
+    let directories = directories(&host);
+    host.plant("mps/fault/front-end-hangs", "");
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_status("the silence", |status| control_daemon(status)["state"] == "waiting");
+    done(&host, &["drain", "00:06.0-1"]);
+    assert_eq!(lead(&directories), [true, false, true, true]);
+    done(&host, &["undrain", "00:06.0-1"]);
+    assert_eq!(lead(&directories), [true; 4]);
+    host.clear("mps/fault/front-end-hangs");
+    host.wait_for_state("ready");
+    assert_eq!(lead(&directories), [true; 4]);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A control daemon that ends once it has no clients takes no more of them, or it never ends. Called back, it takes them
+/// again.
+#[test]
+fn a_control_daemon_that_retires_takes_no_new_client() {
+    let mut host = Host::serving("h200");
+    let (directories, pipe) = (directories(&host), host.path("mps/pipe/control"));
+    let environments = ["00:06.0-0", "00:06.0-1"].map(|slice| host.environment_of(slice));
+    let client = host.client_of("00:06.0-0");
+    let before = control_pid(&host.wait_for_state("ready"));
+    for _ in 0..2 {
+        host.configure("cuda_mps_topology: per_gpu");
+        done(&host, &["reload"]);
+        assert_eq!((lead(&directories), pipe.exists()), (vec![false; 4], false));
+        assert!(environments.iter().all(|environment| status_of(&host, environment) != Some(0)));
+        done(&host, &["drain", "00:06.0-1"]);
+        assert_eq!(lead(&directories), [false; 4]);
+        done(&host, &["undrain", "00:06.0-1"]);
+        assert_eq!(lead(&directories), [false; 4]);
+        assert!(names(&host.list(), |device| device["healthy"] == true).is_empty());
+
+        // A service that starts meanwhile holds to it.
+        host.signal(Signal::KILL);
+        host.ended();
+        host.start();
+        host.wait_for_failure("its clients have ended");
+        assert_eq!((lead(&directories), pipe.exists()), (vec![false; 4], false));
+
+        host.configure("cuda_mps_topology: shared");
+        done(&host, &["reload"]);
+        assert_eq!(control_pid(&host.wait_for_state("ready")), before);
+        assert_eq!((lead(&directories), pipe.exists()), (vec![true; 4], true));
+        assert_eq!(status_of(&host, &environments[1]), Some(0));
+    }
+    host.configure("cuda_mps_topology: per_gpu");
+    done(&host, &["reload"]);
+    done(&host, &["drain", "00:06.0-1"]);
+    client.end();
+    host.wait_for_state("ready");
+    assert_eq!(lead(&directories), [true, false, true, true]);
+    assert_eq!(status_of(&host, &environments[0]), Some(0));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Without a driver there is no plan, and nobody looks after a control daemon that an earlier service has left.
+#[test]
+fn a_drain_holds_for_a_control_daemon_that_nobody_looks_after() {
+    let mut host = Host::serving("h200");
+    let directories = directories(&host);
+    let client = host.client_of("00:06.0-0");
+    host.signal(Signal::KILL);
+    host.ended();
+    host.clear("driver");
+    host.start();
+    host.wait_for_state("failed");
+    assert_eq!(lead(&directories), [true; 4]);
+    done(&host, &["drain", "--all"]);
+    assert_eq!(lead(&directories), [false; 4]);
+    assert!(!host.path("mps/pipe/control").exists());
+    client.end();
+    assert_eq!(host.stop().code(), Some(0));
 }

@@ -1,7 +1,8 @@
 //! The program in docs/ that shows how to read the bus.
 
 use std::fs::{self, File};
-use std::process::Stdio;
+
+use rustix::process::Signal;
 
 use crate::support::host::Host;
 use crate::support::wait::wait_for;
@@ -10,16 +11,23 @@ use crate::support::wait::wait_for;
 fn the_example_prints_the_devices_and_what_becomes_of_them() {
     let program = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/devices.py");
     let lines = fs::read_to_string(program).unwrap().lines().count();
-    assert!(lines <= 20, "an example of {lines} lines is not read");
-    let mut host = Host::serving("tesla-p40");
-    let shown = host.path("shown");
-    let mut example = host
-        .command("/usr/bin/python3")
-        .arg(program)
-        .stdout(File::create(&shown).unwrap())
-        .stderr(Stdio::inherit())
-        .spawn()
-        .unwrap();
+    assert!(lines <= 50, "an example of {lines} lines is not read");
+    let mut host = Host::new("tesla-p40");
+    let (shown, complaints) = (host.path("shown"), host.path("complaints"));
+    let example = |host: &Host| {
+        host.command("/usr/bin/python3")
+            .arg(program)
+            .stdout(File::create(&shown).unwrap())
+            .stderr(File::create(&complaints).unwrap())
+            .spawn()
+            .unwrap()
+    };
+    let complains_of = |words: &str| {
+        wait_for(words, || fs::read_to_string(&complaints).unwrap().contains(words).then_some(()));
+    };
+    let mut first = example(&host);
+    complains_of("The name io.yunion.Mps1 was not provided");
+    host.start();
     // An empty line ends a list.
     let last = || {
         let shown = fs::read_to_string(&shown).unwrap();
@@ -35,8 +43,18 @@ fn the_example_prints_the_devices_and_what_becomes_of_them() {
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     assert!(host.call("Control.Reload").status.success());
     wait_for("the devices of the new configuration", || (last()? == rows(2, 11520)).then_some(()));
-    assert!(example.try_wait().unwrap().is_none(), "it goes on");
-    example.kill().unwrap();
-    example.wait().unwrap();
+    assert!(first.try_wait().unwrap().is_none(), "it goes on");
+    first.kill().unwrap();
+    first.wait().unwrap();
+
+    // A service that does not answer is asked again.
+    host.signal(Signal::STOP);
+    let mut second = example(&host);
+    complains_of("Did not receive a reply");
+    host.signal(Signal::CONT);
+    wait_for("the devices of the service that goes on", || (last()? == rows(2, 11520)).then_some(()));
+    assert!(second.try_wait().unwrap().is_none(), "it goes on");
+    second.kill().unwrap();
+    second.wait().unwrap();
     assert_eq!(host.stop().code(), Some(0));
 }

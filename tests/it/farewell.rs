@@ -5,26 +5,11 @@ use std::time::Instant;
 
 use rustix::process::Signal;
 
-use crate::release::{Container, NO_CONTAINER, nobody};
-use crate::service_manager::ServiceManager;
 use crate::support::client::{Client, in_words, own_user};
+use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
 use crate::support::host::{Host, control_pid, text};
+use crate::support::service_manager::ServiceManager;
 use crate::support::skip::{root_or_skip, skip};
-use crate::support::wait::wait_for;
-
-/// A client of a slice, once it is listed.
-fn client(host: &Host, device: &str) -> Client {
-    let client = Client::start(&mut host.program_of(device, &["hold", "600"]));
-    wait_until_listed(host, client.id());
-    client
-}
-
-fn wait_until_listed(host: &Host, pid: u32) {
-    wait_for("the client", || {
-        let clients = host.json(&["clients"])?;
-        clients.as_array().unwrap().iter().any(|client| client["pid"] == pid).then_some(())
-    });
-}
 
 /// The only line of the log with this text, which is a warning and stands before the end of the control daemon.
 fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
@@ -50,16 +35,16 @@ fn the_stop_names_the_clients() {
     host.start();
     manager.until(|message| message == "READY=1");
     let control_daemon = control_pid(&host.wait_for_state("ready"));
-    let (one, two) = (client(&host, "00:06.0-1"), client(&host, "00:06.0-2"));
+    let (one, two) = (host.client_of("00:06.0-1"), host.client_of("00:06.0-2"));
     let user = own_user();
-    let container = Container::new();
+    let container = ContainerGroup::new();
     let inside = match &container {
         Some(container) => {
             container.take(two.id(), "init");
             format!(", container {}", &container.id[..12])
         }
         None => {
-            skip("the_stop_names_the_clients: the container", NO_CONTAINER);
+            skip("the_stop_names_the_clients: the container", NO_CONTAINER_GROUP);
             String::new()
         }
     };
@@ -83,10 +68,10 @@ fn the_clients_of_another_user_are_named_as_theirs() {
     }
     let mut host = Host::serving("h200");
     let control_daemon = control_pid(&host.wait_for_state("ready"));
-    let own = client(&host, "00:06.0-1");
-    let mut command = nobody(&host, &host.path("bin/cuda-client"));
+    let own = host.client_of("00:06.0-1");
+    let mut command = host.command_as_member(host.path("bin/cuda-client"));
     let theirs = Client::start(command.envs(host.environment_of("00:06.0-2")).args(["hold", "600"]));
-    wait_until_listed(&host, theirs.id());
+    host.wait_until_listed(theirs.id());
     let words =
         in_words(&[(own.id(), "root", ", slice 00:06.0-1"), (theirs.id(), "nobody", ", slice 00:06.0-2")]);
     assert_eq!(host.stop().code(), Some(0));
@@ -110,7 +95,7 @@ fn without_clients_nothing_is_said() {
 fn clients_that_carry_on_are_not_named() {
     let mut host = Host::serving("h200");
     host.wait_for_state("ready");
-    let client = client(&host, "00:06.0-1");
+    let client = host.client_of("00:06.0-1");
     // Nothing waits to be applied.
     assert!(host.mpsctl(&["apply", "--force"]).status.success());
     host.configure("log_level: debug");
@@ -127,7 +112,7 @@ fn a_forced_change_names_the_clients() {
     host.start();
     manager.until(|message| message == "READY=1");
     let control_daemon = control_pid(&host.wait_for_state("ready"));
-    let client = client(&host, "00:06.0-1");
+    let client = host.client_of("00:06.0-1");
     let user = own_user();
     let expected =
         format!("apply --force ends the work of {}", in_words(&[(client.id(), &user, ", slice 00:06.0-1")]));
@@ -156,7 +141,7 @@ fn a_configuration_that_disables_names_the_clients() {
     host.start();
     manager.until(|message| message == "READY=1");
     let control_daemon = control_pid(&host.wait_for_state("ready"));
-    let client = client(&host, "00:06.0-3");
+    let client = host.client_of("00:06.0-3");
     let user = own_user();
     let expected = format!(
         "enable_cuda_mps: false ends the work of {}",
@@ -184,7 +169,7 @@ fn a_control_daemon_that_hangs_does_not_hold_up_the_stop() {
     host.configure("cuda_mps_quit_timeout: 1");
     host.start();
     let control_daemon = control_pid(&host.wait_for_state("ready"));
-    let client = client(&host, "00:06.0-1");
+    let client = host.client_of("00:06.0-1");
     host.plant("mps/fault/front-end-hangs", "");
     let begun = Instant::now();
     assert_eq!(host.stop().code(), Some(0));
@@ -201,7 +186,7 @@ fn a_control_daemon_that_hangs_does_not_hold_up_the_stop() {
 fn the_clients_of_a_control_daemon_that_was_not_taken_over_are_named() {
     let mut host = Host::serving("h200");
     host.wait_for_state("ready");
-    let client = client(&host, "00:06.0-1");
+    let client = host.client_of("00:06.0-1");
     let user = own_user();
     host.signal(Signal::KILL);
     host.ended();

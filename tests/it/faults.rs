@@ -1,5 +1,6 @@
 //! Accidents on a host while clients compute, at random times: the daemon heals them by itself, and says so.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -10,12 +11,15 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::matrix::{Bystander, Random, control_daemons, launchers};
-use crate::support::client::Client;
+use crate::support::bystander::Bystander;
+use crate::support::client::{Client, own_user};
 use crate::support::host::{
     Host, alive, control_daemon, control_pid, process_state, signal_pid, start_time, text,
 };
 use crate::support::listener::Listener;
+use crate::support::mount::Mount;
+use crate::support::processes::{control_daemons, launchers};
+use crate::support::random::Random;
 use crate::support::skip::root_or_skip;
 use crate::support::wait::{DEADLINE, wait_for};
 
@@ -61,11 +65,6 @@ fn recovered(host: &Host, devices: usize) -> Value {
 }
 
 /// Reloads, which makes the daemon look at once at what it looks at every half minute.
-fn reload(host: &Host) {
-    let answer = host.call("Control.Reload");
-    assert!(answer.status.success(), "{}", text(&answer));
-}
-
 fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
@@ -85,6 +84,27 @@ fn restart(host: &mut Host) {
     host.signal(Signal::KILL);
     host.ended();
     host.start();
+}
+
+/// A server keeps the limits of the moment when it was started. A service that comes while the server initializes
+/// publishes the slices once the server has the limits of today.
+#[test]
+fn a_server_that_initializes_during_a_restart_gets_the_limits_of_today() {
+    let mut host = Host::new("h200");
+    host.plant("mps/start-ms", "2000");
+    host.start();
+    let log = host.path("mps/log/control.log");
+    wait_for("a server that initializes", || {
+        fs::read_to_string(&log).is_ok_and(|text| text.contains("Starting new server")).then_some(())
+    });
+    host.configure("cuda_mps_thread_percentage: unlimited");
+    restart(&mut host);
+    host.wait_for_state("ready");
+    let pipe = pipe(&host);
+    let server = host.front_end(&pipe, "get_server_list");
+    let percentage = host.front_end(&pipe, &format!("get_active_thread_percentage {}", server.trim()));
+    assert_eq!(percentage, "100.0\n");
+    assert!(!host.log().contains("changed by others"), "nobody has changed anything");
 }
 
 /// A control daemon or a server that somebody has stopped serves nobody; it is continued, its clients notice nothing,
@@ -111,7 +131,7 @@ fn stopped_processes_are_continued() {
         }
         std::thread::sleep(random.millis(100));
         match random.below(3) {
-            0 => reload(&host),
+            0 => host.reload(),
             1 => {
                 slices = 2 + (slices + 1) % 5;
                 host.devices(&[&format!("{ENTRY} {slices}")]);
@@ -273,11 +293,11 @@ fn a_server_that_dies_is_not_taken_for_faulted() {
         let before = questions();
         fs::write(&dying, "").unwrap();
         // Its limits are the same, so all that is asked is how the server is.
-        reload(&host);
+        host.reload();
         wait_for("the question, and the one that makes sure", || (questions() >= before + 2).then_some(()));
         assert!(!dying.exists());
         // One more, which is asked when what came of those is decided.
-        reload(&host);
+        host.reload();
         wait_for("the next question", || (questions() >= before + 3).then_some(()));
         let status = host.wait_for_state("ready");
         assert_eq!(control_daemon(&status)["faults"], 0, "{status:#}");
@@ -318,6 +338,71 @@ fn a_fault_is_told_and_heals_when_clients_leave() {
     assert!(!errors.iter().any(|line| line.contains(" mps: ")), "{errors:#?}");
 }
 
+/// Those who were hit have ended when somebody reads of them, so the messages name their owners.
+#[test]
+fn a_fault_names_the_owners_of_those_hit() {
+    let host = Host::serving("h200");
+    host.wait_for_state("ready");
+    let listener = Listener::start(&host);
+    let hit = host.served(&mut host.program_of("00:06.0-1", &["hold", "600"]));
+    let pid = hit.id();
+    host.fault();
+    assert_eq!(exit_code(hit), Some(4));
+    let owner = format!("PID {pid} of user {}, slice 00:06.0-1", own_user());
+    let told = listener.wait_for_fault(&[pid]);
+    assert!(told.contains(&owner), "{owner}\n{told}");
+    let log = host.log();
+    let line = |level: &str, words: &str| {
+        log.lines().any(|line| line.contains(level) && line.contains(words) && line.contains(&owner))
+    };
+    assert!(line(" ERROR ", "is no proof against it"), "{log}");
+    assert!(line(" INFO ", &format!("mps_client_pid={pid}")), "{log}");
+    assert!(log.contains(&format!("{owner}, command \"cuda-client\"")), "{log}");
+}
+
+/// A client that came before the service is named too.
+#[test]
+fn a_fault_after_a_restart_names_the_owners_of_those_hit() {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_fault_grace: 600");
+    host.start();
+    host.wait_for_state("ready");
+    let hit = host.served(&mut host.program_of("00:06.0-1", &["hold", "600", "--stay"]));
+    restart(&mut host);
+    host.wait_for_state("ready");
+    let listener = Listener::start(&host);
+    host.fault();
+    let owner = format!("PID {} of user {}, slice 00:06.0-1", hit.id(), own_user());
+    let told = listener.wait_for_fault(&[hit.id()]);
+    assert!(told.contains(&owner), "{owner}\n{told}");
+    hit.end();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A control daemon that gets over a fault may not list its clients. It is not ended for a change of the order while NVML
+/// lists some.
+#[test]
+fn an_empty_list_during_a_fault_ends_nobody() {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_fault_grace: 600");
+    host.start();
+    let before = control_pid(&host.wait_for_state("ready"));
+    let stays = host.served(&mut host.program(&["hold", "600", "--stay"]));
+    host.fault();
+    host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
+    host.plant("mps/fault/faulted-lists-none", "");
+    host.configure("cuda_mps_fault_grace: 600\ncuda_mps_topology: per_gpu");
+    host.reload();
+    let refused = host.mpsctl(&["apply"]);
+    assert!(text(&refused).contains("in the way: 1 client"), "{}\n{}", text(&refused), host.log());
+    assert!(alive(before) && alive(stays.id()), "{}", host.log());
+    stays.end();
+    wait_for("the end of the control daemon", || (!alive(before)).then_some(()));
+    host.wait_for_state("ready");
+    assert!(!host.log().contains("SIGTERM"), "{}", host.log());
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// The control daemon dies of the fault, before anybody can have asked how its server is: it is told all the same, with
 /// all who were hit.
 #[test]
@@ -340,7 +425,7 @@ fn a_fault_that_ends_the_control_daemon_is_told() {
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
-    reload(host);
+    host.reload();
     read_up_to(host, log.rfind("to be torn down").unwrap());
     host.configure(next_grace);
     restart(host);
@@ -363,7 +448,7 @@ fn a_fault_whose_client_stays_is_healed_after_the_grace() {
             dies_having_read_of_the_fault(&mut host, "cuda_mps_fault_grace: 1");
         } else {
             host.configure("cuda_mps_fault_grace: 1");
-            reload(&host);
+            host.reload();
         }
         let after = recovered(&host, 4);
         assert_ne!(server(&after), server(&before), "ready was said of a server with a fault");
@@ -460,37 +545,6 @@ fn a_fault_on_a_forgotten_gpu_spares_clients_on_every_gpu() {
     only_ended_once_it_is_alone(&host, before, elsewhere, stays);
 }
 
-/// A small file system of its own at a path.
-pub(crate) struct Mount(PathBuf);
-
-impl Mount {
-    pub(crate) fn at(path: PathBuf, options: &str) -> Self {
-        fs::create_dir_all(&path).unwrap();
-        let options = format!("mode=0755,{options}");
-        let mounted =
-            Command::new("mount").args(["-t", "tmpfs", "-o", &options, "none"]).arg(&path).output().unwrap();
-        assert!(mounted.status.success(), "{}", text(&mounted));
-        Self(path)
-    }
-
-    /// Leaves no room.
-    fn fill(&self) {
-        let mut file = File::create(self.0.join("fill")).unwrap();
-        while file.write_all(&[0; 4096]).is_ok() {}
-    }
-
-    fn make_room(&self) {
-        fs::remove_file(self.0.join("fill")).unwrap();
-    }
-}
-
-impl Drop for Mount {
-    fn drop(&mut self) {
-        // The processes of the host may still have files open there.
-        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
-    }
-}
-
 /// A log directory without room: clients are served on, with the limits that they shall have, the daemon says what is
 /// wrong, a new one and a new control daemon get along too, and all is well when there is room.
 #[test]
@@ -505,7 +559,7 @@ fn no_room_for_the_log() {
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
     mount.fill();
     host.devices(&[&format!("{ENTRY} 2")]);
-    reload(&host);
+    host.reload();
     recovered(&host, 2);
     assert_eq!(host.front_end(&pipe(&host), "get_default_active_thread_percentage"), "50.0\n");
     waits_for_log(&host, "its file system is full");
@@ -524,7 +578,7 @@ fn no_room_for_the_log() {
     });
     a_client_is_served(&host);
     mount.make_room();
-    reload(&host);
+    host.reload();
     waits_for_log(&host, "can be written again");
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
@@ -623,7 +677,7 @@ fn what_others_break_is_repaired() {
             }
             _ => _ = fs::remove_file(host.path("mps/log/control.log")),
         }
-        reload(&host);
+        host.reload();
         wait_for("a whole state file", || whole().then_some(()));
         wait_for("the compute mode", || (host.compute_mode(0) == "Exclusive_Process").then_some(()));
         if random.below(2) == 0 {
@@ -635,7 +689,7 @@ fn what_others_break_is_repaired() {
     }
     // Nobody makes it again. Its loss has been told once, whether it is new or old.
     let _ = fs::remove_file(host.path("mps/log/control.log"));
-    reload(&host);
+    host.reload();
     waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
     drop(bystander);
     assert_eq!(host.stop().code(), Some(0));
@@ -681,7 +735,7 @@ fn a_removed_pipe_directory_is_made_again() {
         let before = host.wait_for_state("ready");
         let client = with_client.then(|| host.client());
         fs::remove_dir_all(own(&host)).unwrap();
-        reload(&host);
+        host.reload();
         if let Some(mut client) = client {
             host.wait_for_failure("its directory was removed or replaced");
             assert_eq!(host.list().len(), 4);
@@ -733,7 +787,7 @@ fn the_log_is_rotated_under_load() {
         while length("mps/log/control.log").unwrap() < 700_000 {
             flood(&host, &pipe(&host), 500);
         }
-        reload(&host);
+        host.reload();
         read_up_to(&host, 690_000);
         flood(&host, &pipe(&host), 4000);
         wait_for("a rotated log", || {
@@ -772,14 +826,14 @@ fn a_gpu_that_is_lost_and_back() {
     let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
     for _ in 0..2 {
         host.plant("gpus/3/lost", "");
-        reload(&host);
+        host.reload();
         host.wait_for_state("degraded");
         let devices = host.list();
         let sick = devices.iter().filter(|device| device["healthy"] == false).count();
         assert_eq!((devices.len(), sick), (32, 4));
         bystander.check();
         host.clear("gpus/3/lost");
-        reload(&host);
+        host.reload();
         let status = recovered(&host, 32);
         assert_eq!(control_pid(&status), control_pid(&before));
         bystander.check();
@@ -802,6 +856,22 @@ fn xid(host: &Host, gpu: u32, number: u32) {
     });
     let mut file = File::options().create(true).append(true).open(directory.join("xids")).unwrap();
     writeln!(file, "{number}").unwrap();
+}
+
+/// A wait that fails once must not silence all GPUs for good.
+#[test]
+fn critical_errors_are_told_after_a_failed_wait() {
+    let mut host = Host::serving("h200x8");
+    host.plant("error/nvmlEventSetWait", "15");
+    xid(&host, 5, 79);
+    waits_for_log(&host, "NVML does not tell of critical errors");
+    host.clear("error/nvmlEventSetWait");
+    wait_for("an error of another GPU", || {
+        let mut file = File::options().create(true).append(true).open(host.path("gpus/2/xids")).unwrap();
+        writeln!(file, "31").unwrap();
+        host.log().contains("met a critical error, Xid 31").then_some(())
+    });
+    assert_eq!(host.stop().code(), Some(0));
 }
 
 /// Waits until a critical error is in the log and among the events.
@@ -890,7 +960,7 @@ fn a_clock_that_jumps_disturbs_nobody() {
     let (began, _) = newest(&host);
     for (offset, days) in [("-3d", -3), ("+5d", 5), ("-1d", -1)] {
         set(offset);
-        reload(&host);
+        host.reload();
         // It lives in that time now, and the last event is the last for all that.
         let (at, text) = wait_for("an event of that day", || {
             let (at, text) = newest(&host);
@@ -1013,7 +1083,7 @@ fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out() {
 /// The same of what is said at a regular look.
 fn waits_for_log_with_reloads(host: &Host, words: &str) {
     wait_for(words, || {
-        reload(host);
+        host.reload();
         host.log().contains(words).then_some(())
     });
 }
@@ -1110,7 +1180,7 @@ fn limits_changed_by_others_are_set_again() {
         assert!(as_ordered(), "before {command}");
         let told = host.log().matches("were changed by others").count();
         host.front_end(&own(&host), &command);
-        reload(&host);
+        host.reload();
         wait_for("limits as ordered", || as_ordered().then_some(()));
         wait_for("words about it", || {
             (host.log().matches("were changed by others").count() > told).then_some(())
@@ -1179,14 +1249,16 @@ fn users_that_were_kept_out_are_let_in_again() {
     let mut host = Host::serving("h200");
     let before = control_pid(&host.wait_for_state("ready"));
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    let socket = pipe(&host).join("control");
+    // The link in the pipe directory is the same file.
+    let socket = host.path("mps/pipe.private/control");
     for taken_over in [false, true] {
         for (path, bad, good) in [(pipe(&host), 0o700, 0o755), (socket.clone(), 0o600, 0o666)] {
+            host.let_change("mps/pipe");
             fs::set_permissions(&path, PermissionsExt::from_mode(bad)).unwrap();
             if taken_over {
                 restart(&mut host);
             } else {
-                reload(&host);
+                host.reload();
             }
             wait_for("a mode that lets users in", || (mode(&path) == good).then_some(()));
             waits_for_log(
@@ -1210,7 +1282,7 @@ fn a_socket_of_another_user_is_not_healthy() {
     let before = control_pid(&host.wait_for_state("ready"));
     let client = host.client();
     std::os::unix::fs::chown(pipe(&host).join("control"), Some(65534), None).unwrap();
-    reload(&host);
+    host.reload();
     host.wait_for_failure("control: belongs to user 65534");
     assert!(host.list().iter().all(|device| device["healthy"] == false));
     client.end();
@@ -1229,52 +1301,62 @@ fn recovered_after(host: &Host, before: u32) -> u32 {
     control_pid(&status)
 }
 
-/// A user can take every place of a GPU. It is not healthy as long as that is so, and is again when a client has left.
+/// A GPU in full use, 12 of 12 clients in each of its four slices, is well: everybody computes. Only the next client finds
+/// no place, which is told, and a place is there again when a client has left.
 #[test]
-fn a_full_gpu_is_not_healthy() {
+fn a_full_gpu_stays_healthy_and_says_so() {
     let mut host = Host::serving("h200");
-    let start = || Client::start(&mut host.program(&["hold", "600"]));
-    let mut clients: Vec<Client> = (0..48).map(|_| start()).collect();
-    wait_for("48 clients", || (host.front_end(&pipe(&host), "ps").lines().count() == 49).then_some(()));
-    // Nobody was turned away yet: it is seen at the regular look.
-    reload(&host);
-    let all_taken = |status: &Value| {
-        let gpu = &status["gpus"][0];
-        gpu["healthy"] == false && gpu["reason"].as_str().unwrap().starts_with("all 48 places are taken")
+    let findings = |host: &Host| -> BTreeMap<String, String> {
+        let root = host.path("sysroot").display().to_string();
+        let output = host.mpsctl(&["doctor", "--json", "--sysroot", &root]);
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let findings = report["findings"].as_array().unwrap().iter();
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        findings.map(|finding| (text(&finding["name"]), text(&finding["severity"]))).collect()
     };
-    host.wait_for_status("a full GPU", all_taken);
-    for round in 0..3 {
-        clients.pop().unwrap().end();
-        let left = Instant::now();
-        host.wait_for_state("ready");
-        let again = left.elapsed();
-        clients.push(start());
-        let one_too_many = loop {
-            // The first of them may get the place.
-            let mut client = start();
-            let came = Instant::now();
-            let refused =
-                wait_for("a client that is served or turned away", || match client.try_wait().unwrap() {
-                    Some(status) => Some(status.code()),
-                    None => {
-                        host.front_end(&pipe(&host), "ps").contains(&client.id().to_string()).then_some(None)
-                    }
-                });
-            match refused {
-                Some(code) => break (code, came),
-                None => clients.push(client),
-            }
-        };
-        assert_eq!(one_too_many.0, 3, "it is busy");
-        host.wait_for_status("a full GPU", all_taken);
-        let _ = writeln!(
-            std::io::stderr(),
-            "round {round}: healthy {again:?} after a client has left, not healthy {:?} after one was turned away",
-            one_too_many.1.elapsed()
-        );
+    let before = findings(&host);
+    let slices: Vec<Command> =
+        (0..48).map(|n| host.program_of(&format!("00:06.0-{}", n % 4), &["hold", "600"])).collect();
+    let mut clients: Vec<Client> =
+        slices.into_iter().map(|mut command| Client::start(&mut command)).collect();
+    wait_for("48 clients", || (host.front_end(&pipe(&host), "ps").lines().count() == 49).then_some(()));
+    let is_full = |status: &Value| {
+        let gpu = &status["gpus"][0];
+        status["service"]["state"] == "ready"
+            && gpu["healthy"] == true
+            && gpu["reason"].as_str().unwrap().starts_with("full: all 48 places are taken")
+    };
+    // Nobody was turned away yet: it is seen at the regular look.
+    host.reload();
+    host.wait_for_status("a full GPU", is_full);
+    let full_slices = || {
+        let all = host.list();
+        let full = all.iter().all(|slice| slice["clients"] == 12 && slice["max_clients"] == 12);
+        full.then_some(all)
+    };
+    for slice in wait_for("full slices", full_slices) {
+        assert_eq!(slice["healthy"], true, "{slice}");
     }
+    let mut after = findings(&host);
+    assert_eq!(after.remove("slices-full").as_deref(), Some("info"));
+    assert_eq!(after, before, "nothing else is wrong with it");
+
+    let mut one_too_many = Client::start(&mut host.program(&["hold", "600"]));
+    let status = wait_for("one that is turned away", || one_too_many.try_wait().unwrap());
+    assert_eq!(status.code(), Some(3), "it is busy");
+    let status = host.wait_for_status("the one that was turned away", |status| {
+        status["events"].to_string().contains("turned a client away: it holds 48, no more")
+    });
+    assert!(is_full(&status), "{status:#}");
+    assert!(!host.log().contains("ERROR"), "{}", host.log());
+
+    clients.pop().unwrap().end();
+    host.wait_for_status("a place", |status| {
+        let told = status["events"].to_string().contains("GPU 00:06.0 has a place for a client again");
+        told && status["gpus"][0]["reason"] == ""
+    });
+    clients.push(host.client());
     clients.into_iter().for_each(Client::end);
-    host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -1416,7 +1498,7 @@ fn the_name_of_a_process_makes_no_line_of_the_log() {
         name.starts_with(b"a\nFORGED").then_some(())
     });
     host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {}", start_time(pid)));
-    reload(&host);
+    host.reload();
     waits_for_log(&host, "is used without our MPS server by");
     child.kill().unwrap();
     child.wait().unwrap();

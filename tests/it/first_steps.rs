@@ -1,6 +1,7 @@
 //! The first steps of a user: configuration for a host that has none, and a program on a free slice.
 
-use std::collections::BTreeMap;
+use crate::support::host::{binaries, mpsctl};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -37,7 +38,7 @@ fn clients(host: &Host) -> BTreeMap<u64, String> {
 #[test]
 fn run_free_takes_the_slice_with_the_fewest_clients() {
     let mut host = Host::new("mixed");
-    let directory = Path::new(env!("CARGO_BIN_EXE_yunion-mpsctl")).parent().unwrap().to_owned();
+    let directory = binaries();
     host.prefer(&directory);
     host.start();
     // The second A100 is in MIG mode.
@@ -74,6 +75,80 @@ fn run_free_takes_the_slice_with_the_fewest_clients() {
     }
 }
 
+/// A container is a client only once its program has started CUDA, so the next choice must know of the last one.
+#[test]
+fn each_choice_of_a_moment_is_another_slice() {
+    let mut host = Host::new("tesla-p40");
+    host.prefer(&binaries());
+    host.start();
+    host.wait_for_state("ready");
+    let choose = || {
+        let answer = host.mpsctl(&["env", "--free", "--format", "json"]);
+        let answer: Value = serde_json::from_slice(&answer.stdout).unwrap();
+        answer["environment"]["YUNION_MPS_DEVICE"].as_str().unwrap().to_owned()
+    };
+    let chosen: Vec<String> = std::iter::repeat_with(choose).take(5).collect();
+    // Nobody is refused when each slice was given out once.
+    assert_eq!(chosen, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3", "00:06.0-0"]);
+    let together: Vec<_> = (0..3)
+        .map(|_| {
+            let mut command = host.command("yunion-mpsctl");
+            command.args(["env", "--free"]).stdout(Stdio::piped()).spawn().unwrap()
+        })
+        .collect();
+    let outputs = together.into_iter().map(|child| child.wait_with_output().unwrap().stdout);
+    assert_eq!(outputs.collect::<BTreeSet<_>>().len(), 3, "commands of one moment");
+
+    // Where no record can be kept, the choice is made without one, and says so.
+    fs::set_permissions(host.path("run"), fs::Permissions::from_mode(0o777)).unwrap();
+    let said = text(&host.mpsctl(&["run", "--free", "--", "true"]));
+    assert!(
+        said.contains("note: the next --free may take the same slice, since no record can be kept: ")
+            && said.contains("yunion-mpsctl: takes 00:06.0-0 "),
+        "{said}"
+    );
+}
+
+/// Who starts the service before there is a configuration learns how to write one.
+#[test]
+fn a_service_without_configuration_names_setup() {
+    let mut host = fresh("tesla-p40");
+    host.install();
+    host.start();
+    host.wait_for_state("disabled");
+    let root = host.path("sysroot").display().to_string();
+    for command in [&["list"][..], &["status"], &["doctor", "--sysroot", &root]] {
+        let said = text(&host.mpsctl(command));
+        assert!(said.contains("yunion-mpsctl setup"), "{command:?}: {said}");
+    }
+    // Whoever has said no is not sent there.
+    fs::create_dir_all(host.file("/etc/yunion")).unwrap();
+    fs::write(host.file("/etc/yunion/host.conf"), "enable_cuda_mps: false\n").unwrap();
+    assert!(host.call("Control.Reload").status.success());
+    for command in [&["list"][..], &["status"], &["doctor", "--sysroot", &root]] {
+        let said = text(&host.mpsctl(command));
+        assert!(said.contains("enable_cuda_mps is false") && !said.contains("setup"), "{command:?}: {said}");
+    }
+}
+
+/// The toolkit mounts the directory in which CUDA looks into every container: doctor warns of it, so setup does not lead
+/// there.
+#[test]
+fn setup_beside_a_container_toolkit_is_a_configuration_that_doctor_accepts() {
+    let host = fresh("h200");
+    let tool = host.file("/usr/bin/nvidia-ctk");
+    fs::create_dir_all(tool.parent().unwrap()).unwrap();
+    fs::write(&tool, "").unwrap();
+    let done = setup(&host, &["--yes"]);
+    let said = text(&done);
+    assert!(done.status.success() && said.contains("/usr/bin/nvidia-ctk is installed: "), "{said}");
+    assert_eq!(settings(&files(&host)["host.conf"]), "enable_cuda_mps: true\ncuda_mps_replicas: 10\n");
+    let root = host.path("sysroot").display().to_string();
+    let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
+    assert!(!doctor.contains("toolkit-captures-containers"), "{doctor}");
+    assert!(doctor.contains("toolkit-shows-directories"), "doctor has seen the toolkit: {doctor}");
+}
+
 #[test]
 fn run_without_dashes_says_where_they_stand() {
     let host = Host::new("tesla-p40");
@@ -100,7 +175,7 @@ fn setup(host: &Host, arguments: &[&str]) -> Output {
 
 /// Setup on a terminal, with these answers.
 fn answered(host: &Host, answers: &str) -> String {
-    let program = env!("CARGO_BIN_EXE_yunion-mpsctl");
+    let program = mpsctl();
     let script =
         format!("stty -echo && exec '{program}' setup --sysroot '{}'", host.path("sysroot").display());
     let mut terminal = host.command("script");
@@ -294,7 +369,7 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
     let script = "exec 3<\"$0\"; exec $1 /proc/self/fd/3 setup";
     let as_nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups";
     let as_who = if geteuid().is_root() { as_nobody } else { "" };
-    let program = env!("CARGO_BIN_EXE_yunion-mpsctl");
+    let program = mpsctl();
     let refused = host.command("sh").args(["-c", script, program, as_who]).output().unwrap();
     assert_eq!(refused.status.code(), Some(1));
     assert_eq!(

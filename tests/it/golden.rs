@@ -301,6 +301,12 @@ fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
             |found: &Value| found["max_clients"].is_null() || found["clients"] == expected(&found["addr"]);
         host.list().iter().all(counted).then_some(())
     });
+    // Before Volta the GPU alone has a number of clients.
+    wait_for("the client on its GPU", || {
+        let gpus = host.json(&["list", "--gpus"]).unwrap();
+        let clients = gpus.as_array().unwrap().iter().filter_map(|gpu| gpu["clients"].as_u64());
+        (clients.sum::<u64>() == 1).then_some(())
+    });
     // A server that is started for a client is in the status a moment later.
     host.wait_for_status("a server", |status| {
         let daemons = status["control_daemons"].as_array().unwrap();

@@ -9,9 +9,10 @@ use std::sync::OnceLock;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::release::{Container, NO_CONTAINER, Scene, assert_terminated};
 use crate::support::client::Client;
+use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
 use crate::support::host::{Host, assert_has, binaries, signal_pid, text};
+use crate::support::neighbours::{Neighbours, assert_terminated};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
@@ -354,9 +355,9 @@ fn a_container_gets_what_the_service_says() {
 
 #[test]
 fn releasing_a_container_spares_its_neighbours() {
-    let mut scene = Scene::new();
-    let Some(container) = Container::new() else {
-        skip("releasing_a_container_spares_its_neighbours", NO_CONTAINER);
+    let mut scene = Neighbours::new();
+    let Some(container) = ContainerGroup::new() else {
+        skip("releasing_a_container_spares_its_neighbours", NO_CONTAINER_GROUP);
         return;
     };
     let victim = scene.victim();

@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
+use common::published::client::ClientView;
 use serde_json::Value;
-use yunion_mps::{ClientView, Request};
+use yunion_mps::Request;
 
 use crate::support::bus::{ctl, printed};
 use crate::support::host::{Host, binaries, text};
@@ -158,7 +159,7 @@ async fn clients_in_containers_and_unknown_clients_are_as_documented() {
     let requests = &mut service.requests;
     let daemon = async {
         match requests.recv().await {
-            Some(Request::Clients(_, reply)) => reply.send(Ok(vec![gone, contained])).unwrap(),
+            Some(Request::Clients(reply)) => reply.send(Ok(vec![gone, contained])).unwrap(),
             other => panic!("{other:?}"),
         }
     };
@@ -177,7 +178,7 @@ fn the_page_names_every_command_with_its_schema() {
     linked.sort_unstable();
     linked.dedup();
     assert_eq!(linked, schemas().iter().map(String::as_str).collect::<Vec<_>>());
-    for command in yunion_mps::ctl_command().get_subcommands() {
+    for command in mpsctl::command().get_subcommands() {
         let options: Vec<&str> = command.get_arguments().filter_map(|argument| argument.get_long()).collect();
         if options.contains(&"json") {
             let line = format!("`yunion-mpsctl {}", command.get_name());

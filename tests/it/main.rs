@@ -39,6 +39,7 @@ mod farewell;
 mod faults;
 mod first_steps;
 mod golden;
+mod histories;
 mod host_agent;
 mod journal;
 mod json;

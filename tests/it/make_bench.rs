@@ -1,9 +1,9 @@
-//! `make bench`: it measures every row of its table, and docs/performance.md explains each of them. The
+//! `make bench`: it measures every row of its table, and docs/benchmarks.md explains each of them. The
 //! figures themselves do not matter here.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
@@ -29,16 +29,17 @@ fn measured(group: &str) -> Value {
     let table = fs::read_to_string(out.path().join("service.md")).unwrap();
     assert_eq!(table, String::from_utf8(output.stdout).unwrap());
     let result: Value = serde_json::from_slice(&fs::read(out.path().join("service.json")).unwrap()).unwrap();
-    let page = fs::read_to_string(source.join("docs/performance.md")).unwrap();
+    let page = fs::read_to_string(source.join("docs/benchmarks.md")).unwrap();
     for row in result["rows"].as_array().unwrap() {
         assert_eq!(row["group"], group);
         let what = row["what"].as_str().unwrap();
         assert!(table.contains(&format!("| {what} |")), "the table lacks {what}");
-        assert!(page.contains(&format!("| {what} |")), "docs/performance.md lacks {what}");
+        assert!(page.contains(&format!("| {what} |")), "docs/benchmarks.md lacks {what}");
         let [min, median, p90, max] =
             ["min", "median", "p90", "max"].map(|key| row["this"][key].as_f64().expect(what));
         assert!(min <= median && median <= p90 && p90 <= max, "{row}");
         assert!(row["this"]["n"].as_u64() >= Some(1), "{row}");
+        assert_eq!(row["failed"]["this"], 0, "{row}");
     }
     result
 }
@@ -86,6 +87,59 @@ fn idling_is_measured() {
     every_row_of("idle");
 }
 
+/// The programs of the simulated host, one of them replaced by this script.
+fn programs_with(out: &Path, name: &str, script: &str) -> PathBuf {
+    let programs = out.join("programs");
+    fs::create_dir(&programs).unwrap();
+    for entry in fs::read_dir(binaries()).unwrap().map(Result::unwrap) {
+        let is_program = entry.file_type().unwrap().is_file();
+        if is_program && entry.file_name() != name {
+            fs::hard_link(entry.path(), programs.join(entry.file_name())).unwrap();
+        }
+    }
+    fs::write(programs.join(name), script).unwrap();
+    fs::set_permissions(programs.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+    programs
+}
+
+/// The result of a benchmark of the groups that fails, with everything that it said.
+fn failed(groups: &str, programs: &Path, out: &Path) -> (Value, String) {
+    let output = benchmark(groups, out).env("BINARIES", programs).output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    let result = fs::read_to_string(out.join("service.json")).unwrap();
+    let table = fs::read_to_string(out.join("service.md")).unwrap();
+    assert!(table.starts_with("|  | unit | n | failed |"), "{table}");
+    (serde_json::from_str(&result).unwrap(), text(&output))
+}
+
+#[test]
+fn a_service_without_a_control_daemon_has_no_figures() {
+    let out = tempfile::tempdir().unwrap();
+    let programs = programs_with(out.path(), "nvidia-cuda-mps-control", "#!/bin/sh\nexit 1\n");
+    let (result, said) = failed("start,stop,calls,idle", &programs, out.path());
+    assert!(said.contains("0 control daemons ran, not 1"), "{said}");
+    for row in result["rows"].as_array().unwrap() {
+        assert!(row["failed"]["this"].as_u64() >= Some(1) && row["this"].is_null(), "{row}");
+    }
+}
+
+#[test]
+fn a_service_that_is_not_ready_in_the_end_has_no_figures() {
+    let out = tempfile::tempdir().unwrap();
+    let ctl = binaries().join("yunion-mpsctl");
+    let script = format!(
+        "#!/bin/sh\n[ \"$1\" != is-ready ] || {{ echo degraded; exit 1; }}\nexec '{}' \"$@\"\n",
+        ctl.display()
+    );
+    let programs = programs_with(out.path(), "yunion-mpsctl", &script);
+    let (result, said) = failed("calls", &programs, out.path());
+    assert!(said.contains("yunion-mpsctl is-ready: degraded"), "{said}");
+    for row in result["rows"].as_array().unwrap() {
+        assert_eq!(row["failed"]["this"], 1, "{row}");
+        assert!(row["this"].is_null(), "{row}");
+    }
+}
+
 #[test]
 fn a_daemon_that_is_ready_with_a_line_in_its_log_is_measured_where_no_bus_is_needed() {
     let out = tempfile::tempdir().unwrap();
@@ -106,5 +160,6 @@ fn a_daemon_that_is_ready_with_a_line_in_its_log_is_measured_where_no_bus_is_nee
     for row in result["rows"].as_array().unwrap() {
         assert!(row["this"]["median"].is_number(), "{row}");
         assert_eq!(row["peer"]["median"].is_number(), row["group"] == "stop", "{row}");
+        assert_eq!(row["failed"], serde_json::json!({"this": 0, "peer": 0}), "{row}");
     }
 }

@@ -13,9 +13,11 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::slices::leads_to;
-use crate::support::client::Client;
-use crate::support::host::{Host, alive, signal_pid, stat_fields};
+use crate::support::bystander::Bystander;
+use crate::support::host::{Host, alive, signal_pid};
+use crate::support::processes::{control_daemons, launchers};
+use crate::support::random::Random;
+use crate::support::slice::leads_to;
 use crate::support::wait::{DEADLINE, wait_for};
 
 /// Where a start can be killed that finds nothing to take over, one that does, a reload, and a stop. The names are those
@@ -43,70 +45,6 @@ const ANY_TIME: &str = "any time";
 
 /// The number of kills that each step must have met.
 const KILLS_PER_STEP: u32 = 3;
-
-/// Random numbers that a seed gives again (splitmix64).
-pub(crate) struct Random(u64);
-
-impl Random {
-    /// From the variable `FAULT_SEED`, or another one each time. It is printed if the test fails.
-    pub(crate) fn seeded(test: &str) -> (Self, Seed) {
-        Self::seeded_by("FAULT_SEED", test)
-    }
-
-    /// The same with a variable of the test's own.
-    pub(crate) fn seeded_by(variable: &'static str, test: &str) -> (Self, Seed) {
-        let seed = std::env::var(variable).ok();
-        let seed = seed.map(|seed| seed.parse().unwrap_or_else(|e| panic!("{variable}={seed}: {e}")));
-        let seed = seed.unwrap_or_else(|| {
-            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
-            u64::from(now.subsec_nanos()) << 16 | u64::from(std::process::id() & 0xffff)
-        });
-        (Self(seed), Seed { test: test.to_owned(), variable, seed })
-    }
-
-    /// Another stream of numbers that follows from the same seed.
-    pub(crate) fn fork(&mut self) -> Self {
-        Self(self.next())
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// From 0 to one less than `bound`.
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
-
-    pub(crate) fn millis(&mut self, bound: u64) -> Duration {
-        Duration::from_micros(self.below(bound * 1000))
-    }
-}
-
-/// Says with which seed a test failed.
-pub(crate) struct Seed {
-    test: String,
-    variable: &'static str,
-    seed: u64,
-}
-
-impl std::fmt::Display for Seed {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(out, "{}={}", self.variable, self.seed)
-    }
-}
-
-impl Drop for Seed {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let _ = writeln!(std::io::stderr(), "{} failed with {self}", self.test);
-        }
-    }
-}
 
 /// When the daemon is to be killed: at a step (or else from the moment this is known), after a delay.
 #[derive(Clone, Debug)]
@@ -187,77 +125,6 @@ fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
         let _ = log.write_all(line.as_bytes());
         line.clear();
     }
-}
-
-/// A client that must not notice anything.
-pub(crate) struct Bystander {
-    child: Client,
-    ends: Instant,
-}
-
-impl Bystander {
-    /// Starts one that computes for so long, and waits until it is served.
-    pub(crate) fn start(host: &Host, pipe: &Path, time: Duration) -> Self {
-        let mut child = host.program(&["hold", &time.as_secs_f64().to_string()]);
-        let mut child = Client::start(child.env("CUDA_MPS_PIPE_DIRECTORY", pipe));
-        let pid = child.id().to_string();
-        wait_for("the client", || {
-            let served = host.front_end(pipe, "ps").lines().any(|line| line.split(' ').next() == Some(&pid));
-            // On a busy machine its time may be over between two looks.
-            let done = child.try_wait().unwrap().inspect(|status| assert!(status.success(), "{status}"));
-            (served || done.is_some()).then_some(())
-        });
-        Self { child, ends: Instant::now() + time }
-    }
-
-    /// Whether its time is over. Anything else that ended it is a failure.
-    pub(crate) fn done(&mut self) -> bool {
-        let Some(status) = self.child.try_wait().unwrap() else { return false };
-        assert!(status.success(), "client {} was lost: {status}", self.child.id());
-        true
-    }
-
-    /// It must still compute.
-    pub(crate) fn check(&self) {
-        assert!(alive(self.child.id()), "client {} was lost", self.child.id());
-    }
-
-    pub(crate) fn wait(mut self) {
-        let left = self.ends.saturating_duration_since(Instant::now()) + DEADLINE;
-        let deadline = Instant::now() + left;
-        while !self.done() {
-            assert!(Instant::now() < deadline, "client {} does not end", self.child.id());
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
-}
-
-/// The PIDs of a host's control daemons that run in the foreground.
-pub(crate) fn control_daemons(host: &Host) -> Vec<u32> {
-    let mut found = with_arguments(host, |arguments| {
-        arguments.first().is_some_and(|name| name.ends_with("/nvidia-cuda-mps-control"))
-            && arguments.iter().any(|argument| argument == "-f")
-    });
-    // A server has its control daemon's arguments until it has become another program.
-    let all = found.clone();
-    found.retain(|pid| {
-        let parent = stat_fields(*pid).and_then(|fields| fields[1].parse().ok());
-        parent.is_some_and(|parent| !all.contains(&parent))
-    });
-    found
-}
-
-/// The PIDs of the processes that wait to become control daemons.
-pub(crate) fn launchers(host: &Host) -> Vec<u32> {
-    with_arguments(host, |arguments| arguments.get(1).is_some_and(|argument| argument == "launch-control"))
-}
-
-fn with_arguments(host: &Host, wanted: impl Fn(&[String]) -> bool) -> Vec<u32> {
-    let arguments = |pid: u32| -> Vec<String> {
-        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect()
-    };
-    host.processes().into_iter().filter(|pid| wanted(&arguments(*pid))).collect()
 }
 
 /// One host that lives through all this.

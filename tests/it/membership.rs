@@ -7,8 +7,8 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
 
-use crate::release::{Container, NO_CONTAINER, nobody};
 use crate::support::client::{Client, in_words, own_user};
+use crate::support::container::{ContainerGroup, MOUNT_SLICE, NO_CONTAINER_GROUP};
 use crate::support::host::{Host, start_time, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
@@ -17,15 +17,6 @@ use crate::support::wait::wait_for;
 const OWN: &str = "00:06.0-1";
 const CLAIMED: &str = "00:06.0-3";
 const NEIGHBOURS: &str = "00:06.0-2";
-
-/// Has /run/yunion-mps lead to the directory that is the first argument. The second argument is the host's directory.
-const MOUNT: &str = "set -e\n\
-    mount --make-rprivate /\n\
-    mount --bind \"$0\" /mnt\n\
-    mount -t tmpfs tmpfs /run\n\
-    mkdir /run/yunion-mps /run/jail\n\
-    mount --bind /mnt /run/yunion-mps\n\
-    umount /mnt\n";
 
 const WORK: &str = "exec cuda-client long 600";
 
@@ -54,7 +45,7 @@ impl Scene {
 
     fn of(host: Host) -> Self {
         let neighbour = Client::start(&mut host.program_of(NEIGHBOURS, &["hold", "600"]));
-        wait_for("the neighbour", || listed(&host, neighbour.id()));
+        wait_for("the neighbour", || host.listed(neighbour.id()));
         Self { host, neighbour }
     }
 
@@ -74,7 +65,10 @@ impl Scene {
             Some(claim) => unshare.env("YUNION_MPS_DEVICE", claim),
             None => unshare.env_remove("YUNION_MPS_DEVICE"),
         };
-        unshare.args(["sh", "-c", &format!("{MOUNT}{script}")]).arg(mounted).arg(self.host.path(""));
+        unshare
+            .args(["sh", "-c", &format!("{MOUNT_SLICE}mkdir /run/jail\n{script}")])
+            .arg(mounted)
+            .arg(self.host.path(""));
         let mut program = unshare.stdout(Stdio::null()).spawn().unwrap();
         let pid = wait_for("the client", || {
             assert!(program.try_wait().unwrap().is_none(), "it has ended");
@@ -90,7 +84,7 @@ impl Scene {
     }
 
     fn is_known(&self, pid: u32, slice: Option<&str>, known_by: Option<&str>) {
-        let listed = listed(&self.host, pid).unwrap();
+        let listed = self.host.listed(pid).unwrap();
         assert_eq!((listed["device"].as_str(), listed["known_by"].as_str()), (slice, known_by), "{listed:#}");
     }
 
@@ -108,16 +102,8 @@ impl Scene {
     }
 }
 
-fn clients(host: &Host) -> Vec<Value> {
-    host.json(&["clients"]).unwrap().as_array().unwrap().clone()
-}
-
 fn pids(host: &Host) -> BTreeSet<u32> {
-    clients(host).iter().map(|client| client["pid"].as_u64().unwrap().try_into().unwrap()).collect()
-}
-
-fn listed(host: &Host, pid: u32) -> Option<Value> {
-    clients(host).into_iter().find(|client| client["pid"] == pid)
+    host.clients().iter().map(|client| client["pid"].as_u64().unwrap().try_into().unwrap()).collect()
 }
 
 /// A claim changes nothing for a client in a container: not in the list, not for a release of the claimed slice, not for
@@ -163,19 +149,18 @@ fn the_services_own_namespace_is_not_the_hosts() {
     assert_ne!(namespace(host.pid()), namespace(std::process::id()));
     let scene = Scene::of(host);
     scene.is_known(scene.neighbour.id(), Some(NEIGHBOURS), Some("environment"));
-    assert_eq!(listed(&scene.host, scene.neighbour.id()).unwrap()["may_command"], "all");
+    assert_eq!(scene.host.listed(scene.neighbour.id()).unwrap()["may_command"], "all");
     let tenant = scene.contained("exec cuda-client hold 600", Some(CLAIMED));
     scene.is_known(tenant.pid, Some(OWN), Some("mount"));
     drop(tenant);
     let sleeper = on_a_gpu(&scene.host, in_jail(&scene.directory(OWN)));
     scene.is_known(sleeper.id(), Some(OWN), Some("mount"));
-    assert_eq!(listed(&scene.host, sleeper.id()).unwrap()["may_command"], "neighbours");
+    assert_eq!(scene.host.listed(sleeper.id()).unwrap()["may_command"], "neighbours");
     drop(sleeper);
     scene.end();
 }
 
-/// A user namespace lets every user mount every directory that the user sees. It is no container of the host's, and
-/// only one of the host's makes it believable.
+/// A user namespace lets every user mount every directory that the user sees, in a container of the host's, too.
 #[test]
 fn mounts_of_a_users_own_namespace_prove_nothing() {
     let name = "mounts_of_a_users_own_namespace_prove_nothing";
@@ -183,19 +168,85 @@ fn mounts_of_a_users_own_namespace_prove_nothing() {
         return;
     }
     let scene = Scene::new();
-    let mut unshare = nobody(&scene.host, "unshare".as_ref());
+    let mut unshare = scene.host.command_as_member("unshare");
     unshare.args(["--user", "--map-root-user", "--mount"]);
     let tenant =
         scene.start(unshare, scene.directory(NEIGHBOURS), "exec cuda-client hold 600", Some(CLAIMED));
     scene.is_known(tenant.pid, Some(CLAIMED), Some("environment"));
-    match Container::new() {
+    match ContainerGroup::new() {
         Some(container) => {
             container.take(tenant.pid, "init");
-            scene.is_known(tenant.pid, Some(NEIGHBOURS), Some("mount"));
+            // It could have mounted this from the whole pipe directory, which it sees.
+            scene.is_known(tenant.pid, Some(CLAIMED), Some("environment"));
             drop(tenant);
         }
-        None => skip(name, NO_CONTAINER),
+        None => skip(name, NO_CONTAINER_GROUP),
     }
+    scene.end();
+}
+
+/// A tenant has the whole pipe directory in a container of the host's. He makes a user namespace, mounts the directory of
+/// a neighbour's slice there, and hides all other mounts. The first process of the container has no such mount.
+#[test]
+fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
+    let name = "a_mount_that_the_first_process_does_not_have_proves_nothing";
+    if !root_or_skip(name) {
+        return;
+    }
+    let Some(container) = ContainerGroup::new() else { return skip(name, NO_CONTAINER_GROUP) };
+    let scene = Scene::new();
+    let mut first = Command::new("sleep");
+    let mut first = Client::start(first.arg("600"));
+    container.take(first.id(), "init");
+    // A process of the container is younger, or its PID is larger.
+    let clock = start_time(first.id());
+    wait_for("another tick", || {
+        let mut probe = Client::start(Command::new("sleep").arg("600"));
+        let later = start_time(probe.id()) > clock;
+        let _ = probe.kill();
+        later.then_some(())
+    });
+    let in_a_namespace_of_its_own = || {
+        let mut unshare = Command::new("unshare");
+        unshare.args(["--user", "--map-root-user", "--mount", "sh", "-c"]);
+        unshare.arg(jail(scene.directory(NEIGHBOURS).to_str().unwrap())).env("YUNION_MPS_DEVICE", CLAIMED);
+        unshare
+    };
+    let tenant = on_a_gpu(&scene.host, in_a_namespace_of_its_own());
+    container.take(tenant.id(), "init");
+    let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", tenant.id())).unwrap();
+    assert!(mounts.contains("slices/") && !mounts.contains(" / / "), "then this proves nothing: {mounts}");
+    scene.is_known(tenant.id(), Some(CLAIMED), Some("environment"));
+    // If a runtime has made it so, the first process of the container has the mount, too.
+    let _ = first.kill();
+    let _ = first.wait();
+    scene.is_known(tenant.id(), Some(NEIGHBOURS), Some("mount"));
+    drop(tenant);
+    scene.end();
+}
+
+/// After a reload that changes the pipe directory, a container has the directories of the control daemon that still runs.
+#[test]
+fn a_container_keeps_its_slice_when_the_pipe_directory_changes() {
+    if !root_or_skip("a_container_keeps_its_slice_when_the_pipe_directory_changes") {
+        return;
+    }
+    let scene = Scene::new();
+    let mut tenant = scene.contained(WORK, None);
+    scene.is_known(tenant.pid, Some(OWN), Some("mount"));
+    scene.host.configure(&format!("cuda_mps_pipe_directory: {}", scene.host.path("mps/other").display()));
+    let reloaded = scene.host.call("Control.Reload");
+    assert!(reloaded.status.success(), "{}", text(&reloaded));
+    scene.is_known(tenant.pid, Some(OWN), Some("mount"));
+    let in_use =
+        || scene.host.list().into_iter().find(|device| device["addr"] == OWN).unwrap()["clients"].clone();
+    wait_for("the count", || (in_use() == 1).then_some(()));
+    let said = scene.terminate(&["--device", OWN]);
+    let words = in_words(&[(tenant.pid, &own_user(), &format!(", slice {OWN}"))]);
+    assert!(said.ends_with(&format!("Ended the GPU work of {words}.\n")), "{said}");
+    wait_for("its end", || tenant.program.try_wait().unwrap());
+    assert!(scene.host.listed(scene.neighbour.id()).is_some());
+    drop(tenant);
     scene.end();
 }
 
@@ -269,7 +320,7 @@ fn on_a_gpu(host: &Host, mut program: Command) -> Client {
     });
     let entry = format!("compute 580 {}", start_time(pid));
     fs::write(host.path(&format!("gpus/0/processes/{pid}")), entry).unwrap();
-    wait_for("the process in the list", || listed(host, pid));
+    wait_for("the process in the list", || host.listed(pid));
     program
 }
 
@@ -306,7 +357,7 @@ fn who_can_command_is_said() {
     ] {
         let said = format!("{program:?}");
         let program = on_a_gpu(host, program);
-        assert_eq!(listed(host, program.id()).unwrap()["may_command"], expected, "{said}");
+        assert_eq!(host.listed(program.id()).unwrap()["may_command"], expected, "{said}");
         let output = host.mpsctl(&["doctor", "--json"]);
         let found: Value = serde_json::from_slice(&output.stdout).unwrap();
         let commands = found["findings"]
@@ -320,7 +371,7 @@ fn who_can_command_is_said() {
         assert!(commands.clone().all(|one| one["found"].as_str().unwrap().contains(&who)), "{found:#}");
     }
     // Root on the host can do everything anyway.
-    assert_eq!(listed(host, scene.neighbour.id()).unwrap()["may_command"], "all");
+    assert_eq!(host.listed(scene.neighbour.id()).unwrap()["may_command"], "all");
     scene.end();
 }
 

@@ -11,7 +11,7 @@ use regex::Regex;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::clients::parsed;
+use crate::support::exposition::samples_of;
 use crate::support::host::{Host, binaries, process_state, text};
 use crate::support::wait::wait_for;
 
@@ -82,7 +82,7 @@ fn promtool_has_no_remark_about_the_metrics() {
             typed.into_iter().map(|(sample, (value, _))| (sample, value)).collect();
         older.retain(|sample, _| !of_clients.iter().any(|name| sample.starts_with(name)));
         let newer = fs::read_to_string(file.with_file_name("metrics.txt")).unwrap();
-        assert_eq!(older, parsed(&newer), "{}", file.display());
+        assert_eq!(older, samples_of(&newer), "{}", file.display());
     }
 }
 
@@ -361,7 +361,7 @@ fn a_service_that_ends_while_it_is_asked_is_down() {
     host.ended();
     let output = asking.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", text(&output));
-    assert_eq!(parsed(&text(&output)), BTreeMap::from([("yunion_mps_up{}".to_owned(), 0.0)]));
+    assert_eq!(samples_of(&text(&output)), BTreeMap::from([("yunion_mps_up{}".to_owned(), 0.0)]));
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The installed files: their list, the manual pages and the completions.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -62,6 +63,17 @@ fn installed(prefix: Option<&str>, root: &Path) -> Vec<String> {
     files
 }
 
+/// sed gives some characters of a replacement a meaning.
+#[test]
+fn a_prefix_may_have_any_characters() {
+    let root = tempfile::tempdir().unwrap();
+    let prefix = r"/opt/a#b&c\1d";
+    installed(Some(prefix), root.path());
+    let unit = root.path().join("opt").join(r"a#b&c\1d/lib/systemd/system/yunion-mps-daemon.service");
+    let unit = fs::read_to_string(unit).unwrap();
+    assert!(unit.contains(&format!("ExecStart={prefix}/bin/yunion-mps-daemon")), "{unit}");
+}
+
 #[test]
 fn exactly_these_files_are_installed() {
     let root = tempfile::tempdir().unwrap();
@@ -71,6 +83,7 @@ fn exactly_these_files_are_installed() {
         "-rw-r--r-- /usr/lib/systemd/system/yunion-mps-daemon.service",
         "-rw-r--r-- /usr/lib/systemd/system/yunion-mps-metrics.service",
         "-rw-r--r-- /usr/lib/systemd/system/yunion-mps-metrics.timer",
+        "-rw-r--r-- /usr/lib/sysusers.d/yunion-mps-daemon.conf",
         "-rw-r--r-- /usr/lib/tmpfiles.d/yunion-mps-daemon.conf",
         "-rw-r--r-- /usr/share/bash-completion/completions/yunion-mps-daemon",
         "-rw-r--r-- /usr/share/bash-completion/completions/yunion-mpsctl",
@@ -159,6 +172,45 @@ fn the_performance_page_is_what_the_figures_make_of_it() {
     printed(Command::new("python3").arg(source("benches/gpu/pictures.py")).arg("--check"));
 }
 
+/// Or two packages of one commit would differ.
+#[test]
+fn the_copyright_file_is_the_same_each_time() {
+    let with_seed = |seed: u32| {
+        let mut copyright = Command::new(source("packaging/copyright.py"));
+        let output = run(copyright.env("PYTHONHASHSEED", seed.to_string()));
+        // cargo says there that it waits for another cargo.
+        let complaints = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{complaints}");
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let first = with_seed(0);
+    assert!(first.contains("\nLicense: crates-1\n"), "{first}");
+    // One seed of two has another order of the crates that are there in two versions.
+    for seed in 1..6 {
+        assert_eq!(with_seed(seed), first, "seed {seed}");
+    }
+}
+
+/// nohup and `&` have a program ignore signals, and so would everything that a test starts and then signals.
+#[test]
+fn the_tests_ignore_no_signal_whoever_starts_them() {
+    let directory = tempfile::tempdir().unwrap();
+    let cargo = directory.path().join("cargo");
+    fs::write(&cargo, "#!/bin/sh\ngrep SigIgn: /proc/self/status\nexit 3\n").unwrap();
+    fs::set_permissions(&cargo, fs::Permissions::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", directory.path().display(), std::env::var("PATH").unwrap());
+    for ignored in [&[][..], &["HUP"], &["INT", "QUIT"], &["HUP", "INT", "QUIT"]] {
+        let mut tests = Command::new("env");
+        tests.args(["--default-signal=HUP", "--default-signal=INT", "--default-signal=QUIT", "env"]);
+        tests.args(ignored.iter().map(|signal| format!("--ignore-signal={signal}")));
+        let output = run(tests.arg(source("scripts/test.sh")).env("PATH", &path));
+        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(output.status.code(), Some(3), "{said}");
+        let mask = said.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).expect(&said);
+        assert_eq!(u64::from_str_radix(mask, 16).unwrap() & 7, 0, "{ignored:?}: {mask}");
+    }
+}
+
 #[test]
 fn with_another_prefix_the_unit_starts_what_is_there() {
     let root = tempfile::tempdir().unwrap();
@@ -177,7 +229,7 @@ fn with_another_prefix_the_unit_starts_what_is_there() {
 }
 
 fn subcommands() -> Vec<String> {
-    yunion_mps::ctl_command().get_subcommands().map(|command| command.get_name().to_owned()).collect()
+    mpsctl::command().get_subcommands().map(|command| command.get_name().to_owned()).collect()
 }
 
 /// The words that bash offers for the last word of a line, as if a user pressed the tabulator behind it.

@@ -1,5 +1,6 @@
 //! `yunion-mpsctl probe`: real clients of the simulated GPU, that may get other limits than were set.
 
+use crate::support::host::mpsctl;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
@@ -40,6 +41,11 @@ fn what_is_promised_is_what_is_found() {
     assert_eq!(output.status.code(), Some(0), "{table}");
     assert!(table.starts_with("00:06.0-2 on H200"), "{table}");
     assert!(table.contains("What is promised is what a client gets."), "{table}");
+    // The name of a GPU stands for a slice of it.
+    for name in ["00:06.0", "0000:00:06.0", report["device_path"].as_str().unwrap()] {
+        let (status, reports) = probe(&host, &[name]);
+        assert_eq!((status, &reports[0]["addr"]), (Some(0), &json!("00:06.0-0")), "{name}: {reports:#}");
+    }
     // Everything was given back, and nobody has stayed.
     let clients = host.busctl("ListClients");
     assert_eq!(clients, json!([]));
@@ -191,7 +197,7 @@ fn what_is_not_there_is_an_error() {
 #[test]
 fn a_client_leaves_when_its_parent_is_gone() {
     let host = Host::serving("h200");
-    let mut client = host.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    let mut client = host.command(mpsctl());
     let pipe = host.path("mps/pipe");
     client.arg("become-cuda-client").env("CUDA_MPS_PIPE_DIRECTORY", pipe);
     let mut client = client.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();

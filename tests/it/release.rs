@@ -5,14 +5,17 @@ use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Output, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::support::client::{Client, in_words, own_user};
-use crate::support::host::{Host, binaries, control_daemon, control_pid, process_state, signal_pid, text};
+use crate::support::client::{in_words, own_user};
+use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
+use crate::support::host::{
+    Host, binaries, control_daemon, control_pid, process_state, signal_pid, succeeded, text,
+};
+use crate::support::neighbours::{Neighbours, TERMINATED, assert_terminated, bystander, ended};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
@@ -21,117 +24,6 @@ const ROUNDS: usize = 4;
 
 /// The words for the slice of every client but the bystander.
 const SLICE: &str = ", slice 00:06.0-1";
-
-const TERMINATED: &str = "the MPS client has been terminated by the server (810)";
-
-/// A host that serves, with a client that shall survive everything.
-pub(crate) struct Scene {
-    pub(crate) host: Host,
-    pipe_directory: PathBuf,
-    bystander: Client,
-}
-
-/// A client of slice 0.
-fn bystander(host: &Host) -> Client {
-    Client::start(host.program_of("00:06.0-0", &["hold", "600"]).stdout(Stdio::piped()))
-}
-
-impl Scene {
-    pub(crate) fn new() -> Self {
-        let mut host = Host::new("h200");
-        host.start();
-        let status = host.wait_for_state("ready");
-        let pipe_directory = PathBuf::from(status["control_daemons"][0]["pipe_directory"].as_str().unwrap());
-        let bystander = bystander(&host);
-        let scene = Self { host, pipe_directory, bystander };
-        scene.computes(scene.bystander.id());
-        scene
-    }
-
-    /// The PIDs that the control daemon lists.
-    fn listed(&self) -> Vec<u32> {
-        let table = self.host.front_end(&self.pipe_directory, "ps");
-        table.lines().filter_map(|line| line.split_whitespace().next()?.parse().ok()).collect()
-    }
-
-    /// Waits until a client is in its kernel. It sleeps as soon as it has started that.
-    fn computes(&self, pid: u32) {
-        wait_for("the client computes", || {
-            (self.listed().contains(&pid) && process_state(pid) == Some('S')).then_some(())
-        });
-    }
-
-    /// Waits for a client beside the bystander to be in its kernel.
-    fn another_computes(&self) -> u32 {
-        let bystander = self.bystander.id();
-        let pid = wait_for("another client", || self.listed().into_iter().find(|pid| *pid != bystander));
-        self.computes(pid);
-        pid
-    }
-
-    /// A client of slice 1 in a long kernel.
-    pub(crate) fn victim(&self) -> Child {
-        let victim =
-            self.host.program_of("00:06.0-1", &["long", "600"]).stdout(Stdio::piped()).spawn().unwrap();
-        self.computes(victim.id());
-        victim
-    }
-
-    /// The same of another user's.
-    fn user_victim(&self) -> Child {
-        let mut command = nobody(&self.host, &self.host.path("bin/cuda-client"));
-        command.envs(self.host.environment_of("00:06.0-1")).args(["long", "600"]).stdout(Stdio::piped());
-        let victim = command.spawn().unwrap();
-        self.computes(victim.id());
-        victim
-    }
-
-    /// Whether the bystander has survived that all the others are gone. A fault reaches it before the client that
-    /// causes it leaves the list.
-    pub(crate) fn bystander_survives(&mut self) -> bool {
-        let bystander = self.bystander.id();
-        wait_for("the others are gone", || self.listed().iter().all(|pid| *pid == bystander).then_some(()));
-        let status = self.host.wait_for_state("ready");
-        let server = status["control_daemons"][0]["servers"][0].as_u64().unwrap();
-        let said = self.host.front_end(&self.pipe_directory, &format!("get_server_status {server}"));
-        said.trim() == "ACTIVE"
-            && self.listed() == [bystander]
-            && self.bystander.try_wait().unwrap().is_none()
-    }
-
-    fn ctl(&self, arguments: &[&str]) -> Command {
-        let mut command = self.host.command(ctl());
-        command.args(arguments);
-        command
-    }
-
-    /// `yunion-mpsctl run` as a client of slice 1.
-    fn run(&self, command: &[&str]) -> Child {
-        let mut run = self.ctl(&["run", "00:06.0-1", "--"]);
-        run.args(command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-    }
-}
-
-fn ctl() -> PathBuf {
-    binaries().join("yunion-mpsctl")
-}
-
-/// The exit status of a child and what it has said.
-fn ended(mut child: Child) -> (Option<i32>, String) {
-    let status = wait_for("the process ends", || child.try_wait().unwrap());
-    let mut said = String::new();
-    child.stdout.take().unwrap().read_to_string(&mut said).unwrap();
-    if let Some(mut stderr) = child.stderr.take() {
-        stderr.read_to_string(&mut said).unwrap();
-    }
-    (status.code(), said)
-}
-
-pub(crate) fn assert_terminated(victim: Child) {
-    let (status, said) = ended(victim);
-    assert!(said.contains(TERMINATED), "{said}");
-    assert_eq!(status, Some(3));
-}
 
 /// A command of `yunion-mpsctl run` that has said why its GPU work ended, and then was as fast with its own exit status as
 /// the signal that follows, or slower.
@@ -144,27 +36,15 @@ fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
     }
 }
 
-fn succeeded(output: &Output) -> String {
-    assert!(output.status.success(), "{}", text(output));
-    String::from_utf8(output.stdout.clone()).unwrap()
-}
-
 fn failed(output: &Output) -> String {
     assert_eq!(output.status.code(), Some(1), "{}", text(output));
     String::from_utf8(output.stderr.clone()).unwrap()
 }
 
-/// A program as another user.
-pub(crate) fn nobody(host: &Host, program: &Path) -> Command {
-    let mut command = host.command("setpriv");
-    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(program);
-    command
-}
-
 #[test]
 fn a_signal_alone_takes_the_bystander_along() {
     for signal in [Signal::KILL, Signal::TERM, Signal::INT] {
-        let mut scene = Scene::new();
+        let mut scene = Neighbours::new();
         let mut victim = scene.victim();
         signal_pid(victim.id(), signal);
         victim.wait().unwrap();
@@ -177,7 +57,7 @@ fn a_signal_alone_takes_the_bystander_along() {
 
 #[test]
 fn terminate_by_pid_and_by_device() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let user = own_user();
     for _ in 0..ROUNDS {
         let victim = scene.victim();
@@ -208,7 +88,7 @@ fn terminate_by_pid_and_by_device() {
 
 #[test]
 fn a_client_of_several_slices_is_of_each() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
     command.stdout(Stdio::piped());
     let victim = command.env("YUNION_MPS_DEVICE", "00:06.0-3,00:06.0-2").spawn().unwrap();
@@ -220,59 +100,13 @@ fn a_client_of_several_slices_is_of_each() {
     assert!(scene.bystander_survives());
 }
 
-/// Why there is no container.
-pub(crate) const NO_CONTAINER: &str = "no control group can be made here";
-
-/// A container as its runtime would make it, as far as control groups go.
-pub(crate) struct Container {
-    pub(crate) id: String,
-    directory: PathBuf,
-}
-
-impl Container {
-    /// None where this process may make no control group.
-    pub(crate) fn new() -> Option<Self> {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        // No two of them begin with the same 12 digits.
-        let id = format!("{:08x}{number:04x}{:052x}", std::process::id(), 0xabc);
-        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
-        let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
-        let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
-        // Any hierarchy does, but some take no process before they are configured.
-        mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
-        mounts.into_iter().find_map(|mount| {
-            let directory = Path::new(mount).join(format!("docker-{id}.scope"));
-            fs::create_dir_all(directory.join("init/deeper")).ok()?;
-            Some(Self { id: id.clone(), directory })
-        })
-    }
-
-    pub(crate) fn take(&self, pid: u32, below: &str) {
-        fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
-    }
-
-    /// Puts a process where it is in no container.
-    fn let_go(&self, pid: u32) {
-        fs::write(self.directory.with_file_name("cgroup.procs"), pid.to_string()).unwrap();
-    }
-}
-
-impl Drop for Container {
-    fn drop(&mut self) {
-        for below in ["init/deeper", "init", ""] {
-            let _ = fs::remove_dir(self.directory.join(below));
-        }
-    }
-}
-
 #[test]
 fn terminate_by_container() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let user = own_user();
     for _ in 0..ROUNDS {
-        let (Some(container), Some(other)) = (Container::new(), Container::new()) else {
-            skip("terminate_by_container", NO_CONTAINER);
+        let (Some(container), Some(other)) = (ContainerGroup::new(), ContainerGroup::new()) else {
+            skip("terminate_by_container", NO_CONTAINER_GROUP);
             return;
         };
         let (shallow, deep) = (scene.victim(), scene.victim());
@@ -302,13 +136,13 @@ fn terminate_by_container() {
 
 #[test]
 fn an_id_of_two_containers_is_refused() {
-    let mut scene = Scene::new();
-    let (Some(one), Some(two)) = (Container::new(), Container::new()) else {
-        skip("an_id_of_two_containers_is_refused", NO_CONTAINER);
+    let mut scene = Neighbours::new();
+    let (Some(one), Some(two)) = (ContainerGroup::new(), ContainerGroup::new()) else {
+        skip("an_id_of_two_containers_is_refused", NO_CONTAINER_GROUP);
         return;
     };
     // The second one's id continues the first one's beginning.
-    let alike = Container {
+    let alike = ContainerGroup {
         id: format!("{}{}", &one.id[..63], "f"),
         directory: one.directory.with_file_name(format!("docker-{}f.scope", &one.id[..63])),
     };
@@ -331,13 +165,13 @@ fn an_id_of_two_containers_is_refused() {
 /// released: his part of the tree is known by its place.
 #[test]
 fn a_strangers_control_group_is_in_no_containers_way() {
-    let mut scene = Scene::new();
-    let Some(container) = Container::new() else {
-        skip("a_strangers_control_group_is_in_no_containers_way", NO_CONTAINER);
+    let mut scene = Neighbours::new();
+    let Some(container) = ContainerGroup::new() else {
+        skip("a_strangers_control_group_is_in_no_containers_way", NO_CONTAINER_GROUP);
         return;
     };
     let parent = container.directory.with_file_name(format!("user@{}.service", std::process::id()));
-    let alike = Container {
+    let alike = ContainerGroup {
         id: format!("{}f", &container.id[..63]),
         directory: parent.join(format!("docker-{}f.scope", &container.id[..63])),
     };
@@ -359,15 +193,17 @@ fn a_strangers_control_group_is_in_no_containers_way() {
 /// That nobody uses a slice is not said while somebody uses its GPU who does not say what he was given.
 #[test]
 fn a_client_that_lost_its_environment_is_named() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
     command.stdout(Stdio::piped());
+    // The directory of a slice would name it too.
+    command.env("CUDA_MPS_PIPE_DIRECTORY", scene.host.path("mps/pipe"));
     let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
     scene.computes(silent.id());
     let victim = scene.victim();
     for name in ["00:06.0-1", "0000:00:06.0-1", "00000000:00:06.0-1"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", name]));
-        let who = format!("not known of {} (", silent.id());
+        let who = format!("not known of PID {} of user {} (", silent.id(), own_user());
         assert!(complaint.contains(&who) && complaint.contains("by PID or container"), "{complaint}");
     }
     assert_terminated(victim);
@@ -379,11 +215,12 @@ fn a_client_that_lost_its_environment_is_named() {
 
 #[test]
 fn what_cannot_be_terminated_says_why() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let own = std::process::id().to_string();
     for pid in [own.as_str(), "0", "4294967295"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", pid]));
-        let expected = format!("process {pid} is no client of a GPU here; ListClients shows those there are");
+        let expected =
+            format!("process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients");
         assert_eq!(complaint, format!("yunion-mpsctl: {expected}\n"));
     }
     let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", "00:07.0-1"]));
@@ -417,7 +254,7 @@ fn only_root_may_end_gpu_work() {
     if !root_or_skip("only_root_may_end_gpu_work") {
         return;
     }
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let victim = scene.user_victim();
     let own = victim.id().to_string();
     let bystander = scene.bystander.id().to_string();
@@ -429,7 +266,7 @@ fn only_root_may_end_gpu_work() {
         ("Control.Apply", &["true"]),
         ("Control.RestartServer", &["00:06.0"]),
     ] {
-        let mut gdbus = nobody(&scene.host, Path::new("gdbus"));
+        let mut gdbus = scene.host.command_as_member("gdbus");
         let refusal = call(&mut gdbus, method, arguments);
         assert!(
             refusal.contains("GDBus.Error:org.freedesktop.DBus.Error.AccessDenied: "),
@@ -437,7 +274,8 @@ fn only_root_may_end_gpu_work() {
         );
     }
     for arguments in [&["terminate", "--device", "00:06.0-0"][..], &["terminate", &own]] {
-        let refused = nobody(&scene.host, &ctl()).args(arguments).output().unwrap();
+        let refused =
+            scene.host.command_as_member(binaries().join("yunion-mpsctl")).args(arguments).output().unwrap();
         assert!(failed(&refused).starts_with("yunion-mpsctl: only root may "), "{refused:?}");
     }
     assert!(scene.listed().contains(&victim.id()));
@@ -448,7 +286,7 @@ fn only_root_may_end_gpu_work() {
 
 #[test]
 fn servers_are_named_by_their_gpus() {
-    let scene = Scene::new();
+    let scene = Neighbours::new();
     let refusal = call(&mut scene.host.command("gdbus"), "Control.RestartServer", &["00:07.0"]);
     assert!(
         refusal.contains("io.yunion.Mps1.Error.NoSuchDevice: there is no device \"00:07.0\""),
@@ -459,7 +297,7 @@ fn servers_are_named_by_their_gpus() {
 /// A server is replaced for the asking where it has no clients, and only there.
 #[test]
 fn a_server_is_restarted_between_clients() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let restart = || call(&mut scene.host.command("gdbus"), "Control.RestartServer", &["00:06.0-1"]);
     let server = |status: &Value| status["control_daemons"][0]["servers"][0].as_u64();
     let before = server(&scene.host.wait_for_state("ready")).unwrap();
@@ -479,7 +317,7 @@ fn a_server_is_restarted_between_clients() {
 /// all the same: the answer comes at once, and the kill that follows hurts nobody.
 #[test]
 fn a_client_that_stays_is_done_with() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let mut staying = scene.host.program_of("00:06.0-1", &["hold", "600", "--stay"]);
     let staying = staying.stdout(Stdio::piped()).spawn().unwrap();
     scene.computes(staying.id());
@@ -496,7 +334,7 @@ fn a_client_that_stays_is_done_with() {
 /// stops its process must not stop the others.
 #[test]
 fn a_client_that_is_stopped_holds_up_nobody() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     for _ in 0..ROUNDS {
         let victim = scene.victim();
         signal_pid(victim.id(), Signal::STOP);
@@ -508,22 +346,13 @@ fn a_client_that_is_stopped_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
-/// A debugger that holds a process.
-pub(crate) const DEBUGGER: &str = "import ctypes, sys, time\n\
-    libc = ctypes.CDLL(None, use_errno=True)\n\
-    assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
-    print('held', flush=True)\n\
-    time.sleep(600)\n";
-
 /// The same by a debugger, which the client's owner may be: no signal lets it go on.
 #[test]
 fn a_client_that_a_debugger_holds_holds_up_nobody() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let victim = scene.victim();
     let pid = victim.id().to_string();
-    let mut debugger = scene.host.command("/usr/bin/python3");
-    let mut debugger = debugger.args(["-c", DEBUGGER, &pid]).spawn().unwrap();
-    wait_for("a held process", || (process_state(victim.id()) == Some('t')).then_some(()));
+    let debugger = scene.host.debugger(victim.id());
     let terminate =
         scene.ctl(&["terminate", &pid]).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     wait_for("the refusal", || {
@@ -532,8 +361,7 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     // The control daemon answers everybody.
     assert!(scene.listed().contains(&victim.id()));
     assert!(scene.host.json(&["clients"]).is_some());
-    debugger.kill().unwrap();
-    debugger.wait().unwrap();
+    debugger.end();
     assert_eq!(ended(terminate).0, Some(0));
     assert_terminated(victim);
     assert!(scene.bystander_survives());
@@ -551,7 +379,7 @@ const STOP_AGAIN_AND_AGAIN: &str = "import os, signal, sys, time\n\
 /// A client that a companion stops again and again is continued for as long as the control daemon waits for it.
 #[test]
 fn a_client_that_is_stopped_again_and_again_holds_up_nobody() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let mut longest = Duration::ZERO;
     for _ in 0..ROUNDS {
         let victim = scene.victim();
@@ -647,7 +475,7 @@ fn a_client_in_a_frozen_control_group_holds_up_nobody() {
         skip("a_client_in_a_frozen_control_group_holds_up_nobody", "no control group can be frozen here");
         return;
     }
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     for freezer in freezers {
         println!("{}", freezer.group.display());
         let victim = scene.user_victim();
@@ -701,7 +529,7 @@ sys.stdin.read()
 
 /// A user's flood of calls, for one process or, with 0, for its own.
 fn flood(host: &Host, pid: u32) -> Child {
-    let mut python = nobody(host, Path::new("/usr/bin/python3"));
+    let mut python = host.command_as_member("/usr/bin/python3");
     python.args(["-c", FLOOD, &host.bus_address(), &pid.to_string(), "8000"]);
     let mut python = python.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let mut flows = [0; 6];
@@ -717,7 +545,7 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     if !root_or_skip("a_flood_of_terminations_holds_up_neither_supervision_nor_root") {
         return;
     }
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let theirs = scene.bystander.id();
     for (whose, pid) in [("its own", 0), ("root's", theirs)] {
         let victim = scene.victim();
@@ -756,7 +584,7 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
 #[test]
 fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
     for forgotten in [false, true] {
-        let mut scene = Scene::new();
+        let mut scene = Neighbours::new();
         let victim = scene.victim();
         scene.host.signal(Signal::KILL);
         scene.host.ended();
@@ -783,7 +611,7 @@ fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
 
 #[test]
 fn a_control_daemon_that_hangs_holds_up_nobody_else() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     scene.host.wait_for_state("ready");
     let victim = scene.victim();
     scene.host.plant("mps/fault/front-end-hangs", "");
@@ -816,7 +644,7 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
 
 #[test]
 fn run_ends_gpu_work_before_it_passes_a_signal_on() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     for signal in [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT] {
         for _ in 0..ROUNDS {
             let run = scene.run(&["cuda-client", "long", "600"]);
@@ -830,7 +658,7 @@ fn run_ends_gpu_work_before_it_passes_a_signal_on() {
 
 #[test]
 fn run_finds_all_that_the_command_has_started() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     for script in [
         "trap 'echo signalled; exit 9' TERM; cuda-client long 600; while :; do sleep 0.01; done",
         "trap 'echo signalled; exit 9' TERM; setsid -w cuda-client long 600; while :; do sleep 0.01; done",
@@ -870,7 +698,7 @@ fn has_cut_name(pid: u32) -> bool {
 
 #[test]
 fn run_knows_a_client_by_any_name() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let client = under_cut_name(&scene.host, &scene.host.path("bin/cuda-client"));
     for signal in [Signal::INT, Signal::TERM] {
         for _ in 0..ROUNDS {
@@ -888,7 +716,7 @@ fn run_knows_a_client_by_any_name() {
 #[test]
 fn run_passes_a_users_signal_on_by_any_name() {
     const SCRIPT: &str = "trap 'echo told' USR1; cuda-client long 600 & while :; do sleep 0.01; done";
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let shell = under_cut_name(&scene.host, Path::new("/bin/sh"));
     let mut run = scene.run(&[&shell, "-c", SCRIPT]);
     let victim = scene.another_computes();
@@ -911,14 +739,14 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     let one = "trap 'end=7' INT; echo up; while test -z $end; do sleep 0.01; done; exit $end";
     let both = "trap 'int=7' INT; trap 'term=1; echo TERM' TERM; echo up; \
                 until test \"$int$term\" = 71; do sleep 0.01; done; exit $int";
-    let started = |scene: &Scene, script: &str| {
+    let started = |scene: &Neighbours, script: &str| {
         let mut run = scene.run(&["sh", "-c", script]);
         let mut up = [0; 3];
         run.stdout.as_mut().unwrap().read_exact(&mut up).unwrap();
         assert_eq!(&up, b"up\n");
         run
     };
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     // It hangs: the first signal gets some seconds.
     let run = started(&scene, one);
     signal_pid(scene.host.pid(), Signal::STOP);
@@ -948,9 +776,16 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
 
 #[test]
 fn run_leaves_ignored_signals_ignored() {
-    let scene = Scene::new();
+    let scene = Neighbours::new();
     let mut command = scene.host.command("nohup");
-    command.arg(ctl()).args(["run", "00:06.0-1", "--", "grep", "SigIgn", "/proc/self/status"]);
+    command.arg(binaries().join("yunion-mpsctl")).args([
+        "run",
+        "00:06.0-1",
+        "--",
+        "grep",
+        "SigIgn",
+        "/proc/self/status",
+    ]);
     let said = succeeded(&command.output().unwrap());
     let mask = u64::from_str_radix(said.trim().rsplit_once('\t').unwrap().1, 16).unwrap();
     assert_eq!(mask & 1, 1, "SIGHUP reaches the command: {said}");
@@ -964,11 +799,15 @@ struct Terminal {
 
 impl Terminal {
     /// `yunion-mpsctl run` as a client of slice 1.
-    fn run(scene: &Scene, command: &[&str]) -> Self {
+    fn run(scene: &Neighbours, command: &[&str]) -> Self {
         let program =
             "import os, pty, sys\nsys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])) & 255)";
         let mut python = scene.host.command("/usr/bin/python3");
-        python.args(["-c", program]).arg(ctl()).args(["run", "00:06.0-1", "--"]).args(command);
+        python
+            .args(["-c", program])
+            .arg(binaries().join("yunion-mpsctl"))
+            .args(["run", "00:06.0-1", "--"])
+            .args(command);
         let mut python = python.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let keyboard = python.stdin.take().unwrap();
         Self { python, keyboard }
@@ -998,7 +837,7 @@ impl Terminal {
 
 #[test]
 fn ctrl_c_ends_gpu_work_first() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     // Ctrl-C and Ctrl-\.
     for (key, signal) in [("\x03", Signal::INT), ("\x1c", Signal::QUIT)] {
         for _ in 0..ROUNDS {
@@ -1013,7 +852,7 @@ fn ctrl_c_ends_gpu_work_first() {
 
 #[test]
 fn a_terminal_that_goes_ends_gpu_work_first() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     for _ in 0..ROUNDS {
         let mut terminal = Terminal::run(&scene, &["cuda-client", "long", "600"]);
         let victim = scene.another_computes();
@@ -1026,7 +865,7 @@ fn a_terminal_that_goes_ends_gpu_work_first() {
 
 #[test]
 fn ctrl_z_stops_both_and_both_continue() {
-    let mut scene = Scene::new();
+    let mut scene = Neighbours::new();
     let mut terminal = Terminal::run(&scene, &["cuda-client", "long", "600"]);
     let victim = scene.another_computes();
     let run = terminal.foreground();
@@ -1047,7 +886,7 @@ fn ctrl_z_stops_both_and_both_continue() {
 
 #[test]
 fn the_command_reads_from_its_terminal_and_changes_it() {
-    let scene = Scene::new();
+    let scene = Neighbours::new();
     let script = "stty -echo && test -t 0 && echo ask && read -r line && stty echo && echo \"got $line\"";
     let mut terminal = Terminal::run(&scene, &["sh", "-c", script]);
     let mut asked = [0; 5];

@@ -6,7 +6,10 @@ use std::time::Duration;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::support::host::{Host, assert_has, control_daemon, control_pid, text};
+use crate::support::client::Client;
+use crate::support::host::{
+    Host, alive, assert_has, control_daemon, control_pid, signal_pid, start_time, text,
+};
 use crate::support::listener::Listener;
 use crate::support::wait::wait_for;
 
@@ -521,4 +524,245 @@ fn a_stop_without_a_plan_ends_what_runs() {
     assert!(host.processes().contains(&control_pid(&before)));
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
+}
+
+/// The first two GPUs of h200x8, each with the number that the simulated host gives it.
+const A: (&str, &str) = ("1b:00.0", "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4");
+const B: (&str, &str) = ("2d:00.0", "path: /dev/dri/renderD129, type: NVIDIA_MPS, virtual_number: 4");
+
+/// Puts these GPUs in force, with this topology.
+fn reload(host: &Host, topology: &str, gpus: &[(&str, &str)]) {
+    host.devices(&gpus.iter().map(|(_, entry)| *entry).collect::<Vec<_>>());
+    host.configure(&format!("cuda_mps_topology: {topology}"));
+    let answer = host.call("Control.Reload");
+    assert!(answer.status.success(), "{}", text(&answer));
+}
+
+/// A host with eight GPUs that serves some of the first two.
+fn serving(topology: &str, gpus: &[(&str, &str)]) -> Host {
+    let mut host = Host::new("h200x8");
+    host.devices(&gpus.iter().map(|(_, entry)| *entry).collect::<Vec<_>>());
+    host.configure(&format!("cuda_mps_topology: {topology}"));
+    host.start();
+    host.wait_for_state("ready");
+    host
+}
+
+/// A client of the first slice of a GPU, once it is the only client.
+fn client_of(host: &Host, gpu: (&str, &str)) -> Client {
+    let client = Client::start(&mut host.program_of(&format!("{}-0", gpu.0), &["hold", "600"]));
+    host.wait_for_only_client();
+    client
+}
+
+/// The client runs, it alone is listed, as a client, and doctor sees nobody who bypasses MPS.
+fn nobody_bypasses(host: &Host, client: &mut Client) {
+    assert!(client.try_wait().unwrap().is_none());
+    let listed = host.busctl("ListClients");
+    let [only] = listed.as_array().unwrap().as_slice() else { panic!("{listed:#}") };
+    assert_has(only, &serde_json::json!({"pid": client.id(), "bypass": false}));
+    let doctor = text(&host.mpsctl(&["doctor"]));
+    assert!(!doctor.contains("bypassing-program") && !doctor.contains("(kill "), "{doctor}");
+    assert!(!host.log().contains("is used without our MPS server"), "{}", host.log());
+}
+
+/// The entry of a GPU in a status.
+fn gpu_of<'s>(status: &'s Value, gpu: (&str, &str)) -> &'s Value {
+    let gpus = status["gpus"].as_array().unwrap();
+    gpus.iter().find(|one| one["addr"] == gpu.0).unwrap_or_else(|| panic!("no {} in {status:#}", gpu.0))
+}
+
+fn pids(status: &Value) -> Vec<&Value> {
+    status["control_daemons"].as_array().unwrap().iter().map(|one| &one["pid"]).collect()
+}
+
+/// A GPU left the configuration while its client ran. Then it comes back with another topology, and its control daemon is
+/// the same one still.
+#[test]
+fn a_gpu_that_left_and_comes_back_waits_for_its_client() {
+    let mut host = serving("shared", &[A, B]);
+    let before = host.json(&["status"]).unwrap();
+    let mut client = client_of(&host, B);
+    reload(&host, "shared", &[A]);
+    host.wait_for_state("degraded");
+    reload(&host, "per_gpu", &[A, B]);
+    let status = host.wait_for_status("the reason at both GPUs", |status| {
+        let said = |gpu| gpu_of(status, gpu)["reason"].as_str().unwrap_or_default().to_owned();
+        [A, B].into_iter().all(|gpu| {
+            said(gpu)
+                .starts_with("control daemon shared still has it: it is not needed any more and ends when")
+        })
+    });
+    assert_eq!(pids(&status), pids(&before));
+    host.call("Control.Reload");
+    nobody_bypasses(&host, &mut client);
+    client.end();
+    let after = host.wait_for_state("ready");
+    assert_eq!(pids(&after).len(), 2, "{after:#}");
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// A GPU joins whose former control daemon still has a client. The control daemon that serves the other GPU serves on
+/// without it, and takes it in when it is free.
+#[test]
+fn a_gpu_that_another_control_daemon_has_joins_later() {
+    let mut host = serving("per_gpu", &[A, B]);
+    let mut client = client_of(&host, B);
+    reload(&host, "shared", &[A]);
+    let alone = host.wait_for_state("ready");
+    let shared = |status: &Value| {
+        let all = status["control_daemons"].as_array().unwrap();
+        all.iter().find(|one| one["id"] == "shared").unwrap()["pid"].clone()
+    };
+    reload(&host, "shared", &[A, B]);
+    let status = host.wait_for_state("degraded");
+    assert_eq!(shared(&status), shared(&alone));
+    assert_eq!(gpu_of(&status, A)["healthy"], true, "{status:#}");
+    let reason = gpu_of(&status, B)["reason"].as_str().unwrap();
+    assert!(reason.contains("still has it: it is not needed any more and ends when its clients"), "{reason}");
+    let screen = text(&host.mpsctl(&["status"]));
+    assert!(screen.contains("it waits since ") && !screen.contains("and has 0 clients"), "{screen}");
+    host.call("Control.Reload");
+    nobody_bypasses(&host, &mut client);
+    assert_eq!(shared(&host.json(&["status"]).unwrap()), shared(&alone));
+    client.end();
+    let after = host.wait_for_state("ready");
+    assert_ne!(shared(&after), shared(&alone));
+    assert_eq!(pids(&after).len(), 1, "{after:#}");
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// One control daemon for all GPUs waits for the client of one of them, then it starts once, with all. If it started without
+/// that GPU, later clients could keep it from the GPU for ever.
+#[test]
+fn a_control_daemon_starts_once_with_all_its_gpus() {
+    let mut host = serving("per_gpu", &[A, B]);
+    let mut client = client_of(&host, B);
+    reload(&host, "shared", &[A, B]);
+    let status = host.wait_for_status("the reason at both GPUs", |status| {
+        let waits = |gpu, why: &str| gpu_of(status, gpu)["reason"].as_str().unwrap_or_default().contains(why);
+        waits(A, "its control daemon starts when GPU ") && waits(B, "still has it: it is not needed any more")
+    });
+    assert!(status["gpus"].as_array().unwrap().iter().all(|gpu| gpu["healthy"] == false), "{status:#}");
+    nobody_bypasses(&host, &mut client);
+    client.end();
+    let after = host.wait_for_state("ready");
+    assert_eq!(control_daemon(&after)["starts"], 1, "{after:#}");
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// The control daemon of all GPUs is wanted again, for another GPU, while the former one still has a client: it is called
+/// back, and never has two supervisors.
+#[test]
+fn a_control_daemon_that_leaves_is_called_back() {
+    let mut host = serving("shared", &[A]);
+    let mut client = client_of(&host, A);
+    reload(&host, "per_gpu", &[A, B]);
+    host.wait_for_status("B served", |status| gpu_of(status, B)["healthy"] == true);
+    reload(&host, "shared", &[B]);
+    let status =
+        host.wait_for_status("the former control daemon of B gone", |status| pids(status).len() == 1);
+    assert_eq!(control_daemon(&status)["id"], "shared");
+    nobody_bypasses(&host, &mut client);
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    client.end();
+    let after = host.wait_for_state("ready");
+    assert_ne!(control_pid(&after), control_pid(&status));
+    wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));
+    assert!(!host.log().contains("taken over"), "{}", host.log());
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// A GPU refused its compute mode when its control daemon started. As soon as it does not any more, it is served like the
+/// others; a client of these is waited for.
+#[test]
+fn a_gpu_that_takes_its_compute_mode_later_joins() {
+    let mut host = Host::new("h200x8");
+    host.devices(&[A.1, B.1]);
+    host.plant("gpus/0/error/nvmlDeviceSetComputeMode", "999");
+    host.start();
+    host.wait_for_state("degraded");
+    let mut client = client_of(&host, B);
+    host.clear("gpus/0/error/nvmlDeviceSetComputeMode");
+    assert!(host.call("Control.Reload").status.success());
+    let status = host.wait_for_status("a restart that waits", |status| {
+        control_daemon(status)["reason"].as_str().unwrap().contains("joins, for which")
+    });
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    assert_eq!(gpu_of(&status, B)["healthy"], true, "{status:#}");
+    assert!(client.try_wait().unwrap().is_none());
+    client.end();
+    let after = host.wait_for_state("ready");
+    assert_ne!(control_pid(&after), control_pid(&status));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Whoever disables MPS while a control daemon waits for its clients is told that it goes on waiting.
+#[test]
+fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
+    let mut host = serving("shared", &[A]);
+    let mut client = client_of(&host, A);
+    reload(&host, "per_gpu", &[A]);
+    host.wait_for_status("a control daemon that waits", |status| {
+        control_daemon(status)["state"] == "waiting"
+    });
+    host.configure("enable_cuda_mps: false");
+    let told = text(&host.mpsctl(&["reload"]));
+    for words in
+        ["state disabled", "control daemon shared is waiting: it is not needed any more and ends when"]
+    {
+        assert!(told.contains(words), "{told}");
+    }
+    assert!(!host.log().contains("ends the work of"), "{}", host.log());
+    assert!(client.try_wait().unwrap().is_none());
+    client.end();
+    host.wait_for_status("nobody who waits", |status| {
+        status["service"]["state_reason"] == "enable_cuda_mps is false"
+    });
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// A control daemon that a stop can't take over, and so can't end, keeps the compute mode of its GPU: without the mode,
+/// every program would get in beside its clients.
+#[test]
+fn a_control_daemon_that_stays_keeps_its_compute_mode() {
+    let mut host = Host::serving("h200");
+    let former = control_pid(&host.wait_for_state("ready"));
+    host.signal(Signal::KILL);
+    host.ended();
+    signal_pid(former, Signal::KILL);
+    // A process without an open standard output, where its log would be found.
+    let mut shell = host.command("sh");
+    shell.args(["-c", "exec sleep 600 >&-"]);
+    let other = Client::start(&mut shell);
+    wait_for("the sleep", || {
+        let name = std::fs::read_to_string(format!("/proc/{}/comm", other.id())).unwrap();
+        (name == "sleep\n").then_some(())
+    });
+    let file = host.path("run/state.json");
+    let mut state: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let start_time: u64 = start_time(other.id()).parse().unwrap();
+    state["control_daemons"]["shared"]["process"] =
+        serde_json::json!({"pid": other.id(), "start_time": start_time});
+    std::fs::write(&file, state.to_string()).unwrap();
+    host.configure("enable_cuda_mps: false");
+    host.start();
+    host.wait_for_status("a control daemon that can't be taken over", |status| {
+        status["control_daemons"][0]["reason"].as_str().unwrap_or_default().starts_with("log of PID")
+    });
+    assert_eq!(host.stop().code(), Some(0));
+    assert!(alive(other.id()));
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    let state: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!(state["control_daemons"]["shared"]["process"]["pid"], other.id(), "{state:#}");
+    // Once it has ended, the next service puts the mode back.
+    other.end();
+    host.start();
+    wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));
+    assert_eq!(host.stop().code(), Some(0));
 }

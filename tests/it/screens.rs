@@ -3,6 +3,7 @@
 //!
 //!     UPDATE_GOLDEN=1 cargo test --test it screens::
 
+use crate::support::host::mpsctl;
 use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::fs;
@@ -204,7 +205,7 @@ fn the_readme_shows_recorded_screens() {
 async fn help() {
     let bus = PrivateBus::start();
     let mut golden = Golden::new("help");
-    let top = yunion_mps::ctl_command();
+    let top = mpsctl::command();
     let subcommands: Vec<String> = top.get_subcommands().map(|one| one.get_name().to_owned()).collect();
     golden.hold(&bus, "yunion-mpsctl", &["--help"]).await;
     for name in subcommands.iter().filter(|name| *name != "help") {
@@ -250,7 +251,7 @@ impl Golden {
         let times =
             Regex::new(r"(?-u:\b)2[0-9]{3}-[0-9]{2}-[0-9]{2}(\s+)[0-9]{2}:[0-9]{2}:[0-9]{2}").unwrap();
         for columns in WIDTHS {
-            let mut command = bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+            let mut command = bus.command(mpsctl());
             command.args(arguments).env("COLUMNS", columns.to_string()).env("TZ", "UTC");
             let output = output(&mut command).await;
             assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {output:?}");

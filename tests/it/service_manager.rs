@@ -1,66 +1,9 @@
 //! The messages to the service manager, and their time.
 
-use std::collections::VecDeque;
-use std::io::ErrorKind;
-use std::os::unix::net::UnixDatagram;
-use std::time::Instant;
-
 use rustix::process::Signal;
 
 use crate::support::host::Host;
-use crate::support::wait::DEADLINE;
-
-/// The service manager's end of the notification socket.
-pub(crate) struct ServiceManager {
-    socket: UnixDatagram,
-    /// Messages of a datagram that are still to be looked at.
-    waiting: VecDeque<String>,
-}
-
-impl ServiceManager {
-    pub(crate) fn of(host: &mut Host) -> Self {
-        let path = host.path("notify");
-        let socket = UnixDatagram::bind(&path).unwrap();
-        host.set("NOTIFY_SOCKET", path.to_str().unwrap());
-        Self { socket, waiting: VecDeque::new() }
-    }
-
-    fn datagram(&mut self) -> Vec<String> {
-        let mut bytes = vec![0; 65536];
-        self.socket.set_read_timeout(Some(DEADLINE)).unwrap();
-        let length = loop {
-            match self.socket.recv(&mut bytes) {
-                // A child of another test has ended.
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                received => break received.expect("a message of the daemon's"),
-            }
-        };
-        let text = String::from_utf8(bytes[..length].to_vec()).unwrap();
-        text.lines().map(str::to_owned).collect()
-    }
-
-    /// The next thing that the daemon says, pings of the watchdog apart.
-    fn next(&mut self) -> String {
-        self.until(|message| message != "WATCHDOG=1").pop().unwrap()
-    }
-
-    /// Everything up to the first that is wanted.
-    pub(crate) fn until(&mut self, wanted: impl Fn(&str) -> bool) -> Vec<String> {
-        let deadline = Instant::now() + DEADLINE;
-        let mut heard = Vec::new();
-        loop {
-            while let Some(message) = self.waiting.pop_front() {
-                let found = wanted(&message);
-                heard.push(message);
-                if found {
-                    return heard;
-                }
-            }
-            assert!(Instant::now() < deadline, "only heard {heard:?}");
-            self.waiting = self.datagram().into();
-        }
-    }
-}
+use crate::support::service_manager::ServiceManager;
 
 /// From the start to the stop: never ready before the GPUs are, and each step said in its turn.
 #[test]
@@ -177,7 +120,7 @@ fn ready_does_not_wait_for_clients() {
     let heard = manager.until(|message| message == "READY=1");
     let last = heard.iter().rev().find(|message| message.starts_with("STATUS=")).unwrap();
     assert!(last.starts_with("STATUS=failed: 0 devices on 0 of 1 GPUs; 1 of 1 GPUs not served"), "{heard:?}");
-    assert!(last.contains("waiting: it is not needed any more"), "{heard:?}");
+    assert!(last.contains("control daemon shared still has it: it is not needed any more"), "{heard:?}");
 
     host.signal(Signal::HUP);
     manager.until(|message| message == "RELOADING=1");

@@ -12,37 +12,13 @@ use std::thread;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::support::host::{Host, binaries, control_daemon, control_pid, signal_pid, text};
-use crate::support::skip::root_or_skip;
+use crate::support::container::contained;
+use crate::support::host::{
+    Host, alive, binaries, control_daemon, control_pid, flag_can_be_set, signal_pid, text,
+};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::slice::{directory_of, files, inode, leads_to};
 use crate::support::wait::wait_for;
-
-/// The directory of a slice on the host.
-fn directory_of(host: &Host, slice: &str) -> PathBuf {
-    let container = host.container_of(slice);
-    let mounts = container["mounts"].as_array().unwrap();
-    assert_eq!(mounts.len(), 1, "{container}");
-    assert_eq!(mounts[0]["container"], container["environment"]["CUDA_MPS_PIPE_DIRECTORY"]);
-    assert_eq!(mounts[0]["read_only"], true);
-    mounts[0]["host"].as_str().unwrap().into()
-}
-
-fn inode(path: &Path) -> Option<u64> {
-    fs::symlink_metadata(path).map(|found| found.ino()).ok()
-}
-
-/// Whether the slice's directory leads to the control daemon with its sockets in this directory, and has nothing else.
-pub(crate) fn leads_to(directory: &Path, control_directory: &Path) -> bool {
-    files(directory) == ["control"]
-        && inode(&directory.join("control")) == inode(&control_directory.join("control"))
-}
-
-/// The names of the files in a directory that can be read.
-fn files(directory: &Path) -> Vec<String> {
-    let Ok(files) = fs::read_dir(directory) else { return Vec::new() };
-    let mut files: Vec<_> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
-    files.sort();
-    files
-}
 
 /// The private directory of the only control daemon.
 fn private(host: &Host) -> PathBuf {
@@ -51,28 +27,18 @@ fn private(host: &Host) -> PathBuf {
 
 /// A shell in a mount namespace that sees a slice's directory at its place in a container, and no pipe directory. It
 /// starts a program for each line that it gets.
-struct Container {
+struct ContainerShell {
     shell: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
-impl Container {
+impl ContainerShell {
     fn start(host: &Host, slice: &str) -> Self {
         let container = host.container_of(slice);
         let directory = directory_of(host, slice);
-        let script = "set -e\n\
-            mount --make-rprivate /\n\
-            mount --bind \"$0\" /mnt\n\
-            mount -t tmpfs tmpfs /run\n\
-            mkdir /run/yunion-mps\n\
-            mount --bind -o ro /mnt /run/yunion-mps\n\
-            umount /mnt\n\
-            mount -t tmpfs tmpfs \"$1\"\n\
-            set +e\n\
-            while read -r line; do cuda-client $line; echo \"status $?\"; done";
-        let mut command: Command = host.command("unshare");
-        command.args(["--mount", "sh", "-c", script]).arg(directory).arg(host.path("mps/pipe"));
+        let script = "set +e; while read -r line; do cuda-client $line; echo \"status $?\"; done";
+        let mut command = contained(host, &directory, script);
         for (name, value) in container["environment"].as_object().unwrap() {
             command.env(name, value.as_str().unwrap());
         }
@@ -97,7 +63,7 @@ impl Container {
     }
 }
 
-impl Drop for Container {
+impl Drop for ContainerShell {
     fn drop(&mut self) {
         let _ = self.shell.kill();
         let _ = self.shell.wait();
@@ -106,10 +72,16 @@ impl Drop for Container {
 
 /// Kills the control daemon, and waits until another one serves.
 fn another_control_daemon(host: &Host) {
-    let before = control_pid(&host.wait_for_state("ready"));
+    another_control_daemon_in(host, "ready");
+}
+
+/// The same for a service that is in another state before and after.
+fn another_control_daemon_in(host: &Host, state: &str) {
+    let before = control_pid(&host.wait_for_state(state));
     signal_pid(before, Signal::KILL);
     host.wait_for_status("another control daemon", |status| {
-        status["service"]["state"] == "ready" && control_daemon(status)["pid"] != before
+        let daemon = control_daemon(status);
+        status["service"]["state"] == state && daemon["state"] == "ready" && daemon["pid"] != before
     });
 }
 
@@ -131,7 +103,7 @@ fn a_container_with_its_slices_directory_alone_is_served() {
     }
     let mut host = Host::serving("h200");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
-    let mut container = Container::start(&host, &slice);
+    let mut container = ContainerShell::start(&host, &slice);
     for _ in 0..4 {
         let said = container.run("props");
         assert!(said.contains(" sms 32 ") && said.contains(" free 35797 "), "{said}");
@@ -148,6 +120,7 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
     let mut host = Host::serving("h200");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
     let environment = host.environment_of(&slice);
+    let (directory, private) = (directory_of(&host, &slice), private(&host));
     let (done, served) = (AtomicBool::new(false), AtomicU32::new(0));
     let healthy = || {
         let status = host.json(&["status"])?;
@@ -155,7 +128,9 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
         let is_it = |device: &&Value| device["addr"] == slice.as_str();
         let listed = host.json(&["list"])?;
         let healthy = listed.as_array()?.iter().find(is_it)?["healthy"] == true;
-        (healthy && pid.is_u64()).then_some(pid)
+        // The link is closed a moment before that is published, for a control daemon that is to end.
+        let leads = leads_to(&directory, &private);
+        (healthy && leads && pid.is_u64()).then_some(pid)
     };
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -165,7 +140,9 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 let said = program.arg("props").envs(environment.iter().cloned()).output().unwrap();
                 let said = text(&said);
                 // Its control daemon was killed or ended while it was served, and the service does not know yet.
-                let cut_off = said.contains("(805)") || said.contains("(806)");
+                let pid = before.as_ref().and_then(Value::as_u64).and_then(|pid| u32::try_from(pid).ok());
+                let has_ended = pid.is_some_and(|pid| !alive(pid));
+                let cut_off = has_ended || said.contains("(805)") || said.contains("(806)");
                 if before.is_some() && before == healthy() && !cut_off {
                     assert!(said.contains(" sms 32 "), "{said}");
                     served.fetch_add(1, Ordering::Relaxed);
@@ -187,28 +164,169 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// A host with a service that can't set the immutable flag.
+fn serving_without_the_flag() -> Host {
+    let mut host = Host::new("h200");
+    host.start_without_the_flag();
+    host.wait_for_state("ready");
+    host
+}
+
+/// Has the regular check made now.
+fn check(host: &Host) {
+    assert!(host.call("Control.Reload").status.success());
+}
+
+/// The directories that nobody else may change.
+fn kept(host: &Host) -> Vec<PathBuf> {
+    let pipe = host.path("mps/pipe");
+    let slices = host.list();
+    let slices = slices.iter().map(|slice| directory_of(host, slice["addr"].as_str().unwrap()));
+    slices.chain([pipe.join("slices"), pipe]).collect()
+}
+
+/// Whether each of these has the immutable flag.
+fn flags(directories: &[PathBuf]) -> Vec<bool> {
+    let listed = Command::new("lsattr").arg("-d").args(directories).output().unwrap();
+    let lines = String::from_utf8(listed.stdout).unwrap();
+    lines.lines().map(|line| line.split(' ').next().unwrap().contains('i')).collect()
+}
+
+/// Root of a container that can write to all of it changes nothing, and the service changes what it needs to.
+#[test]
+fn nobody_else_changes_the_directories() {
+    if !flag_can_be_set() {
+        return skip("nobody_else_changes_the_directories", "the immutable flag can't be set in /tmp");
+    }
+    let mut host = Host::serving("h200");
+    let directories = kept(&host);
+    let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
+    let (directory, pipe, private) = (directory_of(&host, &slice), host.path("mps/pipe"), private(&host));
+    let nobody_changes = |row: &str| {
+        assert_eq!(flags(&directories), vec![true; directories.len()], "{row}");
+        for (program, path) in [
+            ("rm", pipe.join("control")),
+            ("rm", directory.join("control")),
+            ("rmdir", directory.clone()),
+            ("mkdir", directory.join("new")),
+            ("mkdir", pipe.join("slices/new")),
+            ("mkdir", pipe.join("new")),
+            ("touch", directory.clone()),
+        ] {
+            if program == "rm" && !path.exists() {
+                continue;
+            }
+            let output = host.without_the_flag(program).arg(&path).env("LC_ALL", "C").output().unwrap();
+            let said = text(&output);
+            assert!(said.contains("Operation not permitted"), "{row}: {program} {path:?}: {said}");
+        }
+        for from in [&directory, &pipe.join("slices"), &pipe] {
+            let to = host.path("mps/elsewhere");
+            let output = host.without_the_flag("mv").args([from, &to]).env("LC_ALL", "C").output().unwrap();
+            assert!(text(&output).contains("Operation not permitted"), "{row}: {from:?}: {}", text(&output));
+        }
+    };
+    nobody_changes("served");
+    let client = host.client();
+    another_control_daemon(&host);
+    client.end();
+    nobody_changes("another control daemon");
+    for (command, there) in [("drain", false), ("undrain", true)] {
+        let output = host.mpsctl(&[command, &slice]);
+        assert!(output.status.success(), "{}", text(&output));
+        assert_eq!(leads_to(&directory, &private), there);
+        nobody_changes(command);
+    }
+    // One that is killed leaves the flags to the next one, and one that ends takes them away.
+    host.signal(Signal::KILL);
+    host.ended();
+    another_service_changes_the_links(&mut host, &directories);
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(flags(&directories), vec![false; directories.len()], "anybody can remove them");
+    fs::remove_dir_all(&pipe).unwrap();
+}
+
+/// A service finds the flags of a killed one, and what it has to change is changed.
+fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
+    assert_eq!(flags(directories), vec![true; directories.len()], "of the killed service");
+    let before = host.path("mps/pipe/control");
+    let former = inode(&before);
+    for pid in host.processes() {
+        signal_pid(pid, Signal::KILL);
+    }
+    host.start();
+    host.wait_for_state("ready");
+    assert_ne!(inode(&before), former);
+    assert_eq!(flags(directories), vec![true; directories.len()]);
+}
+
+/// What no longer belongs to the service can be removed: after a move, after an end of MPS, and with a service that
+/// restarts, which may be of an earlier version.
+#[test]
+fn directories_are_given_back() {
+    if !flag_can_be_set() {
+        return skip("directories_are_given_back", "the immutable flag can't be set in /tmp");
+    }
+    let mut host = Host::serving("h200");
+    let first = kept(&host);
+    host.configure(&format!("cuda_mps_pipe_directory: {}", host.path("mps/next").display()));
+    check(&host);
+    let next = host.path("mps/next");
+    wait_for("the other directories", || {
+        inode(&next.join("control")).and_then(|_| flags(std::slice::from_ref(&next))[0].then_some(()))
+    });
+    wait_for("the former flags to go", || (!flags(&first).contains(&true)).then_some(()));
+    fs::remove_dir_all(host.path("mps/pipe")).unwrap();
+    // With a control daemon for each GPU the pipe directory holds theirs.
+    host.configure("cuda_mps_topology: per_gpu");
+    check(&host);
+    host.wait_for_status("the other topology", |status| {
+        status["service"]["state"] == "ready" && control_daemon(status)["id"] != "shared"
+    });
+    assert!(!flags(std::slice::from_ref(&next))[0] && flags(&[next.join("slices")])[0]);
+    host.configure("enable_cuda_mps: false");
+    check(&host);
+    host.wait_for_state("disabled");
+    wait_for("all flags to go", || (!flags(&[next.join("slices")])[0]).then_some(()));
+    fs::remove_dir_all(&next).unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Another program that needs the directory can go on changing it.
+#[test]
+fn a_directory_with_things_of_others_stays_changeable() {
+    let mut host = Host::new("h200");
+    let pipe = host.path("mps/pipe");
+    fs::create_dir_all(pipe.join("of another program")).unwrap();
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(flags(&[pipe.clone(), pipe.join("slices")]), [false, flag_can_be_set()]);
+    fs::write(pipe.join("more"), "").unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Without the flag, the regular check puts links back.
 #[test]
 fn a_link_that_is_taken_away_is_renewed_and_told() {
-    let mut host = Host::serving("h200");
+    let mut host = serving_without_the_flag();
     let slice = host.list()[2]["addr"].as_str().unwrap().to_owned();
     let (directory, pipe, private) = (directory_of(&host, &slice), host.path("mps/pipe"), private(&host));
     assert!(leads_to(&directory, &private), "{directory:?}");
     fs::remove_file(directory.join("control")).unwrap();
+    check(&host);
     wait_for("the link", || leads_to(&directory, &private).then_some(()));
     let told = format!("{} did not lead to the control daemon, and does again", directory.display());
     wait_for("the warning", || host.log().contains(&told).then_some(()));
 
-    // A container that can write to the pipe directory can do worse, and again and again. That is told once a minute.
-    for _ in 0..5 {
-        fs::remove_file(pipe.join("control")).unwrap();
-        fs::remove_dir_all(pipe.join("slices")).unwrap();
-        wait_for("all links", || {
-            let led = inode(&pipe.join("control")) == inode(&private.join("control"));
-            (led && leads_to(&directory, &private)).then_some(())
-        });
-    }
-    assert_eq!(host.log().matches("did not lead").count(), 1, "{}", host.log());
+    // A container that can write to the pipe directory can do worse. No call is needed to find it.
     let client = host.client();
+    fs::remove_file(pipe.join("control")).unwrap();
+    fs::remove_dir_all(pipe.join("slices")).unwrap();
+    wait_for("all links", || {
+        let led = inode(&pipe.join("control")) == inode(&private.join("control"));
+        (led && leads_to(&directory, &private)).then_some(())
+    });
+    wait_for("the warning", || (host.log().matches("did not lead").count() == 2).then_some(()));
     assert_eq!(host.wait_for_state("ready")["gpus"][0]["healthy"], true);
     client.end();
     assert_eq!(host.stop().code(), Some(0));
@@ -265,6 +383,7 @@ fn the_log_directory_may_be_in_the_pipe_directory() {
         host.wait_for_state("ready");
         assert_eq!(files(&mps), ["control", "log", "slices"]);
         assert!(mps.join("log/control.log").is_file());
+        assert_eq!(flags(std::slice::from_ref(&mps)), [flag_can_be_set()]);
         let said = host.command("cuda-client").arg("props").env("CUDA_MPS_PIPE_DIRECTORY", &mps).output();
         let said = text(&said.unwrap());
         assert!(said.contains(" sms 32 "), "{said}");
@@ -447,50 +566,130 @@ fn a_healthy_slice_has_its_link_while_slices_are_drained() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Something in the place of a slice's directory keeps its GPU from being called ready. The control daemon is tried
-/// again after pauses, and not as fast as it can be started.
+/// Whatever a tenant with the pipe directory puts in the way is renamed and told, and every slice is served.
 #[test]
-fn a_slice_without_a_directory_is_not_ready() {
-    let mut host = Host::serving("h200");
+fn a_thing_in_the_way_is_renamed_and_told() {
+    let mut host = serving_without_the_flag();
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
-    let directory = directory_of(&host, &slice);
+    let (directory, pipe, private) = (directory_of(&host, &slice), host.path("mps/pipe"), private(&host));
+    let slices = pipe.join("slices");
     assert_eq!(host.stop().code(), Some(0));
     fs::remove_dir_all(&directory).unwrap();
-    fs::write(&directory, "").unwrap();
-    host.start();
-    let reason = format!("{}: is not a directory; remove it", directory.display());
-    host.wait_for_failure(&reason);
-    wait_for("the pause", || host.log().contains(&format!("{reason}; tried again at once")).then_some(()));
-    fs::remove_file(&directory).unwrap();
-    host.wait_for_state("ready");
-    assert!(leads_to(&directory, &private(&host)));
+    fs::write(&directory, "kept").unwrap();
+    let _ = fs::remove_file(pipe.join("control"));
+    fs::create_dir_all(pipe.join("control/below")).unwrap();
+    host.start_without_the_flag();
+    let before = control_pid(&host.wait_for_state("ready"));
+    assert!(leads_to(&directory, &private));
+    assert_eq!(inode(&pipe.join("control")), inode(&private.join("control")));
+    let renamed = PathBuf::from(format!("{}.refused-1", directory.display()));
+    assert_eq!(fs::read_to_string(&renamed).unwrap(), "kept");
+    let name = renamed.file_name().unwrap().to_str().unwrap();
+    let told = format!("{} was no directory, and is {name} now", directory.display());
+    assert!(host.log().contains(&told), "{}", host.log());
+    assert!(
+        host.log().contains("pipe/control was a directory, and is control.refused-1 now"),
+        "{}",
+        host.log()
+    );
+
+    // While it serves an idle control daemon, which stays.
+    fs::create_dir(directory.join(".control.new")).unwrap();
+    fs::remove_file(directory.join("control")).unwrap();
+    check(&host);
+    let led = || inode(&directory.join("control")) == inode(&private.join("control"));
+    wait_for("the link", || led().then_some(()));
+    fs::rename(&slices, host.path("mps/moved")).unwrap();
+    std::os::unix::fs::symlink("/", &slices).unwrap();
+    check(&host);
+    wait_for("all links", || leads_to(&directory, &private).then_some(()));
+    assert_eq!(control_pid(&host.wait_for_state("ready")), before);
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The same while the control daemon has a client, which carries on.
+/// A slice with a directory that can't lead anywhere costs no other slice, and no client: the control daemon stays, and the
+/// slice is served when the trouble has gone.
 #[test]
-fn a_slice_that_loses_its_directory_is_not_ready() {
+fn a_bad_directory_costs_its_slice_alone() {
+    if !root_or_skip("a_bad_directory_costs_its_slice_alone") {
+        return;
+    }
     let mut host = Host::serving("h200");
-    let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
-    let directory = directory_of(&host, &slice);
-    let mut client = host.client();
-    fs::remove_dir_all(&directory).unwrap();
-    // The service may have made it again in between.
-    wait_for("something in its place", || {
-        let _ = fs::remove_dir_all(&directory);
-        fs::write(&directory, "").ok()
-    });
-    let reason = format!("{}: is not a directory; remove it", directory.display());
-    host.wait_for_failure(&reason);
+    let listed = |host: &Host, key: &str| -> Vec<Value> {
+        host.list().iter().map(|device| device[key].clone()).collect()
+    };
+    let names = listed(&host, "addr");
+    let slice = names[1].as_str().unwrap();
+    let (directory, private) = (directory_of(&host, slice), private(&host));
+    let mount = |arguments: &[&str]| {
+        let done = Command::new(arguments[0]).args(&arguments[1..]).arg(&directory).status().unwrap();
+        assert!(done.success(), "{arguments:?}");
+    };
+    let before = control_pid(&host.wait_for_state("ready"));
+    mount(&["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs"]);
     assert!(host.call("Control.Reload").status.success());
-    host.wait_for_failure(&reason);
-    fs::remove_file(&directory).unwrap();
-    assert!(host.call("Control.Reload").status.success());
-    host.wait_for_state("ready");
-    assert!(leads_to(&directory, &private(&host)));
-    assert!(client.try_wait().unwrap().is_none());
-    client.end();
+    let status = host.wait_for_state("degraded");
+    let reason = format!("{}: can't lead to the control daemon: ", directory.display());
+    let said = status["service"]["state_reason"].as_str().unwrap();
+    assert!(said.starts_with(&format!("slice {slice} is not served: {reason}")), "{said}");
+    assert_eq!(listed(&host, "healthy"), [true, false, true, true]);
+    assert!(
+        listed(&host, "reason")[1].as_str().unwrap().starts_with(&reason),
+        "{:?}",
+        listed(&host, "reason")
+    );
+    assert_eq!(
+        (&status["gpus"][0]["healthy"], &control_daemon(&status)["state"]),
+        (&true.into(), &"ready".into())
+    );
+    let refused = host.mpsctl(&["undrain", slice]);
+    assert!(!refused.status.success() && text(&refused).contains(&reason), "{}", text(&refused));
+    let mut doctor = host.command(binaries().join("yunion-mpsctl"));
+    let doctor = text(&doctor.arg("doctor").arg("--sysroot").arg(host.path("sysroot")).output().unwrap());
+    assert!(doctor.contains(&format!("error: slice-not-served: {slice}\n")), "{doctor}");
+    assert!(!doctor.contains("kill "), "{doctor}");
+    let served = host.program_of(names[2].as_str().unwrap(), &["props"]).output().unwrap();
+    assert!(served.status.success(), "{}", text(&served));
+
+    // Nor does a new control daemon or a new service stumble over it.
+    another_control_daemon_in(&host, "degraded");
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    let status = host.wait_for_state("degraded");
+    assert_eq!(listed(&host, "healthy"), [true, false, true, true]);
+    assert_ne!(control_pid(&status), before);
+    mount(&["umount"]);
+    assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&status));
+    assert!(leads_to(&directory, &private) && listed(&host, "healthy") == [true, true, true, true]);
     assert_eq!(host.stop().code(), Some(0));
+}
+
+/// There is no room beside a long pipe directory, and an administrator is told how long it may be.
+#[test]
+fn a_pipe_directory_that_is_too_long_is_told() {
+    for (topology, most) in [("shared", 79), ("per_gpu", 38)] {
+        let mut host = Host::new("h200");
+        let base = host.path("p").display().to_string();
+        let long = |length: usize| base.clone() + &"x".repeat(length - base.len());
+        for (length, warned) in [(most, false), (most + 1, true)] {
+            let pipe = long(length);
+            host.configure(&format!("cuda_mps_topology: {topology}\ncuda_mps_pipe_directory: {pipe}"));
+            host.start();
+            host.wait_for_state("ready");
+            let has_private = Path::new(&format!("{pipe}.private")).is_dir();
+            assert_eq!(has_private, !warned, "{topology} {length}");
+            let mut doctor = host.command(binaries().join("yunion-mpsctl"));
+            let doctor = doctor.arg("doctor").arg("--sysroot").arg(host.path("sysroot")).output().unwrap();
+            let remedy = format!("choose a directory with a path of at most {most} bytes");
+            for (place, said) in
+                [("check", text(&host.check())), ("doctor", text(&doctor)), ("log", host.log())]
+            {
+                assert_eq!(said.contains(&remedy), warned, "{topology} {length} {place}: {said}");
+            }
+            assert_eq!(host.stop().code(), Some(0));
+        }
+    }
 }
 
 /// A reload with fewer slices takes their links away, and one with more gives them back before they are healthy, in the

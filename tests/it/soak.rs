@@ -8,8 +8,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::matrix::{Bystander, Random, control_daemons, launchers};
+use crate::support::bystander::Bystander;
 use crate::support::host::{Host, control_pid};
+use crate::support::processes::{control_daemons, launchers};
+use crate::support::random::Random;
 use crate::support::wait::wait_for;
 
 /// The most memory, in KiB, that the daemon may hold at the end beyond its memory after the warm-up.

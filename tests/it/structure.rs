@@ -1,174 +1,324 @@
-//! The rules of `src/lib.rs`, held against the sources: which folder may use which, and who may name what.
+//! The rules of the house, held against the sources: which module may use which, that no files use each other in a circle,
+//! and who may name what. The tables in the `lib.rs` of the crates have the floors.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-/// The floors of the house, the lowest first. A module uses its own floor's folder and the floors below it.
-const FLOORS: [&[&str]; 11] = [
-    &["counted", "cuda", "message", "reason"],
-    &["host"],
-    &["config"],
-    &["plan"],
-    &["mps", "membership", "arguments", "check"],
-    &["supervisor"],
-    &["tenants"],
-    &["publish"],
-    &["dbus"],
-    &["ctl"],
-    &["daemon"],
-];
+use regex::Regex;
+
+/// The crates of the product, by the folders of their sources. Cargo holds that none uses one that comes after it.
+const CRATES: [&str; 3] = ["crates/common/src", "src", "crates/mpsctl/src"];
 
 /// Words that stand in the code of few files only, with the beginnings of these files' paths.
-const HOMES: [(&str, &[&str]); 17] = [
-    ("nvml_wrapper", &["host/nvml.rs"]),
-    ("serde_yaml", &["config/"]),
-    ("zbus", &["dbus/", "host/systemd.rs", "host/variant.rs"]),
-    ("sd_notify", &["daemon/service_manager.rs", "host/systemd.rs"]),
-    ("cudarc", &["cuda/"]),
-    ("clap_complete", &["ctl/complete.rs"]),
-    ("comfy_table", &["ctl/show/table.rs"]),
-    ("ratatui", &["ctl/watch/top/"]),
-    ("crossterm", &["ctl/watch/top/"]),
-    ("tracing_journald", &["daemon/logging.rs"]),
-    ("message_id", &["message.rs", "daemon/logging.rs"]),
-    ("/proc/", &["host/proc.rs"]),
-    ("(7, 0)", &["host/driver.rs"]),
-    ("multiuser-server", &["host/driver.rs"]),
-    ("\"-f\"", &["host/driver.rs"]),
-    ("Unknown command", &["host/driver.rs"]),
-    ("Cannot find MPS", &["host/driver.rs"]),
+const HOMES: [(&str, &[&str]); 19] = [
+    ("nvml_wrapper", &["crates/common/src/host/nvml.rs"]),
+    ("serde_yaml", &["crates/common/src/config/"]),
+    ("tempfile", &["crates/common/src/whole_file.rs"]),
+    (
+        "zbus",
+        &[
+            "src/dbus/",
+            "crates/common/src/bus/",
+            "crates/common/src/host/systemd.rs",
+            "crates/common/src/host/variant.rs",
+        ],
+    ),
+    ("sd_notify", &["src/daemon/service_manager.rs", "crates/common/src/host/systemd.rs"]),
+    ("cudarc", &["crates/mpsctl/src/cuda/"]),
+    ("clap_complete", &["crates/mpsctl/src/complete.rs"]),
+    ("comfy_table", &["crates/mpsctl/src/show/table.rs"]),
+    ("ratatui", &["crates/mpsctl/src/watch/top/"]),
+    ("crossterm", &["crates/mpsctl/src/watch/top/"]),
+    ("tracing_journald", &["src/daemon/logging.rs"]),
+    ("message_id", &["src/message.rs", "src/daemon/logging.rs"]),
+    ("/proc/", &["crates/common/src/host/proc.rs"]),
+    ("(7, 0)", &["crates/common/src/host/driver.rs"]),
+    ("multiuser-server", &["crates/common/src/host/driver.rs"]),
+    ("\"-f\"", &["crates/common/src/host/driver.rs"]),
+    ("Unknown command", &["crates/common/src/host/driver.rs"]),
+    ("Cannot find MPS", &["crates/common/src/host/driver.rs"]),
+    ("unsafe {", &["crates/mpsctl/src/cuda/"]),
 ];
 
+/// A source file.
 struct Source {
-    /// Below src.
+    /// From the root of the repository.
     path: String,
+    /// Its place in the crate: `["host", "gpu"]`. The root of the crate has none.
+    module: Vec<String>,
     text: String,
 }
 
+/// All sources of a crate.
+struct Crate {
+    sources: Vec<Source>,
+    /// The floors of its modules, as the table in its root says.
+    floors: BTreeMap<String, u32>,
+}
+
 impl Source {
+    fn new(folder: &str, below: &str, text: String) -> Self {
+        let module = below.strip_suffix(".rs").unwrap().split('/');
+        let module =
+            module.filter(|part| !["lib", "main", "mod"].contains(part)).map(str::to_owned).collect();
+        Self { path: format!("{folder}/{below}"), module, text }
+    }
+
     /// Its lines of product code with their numbers, comments and tests left out.
     fn code(&self) -> impl Iterator<Item = (usize, &str)> {
         let lines = self.text.lines().enumerate().take_while(|(_, line)| !line.starts_with("#[cfg(test)]"));
         lines.filter(|(_, line)| !line.trim_start().starts_with("//")).map(|(index, line)| (index + 1, line))
     }
+}
 
-    /// The module of the crate that it belongs to; None for the programs, which may use all of them.
-    fn module(&self) -> Option<&str> {
-        let first = self.path.split('/').next().unwrap_or_default();
-        let module = first.strip_suffix(".rs").unwrap_or(first);
-        (!["lib", "main", "bin"].contains(&module)).then_some(module)
+impl Crate {
+    fn new(sources: Vec<Source>) -> Self {
+        let root = sources.iter().find(|source| source.path.ends_with("lib.rs")).unwrap();
+        let row = Regex::new(r"(?m)^//! \| (\d+) \| (.*?) \|").unwrap();
+        let name = Regex::new("`(\\w+)`").unwrap();
+        let floors = row.captures_iter(&root.text).flat_map(|row| {
+            let floor = row[1].parse().unwrap();
+            name.captures_iter(row.get(2).unwrap().as_str()).map(move |name| (name[1].to_owned(), floor))
+        });
+        let floors = floors.collect();
+        Self { sources, floors }
+    }
+
+    fn read(folder: &str) -> Self {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+        let mut sources = Vec::new();
+        collect(folder, &root, &root, &mut sources);
+        assert!(sources.len() > 20, "{} sources in {folder}", sources.len());
+        Self::new(sources)
+    }
+
+    /// The place of the file that a path leads to, seen from a file: `crate::host::gpu::Gpu` leads to `["host", "gpu"]`. None
+    /// for a path into another crate.
+    fn target(&self, from: &Source, path: &str) -> Option<Vec<String>> {
+        let mut parts = path.split("::").peekable();
+        let mut place = match *parts.peek()? {
+            "crate" => Vec::new(),
+            "self" | "super" => from.module.clone(),
+            child => {
+                let mut place = from.module.clone();
+                place.push(child.to_owned());
+                if !self.has(&place) {
+                    return None;
+                }
+                parts.next();
+                place
+            }
+        };
+        for part in parts {
+            match part {
+                "crate" | "self" => {}
+                "super" => _ = place.pop(),
+                part => {
+                    place.push(part.to_owned());
+                    if !self.has(&place) {
+                        place.pop();
+                        break;
+                    }
+                }
+            }
+        }
+        Some(place)
+    }
+
+    fn has(&self, place: &[String]) -> bool {
+        self.sources.iter().any(|source| source.module == place)
+    }
+
+    /// The files that each file uses, with a line that does so. A file may use what the modules around it declare, which are
+    /// there for that.
+    fn uses(&self) -> BTreeMap<&[String], BTreeMap<Vec<String>, usize>> {
+        let uses = self.sources.iter().filter(|source| !source.path.ends_with("main.rs")).map(|source| {
+            let mut used = BTreeMap::new();
+            for (number, path) in paths(source) {
+                if let Some(target) = self.target(source, &path)
+                    && !source.module.starts_with(&target)
+                {
+                    used.entry(target).or_insert(number);
+                }
+            }
+            (source.module.as_slice(), used)
+        });
+        uses.collect()
     }
 }
 
-fn collect(directory: &Path, root: &Path, sources: &mut Vec<Source>) {
+fn collect(folder: &str, directory: &Path, root: &Path, sources: &mut Vec<Source>) {
     for entry in fs::read_dir(directory).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            collect(&path, root, sources);
+            collect(folder, &path, root, sources);
         } else if path.extension().is_some_and(|extension| extension == "rs") {
             let text = fs::read_to_string(&path).unwrap();
-            let path = path.strip_prefix(root).unwrap().to_str().unwrap().to_owned();
-            sources.push(Source { path, text });
+            sources.push(Source::new(folder, path.strip_prefix(root).unwrap().to_str().unwrap(), text));
         }
     }
 }
 
-fn sources() -> Vec<Source> {
-    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut sources = Vec::new();
-    collect(&root, &root, &mut sources);
-    assert!(sources.len() > 50, "{} sources", sources.len());
-    sources
+/// The paths that a file names, each with its line. `use a::{b, c::{d, e}}` names `a::b`, `a::c::d` and `a::c::e`.
+fn paths(source: &Source) -> Vec<(usize, String)> {
+    let path = Regex::new(r"[A-Za-z_]\w*(?:::\w+)+").unwrap();
+    let mut found = Vec::new();
+    let mut statement: Option<(usize, String)> = None;
+    for (number, line) in source.code() {
+        let code = line.trim_start();
+        let mut begins = ["use ", "pub use ", "pub(crate) use ", "pub(super) use "].iter();
+        let begin = begins.find_map(|word| code.strip_prefix(word));
+        if let Some((_, text)) = &mut statement {
+            text.push_str(code);
+        } else if let Some(begin) = begin {
+            statement = Some((number, begin.to_owned()));
+        } else {
+            found.extend(path.find_iter(line).map(|path| (number, path.as_str().to_owned())));
+        }
+        if let Some((number, text)) = statement.take_if(|(_, text)| text.ends_with(';')) {
+            found.extend(unfolded(text.trim_end_matches(';')).into_iter().map(|path| (number, path)));
+        }
+    }
+    found
 }
 
-fn floor(module: &str) -> Option<usize> {
-    FLOORS.iter().position(|modules| modules.contains(&module))
+/// The paths of a `use`.
+fn unfolded(text: &str) -> Vec<String> {
+    let Some((beginning, rest)) = text.split_once('{') else { return vec![text.trim().to_owned()] };
+    let inner = rest.rsplit_once('}').map_or(rest, |(inner, _)| inner);
+    let (mut depth, mut parts) = (0_i32, vec![String::new()]);
+    for letter in inner.chars() {
+        depth += i32::from(letter == '{') - i32::from(letter == '}');
+        if letter == ',' && depth == 0 {
+            parts.push(String::new());
+        } else {
+            parts.last_mut().unwrap().push(letter);
+        }
+    }
+    let parts = parts.iter().filter(|part| !part.trim().is_empty());
+    parts.flat_map(|part| unfolded(&format!("{beginning}{}", part.trim()))).collect()
 }
 
-/// The modules of the crate that a line names.
-fn used(line: &str) -> impl Iterator<Item = &str> {
-    line.split("crate::").skip(1).map(|rest| {
-        let end = rest.find(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
-        &rest[..end.unwrap_or(rest.len())]
-    })
-}
-
-fn breaches_of_floors(sources: &[Source]) -> String {
+fn breaches_of_floors(house: &Crate) -> String {
     let mut breaches = String::new();
-    for source in sources {
-        let Some(module) = source.module() else { continue };
-        let Some(own) = floor(module) else {
-            writeln!(breaches, "src/{}: module {module} has no floor in this test", source.path).unwrap();
+    if house.floors.is_empty() {
+        return breaches;
+    }
+    for source in &house.sources {
+        let Some(own) = source.module.first() else { continue };
+        let Some(floor) = house.floors.get(own) else {
+            writeln!(breaches, "{}: module {own} has no floor in the table of lib.rs", source.path).unwrap();
             continue;
         };
-        for (number, line) in source.code() {
-            for other in used(line).filter(|other| *other != module) {
-                if floor(other).is_some_and(|floor| floor >= own) {
-                    writeln!(
-                        breaches,
-                        "src/{}:{number}: {module} uses {other}, which is not below it",
-                        source.path
-                    )
+        for (number, path) in paths(source) {
+            let other = house.target(source, &path).and_then(|target| target.first().cloned());
+            let Some(other) = other.filter(|other| other != own) else { continue };
+            if house.floors.get(&other).is_some_and(|other| other >= floor) {
+                writeln!(breaches, "{}:{number}: {own} uses {other}, which is not below it", source.path)
                     .unwrap();
-                }
             }
         }
     }
     breaches
 }
 
-fn breaches_of_homes(sources: &[Source]) -> String {
+/// The files that use each other in a circle.
+fn circles(house: &Crate) -> String {
+    let uses = house.uses();
+    let reach = |from: &[String]| {
+        let (mut reached, mut open) = (BTreeSet::new(), vec![from.to_vec()]);
+        while let Some(place) = open.pop() {
+            let next = uses.get(place.as_slice()).into_iter().flatten();
+            open.extend(next.map(|(place, _)| place.clone()).filter(|place| reached.insert(place.clone())));
+        }
+        reached
+    };
+    let reached: BTreeMap<&[String], _> = uses.keys().map(|place| (*place, reach(place))).collect();
+    let mut found = String::new();
+    for (from, used) in &uses {
+        for (to, number) in
+            used.iter().filter(|(to, _)| reached.get(to.as_slice()).is_some_and(|it| it.contains(*from)))
+        {
+            writeln!(found, "{}:{number}: uses {}, which leads back", from.join("::"), to.join("::"))
+                .unwrap();
+        }
+    }
+    found
+}
+
+fn breaches_of_homes(house: &Crate) -> String {
     let mut breaches = String::new();
-    for source in sources {
+    for source in &house.sources {
         for (number, line) in source.code() {
             for (word, homes) in HOMES.iter().filter(|(word, _)| line.contains(word)) {
                 if !homes.iter().any(|home| source.path.starts_with(home)) {
-                    writeln!(
-                        breaches,
-                        "src/{}:{number}: {word} is for {} alone",
-                        source.path,
-                        homes.join(", ")
-                    )
-                    .unwrap();
+                    writeln!(breaches, "{}:{number}: {word} is for {} alone", source.path, homes.join(", "))
+                        .unwrap();
                 }
             }
         }
     }
     breaches
+}
+
+fn all(rule: fn(&Crate) -> String) -> String {
+    CRATES.iter().map(|folder| rule(&Crate::read(folder))).collect()
 }
 
 #[test]
 fn no_module_uses_one_above_it() {
-    let breaches = breaches_of_floors(&sources());
+    let breaches = all(breaches_of_floors);
+    assert!(breaches.is_empty(), "\n{breaches}");
+}
+
+#[test]
+fn no_files_use_each_other_in_a_circle() {
+    let breaches = all(circles);
     assert!(breaches.is_empty(), "\n{breaches}");
 }
 
 #[test]
 fn what_has_a_home_is_named_nowhere_else() {
-    let breaches = breaches_of_homes(&sources());
+    let breaches = all(breaches_of_homes);
     assert!(breaches.is_empty(), "\n{breaches}");
 }
 
 /// The rules see what they are for.
 #[test]
 fn a_breach_is_named_with_file_and_line() {
-    let source = |path: &str, text: &str| Source { path: path.to_owned(), text: text.to_owned() };
-    let wrong = [
+    let source = |below: &str, text: &str| Source::new("src", below, text.to_owned());
+    let house = Crate::new(vec![
+        source(
+            "lib.rs",
+            "//! | 2 | `daemon` | all |\n//! | 1 | `dbus`, `ctl` | the bus |\n//! | 0 | `host` | it |\n",
+        ),
         source(
             "host/systemd.rs",
-            "//! crate::dbus\nuse crate::dbus::proxy::json;\n#[cfg(test)]\nuse crate::daemon;\n",
+            "//! crate::dbus\nuse crate::dbus::json;\n#[cfg(test)]\nuse crate::daemon;\n",
         ),
-        source("dbus/mod.rs", "use crate::{\n    ctl,\n};\nlet it = crate::supervisor::ClientFault;\n"),
+        source(
+            "dbus/mod.rs",
+            "use crate::{\n    ctl,\n    host::systemd::unit,\n};\nlet it = super::daemon::Exit;\n",
+        ),
+        source("dbus/rows.rs", "use super::super::daemon::run;\nuse super::{changes::told, Bus};\n"),
+        source("dbus/changes.rs", "let rows = super::rows::clean; let path = \"/proc/1/comm\";\n"),
+        source("daemon/mod.rs", ""),
+        source("ctl.rs", ""),
         source("garage.rs", ""),
-        source("mps/log.rs", "let path = \"/proc/1/comm\"; // sd_notify\n"),
-    ];
-    let floors = breaches_of_floors(&wrong);
+    ]);
     assert_eq!(
-        floors,
+        breaches_of_floors(&house),
         "src/host/systemd.rs:2: host uses dbus, which is not below it\n\
-         src/garage.rs: module garage has no floor in this test\n"
+         src/dbus/mod.rs:1: dbus uses ctl, which is not below it\n\
+         src/dbus/mod.rs:5: dbus uses daemon, which is not below it\n\
+         src/dbus/rows.rs:1: dbus uses daemon, which is not below it\n\
+         src/garage.rs: module garage has no floor in the table of lib.rs\n"
     );
-    let homes = breaches_of_homes(&wrong);
-    assert!(homes.contains("src/mps/log.rs:1: /proc/ is for host/proc.rs alone\n"), "{homes}");
+    let circles = circles(&house);
+    assert!(circles.contains("dbus::rows:2: uses dbus::changes, which leads back\n"), "{circles}");
+    assert!(circles.contains("dbus::changes:1: uses dbus::rows, which leads back\n"), "{circles}");
+    let homes = breaches_of_homes(&house);
+    assert_eq!(homes, "src/dbus/changes.rs:1: /proc/ is for crates/common/src/host/proc.rs alone\n");
 }

@@ -11,11 +11,15 @@ use std::thread::{JoinHandle, sleep, spawn};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
+
+use common::host::socket::listener;
 
 use crate::support::host::{
-    Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text,
+    Host, alive, assert_has, binaries, control_daemon, control_pid, process_state, signal_pid, start_time,
+    text,
 };
+use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::{DEADLINE, wait_for};
 
 /// A control daemon that dies is started again, and meanwhile its devices are listed as not healthy: an empty list would
@@ -50,6 +54,87 @@ fn a_killed_control_daemon_comes_back() {
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
     assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// A log is no reason not to serve.
+#[test]
+fn without_inotify_the_service_looks_once_a_second() {
+    if !root_or_skip("without_inotify_the_service_looks_once_a_second") {
+        return;
+    }
+    let mut host = Host::new("h200");
+    if !host.without_inotify(&Command::new("true")).status().unwrap().success() {
+        return skip("without_inotify_the_service_looks_once_a_second", "no user namespace can be made");
+    }
+    host.start_without_inotify();
+    let before = host.wait_for_state("ready");
+    let raise = "sysctl fs.inotify.max_user_instances=8192";
+    signal_pid(control_pid(&before), Signal::KILL);
+    let after = host.wait_for_status("another control daemon that serves", |status| {
+        status["service"]["state"] == "ready" && control_pid(status) != control_pid(&before)
+    });
+    let server = &control_daemon(&after)["servers"][0];
+    wait_for("the log's words", || host.log().contains(&format!("server {server} is ready")).then_some(()));
+    assert_eq!(host.log().matches(raise).count(), 1, "{}", host.log());
+
+    let mut doctor = Command::new(binaries().join("yunion-mpsctl"));
+    doctor.args(["doctor", "--json"]);
+    let found = host.without_inotify(&doctor).output().unwrap();
+    let found: Value = serde_json::from_slice(&found.stdout).unwrap();
+    let findings = found["findings"].as_array().unwrap();
+    let finding = findings.iter().find(|one| one["name"] == "inotify-exhausted").unwrap();
+    assert!(finding["remedy"].as_str().unwrap().contains(raise), "{finding:#}");
+
+    let pid = host.pid().to_string();
+    let raised = Command::new("nsenter")
+        .args(["--user", "--preserve-credentials", "--target", &pid, "sh", "-c"])
+        .arg("echo 100 >/proc/sys/user/max_inotify_instances")
+        .status();
+    assert!(raised.unwrap().success());
+    wait_for("inotify", || host.log().contains("watched by inotify again").then_some(()));
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// Where nobody collects orphans, as in a container, a killed control daemon stays a zombie.
+#[test]
+fn a_zombie_is_not_taken_over() {
+    let mut host = Host::serving("h200");
+    let before = host.wait_for_state("ready");
+    host.signal(Signal::KILL);
+    host.ended();
+    signal_pid(control_pid(&before), Signal::KILL);
+    wait_for("its end", || (!alive(control_pid(&before))).then_some(()));
+    let mut zombie = Command::new("true").spawn().unwrap();
+    wait_for("a zombie", || (process_state(zombie.id()) == Some('Z')).then_some(()));
+    let file = host.path("run/state.json");
+    let mut state: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let start_time: u64 = start_time(zombie.id()).parse().unwrap();
+    state["control_daemons"]["shared"]["process"] = json!({ "pid": zombie.id(), "start_time": start_time });
+    fs::write(&file, state.to_string()).unwrap();
+    host.start();
+    let after = host.wait_for_state("ready");
+    assert!(control_pid(&after) != zombie.id() && alive(control_pid(&after)));
+    assert!(!host.log().contains(&format!("(PID {}) taken over", zombie.id())));
+    zombie.wait().unwrap();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The look at a GPU that hangs takes long, and the end of the control daemon is seen meanwhile.
+#[test]
+fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon() {
+    let mut host = Host::serving("h200x8");
+    let before = host.wait_for_state("ready");
+    host.plant("gpus/7/hangs", "");
+    wait_for("a look that hangs", || host.path("gpus/7/hung").exists().then_some(()));
+    signal_pid(control_pid(&before), Signal::KILL);
+    wait_for("the end", || host.log().contains("the control daemon ended").then_some(()));
+    assert!(!host.log().contains("NVML did not answer"), "{}", host.log());
+    host.clear("gpus/7/hangs");
+    host.wait_for_status("another control daemon that serves", |status| {
+        status["service"]["state"] == "ready" && control_pid(status) != control_pid(&before)
+    });
+    assert_eq!(host.stop().code(), Some(0));
 }
 
 /// Starts a control daemon that isn't the service's.
@@ -284,11 +369,141 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
     host.nothing_runs();
 }
 
+/// The control daemon ends while its supervisor asks it something else than whether it runs.
+#[test]
+fn before_volta_a_control_daemon_that_ends_during_a_reload_has_a_successor() {
+    let mut host = Host::serving("tesla-p40");
+    let before = control_pid(&host.wait_for_state("ready"));
+    host.plant("mps/fault/front-end-hangs", "");
+    host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
+    host.signal(Signal::HUP);
+    let is_front_end = |pid: u32| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        pid != before && status.lines().any(|line| line == format!("PPid:\t{}", host.pid()))
+    };
+    wait_for("the front end", || {
+        let all = fs::read_dir("/proc").unwrap().flatten();
+        let mut pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        pids.any(is_front_end).then_some(())
+    });
+    signal_pid(before, Signal::KILL);
+    wait_for("its end", || (!alive(before)).then_some(()));
+    host.clear("mps/fault/front-end-hangs");
+    host.wait_for_status("its successor", |status| {
+        let pid = control_daemon(status)["pid"].as_u64();
+        status["service"]["state"] == "ready" && pid.is_some_and(|pid| pid != u64::from(before))
+    });
+    assert_eq!(host.list().len(), 2);
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// Before Volta NVML lists no clients, so a list without any is no reason to end a control daemon that can't be asked.
+fn wait_until_its_clients_are_not_known(host: &Host, control_daemon: u32) {
+    let expected = "NVML does not list the clients of GPU";
+    let status = host.wait_for_status("clients that are not known", |status| {
+        let reason = control_daemon_reason(status);
+        reason.contains("its clients are not known") && reason.contains(expected)
+    });
+    assert_eq!(control_pid(&status), control_daemon);
+    let told = "the control daemon is not ended, since its clients are not known";
+    assert_eq!(host.log().matches(told).count(), 1, "{}", host.log());
+}
+
+fn control_daemon_reason(status: &Value) -> String {
+    status["control_daemons"][0]["reason"].as_str().unwrap_or_default().to_owned()
+}
+
+#[test]
+fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() {
+    let mut host = Host::serving("tesla-p40");
+    let before = control_pid(&host.wait_for_state("ready"));
+    let mut client = host.served(&mut host.program(&["hold", "600"]));
+    for entry in fs::read_dir(host.path("mps/pipe")).unwrap() {
+        fs::remove_file(entry.unwrap().path()).unwrap();
+    }
+    assert!(host.call("Control.Reload").status.success());
+    wait_until_its_clients_are_not_known(&host, before);
+    assert!(alive(before));
+    assert_eq!(client.try_wait().unwrap(), None, "{}", host.log());
+
+    // Somebody who knows better ends it. A signal is never sent without a word on whom it hits.
+    client.end();
+    let applied = host.mpsctl(&["apply", "--force"]);
+    assert!(applied.status.success(), "{}", text(&applied));
+    assert_ne!(control_pid(&host.wait_for_state("ready")), before);
+    assert_warned_of_signal(&host, before, "any client that it still has loses its work");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+#[test]
+fn before_volta_a_control_daemon_that_hangs_is_left_to_its_clients() {
+    let mut host = Host::serving("tesla-p40");
+    let before = control_pid(&host.wait_for_state("ready"));
+    let mut client = host.served(&mut host.program(&["hold", "600"]));
+    host.plant("mps/fault/front-end-hangs", "");
+    assert!(host.call("Control.Reload").status.success());
+    wait_until_its_clients_are_not_known(&host, before);
+    assert_eq!(client.try_wait().unwrap(), None, "{}", host.log());
+    host.clear("mps/fault/front-end-hangs");
+    assert_eq!(control_pid(&host.wait_for_state("ready")), before);
+    assert_eq!(client.try_wait().unwrap(), None, "{}", host.log());
+    client.end();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// From Volta on NVML lists the clients, so a control daemon that can't be asked and has none is replaced. A signal is
+/// never sent without a word on whom it hits.
+#[test]
+fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word() {
+    let mut host = Host::serving("h200");
+    let before = control_pid(&host.wait_for_state("ready"));
+    fs::rename(host.path("mps/pipe.private"), host.path("mps/taken")).unwrap();
+    assert!(host.call("Control.Reload").status.success());
+    host.wait_for_status("another control daemon", |status| {
+        status["service"]["state"] == "ready" && control_pid(status) != before
+    });
+    assert_warned_of_signal(&host, before, "it has no client, so nobody loses work");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A newer driver's control daemon may answer in other words. Another one would answer in the same, so this one runs on.
+#[test]
+fn a_control_daemon_that_is_not_understood_is_not_restarted() {
+    let mut host = Host::serving("h200");
+    let before = control_pid(&host.wait_for_state("ready"));
+    host.plant("mps/fault/front-end-garbage", "");
+    assert!(host.call("Control.Reload").status.success());
+    let status = host.wait_for_status("an answer that is not understood", |status| {
+        control_daemon_reason(status).contains("was answered with")
+    });
+    assert_eq!(control_pid(&status), before);
+    // It is asked more than once.
+    wait_for("the second attempt", || (host.log().matches("was answered with").count() > 1).then_some(()));
+    host.clear("mps/fault/front-end-garbage");
+    assert_eq!(control_pid(&host.wait_for_state("ready")), before);
+    assert_has(control_daemon(&host.wait_for_state("ready")), &json!({"starts": 1}));
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The only warning of a signal to this control daemon, before its end.
+fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
+    let log = host.log();
+    let told = format!("(PID {control_daemon}) does not quit and is sent SIGTERM: {whom}");
+    let place = |words: &str| log.lines().position(|line| line.contains(words));
+    let warned = place(&told).unwrap_or_else(|| panic!("{told}\n{log}"));
+    assert!(log.lines().nth(warned).unwrap().contains("WARN"), "{log}");
+    assert_eq!(log.matches("is sent SIGTERM").count(), 1, "{log}");
+    assert!(Some(warned) < place(&format!("(PID {control_daemon}) ended by SIGTERM")), "{log}");
+}
+
 /// Another control daemon that is started in the pipe directory takes no client from ours, which is in a directory of its
 /// own. It makes way for the next one of ours.
 #[test]
 fn another_control_daemon_in_the_pipe_directory_takes_no_clients() {
-    let mut host = Host::serving("h200");
+    let mut host = Host::new("h200");
+    // The flag keeps its sockets out of the directory altogether.
+    host.start_without_the_flag();
     let before = host.wait_for_state("ready");
     let pipe = host.path("mps/pipe");
     let mut foreign = host
@@ -300,10 +515,10 @@ fn another_control_daemon_in_the_pipe_directory_takes_no_clients() {
         .spawn()
         .unwrap();
     let told = format!("{} did not lead to the control daemon", pipe.display());
-    wait_for("the warning", || host.log().contains(&told).then_some(()));
-    // The look may come between its `bind` and its `listen`, when the kernel does not name it yet.
+    wait_for("its socket", || listener(&pipe).filter(|pid| *pid == foreign.id()));
+    assert!(host.call("Control.Reload").status.success());
     let named = format!("{told}: process {} listened there", foreign.id());
-    assert!(host.log().contains(&named) || host.log().contains(&format!("{told}, and does again")));
+    wait_for("the warning", || host.log().contains(&named).then_some(()));
     let client = host.client();
     let clients = host.front_end(&host.path("mps/pipe.private"), "ps");
     assert!(clients.contains(&client.id().to_string()), "{clients}");

@@ -1,12 +1,13 @@
 //! yunion-mpsctl on a terminal.
 
 use crate::support::bus::printed;
+use crate::support::host::mpsctl;
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board, serving, tesla_p40};
 
 /// The output of a command on a terminal of this width, with these variables.
 async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], arguments: &str) -> String {
-    let program = env!("CARGO_BIN_EXE_yunion-mpsctl");
+    let program = mpsctl();
     // A shell would set COLUMNS itself.
     let variables: String = variables.iter().map(|(name, value)| format!("{name}={value} ")).collect();
     let script = format!("stty cols {columns} rows 50 && exec env {variables}'{program}' {arguments}");
@@ -86,14 +87,14 @@ async fn colours_are_for_terminals_that_want_them() {
         }
         let json = shown(&service, 80, &[], &format!("{arguments} --json")).await;
         assert!(!json.contains('\u{1b}'), "{json:?}");
-        let mut piped = service.bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+        let mut piped = service.bus.command(mpsctl());
         piped.args(arguments.split(' ')).env("CLICOLOR_FORCE", "1");
         let piped = printed(&mut piped).await;
         assert!(!piped.contains('\u{1b}') && !piped.contains("no room"), "{piped:?}");
         // In one line, once for the whole GPU.
         assert_eq!(piped.matches("nothing but a reset of the GPU").count(), 1, "{piped}");
         // COLUMNS counts for a pipe too, so that `watch` shows whole lines.
-        let mut narrow = service.bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+        let mut narrow = service.bus.command(mpsctl());
         narrow.args(arguments.split(' ')).env("COLUMNS", "60");
         let narrow = printed(&mut narrow).await;
         assert!(longest(&narrow) <= 60 && !narrow.contains('\u{1b}'), "{narrow:?}");

@@ -5,8 +5,11 @@ use std::fs;
 use std::path::Path;
 
 /// The documents with a translation.
-const PAGES: [(&str, &str); 2] =
-    [("README.md", "README.zh-CN.md"), ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md")];
+const PAGES: [(&str, &str); 3] = [
+    ("README.md", "README.zh-CN.md"),
+    ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md"),
+    ("docs/operations.md", "docs/operations.zh-CN.md"),
+];
 
 fn read(path: &str) -> String {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
@@ -108,8 +111,11 @@ fn each_language_leads_to_the_other() {
         assert_eq!(first_line(english), format!("English | [简体中文]({})", name(chinese)));
         assert_eq!(first_line(chinese), format!("[English]({}) | 简体中文", name(english)));
     }
-    assert!(read("README.md").contains("](docs/troubleshooting.md)"));
-    assert!(read("README.zh-CN.md").contains("](docs/troubleshooting.zh-CN.md)"));
+    // The README leads to every other page in its own language.
+    for (english, chinese) in &PAGES[1..] {
+        assert!(read("README.md").contains(&format!("]({english})")), "{english}");
+        assert!(read("README.zh-CN.md").contains(&format!("]({chinese})")), "{chinese}");
+    }
 }
 
 /// The anchor that a heading gets on a web page.
@@ -123,13 +129,14 @@ fn anchor(heading: &str) -> String {
 fn every_link_leads_somewhere() {
     for path in PAGES.into_iter().flat_map(|(english, chinese)| [english, chinese]) {
         let page = read(path);
-        let anchors: Vec<String> = page.lines().filter(|line| line.starts_with('#')).map(anchor).collect();
-        for link in page.split("](").skip(1).map(|rest| rest.split(')').next().unwrap()) {
-            if let Some(place) = link.strip_prefix('#') {
-                assert!(anchors.iter().any(|anchor| anchor == place), "{path}: #{place}");
-            } else if !link.starts_with("http") {
-                read(Path::new(path).with_file_name(link).to_str().unwrap());
-            }
+        let links = page.split("](").skip(1).map(|rest| rest.split(')').next().unwrap());
+        for link in links.filter(|link| !link.starts_with("http")) {
+            // FILE, #PLACE or FILE#PLACE
+            let (file, place) = link.split_once('#').unwrap_or((link, ""));
+            let file = if file.is_empty() { path.into() } else { Path::new(path).with_file_name(file) };
+            let target = read(file.to_str().unwrap());
+            let mut headings = target.lines().filter(|line| line.starts_with('#'));
+            assert!(place.is_empty() || headings.any(|heading| anchor(heading) == place), "{path}: {link}");
         }
     }
 }
@@ -155,14 +162,15 @@ fn looks_like_a_name(text: &str) -> bool {
             .all(|word| !word.is_empty() && word.bytes().all(|letter| letter.is_ascii_lowercase()))
 }
 
-/// The findings that doctor's sources name, with the severities that stand directly before the names.
+/// The findings that the sources name, with the severities that stand directly before the names in doctor.
 fn findings() -> BTreeMap<String, BTreeSet<&'static str>> {
-    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/ctl/doctor");
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("crates/mpsctl/src/doctor");
     let mut sources: Vec<String> = fs::read_dir(directory)
         .unwrap()
-        .map(|entry| format!("src/ctl/doctor/{}", entry.unwrap().file_name().to_str().unwrap()))
+        .map(|entry| format!("crates/mpsctl/src/doctor/{}", entry.unwrap().file_name().to_str().unwrap()))
         .collect();
-    sources.push("src/config/agent.rs".to_owned());
+    let shared = ["config/agent.rs", "plan/gpu_plan.rs", "plan/warnings.rs"];
+    sources.extend(shared.map(|source| format!("crates/common/src/{source}")));
     let mut findings: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
     for source in sources {
         let text = read(&source);
@@ -262,7 +270,7 @@ fn options_of(command: &clap::Command) -> BTreeSet<String> {
 
 #[test]
 fn the_manual_of_yunion_mps_daemon_has_every_option() {
-    let mut command = yunion_mps::daemon_command();
+    let mut command = common::arguments::command();
     command.build();
     assert_eq!(options_in(&chinese_manual("yunion-mps-daemon.8")), options_of(&command));
 }
@@ -275,7 +283,7 @@ fn the_manual_of_yunion_mpsctl_has_every_subcommand_and_option() {
     let sections = subcommands.split("\n.SS ").skip(1).map(|section| section.split_once('\n').unwrap());
     let described: Vec<(&str, BTreeSet<String>)> =
         sections.map(|(name, text)| (name, options_in(text))).collect();
-    let mut command = yunion_mps::ctl_command();
+    let mut command = mpsctl::command();
     command.build();
     let all = command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help");
     let mut all: Vec<(&str, BTreeSet<String>)> =

@@ -1,5 +1,6 @@
 //! The systemd files, judged by systemd's own programs.
 
+use crate::support::host::{flag_can_be_set, mpsctl};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
@@ -36,7 +37,7 @@ fn installed_unit() -> String {
         unit.replace(line, built)
     };
     let start = concat!("ExecStart=\"", env!("CARGO_BIN_EXE_yunion-mps-daemon"), "\"\n");
-    let reload = concat!("ExecReload=\"", env!("CARGO_BIN_EXE_yunion-mpsctl"), "\" reload\n");
+    let reload = &format!("ExecReload=\"{}\" reload\n", mpsctl());
     let unit = installed(unit, "ExecStart=/usr/bin/yunion-mps-daemon\n", start);
     installed(unit, "ExecReload=/usr/bin/yunion-mpsctl reload\n", reload)
 }
@@ -72,6 +73,8 @@ fn the_unit_keeps_its_promises() {
     ] {
         assert!(lines.contains(&promise), "{promise} is missing");
     }
+    let capabilities = lines.iter().find(|line| line.starts_with("CapabilityBoundingSet=")).unwrap();
+    assert!(capabilities.ends_with(" CAP_LINUX_IMMUTABLE"), "nobody else changes the directories of links");
     // Containers get the pipe directory from the host's /tmp, and where directories may be without a word.
     assert!(lines.contains(&"ReadWritePaths=/tmp /var/log -/run/cdi"), "directories.rs names them");
     assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
@@ -89,9 +92,9 @@ fn a_stop_may_take_as_long_as_the_configuration_allows() {
     assert!(minutes * 60 >= longest + 60, "TimeoutStopSec={time}, cuda_mps_quit_timeout up to {longest} s");
 }
 
-/// The sandbox is as tight as we say in the README, and no tighter than was tried on a GPU.
+/// The sandbox is as tight as we say in docs/operations.md, and no tighter than was tried on a GPU.
 #[test]
-fn the_exposure_is_the_one_in_the_readme() {
+fn the_exposure_is_the_documented_one() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("yunion-mps-daemon.service");
     fs::write(&path, installed_unit()).unwrap();
@@ -100,11 +103,11 @@ fn the_exposure_is_the_one_in_the_readme() {
     let overall = text.lines().last().unwrap();
     let exposure = overall.split_ascii_whitespace().find(|word| word.parse::<f32>().is_ok());
     let exposure: f32 = exposure.unwrap_or_else(|| panic!("no figure in: {text}")).parse().unwrap();
-    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
-    let said = readme.split_once("exposure ").unwrap().1.split(')').next().unwrap();
+    let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/operations.md")).unwrap();
+    let said = page.split_once("exposure ").unwrap().1.split(')').next().unwrap();
     // Releases of systemd weigh a little differently.
     let said: f32 = said.parse().unwrap();
-    assert!((said - exposure).abs() < 0.25, "README.md says {said}, systemd-analyze {exposure}");
+    assert!((said - exposure).abs() < 0.25, "docs/operations.md says {said}, systemd-analyze {exposure}");
     assert!(exposure < 4.0, "{exposure}");
 }
 
@@ -125,13 +128,14 @@ fn tree(root: &Path) -> Vec<String> {
     found
 }
 
-/// At boot, and when the package is installed, the directory in /tmp becomes root's, even if a user has made it before.
+/// At boot, and when the package is installed, the directory in /tmp becomes root's, even if a user has made it before, and
+/// what a power failure has left immutable can be removed.
 #[test]
 fn the_directory_in_tmp_is_made_root_s() {
     if !root_or_skip("the_directory_in_tmp_is_made_root_s") {
         return;
     }
-    for before in ["nothing", "theirs"] {
+    for before in ["nothing", "theirs", "immutable"] {
         let root = tempfile::tempdir().unwrap();
         let directory = root.path().join("tmp/nvidia-mps");
         fs::create_dir_all(directory.parent().unwrap()).unwrap();
@@ -140,6 +144,13 @@ fn the_directory_in_tmp_is_made_root_s() {
             fs::create_dir(&directory).unwrap();
             fs::set_permissions(&directory, PermissionsExt::from_mode(0o777)).unwrap();
             chown(&directory, Some(65534), Some(65534)).unwrap();
+        }
+        let left = ["pipe/slices/00_06.0-1", "pipe/slices", "pipe/GPU-1", "pipe", "slices"];
+        if before == "immutable" && flag_can_be_set() {
+            for directory in left.map(|below| directory.join(below)) {
+                fs::create_dir_all(&directory).unwrap();
+                assert!(run(Command::new("chattr").arg("+i").arg(&directory)).status.success());
+            }
         }
         let snippets = root.path().join("usr/lib/tmpfiles.d");
         fs::create_dir_all(&snippets).unwrap();
@@ -152,6 +163,9 @@ fn the_directory_in_tmp_is_made_root_s() {
         let made = fs::symlink_metadata(&directory).unwrap();
         assert!(made.is_dir(), "{before}");
         assert_eq!((made.uid(), made.gid(), made.mode() & 0o7777), (0, 0, 0o755), "{before}");
+        let removed = fs::remove_dir_all(&directory);
+        run(Command::new("chattr").args(["-R", "-f", "-i"]).arg(root.path()));
+        removed.unwrap();
     }
 }
 

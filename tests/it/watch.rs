@@ -5,9 +5,9 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 use std::time::Duration;
 
+use common::published::snapshot::{Snapshot, State};
 use rustix::process::Signal;
 use serde_json::Value;
-use yunion_mps::{Snapshot, State};
 
 use crate::support::bus::{PrivateBus, ctl, ended};
 use crate::support::client::Client;

@@ -1,7 +1,7 @@
 """Commands of yunion-mpsctl, from the start of the program to its end."""
 
 import process
-from process import Unable
+from process import Lacking, Unable
 from scenario import LARGE, MIDDLE, SMALL, Row, Scenario, Serving, distinct, milliseconds
 
 COMMANDS = {
@@ -26,7 +26,7 @@ def key(command):
 
 def measure(setting, variant, tools):
     if not variant.ctl:
-        raise Unable("there is no yunion-mpsctl")
+        raise Lacking("there is no yunion-mpsctl")
     with Serving(setting, variant, tools) as service:
         words = {"SLICE": f"{setting.base_addresses()[-1]}-0", "SYSROOT": service.host.root / "sysroot"}
         for command, more in COMMANDS.items():

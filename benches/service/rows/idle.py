@@ -16,6 +16,7 @@ def rows(setting):
     return [
         Row("idle", "wakeups", "idle minute: wake-ups of all threads", "wake-ups", target),
         Row("idle", "idle_cpu", "idle minute: CPU time", "ms"),
+        Row("idle", "idle_front_ends", "idle minute: the CPU time of NVIDIA's front ends", "ms"),
         Row("idle", "idle_memory", "idle: resident memory", "MiB"),
         Row("idle", "idle_threads", "idle: threads", "threads"),
         Row("idle", "idle_files", "idle: open files", "files"),
@@ -37,6 +38,10 @@ def measure(variants, tools, seconds, settle):
         time.sleep(settle)
         watches = {place: Watch(service.pid) for place, service in services.items()}
         cpu = {place: process.cpu_ns(service.pid) for place, service in services.items()}
+        started = {}
+        for place, service in services.items():
+            started[place] = process.Started(service.pid)
+            stack.callback(started[place].end)
         start = time.monotonic()
         # A thread may end: it counts with its last figure.
         for second in range(seconds):
@@ -45,13 +50,19 @@ def measure(variants, tools, seconds, settle):
                 watch.look()
         minutes = (time.monotonic() - start) / 60
         for place, service in services.items():
-            figures[place] = {
+            found = {
                 "wakeups": [watches[place].count() / minutes],
                 "idle_cpu": [(process.cpu_ns(service.pid) - cpu[place]) / 1e6 / minutes],
+                "idle_front_ends": [started[place].cpu_ns() / 1e6 / minutes],
                 "idle_memory": [process.status_kib(service.pid, "VmRSS") / 1024],
                 "idle_threads": [len(process.threads(service.pid))],
                 "idle_files": [len(os.listdir(f"/proc/{service.pid}/fd"))],
             }
+            try:
+                service.check()
+                figures[place] = found
+            except Unable as error:
+                errors.append((place[0], service.variant, error))
     return figures, errors
 
 

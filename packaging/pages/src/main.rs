@@ -31,8 +31,8 @@ fn fail(reason: &str) -> ExitCode {
 
 fn write(out: &Path, golden: &Path) -> Result<(), Box<dyn Error>> {
     fs::create_dir_all(out)?;
-    let daemon = yunion_mps::daemon_command();
-    let ctl = yunion_mps::ctl_command();
+    let daemon = common::arguments::command();
+    let ctl = mpsctl::command();
     fs::write(out.join("yunion-mps-daemon.8"), manual::daemon(&daemon)?)?;
     fs::write(out.join("yunion-mpsctl.1"), manual::ctl(&ctl, golden)?)?;
     complete(daemon, out)?;

@@ -4,8 +4,6 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::turns::TURN_TIMEOUT;
-
 /// The most characters of a wrong answer that a message shows.
 const SHOWN_CHARACTERS: usize = 200;
 
@@ -20,9 +18,6 @@ pub enum ControlError {
     /// The control daemon gave no answer in time: it hangs or is stopped.
     #[error("the control daemon did not answer `{command}` within {} s", after.as_secs())]
     Silent { command: String, after: Duration },
-    /// Others with a higher rank kept asking until the deadline.
-    #[error("`{command}` did not get its turn at the control daemon within {} s", TURN_TIMEOUT.as_secs())]
-    Crowded { command: String },
     /// The control daemon gave no answer to a command that always has one. It drops the conversations that waited while
     /// it hung.
     #[error("the control daemon gave no answer to `{command}`")]

@@ -9,11 +9,11 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::unix::pipe::Receiver;
 use tokio::process::Command;
+use tokio::sync::Mutex;
 use tokio::time::timeout;
 
 use super::error::{ControlError, name, unexpected};
-use super::turns::Turns;
-use crate::host::driver::finds_no_control_daemon;
+use common::host::driver::finds_no_control_daemon;
 
 /// The number of tries for a command that the control daemon does not accept, and the pause between two tries. The
 /// control daemon sometimes fails one of two front ends that ask at once.
@@ -26,11 +26,14 @@ const ANSWER_TIME: Duration = Duration::from_millis(20);
 /// An answer has a few lines per client. More than this is not an answer.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 
+/// Whoever holds it asks. The others wait in the order in which they came.
+pub(super) type Queue = Mutex<()>;
+
 #[derive(Debug)]
 pub(super) struct FrontEnd {
     pub(super) program: PathBuf,
     pub(super) pipe_directory: PathBuf,
-    pub(super) turns: Arc<Turns>,
+    pub(super) queue: Arc<Queue>,
 }
 
 impl FrontEnd {

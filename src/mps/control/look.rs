@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::iter::Peekable;
 
-use crate::host::driver::is_unknown_command;
+use common::host::driver::is_unknown_command;
 
 use super::SERVERS;
 use super::answers::{ServerStatus, parse_status};
@@ -56,7 +56,7 @@ fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usiz
     [(None, limits.memory_mib.clone())].into_iter().chain(of_servers).collect()
 }
 
-/// See [`super::CallersControl::look`].
+/// See [`super::Control::look`].
 pub(super) fn commands(at: &[u32], limits: Option<&Limits>) -> String {
     let mut commands: String = at.iter().map(|server| format!("get_server_status {server}\n")).collect();
     for (server, memory_mib) in asked(at, limits) {

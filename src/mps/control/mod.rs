@@ -3,36 +3,31 @@
 //! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. It exits with 0 for nearly
 //! everything, answers a bad value with the old one, and answers most settings with nothing. So each setting here is
 //! read back. The control daemon sometimes fails when several front ends ask at once, so all calls for one pipe
-//! directory stand in one queue ([`FrontEnds`]). Calls made for callers on the bus wait behind the supervisor's calls.
+//! directory wait for each other, in the order in which they came ([`FrontEnds`]).
 //!
-//! A command goes from here through [`turns`] to [`front_end`], and its answer through [`answers`] back to here.
+//! A command goes from here to [`front_end`], and its answer through [`answers`] back to here.
 
 mod answers;
 mod error;
 mod front_end;
 mod look;
-mod turns;
 
+use common::host::socket::{connect, listener};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use rustix::io::Errno;
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use tokio::sync::watch;
 use tokio::time::timeout;
 
 pub(crate) use answers::{Client, ClientPids, ServerStatus, Terminated};
 pub(crate) use error::ControlError;
 pub(crate) use look::{Limits, Look};
-pub(crate) use turns::Caller;
 
 use error::{name, unexpected};
-use front_end::FrontEnd;
-use turns::{Rank, TURN_TIMEOUT, Turns};
+use front_end::{FrontEnd, Queue};
 
 /// The deadline for one answer. Measured: 2 ms. A stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -51,7 +46,7 @@ const LISTINGS: u32 = 4;
 #[derive(Debug, Clone)]
 pub(crate) struct FrontEnds {
     program: PathBuf,
-    queues: Arc<Mutex<BTreeMap<PathBuf, Weak<Turns>>>>,
+    queues: Arc<Mutex<BTreeMap<PathBuf, Weak<Queue>>>>,
 }
 
 impl FrontEnds {
@@ -63,83 +58,26 @@ impl FrontEnds {
     /// The way to the control daemon of this pipe directory, even if this service did not start it.
     pub(crate) fn of(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
-        let turns = self.queue(&pipe_directory);
-        let front_end = Arc::new(FrontEnd { program, pipe_directory, turns });
-        Control(CallersControl { front_end, rank: Rank::Supervisor })
+        let queue = self.queue(&pipe_directory);
+        Control(FrontEnd { program, pipe_directory, queue })
     }
 
-    fn queue(&self, pipe_directory: &Path) -> Arc<Turns> {
+    fn queue(&self, pipe_directory: &Path) -> Arc<Queue> {
         let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
-        queues.retain(|_, turns| turns.strong_count() > 0);
+        queues.retain(|_, queue| queue.strong_count() > 0);
         queues.get(pipe_directory).and_then(Weak::upgrade).unwrap_or_else(|| {
-            let turns = Arc::default();
-            queues.insert(pipe_directory.to_owned(), Arc::downgrade(&turns));
-            turns
+            let queue = Arc::default();
+            queues.insert(pipe_directory.to_owned(), Arc::downgrade(&queue));
+            queue
         })
     }
 }
 
-/// The PID of the control daemon that listens in a pipe directory, as the kernel reports it.
-pub(crate) fn listener(pipe_directory: &Path) -> Option<u32> {
-    connect(pipe_directory).ok()
-}
-
-/// Connects to the socket in a pipe directory, and returns the PID of its listener.
-fn connect(pipe_directory: &Path) -> Result<u32, Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    net::connect(&socket, &SocketAddrUnix::new(pipe_directory.join("control"))?)?;
-    let peer = net::sockopt::socket_peercred(&socket)?;
-    u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(|_| Errno::SRCH)
-}
-
-/// A control daemon for a caller on the bus: the caller waits for a turn and can only ask what callers may ask.
+/// The way to a control daemon.
 #[derive(Debug)]
-pub(crate) struct CallersControl {
-    front_end: Arc<FrontEnd>,
-    rank: Rank,
-}
+pub(crate) struct Control(FrontEnd);
 
-/// A control daemon for its supervisor, which asks before everybody else, and may also ask what callers may ask.
-#[derive(Debug)]
-pub(crate) struct Control(CallersControl);
-
-impl Deref for Control {
-    type Target = CallersControl;
-
-    fn deref(&self) -> &CallersControl {
-        &self.0
-    }
-}
-
-/// The way to a supervised control daemon for callers on the bus.
-#[derive(Debug, Clone)]
-pub(crate) struct Access {
-    /// None while no control daemon runs.
-    control: watch::Receiver<Option<Arc<Control>>>,
-    caller: Caller,
-}
-
-impl Access {
-    pub(crate) fn new(control: watch::Receiver<Option<Arc<Control>>>, caller: Caller) -> Self {
-        Self { control, caller }
-    }
-
-    /// The control daemon that runs now, or None.
-    pub(crate) fn now(&self) -> Option<CallersControl> {
-        self.control.borrow().as_ref().map(|control| control.on_behalf(self.caller))
-    }
-
-    /// Waits until the control daemon behind `asked` no longer runs.
-    pub(crate) async fn replaced(&self, asked: &CallersControl) {
-        let mut control = self.control.clone();
-        let is_it = |now: &Arc<Control>| Arc::ptr_eq(&now.front_end, &asked.front_end);
-        // An error means that its supervisor has ended.
-        let _ = control.wait_for(|now| !now.as_ref().is_some_and(is_it)).await;
-    }
-}
-
-impl CallersControl {
+impl Control {
     /// Asks one command and returns its answer without the last newline.
     async fn ask(&self, command: &str) -> Result<String, ControlError> {
         self.ask_within(command, ANSWER_TIMEOUT).await
@@ -155,15 +93,8 @@ impl CallersControl {
     }
 
     async fn ask_within(&self, command: &str, patience: Duration) -> Result<String, ControlError> {
-        let turn = self.front_end.turns.next(self.rank);
-        let _turn = match self.rank {
-            // A supervisor waits for one question at most.
-            Rank::Supervisor => turn.await,
-            Rank::Caller(_) => timeout(TURN_TIMEOUT, turn)
-                .await
-                .map_err(|_| ControlError::Crowded { command: name(command) })?,
-        };
-        match timeout(patience, self.front_end.ask(command)).await {
+        let _turn = self.0.queue.lock().await;
+        match timeout(patience, self.0.ask(command)).await {
             Ok(answer) => answer,
             Err(_) => Err(ControlError::Silent { command: name(command), after: patience }),
         }
@@ -255,22 +186,15 @@ impl CallersControl {
         answers::parse_terminated(&answer)
             .ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
     }
-}
-
-impl Control {
-    /// The same control daemon for a caller on the bus.
-    pub(crate) fn on_behalf(&self, caller: Caller) -> CallersControl {
-        CallersControl { front_end: Arc::clone(&self.front_end), rank: Rank::Caller(caller) }
-    }
 
     /// See [`listener`].
     pub(crate) fn daemon_pid(&self) -> Option<u32> {
-        listener(&self.front_end.pipe_directory)
+        listener(&self.0.pipe_directory)
     }
 
     /// Whether certainly nobody listens in the pipe directory.
     pub(crate) fn is_nobody(&self) -> bool {
-        matches!(connect(&self.front_end.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
+        matches!(connect(&self.0.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
     }
 
     /// The PIDs of the servers. The answer also proves that the control daemon responds.

@@ -2,19 +2,17 @@
 
 use std::fs::File;
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{OFlags, inotify};
-use rustix::io::Errno;
+use rustix::fs::OFlags;
 
-use super::lines::{CHUNK_BYTES, Lines};
 use super::meaning::Line;
-use super::rotation::Rotation;
-use crate::host::proc;
-use crate::mps::readable::Readable;
+use super::rotation::{CHUNK_BYTES, Rotation};
+use crate::mps::changes::{Changes, LOOK_PERIOD, Watch};
+
+/// The length at which a line is cut. A file that is no log must not fill the memory.
+const LINE_MAX_BYTES: usize = 16 << 10;
 
 /// The last bytes of a log, in which the reason for an end is looked for.
 const END_BYTES: u64 = 256 << 10;
@@ -35,24 +33,18 @@ pub(crate) struct Follower {
     lines_since_pause: u32,
     rotation: Option<Rotation>,
     rotated: Option<io::Result<()>>,
-    changes: Readable,
+    watch: Watch,
+    /// False if the kernel does not tell of changes. Then somebody has to look.
+    watched: bool,
 }
 
 impl Follower {
     /// Follows `file`, which is or was at `path`, from `offset` in bytes. It can be rotated only if it is open for
     /// writing too.
-    pub(crate) fn new(file: File, path: &Path, offset: u64) -> io::Result<Self> {
-        let flags = inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC;
-        let changes = inotify::init(flags).map_err(|error| match error {
-            Errno::MFILE => io::Error::other(format!(
-                "{error}; raise the sysctl fs.inotify.max_user_instances, or the open files of this service"
-            )),
-            error => error.into(),
-        })?;
-        // The watch uses the descriptor, so it watches this file, whatever the path leads to now.
-        let this_file = proc::open_file(proc::OWN, file.as_raw_fd());
-        inotify::add_watch(&changes, this_file, inotify::WatchFlags::MODIFY)?;
-        Ok(Self {
+    pub(crate) fn new(file: File, path: &Path, offset: u64, changes: &Changes) -> Self {
+        let watch = changes.watch();
+        let watched = watch.add_file(&file);
+        Self {
             path: path.to_owned(),
             file,
             read: offset,
@@ -60,8 +52,14 @@ impl Follower {
             lines_since_pause: 0,
             rotation: None,
             rotated: None,
-            changes: Readable::new(changes)?,
-        })
+            watch,
+            watched,
+        }
+    }
+
+    /// Tries again to have the kernel tell of changes, if it does not yet.
+    pub(crate) fn watch_again(&mut self) {
+        self.watched = self.watched || self.watch.add_file(&self.file);
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -190,23 +188,51 @@ impl Follower {
             if self.rotation.is_some() {
                 self.pause().await?;
             } else {
-                self.changed().await?;
+                self.changed().await;
             }
         }
     }
 
-    /// Waits until the file has changed.
-    async fn changed(&self) -> io::Result<()> {
-        self.changes
-            .until(|queue| {
-                let mut buffer = [MaybeUninit::uninit(); 1024];
-                let mut events = inotify::Reader::new(queue, &mut buffer);
-                events.next()?;
-                // Further events say the same.
-                while !events.is_buffer_empty() && events.next().is_ok() {}
-                Ok(())
-            })
-            .await
+    /// Waits until the file may have changed.
+    async fn changed(&self) {
+        if self.watched {
+            self.watch.changed().await;
+        } else {
+            tokio::time::sleep(LOOK_PERIOD).await;
+        }
+    }
+}
+
+/// Bytes that were read. They are handed out as lines.
+#[derive(Debug, Default)]
+struct Lines {
+    bytes: Vec<u8>,
+    handed_out: usize,
+}
+
+impl Lines {
+    fn add(&mut self, bytes: &[u8]) {
+        self.bytes.drain(..self.handed_out);
+        self.handed_out = 0;
+        self.bytes.extend(bytes);
+    }
+
+    /// The bytes that are not handed out yet.
+    fn held(&self) -> &[u8] {
+        self.bytes.get(self.handed_out..).unwrap_or_default()
+    }
+}
+
+impl Iterator for Lines {
+    type Item = String;
+
+    fn next(&mut self) -> Option<String> {
+        let held = self.held();
+        let end = held.iter().take(LINE_MAX_BYTES).position(|byte| *byte == b'\n');
+        let end = end.map(|end| end + 1).or((held.len() >= LINE_MAX_BYTES).then_some(LINE_MAX_BYTES))?;
+        let line = String::from_utf8_lossy(held.get(..end)?).trim_end().to_owned();
+        self.handed_out += end;
+        Some(line)
     }
 }
 
@@ -214,7 +240,6 @@ impl Follower {
 mod tests {
     use std::io::Write;
 
-    use super::super::lines::LINE_MAX_BYTES;
     use super::super::meaning::Writer;
     use super::*;
 
@@ -227,7 +252,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control.log");
         std::fs::write(&path, "old\n[d t Control 7] first\n").unwrap();
-        let mut follower = Follower::new(open(&path), &path, 4).unwrap();
+        let mut follower = Follower::new(open(&path), &path, 4, &Changes::default());
         let mut writer = File::options().append(true).open(&path).unwrap();
         assert_eq!(follower.next().await.unwrap().text, "first");
         assert_eq!(follower.try_next().unwrap(), None);
@@ -255,7 +280,7 @@ mod tests {
         let path = directory.path().join("control.log");
         std::fs::write(&path, "").unwrap();
         let mut writer = File::options().append(true).open(&path).unwrap();
-        let mut follower = Follower::new(open(&path), &path, 0).unwrap();
+        let mut follower = Follower::new(open(&path), &path, 0, &Changes::default());
         for round in 0..3 {
             let line = format!("line of round {round}");
             writer.write_all(format!("{line}\n").as_bytes()).unwrap();
@@ -294,7 +319,7 @@ mod tests {
             std::fs::write(&path, line.repeat(16 << 10)).unwrap();
             std::fs::write(&elsewhere, "not a log\n").unwrap();
             let length = path.metadata().unwrap().len();
-            let mut follower = Follower::new(open(&path), &path, length).unwrap();
+            let mut follower = Follower::new(open(&path), &path, length, &Changes::default());
             follower.rotate(1);
             follower.pause().await.unwrap();
             assert!(follower.rotated().is_none(), "it is copied in steps");
@@ -316,7 +341,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control.log");
         std::fs::write(&path, "[d t Server 8] some words of a line\n".repeat(LINES)).unwrap();
-        let mut follower = Follower::new(open(&path), &path, 0).unwrap();
+        let mut follower = Follower::new(open(&path), &path, 0, &Changes::default());
         let turns = std::rc::Rc::new(std::cell::Cell::new(0));
         let counting = std::rc::Rc::clone(&turns);
         let others = tokio::task::LocalSet::new();
@@ -351,7 +376,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control.log");
         std::fs::write(&path, vec![b'x'; 10 * LINE_MAX_BYTES]).unwrap();
-        let mut follower = Follower::new(open(&path), &path, 0).unwrap();
+        let mut follower = Follower::new(open(&path), &path, 0, &Changes::default());
         let mut lines = 0;
         while let Some(line) = follower.try_next().unwrap() {
             assert!(line.text.len() <= LINE_MAX_BYTES);

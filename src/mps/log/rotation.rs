@@ -5,8 +5,10 @@ use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use super::lines::CHUNK_BYTES;
-use crate::mps::directories;
+use common::directories;
+
+/// The number of bytes per read. At most this and the beginning of a line are held in memory.
+pub(super) const CHUNK_BYTES: usize = 16 << 10;
 
 /// The number of bytes that are copied before other tasks have a turn.
 const COPIED_AT_A_TIME: u64 = 1 << 20;

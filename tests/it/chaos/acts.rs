@@ -10,8 +10,8 @@ use rustix::process::Signal;
 
 use super::Chaos;
 use super::looks::{ALLOWANCE, Course, Effect};
-use crate::matrix::control_daemons;
 use crate::support::host::{alive, signal_pid, text};
+use crate::support::processes::control_daemons;
 use crate::support::wait::wait_for;
 
 /// The render nodes of the board's NVIDIA GPUs.
@@ -196,6 +196,7 @@ impl Chaos {
     }
 
     /// Does it, unless it makes no sense now.
+    #[expect(clippy::too_many_lines, reason = "one short arm for each act")]
     pub(super) fn act(&mut self, act: Act) -> bool {
         match act {
             Act::KillService if !self.down => {

@@ -19,8 +19,8 @@ use acts::{ACTS, Act, NODES, Undo};
 use looks::{Counts, Effect, Watched, offers};
 use stream::{Outcome, Stream, Way};
 
-use crate::matrix::{Random, Seed};
 use crate::support::host::Host;
+use crate::support::random::{Random, Seed};
 use crate::support::wait::wait_for;
 
 /// The share of the looks at GPUs that nothing forbids in which the GPU must be served, in percent.
@@ -239,12 +239,12 @@ struct Verdict {
     judged: u32,
 }
 
-/// Three minutes (or `CHAOS_SECONDS`) of chaos. `CHAOS_SEED` brings the same acts in the same order again, though not at
+/// A minute (or `CHAOS_SECONDS`) of chaos. `CHAOS_SEED` brings the same acts in the same order again, though not at
 /// the same moments.
 #[test]
 fn chaos() {
     let seconds =
-        std::env::var("CHAOS_SECONDS").map_or(180, |text| text.parse().expect("CHAOS_SECONDS is a number"));
+        std::env::var("CHAOS_SECONDS").map_or(60, |text| text.parse().expect("CHAOS_SECONDS is a number"));
     let (random, seed) = Random::seeded_by("CHAOS_SEED", "chaos");
     let mut chaos = Chaos::begin(random);
     chaos.run(Duration::from_secs(seconds));

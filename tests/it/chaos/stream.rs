@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::matrix::Random;
 use crate::support::host::Host;
+use crate::support::random::Random;
 use crate::support::skip::root_or_skip;
 use crate::support::wait::wait_for;
 

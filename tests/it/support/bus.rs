@@ -1,5 +1,6 @@
 //! A private bus that behaves like the system bus, with the shipped policy, and the independent clients that call it.
 
+use super::host::mpsctl;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
@@ -14,9 +15,19 @@ use super::wait::DEADLINE;
 /// The rules of the system bus. `scripts/bus-conf.sh` has them from the same file.
 const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
+/// The group that stands for yunion-mps in the policy of a bus of tests: nobody's own. A dbus-daemon knows the groups of a
+/// user from the host's files.
+const MEMBERS: u32 = 65_534;
+
+/// setpriv's arguments for the user who stands for a member of the group yunion-mps.
+pub(crate) const AS_MEMBER: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
+
+/// setpriv's arguments for a user to whom the service is closed.
+pub(crate) const AS_STRANGER: [&str; 3] = ["--reuid=1", "--regid=1", "--clear-groups"];
+
 /// yunion-mpsctl with these arguments, on this bus.
 pub(crate) fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
-    let mut command = bus.command(env!("CARGO_BIN_EXE_yunion-mpsctl"));
+    let mut command = bus.command(mpsctl());
     command.args(arguments);
     command
 }
@@ -50,6 +61,7 @@ impl PrivateBus {
         let policy = change(fs::read_to_string(shipped).unwrap());
         let user = rustix::process::getuid().to_string();
         let policy = policy.replace("user=\"root\"", &format!("user=\"{user}\""));
+        let policy = policy.replace("group=\"yunion-mps\"", &format!("group=\"{MEMBERS}\""));
         fs::write(directory.path().join("policy.conf"), policy).unwrap();
         let configuration =
             CONFIGURATION.replace("DIRECTORY", directory.path().to_str().unwrap()).replace("USER", &user);
@@ -83,10 +95,17 @@ impl PrivateBus {
         command
     }
 
-    /// The same as the user nobody; only root can.
-    pub(crate) fn command_as_nobody(&self, program: &str) -> Command {
+    /// The same as a user to whom the service is closed; only root can.
+    pub(crate) fn command_as_stranger(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
-        command.args(["--reuid=65534", "--regid=65534", "--clear-groups", program]);
+        command.args(AS_STRANGER).arg(program);
+        command
+    }
+
+    /// The same as a member of the group yunion-mps; only root can.
+    pub(crate) fn command_as_member(&self, program: &str) -> Command {
+        let mut command = self.command("setpriv");
+        command.args(AS_MEMBER).arg(program);
         command
     }
 

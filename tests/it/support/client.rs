@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
 
-use super::host::{Host, text};
+use super::host::{Host, process_state, text};
 use super::wait::wait_for;
 
 /// A program that runs. It is ended with this value.
@@ -44,6 +44,13 @@ impl Drop for Client {
         let _ = self.0.wait();
     }
 }
+
+/// Holds the process that its argument names.
+const DEBUGGER: &str = "import ctypes, sys, time\n\
+    libc = ctypes.CDLL(None, use_errno=True)\n\
+    assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
+    print('held', flush=True)\n\
+    time.sleep(600)\n";
 
 /// Clients as the service names them, each given by its PID, its user and the words behind the user.
 pub(crate) fn in_words(clients: &[(u32, &str, &str)]) -> String {
@@ -100,6 +107,31 @@ impl Host {
         self.served(&mut self.program(&["hold", "600"]))
     }
 
+    /// A client of a slice that computes until it is ended, once the service lists it.
+    pub(crate) fn client_of(&self, device: &str) -> Client {
+        let client = Client::start(&mut self.program_of(device, &["hold", "600"]));
+        self.wait_until_listed(client.id());
+        client
+    }
+
+    /// Waits until the service lists a client.
+    pub(crate) fn wait_until_listed(&self, pid: u32) {
+        wait_for("the client", || {
+            let clients = self.json(&["clients"])?;
+            clients.as_array().unwrap().iter().any(|client| client["pid"] == pid).then_some(())
+        });
+    }
+
+    /// Every client, as `yunion-mpsctl clients` has it.
+    pub(crate) fn clients(&self) -> Vec<Value> {
+        self.json(&["clients"]).unwrap().as_array().unwrap().clone()
+    }
+
+    /// The client with this PID.
+    pub(crate) fn listed(&self, pid: u32) -> Option<Value> {
+        self.clients().into_iter().find(|client| client["pid"] == pid)
+    }
+
     /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served.
     pub(crate) fn served(&self, command: &mut Command) -> Client {
         let client = Client::start(command);
@@ -117,6 +149,14 @@ impl Host {
         let client = Client::start(&mut self.program(&["hold", "600"]));
         self.wait_for_only_client();
         client
+    }
+
+    /// A debugger that holds a process, once it does.
+    pub(crate) fn debugger(&self, pid: u32) -> Client {
+        let mut python = self.command("/usr/bin/python3");
+        let debugger = Client::start(python.args(["-c", DEBUGGER, &pid.to_string()]));
+        wait_for("a held process", || (process_state(pid) == Some('t')).then_some(()));
+        debugger
     }
 
     /// A client meets a fatal GPU error, which hits the others as well.

@@ -5,20 +5,31 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::LazyLock;
 use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::bus::PrivateBus;
+use super::bus::{AS_MEMBER, PrivateBus};
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
 /// The directory of the binaries under test, the simulator's among them.
 pub(crate) fn binaries() -> PathBuf {
     let daemon = Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
     let directory = daemon.parent().unwrap().to_owned();
-    assert!(directory.join("yunion-mps-sim").exists(), "the simulator isn't built: cargo build --workspace");
+    assert!(
+        directory.join("yunion-mps-sim").exists(),
+        "the other programs aren't built: cargo build --workspace"
+    );
     directory
+}
+
+/// The program yunion-mpsctl.
+pub(crate) fn mpsctl() -> &'static str {
+    static PROGRAM: LazyLock<String> =
+        LazyLock::new(|| binaries().join("yunion-mpsctl").into_os_string().into_string().unwrap());
+    &PROGRAM
 }
 
 /// A host made from one of the simulator's boards.
@@ -30,6 +41,9 @@ pub(crate) struct Host {
     environment: Vec<(String, String)>,
     daemon: Option<Child>,
 }
+
+/// Options of setpriv that take the capability for the immutable flag away.
+const WITHOUT_THE_FLAG: [&str; 4] = ["--bounding-set", "-linux_immutable", "--inh-caps", "-linux_immutable"];
 
 impl Host {
     /// Makes the host. Nothing runs on it yet but the bus.
@@ -53,6 +67,7 @@ impl Host {
             ("LD_LIBRARY_PATH", root.join("lib").display().to_string()),
             ("DBUS_SYSTEM_BUS_ADDRESS", bus.address()),
             ("RUNTIME_DIRECTORY", root.join("run").display().to_string()),
+            ("XDG_RUNTIME_DIR", root.join("run").display().to_string()),
         ];
         let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
         Self { directory, bus, second_bus: None, environment, daemon: None }
@@ -174,6 +189,13 @@ impl Host {
         command
     }
 
+    /// The same as another user, a member of the group yunion-mps; only root can.
+    pub(crate) fn command_as_member(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = self.command("setpriv");
+        command.args(AS_MEMBER).arg(program);
+        command
+    }
+
     fn daemon_command(&self) -> Command {
         let mut command = self.command(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
         command.arg("--sysroot").arg(self.path("sysroot"));
@@ -199,6 +221,43 @@ impl Host {
         command.arg("mount --bind /tmp /tmp && exec \"$0\" \"$@\"");
         command.arg(daemon.get_program()).args(daemon.get_args());
         self.spawn(command);
+    }
+
+    /// A program in a user namespace in which nobody can have an inotify instance. Other programs of this machine are not
+    /// concerned.
+    pub(crate) fn without_inotify(&self, program: &Command) -> Command {
+        let mut command = self.command("unshare");
+        command.args(["--user", "--map-root-user", "sh", "-c"]);
+        command.arg("echo 0 >/proc/sys/user/max_inotify_instances && exec \"$0\" \"$@\"");
+        command.arg(program.get_program()).args(program.get_args());
+        command
+    }
+
+    /// Starts the daemon there.
+    pub(crate) fn start_without_inotify(&mut self) {
+        let daemon = self.without_inotify(&self.daemon_command());
+        self.spawn(daemon);
+    }
+
+    /// Takes the immutable flag from this directory and all below, if it has one.
+    pub(crate) fn let_change(&self, below: &str) {
+        let mut chattr = Command::new("chattr");
+        let _ = chattr.args(["-R", "-f", "-i"]).arg(self.path(below)).stderr(Stdio::null()).status();
+    }
+
+    /// Starts the daemon without the capability to set the immutable flag.
+    pub(crate) fn start_without_the_flag(&mut self) {
+        let daemon = self.daemon_command();
+        let mut command = self.command("setpriv");
+        command.args(WITHOUT_THE_FLAG).arg(daemon.get_program()).args(daemon.get_args());
+        self.spawn(command);
+    }
+
+    /// A program on this host without that capability, as root of a container has it.
+    pub(crate) fn without_the_flag(&self, program: &str) -> Command {
+        let mut command = self.command("setpriv");
+        command.args(WITHOUT_THE_FLAG).arg(program);
+        command
     }
 
     fn spawn(&mut self, mut daemon: Command) {
@@ -301,6 +360,19 @@ impl Host {
             .unwrap()
     }
 
+    /// Has the daemon read its configuration and look at everything now.
+    #[track_caller]
+    pub(crate) fn reload(&self) {
+        succeeded(&self.call("Control.Reload"));
+    }
+
+    /// The texts of all events.
+    pub(crate) fn events(&self) -> Vec<String> {
+        let status = self.json(&["status"]).unwrap();
+        let events = status["events"].as_array().unwrap().iter();
+        events.map(|event| event["text"].as_str().unwrap().to_owned()).collect()
+    }
+
     /// The answer of a Manager's method to busctl, without the types.
     pub(crate) fn busctl(&self, method: &str) -> Value {
         let output = self
@@ -315,10 +387,12 @@ impl Host {
     }
 
     /// The one client there is, once the driver knows its memory too, which is a moment after its control daemon knows it.
+    /// Before Volta, where no limit is enforced either, the driver never knows it.
     pub(crate) fn wait_for_only_client(&self) -> Value {
+        let unknown = self.list().iter().all(|slice| slice["limits_enforced"] == false);
         wait_for("one client, with its memory", || {
             match self.busctl("ListClients").as_array().unwrap().as_slice() {
-                [client] if client["memory_mib"].is_u64() => Some(client.clone()),
+                [client] if unknown || client["memory_mib"].is_u64() => Some(client.clone()),
                 _ => None,
             }
         })
@@ -381,7 +455,20 @@ impl Drop for Host {
         for pid in self.processes() {
             signal_pid(pid, Signal::KILL);
         }
+        // A service that was killed leaves its flags, and the directory could not be removed.
+        self.let_change("");
     }
+}
+
+/// Whether the flag can be set here, so that the service sets it too: on this file system, with our capabilities.
+pub(crate) fn flag_can_be_set() -> bool {
+    static CAN: LazyLock<bool> = LazyLock::new(|| {
+        let directory = tempfile::tempdir_in("/tmp").unwrap();
+        let chattr =
+            |how| Command::new("chattr").arg(how).arg(directory.path()).stderr(Stdio::null()).status();
+        chattr("+i").unwrap().success() && chattr("-i").unwrap().success()
+    });
+    *CAN
 }
 
 /// Lets nothing of a caller in that is a container for CUDA, or a service.
@@ -413,6 +500,13 @@ pub(crate) fn signal_pid(pid: u32, signal: Signal) {
 /// The text of a command's output.
 pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+/// The stdout of a command that succeeded.
+#[track_caller]
+pub(crate) fn succeeded(output: &Output) -> String {
+    assert!(output.status.success(), "{}", text(output));
+    String::from_utf8(output.stdout.clone()).unwrap()
 }
 
 /// busctl's `{"type": "s", "data": "x"}` as `"x"`.

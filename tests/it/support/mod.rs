@@ -1,14 +1,24 @@
-//! The set-up that the tests share: simulated hosts, buses, clients and snapshots.
+//! The set-up that the tests share: simulated hosts, buses, clients, containers and snapshots. A helper that two modules of
+//! tests need is here.
 
 pub(crate) mod bus;
+pub(crate) mod bystander;
 pub(crate) mod client;
+pub(crate) mod container;
+pub(crate) mod exposition;
 pub(crate) mod host;
 pub(crate) mod listener;
+pub(crate) mod mount;
+pub(crate) mod neighbours;
+pub(crate) mod processes;
+pub(crate) mod random;
 pub(crate) mod schema;
 pub(crate) mod screen;
 pub(crate) mod service;
+pub(crate) mod service_manager;
 #[path = "../../support/skip.rs"]
 pub(crate) mod skip;
+pub(crate) mod slice;
 pub(crate) mod snapshot;
 #[path = "../../support/wait.rs"]
 pub(crate) mod wait;

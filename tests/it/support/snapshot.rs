@@ -1,14 +1,14 @@
 //! Snapshots as the daemon would publish them.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use yunion_mps::GpuPlan;
-use yunion_mps::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
-use yunion_mps::{ControlDaemonState, ControlDaemonView, Event};
-use yunion_mps::{GpuView, Snapshot, State};
+use common::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice, PcieLink};
+use common::plan::GpuPlan;
+use common::published::control_daemon::{ControlDaemonState, ControlDaemonView, Event};
+use common::published::snapshot::{GpuView, Snapshot, State};
 
 pub(crate) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
@@ -45,7 +45,7 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
             thread_percentage: 25,
             max_clients: None,
             limits_enforced: false,
-            unusable: None,
+            obstacles: Vec::new(),
             warnings: Vec::new(),
             pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
             slice_directories: None,
@@ -58,6 +58,8 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
         confirmed_thread_percentage: Some(25),
         confirmed_memory_limit_mib: None,
         drained: BTreeSet::new(),
+        unled: BTreeMap::new(),
+        in_use: None,
         uses: Vec::new(),
     }
 }

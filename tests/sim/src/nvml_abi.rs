@@ -104,6 +104,7 @@ fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> R
 
 /// The error that this GPU returns for this function, if there is one.
 fn check(function: &str, gpu: &Gpu) -> Answer {
+    gpu.hang();
     if let Some(code) = gpu.injected(function) {
         return Err(code);
     }
@@ -488,7 +489,7 @@ unsafe fn put_processes(
     kinds: &[Kind],
 ) -> Return {
     ask(function, device, |gpu| {
-        let all = gpu.processes();
+        let all = gpu.processes_in_nvml();
         let wanted: Vec<_> = all.iter().filter(|(_, (kind, _))| kinds.contains(kind)).collect();
         if count.is_null() {
             return Err(code::INVALID_ARGUMENT);

@@ -254,6 +254,14 @@ impl Gpu {
             || self.compute_mode() == "Prohibited"
     }
 
+    /// Returns when the file `hangs` is not there. `hung` says that somebody waits for that.
+    pub fn hang(&self) {
+        while self.directory.join("hangs").exists() {
+            _ = fs::write(self.directory.join("hung"), "");
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+
     /// The return code that a fault file sets for this NVML function: `error/<function>`, with or without the
     /// function's version suffix.
     pub fn injected(&self, function: &str) -> Option<u32> {
@@ -273,6 +281,21 @@ impl Gpu {
             (start_time(pid)? == words.next()?).then_some((pid, (kind, mib)))
         });
         living.collect()
+    }
+
+    /// The processes as NVML lists them. Before Volta the server does the work of its clients: NVML lists the server alone,
+    /// with the memory of all.
+    pub fn processes_in_nvml(&self) -> BTreeMap<u32, (Kind, u64)> {
+        let mut processes = self.processes();
+        if self.compute_capability() < (7, 0) {
+            let of_clients: u64 =
+                processes.values().filter(|(kind, _)| *kind == Kind::Client).map(|(_, mib)| mib).sum();
+            processes.retain(|_, (kind, _)| *kind != Kind::Client);
+            if let Some((_, mib)) = processes.values_mut().find(|(kind, _)| *kind == Kind::Server) {
+                *mib += of_clients;
+            }
+        }
+        processes
     }
 
     /// Whether a process computes on the GPU. In exclusive mode no second process can.
@@ -396,5 +419,22 @@ mod tests {
         assert_eq!(gpu.processes(), BTreeMap::from([(std::process::id(), (Kind::Compute, 519))]));
         gpu.leave(std::process::id());
         assert!(gpu.processes().is_empty());
+    }
+
+    #[test]
+    fn nvml_lists_clients_from_volta_on() {
+        let host = tempfile::tempdir().unwrap();
+        fs::create_dir_all(host.path().join("gpus/0/processes")).unwrap();
+        let gpu = Host::at(host.path()).gpu(0);
+        let (server, client) = (std::os::unix::process::parent_id(), std::process::id());
+        gpu.enter(server, Kind::Server, 30);
+        gpu.enter(client, Kind::Client, 519);
+        for (capability, listed) in [
+            ("7.0", BTreeMap::from([(server, (Kind::Server, 30)), (client, (Kind::Client, 519))])),
+            ("6.1", BTreeMap::from([(server, (Kind::Server, 549))])),
+        ] {
+            gpu.write("compute_capability", capability).unwrap();
+            assert_eq!(gpu.processes_in_nvml(), listed, "{capability}");
+        }
     }
 }

@@ -64,15 +64,34 @@ impl Daemon {
                 let fault = server.ask(&Order::Query).is_some_and(|status| status.fault);
                 self.say(answer, if fault { "FAULT" } else { "ACTIVE" });
             }
-            "get_client_list" => {
-                let Some(status) = self.status_of(word(0), answer) else { return };
-                for client in status.clients {
-                    self.say(answer, &client.pid.to_string());
-                }
-            }
+            "get_client_list" => self.client_list(word(0), answer),
             "get_device_client_list" => self.device_clients(word(0), answer),
             "ps" => self.ps(rest, answer),
             "device_query" if self.version >= 580 => self.device_query(answer),
+            "get_default_client_priority" => self.say(answer, "0"),
+            "set_default_client_priority" => {}
+            "start_server" => match (word(0), word(1).parse()) {
+                ("-uid", Ok(uid)) => self.start_server(uid),
+                _ => self.say(answer, "A user id (UID) is required to start a new server"),
+            },
+            "shutdown_server" => {
+                let Some(server) = self.named(word(0), answer) else { return };
+                if self.try_shutdown(&server) > 0 && word(1) == "-f" {
+                    self.log(&format!("Force shutting down server {}", server.pid));
+                    server.order(&Order::ForceShutdown);
+                }
+            }
+            "terminate_client" => self.terminate(word(0), word(1), answer),
+            "quit" => self.quit(rest),
+            _ if self.limit(name, rest, answer) => {}
+            _ => self.say(answer, &format!("Unknown command \"{name}\"")),
+        }
+    }
+
+    /// Carries a command about limits out. False if it is another one.
+    fn limit(&'static self, name: &str, rest: &[&str], answer: &mut String) -> bool {
+        let word = |place: usize| rest.get(place).copied().unwrap_or_default();
+        match name {
             "get_default_active_thread_percentage" => {
                 let now = self.defaults().percentage;
                 self.say(answer, &format!("{now:.1}"));
@@ -86,16 +105,16 @@ impl Daemon {
                 self.say(answer, &format!("{now:.1}"));
             }
             "get_active_thread_percentage" => {
-                let Some(status) = self.status_of(word(0), answer) else { return };
+                let Some(status) = self.status_of(word(0), answer) else { return true };
                 self.say(answer, &format!("{:.1}", status.percentage));
             }
             "set_active_thread_percentage" => {
-                let Some(server) = self.named(word(0), answer) else { return };
+                let Some(server) = self.named(word(0), answer) else { return true };
                 match percentage(word(1)) {
                     Some(wanted) => server.order(&Order::SetPercentage(wanted)),
                     None => self.log("Invalid percentage, expected between (0.0, 100.0]"),
                 }
-                let Some(status) = server.ask(&Order::Query) else { return };
+                let Some(status) = server.ask(&Order::Query) else { return true };
                 self.say(answer, &format!("{:.1}", status.percentage));
             }
             "set_default_device_pinned_mem_limit" => {
@@ -119,35 +138,21 @@ impl Daemon {
                 }
             }
             "set_device_pinned_mem_limit" => {
-                let Some(server) = self.named(word(0), answer) else { return };
+                let Some(server) = self.named(word(0), answer) else { return true };
                 if let Some(ordinal) = self.ordinal(word(1)) {
                     server.order(&Order::SetLimit(ordinal, memory_limit(word(2))));
                 }
             }
             "get_device_pinned_mem_limit" => {
-                let Some(status) = self.status_of(word(0), answer) else { return };
+                let Some(status) = self.status_of(word(0), answer) else { return true };
                 let ordinal = self.ordinal(word(1));
                 if let Some((_, limit)) = status.limits.iter().find(|(device, _)| Some(*device) == ordinal) {
                     self.say(answer, &memory_text(*limit));
                 }
             }
-            "get_default_client_priority" => self.say(answer, "0"),
-            "set_default_client_priority" => {}
-            "start_server" => match (word(0), word(1).parse()) {
-                ("-uid", Ok(uid)) => self.start_server(uid),
-                _ => self.say(answer, "A user id (UID) is required to start a new server"),
-            },
-            "shutdown_server" => {
-                let Some(server) = self.named(word(0), answer) else { return };
-                if self.try_shutdown(&server) > 0 && word(1) == "-f" {
-                    self.log(&format!("Force shutting down server {}", server.pid));
-                    server.order(&Order::ForceShutdown);
-                }
-            }
-            "terminate_client" => self.terminate(word(0), word(1), answer),
-            "quit" => self.quit(rest),
-            _ => self.say(answer, &format!("Unknown command \"{name}\"")),
+            _ => return false,
         }
+        true
     }
 
     /// Adds a line to the answer.
@@ -205,6 +210,17 @@ impl Daemon {
             let device = client.uuid.get(..22).unwrap_or(&client.uuid);
             let (pid, id, server) = (client.pid.to_string(), client.id.to_string(), server.pid.to_string());
             self.say(answer, &row([&pid, &id, &server, device, &client.namespace, &client.command]));
+        }
+    }
+
+    /// The clients of a server.
+    fn client_list(&'static self, server: &str, answer: &mut String) {
+        let Some(status) = self.status_of(server, answer) else { return };
+        if status.fault && self.host.fault("faulted-lists-none").is_some() {
+            return;
+        }
+        for client in status.clients {
+            self.say(answer, &client.pid.to_string());
         }
     }
 

@@ -240,11 +240,12 @@ impl Daemon {
         if host.fault("start-garbage").is_some() {
             io::stdout().write_all(b"\x00\xff\xfe garbage \x1b[2J\n[not a time Control] \xc3\n")?;
         }
-        let control = wire::listen(&pipe.join("control"))?;
-        fs::set_permissions(pipe.join("control"), Permissions::from_mode(0o666))?;
-        // A front end of the same user finds it, and may then do everything.
+        // A front end of the same user finds it, and may then do everything. It listens first, as recorded: who finds
+        // `control` finds this one too.
         let privileged = wire::listen(&pipe.join("control_privileged"))?;
         fs::set_permissions(pipe.join("control_privileged"), Permissions::from_mode(0o755))?;
+        let control = wire::listen(&pipe.join("control"))?;
+        fs::set_permissions(pipe.join("control"), Permissions::from_mode(0o666))?;
         leave_files(&pipe, version)?;
 
         let names = std::env::var("CUDA_VISIBLE_DEVICES").ok();

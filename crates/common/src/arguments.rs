@@ -1,0 +1,30 @@
+//! The command line of yunion-mps-daemon. It is in the library, since the manual page is written from it too.
+
+use std::path::PathBuf;
+
+use clap::{CommandFactory, Parser};
+
+/// Serves NVIDIA GPUs through MPS as virtual devices on D-Bus.
+#[derive(Debug, Parser)]
+#[command(name = "yunion-mps-daemon", version)]
+#[command(after_help = "Exit status: 0 stopped, 1 failed, 2 usage, 78 configuration wrong.")]
+pub struct Arguments {
+    /// The main configuration file [default: /opt/yunion/bin/etc/host.conf if there, else /etc/yunion/host.conf]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Read the host's files (configuration, /sys, pci.ids) below this directory
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    pub sysroot: PathBuf,
+    /// Say what would be served, what a reload would change or what is wrong, and change nothing, as yunion-mpsctl check
+    /// does
+    #[arg(long)]
+    pub check: bool,
+    /// Print the answer of --check as one JSON object
+    #[arg(long, requires = "check")]
+    pub json: bool,
+}
+
+/// The command line as data, for its manual page and completions.
+pub fn command() -> clap::Command {
+    Arguments::command()
+}

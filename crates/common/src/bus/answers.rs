@@ -1,0 +1,168 @@
+//! Everything that the daemon publishes at this moment.
+
+use std::collections::BTreeSet;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Parser;
+use tokio::time::timeout;
+
+use crate::arguments::Arguments;
+use crate::bus::proxy::{ACCESS_DENIED, BusError, DaemonProxy, Listed};
+use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
+use crate::host::gpu::PciAddress;
+use crate::host::proc;
+
+/// The time that the daemon may take to report its state, which it always knows. A daemon that is stopped or hangs gets
+/// less time than a daemon that has work to do.
+pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
+
+/// The daemon's answer, or the reason why there is none.
+#[derive(Debug)]
+pub enum Bus {
+    /// The bus can't be reached.
+    Unreachable(String),
+    NotRunning,
+    /// A process owns the name, and does not answer.
+    Silent,
+    /// The bus does not allow the question.
+    Denied(String),
+    /// The daemon answers with an error.
+    Refuses(String),
+    Answers(Box<Published>),
+}
+
+/// The answers of `Manager`.
+#[derive(Debug)]
+pub struct Published {
+    pub service: Listed<Service>,
+    pub control_daemons: Vec<Listed<ControlDaemon>>,
+    /// None before the daemon knows its GPUs.
+    pub devices: Option<Vec<Listed<Device>>>,
+    pub gpus: Vec<Listed<Gpu>>,
+    /// The service asks the control daemons for them, and a control daemon may hang.
+    pub clients: Result<Vec<Listed<Client>>, BusError>,
+    pub events: Vec<Listed<Event>>,
+    pub pid: Option<u32>,
+}
+
+impl Bus {
+    /// Asks for everything. A missing daemon is an answer too.
+    pub async fn ask() -> Self {
+        let daemon = match DaemonProxy::connect().await {
+            Ok(daemon) => daemon,
+            Err(error) => return Self::Unreachable(error.to_string()),
+        };
+        let service = timeout(SIGN_OF_LIFE, daemon.service()).await.unwrap_or(Err(BusError::Silent));
+        let published = match service {
+            Ok(service) => Published::with(service, &daemon).await,
+            Err(error) => Err(error),
+        };
+        match published {
+            Ok(published) => Self::Answers(Box::new(published)),
+            Err(BusError::NotRunning) => Self::NotRunning,
+            Err(BusError::Silent) => Self::Silent,
+            Err(BusError::Refused { name, text }) if name == ACCESS_DENIED => Self::Denied(text),
+            Err(error @ BusError::Refused { .. }) => Self::Refuses(error.to_string()),
+            Err(error @ BusError::Bus(_)) => Self::Unreachable(error.to_string()),
+        }
+    }
+
+    /// Everything that the daemon publishes, if it does.
+    pub fn published(&self) -> Option<&Published> {
+        if let Self::Answers(published) = self { Some(published) } else { None }
+    }
+
+    /// The main file to read if the command line names none: the file of the service.
+    pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
+        self.published()?.config(sysroot)
+    }
+}
+
+/// The rows of an answer; None before the daemon knows its GPUs.
+pub fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusError> {
+    match answer {
+        Err(error) if error.is("NotReady") => Ok(None),
+        answer => answer.map(Some),
+    }
+}
+
+/// The published form of a name, with its address written in any way.
+pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
+    let (address, ordinal) = name.split_at(name.find('-').unwrap_or(name.len()));
+    let known = devices.iter().filter_map(|device| device.pci_bdf.parse::<PciAddress>().ok());
+    match address.parse::<PciAddress>() {
+        Ok(short) if PciAddress::is_short(address) => short.in_any_domain(known).ok(),
+        whole => whole.ok(),
+    }
+    .map_or_else(|| name.to_owned(), |address| format!("{}{ordinal}", address.short()))
+}
+
+/// Whether this is the published name of the slice or of its GPU.
+pub fn is_called(device: &Device, name: &str) -> bool {
+    let uuid = device.device_path.as_ref();
+    device.addr == name
+        || device.base_addr == name
+        || uuid.is_some_and(|uuid| uuid.eq_ignore_ascii_case(name))
+}
+
+/// The names of the slices that a client was given.
+pub fn given(client: &Client) -> impl Iterator<Item = &str> {
+    client.device.iter().flat_map(|names| names.split(',')).map(str::trim)
+}
+
+impl Published {
+    pub async fn with(service: Listed<Service>, daemon: &DaemonProxy) -> Result<Self, BusError> {
+        let control_daemons = daemon.control_daemons().await?;
+        let events = daemon.events().await?;
+        let devices = known(daemon.devices().await)?;
+        let gpus = known(daemon.gpus().await)?.unwrap_or_default();
+        let clients = known(daemon.clients().await).map(Option::unwrap_or_default);
+        let pid = daemon.service_pid().await.ok();
+        Ok(Self { service, control_daemons, devices, gpus, clients, events, pid })
+    }
+
+    /// The main file on the command line of the service, if there is one and the service reads below the same directory.
+    pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
+        let arguments = Arguments::try_parse_from(proc::arguments(self.pid?)).ok()?;
+        // A relative path begins at the service's working directory, which only root may look up.
+        arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
+    }
+
+    /// The number of clients on these GPUs, by their UUIDs; a process that uses several counts once.
+    pub fn clients_on(&self, gpus: &[String]) -> Option<usize> {
+        let clients = self.clients.as_ref().ok()?;
+        let pids = clients.iter().filter(|client| gpus.contains(&client.gpu)).map(|client| client.pid);
+        Some(pids.collect::<BTreeSet<u32>>().len())
+    }
+
+    /// The GPUs that a control daemon serves, by its id.
+    pub fn served_by<'p>(&'p self, id: &'p str) -> impl Iterator<Item = &'p Gpu> {
+        self.gpus.iter().map(Deref::deref).filter(move |gpu| gpu.control_daemon == id)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_device_is_found_however_its_address_is_written() {
+        let device = |address| json!({"pci_bdf": address}).as_object().unwrap().clone();
+        let devices = ["0000:3b:00.0", "0001:1a:00.0", "0001:5e:00.0", "0002:5e:00.0"]
+            .map(|address| Listed::read(device(address)).unwrap());
+        for (name, expected) in [
+            ("3B:00.0-1", "3b:00.0-1"),
+            ("0000:3b:00.0", "3b:00.0"),
+            ("1a:00.0-1", "0001:1a:00.0-1"),
+            ("5e:00.0", "5e:00.0"),
+            ("GPU-84d6e0b7", "GPU-84d6e0b7"),
+            ("", ""),
+        ] {
+            assert_eq!(published_name(name, &devices), expected);
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The errors of the service on D-Bus.
+
+use std::fmt;
+
+use zbus::DBusError;
+use zbus::message::{Header, Message};
+use zbus::names::ErrorName;
+
+use crate::published::container::ContainerError;
+use crate::text::clean;
+
+/// The error that a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless the
+/// variant says otherwise, and a text for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum RequestError {
+    /// No plan exists yet; ask again.
+    NotReady(String),
+    /// No such slice or GPU.
+    NoSuchDevice(String),
+    /// No such client of a slice.
+    NoSuchClient(String),
+    /// The configuration was refused, and the one before stays in force.
+    InvalidConfig(String),
+    /// Something else has to end first.
+    Busy(String),
+    /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, as the bus itself says it.
+    AccessDenied(String),
+    /// Anything else.
+    Failed(String),
+}
+
+impl fmt::Display for RequestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text())
+    }
+}
+
+// By hand, since one of the names has another prefix.
+impl DBusError for RequestError {
+    fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {
+        Message::error(call, self.name()).build(&clean(self.text()))
+    }
+
+    fn name(&self) -> ErrorName<'_> {
+        ErrorName::from_static_str_unchecked(self.name_and_text().0)
+    }
+
+    fn description(&self) -> Option<&str> {
+        Some(self.text())
+    }
+}
+
+impl RequestError {
+    fn name_and_text(&self) -> (&'static str, &str) {
+        match self {
+            Self::NotReady(text) => ("io.yunion.Mps1.Error.NotReady", text),
+            Self::NoSuchDevice(text) => ("io.yunion.Mps1.Error.NoSuchDevice", text),
+            Self::NoSuchClient(text) => ("io.yunion.Mps1.Error.NoSuchClient", text),
+            Self::InvalidConfig(text) => ("io.yunion.Mps1.Error.InvalidConfig", text),
+            Self::Busy(text) => ("io.yunion.Mps1.Error.Busy", text),
+            Self::AccessDenied(text) => ("org.freedesktop.DBus.Error.AccessDenied", text),
+            Self::Failed(text) => ("io.yunion.Mps1.Error.Failed", text),
+        }
+    }
+
+    fn text(&self) -> &str {
+        self.name_and_text().1
+    }
+}
+
+impl From<ContainerError> for RequestError {
+    fn from(error: ContainerError) -> Self {
+        let text = error.to_string();
+        match error {
+            ContainerError::NotReady(_) => Self::NotReady(text),
+            ContainerError::NoSuchDevice { .. } => Self::NoSuchDevice(text),
+            ContainerError::NoneNamed
+            | ContainerError::NoUuid { .. }
+            | ContainerError::NotServable { .. }
+            | ContainerError::Drained { .. }
+            | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_have_their_names_and_no_nul() {
+        let call = Message::method_call("/io/yunion/Mps1/Manager", "Reload").build(&()).unwrap();
+        let error = RequestError::InvalidConfig("line 3: \0".to_owned());
+        assert_eq!(error.name().as_str(), "io.yunion.Mps1.Error.InvalidConfig");
+        let reply = error.create_reply(&call.header()).unwrap();
+        assert_eq!(reply.body().deserialize::<String>().unwrap(), "line 3: \u{fffd}");
+        let denied = RequestError::AccessDenied("no".to_owned());
+        assert_eq!(denied.name().as_str(), "org.freedesktop.DBus.Error.AccessDenied");
+    }
+}

@@ -1,0 +1,12 @@
+//! The service on D-Bus: its names, the dictionaries of its answers, and the questions to it.
+
+pub mod answers;
+pub mod changes;
+pub mod error;
+pub mod proxy;
+pub mod rows;
+
+/// The name on the system bus.
+pub const NAME: &str = "io.yunion.Mps1";
+pub const ROOT: &str = "/io/yunion/Mps1";
+pub const MANAGER: &str = "/io/yunion/Mps1/Manager";

@@ -1,0 +1,338 @@
+//! The daemon as yunion-mpsctl asks it: answers are rows with the bus's keys, so that nothing outside `dbus` knows D-Bus
+//! types.
+
+use std::collections::HashMap;
+use std::io;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Serialize, Serializer};
+use serde_json::{Map, Value};
+use tokio::time::timeout;
+use zbus::connection::Builder;
+use zbus::fdo::{self, PropertiesProxy};
+use zbus::{DBusError, OwnedVariant};
+
+use super::changes::Changes;
+use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
+use crate::host::variant::json;
+
+/// A little more than what the daemon itself takes before it gives up on a request.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
+
+/// The time that the bus may take to let us in. It answers in milliseconds. The deadline of a method starts later.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
+
+/// A little more than what the service takes at most for a look at the clients.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
+
+#[derive(Debug, thiserror::Error)]
+pub enum BusError {
+    /// Nobody owns the bus name.
+    #[error("yunion-mps-daemon is not running; start it with: systemctl start yunion-mps-daemon")]
+    NotRunning,
+    /// The daemon, or the bus on its behalf, has answered with an error.
+    #[error("{text}")]
+    Refused { name: String, text: String },
+    /// The bus has taken the question, and no answer came in time.
+    #[error("yunion-mps-daemon does not answer; journalctl -u yunion-mps-daemon may say why")]
+    Silent,
+    /// The bus can't be reached, or the answer can't be read.
+    #[error("the system bus: {0}")]
+    Bus(zbus::Error),
+}
+
+impl From<zbus::Error> for BusError {
+    fn from(error: zbus::Error) -> Self {
+        let refused = |name: &str, text: Option<&str>| Self::Refused {
+            name: name.to_owned(),
+            text: text.filter(|text| !text.is_empty()).unwrap_or(name).to_owned(),
+        };
+        match &error {
+            zbus::Error::MethodError(name, text, _) => refused(name.as_str(), text.as_deref()),
+            zbus::Error::FDO(error) => match &**error {
+                fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_) => Self::NotRunning,
+                fdo::Error::AccessDenied(text) if is_from_bus(text) => {
+                    refused(ACCESS_DENIED, Some(NOT_A_MEMBER))
+                }
+                error => refused(error.name().as_str(), error.description()),
+            },
+            // Only a method call ends with this error: joining the bus has a deadline of its own.
+            zbus::Error::InputOutput(failed) if failed.kind() == io::ErrorKind::TimedOut => Self::Silent,
+            _ => Self::Bus(error),
+        }
+    }
+}
+
+impl From<fdo::Error> for BusError {
+    fn from(error: fdo::Error) -> Self {
+        Self::from(match error {
+            fdo::Error::ZBus(error) => error,
+            error => zbus::Error::FDO(Box::new(error)),
+        })
+    }
+}
+
+impl BusError {
+    /// Whether the daemon has answered with this one of its errors: `NotReady`.
+    pub fn is(&self, error: &str) -> bool {
+        matches!(self, Self::Refused { name, .. } if name.strip_prefix("io.yunion.Mps1.Error.") == Some(error))
+    }
+}
+
+/// A row of an answer. As JSON it has every key of the dictionary, also one that this version does not know.
+#[derive(Debug, Clone)]
+pub struct Listed<R> {
+    row: R,
+    all: Map<String, Value>,
+}
+
+impl<R> Deref for Listed<R> {
+    type Target = R;
+
+    fn deref(&self) -> &R {
+        &self.row
+    }
+}
+
+impl<R> Serialize for Listed<R> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.all.serialize(serializer)
+    }
+}
+
+impl<R: DeserializeOwned> Listed<R> {
+    /// Fails if a value has another type than this version knows.
+    pub fn read(all: Map<String, Value>) -> Result<Self, BusError> {
+        let row = serde_json::from_value(Value::Object(all.clone()));
+        let row = row.map_err(|e| BusError::Bus(zbus::Error::Failure(format!("unreadable answer: {e}"))))?;
+        Ok(Self { row, all })
+    }
+}
+
+/// The answer of `GetContainerConfig`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerAnswer {
+    /// Environment variables and their values, in order.
+    pub environment: Vec<(String, String)>,
+    /// Directories: on the host, in the container, read-only.
+    pub mounts: Vec<(String, String, bool)>,
+    pub gpus: Vec<String>,
+}
+
+#[zbus::proxy(
+    interface = "io.yunion.Mps1.Manager",
+    default_service = "io.yunion.Mps1",
+    default_path = "/io/yunion/Mps1/Manager"
+)]
+trait Manager {
+    fn list_devices(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn list_gpus(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn list_control_daemons(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn list_events(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn list_clients(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
+    fn look_at_clients(&self) -> zbus::Result<()>;
+    fn terminate_client(&self, pid: u32) -> zbus::Result<()>;
+    fn get_container_config(
+        &self,
+        devices: &[String],
+    ) -> zbus::Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)>;
+}
+
+#[zbus::proxy(
+    interface = "io.yunion.Mps1.Control",
+    default_service = "io.yunion.Mps1",
+    default_path = "/io/yunion/Mps1/Manager"
+)]
+trait Control {
+    fn reload(&self) -> zbus::Result<u64>;
+    fn apply(&self, force: bool) -> zbus::Result<()>;
+    fn release_devices(&self, devices: &[String]) -> zbus::Result<()>;
+    fn release_container(&self, id: &str) -> zbus::Result<()>;
+    fn drain(&self, names: &[String]) -> zbus::Result<()>;
+    fn undrain(&self, names: &[String]) -> zbus::Result<()>;
+}
+
+/// The answer of a call of Control. The bus refuses everybody but root, in words about its own rules.
+fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
+    answer.map_err(|error| match BusError::from(error) {
+        BusError::Refused { name, .. } if name == ACCESS_DENIED => {
+            BusError::Refused { name, text: "only root may do this".to_owned() }
+        }
+        other => other,
+    })
+}
+
+/// The name of the bus's own error for a call that its policy does not allow.
+pub const ACCESS_DENIED: &str = "org.freedesktop.DBus.Error.AccessDenied";
+
+/// The answer to a user whom the policy shuts out.
+const NOT_A_MEMBER: &str = "only root and the group yunion-mps may ask the service; join the group with `sudo usermod \
+                            -aG yunion-mps $USER` and log in again";
+
+/// Whether the bus has refused a call of a user by its policy: dbus-daemon, or dbus-broker. Root is refused only where the
+/// policy is not there.
+fn is_from_bus(refusal: &str) -> bool {
+    let of_a_bus = ["Rejected send message", "Sender is not authorized to send message"];
+    !rustix::process::geteuid().is_root() && of_a_bus.iter().any(|text| refusal.starts_with(text))
+}
+
+#[derive(Debug, Clone)]
+pub struct DaemonProxy {
+    manager: ManagerProxy<'static>,
+    control: ControlProxy<'static>,
+}
+
+impl DaemonProxy {
+    /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set). Whether the daemon is there shows with the
+    /// first question.
+    pub async fn connect() -> Result<Self, BusError> {
+        let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
+        let connection = timeout(CONNECT_DEADLINE, joined).await.map_err(|_| {
+            let seconds = CONNECT_DEADLINE.as_secs();
+            let silent = io::Error::other(format!("it did not let us in within {seconds} s"));
+            BusError::Bus(zbus::Error::InputOutput(Arc::new(silent)))
+        })??;
+        let manager = ManagerProxy::new(&connection).await?;
+        let control = ControlProxy::new(&connection).await?;
+        Ok(Self { manager, control })
+    }
+
+    /// Hears of changes from now on.
+    pub async fn changes(&self) -> Result<Changes, BusError> {
+        Ok(Changes::on(self.manager.inner().connection()).await?)
+    }
+
+    /// The slices, in the order of the configuration.
+    pub async fn devices(&self) -> Result<Vec<Listed<Device>>, BusError> {
+        rows(&self.manager.list_devices().await?)
+    }
+
+    /// The GPUs, in the order of the configuration.
+    pub async fn gpus(&self) -> Result<Vec<Listed<Gpu>>, BusError> {
+        rows(&self.manager.list_gpus().await?)
+    }
+
+    pub async fn control_daemons(&self) -> Result<Vec<Listed<ControlDaemon>>, BusError> {
+        rows(&self.manager.list_control_daemons().await?)
+    }
+
+    /// The last things that happened, oldest first.
+    pub async fn events(&self) -> Result<Vec<Listed<Event>>, BusError> {
+        rows(&self.manager.list_events().await?)
+    }
+
+    /// List the processes that use the GPUs at this moment.
+    pub async fn clients(&self) -> Result<Vec<Listed<Client>>, BusError> {
+        rows(&self.manager.list_clients().await?)
+    }
+
+    /// Has the clients counted that `devices` and `gpus` then tell of. An older service does not know this, one that is busy
+    /// refuses it, and one that hangs on a GPU takes too long: the answers are then older, and no less worth showing.
+    pub async fn look_at_clients(&self) {
+        let _ = timeout(LOOK_TIMEOUT, self.manager.look_at_clients()).await;
+    }
+
+    /// Ends the GPU work of a process, and returns when it is no client any more.
+    pub async fn terminate_client(&self, pid: u32) -> Result<(), BusError> {
+        Ok(self.manager.terminate_client(pid).await?)
+    }
+
+    /// Ends the GPU work of the clients of these slices, and returns when none is left. For root.
+    pub async fn release_devices(&self, devices: &[String]) -> Result<(), BusError> {
+        for_root(self.control.release_devices(devices).await)
+    }
+
+    /// Ends the GPU work of the clients in a container, and returns when none is left. For root.
+    pub async fn release_container(&self, id: &str) -> Result<(), BusError> {
+        for_root(self.control.release_container(id).await)
+    }
+
+    /// Takes slices and GPUs out of use for new clients; without names everything. For root.
+    pub async fn drain(&self, names: &[String]) -> Result<(), BusError> {
+        for_root(self.control.drain(names).await)
+    }
+
+    /// Lets new clients have them again; without names everything. For root.
+    pub async fn undrain(&self, names: &[String]) -> Result<(), BusError> {
+        for_root(self.control.undrain(names).await)
+    }
+
+    /// Has the configuration read again; the generation then in force. For root.
+    pub async fn reload(&self) -> Result<u64, BusError> {
+        for_root(self.control.reload().await)
+    }
+
+    /// Has the changes carried out that wait for clients to leave. For root.
+    pub async fn apply(&self, force: bool) -> Result<(), BusError> {
+        for_root(self.control.apply(force).await)
+    }
+
+    /// The Manager's properties, under names like the keys of the other answers: `state_reason`.
+    pub async fn service(&self) -> Result<Listed<Service>, BusError> {
+        let proxy = self.manager.inner();
+        let properties = PropertiesProxy::builder(proxy.connection())
+            .destination(proxy.destination())
+            .path(proxy.path())
+            .build()
+            .await?;
+        let values = properties.get_all(proxy.interface().to_owned()).await?;
+        Listed::read(values.iter().map(|(name, value)| (key(name), json(value))).collect())
+    }
+
+    /// The PID of the service, as the bus has it from the kernel.
+    pub async fn service_pid(&self) -> Result<u32, BusError> {
+        let proxy = self.manager.inner();
+        let bus = fdo::DBusProxy::new(proxy.connection()).await?;
+        Ok(bus.get_connection_unix_process_id(proxy.destination().to_owned()).await?)
+    }
+
+    /// Everything that a container needs to use these devices.
+    pub async fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError> {
+        let (environment, mounts, gpus) = self.manager.get_container_config(devices).await?;
+        Ok(ContainerAnswer { environment, mounts, gpus })
+    }
+}
+
+fn rows<R: DeserializeOwned>(dicts: &[HashMap<String, OwnedVariant>]) -> Result<Vec<Listed<R>>, BusError> {
+    let read = |dict: &HashMap<String, OwnedVariant>| {
+        Listed::read(dict.iter().map(|(key, value)| (key.clone(), json(value))).collect())
+    };
+    dicts.iter().map(read).collect()
+}
+
+/// A property's name as a key: `StateReason` is `state_reason`.
+fn key(property: &str) -> String {
+    let mut key = String::with_capacity(property.len() + 2);
+    for letter in property.chars() {
+        if letter.is_ascii_uppercase() && !key.is_empty() {
+            key.push('_');
+        }
+        key.push(letter.to_ascii_lowercase());
+    }
+    key
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_that_is_not_known_is_kept_and_one_that_is_missing_has_no_value() {
+        let all = serde_json::json!({"addr": "00:06.0-1", "colour": "green"});
+        let device: Listed<Device> = Listed::read(all.as_object().unwrap().clone()).unwrap();
+        assert_eq!((device.addr.as_str(), &device.model), ("00:06.0-1", &None));
+        assert_eq!(serde_json::to_value(&device).unwrap(), all);
+        let wrong = serde_json::json!({"addr": 7}).as_object().unwrap().clone();
+        let error = Listed::<Device>::read(wrong).unwrap_err().to_string();
+        assert!(error.contains("unreadable answer: invalid type: integer `7`"), "{error}");
+    }
+
+    #[test]
+    fn property_names_become_keys() {
+        assert_eq!(key("StateReason"), "state_reason");
+        assert_eq!(key("Version"), "version");
+    }
+}

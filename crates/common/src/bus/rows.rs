@@ -1,0 +1,454 @@
+//! The dictionaries on the bus, each as a struct: the service makes it from the Snapshot, and yunion-mpsctl reads it from
+//! an answer. A key is one line of a list here, with its type and the place that its value comes from; the XML files in
+//! `config` say what it means. The keys are the platform's JSON names, and our additions. The objects have the same
+//! values as properties, under the same names in CamelCase.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::Deserialize;
+use zbus::object_server::Interface;
+use zbus::{Variant, interface};
+
+use super::ROOT;
+use super::error::RequestError;
+use crate::host::gpu::PcieLink;
+use crate::host::variant::json;
+use crate::published::client::ClientView;
+use crate::published::control_daemon::{self, ControlDaemonView};
+use crate::published::snapshot::{GpuView, Snapshot};
+use crate::text::clean;
+
+/// An `a{sv}`. A key without a known value is left out.
+pub type Dict = BTreeMap<&'static str, Variant<'static>>;
+
+/// A struct that is a dictionary on the bus.
+pub trait Row {
+    /// The keys about which something is said, with "const" or "false".
+    const EMITS: &[(&str, &str)];
+
+    /// Whether a value changes all the time, so that nobody is told of its changes.
+    fn is_silent(key: &str) -> bool {
+        Self::EMITS.contains(&(key, "false"))
+    }
+
+    fn dict(&self) -> Dict;
+}
+
+/// An object that shows a row as its properties. It has no copy of the row: a value is made when somebody asks for it.
+pub trait Object: Interface + Clone {
+    type Row: Row + PartialEq;
+
+    fn row(&self) -> Self::Row;
+
+    fn path(&self) -> String;
+}
+
+/// The value of a key.
+trait Value {
+    /// The type on the bus.
+    type Wire: Into<Variant<'static>>;
+
+    /// The value for the bus, without text that the bus can't carry; None if it is not known.
+    fn wire(&self) -> Option<Self::Wire>;
+}
+
+macro_rules! values {
+    ($($plain:ty),*) => { $(
+        impl Value for $plain {
+            type Wire = Self;
+
+            fn wire(&self) -> Option<Self> {
+                Some(Clone::clone(self))
+            }
+        }
+    )* };
+}
+
+values!(bool, i32, i64, u32, u64, Vec<u32>);
+
+impl Value for String {
+    type Wire = Self;
+
+    fn wire(&self) -> Option<Self> {
+        Some(clean(self))
+    }
+}
+
+impl Value for Vec<String> {
+    type Wire = Self;
+
+    fn wire(&self) -> Option<Self> {
+        Some(self.iter().map(|text| clean(text)).collect())
+    }
+}
+
+impl<T: Value> Value for Option<T> {
+    type Wire = T::Wire;
+
+    fn wire(&self) -> Option<T::Wire> {
+        self.as_ref()?.wire()
+    }
+}
+
+impl Value for PcieInfo {
+    type Wire = Dict;
+
+    fn wire(&self) -> Option<Dict> {
+        Some(self.dict())
+    }
+}
+
+/// Makes a row: its name, what it is made from, and its keys, each with the type and the source of its value.
+macro_rules! row {
+    (
+        $(#[$doc:meta])*
+        $row:ident($($from:ident: $view:ty),*) { $($($emits:literal)? $key:ident: $ty:ty = $source:expr;)* }
+    ) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+        #[serde(default)]
+        pub struct $row {
+            $(pub $key: $ty,)*
+        }
+
+        impl $row {
+            pub fn of($($from: $view),*) -> Self {
+                Self { $($key: $source,)* }
+            }
+        }
+
+        impl Row for $row {
+            const EMITS: &[(&str, &str)] = &[$($((stringify!($key), $emits),)?)*];
+
+            fn dict(&self) -> Dict {
+                let mut dict = Dict::new();
+                $(if let Some(value) = self.$key.wire() {
+                    dict.insert(stringify!($key), value.into());
+                })*
+                dict
+            }
+        }
+    };
+}
+
+/// Makes a row and the properties of the object that shows it. A key with "const" in front never changes while the object
+/// exists. Nobody is told of the changes of a key with "false" in front.
+macro_rules! object {
+    (
+        $(#[$doc:meta])*
+        $row:ident $from:tt by $object:ident on $interface:literal as $parts:pat => {
+            $($($emits:literal)? $key:ident: $ty:ty = $source:expr;)*
+        }
+    ) => {
+        row! { $(#[$doc])* $row $from { $($($emits)? $key: $ty = $source;)* } }
+
+        #[interface(name = $interface, introspection_docs = false)]
+        impl $object {
+            $(
+                #[zbus(property $((emits_changed_signal = $emits))?)]
+                fn $key(&self) -> Result<<$ty as Value>::Wire, RequestError> {
+                    let unknown = || RequestError::Failed(concat!(stringify!($key), " is not known").to_owned());
+                    #[allow(unused_variables, reason = "some values are the same for all")]
+                    let $parts = self;
+                    let value: $ty = $source;
+                    value.wire().ok_or_else(unknown)
+                }
+            )*
+        }
+    };
+}
+
+/// Makes the row of a GPU or of a slice of it, with the keys that both have.
+macro_rules! gpu_object {
+    (
+        $(#[$doc:meta])*
+        $row:ident($gpu:ident: $of:ty $(, $slice:ident: $ordinal:ty)?)
+        by $object:ident on $interface:literal as $parts:pat => {
+            $($own:tt)*
+        }
+    ) => {
+        object! {
+            $(#[$doc])*
+            $row($gpu: $of $(, $slice: $ordinal)?) by $object on $interface as $parts => {
+                $($own)*
+                compute_mode: Option<String> = $gpu.compute_mode.map(|mode| mode.to_string());
+                "const" detected_on_host: bool = true;
+                device_path: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.uuid.clone());
+                "const" hot_pluggable: bool = false;
+                limits_enforced: bool = $gpu.plan.limits_enforced;
+                memory_size: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
+                model: Option<String> = Some($gpu.plan.gpu.model()).filter(|model| !model.is_empty());
+                mps_memory_limit: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
+                mps_memory_total: Option<i32> = $gpu.plan.gpu.facts().and_then(|nvml| known_mib(nvml.memory_total_mib?));
+                mps_thread_percentage: i32 = $gpu.plan.thread_percentage.into();
+                numa_node: i32 = $gpu.plan.gpu.pci.numa_node;
+                nvidia_index: Option<u32> = $gpu.plan.gpu.facts().map(|nvml| nvml.index);
+                nvidia_minor: Option<u32> = $gpu.plan.gpu.facts().and_then(|nvml| nvml.minor);
+                nvidia_name: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.name.clone());
+                pcie_info: Option<PcieInfo> = $gpu.plan.gpu.pci.link.as_ref().map(PcieInfo::of);
+                pipe_directory: String = path(&$gpu.plan.pipe_directory);
+                render_node: Option<String> = $gpu.plan.gpu.pci.render_node.as_deref().map(path);
+                servable: bool = $gpu.plan.servable();
+                vendor_device_id: String = $gpu.plan.gpu.vendor_device_id();
+            }
+        }
+    };
+}
+
+gpu_object! {
+    /// A slice, as `ListDevices` has it.
+    Device(gpu: &GpuView, slice: u32) by Slice on "io.yunion.Mps1.Device" as &Slice(ref gpu, slice) => {
+        "const" addr: String = gpu.slice_name(slice);
+        "const" base_addr: String = gpu.plan.gpu.pci.address.short();
+        "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
+        "const" dev_type: String = "NVIDIA_MPS".to_owned();
+        // The platform's own defaults: another number would mark its rows as changed.
+        "const" device_minor: i32 = -1;
+        drained: bool = gpu.drained.contains(&slice);
+        healthy: bool = gpu.slice_healthy(slice);
+        "const" index: i32 = -1;
+        max_clients: Option<u32> = gpu.plan.max_clients;
+        "false" memory_used: Option<i32> = gpu.slice_use(slice).and_then(|one| one.memory_mib).map(mib);
+        "const" name: String = gpu.slice_name(slice);
+        "const" ordinal: u32 = slice;
+        overuse: Option<String> = gpu.slice_use(slice).map(|one| one.overuse.clone());
+        "const" pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
+        reason: String = gpu.slice_reason(slice);
+    }
+}
+
+gpu_object! {
+    /// A GPU, as `ListGpus` has it.
+    Gpu(gpu: &GpuView) by WholeGpu on "io.yunion.Mps1.Gpu" as WholeGpu(gpu) => {
+        addr: String = gpu.plan.gpu.pci.address.short();
+        base_addr: String = gpu.plan.gpu.pci.address.short();
+        "false" clients: Option<u32> = gpu.in_use.map(|all| all.clients);
+        confirmed_memory_limit: Option<i32> = gpu.confirmed_memory_limit_mib.map(mib);
+        confirmed_thread_percentage: Option<i32> = gpu.confirmed_thread_percentage.map(i32::from);
+        control_daemon: String = gpu.control_daemon.clone();
+        "const" dev_type: String = "GPU".to_owned();
+        healthy: bool = gpu.healthy;
+        "false" memory_used: Option<i32> = gpu.in_use.and_then(|all| all.memory_mib).map(mib);
+        name: String = gpu.plan.gpu.pci.address.short();
+        pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
+        reason: String = gpu.gpu_reason();
+        "const" sharing_mode: String = "MPS".to_owned();
+        virtual_num: i32 = i32::try_from(gpu.plan.slices).unwrap_or(i32::MAX);
+    }
+}
+
+/// The object of a slice: its GPU, and its ordinal there.
+#[derive(Debug, Clone)]
+pub struct Slice(pub Arc<GpuView>, pub u32);
+
+/// The object of a GPU.
+#[derive(Debug, Clone)]
+pub struct WholeGpu(pub Arc<GpuView>);
+
+impl Object for Slice {
+    type Row = Device;
+
+    fn row(&self) -> Device {
+        Device::of(&self.0, self.1)
+    }
+
+    /// Made from its name.
+    fn path(&self) -> String {
+        format!("{ROOT}/devices/{}", path_element(&self.0.slice_name(self.1)))
+    }
+}
+
+impl Object for WholeGpu {
+    type Row = Gpu;
+
+    fn row(&self) -> Gpu {
+        Gpu::of(&self.0)
+    }
+
+    /// Made from its UUID, which follows the board, or from its address while the driver can't say the UUID.
+    fn path(&self) -> String {
+        let name = match self.0.uuid() {
+            "" => self.0.plan.gpu.pci.address.short(),
+            uuid => uuid.to_owned(),
+        };
+        format!("{ROOT}/gpus/{}", path_element(&name))
+    }
+}
+
+row! {
+    /// The abilities of a GPU's PCI Express link.
+    PcieInfo(link: &PcieLink) {
+        lane_width: Option<i32> = i32::try_from(link.width).ok().filter(|width| *width > 0);
+        throughput: String = link.throughput();
+        transfer_rate_per_lane: String = link.rate.clone();
+        version: String = link.version().to_owned();
+    }
+}
+
+row! {
+    /// The properties of the Manager.
+    Service(snapshot: &Snapshot) {
+        driver_version: String = snapshot.driver_version.clone();
+        enabled: bool = snapshot.enabled;
+        generation: u64 = snapshot.generation;
+        log_directory: String = path(&snapshot.log_directory);
+        pipe_directory: String = path(&snapshot.pipe_directory);
+        state: String = snapshot.state.as_str().to_owned();
+        state_reason: String = snapshot.reason.clone();
+        version: String = env!("CARGO_PKG_VERSION").to_owned();
+    }
+}
+
+row! {
+    /// A control daemon, with the GPUs that it serves.
+    ControlDaemon(daemon: &ControlDaemonView, snapshot: &Snapshot) {
+        control_directory: String = path(&daemon.control_directory);
+        cpus: Option<String> = daemon.cpus.clone();
+        faults: u32 = daemon.faults;
+        gpus: Vec<String> = uuids_served_by(&daemon.id, snapshot);
+        id: String = daemon.id.clone();
+        log_directory: String = path(&daemon.log_directory);
+        multiuser: Option<bool> = daemon.multiuser;
+        pid: Option<u32> = daemon.pid;
+        pipe_directory: String = path(&daemon.pipe_directory);
+        reason: String = daemon.reason.clone();
+        restarts: u32 = daemon.restarts;
+        server_restarts: u32 = daemon.server_restarts;
+        servers: Vec<u32> = daemon.servers.clone();
+        since: i64 = seconds(daemon.since);
+        starts: u32 = daemon.starts;
+        state: String = daemon.state.as_str().to_owned();
+        wanted_cpus: Option<String> = daemon.wanted_cpus.map(|cpus| cpus.to_string());
+    }
+}
+
+row! {
+    /// An event, with its time in microseconds.
+    Event(event: &control_daemon::Event) {
+        at: i64 = microseconds(event.at);
+        text: String = event.text.clone();
+    }
+}
+
+row! {
+    /// A process that uses a GPU.
+    Client(client: &ClientView) {
+        bypass: bool = client.bypass;
+        command: String = client.command.clone();
+        container_id: Option<String> = client.container_id.clone();
+        device: Option<String> = client.slices.as_ref().map(|known| known.slices.join(","));
+        gpu: String = client.gpu_uuid.clone();
+        known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.as_str().to_owned());
+        may_command: Option<String> = client.may_command.map(|may| may.as_str().to_owned());
+        memory_mib: Option<i32> = client.memory_mib.map(mib);
+        pid: u32 = client.pid;
+        since: Option<i64> = client.since.map(seconds);
+        uid: Option<u32> = client.uid;
+        user: Option<String> = client.user.clone();
+        waiting: bool = client.waiting;
+    }
+}
+
+impl fmt::Display for PcieInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        json(&Variant::from(self.dict())).fmt(f)
+    }
+}
+
+/// `mps_memory_limit` as a property's name: `MpsMemoryLimit`.
+pub fn property_name(key: &str) -> String {
+    let mut name = String::with_capacity(key.len());
+    for word in key.split('_') {
+        let mut letters = word.chars();
+        name.extend(letters.next().map(|first| first.to_ascii_uppercase()));
+        name.push_str(letters.as_str());
+    }
+    name
+}
+
+/// `00:06.0-1` as an element of an object path, `_00_06_0_1`: letters and digits stay, and the first is no digit, since
+/// some languages make identifiers of them.
+fn path_element(name: &str) -> String {
+    let mut element: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+    if !element.starts_with(|c: char| c.is_ascii_alphabetic()) {
+        element.insert(0, '_');
+    }
+    element
+}
+
+fn path(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+fn mib(mib: u64) -> i32 {
+    i32::try_from(mib).unwrap_or(i32::MAX)
+}
+
+/// Memory that is 0 while it is not known.
+fn known_mib(known: u64) -> Option<i32> {
+    (known > 0).then(|| mib(known))
+}
+
+fn seconds(at: SystemTime) -> i64 {
+    at.duration_since(UNIX_EPOCH).ok().and_then(|since| i64::try_from(since.as_secs()).ok()).unwrap_or(0)
+}
+
+fn microseconds(at: SystemTime) -> i64 {
+    at.duration_since(UNIX_EPOCH).ok().and_then(|since| i64::try_from(since.as_micros()).ok()).unwrap_or(0)
+}
+
+fn uuids_served_by(id: &str, snapshot: &Snapshot) -> Vec<String> {
+    let served = snapshot.gpus.iter().flatten().filter(|gpu| gpu.control_daemon == id);
+    served.map(|gpu| gpu.uuid().to_owned()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn property_names_are_the_keys_in_camel_case() {
+        assert_eq!(property_name("mps_memory_limit"), "MpsMemoryLimit");
+        assert_eq!(property_name("addr"), "Addr");
+        assert_eq!(property_name("pci_bdf"), "PciBdf");
+    }
+
+    #[test]
+    fn names_become_path_elements() {
+        assert_eq!(path_element("00:06.0-1"), "_00_06_0_1");
+        assert_eq!(path_element("0001:1a:00.0-12"), "_0001_1a_00_0_12");
+        assert_eq!(
+            path_element("GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"),
+            "GPU_76aef7ff_372d_2432_b4b4_beca4d8d3400"
+        );
+    }
+
+    #[test]
+    fn memory_that_no_int32_holds_is_the_largest_there_is() {
+        assert_eq!(mib(u64::MAX), i32::MAX);
+        assert_eq!((known_mib(5760), known_mib(0)), (Some(5760), None));
+    }
+
+    #[test]
+    fn a_lane_width_of_nothing_is_left_out() {
+        let link = |width| PcieInfo::of(&PcieLink { rate: "8GT/s".to_owned(), width }).dict();
+        assert!(!link(0).contains_key("lane_width") && link(16).contains_key("lane_width"));
+    }
+
+    #[test]
+    fn a_dictionary_is_shown_as_json_with_sorted_keys() {
+        let info = PcieInfo::of(&PcieLink { rate: "8GT/s".to_owned(), width: 16 });
+        assert!(info.to_string().starts_with(r#"{"lane_width":16,"throughput":"#), "{info}");
+    }
+
+    #[test]
+    fn a_nul_never_reaches_the_bus() {
+        let event = control_daemon::Event::now("a\0b".to_owned());
+        assert_eq!(Event::of(&event).dict()["text"], Variant::from("a\u{fffd}b"));
+        assert_eq!(vec!["\0\u{1b}[2J\u{9b}".to_owned()].wire().unwrap(), ["\u{fffd}\u{fffd}[2J\u{fffd}"]);
+    }
+}

@@ -1,0 +1,305 @@
+//! The changes that a reload would make: the plan beside the published values.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::bus::answers::Published;
+use crate::bus::rows::{self, Gpu};
+use crate::config::Loaded;
+use crate::counted::counted;
+use crate::directories::give_up_private_directory;
+use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
+
+/// One thing that a reload would change.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Difference {
+    pub kind: Kind,
+    pub subject: String,
+    /// The published value; empty for a new thing.
+    pub from: String,
+    /// The planned value; empty for a thing that goes.
+    pub to: String,
+    pub effect: Effect,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kind {
+    Enabled,
+    /// The devices of a GPU.
+    Devices,
+    /// The memory limit of a GPU's slices.
+    MemoryLimit,
+    /// Their active thread percentage.
+    ThreadPercentage,
+    /// The most clients of one of them.
+    MaxClients,
+    /// The pipe directory of a control daemon.
+    PipeDirectory,
+    /// A control daemon itself.
+    ControlDaemon,
+}
+
+/// When a change takes effect.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "when", rename_all = "kebab-case")]
+pub enum Effect {
+    /// At once, for new clients.
+    Live,
+    /// After the clients of a control daemon have ended. Another control daemon then takes its place.
+    Waits {
+        /// Their number now; null if they can't be asked.
+        clients: Option<usize>,
+        /// Why it can't be done without another control daemon.
+        reason: String,
+        /// Whether no new client is served until then.
+        out_meanwhile: bool,
+    },
+    /// At once, and it ends the GPU work of all clients.
+    Ends {
+        /// Their number now; null if they can't be asked.
+        clients: Option<usize>,
+    },
+    /// Not at all: a reload refuses it.
+    Refused { reason: String },
+}
+
+impl fmt::Display for Effect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let in_words = |clients: &Option<usize>| match clients {
+            Some(count) => counted(*count, "client"),
+            None => "clients that can't be counted now".to_owned(),
+        };
+        match self {
+            Self::Live => f.write_str("at once, for new clients"),
+            Self::Waits { clients: Some(0), reason, .. } => {
+                write!(f, "at once, by another control daemon ({reason}): there are no clients")
+            }
+            Self::Waits { clients, reason, out_meanwhile } => {
+                let have = if *clients == Some(1) { "has" } else { "have" };
+                let out = if *out_meanwhile { " (until then NO NEW CLIENT is served)" } else { "" };
+                write!(
+                    f,
+                    "after {} {have} ended{out}, by another control daemon: {reason}",
+                    in_words(clients)
+                )
+            }
+            Self::Ends { clients: Some(0) } => f.write_str("at once; there are no clients"),
+            Self::Refused { reason } => write!(f, "refused: {reason}"),
+            Self::Ends { clients } => {
+                write!(f, "at once, and ENDS the GPU work of {} (CUDA error 806)", in_words(clients))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, subject, from, to, effect } = self;
+        match (kind, from.as_str(), to.as_str()) {
+            (Kind::Enabled, _, "false") => write!(f, "MPS is switched off: {effect}"),
+            (Kind::Enabled, ..) => write!(f, "MPS is switched on: {effect}"),
+            (Kind::Devices, "", to) => write!(f, "{subject}: {to} come: {effect}"),
+            (Kind::Devices, from, _) => write!(f, "{subject}: {from} go: {effect}"),
+            (Kind::MemoryLimit, from, to) => {
+                write!(f, "{subject}: memory limit {from} MiB -> {to} MiB: {effect}")
+            }
+            (Kind::ThreadPercentage, from, to) => {
+                write!(f, "{subject}: threads {from} % -> {to} %: {effect}")
+            }
+            (Kind::MaxClients, from, to) => {
+                write!(f, "{subject}: most clients of a slice {from} -> {to}: {effect}")
+            }
+            (Kind::PipeDirectory, from, to) => {
+                write!(f, "control daemon {subject}: pipe directory {from} -> {to}: {effect}")
+            }
+            (Kind::ControlDaemon, "", _) => write!(f, "control daemon {subject} starts: {effect}"),
+            (Kind::ControlDaemon, _, "") => write!(f, "control daemon {subject} ends: {effect}"),
+            (Kind::ControlDaemon, ..) => write!(f, "control daemon {subject} is replaced: {effect}"),
+        }
+    }
+}
+
+/// Everything that a reload with this plan would change; the error says why that is not known.
+pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Result<Vec<Difference>, String> {
+    if published.devices.is_none() {
+        return Err("the service does not know its GPUs yet".to_owned());
+    }
+    // As the service does it.
+    let mut plan = plan.clone();
+    for daemon in &mut plan.control_daemons {
+        give_up_private_directory(daemon);
+    }
+    let mut comparison = Comparison { plan: &plan, published, differences: Vec::new() };
+    let (before, after) = (published.service.enabled, loaded.settings.enabled);
+    if before != after {
+        let all = published.control_daemons.iter().flat_map(|daemon| daemon.gpus.clone());
+        let effect = match loaded.silent_end() {
+            _ if after => Effect::Live,
+            Some(problem) => Effect::Refused { reason: problem.to_string() },
+            None => Effect::Ends { clients: published.clients_on(&all.collect::<Vec<_>>()) },
+        };
+        comparison.add(Kind::Enabled, "enable_cuda_mps", &before.to_string(), &after.to_string(), effect);
+        return Ok(comparison.differences);
+    }
+    comparison.control_daemons();
+    for gpu in &plan.gpus {
+        comparison.gpu(gpu);
+    }
+    for gpu in &published.gpus {
+        if !plan.gpus.iter().any(|planned| planned.gpu.pci.address.short() == gpu.addr) {
+            let effect = comparison.effect_for(gpu.device_path.as_deref().unwrap_or_default());
+            comparison.add(Kind::Devices, &gpu.addr, &slices(&gpu.addr, 0, count(gpu)), "", effect);
+        }
+    }
+    Ok(comparison.differences)
+}
+
+/// The plan, the published values, and the differences that were found.
+struct Comparison<'a> {
+    plan: &'a Plan,
+    published: &'a Published,
+    differences: Vec<Difference>,
+}
+
+impl Comparison<'_> {
+    fn add(&mut self, kind: Kind, subject: &str, from: &str, to: &str, effect: Effect) {
+        let (subject, from, to) = (subject.to_owned(), from.to_owned(), to.to_owned());
+        self.differences.push(Difference { kind, subject, from, to, effect });
+    }
+
+    fn control_daemons(&mut self) {
+        let Self { plan, published, .. } = *self;
+        for planned in &plan.control_daemons {
+            let known = published.control_daemons.iter().any(|daemon| daemon.id == planned.id);
+            if !known && !ordered(planned, published) {
+                let uuid = planned.gpus.first().map(|gpu| gpu.uuid.as_str()).unwrap_or_default();
+                self.add(Kind::ControlDaemon, &planned.id, "", "new", self.effect_for(uuid));
+            }
+        }
+        for daemon in &published.control_daemons {
+            let id = daemon.id.as_str();
+            let clients = published.clients_on(&daemon.gpus);
+            let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == id) else {
+                // A control daemon on its way out has no published GPUs of its own any more.
+                if published.served_by(id).next().is_some() {
+                    let reason = "it is not needed any more".to_owned();
+                    let effect = Effect::Waits { clients, reason, out_meanwhile: false };
+                    self.add(Kind::ControlDaemon, id, "present", "", effect);
+                }
+                continue;
+            };
+            // A control daemon on its way out has no GPUs of its own any more, and another one of the same name takes its
+            // place without a reload.
+            if daemon.gpus.is_empty() && ordered(planned, published) {
+                continue;
+            }
+            let Some(reason) = misfit(planned, daemon) else { continue };
+            let effect = Effect::Waits { clients, reason, out_meanwhile: moves(planned, daemon) };
+            let (from, to) = (daemon.pipe_directory.as_str(), planned.pipe_directory.display().to_string());
+            if from == to {
+                self.add(Kind::ControlDaemon, id, "present", "new", effect);
+            } else {
+                self.add(Kind::PipeDirectory, id, from, &to, effect);
+            }
+        }
+    }
+
+    fn gpu(&mut self, gpu: &GpuPlan) {
+        let name = gpu.gpu.pci.address.short();
+        let uuid = gpu.gpu.uuid().unwrap_or_default();
+        let now = self.published.gpus.iter().find(|now| now.addr == name);
+        let before = now.map_or(0, |now| count(now));
+        let after = u64::from(gpu.slices);
+        if before < after {
+            self.add(Kind::Devices, &name, "", &slices(&name, before, after), self.effect_for(uuid));
+        } else if after < before {
+            self.add(Kind::Devices, &name, &slices(&name, after, before), "", self.effect_for(uuid));
+        }
+        let Some(now) = now else { return };
+        let threads = (Kind::ThreadPercentage, Some(now.mps_thread_percentage), gpu.thread_percentage.into());
+        for (kind, from, to) in [(Kind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib), threads] {
+            // 0 stands for an unknown limit.
+            if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
+                self.add(kind, &name, &from.to_string(), &to.to_string(), self.effect_for(uuid));
+            }
+        }
+        let mut devices = self.published.devices.iter().flatten();
+        let most = devices.find(|device| device.base_addr == name).and_then(|device| device.max_clients);
+        if let (Some(from), Some(to)) = (most, gpu.max_clients)
+            && from != to
+        {
+            // The control daemon knows nothing of it.
+            self.add(Kind::MaxClients, &name, &from.to_string(), &to.to_string(), Effect::Live);
+        }
+    }
+
+    /// When something about this GPU takes effect.
+    fn effect_for(&self, uuid: &str) -> Effect {
+        let Self { plan, published, .. } = self;
+        let planned = plan.control_daemons.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));
+        let holder = published.control_daemons.iter().find(|one| one.gpus.iter().any(|gpu| gpu == uuid));
+        let same = planned.and_then(|planned| {
+            let daemon = published.control_daemons.iter().find(|daemon| daemon.id == planned.id)?;
+            Some((planned, daemon))
+        });
+        let (daemon, reason, out_meanwhile) = match (same, holder) {
+            (Some((planned, daemon)), _) => match misfit(planned, daemon) {
+                Some(reason) => (daemon, reason, moves(planned, daemon)),
+                None => return Effect::Live,
+            },
+            (None, Some(holder)) => {
+                (holder, format!("control daemon {} holds the GPU", holder.id), planned.is_some())
+            }
+            (None, None) => return Effect::Live,
+        };
+        // A control daemon on its way out is published without GPUs, but its clients are on this one.
+        let own = [uuid.to_owned()];
+        let gpus = if daemon.gpus.is_empty() { &own } else { daemon.gpus.as_slice() };
+        Effect::Waits { clients: published.clients_on(gpus), reason, out_meanwhile }
+    }
+}
+
+/// Whether the service has this control daemon in its plan already, and waits for its GPUs.
+fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
+    planned.gpus.iter().all(|served| {
+        published.gpus.iter().any(|gpu| {
+            gpu.device_path.as_ref() == Some(&served.uuid)
+                && gpu.control_daemon.is_empty()
+                && Path::new(&gpu.pipe_directory) == planned.pipe_directory
+        })
+    })
+}
+
+/// Whether new clients look for the control daemon in another place than the present one, which waits for its clients.
+fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
+    planned.pipe_directory != Path::new(&daemon.pipe_directory)
+}
+
+fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<String> {
+    let present = Present {
+        pipe_directory: Path::new(&daemon.pipe_directory),
+        control_directory: Path::new(&daemon.control_directory),
+        log_directory: Path::new(&daemon.log_directory),
+        gpus: &daemon.gpus,
+        // Unknown before it has started; then there is nothing to switch.
+        multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
+        near_cpus: daemon.wanted_cpus.is_some(),
+    };
+    planned.misfit(&present, |_| true)
+}
+
+/// The number of slices of a published GPU.
+fn count(gpu: &Gpu) -> u64 {
+    u64::try_from(gpu.virtual_num).unwrap_or_default()
+}
+
+/// The names of some slices: `00:06.0-4`, or `00:06.0-4 to 00:06.0-7`.
+fn slices(gpu: &str, from: u64, to: u64) -> String {
+    match to.saturating_sub(1) {
+        last if last <= from => format!("{gpu}-{from}"),
+        last => format!("{gpu}-{from} to {gpu}-{last}"),
+    }
+}

@@ -1,0 +1,116 @@
+//! The check of a configuration beside the published values: the mistakes, and the changes that a reload would make.
+
+use serde_json::{Value, json};
+
+use super::difference::{Difference, differences};
+use super::{BAD_CONFIGURATION, Checked, look, words};
+use crate::bus::answers::Bus;
+use crate::config::Sources;
+use crate::plan::{GpuPlan, Plan};
+
+/// What a start or a reload would do.
+#[derive(Debug)]
+pub struct Report {
+    checked: Checked,
+    /// The changes that a reload would make, or why they are not known.
+    changes: Result<Vec<Difference>, String>,
+}
+
+impl Report {
+    /// Reads the files, looks at the host and asks the service. Without a file on the command line, it reads the file of
+    /// the service.
+    pub async fn new(Sources { config, sysroot }: Sources) -> Self {
+        let bus = Bus::ask().await;
+        let config = config.or_else(|| bus.config(&sysroot));
+        let checked = look(&Sources { config, sysroot });
+        let changes = match &checked {
+            Checked::Right { loaded, plan: Ok(plan), .. } => match bus {
+                Bus::Answers(published) => differences(loaded, plan, &published),
+                Bus::NotRunning => Err("yunion-mps-daemon is not running".to_owned()),
+                Bus::Silent => Err("yunion-mps-daemon does not answer".to_owned()),
+                Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => Err(reason),
+            },
+            Checked::Right { plan: Err(reason), .. } => Err(reason.to_string()),
+            Checked::Refused(_) | Checked::Wrong { .. } => Err("the configuration is wrong".to_owned()),
+        };
+        Self { checked, changes }
+    }
+
+    pub fn exit_status(&self) -> u8 {
+        if self.checked.problems().is_empty() { 0 } else { BAD_CONFIGURATION }
+    }
+
+    /// The report in words, line by line.
+    pub fn lines(&self) -> Vec<String> {
+        let mut lines: Vec<String> = words(&self.checked).lines().map(str::to_owned).collect();
+        if matches!(self.checked, Checked::Refused(_) | Checked::Wrong { .. }) {
+            return lines;
+        }
+        lines.push(String::new());
+        match self.changes.as_deref() {
+            Err(why_not) => lines.push(format!("Nothing to compare with: {why_not}")),
+            Ok([]) => lines.push("Nothing would change.".to_owned()),
+            Ok(changes) => {
+                lines.push("With `systemctl reload yunion-mps-daemon`:".to_owned());
+                lines.extend(changes.iter().map(|change| format!("  {change}")));
+            }
+        }
+        lines
+    }
+
+    /// The report as one JSON object.
+    pub fn document(&self) -> Value {
+        let Self { checked, changes } = self;
+        let loaded = checked.loaded();
+        let plan = match checked {
+            Checked::Right { plan, .. } => Some(plan),
+            Checked::Refused(_) | Checked::Wrong { .. } => None,
+        };
+        let problems = checked.problems();
+        let warnings =
+            checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem));
+        json!({
+            "right": problems.is_empty(),
+            "problems": problems,
+            "warnings": warnings.collect::<Vec<_>>(),
+            "files": loaded.map(|loaded| &loaded.settings.sources),
+            "enabled": loaded.map(|loaded| loaded.settings.enabled),
+            "plan": plan.and_then(|plan| plan.as_ref().ok()).map(plan_document),
+            "no_plan": plan.and_then(|plan| plan.as_ref().err()).map(ToString::to_string),
+            "differences": changes.as_ref().ok(),
+            "not_compared": changes.as_ref().err(),
+        })
+    }
+}
+
+fn plan_document(plan: &Plan) -> Value {
+    let gpu = |gpu: &GpuPlan| {
+        json!({
+            "addr": gpu.gpu.pci.address.short(),
+            "device_path": gpu.gpu.uuid(),
+            "virtual_num": gpu.slices,
+            "mps_memory_limit": gpu.memory_limit_mib,
+            "mps_thread_percentage": gpu.thread_percentage,
+            "limits_enforced": gpu.limits_enforced,
+            "pipe_directory": gpu.pipe_directory,
+            "not_served": gpu.unusable(),
+            "warnings": gpu.warnings.iter().map(|warning| &warning.problem.found).collect::<Vec<_>>(),
+        })
+    };
+    let control_daemons: Vec<Value> = plan
+        .control_daemons
+        .iter()
+        .map(|daemon| {
+            json!({
+                "id": daemon.id,
+                "gpus": daemon.gpus.iter().map(|gpu| &gpu.uuid).collect::<Vec<_>>(),
+                "thread_percentage": daemon.thread_percentage,
+                "multiuser": daemon.multiuser,
+                "cpus": daemon.cpus.map(|cpus| cpus.to_string()),
+                "pipe_directory": daemon.pipe_directory,
+                "log_directory": daemon.log_directory,
+            })
+        })
+        .collect();
+    json!({ "gpus": plan.gpus.iter().map(gpu).collect::<Vec<_>>(), "control_daemons": control_daemons })
+}

@@ -1,0 +1,97 @@
+//! Settings that are right for this service, but stop the platform's host agent or its containers.
+//!
+//! The agent reads the same files itself. Unless it reads D-Bus, it accepts only a render node as the name of a GPU,
+//! and gives every container the configured pipe directory.
+
+use std::path::Path;
+
+use super::host_conf::{EmptyKey, ReadAs};
+use super::{DevicePath, Settings, Topology};
+use crate::problem::{LocatedProblem, Origin, Problem};
+
+/// The types of entries that the agent knows.
+const TYPES: [&str; 13] = [
+    "NVIDIA_MPS",
+    "NVIDIA_GPU_SHARE",
+    "NVIDIA_GPU",
+    "NVIDIA_HAMI",
+    "CPH_AMD_GPU",
+    "CPH_AOSP_BINDER",
+    "VASTAITECH_GPU",
+    "NETINT_CA_ASIC",
+    "NETINT_CA_QUADRA",
+    "ASCEND_NPU",
+    "ASCEND_NPU_HAMI",
+    "HYGON_DCU",
+    "HYGON_DCU_HAMI",
+];
+
+/// A setting with which the agent or its containers fail.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trouble {
+    /// The stable name of this kind of trouble.
+    pub name: &'static str,
+    pub problem: LocatedProblem,
+    /// The path that the agent does not know, if the trouble is a path.
+    pub path: Option<DevicePath>,
+}
+
+impl Trouble {
+    /// Puts the render node into the remedy, once it is known.
+    pub fn name_render_node(&mut self, node: &Path) {
+        self.problem.problem.remedy = format!("name the GPU by its render node, {}", node.display());
+    }
+}
+
+/// All troubles of these settings. If MPS is off, the agent ignores entries of its type, and only the keys without a value
+/// are left.
+pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[EmptyKey]) -> Vec<Trouble> {
+    let mut troubles: Vec<Trouble> = empty.iter().map(without_value).collect();
+    if !settings.enabled {
+        return troubles;
+    }
+    if let (Topology::PerGpu, Some(origin)) = (settings.topology, topology) {
+        let found = format!(
+            "with per_gpu every container fails, unless the platform's host agent reads D-Bus: an agent that does not gives \
+             containers {}, where no control daemon listens",
+            settings.pipe_directory.display()
+        );
+        let problem = LocatedProblem::new(
+            origin.clone(),
+            super::TOPOLOGY_KEY,
+            found,
+            "write cuda_mps_topology: shared",
+        );
+        troubles.push(Trouble { name: "agent-needs-shared", problem, path: None });
+    }
+    for entry in &settings.devices {
+        if !TYPES.contains(&entry.device_type.as_str()) {
+            let found = format!("with {:?} the platform's host agent does not start", entry.device_type);
+            let problem =
+                entry.problem("type", Problem::new(found, "correct its spelling or remove the entry"));
+            troubles.push(Trouble { name: "agent-unknown-type", problem, path: None });
+        }
+        let Some(path) = entry.path.as_ref().filter(|_| entry.mps.is_some()) else { continue };
+        if !matches!(path, DevicePath::RenderNode(_) | DevicePath::Other(_)) {
+            let found =
+                format!("with {path} the platform's host agent does not start, unless it reads D-Bus");
+            let remedy =
+                "name the GPU by its render node, /dev/dri/renderDN, as `ls -l /dev/dri/by-path` shows it";
+            let problem = entry.problem("path", Problem::new(found, remedy));
+            troubles.push(Trouble { name: "agent-needs-render-node", problem, path: Some(path.clone()) });
+        }
+    }
+    troubles
+}
+
+/// The agent does not take a key without a value for a key that is not set.
+fn without_value(EmptyKey { key, origin, read_as }: &EmptyKey) -> Trouble {
+    let theirs = match read_as {
+        ReadAs::Null => "the platform's host agent reads the text null",
+        ReadAs::Empty => "the platform's host agent reads an empty text",
+        ReadAs::Mistake => "with it the platform's host agent does not start",
+    };
+    let found = format!("no value, so the key is not set for this service, and {theirs}");
+    let problem = LocatedProblem::new(origin.clone(), *key, found, "write a value or remove the line");
+    Trouble { name: "agent-empty-value", problem, path: None }
+}

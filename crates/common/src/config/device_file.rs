@@ -1,0 +1,822 @@
+//! `host_container_device.yml`: the GPUs to serve, and the number of slices of each.
+//!
+//! The file belongs to the host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An
+//! entry of another type only says that somebody else uses the device, so mistakes in such an entry are ignored. But an
+//! entry that may have been meant as `NVIDIA_MPS` is an error: without any `NVIDIA_MPS` entry every GPU of the host is
+//! served, and a typing error must not have that effect.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use super::yaml::{self, Node, Pair, Value};
+use super::{DeviceEntry, DevicePath, Findings, MpsEntry};
+use super::{most_clients, percentage, slices};
+use crate::host::gpu::PciAddress;
+use crate::problem::{LocatedProblem, Origin};
+
+/// The type of the entries that this service serves. The host agent compares it exactly.
+const MPS_TYPE: &str = "NVIDIA_MPS";
+
+/// The largest number of entries, of all types. A host has some dozens of devices, and each entry may add a problem to
+/// the report.
+const MAX_ENTRIES: usize = 1024;
+
+/// The entries of the file, in its order.
+pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<DeviceEntry> {
+    let (list, items) = match items(file, text, findings) {
+        Ok(items) => items,
+        Err(problem) => {
+            findings.problems.push(problem);
+            return Vec::new();
+        }
+    };
+    let entry = |(index, item): (usize, Node<'_>)| {
+        // YAML does not report the line of every entry.
+        let origin = Origin { line: item.line.or(list.line), ..list.clone() };
+        Entry { name: format!("devices[{index}]"), origin }.read(item.value, findings)
+    };
+    items.into_iter().enumerate().filter_map(entry).collect()
+}
+
+/// The items of the list `devices`, and the place of the list.
+fn items<'t>(
+    file: &Path,
+    text: &'t str,
+    findings: &mut Findings,
+) -> Result<(Origin, Vec<Node<'t>>), LocatedProblem> {
+    let place = |line| Origin { file: file.to_owned(), line };
+    let write_list = "write `devices:` and below it one entry per device";
+    let root = yaml::parse(file, text)?;
+    let pairs = match root.value {
+        Value::Map(pairs) => pairs,
+        Value::Null => Vec::new(),
+        other => {
+            let found = format!("{} instead of the key `devices`", other.found());
+            return Err(LocatedProblem::new(place(root.line), "", found, write_list));
+        }
+    };
+    let empty = pairs.is_empty();
+    let mut devices = None;
+    for (key, value) in pairs {
+        let (origin, name) = (place(key.line), key.value.text());
+        if words(&name) != "devices" {
+            findings.unknown_keys.push((origin, yaml::printable(&name)));
+        } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
+            let found = format!("already written at {earlier}; the last one counts");
+            findings.warnings.push(LocatedProblem::new(origin, name, found, "put all entries into one list"));
+        }
+    }
+    let Some((origin, list)) = devices else {
+        let problem = |remedy| LocatedProblem::new(place(None), "devices", "no such list", remedy);
+        if !empty {
+            return Err(problem(write_list));
+        }
+        findings.warnings.push(problem(
+            "write one; without NVIDIA_MPS entries every NVIDIA GPU is cut into cuda_mps_replicas slices",
+        ));
+        return Ok((place(None), Vec::new()));
+    };
+    match list.value {
+        Value::List(items) if items.len() > MAX_ENTRIES => {
+            let found = format!("{} entries, the limit is {MAX_ENTRIES}", items.len());
+            Err(LocatedProblem::new(origin, "devices", found, "write one entry for each device of this host"))
+        }
+        Value::List(items) => Ok((origin, items)),
+        Value::Null => Ok((origin, Vec::new())),
+        other => {
+            let remedy = "write a list: below `devices:` one `- path: ...` per device";
+            Err(LocatedProblem::new(origin, "devices", other.found(), remedy))
+        }
+    }
+}
+
+/// An entry's keys. Each key may have any of the spellings that the host agent accepts.
+const KEYS: [&str; 5] = ["path", "type", "virtual_number", "thread_percentage", "max_clients"];
+
+/// The value of each key of an entry, with the line of the key.
+type Fields<'t> = HashMap<&'static str, Node<'t>>;
+
+/// An entry's name for messages, `devices[2]`, and its place.
+struct Entry {
+    name: String,
+    origin: Origin,
+}
+
+impl Entry {
+    fn problem(
+        &self,
+        line: Option<usize>,
+        key: &str,
+        found: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> LocatedProblem {
+        let key = if key.is_empty() { self.name.clone() } else { format!("{}.{key}", self.name) };
+        LocatedProblem::new(Origin { line, ..self.origin.clone() }, key, found, remedy)
+    }
+
+    /// The entry. None if it is unusable. `findings` has the problem then.
+    fn read(self, value: Value<'_>, findings: &mut Findings) -> Option<DeviceEntry> {
+        let pairs = match value {
+            Value::Map(pairs) => pairs,
+            other => {
+                let (found, remedy) = match other {
+                    Value::Null => {
+                        let remedy = "remove it, or write the keys path, type and virtual_number";
+                        ("an empty entry".to_owned(), remedy)
+                    }
+                    other => (other.found(), "write an entry with the keys path, type and virtual_number"),
+                };
+                findings.problems.push(self.problem(self.origin.line, "", found, remedy));
+                return None;
+            }
+        };
+        let (fields, warnings) = self.fields(pairs);
+        let device_type = match self.required(&fields, "type", WRITE_TYPE, device_type) {
+            Ok(device_type) => device_type,
+            Err(problem) => {
+                findings.problems.push(problem);
+                return None;
+            }
+        };
+        if device_type != MPS_TYPE {
+            let path = fields.get("path").and_then(|field| path(&field.value).ok());
+            let Self { name, origin } = self;
+            return Some(DeviceEntry { name, origin, device_type, path, mps: None });
+        }
+        findings.warnings.extend(warnings);
+        let path = self.required(&fields, "path", WRITE_PATH, path);
+        let remedy = "write the number of slices of the GPU, 1 to 999";
+        let slices = self.required(&fields, "virtual_number", remedy, slices);
+        let thread_percentage = self.optional(&fields, "thread_percentage", percentage);
+        let max_clients = self.optional(&fields, "max_clients", most_clients);
+        match (path, slices, thread_percentage, max_clients) {
+            (Ok(path), Ok(slices), Ok(thread_percentage), Ok(max_clients)) => {
+                let mps = Some(MpsEntry { slices, thread_percentage, max_clients });
+                let Self { name, origin } = self;
+                Some(DeviceEntry { name, origin, device_type, path: Some(path), mps })
+            }
+            (path, slices, thread_percentage, max_clients) => {
+                let problems = [path.err(), slices.err(), thread_percentage.err(), max_clients.err()];
+                findings.problems.extend(problems.into_iter().flatten());
+                None
+            }
+        }
+    }
+
+    /// The keys, and warnings about unknown keys and keys that appear twice.
+    fn fields<'t>(&self, pairs: Vec<Pair<'t>>) -> (Fields<'t>, Vec<LocatedProblem>) {
+        let (mut fields, mut warnings) = (Fields::default(), Vec::new());
+        for (key, Node { value, .. }) in pairs {
+            let (line, name) = (key.line.or(self.origin.line), key.value.text());
+            let ours = words(&name);
+            let (found, remedy) = match KEYS.into_iter().find(|key| *key == ours) {
+                None => ("no such key; it is ignored", "correct the spelling or remove it"),
+                Some(key) => match fields.insert(key, Node { line, value }) {
+                    None => continue,
+                    Some(_) => ("written twice; the last one counts", "remove one of them"),
+                },
+            };
+            warnings.push(self.problem(line, &yaml::printable(&name), found, remedy));
+        }
+        (fields, warnings)
+    }
+
+    /// A key that must be there. `read` returns the remedy for a wrong value.
+    fn required<T>(
+        &self,
+        fields: &Fields<'_>,
+        key: &str,
+        remedy: &str,
+        read: fn(&Value<'_>) -> Result<T, String>,
+    ) -> Result<T, LocatedProblem> {
+        let missing = || self.problem(self.origin.line, key, "missing", remedy);
+        self.valid(fields.get(key).ok_or_else(missing)?, key, read)
+    }
+
+    /// A key that may be left out.
+    fn optional<T>(
+        &self,
+        fields: &Fields<'_>,
+        key: &str,
+        read: fn(&Value<'_>) -> Result<T, String>,
+    ) -> Result<Option<T>, LocatedProblem> {
+        let set = fields.get(key).filter(|field| field.value != Value::Null);
+        set.map(|field| self.valid(field, key, read)).transpose()
+    }
+
+    fn valid<T>(
+        &self,
+        field: &Node<'_>,
+        key: &str,
+        read: fn(&Value<'_>) -> Result<T, String>,
+    ) -> Result<T, LocatedProblem> {
+        read(&field.value).map_err(|remedy| self.problem(field.line, key, field.value.found(), remedy))
+    }
+}
+
+const WRITE_PATH: &str = "name the GPU by its render node, such as /dev/dri/renderD128";
+const WRITE_TYPE: &str = "write a type such as NVIDIA_MPS";
+
+fn path(value: &Value<'_>) -> Result<DevicePath, String> {
+    match value.text().as_ref() {
+        "" => Err(WRITE_PATH.to_owned()),
+        text => Ok(classify(text)),
+    }
+}
+
+/// The type. A type that is probably a misspelt `NVIDIA_MPS` is an error.
+fn device_type(value: &Value<'_>) -> Result<String, String> {
+    match value.text().as_ref() {
+        "" => Err(WRITE_TYPE.to_owned()),
+        text if text != MPS_TYPE && is_near_miss(text) => {
+            Err("write NVIDIA_MPS, or the intended other type".to_owned())
+        }
+        text => Ok(text.to_owned()),
+    }
+}
+
+/// Splits a key into words as the host agent does, and joins them in lower case with `_`: `virtual-number`,
+/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital letter, and after any character that is
+/// neither letter nor digit. Several capitals in a row form one word, but if small letters follow, the last capital
+/// begins the next word (`VIRTUALNumber`).
+fn words(key: &str) -> String {
+    let bytes = key.as_bytes();
+    let mut words = String::new();
+    let mut capitals = 0_usize;
+    let mut apart = false;
+    for (at, byte) in bytes.iter().enumerate() {
+        if !byte.is_ascii_alphanumeric() {
+            apart = true;
+            continue;
+        }
+        if byte.is_ascii_uppercase() {
+            capitals += 1;
+            let next = bytes.get(at + 1);
+            let ends_a_row = next.is_some_and(|next| next.is_ascii_lowercase() || next.is_ascii_digit());
+            apart |= capitals == 1 || (capitals > 2 && ends_a_row);
+        } else {
+            capitals = 0;
+        }
+        if std::mem::take(&mut apart) && !words.is_empty() {
+            words.push('_');
+        }
+        words.push(byte.to_ascii_lowercase().into());
+    }
+    words
+}
+
+/// A text with more bytes is never taken for a misspelt type.
+const LONGEST_SLIP: usize = 64;
+
+/// Whether the type differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in one letter
+/// that is added, missing, wrong or swapped with its neighbour. With two wrong letters `NVIDIA_GPU` would be accepted
+/// too.
+fn is_near_miss(device_type: &str) -> bool {
+    let letters = |text: &str| text.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "");
+    let (found, ours) = (letters(device_type), letters(MPS_TYPE));
+    device_type.len() <= LONGEST_SLIP && (found == "mps" || strsim::osa_distance(&found, &ours) <= 1)
+}
+
+/// The kind of name that a path is.
+fn classify(text: &str) -> DevicePath {
+    // The number of a device has no leading zero, so `/dev/nvidia01` is no device.
+    let number = |prefix| {
+        let digits =
+            text.strip_prefix(prefix).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
+        digits.parse::<u32>().ok().filter(|number| number.to_string() == digits)
+    };
+    if number("/dev/dri/renderD").is_some() {
+        DevicePath::RenderNode(PathBuf::from(text))
+    } else if let Some(minor) = number("/dev/nvidia") {
+        DevicePath::NvidiaMinor(minor)
+    } else if let Ok(address) = text.parse() {
+        if PciAddress::is_short(text) { DevicePath::ShortPci(address) } else { DevicePath::Pci(address) }
+    } else if let Some(uuid) = text.strip_prefix("GPU-").filter(|uuid| is_uuid(uuid)) {
+        DevicePath::Uuid(format!("GPU-{}", uuid.to_ascii_lowercase()))
+    } else {
+        DevicePath::Other(text.to_owned())
+    }
+}
+
+fn is_uuid(text: &str) -> bool {
+    let dash = |at: usize| matches!(at, 8 | 13 | 18 | 23);
+    text.len() == 36
+        && text.bytes().enumerate().all(|(at, b)| if dash(at) { b == b'-' } else { b.is_ascii_hexdigit() })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use proptest::prelude::*;
+
+    use super::super::text_of;
+    use super::*;
+
+    const FILE: &str = "/etc/yunion/host_container_device.yml";
+
+    fn read(text: &str) -> (Vec<DeviceEntry>, Findings) {
+        let mut findings = Findings::default();
+        let entries = parse(Path::new(FILE), text, &mut findings);
+        (entries, findings)
+    }
+
+    fn entries(text: &str) -> Vec<DeviceEntry> {
+        let (entries, findings) = read(text);
+        assert_eq!(findings.problems, [], "{text}");
+        entries
+    }
+
+    /// Line, key and finding of each problem or warning.
+    fn told(problems: &[LocatedProblem]) -> Vec<(usize, &str, &str)> {
+        let line = |problem: &LocatedProblem| problem.origin.line.unwrap_or_default();
+        problems.iter().map(|p| (line(p), p.key.as_str(), p.problem.found.as_str())).collect()
+    }
+
+    /// One `NVIDIA_MPS` entry with this line as line 4.
+    fn mps(line: &str) -> String {
+        format!("devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  {line}\n")
+    }
+
+    #[test]
+    fn the_documented_file() {
+        let text = concat!(
+            "devices:\n",
+            "- path: \"/dev/dri/renderD128\"\n",
+            "  type: \"NVIDIA_MPS\"\n",
+            "  virtual_number: 4\n",
+        );
+        let entry = DeviceEntry {
+            name: "devices[0]".to_owned(),
+            origin: Origin { file: PathBuf::from(FILE), line: Some(2) },
+            device_type: "NVIDIA_MPS".to_owned(),
+            path: Some(DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
+            mps: Some(MpsEntry { slices: 4.try_into().unwrap(), thread_percentage: None, max_clients: None }),
+        };
+        assert_eq!(entries(text), [entry]);
+    }
+
+    #[test]
+    fn entries_of_other_types_are_never_an_error() {
+        let text = concat!(
+            "devices:\n",
+            "- path: /dev/dri/renderD129\n",
+            "  type: NVIDIA_GPU_SHARE\n",
+            "  virtual_number: 2\n",
+            "- type: CPH_AOSP_BINDER\n",
+            "  virtual_number: 140\n",
+            "- {path: /dev/dri/renderD130, type: VASTAITECH_GPU, virtual_number: 0}\n",
+            "- {path: [a, b], type: CPH_AMD_GPU, virtual_number: -1, thread_percentage: 900}\n",
+            "- type: SOMETHING_NEW\n",
+            "  virtual_number: {a: b}\n",
+            "  unheard: of\n",
+            "- type: NETINT_CA_ASIC\n",
+            "  path:\n",
+            "  virtual_number: 99999999999999999999999999\n",
+            "- type: 7\n",
+            "  path: ''\n",
+            "- path: /dev/dri/renderD131\n",
+            "  type: NVIDIA_MPS\n",
+            "  virtual_number: 1\n",
+        );
+        let (entries, findings) = read(text);
+        assert_eq!((findings.problems, findings.warnings), (Vec::new(), Vec::new()));
+        let read: Vec<_> = entries
+            .iter()
+            .map(|e| (e.origin.line.unwrap(), e.device_type.as_str(), e.path.clone()))
+            .collect();
+        let node = |path| Some(DevicePath::RenderNode(PathBuf::from(path)));
+        assert_eq!(
+            read,
+            [
+                (2, "NVIDIA_GPU_SHARE", node("/dev/dri/renderD129")),
+                (5, "CPH_AOSP_BINDER", None),
+                (7, "VASTAITECH_GPU", node("/dev/dri/renderD130")),
+                (8, "CPH_AMD_GPU", None),
+                (9, "SOMETHING_NEW", None),
+                (12, "NETINT_CA_ASIC", None),
+                (15, "7", None),
+                (17, "NVIDIA_MPS", node("/dev/dri/renderD131")),
+            ]
+        );
+        assert_eq!(entries.iter().filter(|entry| entry.mps.is_some()).count(), 1);
+    }
+
+    #[test]
+    fn virtual_number_is_a_whole_number_that_fits() {
+        for (value, slices) in [("1", 1), ("999", 999), ("\"4\"", 4), ("'4'", 4), ("4.0", 4), ("0x10", 16)] {
+            let found = entries(&mps(&format!("virtual_number: {value}")));
+            assert_eq!(found[0].mps.as_ref().unwrap().slices.get(), slices, "{value}");
+        }
+        for (value, found) in [
+            ("0", "found 0"),
+            ("-1", "found -1"),
+            ("4.7", "found 4.7"),
+            ("1000", "found 1000"),
+            ("true", "found true"),
+            ("null", "found nothing"),
+            ("", "found nothing"),
+            ("four", "found \"four\""),
+            ("\"4.7\"", "found \"4.7\""),
+            ("\"1,000\"", "found \"1,000\""),
+            ("010", "found \"010\""),
+            ("[4]", "found a list"),
+            ("18446744073709551616", "found 18446744073709551616"),
+            ("99999999999999999999999999999999999999999999", "found 1e44"),
+        ] {
+            let (entries, findings) = read(&mps(&format!("virtual_number: {value}")));
+            assert_eq!(told(&findings.problems), [(4, "devices[0].virtual_number", found)], "{value}");
+            assert!(findings.problems[0].problem.remedy.contains("1 to 999"), "{}", findings.problems[0]);
+            assert_eq!(entries, []);
+        }
+        let (_, findings) = read(&mps("# none"));
+        assert_eq!(told(&findings.problems), [(2, "devices[0].virtual_number", "missing")]);
+    }
+
+    #[test]
+    fn thread_percentage_is_optional() {
+        let entry = |line: &str| mps(&format!("virtual_number: 4\n  {line}"));
+        let percentage = |line: &str| entries(&entry(line))[0].mps.as_ref().unwrap().thread_percentage;
+        assert_eq!(percentage(""), None);
+        assert_eq!(percentage("thread_percentage:"), None);
+        assert_eq!(percentage("thread_percentage: 100"), Some(100));
+        assert_eq!(percentage("thread_percentage: \"1\""), Some(1));
+        for value in ["0", "101", "equal", "12.5", "yes"] {
+            let (_, findings) = read(&entry(&format!("thread_percentage: {value}")));
+            let [(5, "devices[0].thread_percentage", _)] = told(&findings.problems)[..] else {
+                panic!("{value}: {:?}", findings.problems)
+            };
+        }
+    }
+
+    #[test]
+    fn max_clients_is_optional() {
+        let entry = |line: &str| mps(&format!("virtual_number: 4\n  {line}"));
+        let most =
+            |line: &str| entries(&entry(line))[0].mps.as_ref().unwrap().max_clients.map(NonZeroU32::get);
+        for (line, expected) in [
+            ("", None),
+            ("max_clients:", None),
+            ("max_clients: 1", Some(1)),
+            ("maxClients: \"48\"", Some(48)),
+            ("max-clients: 999", Some(999)),
+        ] {
+            assert_eq!(most(line), expected, "{line}");
+        }
+        for value in ["0", "1000", "-1", "all", "1.5"] {
+            let (_, findings) = read(&entry(&format!("max_clients: {value}")));
+            let [(5, "devices[0].max_clients", _)] = told(&findings.problems)[..] else {
+                panic!("{value}: {:?}", findings.problems)
+            };
+            assert!(
+                findings.problems[0].problem.remedy.contains("clients from 1 to 999"),
+                "{:?}",
+                findings.problems
+            );
+        }
+    }
+
+    #[test]
+    fn keys_may_have_every_spelling_that_the_host_agent_accepts() {
+        for number in ["virtual_number", "virtualNumber", "VirtualNumber", "virtual-number"] {
+            let text = format!("Devices:\n- Path: /dev/dri/renderD128\n  Type: NVIDIA_MPS\n  {number}: 3\n");
+            assert_eq!(entries(&text)[0].mps.as_ref().unwrap().slices.get(), 3, "{number}");
+        }
+        let (entries, findings) =
+            read(&mps("virtual_number: 4\n  virtual_num: 5\n  virtualNumber: 6\n  note:"));
+        assert_eq!(entries[0].mps.as_ref().unwrap().slices.get(), 6);
+        let warned: Vec<_> = told(&findings.warnings).into_iter().map(|(line, key, _)| (line, key)).collect();
+        assert_eq!(
+            warned,
+            [(5, "devices[0].virtual_num"), (6, "devices[0].virtualNumber"), (7, "devices[0].note")]
+        );
+    }
+
+    #[test]
+    fn an_empty_entry_is_an_error() {
+        let text = "devices:\n- null\n-\n- {path: /dev/nvidia0, type: NVIDIA_MPS, virtual_number: 2}\n";
+        let (entries, findings) = read(text);
+        assert_eq!(entries.len(), 1);
+        let found: Vec<_> = findings.problems.iter().map(|w| w.key.as_str()).collect();
+        assert_eq!(found, ["devices[0]", "devices[1]"]);
+    }
+
+    #[test]
+    fn keys_are_compared_by_their_words_as_the_host_agent_does() {
+        for key in [
+            "virtual_number",
+            "virtual-number",
+            "virtual number",
+            "virtualNumber",
+            "VirtualNumber",
+            "VIRTUAL_NUMBER",
+            "VIRTUALNumber",
+            "Virtual_Number",
+            "_virtual__number_",
+        ] {
+            assert_eq!(words(key), "virtual_number", "{key}");
+        }
+        for (key, expected) in [
+            ("TYPE", "type"),
+            ("TYpe", "type"),
+            ("TYPe", "ty_pe"),
+            ("tYPE", "t_ype"),
+            ("Path", "path"),
+            ("VIRTUALNUMBER", "virtualnumber"),
+            ("", ""),
+            ("-", ""),
+            ("a1B2", "a1_b2"),
+        ] {
+            assert_eq!(words(key), expected, "{key}");
+        }
+    }
+
+    #[test]
+    fn merged_keys_belong_to_the_entry() {
+        let text = concat!(
+            "common: &common\n  type: NVIDIA_MPS\n  virtual_number: 4\n",
+            "devices:\n- <<: *common\n  path: /dev/nvidia0\n",
+            "- path: /dev/nvidia1\n  <<: *common\n",
+            "- <<: *common\n  path: /dev/nvidia2\n  virtual_number: 2\n",
+            "- virtual_number: 2\n  path: /dev/nvidia3\n  <<: *common\n",
+        );
+        let (entries, findings) = read(text);
+        assert_eq!(findings.problems, []);
+        let slices: Vec<_> = entries
+            .iter()
+            .map(|entry| (entry.origin.line.unwrap(), entry.mps.as_ref().unwrap().slices.get()))
+            .collect();
+        assert_eq!(slices, [(5, 4), (7, 4), (9, 2), (12, 4)]);
+        assert_eq!(
+            told(&findings.warnings),
+            [(3, "devices[3].virtual_number", "written twice; the last one counts")]
+        );
+    }
+
+    #[test]
+    fn a_file_without_devices_has_no_entries() {
+        for text in ["", "# nothing\n", "---\n", "devices:\n", "devices: []\n", "devices: ~\n", "{}"] {
+            assert_eq!(entries(text), [], "{text:?}");
+        }
+        // Without NVIDIA_MPS entries every GPU is served, so a misspelt `devices` must be an error.
+        let (_, findings) = read("device:\n- path: x\n");
+        assert_eq!(told(&findings.problems), [(0, "devices", "no such list")]);
+        assert_eq!(findings.unknown_keys.len(), 1);
+        let (_, findings) = read("devices: []\n");
+        assert_eq!(findings.warnings, []);
+    }
+
+    #[test]
+    fn a_file_of_another_shape_is_an_error() {
+        for (text, line, key) in [
+            ("- path: /dev/dri/renderD128\n", 1, ""),
+            ("\njust words\n", 2, ""),
+            ("devices: none\n", 1, "devices"),
+            ("a: b\ndevices:\n  path: /dev/dri/renderD128\n", 2, "devices"),
+            ("devices:\n- a\n", 2, "devices[0]"),
+            ("devices:\n- path: x\n  type: y\n- [a]\n", 4, "devices[1]"),
+            ("devices:\n\t- path: x\n", 2, ""),
+            ("devices:\n- path: x\n\ttype: y\n", 3, ""),
+        ] {
+            let (_, findings) = read(text);
+            let found: Vec<_> =
+                told(&findings.problems).into_iter().map(|(line, key, _)| (line, key)).collect();
+            assert_eq!(found, [(line, key)], "{text:?}");
+        }
+        for text in
+            ["a: &a\n- *a\n", "devices: &a [{path: *a}]\n", "devices: [\n", "devices: {path: \"\n", "%\n"]
+        {
+            let (entries, findings) = read(text);
+            assert_eq!((entries.len(), findings.problems.len()), (0, 1), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn a_misspelt_type_is_an_error() {
+        let typed = |device_type: &str| {
+            read(&format!(
+                "devices:\n- path: /dev/dri/renderD128\n  type: {device_type}\n  virtual_number: 0\n"
+            ))
+        };
+        for near in [
+            "nvidia_mps",
+            "NVIDIA-MPS",
+            "'NVIDIA_MPS '",
+            "NvidiaMps",
+            "NVIDIA MPS",
+            "NVIDIA_MSP",
+            "NVIDA_MPS",
+            "NVIDIA_MPSS",
+            "NVIDIA_MP",
+            "mps",
+        ] {
+            let (entries, findings) = typed(near);
+            assert_eq!(entries, [], "{near}");
+            let [(3, "devices[0].type", found)] = told(&findings.problems)[..] else {
+                panic!("{near}: {:?}", findings.problems)
+            };
+            assert!(found.contains(near.trim_matches('\'')), "{found}");
+            assert!(findings.problems[0].problem.remedy.contains("NVIDIA_MPS"));
+        }
+        let long = "NVIDIA_MPS_".repeat(1_000);
+        for other in
+            ["NVIDIA_GPU", "NVIDIA_GPU_SHARE", "NVIDIA_HAMI", "NVIDIA_MIG", "CPH_AMD_GPU", "7", long.as_str()]
+        {
+            let (entries, findings) = typed(other);
+            assert_eq!((entries.len(), findings.problems), (1, Vec::new()), "{other:.40}");
+        }
+        for (without, line, found) in [
+            ("", 2, "missing"),
+            ("  type:\n", 3, "found nothing"),
+            ("  type: ''\n", 3, "found \"\""),
+            ("  type: [NVIDIA_MPS]\n", 3, "found a list"),
+        ] {
+            let (entries, findings) = read(&format!("devices:\n- path: /dev/dri/renderD128\n{without}"));
+            assert_eq!(entries, []);
+            assert_eq!(told(&findings.problems), [(line, "devices[0].type", found)]);
+        }
+    }
+
+    #[test]
+    fn every_problem_is_reported_at_once() {
+        let text = concat!(
+            "devices:\n",
+            "- type: NVIDIA_MPS\n",
+            "  virtual_number: 0\n",
+            "- path: /dev/dri/renderD128\n",
+            "  type: NVIDIA_MPS\n",
+            "  virtual_number: 2\n",
+            "- path: []\n",
+            "  type: NVIDIA_MPS\n",
+            "  virtual_number: 4.7\n",
+            "  thread_percentage: 0\n",
+            "  max_clients: 0\n",
+            "- nonsense\n",
+        );
+        let (entries, findings) = read(text);
+        assert_eq!(
+            told(&findings.problems),
+            [
+                (2, "devices[0].path", "missing"),
+                (3, "devices[0].virtual_number", "found 0"),
+                (7, "devices[2].path", "found a list"),
+                (9, "devices[2].virtual_number", "found 4.7"),
+                (10, "devices[2].thread_percentage", "found 0"),
+                (11, "devices[2].max_clients", "found 0"),
+                (12, "devices[3]", "found \"nonsense\""),
+            ]
+        );
+        assert_eq!(entries.len(), 1);
+        assert!(
+            findings.problems[0].to_string().starts_with(&format!("{FILE}:2: devices[0].path: missing; "))
+        );
+    }
+
+    #[test]
+    fn paths_are_classified() {
+        let pci = |text: &str| DevicePath::Pci(text.parse().unwrap());
+        let uuid = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+        for (text, path) in [
+            ("/dev/dri/renderD128", DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
+            ("/dev/nvidia0", DevicePath::NvidiaMinor(0)),
+            ("/dev/nvidia12", DevicePath::NvidiaMinor(12)),
+            ("00:06.0", DevicePath::ShortPci("0000:00:06.0".parse().unwrap())),
+            ("00000000:1A:00.0", pci("0000:1a:00.0")),
+            ("0001:1a:00.0", pci("0001:1a:00.0")),
+            (uuid, DevicePath::Uuid(uuid.to_owned())),
+            ("GPU-76AEF7FF-372D-2432-B4B4-BECA4D8D3400", DevicePath::Uuid(uuid.to_owned())),
+        ] {
+            assert_eq!(classify(text), path, "{text}");
+            let written = format!("devices:\n- path: {text}\n  type: NVIDIA_MPS\n  virtual_number: 4\n");
+            assert_eq!(entries(&written)[0].path, Some(path), "{text}");
+        }
+        for text in [
+            "/dev/dri/card0",
+            "/dev/dri/by-path/pci-0000:00:06.0-render",
+            "/dev/dri/renderD",
+            "/dev/dri/renderD128/",
+            "/dev/dri/renderD0128",
+            "/dev/dri/renderD99999999999",
+            "/dev/nvidia",
+            "/dev/nvidiactl",
+            "/dev/nvidia00",
+            "/dev/nvidia+1",
+            "GPU-76aef7ff-372d-2432-b4b4-beca4d8d340",
+            "GPU-76aef7ff-372d-2432-b4b4+beca4d8d3400",
+            "MIG-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+            "00:06.8",
+            "0",
+        ] {
+            assert_eq!(classify(text), DevicePath::Other(text.to_owned()));
+        }
+    }
+
+    /// Reading never panics on any bytes, and each `NVIDIA_MPS` entry is complete.
+    fn survives(bytes: Vec<u8>) {
+        let mut findings = Findings::default();
+        let entries = match text_of(Path::new(FILE), bytes) {
+            Ok(text) => parse(Path::new(FILE), &text, &mut findings),
+            Err(problem) => {
+                findings.problems.push(problem);
+                Vec::new()
+            }
+        };
+        for problem in findings.problems.iter().chain(&findings.warnings) {
+            assert_eq!(problem.origin.file, Path::new(FILE));
+            assert!(!problem.problem.found.is_empty() && !problem.problem.remedy.is_empty());
+        }
+        for entry in entries {
+            assert_eq!(entry.mps.is_some(), entry.device_type == MPS_TYPE);
+            if let Some(MpsEntry { slices, thread_percentage, max_clients }) = entry.mps {
+                assert!(entry.path.is_some());
+                assert!((1..=999).contains(&slices.get()));
+                assert!(thread_percentage.is_none_or(|percentage| (1..=100).contains(&percentage)));
+                assert!(max_clients.is_none_or(|most| most.get() <= 999));
+            }
+        }
+    }
+
+    type AnyEntry = (String, bool, u32, Option<u8>, Option<NonZeroU32>);
+
+    prop_compose! {
+        fn any_entry()(
+            path in prop::sample::select(vec![
+                "/dev/dri/renderD128", "/dev/dri/card0", "00:06.0", "/dev/nvidia1", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
+            ]),
+            ours in any::<bool>(),
+            slices in 1u32..=999,
+            thread_percentage in proptest::option::of(1u8..=100),
+            max_clients in proptest::option::of(1u32..=999),
+        ) -> AnyEntry {
+            (path.to_owned(), ours, slices, thread_percentage, max_clients.and_then(NonZeroU32::new))
+        }
+    }
+
+    fn written(entries: &[AnyEntry]) -> String {
+        let mut text = "devices:\n".to_owned();
+        for (path, ours, slices, thread_percentage, max_clients) in entries {
+            let device_type = if *ours { MPS_TYPE } else { "NVIDIA_GPU_SHARE" };
+            text.push_str(&format!(
+                "- path: \"{path}\"\n  type: \"{device_type}\"\n  virtual_number: {slices}\n"
+            ));
+            if let Some(percentage) = thread_percentage {
+                text.push_str(&format!("  thread_percentage: {percentage}\n"));
+            }
+            if let Some(most) = max_clients {
+                text.push_str(&format!("  max_clients: {most}\n"));
+            }
+        }
+        text
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read(list in proptest::collection::vec(any_entry(), 0..8)) {
+            let (entries, findings) = read(&written(&list));
+            prop_assert_eq!(findings.problems, []);
+            let read: Vec<_> = entries.into_iter().map(|entry| (entry.path, entry.mps)).collect();
+            let expected: Vec<_> = list
+                .iter()
+                .map(|(path, ours, slices, thread_percentage, max_clients)| {
+                    let slices = (*slices).try_into().unwrap();
+                    let mps = MpsEntry {
+                        slices,
+                        thread_percentage: *thread_percentage,
+                        max_clients: *max_clients,
+                    };
+                    (Some(classify(path)), ours.then_some(mps))
+                })
+                .collect();
+            prop_assert_eq!(read, expected);
+        }
+
+        #[test]
+        fn any_bytes_are_survived(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
+            survives(bytes);
+        }
+
+        #[test]
+        fn anything_that_looks_like_an_entry_is_survived(
+            text in "devices:\n(- |  )(path|type|NVIDIA_MPS|virtual_number|[0-9:,\\[\\]{}&*!|>'\"%@`#= \t\r\n.-]){0,60}"
+        ) {
+            survives(text.into_bytes());
+        }
+
+        #[test]
+        fn a_damaged_file_is_survived(
+            list in proptest::collection::vec(any_entry(), 1..4),
+            changes in proptest::collection::vec((any::<prop::sample::Index>(), 0u8..3, any::<u8>()), 1..6),
+        ) {
+            let mut bytes = written(&list).into_bytes();
+            for (at, kind, byte) in changes {
+                let at = at.index(bytes.len().max(1));
+                match kind {
+                    0 if at < bytes.len() => bytes[at] = byte,
+                    1 if at < bytes.len() => drop(bytes.remove(at)),
+                    _ => bytes.insert(at.min(bytes.len()), byte),
+                }
+            }
+            survives(bytes);
+        }
+    }
+}

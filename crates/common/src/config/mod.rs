@@ -1,0 +1,822 @@
+//! The settings: read from the configuration files and checked, with every problem reported at once.
+//!
+//! `host.conf` is read first. `host_local.conf` overrides it, and the result names the device file. Each load reads all
+//! three files again.
+
+pub mod agent;
+mod device_file;
+mod host_conf;
+mod yaml;
+
+use std::fmt;
+use std::io;
+use std::num::NonZeroU32;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::host::regular_file;
+use crate::problem::{LocatedProblem, Origin, Problem};
+pub use host_conf::has_room_for_sockets;
+use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
+use yaml::Value;
+
+/// All settings of the configuration files, checked and with defaults filled in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Settings {
+    /// `enable_cuda_mps`. If it is false, no device is published.
+    pub enabled: bool,
+    /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
+    pub pipe_directory: PathBuf,
+    /// `cuda_mps_log_directory`: the directory of control.log.
+    pub log_directory: PathBuf,
+    /// `cuda_mps_replicas`: the number of slices of each GPU if no entry of the device file says which GPUs to serve.
+    pub replicas: NonZeroU32,
+    pub log_level: LogLevel,
+    pub topology: Topology,
+    pub thread_policy: ThreadPolicy,
+    pub multiuser: MultiUser,
+    /// `cuda_mps_prewarm`: start the server before the first client comes.
+    pub prewarm: bool,
+    /// `cuda_mps_set_compute_mode`. If it is false, the compute mode is left alone.
+    pub set_compute_mode: bool,
+    pub cpu_affinity: CpuAffinity,
+    /// `cuda_mps_quit_timeout`: the time between `quit` and SIGTERM.
+    pub quit_timeout: Duration,
+    /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
+    pub fault_grace: Duration,
+    pub on_overuse: OnOveruse,
+    pub may_terminate: MayTerminate,
+    /// `cuda_mps_log_max_size`, in bytes (the key is in MiB).
+    pub log_max_bytes: u64,
+    /// `cuda_mps_cdi_directory`.
+    pub cdi_directory: Option<PathBuf>,
+    /// The entries of the device file. Empty if `container_device_config_file` is not set.
+    pub devices: Vec<DeviceEntry>,
+    /// The files that were read, in the order in which they were layered.
+    pub sources: Vec<PathBuf>,
+}
+
+impl Default for Settings {
+    /// The settings without any file: nothing is served.
+    fn default() -> Self {
+        Self {
+            enabled: false,
+            pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+            log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
+            replicas: NonZeroU32::MIN.saturating_add(9),
+            log_level: LogLevel::default(),
+            topology: Topology::default(),
+            thread_policy: ThreadPolicy::default(),
+            multiuser: MultiUser::default(),
+            prewarm: true,
+            set_compute_mode: true,
+            cpu_affinity: CpuAffinity::default(),
+            quit_timeout: Duration::from_secs(10),
+            fault_grace: Duration::from_secs(30),
+            on_overuse: OnOveruse::default(),
+            may_terminate: MayTerminate::default(),
+            log_max_bytes: 16 * 1024 * 1024,
+            cdi_directory: None,
+            devices: Vec::new(),
+            sources: Vec::new(),
+        }
+    }
+}
+
+/// One entry of the device file, of any type. An entry of another type claims a GPU that this service must then leave
+/// alone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceEntry {
+    /// The entry's name in messages, `devices[2]`.
+    pub name: String,
+    pub origin: Origin,
+    /// `type`, verbatim.
+    pub device_type: String,
+    /// `path`, classified. None if the entry has no path, which some other types allow.
+    pub path: Option<DevicePath>,
+    /// Present on `NVIDIA_MPS` entries only.
+    pub mps: Option<MpsEntry>,
+}
+
+impl DeviceEntry {
+    /// A problem with one key of the entry.
+    pub fn problem(&self, key: &str, problem: Problem) -> LocatedProblem {
+        problem.at(self.origin.clone(), format!("{}.{key}", self.name))
+    }
+}
+
+/// The keys that only an `NVIDIA_MPS` entry has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MpsEntry {
+    /// `virtual_number`: the number of slices of the GPU.
+    pub slices: NonZeroU32,
+    /// `thread_percentage`, 1 to 100, if the entry overrides the policy.
+    pub thread_percentage: Option<u8>,
+    /// `max_clients`: the most clients of one slice, if the entry overrides its share of the GPU's places.
+    pub max_clients: Option<NonZeroU32>,
+}
+
+/// The kind of name by which an entry's `path` names its GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum DevicePath {
+    RenderNode(PathBuf),
+    /// A PCI address with its domain.
+    Pci(crate::host::gpu::PciAddress),
+    /// A PCI address without a domain: the GPU in domain 0000, or the only GPU with this address in any domain.
+    ShortPci(crate::host::gpu::PciAddress),
+    /// A GPU UUID, `GPU-` and 36 characters, lower case.
+    Uuid(String),
+    /// `/dev/nvidiaN`, by its N.
+    NvidiaMinor(u32),
+    /// Any other text, verbatim. For an `NVIDIA_MPS` entry this is an error. The plan writes the message, since it
+    /// knows the GPUs and can name the right path.
+    Other(String),
+}
+
+impl fmt::Display for DevicePath {
+    /// The spelling that a user would write.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::RenderNode(node) => write!(f, "{}", node.display()),
+            Self::Pci(address) => write!(f, "{address}"),
+            Self::ShortPci(address) => f.write_str(&address.short()),
+            Self::Uuid(uuid) => f.write_str(uuid),
+            Self::NvidiaMinor(minor) => write!(f, "/dev/nvidia{minor}"),
+            Self::Other(text) => write!(f, "{text:?}"),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LogLevel {
+    Debug,
+    #[default]
+    Info,
+    Warn,
+    Error,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Topology {
+    /// One control daemon in the pipe directory, for all GPUs.
+    #[default]
+    Shared,
+    /// One control daemon per GPU, in `<pipe directory>/<GPU UUID>`.
+    PerGpu,
+}
+
+/// `cuda_mps_thread_percentage`: the share of a GPU's threads that one of N slices may use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ThreadPolicy {
+    /// 100/N.
+    #[default]
+    Equal,
+    /// min(100, 200/N).
+    Balanced,
+    /// 100.
+    Unlimited,
+    /// This many percent, 1 to 100.
+    Fixed(u8),
+}
+
+/// `cuda_mps_multiuser`: one root server for the clients of every user.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum MultiUser {
+    /// On if every GPU of the control daemon allows it and the driver knows the option.
+    #[default]
+    Auto,
+    /// Always on. A driver that refuses it is an error.
+    On,
+    /// Always off.
+    Off,
+}
+
+/// `cuda_mps_cpu_affinity`: the CPUs to which a control daemon is bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum CpuAffinity {
+    /// It is not bound.
+    #[default]
+    None,
+    /// The CPUs near its GPUs.
+    Auto,
+}
+
+/// `cuda_mps_overuse`: the answer to a slice with more clients, or more memory in use, than its budget has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnOveruse {
+    /// Tell of it.
+    #[default]
+    Report,
+    /// Tell of it, and end the GPU work of the newest clients of the slice until the rest fits.
+    Terminate,
+}
+
+/// `cuda_mps_may_terminate`: who may end the GPU work of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum MayTerminate {
+    /// Root alone.
+    #[default]
+    Root,
+    /// Root, and the user who has started the process.
+    Owner,
+}
+
+/// The places of the configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sources {
+    /// The main file, if the command line names it. Otherwise the service searches for it.
+    pub config: Option<PathBuf>,
+    /// The directory below which every path is looked up, also the paths in the files: `/` on a real host.
+    pub sysroot: PathBuf,
+}
+
+/// A configuration without problems.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Loaded {
+    pub settings: Settings,
+    /// Whether any file sets `enable_cuda_mps`. It may be false only because no file mentions it.
+    pub says_enabled: bool,
+    /// Problems that an administrator should look at, although they stop nothing.
+    pub warnings: Vec<LocatedProblem>,
+    /// Settings that are right for this service, but stop the platform's host agent or its containers.
+    pub agent: Vec<agent::Trouble>,
+    /// The keys that this service does not know, with their places. They help only in a search for a typing error.
+    pub unknown_keys: Vec<(Origin, String)>,
+    /// The keys that a later file sets again, each with the overridden place and the place that counts.
+    pub overridden: Vec<(&'static str, Origin, Origin)>,
+}
+
+/// The reason why the files are no configuration.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// Every problem of every file, in the order of the files and their lines. There is at least one.
+    pub problems: Vec<LocatedProblem>,
+    /// The warnings, one of which is often the reason for a problem.
+    pub warnings: Vec<LocatedProblem>,
+}
+
+/// The findings of reading the files, besides the settings.
+#[derive(Debug, Default)]
+struct Findings {
+    problems: Vec<LocatedProblem>,
+    warnings: Vec<LocatedProblem>,
+    unknown_keys: Vec<(Origin, String)>,
+    overridden: Vec<(&'static str, Origin, Origin)>,
+    /// An unknown key that was probably meant to be the key of the device file.
+    nearly_device_file: Option<LocatedProblem>,
+}
+
+/// Reads the main file, then the local file that overrides it, then the device file that they name.
+pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
+    let mut findings = Findings::default();
+    let mut draft = Draft::new();
+    read_main_file(sources, &mut draft, &mut findings);
+    if let Some(file) = draft.local_file.clone() {
+        match read_text(&sources.sysroot, &file) {
+            Ok(text) => draft.overlay(&file, &text, &mut findings),
+            // The local file is optional, even if a key names it.
+            Err(Unreadable::Missing) => {}
+            Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
+        }
+    }
+    draft.check_together(&mut findings);
+    read_device_file(sources, &mut draft, &mut findings);
+    let Findings { problems, warnings, unknown_keys, overridden, .. } = findings;
+    if problems.is_empty() {
+        let says_enabled = draft.origin(ENABLE_KEY).is_some();
+        let agent = agent::troubles(&draft.settings, draft.origin(TOPOLOGY_KEY), &draft.empty);
+        Ok(Loaded { settings: draft.settings, says_enabled, warnings, agent, unknown_keys, overridden })
+    } else {
+        Err(Refused { problems, warnings })
+    }
+}
+
+/// The default place of the main file. Messages name it if there is no main file.
+pub const MAIN_FILE: &str = "/etc/yunion/host.conf";
+
+/// The first place of the main file. The platform's programs read ./etc/host.conf, and all of them run in this
+/// directory. The service's own working directory is no substitute: under systemd it is /, and /etc/host.conf belongs
+/// to the C library.
+const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
+
+impl Loaded {
+    /// The files that were read, for a message. If there are none, the main file that was looked for.
+    pub fn files(&self) -> String {
+        let files: Vec<String> =
+            self.settings.sources.iter().map(|file| file.display().to_string()).collect();
+        if files.is_empty() { MAIN_FILE.to_owned() } else { files.join(", ") }
+    }
+
+    /// The reason why this configuration must not replace one that serves GPUs, although it has no mistake: it would
+    /// end the work of all tenants, and nobody has written `enable_cuda_mps: false`. Most often such a host.conf is
+    /// being written, or was removed.
+    pub fn silent_end(&self) -> Option<LocatedProblem> {
+        (!self.settings.enabled && !self.says_enabled).then(|| {
+            let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
+            let remedy = format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work");
+            LocatedProblem::new(
+                Origin::whole(file),
+                ENABLE_KEY,
+                "no longer set, while GPUs are served",
+                remedy,
+            )
+        })
+    }
+}
+
+impl Sources {
+    /// The possible places of the main file. The first file that exists is used.
+    pub fn main_files(&self) -> Vec<&Path> {
+        match &self.config {
+            Some(file) => vec![file],
+            None => vec![Path::new(PLATFORM_FILE), Path::new(MAIN_FILE)],
+        }
+    }
+}
+
+fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
+    for file in sources.main_files() {
+        match read_text(&sources.sysroot, file) {
+            Ok(text) => return draft.overlay(file, &text, findings),
+            Err(Unreadable::Missing) => {}
+            Err(Unreadable::Bad(problem)) => return findings.problems.push(problem),
+        }
+    }
+    let (file, list, remedy) = match &sources.config {
+        Some(file) => {
+            (file.as_path(), &mut findings.problems, "create it or correct the path on the command line")
+        }
+        None => (Path::new(MAIN_FILE), &mut findings.warnings, "without it every key has its default"),
+    };
+    list.push(LocatedProblem::new(Origin::whole(file), "", "no such file", remedy));
+}
+
+fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
+    let before = findings.problems.len();
+    match (&draft.device_file, findings.nearly_device_file.take()) {
+        // Without a device file every GPU is served, and a typing error must not have that effect.
+        (None, problem) => findings.problems.extend(problem),
+        (Some(_), problem) => findings.warnings.extend(problem),
+    }
+    if let Some(file) = draft.device_file.clone() {
+        read_named_device_file(sources, file, draft, findings);
+    }
+    // A host without MPS may keep this file for devices of other types, or may have forgotten it, so its problems
+    // become warnings. If there is another problem, `enabled` may be false by mistake, so they stay problems.
+    if !draft.settings.enabled && before == 0 {
+        findings.warnings.extend(findings.problems.drain(before..));
+    }
+}
+
+fn read_named_device_file(sources: &Sources, file: PathBuf, draft: &mut Draft, findings: &mut Findings) {
+    match read_text(&sources.sysroot, &file) {
+        Ok(text) => {
+            draft.settings.devices = device_file::parse(&file, &text, findings);
+            draft.settings.sources.push(file);
+        }
+        Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
+        Err(Unreadable::Missing) => {
+            let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
+            let found = format!("no such file: {}", file.display());
+            let remedy = "create it or correct the path";
+            findings.problems.push(LocatedProblem::new(origin, DEVICE_FILE_KEY, found, remedy));
+        }
+    }
+}
+
+/// The largest file that is read. A normal file has a few KiB.
+const MAX_FILE_BYTES: u64 = 1024 * 1024;
+
+enum Unreadable {
+    Missing,
+    Bad(LocatedProblem),
+}
+
+fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
+    let bad =
+        |found: String, remedy| Unreadable::Bad(LocatedProblem::new(Origin::whole(file), "", found, remedy));
+    let bytes = regular_file::read(&below(sysroot, file), MAX_FILE_BYTES).map_err(|error| match error {
+        regular_file::Unreadable::Failed(error)
+            if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
+        {
+            Unreadable::Missing
+        }
+        regular_file::Unreadable::TooLarge(_) => {
+            bad("larger than 1 MiB".to_owned(), "this can't be the right file: check the path")
+        }
+        error @ regular_file::Unreadable::Failed(_) => bad(error.to_string(), "make it a readable file"),
+        error @ regular_file::Unreadable::NotRegular(_) => bad(error.to_string(), "put a regular file there"),
+    })?;
+    text_of(file, bytes).map_err(Unreadable::Bad)
+}
+
+/// The path below the sysroot. A relative path stays relative if the sysroot is the real root.
+pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
+    if sysroot == Path::new("/") {
+        file.to_owned()
+    } else {
+        sysroot.join(file.strip_prefix("/").unwrap_or(file))
+    }
+}
+
+/// The text of a file, if the bytes can be the text of a configuration file at all.
+fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, LocatedProblem> {
+    let bad =
+        |line, found, remedy| LocatedProblem::new(Origin { file: file.to_owned(), line }, "", found, remedy);
+    let line_of =
+        |bytes: &[u8], at: usize| Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
+    if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
+        let remedy = "the file is binary or damaged: check the path, or write the file again";
+        return Err(bad(line_of(&bytes, at), "a NUL byte", remedy));
+    }
+    let text = String::from_utf8(bytes).map_err(|error| {
+        let line = line_of(error.as_bytes(), error.utf8_error().valid_up_to());
+        bad(line, "bytes that are not UTF-8", "save the file as UTF-8")
+    })?;
+    // Some editors write a byte order mark at the beginning of a file.
+    Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
+}
+
+/// A whole number within a range. The error names the allowed values.
+fn whole<T>(value: &Value<'_>, range: RangeInclusive<T>, unit: &str) -> Result<T, String>
+where
+    T: TryFrom<i128> + PartialOrd + fmt::Display,
+{
+    let number = value.as_integer().and_then(|number| T::try_from(number).ok());
+    number
+        .filter(|number| range.contains(number))
+        .ok_or_else(|| format!("write a whole number of {unit} from {} to {}", range.start(), range.end()))
+}
+
+/// A number of slices. The platform's `addr` column has 16 characters. In a PCI domain other than 0000 the longest name
+/// of a slice is `0001:1a:00.0-999`, so a slice's number has at most three digits.
+fn slices(value: &Value<'_>) -> Result<NonZeroU32, String> {
+    whole(value, 1..=999, "slices").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
+}
+
+/// A number of clients. No GPU holds as many as the largest.
+fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, String> {
+    whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
+}
+
+/// An active thread percentage.
+fn percentage(value: &Value<'_>) -> Result<u8, String> {
+    whole(value, 1..=100, "percent")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    const LOCAL_FILE: &str = "/etc/yunion/host_local.conf";
+    const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
+
+    /// A root directory with these files.
+    fn sysroot(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (file, content) in files {
+            let path = below(root.path(), Path::new(file));
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, content).unwrap();
+        }
+        root
+    }
+
+    fn load_below(root: &tempfile::TempDir) -> Result<Loaded, Vec<LocatedProblem>> {
+        load(&Sources { config: None, sysroot: root.path().to_owned() }).map_err(|refused| refused.problems)
+    }
+
+    fn load_files(files: &[(&str, &[u8])]) -> Result<Loaded, Vec<LocatedProblem>> {
+        load_below(&sysroot(files))
+    }
+
+    fn texts(problems: &[LocatedProblem]) -> Vec<String> {
+        problems.iter().map(ToString::to_string).collect()
+    }
+
+    fn paths(names: &[&str]) -> Vec<PathBuf> {
+        names.iter().map(PathBuf::from).collect()
+    }
+
+    #[test]
+    fn without_any_file_the_defaults_apply() {
+        let loaded = load_files(&[]).unwrap();
+        assert_eq!(loaded.settings, Settings::default());
+        assert_eq!(
+            texts(&loaded.warnings),
+            ["/etc/yunion/host.conf: no such file; without it every key has its default"]
+        );
+    }
+
+    #[test]
+    fn three_files_become_one_configuration() {
+        let loaded = load_files(&[
+            (
+                MAIN_FILE,
+                b"enable_cuda_mps: yes\ncuda_mps_replicas: 4\nlog_level: warn\ncontainer_device_config_file: /etc/devices.yml\nrack:\n",
+            ),
+            (LOCAL_FILE, b"cuda-mps-replicas: 6\nlog_level:\n"),
+            ("/etc/devices.yml", b"devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2}\n"),
+        ])
+        .unwrap();
+        let settings = loaded.settings;
+        assert!(settings.enabled);
+        assert_eq!(settings.replicas.get(), 6);
+        assert_eq!(settings.log_level, LogLevel::Warn);
+        assert_eq!(settings.devices.len(), 1);
+        assert_eq!(settings.devices[0].origin.to_string(), "/etc/devices.yml:2");
+        assert_eq!(settings.sources, paths(&[MAIN_FILE, LOCAL_FILE, "/etc/devices.yml"]));
+        assert_eq!(loaded.warnings, []);
+        let origin = Origin { file: MAIN_FILE.into(), line: Some(5) };
+        assert_eq!(loaded.unknown_keys, [(origin, "rack".to_owned())]);
+    }
+
+    #[test]
+    fn the_local_file_may_be_elsewhere_and_needs_no_main_file() {
+        let loaded = load_files(&[(LOCAL_FILE, b"enable_cuda_mps: true\n")]).unwrap();
+        assert!(loaded.settings.enabled);
+        assert_eq!(loaded.settings.sources, paths(&[LOCAL_FILE]));
+        let main = b"local_config_file: /opt/local.conf\n".as_slice();
+        let loaded = load_files(&[
+            (MAIN_FILE, main),
+            ("/opt/local.conf", b"enable_cuda_mps = 1\n"),
+            (LOCAL_FILE, b"a\n"),
+        ]);
+        assert!(loaded.unwrap().settings.enabled);
+        assert!(!load_files(&[(MAIN_FILE, main)]).unwrap().settings.enabled);
+    }
+
+    #[test]
+    fn the_platforms_own_file_comes_first_and_the_c_librarys_is_never_read() {
+        let files: [(&str, &[u8]); 3] = [
+            ("/etc/host.conf", b"multi on\n"),
+            (MAIN_FILE, b"cuda_mps_replicas: 3\n"),
+            (PLATFORM_FILE, b"cuda_mps_replicas: 7\n"),
+        ];
+        let replicas = |count: usize| load_files(&files[..count]).unwrap().settings.replicas.get();
+        assert_eq!([replicas(1), replicas(2), replicas(3)], [10, 3, 7]);
+    }
+
+    #[test]
+    fn a_file_named_on_the_command_line_must_be_there() {
+        let root =
+            sysroot(&[(MAIN_FILE, b"cuda_mps_replicas: 3\n"), ("/opt/x.conf", b"cuda_mps_replicas: 7\n")]);
+        let named =
+            |name: &str| load(&Sources { config: Some(name.into()), sysroot: root.path().to_owned() });
+        let loaded = named("/opt/x.conf").unwrap();
+        assert_eq!((loaded.settings.replicas.get(), loaded.settings.sources), (7, paths(&["/opt/x.conf"])));
+        let refused = named("/opt/y.conf").unwrap_err();
+        assert_eq!(
+            texts(&refused.problems),
+            ["/opt/y.conf: no such file; create it or correct the path on the command line"]
+        );
+        // On a real host a relative name is relative to the working directory.
+        assert_eq!(below(Path::new("/"), Path::new("etc/host.conf")), Path::new("etc/host.conf"));
+        let absolute = root.path().join("opt/x.conf");
+        assert!(load(&Sources { config: Some(absolute), sysroot: "/".into() }).is_ok());
+    }
+
+    #[test]
+    fn every_problem_of_every_file_is_reported_in_order() {
+        let problems = load_files(&[
+            (
+                MAIN_FILE,
+                b"cuda_mps_replicas: 0\nenable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n",
+            ),
+            (LOCAL_FILE, b"log_level: loud\n"),
+            (DEVICE_FILE, b"devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: -1\n"),
+        ])
+        .unwrap_err();
+        let starts = [
+            "/etc/yunion/host.conf:1: cuda_mps_replicas: found 0; ",
+            "/etc/yunion/host_local.conf:1: log_level: found \"loud\"; ",
+            "/etc/yunion/host_container_device.yml:4: devices[0].virtual_number: found -1; ",
+        ];
+        let found = texts(&problems);
+        assert_eq!(found.len(), starts.len(), "{found:?}");
+        for (text, start) in found.iter().zip(starts) {
+            assert!(text.starts_with(start), "{text}");
+        }
+    }
+
+    /// A typing error in a key is often the reason for a problem.
+    #[test]
+    fn problems_hide_no_warning() {
+        let main = b"enable_cuda_mps: true\ncuda_mps_replica: 4\ncuda_mps_replicas: 0\n".as_slice();
+        let refused =
+            load(&Sources { config: None, sysroot: sysroot(&[(MAIN_FILE, main)]).path().to_owned() });
+        let Refused { problems, warnings } = refused.unwrap_err();
+        assert_eq!(problems.len(), 1);
+        assert_eq!(
+            texts(&warnings),
+            [
+                "/etc/yunion/host.conf:2: cuda_mps_replica: no such key; it is ignored; correct the spelling or remove it"
+            ]
+        );
+    }
+
+    #[test]
+    fn settings_that_the_host_agent_does_not_know_are_reported() {
+        let told = |main: &str, devices: &str| -> Vec<String> {
+            let main = format!("{main}\n{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
+            let files = [(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices.as_bytes())];
+            let loaded = load_files(&files).unwrap();
+            assert_eq!(loaded.warnings, []);
+            loaded.agent.iter().map(|trouble| trouble.problem.to_string()).collect()
+        };
+        let devices = |path: &str| {
+            format!(
+                "devices:\n- path: /dev/dri/renderD130\n  type: NVIDIA_GPU_SHARE\n- path: {path}\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
+            )
+        };
+        let uuid = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+        for (path, known) in
+            [("/dev/dri/renderD128", true), ("0000:00:06.0", false), (uuid, false), ("/dev/nvidia0", false)]
+        {
+            let warned = format!(
+                "{DEVICE_FILE}:4: devices[1].path: with {path} the platform's host agent does not start, unless it reads \
+                 D-Bus; name the GPU by its render node, /dev/dri/renderDN, as `ls -l /dev/dri/by-path` shows it"
+            );
+            let warned = if known { Vec::new() } else { vec![warned] };
+            assert_eq!(told("enable_cuda_mps: true", &devices(path)), warned);
+            assert!(told("enable_cuda_mps: false", &devices(path)).is_empty());
+        }
+        let good = devices("/dev/dri/renderD128");
+        assert_eq!(
+            told("enable_cuda_mps: true\ncuda_mps_topology: per_gpu", &good),
+            [
+                "/etc/yunion/host.conf:2: cuda_mps_topology: with per_gpu every container fails, unless the platform's host \
+              agent reads D-Bus: an agent that does not gives containers /tmp/nvidia-mps/pipe, where no control daemon \
+              listens; write cuda_mps_topology: shared"
+            ]
+        );
+        assert_eq!(
+            told("enable_cuda_mps: true", &good.replace("NVIDIA_GPU_SHARE", "NVIDIA_MIG")),
+            [
+                "/etc/yunion/host_container_device.yml:2: devices[0].type: with \"NVIDIA_MIG\" the platform's host agent does \
+              not start; correct its spelling or remove the entry"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_missing_device_file_is_reported_at_its_key() {
+        let main = b"enable_cuda_mps: true\n\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
+        let problems = load_files(&[(MAIN_FILE, main)]).unwrap_err();
+        assert_eq!(
+            texts(&problems),
+            [
+                "/etc/yunion/host.conf:3: container_device_config_file: no such file: /etc/none.yml; create it or correct the path"
+            ]
+        );
+    }
+
+    #[test]
+    fn while_mps_is_off_a_missing_device_file_is_a_warning() {
+        let main = b"container_device_config_file: /etc/none.yml\n".as_slice();
+        let loaded = load_files(&[(MAIN_FILE, main)]).unwrap();
+        assert_eq!(loaded.warnings.len(), 1);
+        assert_eq!(loaded.warnings[0].key, DEVICE_FILE_KEY);
+        // They are problems if it is not certain that MPS is off.
+        let main = b"enable_cuda_mps: maybe\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
+        assert_eq!(load_files(&[(MAIN_FILE, main)]).unwrap_err().len(), 2);
+    }
+
+    #[test]
+    fn a_misspelt_device_file_key_is_reported() {
+        for slip in
+            ["container_device_config_fil", "Container-Device-Config-File", "containers_device_conf_file"]
+        {
+            let main = format!("enable_cuda_mps: true\n{slip}: {DEVICE_FILE}\n");
+            let problems = load_files(&[(MAIN_FILE, main.as_bytes())]).unwrap_err();
+            let [problem] = problems.as_slice() else { panic!("{problems:?}") };
+            assert_eq!((problem.origin.line, problem.key.as_str()), (Some(2), slip));
+            assert!(problem.problem.remedy.contains(DEVICE_FILE_KEY), "{problem}");
+            // The typing error hides nothing if the right key is there too, or if nothing is served.
+            let named = format!("{main}{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
+            let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, b"devices:\n")]).unwrap();
+            assert_eq!(loaded.warnings, problems);
+            let off = main.replace("true", "false");
+            assert_eq!(load_files(&[(MAIN_FILE, off.as_bytes())]).unwrap().warnings, problems);
+        }
+    }
+
+    #[test]
+    fn content_that_is_no_text_is_reported() {
+        let long = b"# a comment\n".repeat(1024 * 1024);
+        let cases: [(&[u8], Option<usize>, &str); 5] = [
+            (b"\x7fELF\0\0\n", Some(1), "NUL"),
+            (b"enable_cuda_mps: true\n# \xff\xfe\n", Some(2), "UTF-8"),
+            (b"a: 1\nb: \"\x00\"\n", Some(2), "NUL"),
+            (b"a: \"\x07\"\n", Some(1), "control characters"),
+            (&long, None, "1 MiB"),
+        ];
+        assert!(long.len() > 10 * 1024 * 1024);
+        for (content, line, word) in cases {
+            let [problem] =
+                <[LocatedProblem; 1]>::try_from(load_files(&[(MAIN_FILE, content)]).unwrap_err()).unwrap();
+            assert_eq!(problem.origin, Origin { file: MAIN_FILE.into(), line }, "{problem}");
+            assert!(problem.problem.found.contains(word), "{problem}");
+            let main = b"enable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n";
+            let problems = load_files(&[(MAIN_FILE, main), (DEVICE_FILE, content)]).unwrap_err();
+            let [problem] = <[LocatedProblem; 1]>::try_from(problems).unwrap();
+            assert_eq!(problem.origin, Origin { file: DEVICE_FILE.into(), line }, "{problem}");
+        }
+        // Each text is repeated up to the largest size that is read. Texts like these make the parser slow.
+        for unit in ["[", "- ", "a: ", "a\n", "- a\n", "? ", "&a ", "! ", "'", "\u{e9}"] {
+            let mut content = unit.repeat(1024 * 1024 / unit.len()).into_bytes();
+            content.truncate(1024 * 1024);
+            let loaded = load_files(&[(LOCAL_FILE, &content)]).map(|loaded| loaded.settings);
+            let nothing = Settings { sources: paths(&[LOCAL_FILE]), ..Settings::default() };
+            assert!(
+                loaded.as_ref().is_ok_and(|settings| *settings == nothing) || loaded.is_err(),
+                "{unit:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_skipped() {
+        for content in ["\u{feff}enable_cuda_mps: true\n", "\u{feff}enable_cuda_mps = true\n"] {
+            assert!(load_files(&[(MAIN_FILE, content.as_bytes())]).unwrap().settings.enabled);
+        }
+    }
+
+    #[test]
+    fn an_unreadable_file_is_reported() {
+        let root = sysroot(&[(LOCAL_FILE, b"")]);
+        let main = below(root.path(), Path::new(MAIN_FILE));
+        fs::create_dir(&main).unwrap();
+        let [problem] = <[LocatedProblem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
+        assert_eq!(
+            problem.to_string(),
+            "/etc/yunion/host.conf: is a directory and no regular file; put a regular file there"
+        );
+        // Unlike a file without permissions, a loop of links can't be read by root either.
+        fs::remove_dir(&main).unwrap();
+        symlink("host.conf", &main).unwrap();
+        let [problem] = <[LocatedProblem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
+        assert_eq!(problem.origin, Origin { file: MAIN_FILE.into(), line: None });
+        assert!(problem.problem.found.starts_with("can't be read: "), "{problem}");
+        // Reading a device would never end, and opening a FIFO would block.
+        fs::remove_file(&main).unwrap();
+        symlink("/dev/zero", &main).unwrap();
+        let [problem] = <[LocatedProblem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
+        assert_eq!(problem.problem.found, "is a device and no regular file");
+    }
+
+    /// The example with each line that holds a key uncommented.
+    fn uncommented(example: &str) -> String {
+        let line = |line: &str| match line.strip_prefix('#') {
+            Some(rest) if rest.starts_with(|c: char| !c.is_whitespace()) || rest.starts_with("  type:") => {
+                rest.to_owned()
+            }
+            Some(rest)
+                if ["  virtual_number: ", "  thread_percentage: ", "  max_clients: "]
+                    .iter()
+                    .any(|key| rest.starts_with(key)) =>
+            {
+                rest.to_owned()
+            }
+            _ => line.to_owned(),
+        };
+        example.lines().map(|text| line(text) + "\n").collect()
+    }
+
+    #[test]
+    fn the_examples_change_nothing_until_they_are_uncommented() {
+        let main = include_str!("../../../../config/host.conf");
+        let devices = include_str!("../../../../config/host_container_device.yml");
+        let on =
+            "enable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n";
+
+        let loaded = load_files(&[(MAIN_FILE, main.as_bytes())]).unwrap();
+        assert_eq!(loaded.settings, Settings { sources: paths(&[MAIN_FILE]), ..Settings::default() });
+        assert_eq!(loaded.warnings, []);
+        let loaded = load_files(&[(MAIN_FILE, on.as_bytes()), (DEVICE_FILE, devices.as_bytes())]).unwrap();
+        assert_eq!(loaded.settings.devices, []);
+
+        let (main, devices) = (uncommented(main), uncommented(devices));
+        let loaded = load_files(&[(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices.as_bytes())]).unwrap();
+        assert_eq!((loaded.warnings, loaded.unknown_keys), (Vec::new(), Vec::new()));
+        let expected = Settings {
+            cdi_directory: Some("/var/run/cdi".into()),
+            devices: loaded.settings.devices.clone(),
+            sources: paths(&[MAIN_FILE, DEVICE_FILE]),
+            ..Settings::default()
+        };
+        assert_eq!(loaded.settings, expected);
+        let slices: Vec<_> =
+            expected.devices.iter().map(|entry| entry.mps.as_ref().map(|mps| mps.slices.get())).collect();
+        assert_eq!(slices, [Some(4), Some(10), Some(2), Some(1), None]);
+        assert_eq!(expected.devices[1].mps.as_ref().unwrap().thread_percentage, Some(20));
+        assert_eq!(expected.devices[1].mps.as_ref().unwrap().max_clients.map(NonZeroU32::get), Some(2));
+        assert!(
+            !expected.devices.iter().any(|entry| matches!(entry.path, None | Some(DevicePath::Other(_))))
+        );
+    }
+}

@@ -1,0 +1,589 @@
+//! The pipe directory and the log directory, which are in /tmp by default. They are made and checked so that no other
+//! user can have put something there that the service would follow or that clients would trust.
+
+pub mod immutable;
+
+use crate::host::proc;
+use crate::plan::{ControlDaemonPlan, slice_names};
+use crate::problem::Problem;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::{Component, Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat, StatxFlags};
+use rustix::io::Errno;
+use rustix::path::Arg;
+
+/// A directory that can't be used.
+#[derive(Debug, thiserror::Error)]
+#[error("{path}: {problem}", path = path.display())]
+pub struct BadDirectory {
+    /// The directory, or one of its parents.
+    pub path: PathBuf,
+    pub problem: Problem,
+}
+
+/// The mode of the pipe directory and the log directory: everybody may look into them, and only the owner may write.
+const MODE: u32 = 0o755;
+
+/// The mode of a private directory.
+const PRIVATE: u32 = 0o700;
+
+/// The socket to which clients connect, and the mode that the control daemon gives it. To connect takes the right to
+/// write.
+pub const SOCKET: &str = "control";
+const SOCKET_MODE: u32 = 0o666;
+
+/// Makes `path` and its missing parents, all with mode 0755, and opens `path`. It refuses a symbolic link in a
+/// directory where others can write, a directory of another owner, anything that is no directory, and a parent that
+/// another user owns or in which everybody can rename things.
+pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
+    open_as(path, MODE)
+}
+
+/// The same for a directory with mode 0700, which is for this service and its control daemons.
+pub fn open_private(path: &Path) -> Result<OwnedFd, BadDirectory> {
+    open_as(path, PRIVATE)
+}
+
+fn open_as(path: &Path, mode: u32) -> Result<OwnedFd, BadDirectory> {
+    let directory = walk(path, true)?.ok_or_else(|| bad(path, "has just been removed".to_owned()))?;
+    claim(&directory, mode).map_err(|problem| bad(path, problem))?;
+    if rustix::fs::accessat(&directory, ".", Access::WRITE_OK, AtFlags::EACCESS) == Err(Errno::ROFS) {
+        return Err(bad(path, read_only(path).prefixed("can't be written")));
+    }
+    Ok(directory)
+}
+
+/// The same for the directory `path`, which is in a `parent` that [`open`] returned. Anything else in its place is renamed,
+/// and `moved` gets a message about it: whoever can write in `parent` must not keep the directory from its users.
+pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<OwnedFd, BadDirectory> {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let failed = |error: Errno| bad(path, format!("can't be made or opened: {error}"));
+    for _ in 0..ATTEMPTS {
+        match immutable::change(parent, || rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(MODE))) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => return Err(failed(error)),
+        }
+        let Some(directory) = entry(parent, name).map_err(failed)? else { continue };
+        let stat = stat(&directory).map_err(|problem| bad(path, problem))?;
+        let why = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory if owner(&stat).is_ok() => {
+                claim(&directory, MODE).map_err(|problem| bad(path, problem))?;
+                return Ok(directory);
+            }
+            FileType::Directory => format!("belonged to user {}", stat.st_uid),
+            FileType::Symlink => "was a symbolic link".to_owned(),
+            _ => "was no directory".to_owned(),
+        };
+        clear_place(parent, path, &why, moved)?;
+    }
+    Err(bad(path, "is removed or replaced all the time".to_owned()))
+}
+
+/// So many times somebody may remove or replace a thing while it is made.
+pub const ATTEMPTS: u32 = 3;
+
+/// Renames the thing at `path`, which is in `directory`. `moved` gets a message about it with the fault, `why`.
+pub fn clear_place(
+    directory: &OwnedFd,
+    path: &Path,
+    why: &str,
+    moved: &mut Vec<String>,
+) -> Result<(), BadDirectory> {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let renamed = move_away(directory, name).and_then(|new| match new {
+        Some(new) => Ok(new),
+        // Whoever has taken the usual names must not keep this place too.
+        None => {
+            let unique = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+            let new = format!("{name}.refused-{unique}");
+            rename(directory, name, &new).map(|()| new)
+        }
+    });
+    match renamed {
+        Ok(new) => moved.push(format!("{} {why}, and is {new} now", path.display())),
+        Err(Errno::NOENT) => {}
+        Err(error) => {
+            let found = format!("{why}, and can't be renamed: {error}");
+            return Err(bad(path, Problem::new(found, "remove it")));
+        }
+    }
+    Ok(())
+}
+
+/// The directory `path` as it is, or None if it is missing. Nothing is made or changed.
+pub fn existing(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
+    walk(path, false)
+}
+
+/// The directory `path` as it is, or None if it is missing. Its mode stays: the regular check sets the mode again, and says so.
+///
+/// # Errors
+/// It is not ours.
+pub fn ours(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
+    let Some(directory) = walk(path, false)? else { return Ok(None) };
+    stat(&directory).and_then(|stat| owner(&stat)).map_err(|problem| bad(path, problem))?;
+    Ok(Some(directory))
+}
+
+/// Whether the directory exists, if [`open`] would accept it as it is. Nothing is made or changed, so `--check` can use
+/// it. A missing directory is no error.
+pub fn look(path: &Path) -> Result<bool, BadDirectory> {
+    let Some(directory) = walk(path, false)? else { return Ok(false) };
+    let stat = stat(&directory).map_err(|problem| bad(path, problem))?;
+    // The service runs as root, even if another user runs this check.
+    if stat.st_uid != 0 {
+        owner(&stat).map_err(|problem| bad(path, problem))?;
+    }
+    Ok(true)
+}
+
+fn bad(at: &Path, problem: impl Into<Problem>) -> BadDirectory {
+    BadDirectory { path: at.to_owned(), problem: problem.into() }
+}
+
+/// Walks down to the directory, and makes the missing directories on the way if `make` is true. None if it is missing.
+fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
+    let mut at = PathBuf::from("/");
+    let mut directory =
+        rustix::fs::open("/", OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|error| bad(&at, format!("can't be opened: {error}")))?;
+    for component in path.components() {
+        let Component::Normal(name) = component else { continue };
+        let parent = at.clone();
+        at.push(name);
+        if make {
+            match rustix::fs::mkdirat(&directory, name, Mode::from_raw_mode(MODE)) {
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(Errno::ROFS) => return Err(bad(&at, format!("can't be made: {}", read_only(path)))),
+                Err(error) => return Err(bad(&at, format!("can't be made: {error}"))),
+            }
+        }
+        let entry = entry(&directory, name).map_err(|error| bad(&at, format!("can't be opened: {error}")))?;
+        let Some(entry) = entry else { return Ok(None) };
+        let stat = stat(&entry).map_err(|problem| bad(&at, problem))?;
+        let last = at == path;
+        directory = match FileType::from_raw_mode(stat.st_mode) {
+            FileType::Directory => {
+                // The caller checks the last directory itself.
+                if !last {
+                    others_rule(&stat).map_err(|problem| bad(&at, problem))?;
+                }
+                entry
+            }
+            // A link that only root can make, such as /var/run, is as good as a directory.
+            FileType::Symlink if !last && only_root_writes(&directory) => {
+                let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+                rustix::fs::openat(&directory, name, flags, Mode::empty())
+                    .map_err(|error| bad(&at, format!("leads nowhere: {error}")))?
+            }
+            kind => {
+                let found = if kind == FileType::Symlink {
+                    format!("is a symbolic link, which is not followed in {}", parent.display())
+                } else {
+                    "is not a directory".to_owned()
+                };
+                return Err(bad(&at, Problem::new(found, "remove it or configure another directory")));
+            }
+        };
+    }
+    Ok(Some(directory))
+}
+
+/// The remedy for a read-only file system. Most often only the unit makes it read-only.
+fn read_only(path: &Path) -> Problem {
+    Problem::new(
+        "the file system is read-only",
+        format!(
+            "if it is so for this service alone, allow the directory with ReadWritePaths={} (systemctl edit \
+             yunion-mps-daemon), or configure one below /tmp or /var/log",
+            to_be_writable(path).display()
+        ),
+    )
+}
+
+/// The directory that a unit allows so that the service can write in this pipe or log directory: the parent of the configured
+/// one. A directory that `ReadWritePaths=` names is a mount of its own, and no link leads into it from beside it.
+pub fn to_be_writable(path: &Path) -> &Path {
+    let is_below = |path: &&Path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with("GPU-") || name == slice_names::DIRECTORIES
+    };
+    let configured = path.ancestors().find(|path| !is_below(path)).unwrap_or(path);
+    configured.parent().filter(|parent| *parent != Path::new("/")).unwrap_or(configured)
+}
+
+/// Checks that the directory is ours, and sets its mode. It returns the former mode if that was different.
+fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
+    let stat = stat(directory)?;
+    owner(&stat)?;
+    let was = stat.st_mode & 0o777;
+    if was == mode {
+        return Ok(None);
+    }
+    immutable::change(directory, || chmod(directory, mode))
+        .map_err(|error| format!("can't be made {mode:04o}: {error}"))?;
+    Ok(Some(was))
+}
+
+/// Whether links can lead from one directory to the other: both are, or would be made, on one mount.
+pub fn on_one_mount(one: &Path, other: &Path) -> bool {
+    let mount = |path: &Path| {
+        let there = path.ancestors().find_map(|path| {
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            rustix::fs::open(path, flags, Mode::empty()).ok()
+        })?;
+        let found = rustix::fs::statx(&there, "", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).ok()?;
+        // A kernel before 5.8 does not say the mount.
+        let known = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::MNT_ID);
+        Some((found.stx_dev_major, found.stx_dev_minor, known.then_some(found.stx_mnt_id)))
+    };
+    mount(one) == mount(other)
+}
+
+fn owner(stat: &Stat) -> Result<(), Problem> {
+    let us = rustix::process::geteuid().as_raw();
+    if stat.st_uid == us {
+        return Ok(());
+    }
+    Err(Problem::new(
+        format!("belongs to user {}, not to user {us} as whom this service runs", stat.st_uid),
+        "remove it with all that is in it (rm -r), or configure another directory (docs/isolation.md)",
+    ))
+}
+
+/// A user who can rename things in a directory can put another directory in the place of the service's directory after
+/// any check. /tmp passes, since only the owner of a thing can rename it there. A directory that root lets a group
+/// write to, such as /var/log, passes too.
+fn others_rule(stat: &Stat) -> Result<(), Problem> {
+    let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
+    if owner != 0 && owner != us {
+        return Err(Problem::new(
+            format!("belongs to user {owner}, who could replace what is in it"),
+            "remove it with all that is in it (rm -r), or configure a directory where only root can write \
+             (docs/isolation.md)",
+        ));
+    }
+    if stat.st_mode & 0o1002 == 0o002 {
+        return Err(Problem::new(
+            "everybody can replace what is in it",
+            "take that right away (chmod o-w, or chmod +t) or configure another directory",
+        ));
+    }
+    Ok(())
+}
+
+fn only_root_writes(directory: &OwnedFd) -> bool {
+    stat(directory).is_ok_and(|stat| stat.st_uid == 0 && stat.st_mode & 0o022 == 0)
+}
+
+fn stat(file: &OwnedFd) -> Result<Stat, Problem> {
+    rustix::fs::fstat(file).map_err(|error| format!("can't be looked at: {error}").into())
+}
+
+/// The thing of this name in a directory, or None if there is none. `O_PATH` finds it without opening it, since opening
+/// a FIFO blocks and opening a device may have effects.
+fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<OwnedFd>> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    match rustix::fs::openat(directory, name, flags, Mode::empty()) {
+        Ok(entry) => Ok(Some(entry)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Sees to it that clients of every user can reach the socket of a control daemon that this service started: through its
+/// pipe directory, where it has the socket itself or a link to it. It repairs the modes of the directory and of the socket
+/// in `control_directory`, and describes each repair. A missing directory or socket is no error.
+///
+/// # Errors
+/// The directory or the socket belongs to another user, or can't be repaired.
+pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<Vec<String>, BadDirectory> {
+    let Some(directory) = walk(pipe_directory, false)? else { return Ok(Vec::new()) };
+    let mut repaired = Vec::new();
+    repaired.extend(
+        claim(&directory, MODE).map_err(|problem| bad(pipe_directory, problem))?.map(|was| {
+            format!("mode of {} was {was:04o}, and is {MODE:04o} again", pipe_directory.display())
+        }),
+    );
+    let Some(directory) = walk(control_directory, false)? else { return Ok(repaired) };
+    let path = control_directory.join(SOCKET);
+    let bad_socket = |problem: Problem| bad(&path, problem);
+    let socket = entry(&directory, SOCKET).map_err(|error| format!("can't be opened: {error}").into());
+    let Some(socket) = socket.map_err(bad_socket)? else { return Ok(repaired) };
+    let stat = stat(&socket).map_err(bad_socket)?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::Socket {
+        return Err(bad_socket("is not the socket of the control daemon".into()));
+    }
+    owner(&stat).map_err(bad_socket)?;
+    if stat.st_mode & SOCKET_MODE != SOCKET_MODE {
+        chmod(&socket, SOCKET_MODE)
+            .map_err(|error| bad_socket(format!("can't be made {SOCKET_MODE:04o}: {error}").into()))?;
+        let was = stat.st_mode & 0o777;
+        repaired.push(format!("mode of {} was {was:04o}, and is {SOCKET_MODE:04o} again", path.display()));
+    }
+    Ok(repaired)
+}
+
+/// Sees to it that nobody but root gets into a private directory, and describes the repair. A missing directory is no
+/// error.
+///
+/// # Errors
+/// The directory belongs to another user, or can't be repaired.
+pub fn keep_others_out(private: &Path) -> Result<Option<String>, BadDirectory> {
+    let Some(directory) = walk(private, false)? else { return Ok(None) };
+    let was = claim(&directory, PRIVATE).map_err(|problem| bad(private, problem))?;
+    Ok(was.map(|was| format!("mode of {} was {was:04o}, and is {PRIVATE:04o} again", private.display())))
+}
+
+/// A control daemon's log.
+#[derive(Debug)]
+pub struct LogFile {
+    /// The file, opened for appending.
+    pub output: File,
+    /// The same file, opened for reading and truncating.
+    pub file: File,
+    /// A message about another file that stood in its place: the fault of that file and its new name.
+    pub moved_away: Option<String>,
+}
+
+/// Opens the log of this name in a directory that [`open`] returned, and makes it if it is missing. It accepts only a
+/// regular file that we own and that has no second name. Others could read or write anything else, so anything else is
+/// renamed.
+pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
+    let mut moved_away = None;
+    loop {
+        let output = match find_log(&directory, name)? {
+            Found::Ours(entry) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
+            Found::Nothing => match create(&directory, Path::new(name)) {
+                Ok(output) => output,
+                // Another process made the file first.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                Err(error) => return Err(error),
+            },
+            Found::Refused(why) => {
+                let new = move_away(&directory, name)?.ok_or_else(|| {
+                    io::Error::other(format!(
+                        "is no log of this service and can't be renamed, since {name}.refused-1 to -{MOVED_AWAY} \
+                         exist; remove them"
+                    ))
+                })?;
+                moved_away = Some(format!("{why}, and is {new} now"));
+                continue;
+            }
+        };
+        let file = reopen(&output, OFlags::RDWR)?;
+        return Ok(LogFile { output, file, moved_away });
+    }
+}
+
+/// The thing that stands in the place of a log.
+enum Found {
+    Ours(OwnedFd),
+    Nothing,
+    Refused(String),
+}
+
+fn find_log(directory: impl AsFd, name: &str) -> io::Result<Found> {
+    let Some(entry) = entry(directory, name)? else { return Ok(Found::Nothing) };
+    let stat = rustix::fs::fstat(&entry)?;
+    let us = rustix::process::geteuid().as_raw();
+    let why = match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile if stat.st_uid != us => format!("belonged to user {}", stat.st_uid),
+        FileType::RegularFile if stat.st_nlink != 1 => "had another name too".to_owned(),
+        FileType::RegularFile => {
+            if stat.st_mode & 0o022 != 0 {
+                chmod(&entry, 0o644)?;
+            }
+            return Ok(Found::Ours(entry));
+        }
+        FileType::Symlink => "was a symbolic link".to_owned(),
+        FileType::Fifo => "was a FIFO".to_owned(),
+        _ => "was no regular file".to_owned(),
+    };
+    Ok(Found::Refused(why))
+}
+
+/// The number of refused files that are kept under other names.
+const MOVED_AWAY: u32 = 9;
+
+/// Renames a thing to the first of a few names that is free. None if there is none.
+fn move_away(directory: impl AsFd, name: &str) -> rustix::io::Result<Option<String>> {
+    for number in 1..=MOVED_AWAY {
+        let new = format!("{name}.refused-{number}");
+        match rename(&directory, name, &new) {
+            Ok(()) => return Ok(Some(new)),
+            Err(Errno::EXIST) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(None)
+}
+
+fn rename(directory: impl AsFd, name: &str, new: &str) -> rustix::io::Result<()> {
+    let flags = rustix::fs::RenameFlags::NOREPLACE;
+    immutable::change(&directory, || rustix::fs::renameat_with(&directory, name, &directory, new, flags))
+}
+
+/// Makes a new, empty file in a directory that [`open`] made, and removes the former file of that name.
+pub fn replace(directory: &Path, name: &Path) -> Result<File, String> {
+    let directory = walk(directory, false).map_err(|bad| bad.to_string())?.ok_or("its directory has gone")?;
+    match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
+        Ok(()) | Err(Errno::NOENT) => {}
+        Err(error) => return Err(format!("{} can't be removed: {error}", name.display())),
+    }
+    create(&directory, name).map_err(|error| format!("{} can't be made: {error}", name.display()))
+}
+
+fn create(directory: impl AsFd, name: &Path) -> io::Result<File> {
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::APPEND | OFlags::WRONLY | OFlags::CLOEXEC;
+    Ok(File::from(rustix::fs::openat(directory, name, flags, Mode::from_raw_mode(0o644))?))
+}
+
+/// Opens the file of a descriptor once more, even if its path now leads elsewhere.
+fn reopen(file: impl AsFd, flags: OFlags) -> io::Result<File> {
+    let link = own_link(file.as_fd());
+    Ok(File::from(rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())?))
+}
+
+fn own_link(file: BorrowedFd<'_>) -> PathBuf {
+    proc::open_file(proc::OWN, file.as_raw_fd())
+}
+
+/// chmod(2) does not accept an `O_PATH` descriptor, so the call goes through /proc. It still reaches the same file.
+fn chmod(file: impl AsFd, mode: u32) -> rustix::io::Result<()> {
+    rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))
+}
+
+/// Gives the private directory up where no link can lead to it from the pipe directory. Returns that private directory.
+pub fn give_up_private_directory(plan: &mut ControlDaemonPlan) -> Option<PathBuf> {
+    let beside = |private: &PathBuf| on_one_mount(private, &plan.pipe_directory);
+    if plan.private_directory.as_ref().is_none_or(beside) { None } else { plan.private_directory.take() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    use super::*;
+    use crate::skip::root_or_skip;
+
+    fn message(path: &Path) -> String {
+        open(path).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn missing_directories_are_made_with_0755() {
+        let base = tempfile::tempdir().unwrap();
+        let path = base.path().join("nvidia-mps/pipe");
+        open(&path).unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o755);
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o777)).unwrap();
+        open(&path).unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o755);
+    }
+
+    #[test]
+    fn refuses_links_files_and_other_owners() {
+        let base = tempfile::tempdir().unwrap();
+        let target = base.path().join("target");
+        std::fs::create_dir(&target).unwrap();
+        let link = base.path().join("link");
+        symlink(&target, &link).unwrap();
+        assert!(message(&link).contains("symbolic link"), "{}", message(&link));
+
+        // A link in the middle of a path is refused if others could have made it.
+        let open_to_all = base.path().join("open");
+        std::fs::create_dir(&open_to_all).unwrap();
+        std::fs::set_permissions(&open_to_all, PermissionsExt::from_mode(0o1777)).unwrap();
+        symlink(&target, open_to_all.join("link")).unwrap();
+        let through = open_to_all.join("link/pipe");
+        assert!(message(&through).contains("symbolic link"), "{}", message(&through));
+
+        let file = base.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        assert!(message(&file).contains("not a directory"), "{}", message(&file));
+
+        // A user who can write to a parent can replace the directory below it.
+        let for_all = base.path().join("for all");
+        std::fs::create_dir(&for_all).unwrap();
+        std::fs::set_permissions(&for_all, PermissionsExt::from_mode(0o777)).unwrap();
+        assert!(message(&for_all.join("pipe")).contains("everybody can replace"));
+        assert!(!for_all.join("pipe").exists());
+        assert!(look(&for_all.join("pipe")).is_err());
+
+        if root_or_skip("a directory of another user") {
+            std::os::unix::fs::chown(&target, Some(65534), None).unwrap();
+            assert!(message(&target).contains("belongs to user 65534"), "{}", message(&target));
+            let below = message(&target.join("pipe"));
+            assert!(below.contains("target: belongs to user 65534, who could replace"), "{below}");
+            assert!(!target.join("pipe").exists());
+        }
+    }
+
+    /// Anything else in the place of a log is moved out of the way, unharmed.
+    #[test]
+    fn only_a_regular_file_of_the_service_is_used_as_a_log() {
+        let base = tempfile::tempdir().unwrap();
+        let (log, elsewhere) = (base.path().join("log"), base.path().join("elsewhere"));
+        let directory = open(&log).unwrap();
+        let opened = |name: &str| open_log(&directory, name).unwrap();
+        assert_eq!(opened("control.log").moved_away, None);
+        std::fs::write(log.join("control.log"), "kept\n").unwrap();
+        let mut again = opened("control.log");
+        assert_eq!(again.moved_away, None);
+        again.output.write_all(b"appended\n").unwrap();
+        assert_eq!(std::fs::read_to_string(log.join("control.log")).unwrap(), "kept\nappended\n");
+        again.file.set_len(0).unwrap();
+
+        std::fs::write(&elsewhere, "not ours\n").unwrap();
+        symlink(&elsewhere, log.join("link")).unwrap();
+        std::fs::hard_link(&elsewhere, log.join("hard link")).unwrap();
+        rustix::fs::mknodat(&directory, "fifo", FileType::Fifo, Mode::from_raw_mode(0o666), 0).unwrap();
+        std::fs::create_dir(log.join("directory")).unwrap();
+        let mut refused = vec![
+            ("link", "was a symbolic link"),
+            ("hard link", "had another name too"),
+            ("fifo", "was a FIFO"),
+            ("directory", "was no regular file"),
+        ];
+        if root_or_skip("a log of another user") {
+            std::fs::write(log.join("theirs"), "").unwrap();
+            std::os::unix::fs::chown(log.join("theirs"), Some(65534), None).unwrap();
+            refused.push(("theirs", "belonged to user 65534"));
+        }
+        for (name, why) in refused {
+            let mut opened = opened(name);
+            assert_eq!(opened.moved_away, Some(format!("{why}, and is {name}.refused-1 now")));
+            opened.output.write_all(b"ours\n").unwrap();
+            assert_eq!(std::fs::read_to_string(log.join(name)).unwrap(), "ours\n");
+            assert!(std::fs::symlink_metadata(log.join(format!("{name}.refused-1"))).is_ok());
+        }
+        assert_eq!(std::fs::read_to_string(&elsewhere).unwrap(), "not ours\n");
+        for number in 1..=MOVED_AWAY {
+            symlink(&elsewhere, log.join(format!("full.refused-{number}"))).unwrap();
+        }
+        symlink(&elsewhere, log.join("full")).unwrap();
+        assert!(open_log(&directory, "full").is_err());
+        // Anybody could have written to a log that is writable for everybody.
+        std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
+        opened("control.log");
+        assert_eq!(log.join("control.log").metadata().unwrap().mode() & 0o777, 0o644);
+    }
+
+    #[test]
+    fn the_kept_log_replaces_a_link_and_does_not_follow_it() {
+        let base = tempfile::tempdir().unwrap();
+        let elsewhere = base.path().join("elsewhere");
+        std::fs::write(&elsewhere, "not ours\n").unwrap();
+        symlink(&elsewhere, base.path().join("control.log.1")).unwrap();
+        replace(base.path(), Path::new("control.log.1")).unwrap().write_all(b"kept\n").unwrap();
+        assert_eq!(std::fs::read_to_string(base.path().join("control.log.1")).unwrap(), "kept\n");
+        assert_eq!(std::fs::read_to_string(&elsewhere).unwrap(), "not ours\n");
+        assert!(replace(&base.path().join("gone"), Path::new("control.log.1")).is_err());
+    }
+}

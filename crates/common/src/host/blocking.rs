@@ -1,0 +1,60 @@
+//! Questions that may never be answered: to NVML about a GPU that fell off its bus, to the kernel about a process that
+//! is stuck in the driver. A question that hangs keeps its thread for good. So each kind of question has only a few
+//! threads, and questions of one kind that hang can't block the other kinds.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::time::timeout;
+
+/// The threads for one kind of question.
+#[derive(Debug, Clone)]
+pub struct Blocking(Arc<Semaphore>);
+
+impl Blocking {
+    /// Allows this many questions at a time.
+    pub fn new(threads: usize) -> Self {
+        Self(Arc::new(Semaphore::new(threads)))
+    }
+
+    /// Asks on a thread of its own. None if there is no answer within `patience`, since the question hangs or since
+    /// other hanging questions have all threads, or if the question panicked.
+    pub async fn ask<T: Send + 'static>(
+        &self,
+        patience: Duration,
+        question: impl FnOnce() -> T + Send + 'static,
+    ) -> Option<T> {
+        let answer = async {
+            let thread = Arc::clone(&self.0).acquire_owned().await.ok()?;
+            // The thread itself gives the permit back, since the caller may have stopped waiting by then.
+            let asked = tokio::task::spawn_blocking(move || (question(), thread));
+            asked.await.ok().map(|(answer, _)| answer)
+        };
+        timeout(patience, answer).await.ok().flatten()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[tokio::test]
+    async fn hanging_questions_block_only_their_own_kind() {
+        let blocking = Blocking::new(2);
+        let (let_go, held) = mpsc::channel::<()>();
+        let held = Arc::new(std::sync::Mutex::new(held));
+        for _ in 0..2 {
+            let held = Arc::clone(&held);
+            let hangs = move || held.lock().map(|held| held.recv().is_ok()).is_ok();
+            assert_eq!(blocking.ask(Duration::from_millis(1), hangs).await, None);
+        }
+        assert_eq!(blocking.ask(Duration::from_millis(1), || 7).await, None);
+        assert_eq!(Blocking::new(1).ask(LONG, || 7).await, Some(7));
+        drop(let_go);
+        assert_eq!(blocking.ask(LONG, || 7).await, Some(7));
+    }
+}

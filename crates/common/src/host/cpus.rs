@@ -1,0 +1,164 @@
+//! Sets of CPUs: the lists in /sys, and the CPUs on which a process may run.
+
+use std::fmt;
+
+use rustix::io;
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use super::proc;
+
+/// A set of CPUs. It has at least one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cpus(CpuSet);
+
+impl Cpus {
+    fn new(is_in: impl Fn(usize) -> bool) -> Option<Self> {
+        let mut set = CpuSet::new();
+        (0..CpuSet::MAX_CPU).filter(|cpu| is_in(*cpu)).for_each(|cpu| set.set(cpu));
+        (set.count() > 0).then_some(Self(set))
+    }
+
+    /// Reads a list of the kernel: `0-3,8`. None for a list without any CPU, for a text that is no list, and for a CPU
+    /// that no set holds: the 1025th.
+    pub fn parse(list: &str) -> Option<Self> {
+        let mut ranges = Vec::new();
+        for part in list.trim().split(',') {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let range = first.parse().ok()?..=last.parse().ok()?;
+            if range.is_empty() || *range.end() >= CpuSet::MAX_CPU {
+                return None;
+            }
+            ranges.push(range);
+        }
+        Self::new(|cpu| ranges.iter().any(|range| range.contains(&cpu)))
+    }
+
+    /// The CPUs on which a process may run, as its first thread has them. None if the process has ended, or if the host
+    /// has more CPUs than a set holds.
+    pub fn of(pid: u32) -> Option<Self> {
+        let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
+        sched_getaffinity(Some(pid)).ok().map(Self)
+    }
+
+    /// The CPUs of this host: its first process is kept from none of them.
+    pub fn of_host() -> Option<Self> {
+        Self::of(proc::FIRST)
+    }
+
+    /// Binds this thread to these CPUs, and with it every program and thread that it starts. A CPU that it must not use
+    /// is left out. If it must not use any of them, nothing changes.
+    pub fn bind(self) -> io::Result<()> {
+        let own = sched_getaffinity(None)?;
+        match Self::new(|cpu| self.has(cpu) && own.is_set(cpu)) {
+            Some(cpus) => sched_setaffinity(None, &cpus.0),
+            None => Ok(()),
+        }
+    }
+
+    fn has(self, cpu: usize) -> bool {
+        self.0.is_set(cpu)
+    }
+
+    /// Whether all of the other CPUs are among these.
+    pub fn includes(self, other: Self) -> bool {
+        (0..CpuSet::MAX_CPU).all(|cpu| self.has(cpu) || !other.has(cpu))
+    }
+
+    /// The CPUs of all sets together. None if one of the sets is None, or if there is no set.
+    pub fn union(mut sets: impl Iterator<Item = Option<Self>>) -> Option<Self> {
+        let first = sets.next()??;
+        sets.try_fold(first, |all, set| set.and_then(|set| Self::new(|cpu| all.has(cpu) || set.has(cpu))))
+    }
+
+    /// The list for people, where `all` stands for all CPUs of the host.
+    pub fn in_words(self) -> String {
+        let all = Self::of_host().is_some_and(|host| self.includes(host));
+        if all { "all".to_owned() } else { self.to_string() }
+    }
+}
+
+impl fmt::Display for Cpus {
+    /// The list as the kernel writes it: `0-3,8`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| self.has(*cpu)).peekable();
+        let mut separator = "";
+        while let Some(first) = cpus.next() {
+            let mut last = first;
+            while let Some(next) = cpus.next_if_eq(&(last + 1)) {
+                last = next;
+            }
+            write!(f, "{separator}{first}")?;
+            if last > first {
+                write!(f, "-{last}")?;
+            }
+            separator = ",";
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn lists_of_the_kernel_are_read_and_written() {
+        for (list, written) in [
+            ("0-3,8,10-11\n", "0-3,8,10-11"),
+            ("0", "0"),
+            ("0,1", "0-1"),
+            ("7,0-3,2-4", "0-4,7"),
+            ("0-1023", "0-1023"),
+        ] {
+            assert_eq!(Cpus::parse(list).unwrap().to_string(), written, "{list:?}");
+        }
+        for list in
+            ["", "\n", ",", "0,", "3-1", "-", "1-", "-1", "a", "0 1", "0-1-2", "1024", "0-4294967295", "0x1"]
+        {
+            assert_eq!(Cpus::parse(list), None, "{list:?}");
+        }
+    }
+
+    #[test]
+    fn sets_are_joined_and_compared() {
+        let cpus = |list| Cpus::parse(list).unwrap();
+        let union = |lists: &[&str]| Cpus::union(lists.iter().map(|list| Cpus::parse(list)));
+        assert_eq!(union(&["0-3", "8", "4"]), Some(cpus("0-4,8")));
+        assert_eq!(union(&["0-3", "", "8"]), None);
+        assert_eq!(union(&[]), None);
+        assert!(cpus("0-3").includes(cpus("0,3")) && !cpus("0-3").includes(cpus("3-4")));
+        assert_eq!(Cpus::of_host().unwrap().in_words(), "all");
+    }
+
+    /// In threads of its own: a binding can't be taken back by a thread that may use one CPU only.
+    #[test]
+    fn a_thread_is_bound_to_the_cpus_that_it_may_use() {
+        let own = || Cpus(sched_getaffinity(None).unwrap());
+        let bound = |list: String| {
+            let bind = move || Cpus::parse(&list).unwrap().bind().map(|()| own());
+            std::thread::spawn(bind).join().unwrap().unwrap()
+        };
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| own().has(*cpu)).unwrap();
+        let stranger = (0..CpuSet::MAX_CPU).find(|cpu| !own().has(*cpu)).unwrap();
+        assert_eq!(bound(first.to_string()).to_string(), first.to_string());
+        assert_eq!(bound(format!("{first},{stranger}")).to_string(), first.to_string());
+        assert_eq!(bound(stranger.to_string()), own());
+    }
+
+    proptest! {
+        #[test]
+        fn any_text_is_survived(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            Cpus::parse(&String::from_utf8_lossy(&bytes));
+        }
+
+        #[test]
+        fn anything_that_looks_like_a_list_is_survived(list in "[0-9,\\- \n]{0,40}") {
+            if let Some(cpus) = Cpus::parse(&list) {
+                prop_assert_eq!(Cpus::parse(&cpus.to_string()), Some(cpus));
+            }
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Everything that differs by the series of NVIDIA's driver, or by the generation of a GPU: since when it is so, and
+//! how that is known. No other module compares a driver's version or a compute capability.
+//!
+//! | | from driver | on GPUs from | known from |
+//! |---|---|---|---|
+//! | [`LIMITS`] | any | Volta | NVIDIA's MPS documentation |
+//! | [`MULTI_USER`] | 555 | Volta | driver: 535 and 550 refused the option, 555 and 580 took it; GPU: the documentation |
+//! | [`READ_ONLY_PIPE_DIRECTORY`] | 580 | Volta | tried on an H200 with 580.159.04; nothing older was |
+//! | [`LINKED_SOCKET`] | 580 | Volta | tried on an H200 with 580.159.04, for a multi-user server; nothing older was |
+//! | [`NVML_LISTS_CLIENTS`] | any | Volta | the documentation: before, the server does the work of its clients |
+//! | [`most_clients`]: 60 | 590 | Volta | the documentation: from CUDA 13.1 on |
+//! | [`most_clients`]: 48 | any | Volta | the documentation, and the log of an H200 with 580.159.04 |
+//! | [`most_clients`]: 16 | any | any | the documentation |
+//! | [`control_daemon_arguments`] | any | any | tried with 555 and 580; 580 knows two more spellings |
+//! | [`starts_control_daemon`] | any | any | tried with 535 to 580 |
+//! | [`refuses_an_option`] | any | any | tried with 535 and 550, which name no option, 555 and 580 |
+//! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
+//! | [`VERSION_OPTION`] | 580 | any | tried with 580; 535 to 555 do not know it |
+
+use std::ffi::OsString;
+
+/// A GPU's compute capability, major and minor. None where NVML does not say it: it is taken for an old one.
+pub type Capability = Option<(u32, u32)>;
+
+/// The series of a driver, 580 of 580.159.04. One that is not known is older than all others.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Series(u32);
+
+impl Series {
+    /// That of a driver's version.
+    pub fn of(version: &str) -> Self {
+        Self(version.split('.').next().and_then(|series| series.parse().ok()).unwrap_or(0))
+    }
+}
+
+/// The driver and the GPU from which on something is so.
+#[derive(Debug, Clone, Copy)]
+pub struct Since {
+    /// The first series.
+    pub series: u32,
+    capability: (u32, u32),
+}
+
+impl Since {
+    /// Whether it is so on this GPU with this driver.
+    pub fn holds(self, driver: Series, gpu: Capability) -> bool {
+        driver.0 >= self.series && self.holds_on(gpu)
+    }
+
+    /// Whether it is so on this GPU with some driver.
+    pub fn holds_on(self, gpu: Capability) -> bool {
+        gpu.unwrap_or(ANY_GPU) >= self.capability
+    }
+}
+
+const ANY_DRIVER: u32 = 0;
+const ANY_GPU: (u32, u32) = (0, 0);
+const VOLTA: (u32, u32) = (7, 0);
+
+/// The limits of memory and threads are enforced.
+pub const LIMITS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
+
+/// One server serves the clients of every user. The control daemon decides whether its driver can: it is started with
+/// the option, and again without it if it refuses it.
+pub const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
+
+/// A client needs no right to write to the pipe directory.
+pub const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
+
+/// A client of a multi-user server needs nothing but a hard link to the control daemon's socket, in any directory, and
+/// no memory that it shares with the host.
+pub const LINKED_SOCKET: Since = Since { series: 580, capability: VOLTA };
+
+/// NVML lists the clients of MPS apart from the other processes on a GPU. Where it does not, a list without clients says
+/// nothing about who is there.
+pub const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
+
+const CLIENTS_60: Since = Since { series: 590, capability: VOLTA };
+const CLIENTS_48: Since = Since { series: ANY_DRIVER, capability: VOLTA };
+
+/// The number of clients that a GPU can hold at once.
+pub fn most_clients(driver: Series, gpu: Capability) -> u32 {
+    if CLIENTS_60.holds(driver, gpu) {
+        60
+    } else if CLIENTS_48.holds(driver, gpu) {
+        48
+    } else {
+        16
+    }
+}
+
+/// The spelling of the option for multi-user mode, each with the first series that spells it so; the newest first.
+const MULTI_USER_OPTION: &[(u32, &str)] = &[(ANY_DRIVER, "-multiuser-server")];
+
+/// The option that keeps a control daemon in the foreground, and the option for the background.
+const FOREGROUND: &str = "-f";
+const BACKGROUND: &str = "-d";
+
+/// The arguments of a control daemon that stays in the foreground, with or without multi-user mode.
+pub fn control_daemon_arguments(driver: Series, multi_user: bool) -> Vec<&'static str> {
+    let spelt = MULTI_USER_OPTION.iter().find(|(since, _)| driver.0 >= *since);
+    let option = spelt.filter(|_| multi_user).map(|(_, option)| *option);
+    [FOREGROUND].into_iter().chain(option).collect()
+}
+
+/// Whether these arguments start a control daemon. With others its program is a front end.
+pub fn starts_control_daemon(arguments: &[OsString]) -> bool {
+    arguments.iter().any(|argument| argument == FOREGROUND || argument == BACKGROUND)
+}
+
+/// Whether a control daemon that has ended says in this line that it did not know an option. It then takes itself for a
+/// front end, and finds no control daemon.
+pub fn refuses_an_option(line: &str) -> bool {
+    finds_no_control_daemon(line) || line.contains("Unrecognized option")
+}
+
+/// Whether a front end says that no control daemon listens in the pipe directory.
+pub fn finds_no_control_daemon(said: &str) -> bool {
+    said.contains("Cannot find MPS control daemon")
+}
+
+/// Whether the control daemon does not know the command that it answers so.
+pub fn is_unknown_command(answer: &str) -> bool {
+    answer.starts_with("Unknown command")
+}
+
+/// Asks the control daemon's program for the version of CUDA that it is of.
+pub const VERSION_OPTION: &str = "-v";
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write;
+
+    use super::*;
+
+    #[test]
+    fn a_series_is_the_first_number_of_a_version() {
+        assert_eq!(Series::of("580.159.04"), Series(580));
+        assert_eq!(Series::of("590.44"), Series(590));
+        for unknown in ["", "unknown", "x.1"] {
+            assert_eq!(Series::of(unknown), Series(0), "{unknown:?}");
+        }
+    }
+
+    /// All of it, for people to read.
+    #[test]
+    fn drivers_and_gpus_differ_so() {
+        let mut listed = "driver GPU limits clients multi-user read-only linked NVML-lists\n".to_owned();
+        let yes = |is: bool| if is { "yes" } else { "no" };
+        for version in
+            ["unknown", "535.261.03", "550.163.01", "555.58.02", "575.57.08", "580.159.04", "590.44.01"]
+        {
+            for gpu in [None, Some((6, 1)), Some((7, 0)), Some((9, 0))] {
+                let driver = Series::of(version);
+                let name = gpu.map_or("unknown".to_owned(), |(major, minor)| format!("{major}.{minor}"));
+                writeln!(
+                    listed,
+                    "{} {name} {} {} {} {} {} {}",
+                    driver.0,
+                    yes(LIMITS.holds(driver, gpu)),
+                    most_clients(driver, gpu),
+                    yes(MULTI_USER.holds(driver, gpu)),
+                    yes(READ_ONLY_PIPE_DIRECTORY.holds(driver, gpu)),
+                    yes(LINKED_SOCKET.holds(driver, gpu)),
+                    yes(NVML_LISTS_CLIENTS.holds(driver, gpu)),
+                )
+                .unwrap();
+            }
+        }
+        let mut golden = "driver GPU limits clients multi-user read-only linked NVML-lists\n".to_owned();
+        for (driver, from_volta_on) in [
+            (0, "yes 48 no no no yes"),
+            (535, "yes 48 no no no yes"),
+            (550, "yes 48 no no no yes"),
+            (555, "yes 48 yes no no yes"),
+            (575, "yes 48 yes no no yes"),
+            (580, "yes 48 yes yes yes yes"),
+            (590, "yes 60 yes yes yes yes"),
+        ] {
+            for older in ["unknown", "6.1"] {
+                writeln!(golden, "{driver} {older} no 16 no no no no").unwrap();
+            }
+            for newer in ["7.0", "9.0"] {
+                writeln!(golden, "{driver} {newer} {from_volta_on}").unwrap();
+            }
+        }
+        assert_eq!(listed, golden);
+    }
+
+    #[test]
+    fn options_are_spelt_so() {
+        for series in [0, 535, 555, 580, 590].map(Series) {
+            assert_eq!(control_daemon_arguments(series, false), ["-f"]);
+            assert_eq!(control_daemon_arguments(series, true), ["-f", "-multiuser-server"]);
+        }
+    }
+
+    #[test]
+    fn the_documents_name_the_same_series() {
+        for (file, said) in [
+            ("README.md", format!("Drivers before {} have no multi-user mode", MULTI_USER.series)),
+            ("docs/cdi.md", format!("driver {} or newer", READ_ONLY_PIPE_DIRECTORY.series)),
+            (
+                "config/io.yunion.Mps1.Manager.xml",
+                format!("driver {} or newer", READ_ONLY_PIPE_DIRECTORY.series),
+            ),
+        ] {
+            let path = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join(file);
+            let text = std::fs::read_to_string(path).unwrap();
+            let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert!(text.contains(&said), "{file} does not say: {said}");
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! A GPU as plain data.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use super::cpus::Cpus;
+use crate::problem::Problem;
+
+/// NVIDIA's PCI vendor number.
+pub const NVIDIA: u16 = 0x10de;
+
+/// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PciAddress {
+    /// The domain. Above 0xffff behind some host bridges.
+    pub domain: u32,
+    /// The bus.
+    pub bus: u8,
+    /// The device, 0 to 31.
+    pub device: u8,
+    /// The function, 0 to 7.
+    pub function: u8,
+}
+
+impl PciAddress {
+    /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`.
+    pub fn short(self) -> String {
+        if self.domain == 0 {
+            format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
+        } else {
+            self.to_string()
+        }
+    }
+
+    /// Finds the address among `all` that is meant by this one, which is written without a domain: the same address in
+    /// domain 0000, or the only address that differs in nothing but the domain. If there is none, it returns the
+    /// address itself.
+    ///
+    /// # Errors
+    /// Several addresses differ only in the domain.
+    pub fn in_any_domain(self, all: impl Iterator<Item = Self>) -> Result<Self, Vec<Self>> {
+        let same: Vec<Self> = all.filter(|one| Self { domain: self.domain, ..*one } == self).collect();
+        match same.as_slice() {
+            [] => Ok(self),
+            [one] => Ok(*one),
+            several if several.contains(&self) => Ok(self),
+            _ => Err(same),
+        }
+    }
+
+    /// Whether an address is written without its domain, such as `00:06.0`.
+    pub fn is_short(text: &str) -> bool {
+        text.matches(':').count() == 1
+    }
+}
+
+impl fmt::Display for PciAddress {
+    /// The full form, `0000:00:06.0`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:04x}:{:02x}:{:02x}.{:x}", self.domain, self.bus, self.device, self.function)
+    }
+}
+
+/// The text is no PCI address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a PCI address like 0000:00:06.0 or 00:06.0")]
+pub struct BadPciAddress;
+
+impl FromStr for PciAddress {
+    type Err = BadPciAddress;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let hex = |part: &str, widths: std::ops::RangeInclusive<usize>| {
+            let plain = widths.contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
+            if plain { u32::from_str_radix(part, 16).map_err(|_| BadPciAddress) } else { Err(BadPciAddress) }
+        };
+        let (slot, function) = text.rsplit_once('.').ok_or(BadPciAddress)?;
+        let (bus, device) = slot.rsplit_once(':').ok_or(BadPciAddress)?;
+        let (domain, bus) = match bus.rsplit_once(':') {
+            Some((domain, bus)) => (hex(domain, 4..=8)?, bus),
+            None => (0, bus),
+        };
+        let address = Self {
+            domain,
+            bus: u8::try_from(hex(bus, 2..=2)?).map_err(|_| BadPciAddress)?,
+            device: u8::try_from(hex(device, 2..=2)?).map_err(|_| BadPciAddress)?,
+            function: u8::try_from(hex(function, 1..=1)?).map_err(|_| BadPciAddress)?,
+        };
+        if address.device > 0x1f || address.function > 7 { Err(BadPciAddress) } else { Ok(address) }
+    }
+}
+
+/// The mode in which only an MPS server can open a GPU, so that no program slips past it.
+pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
+
+/// The mode that decides which processes may open a context on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ComputeMode {
+    /// Any number of processes may.
+    Default,
+    /// One thread may. NVIDIA has deprecated this mode.
+    ExclusiveThread,
+    /// No process may.
+    Prohibited,
+    /// One process may, such as an MPS server.
+    ExclusiveProcess,
+}
+
+impl fmt::Display for ComputeMode {
+    /// The text that `nvidia-smi --query-gpu=compute_mode` prints.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Default => "Default",
+            Self::ExclusiveThread => "Exclusive_Thread",
+            Self::Prohibited => "Prohibited",
+            Self::ExclusiveProcess => "Exclusive_Process",
+        })
+    }
+}
+
+/// The capability of a GPU's PCI Express link, not its state of the moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PcieLink {
+    /// The rate in lspci's spelling, `8GT/s`.
+    pub rate: String,
+    /// The number of lanes. 0 if unknown.
+    pub width: u32,
+}
+
+impl PcieLink {
+    /// The PCI Express version with this rate, in the platform's spelling: `3.0`, or `unknown`.
+    pub fn version(&self) -> &'static str {
+        self.version_and_lane().0
+    }
+
+    /// The throughput of all lanes together, in the platform's spelling: `15.76 GB/s`.
+    pub fn throughput(&self) -> String {
+        format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
+    }
+
+    /// The version, and the GB/s of one lane. The platform compares these texts, so its rounding is kept, and its -1
+    /// for an unknown rate too.
+    fn version_and_lane(&self) -> (&'static str, f64) {
+        match self.rate.as_str() {
+            "2.5GT/s" => ("1.0", 0.25),
+            "5GT/s" | "5.0GT/s" => ("2.0", 0.5),
+            "8GT/s" | "8.0GT/s" => ("3.0", 0.985),
+            "16GT/s" | "16.0GT/s" => ("4.0", 1.969),
+            "32GT/s" | "32.0GT/s" => ("5.0", 3.938),
+            "64GT/s" | "64.0GT/s" => ("6.0", 7.563),
+            "128GT/s" | "128.0GT/s" => ("7.0", 15.125),
+            _ => ("unknown", -1.0),
+        }
+    }
+}
+
+/// A display device on the PCI bus, from any vendor. It is known without any driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PciDevice {
+    /// Its address.
+    pub address: PciAddress,
+    /// The vendor, 0x10de for NVIDIA.
+    pub vendor: u16,
+    /// The PCI device number.
+    pub device: u16,
+    /// The kernel driver that holds the device: `nvidia`, `vfio-pci`. None if no driver holds it or /sys doesn't say.
+    pub driver: Option<String>,
+    /// The render node, `/dev/dri/renderDN`.
+    pub render_node: Option<PathBuf>,
+    /// The card node, `/dev/dri/cardN`.
+    pub card_node: Option<PathBuf>,
+    /// The NUMA node. -1 if there is none.
+    pub numa_node: i32,
+    /// The CPUs near it. None if /sys doesn't say.
+    pub local_cpus: Option<Cpus>,
+    /// The link's capability. None if the device shows none.
+    pub link: Option<PcieLink>,
+    /// The marketing name from pci.ids: the text in its square brackets, such as `Tesla P40`.
+    pub pci_ids_name: Option<String>,
+}
+
+/// The facts that NVML reports about a GPU. If one value can't be read, the others are still there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NvmlFacts {
+    /// The GPU's UUID, `GPU-` and 36 characters.
+    pub uuid: String,
+    /// NVML's name, such as `NVIDIA H200`.
+    pub name: String,
+    /// The index that nvidia-smi shows.
+    pub index: u32,
+    /// The N of `/dev/nvidiaN`.
+    pub minor: Option<u32>,
+    /// The memory in MiB, with the reserved part. None if NVML reports `[N/A]`, as on GPUs with unified memory.
+    pub memory_total_mib: Option<u64>,
+    /// The compute capability, major and minor.
+    pub compute_capability: Option<(u32, u32)>,
+    /// The compute mode at the time of the query.
+    pub compute_mode: Option<ComputeMode>,
+    /// Whether MIG mode is enabled.
+    pub mig_enabled: bool,
+    /// The processes that would keep an MPS server from starting, each with PID and command: they have a context on the
+    /// GPU, they are no MPS clients, and no server is there yet.
+    pub foreign_processes: Vec<(u32, String)>,
+}
+
+impl PciDevice {
+    /// The kernel driver that holds the device, if it is not NVIDIA's. `vfio-pci` holds a GPU that is passed through to
+    /// a virtual machine.
+    pub fn foreign_driver(&self) -> Option<&str> {
+        self.driver.as_deref().filter(|driver| *driver != "nvidia")
+    }
+}
+
+/// One NVIDIA GPU: the facts from the bus and the facts from the driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    /// The facts from the bus.
+    pub pci: PciDevice,
+    /// The facts from the driver, or the reason why there are none, in words for an administrator (`GPU is lost ...`).
+    pub nvml: Result<NvmlFacts, Problem>,
+}
+
+impl Gpu {
+    /// The facts from the driver, if there are any.
+    pub fn facts(&self) -> Option<&NvmlFacts> {
+        self.nvml.as_ref().ok()
+    }
+
+    /// The UUID, if the driver says it.
+    pub fn uuid(&self) -> Option<&str> {
+        self.facts().map(|facts| facts.uuid.as_str())
+    }
+
+    /// The published model: the name from pci.ids, otherwise NVML's name. The platform takes it from lspci.
+    pub fn model(&self) -> String {
+        let nvml = self.facts().map(|facts| &facts.name);
+        self.pci.pci_ids_name.as_ref().or(nvml).cloned().unwrap_or_default()
+    }
+
+    /// The vendor and the device number, `10de:1b38`.
+    pub fn vendor_device_id(&self) -> String {
+        format!("{:04x}:{:04x}", self.pci.vendor, self.pci.device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_texts_about_a_link_equal_the_platforms() {
+        let golden = [
+            ("2.5GT/s", "1.0", ["0.25", "0.50", "1.00", "2.00", "4.00"]),
+            ("5GT/s", "2.0", ["0.50", "1.00", "2.00", "4.00", "8.00"]),
+            ("5.0GT/s", "2.0", ["0.50", "1.00", "2.00", "4.00", "8.00"]),
+            ("8GT/s", "3.0", ["0.98", "1.97", "3.94", "7.88", "15.76"]),
+            ("8.0GT/s", "3.0", ["0.98", "1.97", "3.94", "7.88", "15.76"]),
+            ("16GT/s", "4.0", ["1.97", "3.94", "7.88", "15.75", "31.50"]),
+            ("16.0GT/s", "4.0", ["1.97", "3.94", "7.88", "15.75", "31.50"]),
+            ("32GT/s", "5.0", ["3.94", "7.88", "15.75", "31.50", "63.01"]),
+            ("32.0GT/s", "5.0", ["3.94", "7.88", "15.75", "31.50", "63.01"]),
+            ("64GT/s", "6.0", ["7.56", "15.13", "30.25", "60.50", "121.01"]),
+            ("64.0GT/s", "6.0", ["7.56", "15.13", "30.25", "60.50", "121.01"]),
+            ("128GT/s", "7.0", ["15.12", "30.25", "60.50", "121.00", "242.00"]),
+            ("128.0GT/s", "7.0", ["15.12", "30.25", "60.50", "121.00", "242.00"]),
+            ("2.6GT/s", "unknown", ["-1.00", "-2.00", "-4.00", "-8.00", "-16.00"]),
+        ];
+        for (rate, version, throughputs) in golden {
+            for (width, throughput) in [1, 2, 4, 8, 16].into_iter().zip(throughputs) {
+                let link = PcieLink { rate: rate.to_owned(), width };
+                assert_eq!(link.version(), version, "{rate}");
+                assert_eq!(link.throughput(), format!("{throughput} GB/s"), "{rate} x{width}");
+            }
+        }
+        let wide = [
+            ("8GT/s", "11.82", "31.52"),
+            ("16GT/s", "23.63", "63.01"),
+            ("32GT/s", "47.26", "126.02"),
+            ("64GT/s", "90.76", "242.02"),
+            ("128GT/s", "181.50", "484.00"),
+        ];
+        for (rate, x12, x32) in wide {
+            for (width, throughput) in [(12, x12), (32, x32)] {
+                let link = PcieLink { rate: rate.to_owned(), width };
+                assert_eq!(link.throughput(), format!("{throughput} GB/s"), "{rate} x{width}");
+            }
+        }
+        assert_eq!(PcieLink { rate: "8GT/s".to_owned(), width: 0 }.throughput(), "0.00 GB/s");
+    }
+
+    #[test]
+    fn addresses_are_numbers() {
+        let golden = [
+            ("0000:00:06.0", "00:06.0", "0000:00:06.0"),
+            ("00:06.0", "00:06.0", "0000:00:06.0"),
+            ("00000000:1A:00.0", "1a:00.0", "0000:1a:00.0"),
+            ("0001:1A:00.0", "0001:1a:00.0", "0001:1a:00.0"),
+            ("10000:e1:00.0", "10000:e1:00.0", "10000:e1:00.0"),
+        ];
+        for (text, short, full) in golden {
+            assert_eq!(text.parse::<PciAddress>().unwrap().short(), short);
+            assert_eq!(text.parse::<PciAddress>().unwrap().to_string(), full);
+        }
+        for text in
+            ["", ".", ":.", "06.0", "0:06.0", "00:06", "00:20.0", "00:06.8", "+0:06.0", "00:06.0 ", "x"]
+        {
+            assert_eq!(text.parse::<PciAddress>(), Err(BadPciAddress), "{text:?}");
+        }
+    }
+}

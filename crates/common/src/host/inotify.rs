@@ -1,0 +1,50 @@
+//! The kernel's inotify: an instance of it, or the reason why there is none left.
+
+use std::fs::File;
+use std::io;
+
+use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
+use rustix::io::Errno;
+
+use crate::problem::Problem;
+
+pub fn new_instance() -> io::Result<std::os::fd::OwnedFd> {
+    Ok(inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?)
+}
+
+/// Whether this error says that there is not enough of something. Any other one is about one file.
+pub fn is_shortage(errno: Errno) -> bool {
+    matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOSPC | Errno::NOMEM)
+}
+
+/// The kernel has one number for "no instance left" and "no open file left".
+pub fn no_files() -> bool {
+    File::open("/dev/null").is_err()
+}
+
+pub fn shortage(errno: Errno, no_files: bool) -> Problem {
+    match errno {
+        Errno::NOSPC => Problem::new(
+            "this user has no inotify watch left (sysctl fs.inotify.max_user_watches)",
+            "raise it: `sysctl fs.inotify.max_user_watches=1048576`, and the same line in /etc/sysctl.d",
+        ),
+        Errno::MFILE if !no_files => Problem::new(
+            "this user has no inotify instance left (sysctl fs.inotify.max_user_instances)",
+            "raise it: `sysctl fs.inotify.max_user_instances=8192`, and the same line in /etc/sysctl.d",
+        ),
+        Errno::MFILE => Problem::new(
+            "this process can open no more files, so it has no inotify instance",
+            "raise its limit (LimitNOFILE=)",
+        ),
+        errno => {
+            Problem::new(format!("inotify can't be used ({errno})"), "free memory, or raise fs.file-max")
+        }
+    }
+}
+
+/// Why this user can't watch a file any more. None if he can.
+pub fn none_left() -> Option<Problem> {
+    let watched = new_instance().and_then(|queue| Ok(inotify::add_watch(&queue, "/", WatchFlags::CREATE)?));
+    let errno = Errno::from_io_error(&watched.err()?)?;
+    Some(shortage(errno, no_files()))
+}

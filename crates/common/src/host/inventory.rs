@@ -1,0 +1,225 @@
+//! The GPUs of this host: the facts from the bus, the driver and pci.ids in one list.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::cpus::Cpus;
+use super::driver::Series;
+use super::gpu::{Gpu, NVIDIA, NvmlFacts, PciAddress, PciDevice};
+use super::{nvml, pci_ids, sysfs};
+use crate::problem::Problem;
+
+/// Everything known of this host's GPUs at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inventory {
+    /// The driver's version, `580.159.04`, or the reason why NVML can't be used, in words for an administrator.
+    pub driver: Result<String, Problem>,
+    /// The NVIDIA GPUs in the order of their addresses: the GPUs on the bus and the GPUs that NVML knows.
+    pub gpus: Vec<Gpu>,
+    /// Display devices of other vendors, so that the message about an entry that names such a device can say so.
+    pub others: Vec<PciDevice>,
+    /// The CPUs of this host. None if it has more of them than can be told.
+    pub cpus: Option<Cpus>,
+}
+
+impl Inventory {
+    pub fn series(&self) -> Series {
+        Series::of(self.driver.as_deref().unwrap_or_default())
+    }
+
+    /// These CPUs, if the host has others too.
+    pub fn if_not_all(&self, cpus: Cpus) -> Option<Cpus> {
+        (!self.cpus.is_some_and(|all| cpus.includes(all))).then_some(cpus)
+    }
+
+    /// Reads the facts from the bus, the driver and pci.ids. It never fails. A fact that can't be read is missing, and
+    /// if the result has a place for the reason, the reason is there.
+    ///
+    /// `driver` is the open NVML, or the reason why there is none.
+    pub fn read(sysroot: &Path, driver: Result<&nvml::Driver, &Problem>) -> Self {
+        let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
+            tracing::warn!("{reason}");
+            Vec::new()
+        });
+        let listed = driver.map_err(Clone::clone).and_then(|driver| Ok((driver, driver.facts()?)));
+        let mut inventory = match listed {
+            Err(reason) => Self::without_driver(devices, &reason),
+            Ok((driver, listed)) => {
+                // The version is not needed to serve GPUs.
+                let version = driver.version().unwrap_or_else(|reason| {
+                    tracing::warn!("{reason}");
+                    "unknown".to_owned()
+                });
+                Self::merged(devices, version, listed, |address| driver.facts_at(address))
+            }
+        };
+        inventory.add_names(sysroot);
+        inventory
+    }
+
+    fn add_names(&mut self, sysroot: &Path) {
+        let id = |device: &PciDevice| (device.vendor, device.device);
+        let mut devices: Vec<_> =
+            self.gpus.iter_mut().map(|gpu| &mut gpu.pci).chain(&mut self.others).collect();
+        let names = pci_ids::names(sysroot, &devices.iter().map(|device| id(device)).collect());
+        for device in &mut devices {
+            device.pci_ids_name = names.get(&id(device)).cloned();
+        }
+    }
+
+    fn without_driver(devices: Vec<PciDevice>, reason: &Problem) -> Self {
+        let (gpus, others): (Vec<_>, Vec<_>) =
+            devices.into_iter().partition(|device| device.vendor == NVIDIA);
+        let gpus = gpus.into_iter().map(|pci| Gpu { pci, nvml: Err(reason.clone()) }).collect();
+        Self { driver: Err(reason.clone()), gpus, others, cpus: Cpus::of_host() }
+    }
+
+    /// `ask` is called for the GPUs that NVML did not list. It usually returns the reason.
+    fn merged(
+        devices: Vec<PciDevice>,
+        version: String,
+        listed: Vec<nvml::Listed>,
+        ask: impl Fn(PciAddress) -> Result<NvmlFacts, Problem>,
+    ) -> Self {
+        let mut listed: BTreeMap<PciAddress, nvml::Listed> =
+            listed.into_iter().map(|gpu| (gpu.address, gpu)).collect();
+        let mut gpus = Vec::new();
+        let mut others = Vec::new();
+        for pci in devices {
+            if pci.vendor != NVIDIA {
+                others.push(pci);
+                continue;
+            }
+            let nvml = match (listed.remove(&pci.address), pci.foreign_driver()) {
+                (Some(gpu), _) => gpu.facts,
+                (None, Some(other)) => Err(Problem::new(
+                    format!("the kernel driver {other} holds it"),
+                    "bind it to nvidia, or take it out of the device file",
+                )),
+                (None, None) => ask(pci.address),
+            };
+            gpus.push(Gpu { pci, nvml });
+        }
+        // The remaining GPUs have no entry in /sys, for example in a container that hides it.
+        gpus.extend(listed.into_values().map(|gpu| Gpu {
+            pci: PciDevice {
+                address: gpu.address,
+                vendor: gpu.vendor,
+                device: gpu.device,
+                driver: None,
+                render_node: None,
+                card_node: None,
+                numa_node: -1,
+                local_cpus: None,
+                link: None,
+                pci_ids_name: None,
+            },
+            nvml: gpu.facts,
+        }));
+        gpus.sort_by_key(|gpu| gpu.pci.address);
+        Self { driver: Ok(version), gpus, others, cpus: Cpus::of_host() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::gpu::ComputeMode;
+
+    fn address(text: &str) -> PciAddress {
+        text.parse().unwrap()
+    }
+
+    fn facts(index: u32) -> NvmlFacts {
+        NvmlFacts {
+            uuid: format!("GPU-{index:08}-372d-2432-b4b4-beca4d8d3400"),
+            name: "Tesla P40".to_owned(),
+            index,
+            minor: Some(index),
+            memory_total_mib: Some(23040),
+            compute_capability: Some((6, 1)),
+            compute_mode: Some(ComputeMode::Default),
+            mig_enabled: false,
+            foreign_processes: Vec::new(),
+        }
+    }
+
+    fn on_bus(at: &str, vendor: u16, driver: Option<&str>) -> PciDevice {
+        PciDevice {
+            address: address(at),
+            vendor,
+            device: 0x1b38,
+            driver: driver.map(str::to_owned),
+            render_node: None,
+            card_node: None,
+            numa_node: -1,
+            local_cpus: None,
+            link: None,
+            pci_ids_name: None,
+        }
+    }
+
+    fn listed(at: &str, index: u32) -> nvml::Listed {
+        nvml::Listed { address: address(at), vendor: NVIDIA, device: 0x1b38, facts: Ok(facts(index)) }
+    }
+
+    #[test]
+    fn the_name_in_pci_ids_comes_first() {
+        let mut gpu = Gpu { pci: on_bus("00:06.0", NVIDIA, None), nvml: Ok(facts(0)) };
+        assert_eq!(gpu.vendor_device_id(), "10de:1b38");
+        gpu.pci.pci_ids_name = Some("H200 SXM 141GB".to_owned());
+        assert_eq!(gpu.model(), "H200 SXM 141GB");
+        gpu.pci.pci_ids_name = None;
+        assert_eq!(gpu.model(), "Tesla P40");
+        gpu.nvml = Err("lost".into());
+        assert_eq!(gpu.model(), "");
+    }
+
+    #[test]
+    fn bus_and_driver_are_merged_by_address() {
+        let devices = vec![
+            on_bus("00:06.0", NVIDIA, Some("nvidia")),
+            on_bus("00:07.0", NVIDIA, Some("vfio-pci")),
+            on_bus("00:08.0", NVIDIA, Some("nvidia")),
+            on_bus("03:00.0", 0x1002, Some("amdgpu")),
+        ];
+        // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
+        let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
+        let inventory = Inventory::merged(devices, "580.159.04".to_owned(), known, |missing| {
+            Err(format!("{missing} is lost").into())
+        });
+        assert_eq!(inventory.driver, Ok("580.159.04".to_owned()));
+        let seen: Vec<_> =
+            inventory.gpus.iter().map(|gpu| (gpu.pci.address.to_string(), gpu.nvml.clone())).collect();
+        assert_eq!(seen[0], ("0000:00:06.0".to_owned(), Ok(facts(1))));
+        assert_eq!(seen[1].0, "0000:00:07.0");
+        assert!(seen[1].1.as_ref().unwrap_err().found.contains("vfio-pci holds it"));
+        assert_eq!(seen[2], ("0000:00:08.0".to_owned(), Err("0000:00:08.0 is lost".into())));
+        assert_eq!(seen[3], ("0001:1a:00.0".to_owned(), Ok(facts(0))));
+        assert_eq!(seen.len(), 4);
+        let others: Vec<_> = inventory.others.iter().map(|device| device.address).collect();
+        assert_eq!(others, [address("03:00.0")]);
+    }
+
+    #[test]
+    fn without_a_driver_the_bus_is_still_known() {
+        let root = tempfile::tempdir().unwrap();
+        let device = root.path().join("sys/bus/pci/devices/0000:00:06.0");
+        std::fs::create_dir_all(&device).unwrap();
+        for (name, text) in [("class", "0x030200\n"), ("vendor", "0x10de\n"), ("device", "0x1b38\n")] {
+            std::fs::write(device.join(name), text).unwrap();
+        }
+        let names = root.path().join("usr/share/misc");
+        std::fs::create_dir_all(&names).unwrap();
+        std::fs::write(names.join("pci.ids"), "10de  NVIDIA\n\t1b38  GP102GL [Tesla P40]\n").unwrap();
+        let inventory = Inventory::read(root.path(), Err(&"no driver".into()));
+        assert_eq!(inventory.driver, Err("no driver".into()));
+        assert_eq!(inventory.gpus.len(), 1);
+        assert_eq!(inventory.gpus[0].pci.address, address("00:06.0"));
+        assert_eq!(inventory.gpus[0].nvml, Err("no driver".into()));
+        assert_eq!(inventory.gpus[0].model(), "Tesla P40");
+
+        let empty = Inventory::read(&root.path().join("nowhere"), Err(&"no driver".into()));
+        assert_eq!(empty.gpus, []);
+    }
+}

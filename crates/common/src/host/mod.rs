@@ -1,0 +1,21 @@
+//! The host: its GPUs, as the PCI bus and NVIDIA's driver report them, its processes and its service manager.
+
+pub mod blocking;
+pub mod cpus;
+pub mod driver;
+pub mod gpu;
+mod gpu_processes;
+pub mod identity;
+pub mod inotify;
+pub mod inventory;
+pub mod mounts;
+pub mod nvml;
+pub mod oom;
+mod pci_ids;
+pub mod proc;
+pub mod program;
+pub mod regular_file;
+pub mod socket;
+mod sysfs;
+pub mod systemd;
+pub mod variant;

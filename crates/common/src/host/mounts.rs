@@ -1,0 +1,214 @@
+//! The mounts that a process sees, as the kernel lists them, and the places in file systems that they lead to.
+//!
+//! Two mount namespaces have different paths for one directory. Its place is the same in both: the device of its file
+//! system and its path there, as mountinfo gives them. The device number of `stat` is no part of it, since btrfs and
+//! overlayfs make up numbers there.
+
+use std::ffi::OsString;
+use std::fmt::Display;
+use std::io;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{Mode, OFlags};
+
+use super::proc;
+
+/// A place in a file system, by whatever mount it is reached.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The device of the file system: `8:1`.
+    device: Vec<u8>,
+    path: PathBuf,
+}
+
+impl Place {
+    /// The place of a directory that this process sees.
+    pub fn of(directory: &Path) -> io::Result<Self> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let (mount, path) = proc::location(rustix::fs::open(directory, flags, Mode::empty())?)?;
+        let place = place_in(&proc::mountinfo(proc::OWN)?, mount, &path);
+        place.ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("{}: its mount is not listed", directory.display()),
+            )
+        })
+    }
+
+    /// The path of this place below another one; empty if both are the same.
+    pub fn below(&self, other: &Self) -> Option<&Path> {
+        if self.device == other.device { self.path.strip_prefix(&other.path).ok() } else { None }
+    }
+}
+
+struct Mount {
+    id: u64,
+    /// The place that it leads to.
+    root: Place,
+    /// Its path in the mount namespace.
+    point: PathBuf,
+}
+
+/// The places that the mounts of a process lead to, in the order of the mounts.
+pub fn roots(process: impl Display) -> io::Result<Vec<Place>> {
+    proc::mountinfo(process).map(|mountinfo| roots_in(&mountinfo))
+}
+
+fn roots_in(mountinfo: &[u8]) -> Vec<Place> {
+    mounts(mountinfo).map(|mount| mount.root).collect()
+}
+
+/// The place of a path by the mount that holds it. Its id tells, and not the list: a later mount can hide an earlier
+/// one at the same point, or above it.
+fn place_in(mountinfo: &[u8], id: u64, path: &Path) -> Option<Place> {
+    let Mount { root, point, .. } = mounts(mountinfo).find(|mount| mount.id == id)?;
+    let rest = path.strip_prefix(point).ok()?;
+    let path = if rest.as_os_str().is_empty() { root.path } else { root.path.join(rest) };
+    Some(Place { path, ..root })
+}
+
+fn mounts(mountinfo: &[u8]) -> impl Iterator<Item = Mount> {
+    mountinfo.split(|byte| *byte == b'\n').filter_map(mount)
+}
+
+/// Reads `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. A line that is cut before the options may be
+/// cut within a path, and is no mount.
+fn mount(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+    let (_parent, device) = (fields.next()?, fields.next()?.to_vec());
+    let (root, point) = (unescaped(fields.next()?), unescaped(fields.next()?));
+    let _options = fields.next()?;
+    Some(Mount { id, root: Place { device, path: root }, point })
+}
+
+/// A path as it is. The kernel writes bytes that would break a line as three octal digits: `\040` for a space.
+fn unescaped(field: &[u8]) -> PathBuf {
+    let mut path = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((first, others)) = rest.split_first() {
+        let escape = if *first == b'\\' { others.split_at_checked(3) } else { None };
+        let escaped = escape.and_then(|(digits, after)| {
+            let digits = std::str::from_utf8(digits).ok()?;
+            Some((u8::from_str_radix(digits, 8).ok()?, after))
+        });
+        let (byte, after) = escaped.unwrap_or((*first, others));
+        path.push(byte);
+        rest = after;
+    }
+    OsString::from_vec(path).into()
+}
+
+/// Whether places can be found at all: in a chroot, where packages are built, the root is often no mount.
+#[cfg(test)]
+pub fn root_is_a_mount() -> bool {
+    Place::of(Path::new("/")).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsStr;
+    use std::fmt::Write;
+    use std::os::unix::ffi::OsStrExt;
+
+    use super::*;
+
+    fn place(device: &str, path: &str) -> Place {
+        Place { device: device.into(), path: path.into() }
+    }
+
+    fn at(mountinfo: &str, id: u64, path: &str) -> Option<Place> {
+        place_in(mountinfo.as_bytes(), id, Path::new(path))
+    }
+
+    #[test]
+    fn a_place_is_the_same_from_every_namespace() {
+        let host = "28 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n\
+                    30 28 0:26 / /tmp rw - tmpfs tmpfs rw\n";
+        let pipe = at(host, 30, "/tmp/nvidia-mps/pipe").unwrap();
+        assert_eq!(pipe, place("0:26", "/nvidia-mps/pipe"));
+        assert_eq!(at(host, 28, "/tmp/nvidia-mps/pipe").unwrap(), place("8:1", "/tmp/nvidia-mps/pipe"));
+        let container = "900 800 0:50 / / rw - overlay overlay rw\n\
+                         910 900 0:26 /nvidia-mps/pipe/slices/00_06.0-1 /run/yunion-mps ro - tmpfs tmpfs rw\n";
+        let roots = roots_in(container.as_bytes());
+        assert_eq!(roots[1].below(&pipe), Some(Path::new("slices/00_06.0-1")));
+        assert_eq!((roots[0].below(&pipe), pipe.below(&roots[0])), (None, None));
+        assert_eq!(pipe.below(&pipe), Some(Path::new("")));
+        assert_eq!(place("0:26", "/nvidia-mps/pipe2").below(&pipe), None);
+    }
+
+    #[test]
+    fn subvolumes_are_part_of_the_place() {
+        let host = "28 1 0:30 /@root / rw - btrfs /dev/sda2 rw,subvol=/@root\n\
+                    29 28 0:30 /@tmp /tmp rw - btrfs /dev/sda2 rw,subvol=/@tmp\n";
+        assert_eq!(at(host, 29, "/tmp/pipe").unwrap(), place("0:30", "/@tmp/pipe"));
+        assert_eq!(at(host, 28, "/").unwrap(), place("0:30", "/@root"));
+    }
+
+    #[test]
+    fn a_hidden_mount_holds_nothing_that_is_open() {
+        let host = "28 1 8:1 / / rw - ext4 /dev/sda1 rw\n\
+                    30 28 0:26 / /tmp rw - tmpfs tmpfs rw\n\
+                    31 30 0:27 /other /tmp rw - tmpfs tmpfs rw\n";
+        assert_eq!(at(host, 31, "/tmp/pipe").unwrap(), place("0:27", "/other/pipe"));
+        assert_eq!(at(host, 32, "/tmp/pipe"), None);
+        assert_eq!(at(host, 31, "/var"), None);
+    }
+
+    #[test]
+    fn escapes_are_bytes() {
+        for (field, path) in [
+            ("/a\\040b\\011c\\012d\\134e", &b"/a b\tc\nd\\e"[..]),
+            ("/\\134040", b"/\\040"),
+            ("/\\377", b"/\xff"),
+            ("/end\\04", b"/end\\04"),
+            ("/\\778\\\\", b"/\\778\\\\"),
+            ("/\\999", b"/\\999"),
+        ] {
+            assert_eq!(unescaped(field.as_bytes()), Path::new(OsStr::from_bytes(path)), "{field}");
+        }
+    }
+
+    #[test]
+    fn lines_that_are_cut_or_no_mounts_are_left_out() {
+        let good = "1 0 8:1 / / rw - ext4 x rw";
+        for bad in ["", "x 0 8:1 / / rw", "1 0 8:1 /a /b", "1 0 8:1", "\u{fffd}", "-1 0 8:1 / / rw"] {
+            let roots = roots_in(format!("{bad}\n{good}\n{bad}").as_bytes());
+            assert_eq!(roots, [place("8:1", "/")], "{bad}");
+        }
+        assert_eq!(roots_in(b"7 1 8:1 /a\xff /b rw")[0].path, Path::new(OsStr::from_bytes(b"/a\xff")));
+    }
+
+    /// The list is cut at a number of bytes, within a path perhaps.
+    #[test]
+    fn a_list_that_is_cut_has_no_other_places() {
+        let mut list = String::new();
+        for number in 8..13 {
+            writeln!(list, "{number} 1 8:1 /slices/00_06.0-{number} /mnt/{number} rw - ext4 x rw").unwrap();
+        }
+        let all = roots_in(list.as_bytes());
+        assert_eq!(all.len(), 5);
+        for cut in 0..list.len() {
+            let roots = roots_in(&list.as_bytes()[..cut]);
+            assert_eq!(roots, all[..roots.len()], "{cut}");
+        }
+        let huge = list.repeat(20_000);
+        assert_eq!(roots_in(huge.as_bytes()).len(), 100_000);
+    }
+
+    #[test]
+    fn the_place_of_a_directory_is_found_on_this_machine() {
+        if !root_is_a_mount() {
+            return;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let (above, inside) = (Place::of(directory.path()).unwrap(), directory.path().join("a b"));
+        std::fs::create_dir(&inside).unwrap();
+        std::os::unix::fs::symlink(&inside, directory.path().join("link")).unwrap();
+        let place = Place::of(&directory.path().join("link")).unwrap();
+        assert_eq!(place.below(&above), Some(Path::new("a b")));
+        assert!(roots(proc::OWN).unwrap().iter().any(|root| above.below(root).is_some()));
+        assert!(Place::of(&directory.path().join("none")).is_err());
+    }
+}

@@ -1,0 +1,481 @@
+//! NVIDIA's driver, asked through NVML. Only this module names `nvml_wrapper`. All errors are in words for an
+//! administrator.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::{fmt, fs};
+
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlComputeMode;
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::event::XidError;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::structs::device::CudaComputeCapability;
+use nvml_wrapper::{Device, EventSet, Nvml};
+use rustix::io::Errno;
+use rustix::process::Resource;
+
+use super::driver::NVML_LISTS_CLIENTS;
+use super::gpu::{ComputeMode, NvmlFacts, PciAddress};
+use super::gpu_processes::Contexts;
+use crate::host::proc;
+use crate::problem::Problem;
+
+pub use super::gpu_processes::GpuProcess;
+
+/// The library's name that every driver installs. The name without a number comes only with development packages.
+const LIBRARY: &str = "libnvidia-ml.so.1";
+
+const MIB: u64 = 1 << 20;
+
+/// The number of tries for a list of processes that grows while it is copied.
+const TRIES: u32 = 5;
+
+/// The length of one wait for a critical error. Nobody waits for its end.
+const XID_WAIT_MS: u32 = 60_000;
+
+/// The loaded library. It stays valid while processes and compute modes change. A driver that is reloaded needs a new
+/// one.
+#[derive(Debug)]
+pub struct Driver {
+    nvml: Nvml,
+}
+
+/// A GPU that NVML lists.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Its address.
+    pub address: PciAddress,
+    /// The PCI vendor number.
+    pub vendor: u16,
+    /// The PCI device number.
+    pub device: u16,
+    /// The facts that NVML reports, or the reason why it can't, in words for an administrator.
+    pub facts: Result<NvmlFacts, Problem>,
+}
+
+impl Driver {
+    /// Loads NVML and connects to the driver.
+    pub fn open() -> Result<Self, Problem> {
+        let nvml =
+            Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
+        if nvml.lib().nvmlShutdown.is_err() {
+            // Dropping `nvml` would call the missing function, and the wrapper would panic.
+            std::mem::forget(nvml);
+            let found = format!("{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown");
+            return Err(Problem::new(found, "reinstall the driver"));
+        }
+        Ok(Self { nvml })
+    }
+
+    /// The driver's version, `580.159.04`.
+    pub fn version(&self) -> Result<String, String> {
+        read("the driver's version", self.nvml.sys_driver_version())
+    }
+
+    /// The CUDA version of the driver, 13000 for 13.0.
+    pub fn cuda_version(&self) -> Result<u32, String> {
+        let version = read("the CUDA version", self.nvml.sys_cuda_driver_version())?;
+        u32::try_from(version).map_err(|_| format!("a CUDA version of {version}"))
+    }
+
+    /// Every GPU that NVML lists, if it knows the GPU's address, in NVML's order. A GPU without a handle is left out,
+    /// since NVML doesn't report its address. [`Driver::facts_at`] gives the reason for an address.
+    pub fn facts(&self) -> Result<Vec<Listed>, Problem> {
+        let count = self
+            .nvml
+            .device_count()
+            .map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))?;
+        let mut listed = Vec::new();
+        for index in 0..count {
+            let device = match self.nvml.device_by_index(index) {
+                Ok(device) => device,
+                Err(error) => {
+                    tracing::debug!(index, "NVML gives no handle: {}", words(&error));
+                    continue;
+                }
+            };
+            match listed_as(&device, index) {
+                Ok(gpu) => listed.push(gpu),
+                Err(reason) => tracing::debug!(index, "NVML does not say where the GPU is: {reason}"),
+            }
+        }
+        Ok(listed)
+    }
+
+    /// The facts that NVML reports about the GPU at this address.
+    pub fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, Problem> {
+        let device = self.nvml.device_by_pci_bus_id(address.to_string()).map_err(|error| match error {
+            NvmlError::NotFound | NvmlError::InvalidArg => {
+                Problem::new("the NVIDIA driver does not know this GPU", "look for NVRM lines in dmesg")
+            }
+            error => words(&error),
+        })?;
+        let index = device.index().map_err(|error| words(&error).prefixed("its index can't be read"))?;
+        facts_of(&device, index)
+    }
+
+    /// The compute mode of the GPU with this UUID.
+    pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
+        read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
+    }
+
+    /// Whether the driver keeps the GPU's state, including its compute mode, while no program has the GPU open.
+    pub fn persistence_mode(&self, uuid: &str) -> Result<bool, String> {
+        read("the persistence mode", self.device(uuid)?.is_in_persistent_mode())
+    }
+
+    /// Sets the compute mode and verifies it by reading it back.
+    pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
+        self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
+            NvmlError::NoPermission => {
+                format!("the compute mode can't be set to {mode}: that takes root with CAP_SYS_ADMIN")
+            }
+            error => format!("the compute mode can't be set to {mode}: {}", words(&error)),
+        })?;
+        let now = self.compute_mode(uuid)?;
+        if now == mode {
+            Ok(())
+        } else {
+            Err(format!("the compute mode was set to {mode} but reads {now}; does another program set it?"))
+        }
+    }
+
+    /// The processes with a context on the GPU with this UUID, by PID. MPS servers and clients are included.
+    pub fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
+        Ok(self.contexts(uuid)?.processes(proc::name))
+    }
+
+    /// The PIDs of the MPS clients on the GPU with this UUID.
+    ///
+    /// # Errors
+    /// Nobody lists them, as before Volta: then an empty list would say nothing.
+    pub fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, String> {
+        self.contexts(uuid)?.clients().ok_or_else(|| format!("NVML does not list the clients of GPU {uuid}"))
+    }
+
+    fn contexts(&self, uuid: &str) -> Result<Contexts, String> {
+        contexts(&self.device(uuid)?)
+            .map_err(|error| format!("the GPU's processes can't be listed: {}", words(&error)))
+    }
+
+    /// Waits for critical errors of every GPU that can report them, and passes each to `seen`: the GPU's UUID and the
+    /// Xid number. It ends when `seen` returns false.
+    /// It is an error if no GPU can report critical errors, or none can any longer.
+    pub fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
+        let (events, uuids) = self.xid_events()?;
+        loop {
+            let event = match events.wait(XID_WAIT_MS) {
+                Ok(event) => event,
+                Err(NvmlError::Timeout) => continue,
+                Err(error) => return Err(words(&error).into()),
+            };
+            let xid = match event.event_data {
+                Some(XidError::Value(xid)) => xid,
+                Some(XidError::Unknown) => 999,
+                None => continue,
+            };
+            // NVML may not know the UUID of a GPU that has fallen off its bus. Then the error is passed on for every
+            // GPU that does not answer.
+            let met = event.device.uuid().map_or_else(
+                |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
+                |uuid| vec![uuid],
+            );
+            if !met.iter().all(|uuid| seen(uuid, xid)) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// A set of the critical errors of all GPUs that report them, and the UUIDs of these GPUs. A failed registration
+    /// consumes the set, so the next set is made without that GPU.
+    fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), String> {
+        let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
+        'without_refused: loop {
+            if gpus.is_empty() {
+                return Err("no GPU reports critical errors".to_owned());
+            }
+            let mut events = self.nvml.create_event_set().map_err(|error| words(&error))?;
+            let mut uuids = Vec::new();
+            for (place, index) in gpus.iter().enumerate() {
+                let device = self.nvml.device_by_index(*index);
+                let registered = device.and_then(|device| {
+                    uuids.push(device.uuid()?);
+                    device
+                        .register_events(EventTypes::CRITICAL_XID_ERROR, events)
+                        .map_err(|refused| refused.error)
+                });
+                match registered {
+                    Ok(registered) => events = registered,
+                    Err(_) => {
+                        gpus.remove(place);
+                        continue 'without_refused;
+                    }
+                }
+            }
+            return Ok((events, uuids));
+        }
+    }
+
+    fn device(&self, uuid: &str) -> Result<Device<'_>, String> {
+        self.nvml.device_by_uuid(uuid).map_err(|error| match error {
+            NvmlError::NotFound | NvmlError::InvalidArg => format!("the NVIDIA driver knows no GPU {uuid}"),
+            error => words(&error).into(),
+        })
+    }
+}
+
+/// The GPU as it is listed. An error if NVML does not say where it is.
+fn listed_as(device: &Device<'_>, index: u32) -> Result<Listed, String> {
+    let pci = device.pci_info().map_err(|error| words(&error))?;
+    let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
+    let [vendor_low, vendor_high, device_low, device_high] = pci.pci_device_id.to_le_bytes();
+    Ok(Listed {
+        address,
+        vendor: u16::from_le_bytes([vendor_low, vendor_high]),
+        device: u16::from_le_bytes([device_low, device_high]),
+        facts: facts_of(device, index),
+    })
+}
+
+fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, Problem> {
+    let uuid = device.uuid().map_err(|error| match error {
+        error if is_gone(&error) => words(&error),
+        error => words(&error).prefixed("its UUID can't be read"),
+    })?;
+    let compute_capability = known("compute capability", device.cuda_compute_capability())?;
+    Ok(NvmlFacts {
+        uuid,
+        name: known("name", device.name())?.unwrap_or_default(),
+        index,
+        minor: known("minor number", device.minor_number())?,
+        memory_total_mib: known("memory", device.memory_info())?.map(|memory| memory.total / MIB),
+        compute_capability: compute_capability.as_ref().and_then(numbers),
+        compute_mode: known("compute mode", device.compute_mode())?.map(ours),
+        mig_enabled: known("MIG mode", device.mig_mode())?.is_some_and(|mode| mode.current == 1),
+        foreign_processes: known("processes", foreign_processes(device))?.unwrap_or_default(),
+    })
+}
+
+/// Major and minor.
+fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> {
+    Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
+}
+
+fn read<T>(what: &str, value: Result<T, NvmlError>) -> Result<T, String> {
+    value.map_err(|error| format!("{what} can't be read: {}", words(&error)))
+}
+
+/// The value, or None if only this value can't be read. An error if the whole GPU is gone.
+fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Problem> {
+    match value {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if is_gone(&error) => Err(words(&error)),
+        Err(error) => {
+            tracing::debug!("NVML does not say the {what}: {error}");
+            Ok(None)
+        }
+    }
+}
+
+fn is_gone(error: &NvmlError) -> bool {
+    matches!(error, NvmlError::GpuLost | NvmlError::ResetRequired)
+}
+
+fn foreign_processes(device: &Device<'_>) -> Result<Vec<(u32, String)>, NvmlError> {
+    let mut foreign = contexts(device)?.foreign(proc::name);
+    if !foreign.is_empty() {
+        // A client that ends between the two lists looks foreign for a moment.
+        let still = list(|| device.running_compute_processes())?;
+        foreign.retain(|(pid, _)| still.contains_key(pid));
+    }
+    Ok(foreign)
+}
+
+fn contexts(device: &Device<'_>) -> Result<Contexts, NvmlError> {
+    let compute = list(|| device.running_compute_processes())?;
+    let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
+    let mps = match list(|| device.mps_running_compute_processes()) {
+        // A list without anybody would say that nobody is there.
+        _ if !NVML_LISTS_CLIENTS.holds_on(capability) => None,
+        Ok(clients) => Some(clients),
+        Err(error) if is_gone(&error) => return Err(error),
+        Err(_) => None,
+    };
+    Ok(Contexts { compute, mps })
+}
+
+/// Each process's PID and its memory in MiB.
+fn list(
+    mut ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
+) -> Result<BTreeMap<u32, Option<u64>>, NvmlError> {
+    let mut answer = ask();
+    for _ in 1..TRIES {
+        if !matches!(answer, Err(NvmlError::InsufficientSize(_))) {
+            break;
+        }
+        answer = ask();
+    }
+    let memory = |process: &ProcessInfo| match process.used_gpu_memory {
+        UsedGpuMemory::Used(bytes) => Some(bytes / MIB),
+        UsedGpuMemory::Unavailable => None,
+    };
+    Ok(answer?.iter().map(|process| (process.pid, memory(process))).collect())
+}
+
+fn ours(mode: NvmlComputeMode) -> ComputeMode {
+    match mode {
+        NvmlComputeMode::Default => ComputeMode::Default,
+        NvmlComputeMode::ExclusiveThread => ComputeMode::ExclusiveThread,
+        NvmlComputeMode::Prohibited => ComputeMode::Prohibited,
+        NvmlComputeMode::ExclusiveProcess => ComputeMode::ExclusiveProcess,
+    }
+}
+
+fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
+    match mode {
+        ComputeMode::Default => NvmlComputeMode::Default,
+        ComputeMode::ExclusiveThread => NvmlComputeMode::ExclusiveThread,
+        ComputeMode::Prohibited => NvmlComputeMode::Prohibited,
+        ComputeMode::ExclusiveProcess => NvmlComputeMode::ExclusiveProcess,
+    }
+}
+
+/// The reason why NVML can't be used at all, with the remedy.
+fn why_not_open(error: &NvmlError) -> Problem {
+    // NVML has no error code for this, and reports some other error.
+    if let Some(reason) = no_descriptors() {
+        return reason;
+    }
+    match error {
+        NvmlError::LibloadingError(error) => why_not_loaded(error),
+        NvmlError::LibraryNotFound => {
+            Problem::new(format!("{LIBRARY} lacks a library that it needs"), "reinstall the NVIDIA driver")
+        }
+        NvmlError::DriverNotLoaded => Problem::new(
+            "the NVIDIA driver is not loaded",
+            "load it (modprobe nvidia), and see dmesg if that fails",
+        ),
+        NvmlError::LibRmVersionMismatch => Problem::new(
+            "the NVIDIA driver in the kernel and its libraries are of different versions, as after an upgrade",
+            "reboot, or unload the nvidia modules and load them again",
+        ),
+        NvmlError::NoPermission => Problem::new(
+            "no permission to talk to the NVIDIA driver",
+            "run as root, and look at the rights of /dev/nvidiactl",
+        ),
+        NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => {
+            Problem::new(format!("{LIBRARY} lacks a basic function of NVML"), "reinstall the NVIDIA driver")
+        }
+        error => words(error).prefixed("NVML can't be used"),
+    }
+}
+
+/// The reason why no file can be opened, if none can.
+fn no_descriptors() -> Option<Problem> {
+    let error = fs::File::open("/dev/null").err()?;
+    match Errno::from_io_error(&error)? {
+        Errno::MFILE => {
+            let most = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+            Some(Problem::new(
+                format!("this process can open no more files ({most}), so NVML can't be used"),
+                "raise its limit (LimitNOFILE= in systemctl edit yunion-mps-daemon, or ulimit -n)",
+            ))
+        }
+        Errno::NFILE => Some(Problem::new(
+            "this host can open no more files, so NVML can't be used",
+            "raise the sysctl fs.file-max",
+        )),
+        _ => None,
+    }
+}
+
+/// The dynamic linker's error has no number, so its text decides.
+fn why_not_loaded(error: &impl fmt::Display) -> Problem {
+    let text = error.to_string();
+    if text.contains("Too many open files") {
+        let remedy = "raise the limit of open files (LimitNOFILE=, ulimit -n)";
+        Problem::new(format!("{LIBRARY} can't be loaded ({text})"), remedy)
+    } else if text.contains("No such file") {
+        Problem::new(format!("no NVIDIA driver: {LIBRARY} is not installed ({text})"), "install the driver")
+    } else {
+        Problem::new(format!("{LIBRARY} can't be loaded ({text})"), "reinstall the NVIDIA driver")
+    }
+}
+
+/// The error in words for an administrator.
+fn words(error: &NvmlError) -> Problem {
+    match error {
+        NvmlError::GpuLost => Problem::new(
+            "GPU is lost: it has fallen off the bus or no longer answers",
+            "look for Xid lines in dmesg and reboot the host",
+        ),
+        NvmlError::ResetRequired => {
+            "GPU needs a reset before it can be used again: nvidia-smi --gpu-reset, or reboot the host".into()
+        }
+        NvmlError::NoPermission => Problem::new("no permission", "run as root"),
+        NvmlError::InsufficientPower => "GPU lacks power: check its power cables".into(),
+        NvmlError::IrqIssue => Problem::new("GPU's interrupts do not arrive", "look for NVRM lines in dmesg"),
+        NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => Problem::new(
+            format!("{LIBRARY} lacks the function"),
+            "the driver is older than this service supports",
+        ),
+        NvmlError::UnexpectedVariant(code) => format!("NVML answered with the unknown code {code}").into(),
+        NvmlError::Unknown => {
+            Problem::new("NVML reports an internal driver error", "look for NVRM lines in dmesg")
+        }
+        error => error.to_string().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_that_grew_is_asked_for_again() {
+        let process = |pid| ProcessInfo {
+            pid,
+            used_gpu_memory: UsedGpuMemory::Used(580 * MIB + 1),
+            gpu_instance_id: None,
+            compute_instance_id: None,
+        };
+        let mut asked = 0;
+        let answer = list(|| {
+            asked += 1;
+            if asked < 3 { Err(NvmlError::InsufficientSize(None)) } else { Ok(vec![process(7)]) }
+        });
+        assert_eq!(answer.unwrap(), BTreeMap::from([(7, Some(580))]));
+        assert!(list(|| Err(NvmlError::InsufficientSize(None))).is_err());
+    }
+
+    #[test]
+    fn a_value_fails_alone_and_a_lost_gpu_as_a_whole() {
+        assert_eq!(known("name", Ok(1)), Ok(Some(1)));
+        assert_eq!(known::<u32>("memory", Err(NvmlError::NotSupported)), Ok(None));
+        assert_eq!(known::<u32>("memory", Err(NvmlError::FailedToLoadSymbol("x".to_owned()))), Ok(None));
+        assert!(known::<u32>("memory", Err(NvmlError::GpuLost)).unwrap_err().remedy.contains("reboot"));
+        assert!(
+            known::<u32>("memory", Err(NvmlError::ResetRequired)).unwrap_err().found.contains("gpu-reset")
+        );
+    }
+
+    #[test]
+    fn every_reason_comes_with_its_remedy() {
+        let cases = [
+            (NvmlError::DriverNotLoaded, "modprobe nvidia"),
+            (NvmlError::LibRmVersionMismatch, "reboot"),
+            (NvmlError::NoPermission, "run as root"),
+            (NvmlError::FailedToLoadSymbol("nvmlInit_v2".to_owned()), "reinstall"),
+            (NvmlError::Unknown, "dmesg"),
+        ];
+        for (error, remedy) in cases {
+            let reason = why_not_open(&error);
+            assert!(reason.remedy.contains(remedy), "{reason}");
+        }
+        let missing = "libnvidia-ml.so.1: cannot open shared object file: No such file or directory";
+        assert!(why_not_loaded(&missing).remedy == "install the driver");
+        assert!(why_not_loaded(&"libnvidia-ml.so.1: file too short").remedy == "reinstall the NVIDIA driver");
+    }
+}

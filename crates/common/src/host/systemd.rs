@@ -1,0 +1,358 @@
+//! The requests to systemd: a scope for a control daemon, and the reason why systemd stops this service.
+//!
+//! A control daemon must outlive this service, but systemd ends every process in a unit's control group when the unit
+//! stops. So each control daemon gets a scope of its own: a unit for processes that systemd has not started. `systemctl
+//! stop` of such a scope ends the control daemon with all of its servers and clients.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep, timeout};
+use zbus::connection::Builder;
+use zbus::proxy::CacheProperties;
+use zbus::{Connection, OwnedObjectPath, Variant, fdo};
+
+use super::variant::json;
+use crate::host::proc;
+
+/// The deadline for systemd's answer about a unit. Somebody waits for it.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The deadline for systemd's answer about the reason to stop. systemd answers nobody while it reloads its units, and
+/// after a stop with an unknown reason the control daemons would be left running. If the bus is gone, the call fails at
+/// once.
+const WHY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The deadline for systemd's answer to a request for a scope, and then for the move of the process. systemd needs
+/// milliseconds, but it answers nobody while it reloads its units, which can take seconds on a large host.
+const SCOPE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The longest wait for another scope of the same name to go away.
+const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The pause between two requests while another scope has the name.
+const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
+
+/// The pause between two looks at a process that is being moved. systemd needs about a millisecond.
+const MOVE_PAUSE: Duration = Duration::from_millis(2);
+
+/// The time that a control daemon and its servers have to end on SIGTERM when systemd stops the scope. Measured: 4 ms.
+/// systemd's own default of 90 s would only delay a shutdown.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The reason why this process got SIGTERM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Stopping {
+    /// The unit is being stopped, alone or with the host.
+    Stop,
+    /// The unit will be started again at once: `systemctl restart`, an upgrade, a start that took too long.
+    Restart,
+    /// This process is no service of systemd, so SIGTERM means that it should stop.
+    NotUnderSystemd,
+    /// The reason is unknown, with an explanation: systemd did not answer, or systemd has no job for the unit
+    /// (somebody's `kill`, `systemctl kill`, a limit such as `RuntimeMaxSec=`). The clients should be left running
+    /// then, as for a restart: a control daemon can still be stopped later, but a job that was ended is lost.
+    Unknown(String),
+}
+
+/// Whether systemd runs this process as a system service. False if somebody started it by hand, even on a host with
+/// systemd.
+pub fn runs_us() -> bool {
+    own_service().is_some()
+}
+
+/// Moves a process into a scope of its own, `yunion-mps-control-<id>.scope`, and returns that name once the process is
+/// there.
+///
+/// # Errors
+/// This process is no service of systemd, or systemd refuses or does not answer. The process is most likely still in
+/// its old unit, but may also move into the scope a moment later.
+pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
+    let own = own_service().ok_or("this process is no service of systemd")?;
+    let name = scope_name(id);
+    let properties = scope_properties(id, pid, &own);
+    let started = start_scope(&name, &properties);
+    let [refused, silent] = [format!("refuses to make {name}"), format!("has not made {name}")];
+    answer(SCOPE_TIMEOUT, started, &refused, &silent).await?;
+    let deadline = Instant::now() + SCOPE_TIMEOUT;
+    // systemd's answer only says that the job is queued. The process's control group shows that the job is done.
+    loop {
+        let cgroup = proc::cgroups_text(pid)
+            .map_err(|error| format!("process {pid} has ended on its way to {name}: {error}"))?;
+        let unit = unit_of(&cgroup);
+        if unit == Some(&name) {
+            return Ok(name);
+        }
+        if Instant::now() >= deadline {
+            let unit = unit.unwrap_or("no unit");
+            return Err(format!(
+                "process {pid} is still in {unit} {} s after systemd was asked to move it to {name}",
+                SCOPE_TIMEOUT.as_secs()
+            ));
+        }
+        sleep(MOVE_PAUSE).await;
+    }
+}
+
+/// Lifts the limits of this service's unit until the next boot, for a control daemon that stays in the unit's control
+/// group. Otherwise the kernel could end servers, and tenants' jobs with them, to free memory.
+pub async fn lift_limits() -> Result<(), String> {
+    let own = own_service().ok_or("this process is no service of systemd")?;
+    let lifted = async {
+        let limits = ["MemoryHigh", "MemoryMax", "TasksMax"].map(|limit| (limit, Variant::from(u64::MAX)));
+        manager(&connect().await?).await?.set_unit_properties(&own, true, &limits).await
+    };
+    let [refused, silent] =
+        [format!("refuses to lift the limits of {own}"), format!("has not lifted the limits of {own}")];
+    answer(SCOPE_TIMEOUT, lifted, &refused, &silent).await
+}
+
+/// Asks systemd which job it has for this service's unit. Takes 10 s at most.
+pub async fn why_stopping() -> Stopping {
+    let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
+    let refused = format!("can't be asked what it does with {own}");
+    match answer(WHY_TIMEOUT, own_job(), &refused, "did not answer").await {
+        Ok(job) => classify(job.as_deref(), &own),
+        Err(reason) => Stopping::Unknown(reason),
+    }
+}
+
+/// The reason that systemd's job for this unit implies.
+fn classify(job: Option<&str>, unit: &str) -> Stopping {
+    match job {
+        Some("stop") => Stopping::Stop,
+        // A start job that still runs while the service is told to stop has taken too long, and systemd starts the
+        // service again. A start job that waits comes right after the stop.
+        Some("restart" | "try-restart" | "start" | "reload-or-start") => Stopping::Restart,
+        Some(other) => {
+            Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
+        }
+        None => Stopping::Unknown(format!(
+            "systemd was not asked to stop or restart {unit}: it has no job for it"
+        )),
+    }
+}
+
+/// The properties of a unit's Unit and Service interfaces, under systemd's names.
+pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
+
+/// Asks systemd about a service, installed or not. Takes 2 s at most.
+pub async fn unit(name: &str) -> Result<UnitProperties, String> {
+    let asked = async {
+        let connection = connect().await?;
+        let unit = manager(&connection).await?.load_unit(name).await?;
+        let properties = fdo::PropertiesProxy::builder(&connection)
+            .destination("org.freedesktop.systemd1")
+            .path(unit)
+            .build()
+            .await?;
+        let mut all = UnitProperties::new();
+        for interface in ["org.freedesktop.systemd1.Unit", "org.freedesktop.systemd1.Service"] {
+            let values = properties.get_all(interface.try_into()?).await?;
+            all.extend(values.iter().map(|(name, value)| (name.clone(), json(value))));
+        }
+        Ok(all)
+    };
+    answer(ANSWER_TIMEOUT, asked, "can't be asked on the system bus", "did not answer").await
+}
+
+/// Waits for an answer of systemd. `refused` and `silent` begin the errors.
+async fn answer<T>(
+    patience: Duration,
+    asked: impl Future<Output = zbus::Result<T>>,
+    refused: &str,
+    silent: &str,
+) -> Result<T, String> {
+    match timeout(patience, asked).await {
+        Ok(answer) => answer.map_err(|error| format!("systemd {refused}: {error}")),
+        Err(_) => Err(format!("systemd {silent} within {} s", patience.as_secs())),
+    }
+}
+
+type Property = (&'static str, Variant<'static>);
+
+#[zbus::proxy(
+    interface = "org.freedesktop.systemd1.Manager",
+    default_service = "org.freedesktop.systemd1",
+    default_path = "/org/freedesktop/systemd1"
+)]
+trait Systemd {
+    fn start_transient_unit(
+        &self,
+        name: &str,
+        mode: &str,
+        properties: &[Property],
+        aux: &[(&str, &[Property])],
+    ) -> zbus::Result<OwnedObjectPath>;
+
+    fn set_unit_properties(&self, name: &str, runtime: bool, properties: &[Property]) -> zbus::Result<()>;
+
+    #[zbus(name = "GetUnitByPID")]
+    fn get_unit_by_pid(&self, pid: u32) -> zbus::Result<OwnedObjectPath>;
+
+    fn load_unit(&self, name: &str) -> zbus::Result<OwnedObjectPath>;
+}
+
+#[zbus::proxy(interface = "org.freedesktop.systemd1.Unit", default_service = "org.freedesktop.systemd1")]
+trait Unit {
+    /// The job's number and path. The number is 0 if there is no job.
+    #[zbus(property)]
+    fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
+}
+
+#[zbus::proxy(interface = "org.freedesktop.systemd1.Job", default_service = "org.freedesktop.systemd1")]
+trait Job {
+    #[zbus(property)]
+    fn job_type(&self) -> zbus::Result<String>;
+}
+
+/// Opens a connection of its own, since the connection that serves the bus name may not be open yet or may be closing.
+async fn connect() -> zbus::Result<Connection> {
+    Builder::system().build().await
+}
+
+async fn manager(connection: &Connection) -> zbus::Result<SystemdProxy<'_>> {
+    SystemdProxy::builder(connection).cache_properties(CacheProperties::No).build().await
+}
+
+async fn own_job() -> zbus::Result<Option<String>> {
+    let connection = connect().await?;
+    let unit = manager(&connection).await?.get_unit_by_pid(std::process::id()).await?;
+    let unit = UnitProxy::builder(&connection).path(unit).cache_properties(CacheProperties::No);
+    let (number, job) = unit.build().await?.job().await?;
+    if number == 0 {
+        return Ok(None);
+    }
+    let job = JobProxy::builder(&connection).path(job).cache_properties(CacheProperties::No);
+    job.build().await?.job_type().await.map(Some)
+}
+
+async fn start_scope(name: &str, properties: &[Property]) -> zbus::Result<()> {
+    let connection = connect().await?;
+    let deadline = Instant::now() + NAMESAKE_TIMEOUT;
+    let systemd = manager(&connection).await?;
+    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. Scopes know this
+    // property since systemd 253. Earlier versions behave so anyway.
+    let mut extended = vec![("OOMPolicy", Variant::from("continue"))];
+    extended.extend(properties.iter().cloned());
+    let mut properties = extended.as_slice();
+    loop {
+        let Err(error) = systemd.start_transient_unit(name, "fail", properties, &[]).await else {
+            return Ok(());
+        };
+        match &error {
+            zbus::Error::FDO(what)
+                if matches!(**what, fdo::Error::PropertyReadOnly(_))
+                    && properties.len() == extended.len() =>
+            {
+                properties = properties.get(1..).unwrap_or_default();
+            }
+            // The former control daemon with this name has ended, but its servers may still be about to end.
+            zbus::Error::MethodError(name, _, _)
+                if *name == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
+            {
+                sleep(NAMESAKE_PAUSE).await;
+            }
+            _ => return Err(error),
+        }
+    }
+}
+
+/// Two defaults are left as they are on purpose. `KillMode=control-group` fits, since servers and clients end with
+/// their control daemon anyway. There is no `BindsTo=` or the like, which would end the scope with this service's unit.
+fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
+    let stop_timeout = u64::try_from(STOP_TIMEOUT.as_micros()).unwrap_or(u64::MAX);
+    vec![
+        ("Description", Variant::from(format!("NVIDIA MPS control daemon {id} of {own_unit}"))),
+        ("PIDs", Variant::from(vec![pid])),
+        // systemd stops units in the reverse order: at shutdown this service stops first, and ends the control daemon
+        // in order.
+        ("Before", Variant::from(vec![own_unit.to_owned()])),
+        // A failed scope must not keep its name.
+        ("CollectMode", Variant::from("inactive-or-failed")),
+        ("TimeoutStopUSec", Variant::from(stop_timeout)),
+    ]
+}
+
+/// The scope's name. Characters that a unit's name can't have are escaped as systemd does it: `\x` and two digits. A
+/// `-` stays, since it has no special meaning here.
+fn scope_name(id: &str) -> String {
+    let mut name = "yunion-mps-control-".to_owned();
+    for byte in id.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_.:".contains(&byte) {
+            name.push(char::from(byte));
+        } else {
+            name.push_str(&format!("\\x{byte:02x}"));
+        }
+    }
+    name + ".scope"
+}
+
+/// The service as which systemd runs this process.
+fn own_service() -> Option<String> {
+    if !sd_notify::booted().unwrap_or(false) {
+        return None;
+    }
+    let cgroup = proc::cgroups_text(proc::OWN).ok()?;
+    let unit = unit_of(&cgroup)?;
+    // user@1000.service is the manager of a user's services, and this service is not one of them.
+    (unit.ends_with(".service") && !unit.starts_with("user@")).then(|| unit.to_owned())
+}
+
+/// The unit of a process, from its /proc/PID/cgroup. systemd keeps its units in the unified hierarchy, or on older
+/// hosts in the hierarchy named systemd. Slices lead to a unit, and the groups below a unit belong to that unit.
+fn unit_of(cgroup: &str) -> Option<&str> {
+    cgroup.lines().find_map(|line| {
+        let (_, hierarchy_and_path) = line.split_once(':')?;
+        let (hierarchy, path) = hierarchy_and_path.split_once(':')?;
+        if !hierarchy.is_empty() && hierarchy != "name=systemd" {
+            return None;
+        }
+        path.split('/').find(|part| matches!(part.rsplit_once('.'), Some((_, "service" | "scope"))))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scope_names_are_valid_unit_names() {
+        assert_eq!(scope_name("shared"), "yunion-mps-control-shared.scope");
+        assert_eq!(
+            scope_name("GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"),
+            "yunion-mps-control-GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400.scope"
+        );
+        assert_eq!(scope_name("a/b@c\\ü"), r"yunion-mps-control-a\x2fb\x40c\x5c\xc3\xbc.scope");
+    }
+
+    #[test]
+    fn a_unit_is_found_in_every_kind_of_hierarchy() {
+        let unified = "0::/system.slice/yunion-mps-daemon.service\n";
+        assert_eq!(unit_of(unified), Some("yunion-mps-daemon.service"));
+        let legacy = "9:name=systemd:/system.slice/a.service\n4:memory:/system.slice\n0::/\n";
+        assert_eq!(unit_of(legacy), Some("a.service"));
+        // The groups of other controllers have names of their own, and a slice holds no processes itself.
+        assert_eq!(unit_of("4:memory:/system.slice/a.service\n0::/system.slice\n"), None);
+        assert_eq!(
+            unit_of("0::/system.slice/yunion-mps-control-a:b.scope/sub\n"),
+            Some("yunion-mps-control-a:b.scope")
+        );
+        let of_a_user = "0::/user.slice/user-0.slice/user@0.service/app.slice/a.service\n";
+        assert_eq!(unit_of(of_a_user), Some("user@0.service"));
+        assert_eq!(unit_of("0::/docker/5f3c\n"), None);
+        assert_eq!(unit_of("nonsense\n1:\n\n"), None);
+    }
+
+    #[test]
+    fn a_job_says_what_comes_next() {
+        let of = |job| classify(job, "a.service");
+        assert_eq!(of(Some("stop")), Stopping::Stop);
+        for job in ["restart", "try-restart", "start", "reload-or-start"] {
+            assert_eq!(of(Some(job)), Stopping::Restart, "{job}");
+        }
+        for job in [Some("reload"), Some("nop"), Some("a later kind"), None] {
+            let Stopping::Unknown(reason) = of(job) else { panic!("{job:?}") };
+            assert!(reason.contains("a.service"), "{reason}");
+        }
+    }
+}

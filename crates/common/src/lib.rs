@@ -1,0 +1,37 @@
+//! Everything that the service and yunion-mpsctl both know: the host, its configuration and the plan for it, the values
+//! that the service publishes, and the way to them over D-Bus. Nothing here starts or signals a process.
+//!
+//! | floor | module | its job |
+//! |---|---|---|
+//! | 7 | `check` | the plan of a configuration, or its mistakes; the changes that a reload would make |
+//! | 6 | `bus` | the service on D-Bus: the dictionaries of its answers, and the questions to it |
+//! | 5 | `published` | the Snapshot, and everything that is made from it: container settings, CDI spec |
+//! | 5 | `state_file` | the content of the state file |
+//! | 4 | `membership` | the slices that a process has, by its mounts or its environment |
+//! | 4 | `directories` | directories and files that nobody else can have replaced |
+//! | 3 | `plan` | from configuration and inventory to the plan; pure |
+//! | 2 | `config` | the configuration files |
+//! | 1 | `host` | GPUs, processes and systemd as they are, and what differs by driver |
+//! | 0 | `arguments`, `counted`, `drained`, `problem`, `text`, `whole_file` | the service's command line; "1 client", "2 clients"; drained slices; a problem with its remedy and its place; text for a terminal; a file that is written as a whole |
+
+#![forbid(unsafe_code)]
+#![allow(missing_docs, clippy::missing_errors_doc, reason = "nobody outside this workspace uses it")]
+
+pub mod arguments;
+pub mod bus;
+pub mod check;
+pub mod config;
+pub mod counted;
+pub mod directories;
+pub mod drained;
+pub mod host;
+pub mod membership;
+pub mod plan;
+pub mod problem;
+pub mod published;
+#[cfg(test)]
+#[path = "../../../tests/support/skip.rs"]
+mod skip;
+pub mod state_file;
+pub mod text;
+pub mod whole_file;

@@ -1,0 +1,541 @@
+//! The slices that a process has, and how far it can command the control daemon.
+//!
+//! A container's runtime mounts the directories of the container's slices, and no program in the container can mount
+//! another slice's. So in a container the mounts count, whatever the environment says. The environment counts where no
+//! runtime has mounted a slice's directory: on the host, and where an agent has mounted the pipe directory itself. There
+//! the slice is named by a variable of its own, or is the one in which directory the process looks for its control daemon.
+//!
+//! Mounts prove nothing in a user namespace that an unprivileged user has made: there, that user can mount any directory
+//! that the user sees. So a process's mounts count only in the user namespace of the service, or in a container that
+//! the host's own runtime has made. A tenant in such a container can make a user namespace, too. So in another user
+//! namespace a slice counts only if the first process of the container has its directory as well, and if neither process
+//! sees a whole pipe directory, from which the tenant could have mounted it.
+
+mod commands;
+pub mod containers;
+pub mod whose;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::io;
+use std::iter;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use crate::host::gpu::PciAddress;
+use crate::host::mounts::{self, Place};
+use crate::host::proc;
+use crate::plan::{ControlDaemonPlan, slice_names};
+pub use commands::MayCommand;
+use commands::{Reach, may_command};
+use containers::of_the_hosts;
+
+/// The environment variable that names the devices of a container.
+pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
+
+/// The environment variable that names the directory in which a process looks for its control daemon.
+const DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
+
+/// The most slices that a process can claim. A container has one of each GPU.
+const CLAIMS: usize = 64;
+
+/// The most ancestors of a process that are looked at.
+const ANCESTORS: usize = 32;
+
+/// The way in which the slices of a process are known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KnownBy {
+    /// By the directories of slices that are mounted in its container.
+    Mount,
+    /// By its environment, which it can write as it likes.
+    Environment,
+}
+
+impl KnownBy {
+    /// The word on D-Bus.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Mount => "mount",
+            Self::Environment => "environment",
+        }
+    }
+}
+
+/// The slices that a process has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Membership {
+    /// Their published names, at least one, each once. In the environment, the name of a GPU may stand for a slice of it.
+    pub slices: Vec<String>,
+    /// The way in which they are known.
+    pub known_by: KnownBy,
+}
+
+impl Membership {
+    /// The part of it that counts on a GPU. A directory that is mounted stands for a slice of its own GPU, and says
+    /// nothing about another.
+    pub fn on(mut self, gpu: PciAddress) -> Option<Self> {
+        if self.known_by == KnownBy::Mount {
+            self.slices.retain(|slice| slice_names::is_of(slice, gpu));
+        }
+        (!self.slices.is_empty()).then_some(self)
+    }
+}
+
+/// The user and the container of a process. Only a runtime or root moves a process to another container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tenant {
+    uid: u32,
+    container: Container,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Container {
+    /// By the id in its control group.
+    Id(String),
+    /// By the mount namespace, where the control group names no container.
+    Namespace(PathBuf),
+}
+
+impl Tenant {
+    /// The tenant that a process works for.
+    ///
+    /// # Errors
+    /// The process has ended, or can't be looked at.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        let uid = proc::status(pid)?.real_uid().ok_or(io::ErrorKind::InvalidData)?;
+        let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
+            Some(id) => Container::Id(id.to_owned()),
+            None => Container::Namespace(proc::mount_namespace(pid)?),
+        };
+        Ok(Self { uid, container })
+    }
+
+    #[cfg(any(test, feature = "samples"))]
+    pub fn in_container(uid: u32, id: &str) -> Self {
+        Self { uid, container: Container::Id(id.to_owned()) }
+    }
+}
+
+/// The slices of control daemons, as far as they are known without a look at processes.
+#[derive(Debug, Clone, Default)]
+pub struct Slices {
+    /// The pipe directories, with the directories of slices in them.
+    pipe_directories: Arc<BTreeSet<PathBuf>>,
+    /// The control daemons' own directories, in which their privileged sockets are.
+    own_directories: BTreeSet<PathBuf>,
+    /// The addresses of the GPUs, by UUID.
+    gpus: BTreeMap<String, PciAddress>,
+}
+
+impl Slices {
+    pub fn of<'a>(plans: impl IntoIterator<Item = &'a ControlDaemonPlan>) -> Self {
+        let mut slices = Self::default();
+        for plan in plans {
+            let parent = plan.slice_directories.as_deref().and_then(Path::parent);
+            let directories = parent.into_iter().chain([plan.pipe_directory.as_path()]);
+            Arc::make_mut(&mut slices.pipe_directories).extend(directories.map(Path::to_owned));
+            slices.gpus.extend(plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.pci)));
+        }
+        slices
+    }
+
+    /// The same with further pipe directories.
+    #[must_use]
+    pub fn and_in<'a>(mut self, directories: impl IntoIterator<Item = &'a Path>) -> Self {
+        Arc::make_mut(&mut self.pipe_directories).extend(directories.into_iter().map(Path::to_owned));
+        self
+    }
+
+    /// The same with the directories that the control daemons have for themselves.
+    #[must_use]
+    pub fn commanded_in<'a>(mut self, directories: impl IntoIterator<Item = &'a Path>) -> Self {
+        self.own_directories.extend(directories.into_iter().map(Path::to_owned));
+        self
+    }
+
+    /// The UUIDs of the GPUs of these slices, by their published names.
+    pub fn gpus_of(&self, slices: &[String]) -> Vec<&str> {
+        let has_one = |address: PciAddress| slices.iter().any(|slice| slice_names::is_of(slice, address));
+        let gpus = self.gpus.iter().filter(|(_, address)| has_one(**address));
+        gpus.map(|(uuid, _)| uuid.as_str()).collect()
+    }
+
+    /// The part of a process's slices that counts on the GPU with this UUID; all of them if it uses no GPU yet.
+    pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
+        match self.gpus.get(gpu) {
+            Some(address) => all.on(*address),
+            None => (gpu.is_empty() || all.known_by == KnownBy::Environment).then_some(all),
+        }
+    }
+}
+
+/// The places of the directories of slices, and all else that is the same for every process. It is made for one look at
+/// processes, where the kernel may be asked: the environment of a process can be held up by the driver.
+#[derive(Debug)]
+pub struct SliceMounts {
+    /// The pipe directories, with the directories of slices in them.
+    pipes: Vec<Place>,
+    /// The paths of the pipe directories.
+    pipe_directories: Arc<BTreeSet<PathBuf>>,
+    /// The control daemons' own directories.
+    own: Vec<Place>,
+    /// The mount namespaces of the host: the service's own, and that of the first process.
+    host: Vec<PathBuf>,
+    /// The service's user namespace.
+    user: Option<PathBuf>,
+    /// The first process of each container, once somebody has asked for one.
+    first: OnceLock<BTreeMap<String, u32>>,
+}
+
+/// All that the mounts of one process show.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Sight {
+    /// The slices with a directory that is the root of a mount.
+    slices: BTreeSet<String>,
+    /// Whether a mount leads into or around a pipe directory.
+    pipe: bool,
+    /// Whether a mount leads to or around a pipe directory, or to the directory of all slices in it.
+    whole: bool,
+    /// Whether a mount leads to or around a control daemon's own directory.
+    own: bool,
+}
+
+/// All that the mounts of a process and of its ancestors show.
+#[derive(Debug)]
+pub struct Seen {
+    mounted: Mounted,
+    reach: Reach,
+    pipe_directories: Arc<BTreeSet<PathBuf>>,
+}
+
+impl SliceMounts {
+    /// Finds the places of the pipe directories. One that is not there has no slice.
+    pub fn look(slices: &Slices) -> Self {
+        let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
+        let places = |directories: &BTreeSet<PathBuf>| {
+            directories.iter().filter_map(|path| Place::of(path).ok()).collect()
+        };
+        Self {
+            pipes: places(&slices.pipe_directories),
+            pipe_directories: Arc::clone(&slices.pipe_directories),
+            own: places(&slices.own_directories),
+            host: namespaces.into_iter().flatten().collect(),
+            user: proc::user_namespace(proc::OWN).ok(),
+            first: OnceLock::new(),
+        }
+    }
+
+    /// The slices of a process. None if nothing is known.
+    ///
+    /// # Errors
+    /// The process has ended, or can't be looked at.
+    pub fn of(&self, pid: u32) -> io::Result<Option<Membership>> {
+        self.see(pid)?.slices(pid)
+    }
+
+    /// Looks at the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so its
+    /// ancestors are looked at too. So are ancestors in other namespaces, up to the host, for a sandbox in a container:
+    /// the sandbox has the slices of the container. But it reaches no directory that only its ancestors see.
+    ///
+    /// # Errors
+    /// The process has ended, or can't be looked at.
+    pub fn see(&self, pid: u32) -> io::Result<Seen> {
+        let (mut believed, mut all) = (false, Sight::default());
+        let (mut own_namespace, mut last) = (None, None);
+        for process in iter::once(pid).chain(ancestors(pid)) {
+            let Some(place) = self.place_of(process, process == pid)? else { break };
+            if last.as_ref() == Some(&place) {
+                continue;
+            }
+            let sight = match mounts::roots(process) {
+                Ok(roots) => self.sight(&roots),
+                Err(error) if process == pid => return Err(error),
+                Err(_) => break,
+            };
+            let reaches = *own_namespace.get_or_insert_with(|| place.0.clone()) == place.0;
+            all.own |= sight.own && reaches;
+            let pipe = sight.pipe;
+            if let Some(slices) = self.believed(process, sight) {
+                believed |= reaches;
+                all.pipe |= pipe && reaches;
+                if all.slices.is_empty() {
+                    all.slices = slices;
+                }
+            }
+            last = Some(place);
+        }
+        let reach = match last {
+            None => Reach::Host,
+            Some(_) if all.own => Reach::OwnDirectory,
+            Some(_) => Reach::Control,
+        };
+        let mounted = if !all.slices.is_empty() {
+            Mounted::Slices(all.slices.into_iter().collect())
+        } else if believed && !all.pipe {
+            // Nobody knows which way the process has come to the GPU.
+            Mounted::Elsewhere
+        } else {
+            Mounted::Nothing
+        };
+        Ok(Seen { mounted, reach, pipe_directories: Arc::clone(&self.pipe_directories) })
+    }
+
+    /// The mount namespace of a process and its root directory there, which make its list of mounts. None on the host,
+    /// and for an ancestor that has just ended.
+    fn place_of(&self, process: u32, wanted: bool) -> io::Result<Option<(PathBuf, PathBuf)>> {
+        let place = proc::mount_namespace(process).and_then(|its| Ok((its, proc::root(process)?)));
+        match place {
+            Ok((namespace, _)) if self.host.contains(&namespace) => Ok(None),
+            Ok(place) => Ok(Some(place)),
+            Err(error) if wanted => Err(error),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// The slices of a process that root of the host, or a runtime of the host, has mounted. None if the mounts that the
+    /// process sees prove nothing at all.
+    fn believed(&self, process: u32, sight: Sight) -> Option<BTreeSet<String>> {
+        let its = proc::user_namespace(process).ok();
+        if its.is_some() && its == self.user {
+            return Some(sight.slices);
+        }
+        let cgroups = proc::cgroups_text(process).ok()?;
+        let container = of_the_hosts(&cgroups)?;
+        if sight.slices.is_empty() {
+            return Some(sight.slices);
+        }
+        let first = self.first.get_or_init(first_processes).get(container)?;
+        let firsts = self.sight(&mounts::roots(first).ok()?);
+        let is_proven = |slice: &String| !sight.whole && !firsts.whole && firsts.slices.contains(slice);
+        let proven: BTreeSet<String> =
+            sight.slices.iter().filter(|slice| is_proven(slice)).cloned().collect();
+        (!proven.is_empty()).then_some(proven)
+    }
+
+    fn sight(&self, roots: &[Place]) -> Sight {
+        let mut sight = Sight::default();
+        for pipe in &self.pipes {
+            for root in roots {
+                let inside = root.below(pipe);
+                sight.slices.extend(inside.and_then(slice_names::of_directory));
+                let whole = pipe.below(root).is_some() || inside == Some(Path::new(slice_names::DIRECTORIES));
+                sight.whole |= whole;
+                sight.pipe |= inside.is_some() || whole;
+            }
+        }
+        sight.own = self.own.iter().any(|own| roots.iter().any(|root| own.below(root).is_some()));
+        sight
+    }
+}
+
+impl Seen {
+    /// The slices of the process that its mounts tell, without a look at its memory, which may be held up.
+    pub fn mounted(self) -> Option<Membership> {
+        self.mounted.membership()
+    }
+
+    /// How far the process can command a control daemon, by its effective user id.
+    pub fn may_command(&self, uid: u32) -> MayCommand {
+        may_command(uid, self.reach)
+    }
+
+    /// The slices of the process. This may ask for the memory of the process.
+    pub fn slices(self, pid: u32) -> io::Result<Option<Membership>> {
+        match self.mounted {
+            Mounted::Nothing => Ok(claimed(&proc::environment(pid)?, &self.pipe_directories)),
+            mounted => Ok(mounted.membership()),
+        }
+    }
+}
+
+/// The slices of a process, as far as its mounts tell.
+#[derive(Debug, PartialEq, Eq)]
+enum Mounted {
+    /// The process is in a container with the directories of these slices.
+    Slices(Vec<String>),
+    /// The process is in a container without any directory of ours.
+    Elsewhere,
+    /// Nothing: the process is on the host, its mounts prove nothing, or it sees a whole pipe directory.
+    Nothing,
+}
+
+impl Mounted {
+    fn membership(self) -> Option<Membership> {
+        match self {
+            Self::Slices(slices) => Some(Membership { slices, known_by: KnownBy::Mount }),
+            Self::Elsewhere | Self::Nothing => None,
+        }
+    }
+}
+
+/// The parent of a process, the parent's parent and so on. It ends where another process may have the PID by now.
+fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
+    let parent = |child: &proc::Stat| {
+        let parent = proc::stat(child.parent).ok()?;
+        (parent.start_time <= child.start_time).then_some(parent)
+    };
+    let mut child = proc::stat(pid).ok();
+    iter::from_fn(move || {
+        let pid = child?.parent;
+        child = parent(&child?);
+        child.map(|_| pid)
+    })
+    .take(ANCESTORS)
+}
+
+/// The oldest process of each container that the host's own runtime has made.
+fn first_processes() -> BTreeMap<String, u32> {
+    let mut oldest: BTreeMap<String, (u64, u32)> = BTreeMap::new();
+    for pid in proc::pids() {
+        let Ok(cgroups) = proc::cgroups_text(pid) else { continue };
+        let Some(id) = of_the_hosts(&cgroups) else { continue };
+        let Ok(stat) = proc::stat(pid) else { continue };
+        let its = (stat.start_time, pid);
+        let known = oldest.entry(id.to_owned()).or_insert(its);
+        *known = its.min(*known);
+    }
+    oldest.into_iter().map(|(id, (_, pid))| (id, pid)).collect()
+}
+
+/// The slices that stand in the environment of a process: by their names, or one by its directory.
+fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<Membership> {
+    let slices = named(environment).or_else(|| Some(vec![connected(environment, pipe_directories)?]))?;
+    Some(Membership { slices, known_by: KnownBy::Environment })
+}
+
+/// The slices that are named in this environment.
+fn named(environment: &[u8]) -> Option<Vec<String>> {
+    let value = std::str::from_utf8(proc::variable(environment, DEVICE_VARIABLE)?).ok()?;
+    let mut slices = Vec::new();
+    for name in value.split(',').take(CLAIMS) {
+        // Anything but a name is left out, since everybody can read the list.
+        slices.extend(slice_names::published(name.trim()).filter(|name| !slices.contains(name)));
+    }
+    (!slices.is_empty()).then_some(slices)
+}
+
+/// The slice in which directory a process with this environment looks for its control daemon.
+fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<String> {
+    let directory = Path::new(OsStr::from_bytes(proc::variable(environment, DIRECTORY_VARIABLE)?));
+    let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();
+    pipe_directories.iter().filter_map(inside).find_map(slice_names::of_directory)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn membership(slices: &[&str], known_by: KnownBy) -> Membership {
+        Membership { slices: slices.iter().map(|slice| (*slice).to_owned()).collect(), known_by }
+    }
+
+    fn pipes() -> BTreeSet<PathBuf> {
+        BTreeSet::from(["/run/mps".into(), "/tmp/mps".into()])
+    }
+
+    #[test]
+    fn slices_stand_in_the_environment() {
+        let long = vec!["00:06.0-1"; 100_000].join(",");
+        let many: Vec<String> = (0..300).map(|ordinal| format!("00:06.0-{ordinal}")).collect();
+        for (environment, expected) in [
+            ("A=1\0YUNION_MPS_DEVICE=00:06.0-1,00:07.0-0\0", &["00:06.0-1", "00:07.0-0"][..]),
+            ("YUNION_MPS_DEVICE=0000:00:06.0-1, 00:06.0 ,00:06.0-1", &["00:06.0-1", "00:06.0"]),
+            ("YUNION_MPS_DEVICE=mine,00:06.0-1,\u{1b}[2J", &["00:06.0-1"]),
+            (&format!("YUNION_MPS_DEVICE={long}"), &["00:06.0-1"]),
+        ] {
+            let expected = membership(expected, KnownBy::Environment);
+            assert_eq!(claimed(environment.as_bytes(), &pipes()), Some(expected), "{environment:.60}");
+        }
+        let many = claimed(format!("YUNION_MPS_DEVICE={}", many.join(",")).as_bytes(), &pipes()).unwrap();
+        assert_eq!(many.slices.len(), CLAIMS);
+        for none in
+            [&b""[..], b"XYUNION_MPS_DEVICE=00:06.0-1", b"YUNION_MPS_DEVICE=", b"YUNION_MPS_DEVICE=\xff"]
+        {
+            assert_eq!(claimed(none, &pipes()), None);
+        }
+    }
+
+    #[test]
+    fn a_slice_is_known_by_the_directory_in_the_environment() {
+        for (environment, expected) in [
+            ("CUDA_MPS_PIPE_DIRECTORY=/run/mps/slices/00_06.0-1", Some("00:06.0-1")),
+            ("A=1\0CUDA_MPS_PIPE_DIRECTORY=/run/mps//slices/00_06.0-1/\0B=2", Some("00:06.0-1")),
+            (
+                "CUDA_MPS_PIPE_DIRECTORY=/run/mps/slices/00_06.0-1\0YUNION_MPS_DEVICE=00:06.0-2",
+                Some("00:06.0-2"),
+            ),
+            ("CUDA_MPS_PIPE_DIRECTORY=/run/mps/slices/00_06.0-1\0YUNION_MPS_DEVICE=mine", Some("00:06.0-1")),
+            ("CUDA_MPS_PIPE_DIRECTORY=/run/mps", None),
+            ("CUDA_MPS_PIPE_DIRECTORY=/run/mps/slices", None),
+            ("CUDA_MPS_PIPE_DIRECTORY=/run/mps/slices/00_06.0-1/more", None),
+            ("CUDA_MPS_PIPE_DIRECTORY=/run/other/slices/00_06.0-1", None),
+            ("CUDA_MPS_PIPE_DIRECTORY=", None),
+        ] {
+            let expected = expected.map(|slice| membership(&[slice], KnownBy::Environment));
+            assert_eq!(claimed(environment.as_bytes(), &pipes()), expected, "{environment}");
+        }
+    }
+
+    #[test]
+    fn a_mounted_directory_says_nothing_about_another_gpu() {
+        let (six, seven) = ("00:06.0".parse().unwrap(), "00:07.0".parse().unwrap());
+        let mounted = membership(&["00:06.0-1", "00:06.0-2"], KnownBy::Mount);
+        assert_eq!((mounted.clone().on(six), mounted.clone().on(seven)), (Some(mounted), None));
+        let claimed = membership(&["00:06.0-1"], KnownBy::Environment);
+        assert_eq!(claimed.clone().on(seven), Some(claimed.clone()));
+        let slices = Slices { gpus: BTreeMap::from([("GPU-6".to_owned(), six)]), ..Slices::default() };
+        let mounted = membership(&["00:06.0-1", "00:07.0-1"], KnownBy::Mount);
+        let one = Some(membership(&["00:06.0-1"], KnownBy::Mount));
+        for (gpu, expected) in [("GPU-6", one), ("", Some(mounted.clone())), ("GPU-8", None)] {
+            assert_eq!(slices.on(gpu, mounted.clone()), expected, "{gpu}");
+        }
+        assert_eq!(slices.on("GPU-8", claimed.clone()), Some(claimed));
+    }
+
+    fn look<const N: usize>(directories: [&Path; N]) -> SliceMounts {
+        let pipe_directories = Arc::new(directories.map(Path::to_owned).into());
+        let slices = Slices { pipe_directories, ..Slices::default() };
+        SliceMounts::look(&slices.commanded_in(directories))
+    }
+
+    /// The mounts of a container that has this directory at a place of its own.
+    fn seen(directory: &Path) -> Sight {
+        let pipe = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(pipe.path().join("slices/00_06.0-1")).unwrap();
+        std::fs::create_dir_all(pipe.path().join("slices/other")).unwrap();
+        let roots = [Place::of(Path::new("/proc")), Place::of(&pipe.path().join(directory))];
+        let roots: Vec<Place> = roots.into_iter().flatten().collect();
+        assert_eq!(roots.len(), 2, "{}", directory.display());
+        look([pipe.path(), Path::new("/no such directory")]).sight(&roots)
+    }
+
+    #[test]
+    fn only_a_mount_of_the_directory_itself_is_a_slice() {
+        if !mounts::root_is_a_mount() {
+            return;
+        }
+        let slices = BTreeSet::from(["00:06.0-1".to_owned()]);
+        let one = Sight { slices, pipe: true, ..Sight::default() };
+        assert_eq!(seen(Path::new("slices/00_06.0-1")), one);
+        for (around, whole, own) in
+            [("", true, true), ("..", true, true), ("slices", true, false), ("slices/other", false, false)]
+        {
+            let expected = Sight { pipe: true, whole, own, ..Sight::default() };
+            assert_eq!(seen(Path::new(around)), expected, "{around}");
+        }
+        assert_eq!(seen(Path::new("/proc")), Sight::default());
+    }
+
+    #[test]
+    fn a_process_of_the_host_is_known_by_its_environment() {
+        let mounts = look([&std::env::temp_dir()]);
+        let own = std::process::id();
+        let seen = mounts.see(own).unwrap();
+        assert_eq!((&seen.mounted, seen.reach), (&Mounted::Nothing, Reach::Host));
+        assert_eq!((mounts.of(own).unwrap(), seen.mounted()), (None, None));
+        assert!(mounts.of(u32::MAX).is_err());
+        assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));
+        assert!(ancestors(own).count() <= ANCESTORS && ancestors(u32::MAX).next().is_none());
+    }
+}

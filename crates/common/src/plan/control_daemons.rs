@@ -1,0 +1,591 @@
+//! The control daemons that serve the usable GPUs, and the comparison of a control daemon with a later plan.
+
+use std::path::{Path, PathBuf};
+
+use super::gpu_plan::{GpuPlan, slice_file_name, slice_name};
+use super::limits::{Defaults, Limit};
+use super::slice_names;
+use super::warnings::loose;
+use crate::config::{self, MultiUser, Settings, Topology};
+use crate::host::cpus::Cpus;
+use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
+use crate::host::gpu::{NvmlFacts, PciAddress};
+use crate::host::inventory::Inventory;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ControlDaemonPlan {
+    /// `shared`, or the GPU's UUID.
+    pub id: String,
+    /// The directory in which clients find it.
+    pub pipe_directory: PathBuf,
+    /// The directory of the control daemon alone, in which it makes its sockets. The pipe directory then has a link to the
+    /// socket for clients. None if it makes its sockets in the pipe directory.
+    pub private_directory: Option<PathBuf>,
+    /// `CUDA_MPS_LOG_DIRECTORY`.
+    pub log_directory: PathBuf,
+    /// The directory in which each of its slices has a directory with a link to its socket. None if its clients have to
+    /// connect in the pipe directory.
+    pub slice_directories: Option<PathBuf>,
+    /// The GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend on the
+    /// order of entries.
+    pub gpus: Vec<ServedGpu>,
+    pub driver: Series,
+    /// The default active thread percentage: the largest percentage of its GPUs.
+    pub thread_percentage: u8,
+    /// Whether to ask for one server for the clients of every user.
+    pub multiuser: bool,
+    /// Whether the control daemon is started without that if its driver refuses it.
+    pub multiuser_optional: bool,
+    /// Whether the server is started before the first client.
+    pub prewarm: bool,
+    /// The CPUs near its GPUs, if it is bound to them.
+    pub cpus: Option<Cpus>,
+}
+
+/// A GPU of a control daemon. Its position is its ordinal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServedGpu {
+    pub uuid: String,
+    /// The address, for messages and the state file.
+    pub pci: PciAddress,
+    /// The number of its slices.
+    pub slices: u32,
+    /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
+    pub memory_limit_mib: u64,
+    /// The memory of one of its slices in MiB.
+    pub slice_memory_mib: u64,
+    /// The active thread percentage of one of its slices.
+    pub slice_thread_percentage: u8,
+    /// Whether the GPU enforces limits.
+    pub limits_enforced: bool,
+    /// The number of clients that it can hold at once.
+    pub places: u32,
+    /// Whether NVML lists its clients. If not, only the control daemon knows them.
+    pub clients_listed: bool,
+}
+
+/// A running control daemon: the properties that only another control daemon can change.
+#[derive(Debug, Clone, Copy)]
+pub struct Present<'a> {
+    /// The directory in which clients find it.
+    pub pipe_directory: &'a Path,
+    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub control_directory: &'a Path,
+    /// Its `CUDA_MPS_LOG_DIRECTORY`.
+    pub log_directory: &'a Path,
+    /// The UUIDs of its GPUs.
+    pub gpus: &'a [String],
+    /// Whether one server serves every user.
+    pub multiuser: bool,
+    /// Whether it was to be bound to the CPUs near its GPUs.
+    pub near_cpus: bool,
+}
+
+impl ControlDaemonPlan {
+    /// The GPUs that the control daemon serves as planned only after it has been told more than for `before`.
+    pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
+        let waits = |gpu: &&ServedGpu| {
+            let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
+            let moved =
+                self.slice_directories.is_some() && self.slice_directories != before.slice_directories;
+            let has_new_slices = self.slice_directories.is_some() && gpu.slices > known.slices;
+            let ((memory, threads), known) = (self.limits(gpu), before.limits(known));
+            memory.waits_for_default(&known.0)
+                || threads.waits_for_default(&known.1)
+                || moved
+                || has_new_slices
+        };
+        self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
+    }
+
+    /// The directory in which the control daemon makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub fn control_directory(&self) -> &Path {
+        self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
+    }
+
+    /// The published names of its slices, each behind the name of its GPU and in front of the name of its directory.
+    pub fn slices(&self) -> impl Iterator<Item = (String, String, String)> {
+        self.gpus.iter().flat_map(|gpu| {
+            let pci = gpu.pci;
+            let slice = move |ordinal| (pci.short(), slice_name(pci, ordinal), slice_file_name(pci, ordinal));
+            (0..gpu.slices).map(slice)
+        })
+    }
+
+    /// The memory limit and the thread percentage of the slices of one of its GPUs.
+    fn limits(&self, gpu: &ServedGpu) -> (Limit, Limit) {
+        let memory = Limit { own: gpu.slice_memory_mib, default: gpu.memory_limit_mib };
+        let own = gpu.slice_thread_percentage.into();
+        (memory, Limit { own, default: self.thread_percentage.into() })
+    }
+
+    /// The part of this plan that a running control daemon can't fulfil, so that another must take its place. A GPU
+    /// that is not `reachable` is ignored.
+    pub fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
+        let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
+        let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
+        if present.pipe_directory != self.pipe_directory {
+            Some(format!("the pipe directory becomes {}", self.pipe_directory.display()))
+        } else if present.control_directory != self.control_directory() {
+            Some(format!("its sockets move to {}", self.control_directory().display()))
+        } else if present.log_directory != self.log_directory {
+            Some(format!("the log directory becomes {}", self.log_directory.display()))
+        } else if let Some(gpu) = joins {
+            Some(format!("{} joins", gpu.uuid))
+        } else if let Some(uuid) = leaves {
+            Some(format!("{uuid} leaves"))
+        } else if present.multiuser && !self.multiuser {
+            Some("multi-user mode is switched off".to_owned())
+        } else if !present.multiuser && self.multiuser && !self.multiuser_optional {
+            Some("multi-user mode is switched on".to_owned())
+        } else if let Some(cpus) = self.cpus.filter(|_| !present.near_cpus) {
+            Some(format!("it is to be bound to CPUs {cpus}"))
+        } else if present.near_cpus && self.cpus.is_none() {
+            Some("it is to be bound to no CPUs any more".to_owned())
+        } else {
+            None
+        }
+    }
+}
+
+/// The control daemons for the GPUs that can be served now. It gives slices their directories.
+pub(super) fn control_daemons(
+    gpus: &mut [GpuPlan],
+    settings: &Settings,
+    inventory: &Inventory,
+) -> Vec<ControlDaemonPlan> {
+    let mut usable: Vec<(&GpuPlan, &NvmlFacts)> = gpus
+        .iter()
+        .filter(|gpu| gpu.obstacles.is_empty())
+        .filter_map(|gpu| Some((gpu, gpu.gpu.facts()?)))
+        .collect();
+    usable.sort_by_key(|(gpu, _)| gpu.gpu.pci.address);
+    let together = match settings.topology {
+        Topology::Shared => usable.len().max(1),
+        Topology::PerGpu => 1,
+    };
+    let control_daemons: Vec<ControlDaemonPlan> =
+        usable.chunks(together).filter_map(|gpus| control_daemon(gpus, settings, inventory)).collect();
+    for gpu in gpus {
+        // A GPU that can't be served now keeps the directories that it has beside the others.
+        let its = control_daemons.iter().find(|daemon| daemon.pipe_directory == gpu.pipe_directory);
+        gpu.slice_directories = its.and_then(|daemon| daemon.slice_directories.clone());
+    }
+    control_daemons
+}
+
+/// The longest path of a socket, in bytes, with the zero at its end: `sun_path` of `sockaddr_un`.
+const SOCKET_PATH_BYTES: usize = 108;
+
+/// Whether clients of these GPUs can connect in any directory.
+fn linked(gpus: &[(&GpuPlan, &NvmlFacts)], multiuser: bool, inventory: &Inventory) -> bool {
+    let on = |facts: &NvmlFacts| LINKED_SOCKET.holds(inventory.series(), facts.compute_capability);
+    multiuser && gpus.iter().all(|(_, facts)| on(facts))
+}
+
+/// The private directory of the control daemon with this pipe directory. It is beside the pipe directory of the settings,
+/// since links can't lead to another file system, and since whatever is inside is given to containers.
+fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathBuf> {
+    let below = pipe_directory.strip_prefix(&settings.pipe_directory).ok()?;
+    let base = settings.private_directory();
+    // Joined with nothing, a path would end with a slash.
+    let directory = if below.as_os_str().is_empty() { base } else { base.join(below) };
+    config::has_room_for_sockets(&directory).then_some(directory)
+}
+
+/// The directories of the slices of these GPUs, where clients can connect in any directory.
+fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
+    let directories = settings.pipe_directory.join(slice_names::DIRECTORIES);
+    let names =
+        gpus.iter().map(|(gpu, _)| slice_file_name(gpu.gpu.pci.address, gpu.slices.saturating_sub(1)));
+    let longest = names.map(|name| name.len()).max()?;
+    let path = directories.as_os_str().len() + "/".len() + longest + "/control".len();
+    (path < SOCKET_PATH_BYTES).then_some(directories)
+}
+
+fn control_daemon(
+    gpus: &[(&GpuPlan, &NvmlFacts)],
+    settings: &Settings,
+    inventory: &Inventory,
+) -> Option<ControlDaemonPlan> {
+    let (first, NvmlFacts { uuid, .. }) = gpus.first()?;
+    let (id, log_directory) = match settings.topology {
+        Topology::Shared => ("shared", settings.log_directory.clone()),
+        Topology::PerGpu => (uuid.as_str(), settings.log_directory.join(uuid)),
+    };
+    let (multiuser, multiuser_optional) = match settings.multiuser {
+        MultiUser::On => (true, false),
+        MultiUser::Auto => {
+            let all = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
+            (all, all)
+        }
+        MultiUser::Off => (false, false),
+    };
+    let linked = linked(gpus, multiuser, inventory);
+    let private_directory = linked.then(|| private_directory(&first.pipe_directory, settings)).flatten();
+    let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
+    let defaults = Defaults::of(gpus.iter().map(|(gpu, _)| *gpu));
+    let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
+        uuid: facts.uuid.clone(),
+        pci: gpu.gpu.pci.address,
+        slices: gpu.slices,
+        memory_limit_mib: defaults.memory_mib,
+        slice_memory_mib: gpu.memory_limit_mib,
+        slice_thread_percentage: gpu.thread_percentage,
+        limits_enforced: gpu.limits_enforced,
+        places: driver::most_clients(inventory.series(), facts.compute_capability),
+        clients_listed: gpu.max_clients.is_some(),
+    };
+    Some(ControlDaemonPlan {
+        id: id.to_owned(),
+        pipe_directory: first.pipe_directory.clone(),
+        log_directory,
+        gpus: gpus.iter().map(served).collect(),
+        driver: inventory.series(),
+        thread_percentage: defaults.thread_percentage,
+        multiuser,
+        // A server of a user's own would have to get into the directory of the control daemon.
+        multiuser_optional: multiuser_optional && slice_directories.is_none() && private_directory.is_none(),
+        prewarm: settings.prewarm && multiuser,
+        cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
+        private_directory,
+        slice_directories,
+    })
+}
+
+/// Warns of slices for which the control daemon's defaults, which fit its largest slice, are too large.
+pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
+    for control_daemon in control_daemons {
+        let default = control_daemon.thread_percentage;
+        for served in control_daemon.gpus.iter().filter(|served| served.limits_enforced) {
+            let Some(gpu) = gpus.iter_mut().find(|gpu| gpu.gpu.pci.address == served.pci) else { continue };
+            let (own, own_mib) = (gpu.thread_percentage, gpu.memory_limit_mib);
+            let default_mib = served.memory_limit_mib;
+            if own < default {
+                let (default, own) = (format!("{default} %"), format!("{own} %"));
+                gpu.warnings.push(loose(&default, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", &own));
+            }
+            if own_mib < default_mib {
+                let (default, own) = (format!("{default_mib} MiB"), format!("{own_mib} MiB"));
+                gpu.warnings.push(loose(&default, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", &own));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::config::{CpuAffinity, ThreadPolicy};
+    use crate::plan::tests::{facts, h200s, limits, node, plan, with};
+
+    /// A slice waits for the control daemon only if its own limits change, and with them the default that it needs.
+    #[test]
+    fn a_slice_with_unchanged_limits_waits_for_nothing() {
+        let plan_of = |slices: [(u64, u8); 3]| {
+            let gpus = slices.iter().enumerate().map(|(n, (memory, threads))| ServedGpu {
+                uuid: format!("GPU-{n}"),
+                pci: "00:06.0".parse().unwrap(),
+                slices: 4,
+                memory_limit_mib: slices.iter().map(|(memory, _)| *memory).max().unwrap(),
+                slice_memory_mib: *memory,
+                slice_thread_percentage: *threads,
+                limits_enforced: true,
+                places: 48,
+                clients_listed: true,
+            });
+            ControlDaemonPlan {
+                id: "shared".to_owned(),
+                pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+                log_directory: "/tmp/nvidia-mps/log".into(),
+                private_directory: None,
+                slice_directories: None,
+                gpus: gpus.collect(),
+                driver: Series::default(),
+                thread_percentage: slices.iter().map(|(_, threads)| *threads).max().unwrap(),
+                multiuser: true,
+                multiuser_optional: true,
+                prewarm: true,
+                cpus: None,
+            }
+        };
+        let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
+        for (before, after, expected) in [
+            ([quarter; 3], [quarter; 3], &[][..]),
+            // The default is larger than the new limits before and after the change.
+            ([quarter; 3], [quarter, eighth, quarter], &[]),
+            ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
+            // The default grows, but the other slices keep their own limits.
+            ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
+            // The default was smaller than the second slice's new limit.
+            ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
+            // The default shrinks.
+            ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0"]),
+            ([quarter; 3], [(4000, 12), quarter, quarter], &[]),
+            ([quarter; 3], [(4000, 30), quarter, quarter], &["GPU-0"]),
+        ] {
+            let (before, after) = (plan_of(before), plan_of(after));
+            assert_eq!(after.to_be_set_since(&before).collect::<Vec<_>>(), expected, "{before:?} {after:?}");
+        }
+        let mut fewer = plan_of([quarter; 3]);
+        fewer.gpus.truncate(2);
+        assert_eq!(plan_of([quarter; 3]).to_be_set_since(&fewer).collect::<Vec<_>>(), ["GPU-2"]);
+    }
+
+    #[test]
+    fn a_shared_control_daemon_serves_in_pci_order_with_the_largest_percentage() {
+        let inventory = h200s();
+        let plan = plan(&with(vec![(node(130), 4), (node(128), 10), (node(129), 2)]), &inventory).unwrap();
+        let configured: Vec<_> = plan.gpus.iter().map(|gpu| gpu.gpu.pci.address.bus).collect();
+        assert_eq!(configured, [0x1c, 0x1a, 0x1b]);
+        assert_eq!(limits(&plan), [(30720, 25), (12288, 10), (61440, 50)]);
+        let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
+        let served: Vec<_> =
+            daemon.gpus.iter().map(|gpu| (gpu.uuid.as_str(), gpu.memory_limit_mib)).collect();
+        assert_eq!(served, [("GPU-0", 61440), ("GPU-1", 61440), ("GPU-2", 61440)]);
+        assert_eq!(daemon.thread_percentage, 50);
+        assert_eq!((daemon.multiuser, daemon.multiuser_optional, daemon.prewarm), (true, false, true));
+        assert!(
+            plan.gpus[0].warnings[0].problem.found.contains("default is 50 %"),
+            "{:?}",
+            plan.gpus[0].warnings
+        );
+        assert!(
+            plan.gpus[1].warnings[0].problem.found.contains("keep to 10 %"),
+            "{:?}",
+            plan.gpus[1].warnings
+        );
+        assert!(
+            plan.gpus[1].warnings[1].problem.found.contains("keep to 12288 MiB"),
+            "{:?}",
+            plan.gpus[1].warnings
+        );
+        assert_eq!(plan.gpus[2].warnings, []);
+    }
+
+    #[test]
+    fn each_gpu_can_have_a_control_daemon_of_its_own() {
+        let mut settings = with(vec![(node(131), 4), (node(128), 10)]);
+        settings.topology = Topology::PerGpu;
+        let mut inventory = h200s();
+        facts(&mut inventory, 0).compute_capability = Some((6, 1));
+        let plan = plan(&settings, &inventory).unwrap();
+        let daemons: Vec<_> = plan
+            .control_daemons
+            .iter()
+            .map(|daemon| {
+                let pipe = daemon.pipe_directory.to_str().unwrap();
+                (daemon.id.as_str(), pipe, daemon.gpus.len(), daemon.thread_percentage, daemon.multiuser)
+            })
+            .collect();
+        assert_eq!(
+            daemons,
+            [
+                ("GPU-0", "/tmp/nvidia-mps/pipe/GPU-0", 1, 10, false),
+                ("GPU-3", "/tmp/nvidia-mps/pipe/GPU-3", 1, 25, true),
+            ]
+        );
+        assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
+        assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
+        // With one GPU each, the defaults are the limits of its slices.
+        assert_eq!(plan.gpus[0].warnings, []);
+    }
+
+    #[test]
+    fn multiuser_follows_the_setting_and_the_weakest_gpu() {
+        let mut settings = with(vec![(node(128), 4), (node(129), 4)]);
+        let mut mixed = h200s();
+        facts(&mut mixed, 1).compute_capability = Some((6, 1));
+        let mut seen = |setting, prewarm, inventory: &Inventory| {
+            settings.multiuser = setting;
+            settings.prewarm = prewarm;
+            let daemon = plan(&settings, inventory).unwrap().control_daemons.remove(0);
+            (daemon.multiuser, daemon.multiuser_optional, daemon.prewarm)
+        };
+        assert_eq!(seen(MultiUser::Auto, true, &h200s()), (true, false, true), "slices have directories");
+        let older = Inventory { driver: Ok("575.57.08".to_owned()), ..h200s() };
+        assert_eq!(seen(MultiUser::Auto, true, &older), (true, true, true));
+        assert_eq!(seen(MultiUser::Auto, false, &older), (true, true, false));
+        assert_eq!(seen(MultiUser::Auto, true, &mixed), (false, false, false));
+        assert_eq!(seen(MultiUser::On, true, &mixed), (true, false, true));
+        assert_eq!(seen(MultiUser::Off, true, &h200s()), (false, false, false));
+    }
+
+    #[test]
+    fn slices_have_directories_where_a_linked_socket_is_enough() {
+        let settings = with(vec![(node(128), 2), (node(129), 1)]);
+        let linked = |settings: &Settings, inventory: &Inventory| {
+            let plan = plan(settings, inventory).unwrap();
+            let daemon = &plan.control_daemons[0];
+            assert_eq!(plan.gpus[0].slice_directories, daemon.slice_directories);
+            assert_eq!(daemon.private_directory.is_some(), !daemon.multiuser_optional && daemon.multiuser);
+            assert!(daemon.slice_directories.is_none() || daemon.private_directory.is_some());
+            daemon.slice_directories.as_ref()?;
+            assert_eq!(plan.gpus[0].slice_directory(1).unwrap().file_name().unwrap(), "1a_00.0-1");
+            Some(daemon.slices().map(|(_, _, name)| name).collect::<Vec<_>>())
+        };
+        let mut inventory = h200s();
+        inventory.driver = Ok("580.159.04".to_owned());
+        let all = ["1a_00.0-0", "1a_00.0-1", "1b_00.0-0"].map(str::to_owned).to_vec();
+        assert_eq!(linked(&settings, &inventory), Some(all.clone()));
+        let per_gpu = Settings { topology: Topology::PerGpu, ..settings.clone() };
+        assert_eq!(linked(&per_gpu, &inventory), Some(all[..2].to_vec()));
+        let single_user = Settings { multiuser: MultiUser::Off, ..settings.clone() };
+        assert_eq!(linked(&single_user, &inventory), None);
+        let too_long =
+            Settings { pipe_directory: format!("/tmp/{}", "x".repeat(80)).into(), ..settings.clone() };
+        assert_eq!(linked(&too_long, &inventory), None);
+        inventory.driver = Ok("575.57.08".to_owned());
+        assert_eq!(linked(&settings, &inventory), None);
+        inventory.driver = Ok("580.159.04".to_owned());
+        facts(&mut inventory, 1).compute_capability = Some((6, 1));
+        assert_eq!(linked(&settings, &inventory), None);
+    }
+
+    /// Containers are given the pipe directory, with all that is in it.
+    #[test]
+    fn a_private_directory_is_beside_the_pipe_directory() {
+        let mut inventory = h200s();
+        inventory.driver = Ok("580.159.04".to_owned());
+        let private = |pipe: &str, topology| {
+            let settings = Settings {
+                pipe_directory: pipe.into(),
+                topology,
+                ..with(vec![(node(128), 2), (node(129), 1)])
+            };
+            let daemon = plan(&settings, &inventory).unwrap().control_daemons.remove(0);
+            assert!(!daemon.control_directory().ends_with("/"));
+            let private = daemon.private_directory.clone()?;
+            assert_eq!(daemon.control_directory(), private);
+            Some(private.to_str().unwrap().to_owned())
+        };
+        let shared = |pipe: &str| private(pipe, Topology::Shared);
+        assert_eq!(shared("/tmp/nvidia-mps/pipe").unwrap(), "/tmp/nvidia-mps/pipe.private");
+        let per_gpu = private("/tmp/nvidia-mps/pipe", Topology::PerGpu).unwrap();
+        assert_eq!(per_gpu, "/tmp/nvidia-mps/pipe.private/GPU-0");
+        let long = |bytes: usize| format!("/{}", "x".repeat(bytes - 1));
+        assert_eq!(shared(&long(79)).unwrap(), format!("{}.private", long(79)));
+        assert_eq!(shared(&long(80)), None);
+    }
+
+    #[test]
+    fn control_daemons_run_near_their_gpus() {
+        let cpus = |topology, cpu_affinity, near: [Option<&str>; 2]| -> Vec<Option<String>> {
+            let mut settings = with(vec![(node(128), 2), (node(129), 2)]);
+            (settings.topology, settings.cpu_affinity) = (topology, cpu_affinity);
+            let mut inventory = h200s();
+            for (gpu, near) in inventory.gpus.iter_mut().zip(near) {
+                gpu.pci.local_cpus = near.and_then(Cpus::parse);
+            }
+            let daemons = plan(&settings, &inventory).unwrap().control_daemons;
+            daemons.iter().map(|daemon| daemon.cpus.map(|cpus| cpus.to_string())).collect()
+        };
+        let some = |cpus: &str| Some(cpus.to_owned());
+        let sockets = [Some("0-15,32-47"), Some("16-31,48-63")];
+        let one = [Some("0-15"), Some("16-31")];
+        assert_eq!(cpus(Topology::PerGpu, CpuAffinity::None, sockets), [None, None]);
+        let each = [some("0-15,32-47"), some("16-31,48-63")];
+        assert_eq!(cpus(Topology::PerGpu, CpuAffinity::Auto, sockets), each);
+        assert_eq!(cpus(Topology::Shared, CpuAffinity::Auto, sockets), [None], "all of the 64 CPUs");
+        assert_eq!(cpus(Topology::Shared, CpuAffinity::Auto, one), [some("0-31")]);
+        assert_eq!(cpus(Topology::Shared, CpuAffinity::Auto, [Some("0-15"), None]), [None]);
+        assert_eq!(cpus(Topology::PerGpu, CpuAffinity::Auto, [Some("0-15"), None]), [some("0-15"), None]);
+        assert_eq!(cpus(Topology::PerGpu, CpuAffinity::Auto, [Some("0-63"), Some("0-127")]), [None, None]);
+    }
+
+    /// Other CPUs near a GPU, such as after one was switched off, are no reason for another control daemon.
+    #[test]
+    fn only_the_key_needs_another_control_daemon() {
+        let mut daemon = plan(&with(vec![(node(128), 2)]), &h200s()).unwrap().control_daemons.remove(0);
+        let mut misfit = |cpus: Option<&str>, near_cpus| {
+            daemon.cpus = cpus.and_then(Cpus::parse);
+            let gpus: Vec<String> = daemon.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+            let present = Present {
+                pipe_directory: &daemon.pipe_directory,
+                control_directory: daemon.control_directory(),
+                log_directory: &daemon.log_directory,
+                gpus: &gpus,
+                multiuser: true,
+                near_cpus,
+            };
+            daemon.misfit(&present, |_| true)
+        };
+        assert_eq!(misfit(None, false), None);
+        assert_eq!(misfit(Some("0-15"), true), None);
+        assert_eq!(misfit(Some("0-14"), true), None);
+        assert_eq!(misfit(Some("0-15"), false).as_deref(), Some("it is to be bound to CPUs 0-15"));
+        assert_eq!(misfit(None, true).as_deref(), Some("it is to be bound to no CPUs any more"));
+    }
+
+    /// A control daemon of an earlier version of this service has its sockets in the pipe directory.
+    #[test]
+    fn a_control_daemon_in_the_pipe_directory_does_not_fit() {
+        let mut inventory = h200s();
+        inventory.driver = Ok("580.159.04".to_owned());
+        let daemon = plan(&with(vec![(node(128), 2)]), &inventory).unwrap().control_daemons.remove(0);
+        let misfit = |control_directory: &Path| {
+            let gpus: Vec<String> = daemon.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+            let present = Present {
+                pipe_directory: &daemon.pipe_directory,
+                control_directory,
+                log_directory: &daemon.log_directory,
+                gpus: &gpus,
+                multiuser: true,
+                near_cpus: false,
+            };
+            daemon.misfit(&present, |_| true)
+        };
+        assert_eq!(misfit(daemon.control_directory()), None);
+        let moves = format!("its sockets move to {}.private", daemon.pipe_directory.display());
+        assert_eq!(misfit(&daemon.pipe_directory), Some(moves));
+    }
+
+    /// A slice is served only once its directory leads somewhere.
+    #[test]
+    fn a_gpu_with_new_slices_waits_for_their_directories() {
+        let mut inventory = h200s();
+        inventory.driver = Ok("580.159.04".to_owned());
+        let plan_of = |slices: u32, inventory: &Inventory| {
+            let mut settings = with(vec![(node(128), slices), (node(129), 1)]);
+            settings.thread_policy = ThreadPolicy::Unlimited;
+            plan(&settings, inventory).unwrap().control_daemons.remove(0)
+        };
+        let waiting = |before: &ControlDaemonPlan, after: &ControlDaemonPlan| {
+            after.to_be_set_since(before).map(str::to_owned).collect::<Vec<_>>()
+        };
+        let (two, four) = (plan_of(2, &inventory), plan_of(4, &inventory));
+        assert_eq!(waiting(&two, &four), ["GPU-0"]);
+        assert_eq!(waiting(&two, &two), [""; 0]);
+        inventory.driver = Ok("575.57.08".to_owned());
+        let older = plan_of(2, &inventory);
+        assert_eq!(waiting(&older, &two), ["GPU-0", "GPU-1"], "after an upgrade of the driver");
+    }
+
+    proptest! {
+        #[test]
+        fn the_order_of_entries_changes_nothing_but_the_order(
+            entries in Just(vec![(0u32, 4u32), (1, 10), (2, 3), (3, 7)]).prop_shuffle(),
+            kept in 1usize..=4,
+            per_gpu: bool,
+        ) {
+            let mut shuffled: Vec<_> = entries.into_iter().take(kept).collect();
+            let make = |entries: &[(u32, u32)]| {
+                let mut settings = with(entries.iter().map(|(gpu, slices)| (node(128 + gpu), *slices)).collect());
+                settings.topology = if per_gpu { Topology::PerGpu } else { Topology::Shared };
+                plan(&settings, &h200s()).unwrap()
+            };
+            let one = make(&shuffled);
+            let in_order: Vec<_> = one.gpus.iter().map(|gpu| gpu.gpu.pci.address.bus - 0x1a).collect();
+            let written: Vec<_> = shuffled.iter().map(|(gpu, _)| u8::try_from(*gpu).unwrap()).collect();
+            prop_assert_eq!(in_order, written);
+            shuffled.sort_unstable();
+            let sorted = make(&shuffled);
+            prop_assert_eq!(&one.control_daemons, &sorted.control_daemons);
+            for gpu in &one.gpus {
+                prop_assert!(sorted.gpus.contains(gpu));
+            }
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! The plan for one GPU as plain data: its slices with their limits and names, and the ailments of the GPU itself.
+
+use std::path::PathBuf;
+
+use crate::host::cpus::Cpus;
+use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciAddress};
+use crate::problem::NamedProblem;
+
+/// One configured GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuPlan {
+    /// The facts about it.
+    pub gpu: Gpu,
+    /// The number of its slices.
+    pub slices: u32,
+    /// The memory of one slice: the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory is not
+    /// known.
+    pub memory_limit_mib: u64,
+    /// The active thread percentage of one slice, 1 to 100.
+    pub thread_percentage: u8,
+    /// The most clients of one slice. None if the GPU's clients can't be counted.
+    pub max_clients: Option<u32>,
+    /// Whether the GPU enforces the two limits.
+    pub limits_enforced: bool,
+    /// All that keeps it from being served now.
+    pub obstacles: Vec<NamedProblem>,
+    /// Facts that an administrator should know, although the GPU is served.
+    pub warnings: Vec<NamedProblem>,
+    /// The pipe directory of its control daemon.
+    pub pipe_directory: PathBuf,
+    /// The directory of the directories of its slices, if each slice has one.
+    pub slice_directories: Option<PathBuf>,
+    /// The CPUs near it, if its control daemon and its clients are to run there. None if these are all CPUs.
+    pub cpus: Option<Cpus>,
+}
+
+/// The obstacle of processes without MPS.
+pub const HELD: &str = "gpu-held";
+
+impl GpuPlan {
+    /// The reason why it can't be served now, if there is one.
+    pub fn unusable(&self) -> Option<String> {
+        let obstacles: Vec<String> = self.obstacles.iter().map(|one| one.problem.to_string()).collect();
+        (!obstacles.is_empty()).then(|| obstacles.join("; "))
+    }
+
+    /// Whether the GPU can be served, even if not now. If not, an administrator has to change the GPU first.
+    pub fn servable(&self) -> bool {
+        match &self.gpu.nvml {
+            Ok(facts) => settings(&self.gpu, facts).is_empty(),
+            Err(_) => self.gpu.pci.foreign_driver().is_none(),
+        }
+    }
+
+    /// The name of the slice with this ordinal: `00:06.0-1`.
+    pub fn slice_name(&self, ordinal: u32) -> String {
+        slice_name(self.gpu.pci.address, ordinal)
+    }
+
+    /// The directory of the slice with this ordinal.
+    pub fn slice_directory(&self, ordinal: u32) -> Option<PathBuf> {
+        let name = slice_file_name(self.gpu.pci.address, ordinal);
+        Some(self.slice_directories.as_ref()?.join(name))
+    }
+
+    /// The processes without MPS, if they alone keep the GPU from being served.
+    pub fn holders(&self) -> &[(u32, String)] {
+        match (&self.gpu.nvml, self.obstacles.as_slice()) {
+            (Ok(facts), [NamedProblem { name: HELD, .. }]) => &facts.foreign_processes,
+            _ => &[],
+        }
+    }
+}
+
+pub(super) fn slice_name(gpu: PciAddress, ordinal: u32) -> String {
+    format!("{}-{ordinal}", gpu.short())
+}
+
+/// The name of the directory of a slice: its own, without the colons at which `docker --volume` splits.
+pub(super) fn slice_file_name(gpu: PciAddress, ordinal: u32) -> String {
+    slice_name(gpu, ordinal).replace(':', "_")
+}
+
+/// The obstacles, except for processes that hold the GPU. It gives all of them at once, so that nobody corrects one only
+/// to meet the next.
+pub(super) fn obstacles(gpu: &Gpu) -> Vec<NamedProblem> {
+    match &gpu.nvml {
+        Ok(facts) => settings(gpu, facts),
+        Err(problem) => vec![NamedProblem { name: "gpu-unreachable", problem: problem.clone() }],
+    }
+}
+
+/// The settings and properties of a GPU that keep it from being served until somebody changes them.
+fn settings(gpu: &Gpu, facts: &NvmlFacts) -> Vec<NamedProblem> {
+    let mut obstacles = Vec::new();
+    let address = gpu.pci.address;
+    if facts.mig_enabled {
+        let remedy = format!(
+            "turn it off with nvidia-smi -i {address} -mig 0 once nothing runs on it, and before Hopper reset it then \
+             (nvidia-smi -i {address} --gpu-reset)"
+        );
+        obstacles.push(NamedProblem::new("mig-enabled", "MIG is on", remedy));
+    }
+    if facts.compute_mode == Some(ComputeMode::Prohibited) {
+        let remedy = format!("change it with nvidia-smi -i {address} -c DEFAULT");
+        let found = "compute mode Prohibited lets no process in";
+        obstacles.push(NamedProblem::new("compute-mode-prohibited", found, remedy));
+    }
+    if facts.memory_total_mib.is_none() {
+        let found = "NVML does not say how much memory it has, so it can't be divided";
+        obstacles.push(NamedProblem::new("memory-unknown", found, "take it out of the device file"));
+    }
+    obstacles
+}

@@ -1,0 +1,183 @@
+//! Plans each GPU: its slices, and the reasons why it can't be served.
+
+use std::num::NonZeroU32;
+
+use super::entries::Wanted;
+use super::gpu_plan::{GpuPlan, HELD, obstacles};
+use super::limits;
+use super::paths;
+use super::warnings;
+use crate::config::{CpuAffinity, DeviceEntry, Settings, Topology};
+use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
+use crate::host::gpu::{ComputeMode, NvmlFacts};
+use crate::host::inventory::Inventory;
+use crate::problem::NamedProblem;
+
+pub(super) fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
+    let Wanted { gpu, slices, thread_percentage, max_clients, gone } = wanted;
+    let facts = gpu.facts();
+    let total = facts.and_then(|facts| facts.memory_total_mib);
+    let capability = facts.and_then(|facts| facts.compute_capability);
+    let limits_enforced = LIMITS.holds(inventory.series(), capability);
+    let places = driver::most_clients(inventory.series(), capability);
+    let max_clients = max_clients.map_or_else(|| limits::max_clients(places, *slices), NonZeroU32::get);
+    let pipe_directory = match (settings.topology, facts) {
+        (Topology::PerGpu, Some(facts)) => settings.pipe_directory.join(&facts.uuid),
+        _ => settings.pipe_directory.clone(),
+    };
+    let mut gpu = (*gpu).clone();
+    let obstacles = match gone {
+        Some(problem) => {
+            // The processes that used the GPU must not be ended any more.
+            gpu.nvml.as_mut().into_iter().for_each(|facts| facts.foreign_processes.clear());
+            vec![NamedProblem { name: "gpu-gone", problem: problem.clone() }]
+        }
+        None => {
+            let held = gpu.facts().and_then(|facts| held(facts, settings));
+            obstacles(&gpu).into_iter().chain(held).collect()
+        }
+    };
+    GpuPlan {
+        slices: slices.get(),
+        memory_limit_mib: total.map_or(0, |total| limits::memory_mib(total, *slices)),
+        thread_percentage: thread_percentage
+            .unwrap_or_else(|| limits::thread_percentage(settings.thread_policy, *slices)),
+        max_clients: NVML_LISTS_CLIENTS.holds(inventory.series(), capability).then_some(max_clients),
+        limits_enforced,
+        obstacles,
+        warnings: facts
+            .map(|facts| warnings::of_gpu(facts, *slices, wanted.max_clients, inventory))
+            .unwrap_or_default(),
+        pipe_directory,
+        slice_directories: None,
+        cpus: gpu
+            .pci
+            .local_cpus
+            .filter(|_| settings.cpu_affinity == CpuAffinity::Auto)
+            .and_then(|cpus| inventory.if_not_all(cpus)),
+        gpu,
+    }
+}
+
+/// The obstacle if processes would keep an MPS server from starting.
+fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
+    let exclusive =
+        matches!(facts.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread));
+    if facts.foreign_processes.is_empty() || !(settings.set_compute_mode || exclusive) {
+        return None;
+    }
+    let (holders, pids): (Vec<_>, Vec<_>) = facts
+        .foreign_processes
+        .iter()
+        .map(|(pid, command)| (format!("{pid} ({command})"), pid.to_string()))
+        .unzip();
+    let found = format!("held by processes that do not go through MPS: {}", holders.join(", "));
+    Some(NamedProblem::new(HELD, found, format!("end them: kill {}", pids.join(" "))))
+}
+
+/// Warns of entries of another type for a GPU that is served. Their users can't work with its compute mode.
+pub(super) fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &Inventory) {
+    let claims = |entry: &&DeviceEntry, address| paths::claimed_by(entry, inventory) == Some(address);
+    let (ours, others): (Vec<_>, Vec<_>) = settings.devices.iter().partition(|entry| entry.mps.is_some());
+    for gpu in gpus {
+        let address = gpu.gpu.pci.address;
+        let Some(entry) = ours.iter().find(|entry| claims(entry, address)) else { continue };
+        let others = others.iter().filter(|other| claims(other, address));
+        gpu.warnings.extend(others.map(|other| warnings::given_out_twice(entry, other)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::tests::{facts, h200s, limits, node, p40, plan, with};
+
+    #[test]
+    fn an_entrys_own_percentage_overrides_the_policy() {
+        let mut settings = with(vec![(node(128), 4), (node(129), 4)]);
+        settings.devices[0].mps.as_mut().unwrap().thread_percentage = Some(80);
+        let plan = plan(&settings, &h200s()).unwrap();
+        assert_eq!(limits(&plan), [(30720, 80), (30720, 25)]);
+        assert_eq!(plan.control_daemons[0].thread_percentage, 80);
+    }
+
+    type Ailment = fn(&mut Inventory);
+
+    #[test]
+    fn an_unusable_gpu_does_not_stop_the_others() {
+        let entries = || with(vec![(node(128), 4), (node(129), 2)]);
+        let ailments: [(Ailment, &str); 5] = [
+            (|all| all.gpus[1].nvml = Err("GPU is lost".into()), "GPU is lost"),
+            (
+                |all| facts(all, 1).mig_enabled = true,
+                "MIG is on; turn it off with nvidia-smi -i 0000:1b:00.0 -mig 0 once nothing runs on it, and before Hopper \
+                 reset it then (nvidia-smi -i 0000:1b:00.0 --gpu-reset)",
+            ),
+            (
+                |all| facts(all, 1).compute_mode = Some(ComputeMode::Prohibited),
+                "compute mode Prohibited lets no process in; change it with nvidia-smi -i 0000:1b:00.0 -c DEFAULT",
+            ),
+            (
+                |all| {
+                    facts(all, 1).foreign_processes =
+                        vec![(4711, "python3".to_owned()), (12, "x".to_owned())];
+                },
+                "held by processes that do not go through MPS: 4711 (python3), 12 (x); end them: kill 4711 12",
+            ),
+            (
+                |all| facts(all, 1).memory_total_mib = None,
+                "NVML does not say how much memory it has, so it can't be divided; take it out of the device file",
+            ),
+        ];
+        for (ail, reason) in ailments {
+            let mut inventory = h200s();
+            ail(&mut inventory);
+            let plan = plan(&entries(), &inventory).unwrap();
+            assert_eq!(plan.gpus[0].unusable(), None);
+            assert_eq!(plan.gpus[1].unusable().as_deref(), Some(reason));
+            assert_eq!(plan.gpus[1].slices, 2);
+            let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
+            assert_eq!(daemon.gpus.len(), 1);
+            // The percentage of a GPU that is left out does not count.
+            assert_eq!(daemon.thread_percentage, 25);
+            assert_eq!(plan.gpus[0].warnings, []);
+        }
+        let mut dead = h200s();
+        for gpu in &mut dead.gpus {
+            gpu.nvml = Err("GPU is lost".into());
+        }
+        for topology in [Topology::Shared, Topology::PerGpu] {
+            let mut settings = entries();
+            settings.topology = topology;
+            let plan = plan(&settings, &dead).unwrap();
+            assert_eq!(plan.control_daemons, []);
+            assert_eq!(limits(&plan), [(0, 25), (0, 50)]);
+        }
+    }
+
+    #[test]
+    fn all_reasons_of_an_unusable_gpu_are_given_at_once() {
+        let mut inventory = p40();
+        facts(&mut inventory, 0).mig_enabled = true;
+        facts(&mut inventory, 0).memory_total_mib = None;
+        let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
+        let reason = plan.gpus[0].unusable().unwrap();
+        assert!(reason.contains("MIG is on") && reason.contains("how much memory"), "{reason}");
+    }
+
+    #[test]
+    fn foreign_processes_matter_if_the_mode_is_or_becomes_exclusive() {
+        let mut settings = with(vec![(node(128), 4)]);
+        let mut inventory = p40();
+        facts(&mut inventory, 0).foreign_processes = vec![(4711, "python3".to_owned())];
+        let mut unusable = |set, mode| {
+            settings.set_compute_mode = set;
+            facts(&mut inventory, 0).compute_mode = mode;
+            plan(&settings, &inventory).unwrap().gpus[0].unusable().is_some()
+        };
+        assert!(unusable(true, Some(ComputeMode::Default)));
+        assert!(unusable(false, Some(ComputeMode::ExclusiveProcess)));
+        assert!(!unusable(false, Some(ComputeMode::Default)));
+        assert!(!unusable(false, None));
+    }
+}

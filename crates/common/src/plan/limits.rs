@@ -1,0 +1,130 @@
+//! The arithmetic of limits: the limits of one slice with their rounding, and the defaults of a control daemon.
+
+use std::num::NonZeroU32;
+
+use super::gpu_plan::GpuPlan;
+use crate::config::ThreadPolicy;
+use crate::host::gpu::Gpu;
+use crate::problem::Problem;
+
+/// The memory of one of N slices, in whole MiB.
+pub(super) fn memory_mib(total_mib: u64, slices: NonZeroU32) -> u64 {
+    total_mib / u64::from(slices.get())
+}
+
+/// The active thread percentage of one of N slices, 1 to 100.
+pub(super) fn thread_percentage(policy: ThreadPolicy, slices: NonZeroU32) -> u8 {
+    let percent = match policy {
+        ThreadPolicy::Equal => 100 / slices.get(),
+        ThreadPolicy::Balanced => 200 / slices.get(),
+        ThreadPolicy::Unlimited => 100,
+        ThreadPolicy::Fixed(percent) => u32::from(percent),
+    };
+    u8::try_from(percent.clamp(1, 100)).unwrap_or(100)
+}
+
+/// The most clients of one of N slices of a GPU that can hold this many.
+pub(super) fn max_clients(places: u32, slices: NonZeroU32) -> u32 {
+    (places / slices.get()).max(1)
+}
+
+/// Each slice needs at least 1 MiB.
+pub(super) fn too_many(gpu: &Gpu, slices: NonZeroU32) -> Option<Problem> {
+    let total = gpu.facts()?.memory_total_mib?;
+    let found = || format!("{slices} slices of {}, which has {total} MiB", gpu.pci.address);
+    (memory_mib(total, slices) == 0).then(|| Problem::new(found(), "give each slice 1 MiB or more"))
+}
+
+/// The limits that a control daemon gives to a client that sets none itself.
+pub(super) struct Defaults {
+    pub memory_mib: u64,
+    pub thread_percentage: u8,
+}
+
+impl Defaults {
+    /// The largest limits of these GPUs' slices.
+    ///
+    /// The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to
+    /// that GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be
+    /// below the limit of any slice.
+    pub(super) fn of<'a>(gpus: impl Iterator<Item = &'a GpuPlan> + Clone) -> Self {
+        Self {
+            memory_mib: gpus.clone().map(|gpu| gpu.memory_limit_mib).max().unwrap_or(0),
+            thread_percentage: gpus.map(|gpu| gpu.thread_percentage).max().unwrap_or(100),
+        }
+    }
+}
+
+/// A limit of a slice, and the control daemon's default for it.
+pub(super) struct Limit {
+    pub own: u64,
+    pub default: u64,
+}
+
+impl Limit {
+    /// Whether the slice's clients get this limit only after the control daemon has another default than `before`. A
+    /// slice that keeps its own limit waits for nothing, even if the default changes.
+    pub(super) fn waits_for_default(&self, before: &Self) -> bool {
+        // A default below the slice's new limit gives its clients too little. If the slice's new limit is also the new
+        // default, the old default does not limit its clients to it.
+        self.own != before.own
+            && self.default != before.default
+            && (self.own > before.default || self.own == self.default)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::plan::tests::{limits, no_entries, node, p40, plan, problems, with};
+
+    #[test]
+    fn shares_are_whole_and_at_least_one_percent() {
+        let one = |policy, slices| thread_percentage(policy, NonZeroU32::new(slices).unwrap());
+        let golden = [
+            (ThreadPolicy::Equal, [(1, 100), (3, 33), (4, 25), (100, 1), (101, 1), (u32::MAX, 1)]),
+            (ThreadPolicy::Balanced, [(1, 100), (3, 66), (4, 50), (100, 2), (201, 1), (u32::MAX, 1)]),
+            (
+                ThreadPolicy::Unlimited,
+                [(1, 100), (3, 100), (4, 100), (100, 100), (101, 100), (u32::MAX, 100)],
+            ),
+            (ThreadPolicy::Fixed(7), [(1, 7), (3, 7), (4, 7), (100, 7), (101, 7), (u32::MAX, 7)]),
+        ];
+        for (policy, cases) in golden {
+            for (slices, percent) in cases {
+                assert_eq!(one(policy, slices), percent, "{policy:?} {slices}");
+            }
+        }
+    }
+
+    #[test]
+    fn clients_are_shared_out_in_whole_numbers() {
+        for (places, slices, most) in
+            [(48, 1, 48), (48, 4, 12), (48, 10, 4), (60, 7, 8), (48, 49, 1), (16, 999, 1)]
+        {
+            assert_eq!(max_clients(places, NonZeroU32::new(slices).unwrap()), most, "{places} {slices}");
+        }
+    }
+
+    #[test]
+    fn a_slice_has_some_memory() {
+        let plan = plan(&with(vec![(node(128), 23040)]), &p40()).unwrap();
+        assert_eq!(limits(&plan), [(1, 1)]);
+        let mut settings = no_entries();
+        settings.replicas = NonZeroU32::new(u32::MAX).unwrap();
+        let problems = problems(&settings, &p40());
+        assert!(problems[0].starts_with("/etc/yunion/host.conf: cuda_mps_replicas: 4294967295 slices"));
+    }
+
+    proptest! {
+        #[test]
+        fn slices_never_add_up_to_more_than_the_memory(total in 1u64..1 << 40, slices: u32) {
+            let slices = NonZeroU32::new(slices).unwrap_or(NonZeroU32::MIN);
+            let slice = memory_mib(total, slices);
+            prop_assert!(slice * u64::from(slices.get()) <= total);
+            prop_assert!((slice + 1) * u64::from(slices.get()) > total);
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! The plan: the control daemons to run, with their GPUs, slices and limits. It is a pure function of the settings and
+//! the host's GPUs.
+//!
+//! The way of the data: `entries` finds the GPUs that the configuration asks for, and asks `paths` for the GPU behind
+//! each path. `gpus` plans each of them with the `limits` of its slices and its `warnings`. `control_daemons` divides
+//! the usable GPUs among control daemons.
+
+mod control_daemons;
+mod entries;
+mod gpu_plan;
+mod gpus;
+mod limits;
+mod paths;
+pub mod slice_names;
+mod warnings;
+
+pub use control_daemons::{ControlDaemonPlan, Present, ServedGpu};
+pub use gpu_plan::{GpuPlan, HELD};
+pub use paths::render_node;
+pub use warnings::WORTH_KNOWING;
+
+use std::collections::BTreeSet;
+
+use crate::config::{DevicePath, Settings};
+use crate::host::gpu::Gpu;
+use crate::host::inventory::Inventory;
+use crate::problem::{LocatedProblem, Problem};
+
+/// The control daemons, GPUs and slices that should exist, and the reasons why some of them can't. The default is the
+/// plan of a configuration without GPUs.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Plan {
+    /// Every GPU of the configuration, in its order, served or not.
+    pub gpus: Vec<GpuPlan>,
+    /// The entries of the device file without a GPU on this host now.
+    pub missing: Vec<Missing>,
+    /// The control daemons that serve the GPUs.
+    pub control_daemons: Vec<ControlDaemonPlan>,
+    /// The GPUs of the configuration, by UUID.
+    pub configured: Configured,
+    /// The reason why there is no GPU, in words for an administrator. Empty if there is a GPU, or if none is asked for.
+    pub nothing: String,
+}
+
+/// An entry of the device file without a GPU on this host now. The GPU may come, or come back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Missing {
+    pub problem: LocatedProblem,
+    pub path: DevicePath,
+    /// Whether this is certain. It is not while a GPU that may be the right one can't be asked.
+    pub certain: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PlanError {
+    /// The configuration is wrong until someone corrects it. This has every problem, at least one.
+    Problems(Vec<LocatedProblem>),
+    /// The host has none of the configured GPUs. This has their entries, at least one.
+    Missing(Vec<Missing>),
+    /// The configuration can't be checked yet, since there is no driver. The reason is in words for an administrator.
+    NotYet(Problem),
+}
+
+pub fn problems(missing: &[Missing]) -> Vec<LocatedProblem> {
+    missing.iter().map(|missing| missing.problem.clone()).collect()
+}
+
+/// Makes the plan. A GPU that does not work or is not there is a state of that GPU or of its entry, and no error. A GPU
+/// from the plan `before` that has gone keeps its place, so its devices become unhealthy but still exist.
+pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
+    let before = Inventory {
+        driver: Ok(String::new()),
+        gpus: before.iter().map(|plan| plan.gpu.clone()).collect(),
+        others: Vec::new(),
+        cpus: None,
+    };
+    let (wanted, missing) = entries::wanted(settings, inventory, &before)?;
+    let mut gpus: Vec<GpuPlan> =
+        wanted.into_iter().map(|wanted| gpus::gpu_plan(&wanted, settings, inventory)).collect();
+    gpus::warn_of_other_claims(&mut gpus, settings, inventory);
+    let control_daemons = control_daemons::control_daemons(&mut gpus, settings, inventory);
+    control_daemons::warn_of_loose_defaults(&mut gpus, &control_daemons);
+    let configured = Configured::new(&gpus, &missing, inventory);
+    let nothing = if gpus.is_empty() { entries::why_nothing(settings, inventory) } else { String::new() };
+    Ok(Plan { gpus, missing, control_daemons, configured, nothing })
+}
+
+/// The GPUs that a configuration names, as far as their UUIDs are known.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Configured {
+    certainly: BTreeSet<String>,
+    /// Set while some entry's GPU has no known UUID: the GPUs that are certainly not that GPU. None if all are known.
+    others: Option<BTreeSet<String>>,
+}
+
+impl Configured {
+    /// Whether the configuration names the GPU with this UUID, or may name it.
+    pub fn may_have(&self, uuid: &str) -> bool {
+        self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
+    }
+
+    fn new(gpus: &[GpuPlan], missing: &[Missing], inventory: &Inventory) -> Self {
+        let uuid = |gpu: &Gpu| gpu.uuid().map(str::to_owned);
+        let certainly: BTreeSet<String> = gpus.iter().filter_map(|plan| uuid(&plan.gpu)).collect();
+        let told = missing.is_empty() && gpus.iter().all(|plan| plan.gpu.nvml.is_ok());
+        let can_be = |gpu: &Gpu| missing.iter().any(|missing| paths::can_be(&missing.path, gpu));
+        let others = inventory.gpus.iter().filter(|gpu| !can_be(gpu)).filter_map(uuid);
+        Self { others: (!told).then(|| others.collect()), certainly }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,233 @@
+//! The hosts and settings for the tests of the plan, and the plan as a whole.
+
+use std::num::NonZeroU32;
+
+use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
+use crate::host::cpus::Cpus;
+use crate::host::driver::Series;
+use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice};
+use crate::host::inventory::Inventory;
+use crate::plan::{Configured, ControlDaemonPlan, GpuPlan, Plan, PlanError, ServedGpu, warnings};
+use crate::problem::Origin;
+
+pub(super) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
+
+/// Makes a first plan.
+pub(super) fn plan(settings: &Settings, inventory: &Inventory) -> Result<Plan, PlanError> {
+    crate::plan::plan(settings, inventory, &[])
+}
+
+pub(super) fn no_entries() -> Settings {
+    Settings { enabled: true, sources: vec!["/etc/yunion/host.conf".into()], ..Settings::default() }
+}
+
+/// Settings with these entries in the device file, one per line from line 2 on.
+pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
+    let mut settings = no_entries();
+    for (line, (path, slices)) in (2..).zip(entries) {
+        settings.devices.push(DeviceEntry {
+            name: format!("devices[{}]", line - 2),
+            origin: Origin { file: "devices.yml".into(), line: Some(line) },
+            device_type: "NVIDIA_MPS".to_owned(),
+            path: Some(path),
+            mps: Some(MpsEntry {
+                slices: NonZeroU32::new(slices).unwrap(),
+                thread_percentage: None,
+                max_clients: None,
+            }),
+        });
+    }
+    settings
+}
+
+/// Adds an entry of another type, on line 90.
+pub(super) fn and_other(mut settings: Settings, path: Option<DevicePath>) -> Settings {
+    settings.devices.push(DeviceEntry {
+        name: "devices[88]".to_owned(),
+        origin: Origin { file: "devices.yml".into(), line: Some(90) },
+        device_type: "NVIDIA_GPU_SHARE".to_owned(),
+        path,
+        mps: None,
+    });
+    settings
+}
+
+pub(super) fn node(number: u32) -> DevicePath {
+    DevicePath::RenderNode(format!("/dev/dri/renderD{number}").into())
+}
+
+pub(super) fn other(text: &str) -> DevicePath {
+    DevicePath::Other(text.to_owned())
+}
+
+pub(super) fn pci(address: &str) -> DevicePath {
+    DevicePath::Pci(address.parse().unwrap())
+}
+
+pub(super) fn short(address: &str) -> DevicePath {
+    DevicePath::ShortPci(address.parse().unwrap())
+}
+
+pub(super) fn device(address: &str, vendor: u16, node: u32) -> PciDevice {
+    PciDevice {
+        address: address.parse().unwrap(),
+        vendor,
+        device: 0x1b38,
+        driver: None,
+        render_node: Some(format!("/dev/dri/renderD{node}").into()),
+        card_node: Some(format!("/dev/dri/card{}", node - 128).into()),
+        numa_node: -1,
+        local_cpus: None,
+        link: None,
+        pci_ids_name: None,
+    }
+}
+
+pub(super) fn gpu(address: &str, node: u32, uuid: &str, memory: u64, capability: (u32, u32)) -> Gpu {
+    Gpu {
+        pci: device(address, 0x10de, node),
+        nvml: Ok(NvmlFacts {
+            uuid: uuid.to_owned(),
+            name: "a GPU".to_owned(),
+            index: node - 128,
+            minor: Some(node - 128),
+            memory_total_mib: Some(memory),
+            compute_capability: Some(capability),
+            compute_mode: Some(ComputeMode::Default),
+            mig_enabled: false,
+            foreign_processes: Vec::new(),
+        }),
+    }
+}
+
+pub(super) fn host(gpus: Vec<Gpu>) -> Inventory {
+    Inventory { driver: Ok("580.159.04".to_owned()), gpus, others: Vec::new(), cpus: Cpus::parse("0-63") }
+}
+
+pub(super) fn p40() -> Inventory {
+    host(vec![gpu("00:06.0", 128, P40, 23040, (6, 1))])
+}
+
+/// GPU-0 to GPU-3 of 120 GiB, which any number of slices in the tests divides, at 0000:1a:00.0 to 0000:1d:00.0, render nodes 128 to 131.
+pub(super) fn h200s() -> Inventory {
+    let at = ["1a:00.0", "1b:00.0", "1c:00.0", "1d:00.0"];
+    let gpus =
+        (0..).zip(at).map(|(index, at)| gpu(at, 128 + index, &format!("GPU-{index}"), 122_880, (9, 0)));
+    host(gpus.collect())
+}
+
+pub(super) fn facts(inventory: &mut Inventory, index: usize) -> &mut NvmlFacts {
+    inventory.gpus[index].nvml.as_mut().unwrap()
+}
+
+pub(super) fn without_driver(mut inventory: Inventory) -> Inventory {
+    inventory.driver = Err("no driver".into());
+    for gpu in &mut inventory.gpus {
+        gpu.nvml = Err("no driver".into());
+        gpu.pci.render_node = None;
+    }
+    inventory
+}
+
+/// The missing entries of a plan without any GPU: whether each is certain, and its text.
+pub(super) fn missing(settings: &Settings, inventory: &Inventory) -> Vec<(bool, String)> {
+    match plan(settings, inventory) {
+        Err(PlanError::Missing(missing)) => {
+            missing.iter().map(|one| (one.certain, one.problem.to_string())).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+pub(super) fn problems(settings: &Settings, inventory: &Inventory) -> Vec<String> {
+    match plan(settings, inventory) {
+        Err(PlanError::Problems(problems)) => problems.iter().map(ToString::to_string).collect(),
+        other => panic!("{other:?}"),
+    }
+}
+
+pub(super) fn not_yet(settings: &Settings, inventory: &Inventory) -> String {
+    match plan(settings, inventory) {
+        Err(PlanError::NotYet(reason)) => reason.into(),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// The memory limit and the thread percentage of each GPU.
+pub(super) fn limits(plan: &Plan) -> Vec<(u64, u8)> {
+    plan.gpus.iter().map(|gpu| (gpu.memory_limit_mib, gpu.thread_percentage)).collect()
+}
+
+#[test]
+fn the_p40_of_the_platforms_documentation() {
+    let inventory = p40();
+    let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
+    let expected = Plan {
+        missing: Vec::new(),
+        configured: plan.configured.clone(),
+        gpus: vec![GpuPlan {
+            gpu: inventory.gpus[0].clone(),
+            slices: 4,
+            memory_limit_mib: 5760,
+            thread_percentage: 25,
+            max_clients: None,
+            limits_enforced: false,
+            obstacles: Vec::new(),
+            warnings: vec![warnings::not_enforced((6, 1))],
+            pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+            slice_directories: None,
+            cpus: None,
+        }],
+        control_daemons: vec![ControlDaemonPlan {
+            id: "shared".to_owned(),
+            pipe_directory: "/tmp/nvidia-mps/pipe".into(),
+            log_directory: "/tmp/nvidia-mps/log".into(),
+            private_directory: None,
+            slice_directories: None,
+            gpus: vec![ServedGpu {
+                uuid: P40.to_owned(),
+                pci: "00:06.0".parse().unwrap(),
+                slices: 4,
+                memory_limit_mib: 5760,
+                slice_memory_mib: 5760,
+                slice_thread_percentage: 25,
+                limits_enforced: false,
+                places: 16,
+                clients_listed: false,
+            }],
+            driver: Series::of("580.159.04"),
+            thread_percentage: 25,
+            multiuser: false,
+            multiuser_optional: false,
+            prewarm: false,
+            cpus: None,
+        }],
+        nothing: String::new(),
+    };
+    assert_eq!(plan, expected);
+    assert!(plan.configured.may_have(P40) && !plan.configured.may_have("GPU-x"));
+}
+
+#[test]
+fn a_gpu_with_an_unknown_uuid_may_be_configured() {
+    let settings = with(vec![(node(128), 4), (node(129), 4)]);
+    let mut inventory = h200s();
+    let named = plan(&settings, &inventory).unwrap().configured;
+    let told = |named: &Configured| ["GPU-0", "GPU-1", "GPU-2", "GPU-x"].map(|uuid| named.may_have(uuid));
+    assert_eq!(told(&named), [true, true, false, false]);
+    // A GPU without a known UUID may be any GPU except the GPUs that are known.
+    inventory.gpus[1].nvml = Err("an error".into());
+    assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
+    // A GPU that foreign processes hold is named as well.
+    let mut inventory = h200s();
+    facts(&mut inventory, 1).foreign_processes = vec![(7, "x".to_owned())];
+    let held = plan(&settings, &inventory).unwrap();
+    assert_eq!(told(&held.configured), [true, true, false, false]);
+    assert_eq!((held.gpus[0].holders().len(), held.gpus[1].holders().len()), (0, 1));
+    assert_eq!(told(&Configured::default()), [false; 4]);
+    // The GPU with an unknown minor number may be the right one.
+    let settings = with(vec![(node(128), 4), (DevicePath::NvidiaMinor(1), 4)]);
+    let mut inventory = h200s();
+    facts(&mut inventory, 1).minor = None;
+    assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
+}

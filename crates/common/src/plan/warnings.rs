@@ -1,0 +1,158 @@
+//! Facts about a GPU that an administrator should know, although the GPU is served.
+
+use std::num::NonZeroU32;
+
+use crate::config::DeviceEntry;
+use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
+use crate::host::gpu::NvmlFacts;
+use crate::host::inventory::Inventory;
+use crate::problem::NamedProblem;
+
+/// The warnings that follow from the GPU itself.
+pub(super) fn of_gpu(
+    facts: &NvmlFacts,
+    slices: NonZeroU32,
+    max_clients: Option<NonZeroU32>,
+    inventory: &Inventory,
+) -> Vec<NamedProblem> {
+    let Some(capability) = facts.compute_capability else {
+        return vec![NamedProblem::new(
+            NO_COMPUTE_CAPABILITY,
+            "NVML does not report its compute capability, so it counts as a GPU that enforces no limits",
+            "nvidia-smi -q and dmesg say more",
+        )];
+    };
+    let mut warnings = Vec::new();
+    let clients = driver::most_clients(inventory.series(), facts.compute_capability);
+    if slices.get() > clients {
+        warnings.push(NamedProblem::new(
+            "more-slices-than-clients",
+            format!("{slices} slices, but the GPU can hold {clients} clients at once"),
+            format!("virtual_number: {clients} or less in the device file"),
+        ));
+    }
+    let counted = NVML_LISTS_CLIENTS.holds(inventory.series(), facts.compute_capability);
+    match max_clients {
+        Some(_) if !counted => warnings.push(NamedProblem::new(
+            CLIENTS_NOT_COUNTED,
+            "max_clients has no effect, since clients can't be counted on a GPU before Volta",
+            "remove max_clients from its entry in the device file",
+        )),
+        Some(most) if most.get() > clients => warnings.push(NamedProblem::new(
+            "more-clients-than-places",
+            format!("max_clients is {most}, but the GPU can hold {clients} clients at once"),
+            format!("max_clients: {clients} or less in the device file"),
+        )),
+        _ => {}
+    }
+    if !LIMITS.holds(inventory.series(), facts.compute_capability) {
+        warnings.push(not_enforced(capability));
+    }
+    warnings
+}
+
+/// The GPU is older than Volta.
+pub(super) fn not_enforced((major, minor): (u32, u32)) -> NamedProblem {
+    NamedProblem::new(
+        NOT_ENFORCED,
+        format!(
+            "compute capability {major}.{minor} enforces neither the memory limit nor the thread percentage"
+        ),
+        "give its slices to tenants who trust each other, or use a GPU from Volta on",
+    )
+}
+
+/// An entry of another type names the same GPU. That entry's user can't work with the compute mode for MPS.
+pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedProblem {
+    let (ours, origin, device_type) = (&ours.origin, &other.origin, &other.device_type);
+    NamedProblem::new(
+        "given-out-twice",
+        format!("{ours} lists it as NVIDIA_MPS, and {origin} as {device_type} too"),
+        format!("remove one of the entries: {ours} or {origin}"),
+    )
+}
+
+/// A default of the control daemon belongs to another GPU, which has larger slices. The limits have their units.
+pub(super) fn loose(default: &str, variable: &str, own: &str) -> NamedProblem {
+    NamedProblem::new(
+        "default-limits-loose",
+        format!(
+            "the shared control daemon's default is {default}, so only clients that set {variable} keep to {own}"
+        ),
+        "cut the GPUs into slices of the same memory and thread_percentage, or give clients the environment that \
+         yunion-mpsctl env NAME prints",
+    )
+}
+
+/// The names of the warnings after which nothing is to be done.
+pub const WORTH_KNOWING: [&str; 3] = [NO_COMPUTE_CAPABILITY, CLIENTS_NOT_COUNTED, NOT_ENFORCED];
+const NO_COMPUTE_CAPABILITY: &str = "compute-capability-unknown";
+const CLIENTS_NOT_COUNTED: &str = "clients-not-counted";
+const NOT_ENFORCED: &str = "limits-not-enforced";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::tests::{and_other, facts, h200s, node, pci, plan, with};
+
+    #[test]
+    fn more_slices_than_clients_is_a_warning() {
+        let warned = |slices, capability, driver: &str| {
+            let mut inventory = h200s();
+            inventory.driver = Ok(driver.to_owned());
+            facts(&mut inventory, 0).compute_capability = Some(capability);
+            let plan = plan(&with(vec![(node(128), slices)]), &inventory).unwrap();
+            plan.gpus[0].warnings.iter().any(|warning| warning.problem.found.contains("clients at once"))
+        };
+        let golden = [
+            (16, (6, 1), "580.1"),
+            (48, (7, 0), "580.159.04"),
+            (60, (9, 0), "590.44.01"),
+            (48, (9, 0), "unknown"),
+        ];
+        for (most, capability, driver) in golden {
+            assert!(!warned(most, capability, driver), "{most} {driver}");
+            assert!(warned(most + 1, capability, driver), "{most} {driver}");
+        }
+    }
+
+    #[test]
+    fn a_slice_with_more_clients_than_the_gpu_has_places_is_a_warning() {
+        let planned = |max_clients, capability| {
+            let mut inventory = h200s();
+            facts(&mut inventory, 0).compute_capability = Some(capability);
+            let mut settings = with(vec![(node(128), 4)]);
+            settings.devices[0].mps.as_mut().unwrap().max_clients = NonZeroU32::new(max_clients);
+            let gpu = plan(&settings, &inventory).unwrap().gpus.remove(0);
+            let warned = |warning: &NamedProblem| warning.problem.found.contains("max_clients");
+            (gpu.max_clients, gpu.warnings.iter().filter(|warning| warned(warning)).count())
+        };
+        assert_eq!(planned(0, (9, 0)), (Some(12), 0));
+        assert_eq!(planned(48, (9, 0)), (Some(48), 0));
+        assert_eq!(planned(49, (9, 0)), (Some(49), 1));
+        assert_eq!(planned(0, (6, 1)), (None, 0));
+        assert_eq!(planned(1, (6, 1)), (None, 1));
+    }
+
+    #[test]
+    fn an_unknown_compute_capability_counts_as_an_old_one() {
+        let mut inventory = h200s();
+        facts(&mut inventory, 0).compute_capability = None;
+        let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
+        assert!(!plan.gpus[0].limits_enforced);
+        assert_eq!(plan.gpus[0].warnings[0].name, NO_COMPUTE_CAPABILITY);
+        assert!(!plan.control_daemons[0].multiuser);
+    }
+
+    #[test]
+    fn an_entry_of_another_type_for_the_same_gpu_is_a_warning() {
+        let settings = and_other(with(vec![(node(128), 4), (node(129), 4)]), Some(pci("1b:00.0")));
+        let plan = plan(&settings, &h200s()).unwrap();
+        assert_eq!(plan.gpus[0].warnings, []);
+        let [twice] = plan.gpus[1].warnings.as_slice() else { panic!("{:?}", plan.gpus[1].warnings) };
+        assert_eq!(
+            twice.problem.found,
+            "devices.yml:3 lists it as NVIDIA_MPS, and devices.yml:90 as NVIDIA_GPU_SHARE too"
+        );
+    }
+}

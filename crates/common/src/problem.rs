@@ -1,0 +1,174 @@
+//! A problem with its remedy: the one type in which everything from the configuration to doctor says that something is
+//! wrong.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+/// A problem in words for an administrator. Its text is the finding, and the remedy behind a semicolon.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Problem {
+    /// The finding.
+    pub found: String,
+    /// The step that helps; empty if only the obvious one is known.
+    pub remedy: String,
+}
+
+impl Problem {
+    /// A finding with its remedy.
+    pub fn new(found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { found: found.into(), remedy: remedy.into() }
+    }
+
+    /// The same problem, after the name of the thing that fails because of it.
+    #[must_use]
+    pub fn prefixed(self, failed: impl fmt::Display) -> Self {
+        Self { found: format!("{failed}: {}", self.found), ..self }
+    }
+
+    /// The same problem at its place in the configuration. Without a key it is of the whole line or file.
+    pub fn at(self, origin: Origin, key: impl Into<String>) -> LocatedProblem {
+        LocatedProblem { origin, key: key.into(), problem: self }
+    }
+
+    /// The same problem with a remedy: its own, or this one where it has none.
+    #[must_use]
+    pub fn or_remedy(self, otherwise: &str) -> Self {
+        if self.remedy.is_empty() { Self { remedy: otherwise.to_owned(), ..self } } else { self }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { found, remedy } = self;
+        if remedy.is_empty() { f.write_str(found) } else { write!(f, "{found}; {remedy}") }
+    }
+}
+
+impl From<LocatedProblem> for Problem {
+    fn from(located: LocatedProblem) -> Self {
+        located.with_key().prefixed(located.origin)
+    }
+}
+
+impl From<Problem> for String {
+    fn from(problem: Problem) -> Self {
+        problem.to_string()
+    }
+}
+
+impl From<String> for Problem {
+    fn from(found: String) -> Self {
+        Self::new(found, "")
+    }
+}
+
+impl From<&str> for Problem {
+    fn from(found: &str) -> Self {
+        Self::new(found, "")
+    }
+}
+
+/// A problem with the name by which doctor reports it. The name never changes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NamedProblem {
+    pub name: &'static str,
+    pub problem: Problem,
+}
+
+impl NamedProblem {
+    pub fn new(name: &'static str, found: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { name, problem: Problem::new(found, remedy) }
+    }
+}
+
+/// A place in a file.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
+pub struct Origin {
+    /// The file, as it was opened.
+    pub file: PathBuf,
+    /// The line, from 1. None if the problem is the file itself.
+    pub line: Option<usize>,
+}
+
+impl Origin {
+    /// The place of a problem that is the file itself.
+    pub fn whole(file: &Path) -> Self {
+        Self { file: file.to_owned(), line: None }
+    }
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.line {
+            Some(line) => write!(f, "{}:{line}", self.file.display()),
+            None => write!(f, "{}", self.file.display()),
+        }
+    }
+}
+
+/// A problem of the configuration, with its place. The remedy often is the list of the allowed values.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LocatedProblem {
+    #[serde(flatten)]
+    pub origin: Origin,
+    /// The key or the entry, in a user's spelling: `cuda_mps_replicas`, `devices[2].virtual_number`.
+    pub key: String,
+    #[serde(flatten)]
+    pub problem: Problem,
+}
+
+impl LocatedProblem {
+    /// Without a key it is a problem of the whole line or file.
+    pub fn new(
+        origin: Origin,
+        key: impl Into<String>,
+        found: impl Into<String>,
+        remedy: impl Into<String>,
+    ) -> Self {
+        Problem::new(found, remedy).at(origin, key)
+    }
+
+    /// The problem after its key, without its place.
+    pub fn with_key(&self) -> Problem {
+        let problem = self.problem.clone();
+        if self.key.is_empty() { problem } else { problem.prefixed(&self.key) }
+    }
+}
+
+impl fmt::Display for LocatedProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.origin, self.with_key())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_semicolon_in_the_finding_or_in_the_remedy_moves_nothing() {
+        let problem =
+            Problem::new("/tmp/a; b does not exist", "make it; then reload").prefixed("it can't be read");
+        assert_eq!(problem.found, "it can't be read: /tmp/a; b does not exist");
+        assert_eq!(problem.clone().or_remedy("-"), problem);
+        assert_eq!(problem.to_string(), "it can't be read: /tmp/a; b does not exist; make it; then reload");
+    }
+
+    #[test]
+    fn without_a_remedy_there_is_the_finding_alone() {
+        let problem = Problem::from("one; two");
+        assert_eq!(problem.to_string(), "one; two");
+        assert_eq!(problem.or_remedy("see dmesg"), Problem::new("one; two", "see dmesg"));
+    }
+
+    #[test]
+    fn a_place_and_a_key_come_first() {
+        let origin = Origin { file: "/etc/a".into(), line: Some(3) };
+        let mut located = LocatedProblem::new(origin, "key", "found 0", "write 1");
+        assert_eq!(located.to_string(), "/etc/a:3: key: found 0; write 1");
+        (located.key, located.origin.line) = (String::new(), None);
+        assert_eq!(located.to_string(), "/etc/a: found 0; write 1");
+    }
+}

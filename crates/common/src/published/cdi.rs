@@ -1,0 +1,215 @@
+//! The CDI spec: the slices as devices of `yunion.io/mps`, for container runtimes that know the Container Device
+//! Interface. `docs/cdi.md` gives the reasons.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use rustix::io::Errno;
+use serde_json::{Value, json};
+
+use crate::directories;
+use crate::host::regular_file;
+use crate::published::container::{Mount, container_config};
+use crate::published::snapshot::{GpuView, Snapshot};
+use crate::whole_file;
+
+/// The spec's name in its directory. The convention is the vendor and the class.
+pub const FILE: &str = "yunion.io-mps.json";
+
+/// The vendor and the class of every device. A runtime takes `yunion.io/mps=NAME`.
+pub const KIND: &str = "yunion.io/mps";
+
+/// The service's spec is far smaller; a file of somebody else need not be read.
+const MAX_BYTES: u64 = 16 * 1024 * 1024;
+
+/// The earliest version in which a device's name may begin with a digit. A runtime refuses a later one than its own.
+const VERSION: &str = "0.5.0";
+
+/// The spec of all slices that a new client can use now. None if there are none: a spec without devices is not valid.
+pub fn spec(snapshot: &Snapshot) -> Option<String> {
+    text(snapshot, |gpu, ordinal, _| gpu.slice_healthy(ordinal))
+}
+
+/// The same while the service starts: besides, the slices of the spec in `directory` that are planned as they are there, on
+/// the GPUs that still are `served` by the control daemon of the former service.
+pub fn spec_while_starting(
+    snapshot: &Snapshot,
+    directory: &Path,
+    served: impl Fn(&str) -> bool,
+) -> Option<String> {
+    let former = directories::open(directory).ok().and_then(|_| read(&directory.join(FILE)));
+    let former: Value = former.and_then(|spec| serde_json::from_slice(&spec).ok()).unwrap_or_default();
+    let former = former.get("devices").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    text(snapshot, |gpu, ordinal, device| {
+        gpu.slice_healthy(ordinal) || (served(gpu.uuid()) && former.contains(device))
+    })
+}
+
+/// The spec of the slices that are wanted.
+fn text(snapshot: &Snapshot, wanted: impl Fn(&GpuView, u32, &Value) -> bool) -> Option<String> {
+    let devices: Vec<Value> = snapshot
+        .slices()
+        .filter_map(|(gpu, ordinal)| {
+            device(snapshot, &gpu.slice_name(ordinal)).filter(|device| wanted(gpu, ordinal, device))
+        })
+        .collect();
+    if devices.is_empty() {
+        return None;
+    }
+    let spec = json!({"cdiVersion": VERSION, "kind": KIND, "devices": devices});
+    Some(format!("{spec:#}\n"))
+}
+
+fn device(snapshot: &Snapshot, name: &str) -> Option<Value> {
+    // A container may have several devices, and a runtime makes one mount of two at the same place.
+    let config = container_config(snapshot, [name]).ok()?.at_own_places();
+    // NVIDIA's own spec says "void" there, so that NVIDIA's hook does not give the container a GPU a second time.
+    let ours = config.environment.iter().filter(|(name, _)| !name.starts_with("NVIDIA_"));
+    let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
+    let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
+    Some(json!({"name": name, "containerEdits": {"env": environment, "mounts": mounts}}))
+}
+
+fn mount(mount: &Mount) -> Value {
+    json!({
+        "hostPath": mount.host.display().to_string(),
+        "containerPath": mount.container.display().to_string(),
+        "options": [if mount.read_only { "ro" } else { "rw" }, "nosuid", "nodev", "bind"],
+    })
+}
+
+/// The reason why there is no spec, or not the right one.
+#[derive(Debug, thiserror::Error)]
+pub enum CdiError {
+    /// The directory can't be used.
+    #[error(transparent)]
+    Directory(#[from] directories::BadDirectory),
+    /// The file can't be written or removed.
+    #[error("{file}: can't be {what}: {error}")]
+    File { file: String, what: &'static str, error: io::Error },
+}
+
+/// Writes the spec into `directory`, unless it is there already. A reader never sees half of it. After an error the
+/// file is as it was.
+pub fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
+    directories::open(directory)?;
+    let file = directory.join(FILE);
+    if read(&file).is_some_and(|current| current == spec.as_bytes()) {
+        return Ok(());
+    }
+    let written = whole_file::write_durably(&file, spec.as_bytes());
+    written.map_err(|error| CdiError::File { file: file.display().to_string(), what: "written", error })
+}
+
+/// The spec that is there. A link is none.
+fn read(file: &Path) -> Option<Vec<u8>> {
+    fs::symlink_metadata(file).ok().filter(fs::Metadata::is_file)?;
+    regular_file::read(file, MAX_BYTES).ok()
+}
+
+/// Removes the spec at `file`. A missing file is no error.
+pub fn remove(file: &Path) -> Result<(), CdiError> {
+    match rustix::fs::unlink(file) {
+        Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),
+        Err(error) => {
+            Err(CdiError::File { file: file.display().to_string(), what: "removed", error: error.into() })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt, symlink};
+
+    use super::*;
+    use crate::published::samples::{gpu, snapshot};
+
+    #[test]
+    fn a_device_has_what_a_container_needs() {
+        let spec: Value =
+            serde_json::from_str(&spec(&snapshot(Some(vec![gpu("00:06.0", "GPU-1")]))).unwrap()).unwrap();
+        let names: Vec<&Value> =
+            spec["devices"].as_array().unwrap().iter().map(|device| &device["name"]).collect();
+        assert_eq!(names, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]);
+        assert_eq!(
+            spec["devices"][1]["containerEdits"],
+            json!({
+                "env": [
+                    "CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe",
+                    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
+                    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
+                    "YUNION_MPS_DEVICE=00:06.0-1",
+                ],
+                "mounts": [
+                    {
+                        "hostPath": "/dev/shm",
+                        "containerPath": "/dev/shm",
+                        "options": ["rw", "nosuid", "nodev", "bind"],
+                    },
+                    {
+                        "hostPath": "/tmp/nvidia-mps/pipe",
+                        "containerPath": "/tmp/nvidia-mps/pipe",
+                        "options": ["rw", "nosuid", "nodev", "bind"],
+                    },
+                ],
+            })
+        );
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_left_out() {
+        let mut ill = gpu("00:07.0", "GPU-2");
+        ill.healthy = false;
+        let both = spec(&snapshot(Some(vec![ill.clone(), gpu("00:06.0", "GPU-1")]))).unwrap();
+        assert!(both.contains("00:06.0-3") && !both.contains("00:07.0"), "{both}");
+        for nothing in [None, Some(Vec::new()), Some(vec![ill])] {
+            assert_eq!(spec(&snapshot(nothing)), None);
+        }
+    }
+
+    #[test]
+    fn a_file_is_replaced_as_a_whole_and_only_when_it_has_to() {
+        let base = tempfile::tempdir().unwrap();
+        let directory = base.path().join("run/cdi");
+        let file = directory.join(FILE);
+        write(&directory, "one").unwrap();
+        let before = file.metadata().unwrap();
+        assert_eq!((before.mode() & 0o777, fs::read_to_string(&file).unwrap()), (0o644, "one".into()));
+        write(&directory, "one").unwrap();
+        assert_eq!(file.metadata().unwrap().ino(), before.ino());
+        let open = fs::File::open(&file).unwrap();
+        write(&directory, "two").unwrap();
+        assert_eq!(io::read_to_string(open).unwrap(), "one");
+        assert_eq!(fs::read_to_string(&file).unwrap(), "two");
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 1);
+        remove(&file).unwrap();
+        remove(&file).unwrap();
+        remove(&base.path().join("nowhere").join(FILE)).unwrap();
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn no_link_is_followed() {
+        let base = tempfile::tempdir().unwrap();
+        let elsewhere = base.path().join("elsewhere");
+        fs::write(&elsewhere, "theirs").unwrap();
+        let directory = base.path().join("cdi");
+        fs::create_dir(&directory).unwrap();
+        symlink(&elsewhere, directory.join(FILE)).unwrap();
+        write(&directory, "ours").unwrap();
+        assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "theirs");
+        assert!(directory.join(FILE).symlink_metadata().unwrap().is_file());
+    }
+
+    #[test]
+    fn what_is_in_the_way_is_named() {
+        let base = tempfile::tempdir().unwrap();
+        fs::create_dir_all(base.path().join(FILE).join("full")).unwrap();
+        let error = write(base.path(), "ours").unwrap_err().to_string();
+        assert!(error.contains("yunion.io-mps.json: can't be written: "), "{error}");
+        assert_eq!(fs::read_dir(base.path()).unwrap().count(), 1);
+        let error = remove(&base.path().join(FILE)).unwrap_err().to_string();
+        assert!(error.contains("yunion.io-mps.json: can't be removed: "), "{error}");
+    }
+}

@@ -1,0 +1,464 @@
+//! The settings that make a container a client of slices: a pure function of the Snapshot and the names asked for.
+
+use std::path::{Path, PathBuf};
+
+use crate::host::cpus::Cpus;
+use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
+use crate::membership::DEVICE_VARIABLE;
+use crate::problem::Problem;
+use crate::published::snapshot::{GpuView, Snapshot, drained};
+
+/// The place of a slice's directory in a container. The directories of further slices are beside it, with their names.
+const SLICE_DIRECTORY: &str = "/run/yunion-mps";
+
+/// The variable with the CPUs near the GPUs of a container. Nothing in this service reads it: it is for whoever starts
+/// the container.
+const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
+
+/// The settings that a container runtime adds to a container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerConfig {
+    /// Environment variables, in this order.
+    pub environment: Vec<(&'static str, String)>,
+    /// Directories to mount.
+    pub mounts: Vec<Mount>,
+    /// The UUIDs of the GPUs, each once, in the order asked for.
+    pub gpus: Vec<String>,
+}
+
+impl ContainerConfig {
+    /// The published names of the devices, each once, with commas.
+    pub fn devices(&self) -> &str {
+        devices_in(&self.environment)
+    }
+
+    /// The same with each slice's directory at a place that no other slice has: a container may get several of these.
+    #[must_use]
+    pub fn at_own_places(mut self) -> Self {
+        for mount in self.mounts.iter_mut().filter(|mount| mount.container == Path::new(SLICE_DIRECTORY)) {
+            mount.container = own_place(&mount.host);
+            for (_, value) in self.environment.iter_mut().filter(|(_, value)| value == SLICE_DIRECTORY) {
+                *value = mount.container.display().to_string();
+            }
+        }
+        self
+    }
+}
+
+/// The place in a container that no other slice's directory has.
+fn own_place(directory: &Path) -> PathBuf {
+    let name = directory.file_name().unwrap_or_default().to_string_lossy();
+    format!("{SLICE_DIRECTORY}-{name}").into()
+}
+
+/// The same in the environment of a container.
+pub fn devices_in(environment: &[(impl AsRef<str>, String)]) -> &str {
+    let devices = environment.iter().find(|(name, _)| name.as_ref() == DEVICE_VARIABLE);
+    devices.map_or("", |(_, devices)| devices.as_str())
+}
+
+/// A directory of the host, mounted in the container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mount {
+    /// The directory on the host.
+    pub host: PathBuf,
+    /// The place in the container.
+    pub container: PathBuf,
+    /// Whether the container must not write to it.
+    pub read_only: bool,
+}
+
+/// The wrong letters with which a name is still taken for another one.
+const SLIPS: usize = 2;
+
+/// The most names that are offered for a wrong one.
+const OFFERED: usize = 3;
+
+/// The reason why there is no answer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ContainerError {
+    /// No plan exists yet.
+    #[error("{0}")]
+    NotReady(String),
+    /// An empty list of devices.
+    #[error("no device was named; `yunion-mpsctl list` shows the names")]
+    NoneNamed,
+    /// A name that stands for nothing, and the names that look like it.
+    #[error("there is no device {asked:?}{}", offer(.near))]
+    NoSuchDevice { asked: String, near: Vec<String> },
+    /// A device of a GPU that the driver can't name.
+    #[error("the UUID of the GPU of {device} is not known: {reason}")]
+    NoUuid { device: String, reason: String },
+    /// A device of a GPU that can't be served as it is.
+    #[error("{device} can't be served: {reason}")]
+    NotServable { device: String, reason: String },
+    /// A slice that is drained, or a GPU without any other slice.
+    #[error("{device} is {reason}")]
+    Drained { device: String, reason: Problem },
+    /// Devices of different control daemons.
+    #[error(
+        "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
+         of one GPU, or set cuda_mps_topology to shared"
+    )]
+    SeveralControlDaemons { first: String, second: String },
+}
+
+impl ContainerError {
+    /// No plan exists yet, for the reason that the state of the service has.
+    pub fn not_ready(snapshot: &Snapshot) -> Self {
+        Self::NotReady(match snapshot.reason.as_str() {
+            "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
+            reason => format!("the GPUs are not known: {reason}"),
+        })
+    }
+
+    /// The name stands for nothing.
+    pub fn no_such_device(snapshot: &Snapshot, asked: &str) -> Self {
+        let gpus = snapshot.gpus.iter().flatten().map(|gpu| gpu.plan.gpu.pci.address.short());
+        let names = gpus.chain(snapshot.slices().map(|(gpu, ordinal)| gpu.slice_name(ordinal)));
+        let mut near: Vec<(usize, String)> = names
+            .filter(|name| name.len().abs_diff(asked.len()) <= SLIPS)
+            .map(|name| (strsim::osa_distance(&name, asked), name))
+            .filter(|(slips, _)| *slips <= SLIPS)
+            .collect();
+        near.sort_by_key(|(slips, _)| *slips);
+        let near = near.into_iter().map(|(_, name)| name).take(OFFERED).collect();
+        Self::NoSuchDevice { asked: asked.to_owned(), near }
+    }
+}
+
+/// The end of the sentence about a name that stands for nothing.
+fn offer(near: &[String]) -> String {
+    match near {
+        [] => "; `yunion-mpsctl list` shows the names".to_owned(),
+        near => format!("; did you mean {}? `yunion-mpsctl list` shows all names", near.join(" or ")),
+    }
+}
+
+/// The settings for a container that uses these devices.
+///
+/// A name is the name of a slice (`00:06.0-1`) or of a GPU (its address or UUID). The name of a GPU stands for its first
+/// slice that is not drained. Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice,
+/// and a client can only tighten them. So two slices of one GPU get the same answer as one slice.
+pub fn container_config(
+    snapshot: &Snapshot,
+    names: impl IntoIterator<Item = impl AsRef<str>>,
+) -> Result<ContainerConfig, ContainerError> {
+    if snapshot.gpus.is_none() {
+        return Err(ContainerError::not_ready(snapshot));
+    }
+    let mut devices: Vec<String> = Vec::new();
+    let mut gpus: Vec<&GpuView> = Vec::new();
+    let mut directories: Vec<PathBuf> = Vec::new();
+    for asked in names {
+        let asked = asked.as_ref();
+        let found = snapshot.find(asked).ok_or_else(|| ContainerError::no_such_device(snapshot, asked))?;
+        let (gpu, name) = (found.gpu(), found.name());
+        if let Err(reason) = &gpu.plan.gpu.nvml {
+            return Err(ContainerError::NoUuid { device: name, reason: reason.to_string() });
+        }
+        if !gpu.plan.servable() {
+            let reason = gpu.plan.unusable().unwrap_or_default();
+            return Err(ContainerError::NotServable { device: name, reason });
+        }
+        let Some(ordinal) = found.undrained() else {
+            return Err(ContainerError::Drained { reason: drained(&name), device: name });
+        };
+        if let (Some(first), Some(device)) = (gpus.first(), devices.first())
+            && first.plan.pipe_directory != gpu.plan.pipe_directory
+        {
+            return Err(ContainerError::SeveralControlDaemons { first: device.clone(), second: name });
+        }
+        let directory = gpu.plan.slice_directory(ordinal);
+        directories.extend(directory.filter(|directory| !directories.contains(directory)));
+        if !gpus.iter().any(|known| known.uuid() == gpu.uuid()) {
+            gpus.push(gpu);
+        }
+        if !devices.contains(&name) {
+            devices.push(name);
+        }
+    }
+    let first = gpus.first().ok_or(ContainerError::NoneNamed)?;
+    let percentage =
+        gpus.iter().map(|gpu| gpu.plan.thread_percentage).min().unwrap_or(first.plan.thread_percentage);
+    let connect =
+        if directories.is_empty() { &first.plan.pipe_directory } else { Path::new(SLICE_DIRECTORY) };
+    let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid().to_owned()).collect();
+    let mut environment = vec![
+        ("CUDA_MPS_PIPE_DIRECTORY", connect.display().to_string()),
+        ("NVIDIA_VISIBLE_DEVICES", uuids.join(",")),
+        ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
+        ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
+        ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)),
+        (DEVICE_VARIABLE, devices.join(",")),
+    ];
+    let cpus = Cpus::union(gpus.iter().map(|gpu| gpu.plan.cpus));
+    environment.extend(cpus.map(|cpus| (CPUS_VARIABLE, cpus.to_string())));
+    let mounts = if directories.is_empty() {
+        pipe_directory_mounts(snapshot, &gpus, connect)
+    } else {
+        slice_mounts(directories)
+    };
+    Ok(ContainerConfig { environment, mounts, gpus: uuids })
+}
+
+/// The mounts of a client that connects in the first of these directories. The others tell the service which slices the
+/// container has.
+fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
+    let mounts = directories.into_iter().enumerate().map(|(number, host)| {
+        let container = if number == 0 { SLICE_DIRECTORY.into() } else { own_place(&host) };
+        Mount { host, container, read_only: true }
+    });
+    mounts.collect()
+}
+
+/// The mounts of a client that needs the pipe directory itself.
+fn pipe_directory_mounts(snapshot: &Snapshot, gpus: &[&GpuView], pipe_directory: &Path) -> Vec<Mount> {
+    let mount = |directory: &Path, read_only| Mount {
+        host: directory.to_owned(),
+        container: directory.to_owned(),
+        read_only,
+    };
+    // If the root user of a container may write there, it can take the control daemon's sockets away from everybody or
+    // replace them: `rm -rf /tmp/*` at the start of a container is enough.
+    let driver = Series::of(&snapshot.driver_version);
+    let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
+    let read_only = gpus.iter().all(|gpu| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
+    vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
+}
+
+/// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
+/// the container.
+fn memory_limits(gpus: &[&GpuView]) -> String {
+    let limits: Vec<String> = gpus
+        .iter()
+        .map(|gpu| {
+            let device = if gpus.len() == 1 { "0" } else { gpu.uuid() };
+            format!("{device}={}M", gpu.plan.memory_limit_mib)
+        })
+        .collect();
+    limits.join(",")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::problem::NamedProblem;
+    use crate::published::samples::{gpu, snapshot};
+
+    fn two_gpus() -> Snapshot {
+        let mut second = gpu("00:07.0", "GPU-2");
+        second.plan.memory_limit_mib = 35942;
+        second.plan.thread_percentage = 10;
+        snapshot(Some(vec![gpu("00:06.0", "GPU-1"), second]))
+    }
+
+    fn environment(config: &ContainerConfig) -> Vec<(&str, &str)> {
+        config.environment.iter().map(|(name, value)| (*name, value.as_str())).collect()
+    }
+
+    #[test]
+    fn one_slice() {
+        let config = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        assert_eq!(
+            environment(&config),
+            [
+                ("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps/pipe"),
+                ("NVIDIA_VISIBLE_DEVICES", "GPU-1"),
+                ("NVIDIA_DRIVER_CAPABILITIES", "all"),
+                ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25"),
+                ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=5760M"),
+                ("YUNION_MPS_DEVICE", "00:06.0-1"),
+            ]
+        );
+        let mount = |directory: &str, read_only| Mount {
+            host: directory.into(),
+            container: directory.into(),
+            read_only,
+        };
+        for (driver, read_only) in
+            [("580.159.04", true), ("590.44", true), ("575.57.08", false), ("", false), ("unknown", false)]
+        {
+            for volta in [true, false] {
+                let mut snapshot = two_gpus();
+                driver.clone_into(&mut snapshot.driver_version);
+                let gpu = Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0]);
+                let nvml = gpu.plan.gpu.nvml.as_mut().unwrap();
+                nvml.compute_capability = Some(if volta { (7, 0) } else { (6, 1) });
+                let config = container_config(&snapshot, ["00:06.0-1"]).unwrap();
+                let pipe = mount("/tmp/nvidia-mps/pipe", volta && read_only);
+                assert_eq!(config.mounts, [mount("/dev/shm", false), pipe]);
+            }
+        }
+        assert_eq!(config.gpus, ["GPU-1"]);
+    }
+
+    #[test]
+    fn several_gpus_get_the_smallest_percentage_and_limits_by_uuid() {
+        let config = container_config(&two_gpus(), ["00:07.0-0", "00:06.0-3"]).unwrap();
+        assert_eq!(
+            environment(&config)[1..],
+            [
+                ("NVIDIA_VISIBLE_DEVICES", "GPU-2,GPU-1"),
+                ("NVIDIA_DRIVER_CAPABILITIES", "all"),
+                ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10"),
+                ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "GPU-2=35942M,GPU-1=5760M"),
+                ("YUNION_MPS_DEVICE", "00:07.0-0,00:06.0-3"),
+            ]
+        );
+        assert_eq!(config.gpus, ["GPU-2", "GPU-1"]);
+    }
+
+    #[test]
+    fn two_slices_of_one_gpu_are_one_slice() {
+        let two = container_config(&two_gpus(), ["00:06.0-1", "00:06.0-2", "00:06.0-1"]).unwrap();
+        let mut one = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        one.environment.pop();
+        one.environment.push(("YUNION_MPS_DEVICE", "00:06.0-1,00:06.0-2".to_owned()));
+        assert_eq!(two, one);
+    }
+
+    #[test]
+    fn the_cpus_near_the_gpus_are_named() {
+        let cpus = |near: [Option<&str>; 2], asked: &[&str]| {
+            let mut snapshot = two_gpus();
+            for (gpu, near) in snapshot.gpus.as_mut().unwrap().iter_mut().zip(near) {
+                Arc::make_mut(gpu).plan.cpus = near.and_then(Cpus::parse);
+            }
+            let config = container_config(&snapshot, asked).unwrap();
+            config.environment.into_iter().find(|(name, _)| *name == "YUNION_MPS_CPUS").map(|(_, cpus)| cpus)
+        };
+        let both = &["00:07.0-0", "00:06.0-3"];
+        let (near, other) = (Some("0-15,32-47"), Some("16-31"));
+        assert_eq!(cpus([near, other], &["00:06.0-1"]).as_deref(), near);
+        assert_eq!(cpus([near, other], both).as_deref(), Some("0-47"));
+        assert_eq!(cpus([near, None], both), None);
+        assert_eq!(cpus([near, None], &["00:07.0"]), None);
+    }
+
+    #[test]
+    fn a_slice_with_a_directory_needs_nothing_else() {
+        let mut snapshot = two_gpus();
+        for gpu in snapshot.gpus.iter_mut().flatten().map(Arc::make_mut) {
+            gpu.plan.slice_directories = Some("/tmp/nvidia-mps/pipe/slices".into());
+        }
+        let mount = |(directory, place): (&str, &str)| Mount {
+            host: Path::new("/tmp/nvidia-mps/pipe/slices").join(directory),
+            container: place.into(),
+            read_only: true,
+        };
+        for (asked, mounts) in [
+            (&["00:06.0-1"][..], &[("00_06.0-1", "/run/yunion-mps")][..]),
+            (&["00:06.0", "00:06.0-0"], &[("00_06.0-0", "/run/yunion-mps")]),
+            (
+                &["00:07.0-3", "00:06.0-1", "00:06.0-2", "00:07.0-3"],
+                &[
+                    ("00_07.0-3", "/run/yunion-mps"),
+                    ("00_06.0-1", "/run/yunion-mps-00_06.0-1"),
+                    ("00_06.0-2", "/run/yunion-mps-00_06.0-2"),
+                ],
+            ),
+        ] {
+            let config = container_config(&snapshot, asked).unwrap();
+            assert_eq!(environment(&config)[0], ("CUDA_MPS_PIPE_DIRECTORY", "/run/yunion-mps"));
+            assert_eq!(config.mounts, mounts.iter().copied().map(mount).collect::<Vec<_>>());
+        }
+        let config = container_config(&snapshot, ["00:06.0-1"]).unwrap().at_own_places();
+        assert_eq!(config.mounts, [mount(("00_06.0-1", "/run/yunion-mps-00_06.0-1"))]);
+        assert_eq!(environment(&config)[0], ("CUDA_MPS_PIPE_DIRECTORY", "/run/yunion-mps-00_06.0-1"));
+        let whole = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        assert_eq!(whole.clone().at_own_places(), whole);
+    }
+
+    #[test]
+    fn a_gpu_stands_for_one_slice_of_it() {
+        let by_uuid = container_config(&two_gpus(), ["GPU-1"]).unwrap();
+        assert_eq!(by_uuid, container_config(&two_gpus(), ["0000:00:06.0"]).unwrap());
+        assert_eq!(by_uuid.environment.last().unwrap().1, "00:06.0");
+        assert_eq!(by_uuid.environment[4].1, "0=5760M");
+    }
+
+    #[test]
+    fn a_gpu_that_can_not_be_served_is_given_to_nobody() {
+        let with = |change: &dyn Fn(&mut crate::host::gpu::NvmlFacts)| {
+            let mut view = gpu("00:07.0", "GPU-2");
+            change(view.plan.gpu.nvml.as_mut().unwrap());
+            view.plan.obstacles = vec![NamedProblem::new("mig-enabled", "the reason", "")];
+            view.healthy = false;
+            container_config(&snapshot(Some(vec![gpu("00:06.0", "GPU-1"), view])), ["00:06.0-0", "00:07.0-1"])
+        };
+        let refused = Err(ContainerError::NotServable {
+            device: "00:07.0-1".to_owned(),
+            reason: "the reason".to_owned(),
+        });
+        assert_eq!(with(&|facts| facts.mig_enabled = true), refused);
+        assert_eq!(with(&|facts| facts.memory_total_mib = None), refused);
+        assert_eq!(
+            with(&|facts| facts.compute_mode = Some(crate::host::gpu::ComputeMode::Prohibited)),
+            refused
+        );
+        // A program without MPS ends some day, and a container that starts after that needs the answer.
+        assert!(with(&|facts| facts.foreign_processes = vec![(7, "job".to_owned())]).is_ok());
+    }
+
+    #[test]
+    fn a_drained_slice_is_given_to_nobody_and_its_gpu_while_another_is_left() {
+        let mut snapshot = two_gpus();
+        let mut drain = |ordinals: std::ops::Range<u32>| {
+            Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0]).drained.extend(ordinals);
+            snapshot.clone()
+        };
+        let refusal = |snapshot: &Snapshot, names: &[&str]| {
+            container_config(snapshot, names).err().map(|error| error.to_string())
+        };
+        let drained =
+            |name| format!("{name} is drained for new clients; yunion-mpsctl undrain {name} takes that back");
+        let some = drain(1..3);
+        assert_eq!(refusal(&some, &["00:06.0-0", "00:06.0-1"]), Some(drained("00:06.0-1")));
+        assert_eq!(refusal(&some, &["00:06.0-0", "00:07.0-1", "GPU-1"]), None);
+        let all = drain(0..4);
+        assert_eq!(refusal(&all, &["GPU-1"]), Some(drained("00:06.0")));
+        assert_eq!(refusal(&all, &["GPU-2"]), None);
+    }
+
+    #[test]
+    fn no_answer_says_why() {
+        let nothing: [&str; 0] = [];
+        assert_eq!(container_config(&two_gpus(), nothing), Err(ContainerError::NoneNamed));
+        assert_eq!(
+            container_config(&snapshot(None), ["00:06.0-1"]),
+            Err(ContainerError::NotReady("the GPUs are not known yet; ask again in a moment".to_owned()))
+        );
+        assert_eq!(
+            container_config(&two_gpus(), ["00:06.0-1", "00:06.0-4"]),
+            Err(ContainerError::no_such_device(&two_gpus(), "00:06.0-4"))
+        );
+        let said = |asked: &str| ContainerError::no_such_device(&two_gpus(), asked).to_string();
+        assert_eq!(
+            said("00:06.0-4"),
+            "there is no device \"00:06.0-4\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
+             shows all names"
+        );
+        assert_eq!(said("gpu0"), "there is no device \"gpu0\"; `yunion-mpsctl list` shows the names");
+        let mut lost = gpu("00:06.0", "GPU-1");
+        lost.plan.gpu.nvml = Err("GPU is lost".into());
+        assert_eq!(
+            container_config(&snapshot(Some(vec![lost])), ["00:06.0-1"]),
+            Err(ContainerError::NoUuid { device: "00:06.0-1".to_owned(), reason: "GPU is lost".to_owned() })
+        );
+    }
+
+    #[test]
+    fn gpus_of_different_control_daemons_do_not_go_together() {
+        let mut snapshot = two_gpus();
+        for gpu in snapshot.gpus.iter_mut().flatten().map(Arc::make_mut) {
+            gpu.plan.pipe_directory.push(gpu.plan.gpu.nvml.as_ref().unwrap().uuid.clone());
+        }
+        let error = container_config(&snapshot, ["00:06.0-1", "00:07.0-2"]).unwrap_err();
+        assert!(error.to_string().starts_with("00:06.0-1 and 00:07.0-2 have different pipe directories"));
+        let alone = container_config(&snapshot, ["00:07.0-2"]).unwrap();
+        assert_eq!(alone.environment[0].1, "/tmp/nvidia-mps/pipe/GPU-2");
+    }
+}

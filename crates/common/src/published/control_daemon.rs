@@ -1,0 +1,95 @@
+//! A control daemon as others see it, and the events that an administrator would want to know.
+
+use std::path::PathBuf;
+use std::time::{Instant, SystemTime};
+
+use crate::host::cpus::Cpus;
+
+/// The number of events that are kept.
+pub const EVENTS_KEPT: usize = 32;
+
+/// The state of one control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ControlDaemonState {
+    /// Being started and configured.
+    Starting,
+    /// Serves clients, with its limits confirmed as far as they can be.
+    Ready,
+    /// Its server has met a fatal GPU error.
+    Faulted,
+    /// Died or would not start; tried again after a pause.
+    Backoff,
+    /// Something outside must change first; the reason says what.
+    Waiting,
+    /// On the way down.
+    Stopping,
+}
+
+impl ControlDaemonState {
+    /// The word on D-Bus.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Starting => "starting",
+            Self::Ready => "ready",
+            Self::Faulted => "faulted",
+            Self::Backoff => "backoff",
+            Self::Waiting => "waiting",
+            Self::Stopping => "stopping",
+        }
+    }
+}
+
+/// One control daemon as it stands.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ControlDaemonView {
+    /// `shared`, or the GPU's UUID.
+    pub id: String,
+    /// Its state.
+    pub state: ControlDaemonState,
+    /// Why; empty when ready.
+    pub reason: String,
+    /// Its PID; None when none runs.
+    pub pid: Option<u32>,
+    /// The PIDs of its servers.
+    pub servers: Vec<u32>,
+    /// The directory in which clients find it.
+    pub pipe_directory: PathBuf,
+    /// The directory in which it makes its sockets, and in which root finds it with NVIDIA's front end.
+    pub control_directory: PathBuf,
+    /// `CUDA_MPS_LOG_DIRECTORY`.
+    pub log_directory: PathBuf,
+    /// True if one server serves every user; None before that is known.
+    pub multiuser: Option<bool>,
+    /// The CPUs on which it may run: a list, or `all`. None while none runs.
+    pub cpus: Option<String>,
+    /// The CPUs to which it is to be bound. None if it is not to be bound.
+    pub wanted_cpus: Option<Cpus>,
+    /// The number of starts since this service started.
+    pub starts: u32,
+    /// The number of times since then that another control daemon has followed one that ran before.
+    pub restarts: u32,
+    /// The number of times since then that another server has followed one that ran before.
+    pub server_restarts: u32,
+    /// The number of fatal GPU errors of its servers since then.
+    pub faults: u32,
+    /// Since when it is in this state.
+    pub since: SystemTime,
+}
+
+/// Something that happened and that an administrator would want to know.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    /// When, for people.
+    pub at: SystemTime,
+    /// When, in order: the time of day can be set back.
+    pub seen: Instant,
+    /// The event in words.
+    pub text: String,
+}
+
+impl Event {
+    /// Something that happens now.
+    pub fn now(text: String) -> Self {
+        Self { at: SystemTime::now(), seen: Instant::now(), text }
+    }
+}

@@ -1,0 +1,12 @@
+//! Everything that the service tells others, as plain data: the Snapshot, and what is made from it alone.
+
+pub mod cdi;
+pub mod client;
+pub mod container;
+pub mod control_daemon;
+pub mod one_slice;
+#[cfg(any(test, feature = "samples"))]
+pub mod samples;
+pub mod snapshot;
+pub mod termination;
+pub mod usage;

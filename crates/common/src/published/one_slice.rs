@@ -1,0 +1,44 @@
+//! Several slices of one GPU, given to one container or command. MPS can't join slices, so together they are one slice.
+
+use std::collections::BTreeMap;
+
+/// The GPUs of which `devices` names several slices, each with these slices. `devices` has published names, each once,
+/// with commas, as `YUNION_MPS_DEVICE` has them; the name of a GPU stands for one slice of it.
+pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
+    let mut by_gpu: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for name in devices.split(',') {
+        let gpu = name.split_once('-').map_or(name, |(gpu, _)| gpu);
+        by_gpu.entry(gpu).or_default().push(name);
+    }
+    by_gpu.retain(|_, slices| slices.len() > 1);
+    by_gpu
+}
+
+/// The consequence, for people.
+pub fn in_words(slices: &[&str]) -> String {
+    format!(
+        "{} are of one GPU, and MPS can't join slices: together they have the memory and the threads of one slice",
+        slices.join(" and ")
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_slices_of_one_gpu_are_found() {
+        for devices in ["00:06.0-1", "00:06.0", "00:06.0-1,00:07.0-1", "00:06.0-1,0001:00:06.0-1", ""] {
+            assert_eq!(given_several(devices), BTreeMap::new(), "{devices}");
+        }
+        let found = given_several("00:06.0-1,00:07.0-0,00:06.0-2,0001:1a:00.0,0001:1a:00.0-3");
+        assert_eq!(
+            found,
+            BTreeMap::from([
+                ("0001:1a:00.0", vec!["0001:1a:00.0", "0001:1a:00.0-3"]),
+                ("00:06.0", vec!["00:06.0-1", "00:06.0-2"]),
+            ])
+        );
+        assert!(in_words(&found["00:06.0"]).starts_with("00:06.0-1 and 00:06.0-2 are of one GPU"));
+    }
+}

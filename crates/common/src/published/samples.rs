@@ -1,0 +1,76 @@
+//! Samples for tests.
+
+#![allow(clippy::missing_panics_doc, clippy::unwrap_used, reason = "a test ends with a panic")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use super::snapshot::{GpuView, Snapshot, State};
+use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice};
+use crate::plan::GpuPlan;
+
+/// A GPU with four slices of 5760 MiB and 25 %.
+pub fn gpu(address: &str, uuid: &str) -> GpuView {
+    let nvml = NvmlFacts {
+        uuid: uuid.to_owned(),
+        name: "Tesla P40".to_owned(),
+        index: 0,
+        minor: Some(0),
+        memory_total_mib: Some(23040),
+        compute_capability: Some((6, 1)),
+        compute_mode: Some(ComputeMode::ExclusiveProcess),
+        mig_enabled: false,
+        foreign_processes: Vec::new(),
+    };
+    let pci = PciDevice {
+        driver: None,
+        address: address.parse().unwrap(),
+        vendor: 0x10de,
+        device: 0x1b38,
+        render_node: None,
+        card_node: None,
+        numa_node: -1,
+        local_cpus: None,
+        link: None,
+        pci_ids_name: None,
+    };
+    GpuView {
+        plan: GpuPlan {
+            gpu: Gpu { pci, nvml: Ok(nvml) },
+            slices: 4,
+            memory_limit_mib: 5760,
+            thread_percentage: 25,
+            max_clients: None,
+            limits_enforced: false,
+            obstacles: Vec::new(),
+            warnings: Vec::new(),
+            pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+            slice_directories: None,
+            cpus: None,
+        },
+        healthy: true,
+        reason: String::new(),
+        compute_mode: Some(ComputeMode::ExclusiveProcess),
+        control_daemon: "shared".to_owned(),
+        confirmed_thread_percentage: None,
+        confirmed_memory_limit_mib: None,
+        drained: BTreeSet::new(),
+        unled: BTreeMap::new(),
+        in_use: None,
+        uses: Vec::new(),
+    }
+}
+
+/// A service with these GPUs.
+pub fn snapshot(gpus: Option<Vec<GpuView>>) -> Snapshot {
+    Snapshot {
+        generation: 1,
+        state: State::Ready,
+        enabled: true,
+        pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
+        log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
+        gpus: gpus.map(|gpus| gpus.into_iter().map(Arc::new).collect()),
+        ..Snapshot::default()
+    }
+}

@@ -1,0 +1,351 @@
+//! The Snapshot: everything that this service publishes, as plain data. D-Bus and the unit's status line are made from it
+//! alone.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use crate::host::gpu::{ComputeMode, PciAddress};
+use crate::plan::GpuPlan;
+use crate::problem::Problem;
+use crate::published::control_daemon::{ControlDaemonView, Event};
+use crate::published::usage::InUse;
+use crate::published::usage::SliceUse;
+
+/// The most slices that the reason of a GPU names.
+const NAMED: usize = 4;
+
+/// The service's state in one word. A reader treats an unknown word as `degraded`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum State {
+    /// `enable_cuda_mps` is false: nothing is served, nothing is wrong.
+    Disabled,
+    /// The first pass over the GPUs has not ended.
+    #[default]
+    Starting,
+    /// Every configured GPU is served.
+    Ready,
+    /// Some GPUs are served, or something needs an administrator's attention.
+    Degraded,
+    /// No GPU is served.
+    Failed,
+    /// On the way down.
+    Stopping,
+}
+
+impl State {
+    /// The word on D-Bus.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Disabled => "disabled",
+            Self::Starting => "starting",
+            Self::Ready => "ready",
+            Self::Degraded => "degraded",
+            Self::Failed => "failed",
+            Self::Stopping => "stopping",
+        }
+    }
+}
+
+/// Everything published, at one generation.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Snapshot {
+    /// Grows by one with every change of what `ListDevices` or `ListGpus` returns.
+    pub generation: u64,
+    /// The service's state.
+    pub state: State,
+    /// Why, in one line; empty when ready.
+    pub reason: String,
+    /// `enable_cuda_mps`.
+    pub enabled: bool,
+    /// The driver's version; empty when there is none.
+    pub driver_version: String,
+    /// `cuda_mps_pipe_directory`.
+    pub pipe_directory: PathBuf,
+    /// `cuda_mps_log_directory`.
+    pub log_directory: PathBuf,
+    /// The configured GPUs in configuration order, with their slices; None before the first plan exists. A GPU that has
+    /// not changed is the same one in the next Snapshot.
+    pub gpus: Option<Vec<Arc<GpuView>>>,
+    /// The control daemons.
+    pub control_daemons: Vec<ControlDaemonView>,
+    /// The last things that happened, oldest first.
+    pub events: VecDeque<Event>,
+}
+
+/// One configured GPU as it stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuView {
+    /// The plan for it.
+    pub plan: GpuPlan,
+    /// Whether a client that starts now is served with the planned limits. Drained slices change nothing here.
+    pub healthy: bool,
+    /// Why not, or what to know though it is; empty when there is nothing to say.
+    pub reason: String,
+    /// The compute mode as last seen.
+    pub compute_mode: Option<ComputeMode>,
+    /// The control daemon that serves it, by its id; empty when none does.
+    pub control_daemon: String,
+    /// The thread percentage that the control daemon has confirmed.
+    pub confirmed_thread_percentage: Option<u8>,
+    /// The memory limit that a running server has confirmed, in MiB.
+    pub confirmed_memory_limit_mib: Option<u64>,
+    /// The ordinals of the slices that an administrator has taken out of use for new clients.
+    pub drained: BTreeSet<u32>,
+    /// The slices with directories that lead to no control daemon, by their ordinals, and why. No drained slice is here.
+    pub unled: BTreeMap<u32, String>,
+    /// All MPS clients on the GPU together, also those without a known slice. None if they are not known.
+    pub in_use: Option<InUse>,
+    /// The clients of each slice together. Empty if they are not known.
+    pub uses: Vec<SliceUse>,
+}
+
+/// The thing behind a name.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Named<'a> {
+    /// A whole GPU.
+    Gpu(&'a GpuView),
+    /// A slice: its GPU and its ordinal.
+    Slice(&'a GpuView, u32),
+}
+
+impl Snapshot {
+    /// Every slice in configuration order, ordinals ascending: the GPU and the slice's ordinal on it.
+    pub fn slices(&self) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
+        slices_of(self.gpus.as_deref().unwrap_or_default())
+    }
+
+    /// The slice behind a name such as `00:06.0-1`, or the GPU behind `00:06.0` or a UUID. An address may have its domain
+    /// and capital letters. It may lack a domain other than 0000 if no other GPU has the same short address. An ordinal
+    /// has one spelling only, so that a slice has no second name.
+    pub fn find(&self, name: &str) -> Option<Named<'_>> {
+        let gpus = || self.gpus.iter().flatten();
+        if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
+        {
+            return Some(Named::Gpu(gpu));
+        }
+        let (address, ordinal) = match name.split_once('-') {
+            Some((address, ordinal)) => (address, Some(ordinal)),
+            None => (name, None),
+        };
+        let mut wanted: PciAddress = address.parse().ok()?;
+        if PciAddress::is_short(address) {
+            wanted = wanted.in_any_domain(gpus().map(|gpu| gpu.plan.gpu.pci.address)).ok()?;
+        }
+        let gpu = gpus().find(|gpu| gpu.plan.gpu.pci.address == wanted)?;
+        match ordinal {
+            None => Some(Named::Gpu(gpu)),
+            Some(text) => {
+                let ordinal: u32 = text.parse().ok()?;
+                let exists = ordinal < gpu.plan.slices && ordinal.to_string() == text;
+                exists.then_some(Named::Slice(gpu, ordinal))
+            }
+        }
+    }
+}
+
+/// Every slice of these GPUs: the GPU and the slice's ordinal on it.
+pub fn slices_of(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
+    gpus.iter().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
+}
+
+impl GpuView {
+    /// The name of the slice with this ordinal: `00:06.0-1`.
+    pub fn slice_name(&self, ordinal: u32) -> String {
+        self.plan.slice_name(ordinal)
+    }
+
+    /// Whether a client that starts now gets the slice and is served with its limits.
+    pub fn slice_healthy(&self, ordinal: u32) -> bool {
+        self.healthy && !self.drained.contains(&ordinal) && !self.unled.contains_key(&ordinal)
+    }
+
+    /// Why not, or what to know though it is.
+    pub fn slice_reason(&self, ordinal: u32) -> String {
+        let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
+        let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
+        let unled = self.unled.get(&ordinal).cloned();
+        joined(drained.into_iter().chain(unled).chain(over), &self.reason)
+    }
+
+    /// The reason of the GPU itself, which also says how many slices are drained, which have no link, and which are over
+    /// their budgets.
+    pub fn gpu_reason(&self) -> String {
+        let drained = self.drained.len();
+        let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices));
+        joined(drained.into_iter().chain(self.unled()).chain(self.over_budget()), &self.reason)
+    }
+
+    /// The slices that are not served, though the GPU is: the first with its reason.
+    pub fn unled(&self) -> Option<String> {
+        let (ordinal, why) = self.unled.first_key_value()?;
+        let more = match self.unled.len().saturating_sub(1) {
+            0 => String::new(),
+            more => format!("; and {more} more"),
+        };
+        Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
+    }
+
+    /// The clients of a slice together, if they are known.
+    pub fn slice_use(&self, ordinal: u32) -> Option<&SliceUse> {
+        self.uses.get(usize::try_from(ordinal).ok()?)
+    }
+
+    /// In which way a slice is over its budget, if it is.
+    fn overuse(&self, ordinal: u32) -> Option<&str> {
+        self.slice_use(ordinal).map(|one| one.overuse.as_str()).filter(|overuse| !overuse.is_empty())
+    }
+
+    fn over_budget(&self) -> Option<String> {
+        let mut over: Vec<String> = (0..self.plan.slices)
+            .filter(|ordinal| self.overuse(*ordinal).is_some())
+            .map(|ordinal| self.slice_name(ordinal))
+            .collect();
+        let more = over.len().saturating_sub(NAMED);
+        over.truncate(NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        (!over.is_empty()).then(|| format!("over budget: {}{more}", over.join(", ")))
+    }
+
+    /// The GPU's UUID; empty if NVML does not tell it.
+    pub fn uuid(&self) -> &str {
+        self.plan.gpu.uuid().unwrap_or_default()
+    }
+}
+
+impl<'a> Named<'a> {
+    /// The GPU itself, or the GPU of the slice.
+    pub fn gpu(&self) -> &'a GpuView {
+        match self {
+            Self::Gpu(gpu) | Self::Slice(gpu, _) => gpu,
+        }
+    }
+
+    /// The ordinal of the slice. The name of a GPU stands for its first slice that is not drained. None if that is drained.
+    pub(super) fn undrained(&self) -> Option<u32> {
+        let (gpu, mut ordinals) = match self {
+            Self::Gpu(gpu) => (gpu, 0..gpu.plan.slices),
+            Self::Slice(gpu, ordinal) => (gpu, *ordinal..ordinal.saturating_add(1)),
+        };
+        let open = ordinals.clone().find(|ordinal| gpu.slice_healthy(*ordinal));
+        open.or_else(|| ordinals.find(|ordinal| !gpu.drained.contains(ordinal)))
+    }
+
+    /// The name that is published for it: `00:06.0` or `00:06.0-1`.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Gpu(gpu) => gpu.plan.gpu.pci.address.short(),
+            Self::Slice(gpu, ordinal) => gpu.slice_name(*ordinal),
+        }
+    }
+}
+
+/// The reason why no new client gets this slice or GPU.
+pub fn drained(name: &str) -> Problem {
+    Problem::new("drained for new clients", format!("yunion-mpsctl undrain {name} takes that back"))
+}
+
+fn joined(first: impl Iterator<Item = String>, last: &str) -> String {
+    let last = (!last.is_empty()).then(|| last.to_owned());
+    first.chain(last).collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::published::samples::{gpu, snapshot};
+
+    #[test]
+    fn names_are_found_however_they_are_written() {
+        let first = gpu("0000:00:06.0", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400");
+        let snapshot = snapshot(Some(vec![first, gpu("0001:1a:00.0", "GPU-2")]));
+        let name = |asked: &str| snapshot.find(asked).map(|found| found.name());
+        for (asked, published) in [
+            ("00:06.0", "00:06.0"),
+            ("0000:00:06.0", "00:06.0"),
+            ("00000000:00:06.0", "00:06.0"),
+            ("00:06.0-3", "00:06.0-3"),
+            ("0000:00:06.0-0", "00:06.0-0"),
+            ("GPU-76AEF7FF-372d-2432-b4b4-beca4d8d3400", "00:06.0"),
+            ("0001:1A:00.0-1", "0001:1a:00.0-1"),
+            ("1a:00.0", "0001:1a:00.0"),
+            ("1A:00.0-3", "0001:1a:00.0-3"),
+        ] {
+            assert_eq!(name(asked).as_deref(), Some(published), "{asked}");
+        }
+        for nothing in [
+            "",
+            "-",
+            "00:06.0-",
+            "00:06.0-4",
+            "00:06.0-01",
+            "00:06.0-+1",
+            "00:06.0-1-1",
+            "0000:1a:00.0",
+            "GPU-3",
+        ] {
+            assert_eq!(name(nothing), None, "{nothing}");
+        }
+    }
+
+    #[test]
+    fn a_name_without_a_domain_is_nobody_s_where_two_have_it() {
+        let gpus = |addresses: &[&str]| {
+            let uuids = addresses.iter().map(|address| gpu(address, &format!("GPU-{address}")));
+            snapshot(Some(uuids.collect()))
+        };
+        let name = |snapshot: &Snapshot| snapshot.find("1a:00.0-1").map(|found| found.name());
+        assert_eq!(name(&gpus(&["0001:1a:00.0", "0002:1a:00.0"])), None);
+        assert_eq!(name(&gpus(&["0001:1a:00.0", "0000:1a:00.0"])).as_deref(), Some("1a:00.0-1"));
+    }
+
+    #[test]
+    fn a_gpu_without_a_uuid_is_not_found_by_an_empty_name() {
+        let mut lost = gpu("00:06.0", "GPU-1");
+        lost.plan.gpu.nvml = Err("GPU is lost".into());
+        let snapshot = snapshot(Some(vec![lost]));
+        assert_eq!(snapshot.find(""), None);
+        assert_eq!(snapshot.find("00:06.0").map(|found| found.name()).as_deref(), Some("00:06.0"));
+    }
+
+    #[test]
+    fn a_slice_over_its_budget_is_healthy_and_says_so() {
+        let mut view = gpu("00:06.0", "GPU-1");
+        view.uses = vec![SliceUse::default(); 4];
+        assert_eq!((view.slice_reason(1), view.gpu_reason()), (String::new(), String::new()));
+        "it has more than 2 clients".clone_into(&mut view.uses[1].overuse);
+        assert!(view.slice_healthy(1) && view.healthy);
+        assert_eq!(view.slice_reason(0), "");
+        assert_eq!(view.slice_reason(1), "over its budget: it has more than 2 clients");
+        assert_eq!(view.gpu_reason(), "over budget: 00:06.0-1");
+        view.drained.insert(1);
+        assert!(view.slice_reason(1).starts_with("drained for new clients;"), "{}", view.slice_reason(1));
+        assert!(view.slice_reason(1).ends_with("; over its budget: it has more than 2 clients"));
+        view.plan.slices = 6;
+        view.uses = vec![view.uses[1].clone(); 6];
+        assert!(view.gpu_reason().ends_with("00:06.0-2, 00:06.0-3 and 2 more"), "{}", view.gpu_reason());
+    }
+
+    #[test]
+    fn a_drained_slice_is_not_healthy_and_its_neighbours_are() {
+        let mut view = gpu("00:06.0", "GPU-1");
+        view.drained.insert(1);
+        assert!(view.slice_healthy(0) && !view.slice_healthy(1) && view.healthy);
+        assert_eq!(Named::Gpu(&view).undrained(), Some(0));
+        assert_eq!(view.slice_reason(0), "");
+        let drained = "drained for new clients; yunion-mpsctl undrain 00:06.0-1 takes that back";
+        assert_eq!(view.slice_reason(1), drained);
+        assert_eq!(view.gpu_reason(), "1 of 4 slices drained");
+        view.healthy = false;
+        view.reason = "GPU is lost".to_owned();
+        assert!(!view.slice_healthy(0));
+        assert_eq!(
+            (view.slice_reason(0), view.slice_reason(1)),
+            ("GPU is lost".to_owned(), format!("{drained}; GPU is lost"))
+        );
+        view.drained = (0..2).collect();
+        assert_eq!((Named::Gpu(&view).undrained(), Named::Slice(&view, 0).undrained()), (Some(2), None));
+        view.drained.extend(0..4);
+        assert_eq!(Named::Gpu(&view).undrained(), None);
+    }
+}

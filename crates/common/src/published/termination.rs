@@ -1,0 +1,83 @@
+//! The end of GPU work: whom a caller can name, and the event that tells of it.
+
+use std::fmt;
+
+use crate::membership::whose::shortened;
+
+/// The digits of the shortest spelling of a container's id, and of the whole id.
+const SHORTEST_ID: usize = 12;
+const ID: usize = 64;
+
+/// The processes with GPU work that is to end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Wanted {
+    Process(u32),
+    /// A process, if it is this user's.
+    ProcessOf {
+        pid: u32,
+        user: u32,
+    },
+    /// Every process that has one of these slices, by name.
+    Slices(Vec<String>),
+    /// Every process in a container, or in a container inside it.
+    Container(ContainerId),
+}
+
+impl Wanted {
+    /// The beginning of the event that names the clients with work that was ended. yunion-mpsctl finds the event by it.
+    pub fn event(&self) -> String {
+        let whom = match self {
+            Self::Process(pid) | Self::ProcessOf { pid, .. } => format!("process {pid}"),
+            Self::Slices(names) => shortened(names),
+            Self::Container(id) => format!("container {id}"),
+        };
+        format!("GPU work ended for {whom}, of ")
+    }
+}
+
+/// The id of a container, or its beginning.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerId(String);
+
+impl fmt::Display for ContainerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl ContainerId {
+    /// Whether this is the id, in lower case, or its beginning.
+    pub fn begins(&self, id: &str) -> bool {
+        id.starts_with(&self.0)
+    }
+
+    /// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
+    pub fn new(text: &str) -> Result<Self, BadContainerId> {
+        let is_id = (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit());
+        if is_id { Ok(Self(text.to_ascii_lowercase())) } else { Err(BadContainerId(text.to_owned())) }
+    }
+}
+
+/// The text is not the id of a container.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{0:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them: `docker inspect \
+     --format '{{{{.Id}}}}' NAME`, `podman inspect --format '{{{{.Id}}}}' NAME` or `crictl ps --name NAME` says the id of a name"
+)]
+pub struct BadContainerId(String);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_hexadecimal_and_long_enough() {
+        let full = "0123456789ABCDEF".repeat(4);
+        assert_eq!(ContainerId::new(&full).unwrap(), ContainerId(full.to_lowercase()));
+        assert!(ContainerId::new("0123456789ab").is_ok());
+        for text in ["", "0123456789a", "0123456789xy", &format!("{full}0"), "0123456789a\u{e9}"] {
+            let error = ContainerId::new(text).unwrap_err().to_string();
+            assert!(error.contains("at least the first 12"), "{error}");
+        }
+    }
+}

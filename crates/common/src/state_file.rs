@@ -1,0 +1,107 @@
+//! The content of the state file, which the service alone writes.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::drained::Drained;
+use crate::host::identity::Identity;
+use crate::host::regular_file::{self, Unreadable};
+
+pub const FILE: &str = "state.json";
+const VERSION: u32 = 1;
+
+/// The largest state file that is read. With 64 control daemons of one GPU each, it has 30 KiB.
+const MAX_BYTES: u64 = 1024 * 1024;
+
+/// A control daemon that was started by us.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Running {
+    pub process: Identity,
+    /// The directory in which clients find it.
+    pub pipe_directory: PathBuf,
+    /// The directory in which it makes its sockets, if that is another one.
+    #[serde(default)]
+    pub private_directory: Option<PathBuf>,
+    /// The directory in which the directories of slices lead to it.
+    #[serde(default)]
+    pub slice_directories: Option<PathBuf>,
+    pub log_directory: PathBuf,
+    /// The UUIDs of its GPUs; the position is the ordinal.
+    pub gpus: Vec<String>,
+    /// Whether one server serves every user.
+    pub multiuser: bool,
+    /// Whether it was to be bound to the CPUs near its GPUs.
+    #[serde(default)]
+    pub near_cpus: bool,
+    /// The bytes of its log that have been passed on.
+    pub log_offset: u64,
+}
+
+impl Running {
+    /// The directory in which it makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
+    pub fn control_directory(&self) -> &Path {
+        self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
+    }
+
+    /// The directories that its clients may have mounted: its pipe directory, and the configured one, in which the
+    /// directories of its slices are. A control daemon of one GPU has the GPU's UUID for its id, and that is the name of
+    /// its pipe directory in the configured one.
+    pub fn directories_of_clients(&self, id: &str) -> impl Iterator<Item = &Path> {
+        let pipe = self.pipe_directory.as_path();
+        let configured = if pipe.file_name() == Some(id.as_ref()) { pipe.parent() } else { None };
+        configured.into_iter().chain([pipe])
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Contents {
+    pub version: u32,
+    /// By GPU UUID, in nvidia-smi's words.
+    pub previous_compute_modes: BTreeMap<String, String>,
+    /// By the control daemon's id.
+    #[serde(default)]
+    pub control_daemons: BTreeMap<String, Running>,
+    #[serde(default)]
+    pub cdi_spec: Option<PathBuf>,
+    #[serde(default)]
+    pub drained: Drained,
+}
+
+impl Default for Contents {
+    fn default() -> Self {
+        Self {
+            version: VERSION,
+            previous_compute_modes: BTreeMap::new(),
+            control_daemons: BTreeMap::new(),
+            cdi_spec: None,
+            drained: Drained::default(),
+        }
+    }
+}
+
+/// The control daemons in the state file in `directory`, for a reader that changes nothing; none without a state file.
+///
+/// # Errors
+/// It can't be read or is damaged.
+pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
+    let contents = read(&directory.join(FILE))?;
+    Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
+}
+
+/// The content of the file; None where there is no file. The error says what is wrong with it.
+pub fn read(file: &Path) -> Result<Option<Contents>, String> {
+    let bytes = match regular_file::read(file, MAX_BYTES) {
+        Ok(bytes) => bytes,
+        Err(Unreadable::Failed(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.to_string()),
+    };
+    let contents: Contents =
+        serde_json::from_slice(&bytes).map_err(|error| format!("is damaged ({error})"))?;
+    match contents.version {
+        VERSION => Ok(Some(contents)),
+        other => Err(format!("is of version {other}, this program knows {VERSION}")),
+    }
+}

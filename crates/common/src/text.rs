@@ -1,0 +1,53 @@
+//! Text for a terminal, which no text of other processes can command.
+
+use serde::Serialize;
+
+/// A JSON document, one value a line, without anything that could command a terminal.
+pub fn json(value: &impl Serialize) -> serde_json::Result<String> {
+    serde_json::to_string_pretty(value).map(|text| escaped(&text))
+}
+
+/// A JSON document without anything that could command a terminal. Only strings can contain such characters.
+pub fn escaped(json: &str) -> String {
+    let mut text = String::with_capacity(json.len());
+    for c in json.chars() {
+        if c == '\n' || !is_unprintable(c) {
+            text.push(c);
+        } else {
+            text.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
+        }
+    }
+    text
+}
+
+/// Text without control characters: some of it comes from other processes, and none of it may command the terminal.
+pub fn printable(text: &str) -> String {
+    text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
+}
+
+/// Characters that command a terminal, and characters that show nothing themselves but turn, break or hide their
+/// neighbours.
+pub fn is_unprintable(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+        || matches!(c, '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
+}
+
+/// Text for everybody on the bus, who may print it on a terminal: the name of a process may hold characters that control a
+/// terminal. A NUL would make the bus close the connection.
+pub fn clean(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_cannot_command_the_terminal() {
+        let value = serde_json::json!({"command": "a\u{9b}2J\u{7f}\u{202e}b\u{e0041}\n", "n": [1, 2]});
+        let text = json(&value).unwrap();
+        assert!(text.contains(r#""a\u009b2J\u007f\u202eb\udb40\udc41\n""#), "{text}");
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
+    }
+}

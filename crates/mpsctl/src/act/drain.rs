@@ -1,0 +1,468 @@
+//! `yunion-mpsctl drain` and `yunion-mpsctl undrain`.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::ops::Deref;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use rustix::process::Signal;
+use tokio::time::sleep;
+
+use crate::complete;
+use crate::screen::Passing;
+use crate::show::columns::{WAITED_FOR, short_id, slice_or_not_known, table_of};
+use crate::show::table::{Shown, is_drawn_on, prose};
+use crate::signals::Signals;
+use crate::{Error, FAILED};
+use common::bus::answers::{given, is_called, published_name};
+use common::bus::proxy::{BusError, DaemonProxy, Listed};
+use common::bus::rows::{Client, ControlDaemon, Device};
+use common::counted::counted;
+use common::text::printable;
+
+/// The pause between two looks at the clients.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// The time for which the clients may be unknown, for example while the service is upgraded.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The most clients that a terminal shows.
+const ROWS: usize = 15;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    what: What,
+    /// Return when no client is left there, and show meanwhile who is
+    #[arg(long)]
+    wait: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct What {
+    /// Slices as `list` shows them (00:06.0-1), and GPUs with all their slices (by address or UUID)
+    #[arg(value_name = "NAME", add = complete::devices())]
+    names: Vec<String>,
+    /// Every slice of every GPU, also of a GPU that comes later
+    #[arg(long)]
+    all: bool,
+}
+
+pub(crate) async fn drain(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<u8, Error> {
+    match drain_and_wait(daemon, arguments, out).await {
+        // Elsewhere a reader that has left is no error. Here the status says whether clients are left.
+        Err(error) if arguments.wait && error.is_closed_pipe() => Err(Error::Failed(
+            "nobody reads the output, so the waiting has ended; the drain stays".to_owned(),
+        )),
+        done => done,
+    }
+}
+
+async fn drain_and_wait(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<u8, Error> {
+    let names = &arguments.what.names;
+    // Caught first: the end of the waiting is said at any time.
+    let signals = if arguments.wait { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
+    let mut signals = Signals::catch(signals)?;
+    daemon.drain(names).await?;
+    let scope = Scope::new(daemon, names).await?;
+    let drained = subject(names, "is", "are");
+    let done = match scope.open_directory(&daemon.control_daemons().await?) {
+        None => format!("{drained} drained: no new client gets {}.", pronoun(names)),
+        Some(directory) => format!(
+            "{drained} drained: nobody is given {} any more. Who has {} already can still start clients, since the control \
+             daemon's socket is there.",
+            pronoun(names),
+            printable(directory)
+        ),
+    };
+    writeln!(out, "{}", prose(&done))?;
+    out.flush()?;
+    if !arguments.wait {
+        writeln!(out, "{}", prose(&still_there(scope.look(daemon).await)))?;
+        return Ok(0);
+    }
+    let signal = tokio::select! {
+        waited = wait(daemon, &scope, out) => return waited.map(|()| 0),
+        signal = signals.next() => signal,
+    };
+    if is_drawn_on() {
+        // Behind the "^C" of the terminal.
+        writeln!(out)?;
+    }
+    let again = if names.is_empty() { "--all".to_owned() } else { printable(&names.join(" ")) };
+    writeln!(
+        out,
+        "The waiting has ended, and the drain stays: yunion-mpsctl undrain {again} takes it back."
+    )?;
+    Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED))
+}
+
+pub(crate) async fn undrain(daemon: &DaemonProxy, what: &What, out: &mut dyn Write) -> Result<(), Error> {
+    daemon.undrain(&what.names).await?;
+    writeln!(out, "{}", prose(&format!("{} clients again.", subject(&what.names, "takes", "take"))))?;
+    Ok(())
+}
+
+fn subject(names: &[String], one: &str, several: &str) -> String {
+    match names {
+        [] => format!("Every device {one}"),
+        [name] => format!("{} {one}", printable(name)),
+        names => format!("{} {several}", printable(&names.join(", "))),
+    }
+}
+
+fn pronoun(names: &[String]) -> &'static str {
+    if names.len() > 1 { "them" } else { "it" }
+}
+
+/// The clients that a drain waits for.
+struct Scope {
+    /// Every client of the service.
+    all: bool,
+    /// The GPUs with something that is drained.
+    gpus: Vec<DrainedGpu>,
+}
+
+struct DrainedGpu {
+    addr: String,
+    pipe_directory: String,
+    uuid: Option<String>,
+    /// Its slices, and whether each is drained.
+    slices: BTreeMap<String, bool>,
+}
+
+impl Scope {
+    /// The meaning of the names at this moment: a reload may take a GPU away that still has clients.
+    async fn new(daemon: &DaemonProxy, names: &[String]) -> Result<Self, BusError> {
+        if names.is_empty() {
+            return Ok(Self { all: true, gpus: Vec::new() });
+        }
+        Ok(Self::of(&daemon.devices().await?, names))
+    }
+
+    fn of(devices: &[Listed<Device>], names: &[String]) -> Self {
+        let named: Vec<String> = names.iter().map(|name| published_name(name, devices)).collect();
+        let mut gpus: Vec<DrainedGpu> = Vec::new();
+        for device in devices {
+            let is_drained = named.iter().any(|name| is_called(device, name));
+            let place = gpus.iter().position(|gpu| gpu.addr == device.base_addr);
+            let slice = (device.addr.clone(), is_drained);
+            match place.and_then(|place| gpus.get_mut(place)) {
+                Some(gpu) => gpu.slices.extend([slice]),
+                None => gpus.push(DrainedGpu {
+                    addr: device.base_addr.clone(),
+                    pipe_directory: device.pipe_directory.clone(),
+                    uuid: device.device_path.clone(),
+                    slices: BTreeMap::from([slice]),
+                }),
+            }
+        }
+        gpus.retain(|gpu| gpu.slices.values().any(|is_drained| *is_drained));
+        Self { all: false, gpus }
+    }
+
+    /// The first pipe directory of these GPUs that has the socket of its control daemon itself. Nobody can be kept from it
+    /// who has it.
+    fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
+        let mut theirs = control_daemons.iter().filter(|daemon| {
+            self.all || self.gpus.iter().any(|gpu| gpu.pipe_directory == daemon.pipe_directory)
+        });
+        let open = theirs.find(|daemon| daemon.control_directory == daemon.pipe_directory)?;
+        Some(&open.pipe_directory)
+    }
+
+    /// Whether a client may be one of a drained slice. A client that does not say its slice may be one of any.
+    fn has(&self, client: &Client) -> bool {
+        let given: Vec<&str> = given(client).collect();
+        let of_gpu = |gpu: &DrainedGpu| {
+            let mut known = given.iter().filter_map(|name| gpu.slices.get(*name)).peekable();
+            if client.gpu.is_empty() {
+                // It waits for a server, and nobody knows its GPU yet.
+                given.is_empty() || given.contains(&gpu.addr.as_str()) || known.any(|is_drained| *is_drained)
+            } else {
+                let is_on_it = gpu.uuid.as_ref() == Some(&client.gpu);
+                is_on_it && (known.peek().is_none() || known.any(|is_drained| *is_drained))
+            }
+        };
+        self.all || self.gpus.iter().any(of_gpu)
+    }
+
+    /// The processes on the GPUs that have no other slices than drained ones, or on all.
+    fn bypasses(&self, client: &Client) -> bool {
+        let whole = |gpu: &DrainedGpu| {
+            gpu.uuid.as_ref() == Some(&client.gpu) && gpu.slices.values().all(|is_drained| *is_drained)
+        };
+        client.bypass && (self.all || self.gpus.iter().any(whole))
+    }
+
+    async fn look(&self, daemon: &DaemonProxy) -> Result<Look, BusError> {
+        if !knows_its_clients(daemon).await? {
+            return Ok(Look::Unknown);
+        }
+        let (bypassing, clients): (Vec<_>, Vec<_>) =
+            daemon.clients().await?.into_iter().partition(|client| client.bypass);
+        let clients: Vec<_> = clients.into_iter().filter(|client| self.has(client)).collect();
+        // The service may have been started again in between.
+        if clients.is_empty() && !knows_its_clients(daemon).await? {
+            return Ok(Look::Unknown);
+        }
+        let bypassing = bypassing.into_iter().filter(|client| self.bypasses(client)).collect();
+        Ok(Look::Seen { clients, bypassing })
+    }
+}
+
+/// A look at the clients.
+enum Look {
+    /// The service or a control daemon starts, and nobody knows its clients yet.
+    Unknown,
+    Seen {
+        /// The clients that are waited for.
+        clients: Vec<Listed<Client>>,
+        /// The processes that use a drained GPU without MPS.
+        bypassing: Vec<Listed<Client>>,
+    },
+}
+
+/// Whether no control daemon is just being taken over: its clients would not be listed.
+async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
+    let starts = |state: &str| state == "starting";
+    let service = daemon.service().await?;
+    let daemons = daemon.control_daemons().await?;
+    Ok(!starts(&service.state) && !daemons.iter().any(|one| starts(&one.state)))
+}
+
+fn still_there(look: Result<Look, BusError>) -> String {
+    let unknown = "Nobody knows now which clients are still there";
+    match look {
+        Err(error) => format!("{unknown}: {}.", printable(&error.to_string())),
+        Ok(Look::Unknown) => format!("{unknown}: the service is starting."),
+        Ok(Look::Seen { clients, bypassing }) if clients.is_empty() => nobody(&bypassing),
+        Ok(Look::Seen { clients, .. }) => {
+            format!("Still there: {}.{}", in_words(&clients), unplaced(&clients))
+        }
+    }
+}
+
+fn nobody(bypassing: &[Listed<Client>]) -> String {
+    if bypassing.is_empty() {
+        return "No client is left.".to_owned();
+    }
+    format!("No client is left. Not waited for, since it is without MPS: {}.", in_words(bypassing))
+}
+
+/// Says that clients are waited for since nobody knows their slices, if there are any.
+fn unplaced(clients: &[Listed<Client>]) -> String {
+    let unplaced = clients.iter().filter(|client| client.device.is_none());
+    let pids: Vec<String> = unplaced.take(ROWS).map(|client| client.pid.to_string()).collect();
+    if pids.is_empty() {
+        return String::new();
+    }
+    format!(" Nobody knows whether {} uses a drained slice, so nothing is free yet.", pids.join(", "))
+}
+
+fn in_words(clients: &[Listed<Client>]) -> String {
+    clients.iter().map(|client| one_in_words(client)).collect::<Vec<_>>().join(", ")
+}
+
+/// `process 1153 (python3, user worker, 00:06.0-1, container 4f1c2d3e5a6b)`
+fn one_in_words(client: &Client) -> String {
+    let Client { pid, command, user, .. } = client;
+    let mut facts = vec![command.shown()];
+    facts.extend(user.as_ref().map(|user| format!("user {}", user.shown())));
+    if !client.bypass {
+        facts.push(slice_or_not_known(client));
+    }
+    facts.extend(short_id(client).map(|id| format!("container {id}")));
+    format!("process {pid} ({})", facts.join(", "))
+}
+
+/// Returns when no client is left.
+async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Result<(), Error> {
+    let mut screen = Screen { redraws: is_drawn_on(), ..Screen::default() };
+    let mut seen = Instant::now();
+    loop {
+        let look = scope.look(daemon).await;
+        match look {
+            Ok(Look::Seen { clients, bypassing }) if clients.is_empty() => {
+                screen.show(&clients, out)?;
+                writeln!(out, "{}", prose(&nobody(&bypassing)))?;
+                return Ok(());
+            }
+            Ok(Look::Seen { clients, .. }) => {
+                seen = Instant::now();
+                screen.show(&clients, out)?;
+            }
+            Err(error) if seen.elapsed() > PATIENCE => return Err(error.into()),
+            unknown => {
+                if unknown.is_ok() {
+                    seen = Instant::now();
+                }
+                screen.say(&still_there(unknown), out)?;
+            }
+        }
+        out.flush()?;
+        sleep(PAUSE).await;
+    }
+}
+
+/// The clients as they were shown last.
+#[derive(Default)]
+struct Screen {
+    /// A terminal shows the present clients. Anything else gets a line for each that is there, comes or ends.
+    redraws: bool,
+    drawn: Passing,
+    /// The last sentence.
+    last: String,
+    /// The clients in lines, by PID.
+    told: Vec<u32>,
+}
+
+impl Screen {
+    fn show(&mut self, clients: &[Listed<Client>], out: &mut dyn Write) -> Result<(), Error> {
+        if self.redraws {
+            return Ok(self.drawn.draw(&drawn(clients), out)?);
+        }
+        self.last.clear();
+        for pid in self.told.iter().filter(|pid| !clients.iter().any(|client| client.pid == **pid)) {
+            writeln!(out, "Process {pid} has left.")?;
+        }
+        for client in clients.iter().filter(|client| !self.told.contains(&client.pid)) {
+            let unknown = unplaced(std::slice::from_ref(client));
+            writeln!(out, "Waiting for {}.{unknown}", one_in_words(client))?;
+        }
+        self.told = clients.iter().map(|client| client.pid).collect();
+        Ok(())
+    }
+
+    fn say(&mut self, sentence: &str, out: &mut dyn Write) -> Result<(), Error> {
+        if self.redraws {
+            return Ok(self.drawn.draw(&prose(sentence), out)?);
+        }
+        if self.last != sentence {
+            writeln!(out, "{sentence}")?;
+            sentence.clone_into(&mut self.last);
+        }
+        Ok(())
+    }
+}
+
+/// The clients for a terminal; nothing if there are none.
+fn drawn(clients: &[Listed<Client>]) -> String {
+    if clients.is_empty() {
+        return String::new();
+    }
+    let table = table_of(WAITED_FOR, clients.iter().take(ROWS).map(Deref::deref), false);
+    let more = clients.len().saturating_sub(ROWS);
+    let more = if more > 0 { format!("\nand {more} more") } else { String::new() };
+    let unknown = match unplaced(clients) {
+        unknown if unknown.is_empty() => unknown,
+        unknown => format!("\n{}", unknown.trim_start()),
+    };
+    format!("Waiting for {}:\n{table}{more}{unknown}", counted(clients.len(), "client"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(addr: &str, uuid: &str) -> Listed<Device> {
+        let base = addr.split('-').next().unwrap();
+        let pci = format!("0000:{base}");
+        let row = serde_json::json!({"addr": addr, "base_addr": base, "pci_bdf": pci, "device_path": uuid});
+        Listed::read(row.as_object().unwrap().clone()).unwrap()
+    }
+
+    fn client(gpu: &str, device: Option<&str>) -> Client {
+        Client { gpu: gpu.to_owned(), device: device.map(str::to_owned), ..Client::default() }
+    }
+
+    fn scope(names: &[&str]) -> Scope {
+        let devices = [("06", 0), ("06", 1), ("07", 0), ("07", 1)]
+            .map(|(bus, ordinal)| device(&format!("00:{bus}.0-{ordinal}"), &format!("GPU-{bus}")));
+        Scope::of(&devices, &names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_slice_has_its_clients_and_those_that_say_no_slice() {
+        for name in ["00:06.0-1", "0000:00:06.0-1"] {
+            let slice = scope(&[name]);
+            for (gpu, device, waited_for) in [
+                ("GPU-06", Some("00:06.0-1"), true),
+                ("GPU-06", Some("00:07.0-0, 00:06.0-1"), true),
+                ("GPU-06", Some("00:06.0-0"), false),
+                ("GPU-06", Some("00:06.0"), true),
+                ("GPU-06", Some("nonsense"), true),
+                ("GPU-06", None, true),
+                ("GPU-07", Some("00:06.0-1"), false),
+                ("GPU-07", None, false),
+                ("", None, true),
+                ("", Some("00:06.0"), true),
+                ("", Some("00:06.0-1"), true),
+                ("", Some("00:06.0-0"), false),
+                ("", Some("00:07.0-1"), false),
+            ] {
+                assert_eq!(slice.has(&client(gpu, device)), waited_for, "{name}: {gpu} {device:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_gpu_has_all_its_clients_and_a_host_those_of_every_gpu() {
+        for name in ["00:06.0", "gpu-06"] {
+            let gpu = scope(&[name]);
+            for device in [None, Some("00:06.0-0"), Some("00:06.0-7")] {
+                assert!(gpu.has(&client("GPU-06", device)) && !gpu.has(&client("GPU-07", device)), "{name}");
+            }
+            let bypass = |gpu| Client { bypass: true, ..client(gpu, None) };
+            assert!(gpu.bypasses(&bypass("GPU-06")) && !gpu.bypasses(&bypass("GPU-07")));
+            assert!(!scope(&["00:06.0-1"]).bypasses(&bypass("GPU-06")));
+        }
+        let all = Scope { all: true, gpus: Vec::new() };
+        assert!(all.has(&client("GPU-gone", None)) && all.has(&client("", Some("00:06.0-1"))));
+    }
+
+    #[test]
+    fn a_terminal_is_drawn_anew_and_anything_else_gets_the_news() {
+        let listed = |pid: u32, device: Option<&str>| -> Listed<Client> {
+            let mut row = serde_json::json!({"pid": pid, "command": "job\u{1b}", "user": "worker"});
+            if let Some(device) = device {
+                row["device"] = device.into();
+            }
+            Listed::read(row.as_object().unwrap().clone()).unwrap()
+        };
+        let (one, two) = (listed(1, Some("00:06.0-1")), listed(2, None));
+        let looks = [vec![one.clone(), two.clone()], vec![two], Vec::new()];
+        let mut out = Vec::new();
+        let mut screen = Screen::default();
+        for look in &looks {
+            screen.show(look, &mut out).unwrap();
+        }
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            "Waiting for process 1 (job\u{fffd}, user worker, 00:06.0-1).\n\
+             Waiting for process 2 (job\u{fffd}, user worker, slice not known). Nobody knows whether 2 uses a drained \
+             slice, so nothing is free yet.\n\
+             Process 1 has left.\nProcess 2 has left.\n"
+        );
+        let mut out = Vec::new();
+        let mut screen = Screen { redraws: true, ..Screen::default() };
+        for look in looks.iter().chain(&looks) {
+            screen.show(look, &mut out).unwrap();
+        }
+        let text = String::from_utf8(out).unwrap();
+        assert!(text.starts_with("Waiting for 2 clients:\nPID  USER"), "{text}");
+        assert!(text.contains("\u{1b}[5A\u{1b}[JWaiting for 1 client:\n"), "{text:?}");
+        assert!(text.contains("\nNobody knows whether 2 uses a drained slice"), "{text:?}");
+        assert!(text.ends_with("\u{1b}[4A\u{1b}[J"), "{text:?}");
+    }
+}

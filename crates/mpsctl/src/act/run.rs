@@ -1,0 +1,290 @@
+//! `yunion-mpsctl run`: the parent of a GPU program that takes care of its neighbours.
+//!
+//! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. So no signal may reach
+//! the command before its GPU work has been ended, not even the terminal's own. The terminal signals its foreground
+//! process group, and that stays ours: the command runs in a session of its own, which no terminal controls. There the
+//! descriptors of the terminal that it inherits still work, for reading as well: job control stops only processes that
+//! have it as their controlling terminal. The terminal is never changed by us, so there is nothing to put back.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::future::Future;
+use std::io::{self, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::pin::Pin;
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use clap::Args;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
+use tokio::process::Command;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use crate::chosen::Devices;
+use crate::screen::say;
+use crate::show::env::{host_environment, quoted, warn_of_several};
+use crate::signals::Signals;
+use crate::{Error, FAILED};
+use common::bus::proxy::{BusError, DaemonProxy};
+use common::host::gpu::PciAddress;
+use common::host::proc;
+use common::text::printable;
+
+/// The time that the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The first argument of the process that becomes the command.
+const BECOME: &str = "become-command";
+
+/// The signals that would end or stop us alone, and SIGWINCH, which the terminal sends to nobody but us.
+const CAUGHT: [Signal; 8] = [
+    Signal::INT,
+    Signal::QUIT,
+    Signal::TERM,
+    Signal::HUP,
+    Signal::USR1,
+    Signal::USR2,
+    Signal::TSTP,
+    Signal::WINCH,
+];
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    devices: Devices,
+    /// The command, and its arguments
+    #[arg(last = true, required = true, value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8, Error> {
+    let answer = daemon.container_config(&arguments.devices.names(&daemon).await?).await?;
+    warn_of_several(&answer);
+    // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
+    drop(daemon);
+    // Caught first: a signal that arrives while the command starts must not end us alone.
+    let mut signals = Signals::catch(&CAUGHT)?;
+    let mut child = Command::new(proc::OWN_PROGRAM)
+        .arg(BECOME)
+        .args(&arguments.command)
+        .envs(host_environment(&answer))
+        .spawn()
+        .map_err(Error::Start)?;
+    let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
+    let Some(command) = pid.map(Group) else { return Ok(FAILED) };
+    let mut first = true;
+    let mut waiting: Option<(Signal, Release)> = None;
+    loop {
+        tokio::select! {
+            ended = child.wait() => return Ok(exit_status(ended.map_err(Error::Wait)?)),
+            signal = signals.next() => match signal {
+                Signal::TSTP => command.suspend(),
+                Signal::WINCH => command.send(signal),
+                Signal::USR1 | Signal::USR2 if command.handles(signal) => command.tell(signal),
+                // Slurm may repeat its signal within milliseconds, and if nothing helps it kills.
+                _ if waiting.is_some() && arguments.devices.are_from_slurm() => {}
+                _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
+                _ => {
+                    if let Some((first, _)) = waiting.take() {
+                        command.send(first);
+                    }
+                    command.send(signal);
+                }
+            },
+            signal = released(&mut waiting) => command.send(signal),
+        }
+    }
+}
+
+/// If the arguments (the first one is the program's name) ask for it, this process leaves its session and becomes the
+/// command that they name. If that fails, returns the exit status that a shell has for a command that it does not find or
+/// can't execute.
+pub(crate) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
+    let [_, ask, command, rest @ ..] = arguments else { return None };
+    if ask != BECOME {
+        return None;
+    }
+    let error = match rustix::process::setsid() {
+        Ok(_) => std::process::Command::new(command).args(rest).exec(),
+        Err(error) => error.into(),
+    };
+    let _ = writeln!(err, "yunion-mpsctl: can't run {}: {error}", printable(&command.to_string_lossy()));
+    Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
+}
+
+/// The words about a command line (its first word is the program's name) in which a command follows the devices without
+/// the `--` between them.
+pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
+    let [_, subcommand, words @ ..] = arguments else { return None };
+    let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
+    if subcommand != "run" || words.iter().any(|word| ["--", "--help", "-h"].contains(&word.as_ref())) {
+        return None;
+    }
+    let devices = words.iter().take_while(|word| word.starts_with('-') || is_device(word)).count();
+    let (devices, command) = words.split_at_checked(devices)?;
+    if command.is_empty() {
+        return None;
+    }
+    // With --free a model may be named, so nobody can tell where the command begins.
+    let is_free = words.iter().any(|word| word == "--free");
+    let meant = if is_free {
+        "yunion-mpsctl run --free [GPU or model] -- CMD".to_owned()
+    } else {
+        let quoted =
+            |words: &[Cow<'_, str>]| words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ");
+        let devices = if devices.is_empty() { "DEVICE".to_owned() } else { quoted(devices) };
+        format!("yunion-mpsctl run {devices} -- {}", quoted(command))
+    };
+    Some(format!("the command stands behind `--`; did you mean: {}", printable(&meant)))
+}
+
+/// Whether a word is the name of a slice or of a GPU by its form: `00:06.0-1`, `GPU-76aef7ff-...`.
+fn is_device(word: &str) -> bool {
+    let address = word.split('-').next().unwrap_or_default();
+    address.parse::<PciAddress>().is_ok() || word.starts_with("GPU-")
+}
+
+/// The process group of the command.
+#[derive(Debug, Clone, Copy)]
+struct Group(Pid);
+
+impl Group {
+    fn send(self, signal: Signal) {
+        // Before it has left our session it is only a process. It may also have ended in this moment.
+        if kill_process_group(self.0, signal) == Err(Errno::SRCH) {
+            let _ = kill_process(self.0, signal);
+        }
+    }
+
+    /// Whether a signal would not end the command.
+    fn handles(self, signal: Signal) -> bool {
+        let signal = signal.as_raw();
+        proc::status(self.0).is_ok_and(|command| command.catches(signal) || command.ignores(signal))
+    }
+
+    /// Signals the command itself, and not its child processes: they may not handle the signal.
+    fn tell(self, signal: Signal) {
+        let _ = kill_process(self.0, signal);
+    }
+
+    /// Stops with the command, as job control has it, until somebody continues us. SIGTSTP would do nothing: job control
+    /// protects process groups that no shell looks after.
+    fn suspend(self) {
+        self.send(Signal::STOP);
+        let _ = kill_process(getpid(), Signal::STOP);
+        self.send(Signal::CONT);
+    }
+}
+
+type Release = Pin<Box<dyn Future<Output = ()>>>;
+
+/// Waits for the release that a signal waits for, and gives that signal.
+async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
+    match waiting {
+        Some((signal, release)) => {
+            release.await;
+            let signal = *signal;
+            *waiting = None;
+            signal
+        }
+        None => std::future::pending().await,
+    }
+}
+
+/// Ends the GPU work of the command and of every process that it has started, as far as possible in a few seconds.
+async fn release(command: Group) {
+    let seconds = RELEASE_TIMEOUT.as_secs();
+    let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
+        Ok(Ok(())) => return,
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => format!("no end of it within {seconds} s"),
+    };
+    say(&format!("the GPU work was not ended first, neighbours may suffer: {trouble}"));
+}
+
+async fn terminate_clients(command: Group) -> Result<(), BusError> {
+    let daemon = DaemonProxy::connect().await?;
+    let root = u32::try_from(command.0.as_raw_nonzero().get()).unwrap_or_default();
+    let listed = daemon.clients().await?;
+    let mut terminations = JoinSet::new();
+    // One process may be listed for several GPUs.
+    for pid in listed.iter().map(|client| client.pid).collect::<BTreeSet<u32>>() {
+        if descends(pid, root) {
+            let daemon = daemon.clone();
+            terminations.spawn(async move { daemon.terminate_client(pid).await });
+        }
+    }
+    let mut result = Ok(());
+    while let Some(ended) = terminations.join_next().await {
+        match ended {
+            // It had gone by itself in the meantime.
+            Ok(Err(error)) if error.is("NoSuchClient") => {}
+            Ok(Err(error)) => result = Err(error),
+            Ok(Ok(())) | Err(_) => {}
+        }
+    }
+    result
+}
+
+/// Whether a process is `root`, descends from it, or is in the session that it leads: an orphan descends from nobody, but
+/// stays in its session.
+fn descends(mut pid: u32, root: u32) -> bool {
+    // Parents can't form a ring, but they are read one after the other and may change in between.
+    for _ in 0..1000 {
+        if pid == root {
+            return true;
+        }
+        let Ok(stat) = proc::stat(pid) else { return false };
+        if stat.session == Some(root) {
+            return true;
+        }
+        pid = stat.parent;
+    }
+    false
+}
+
+/// The command's exit status, as a shell shows it.
+fn exit_status(status: ExitStatus) -> u8 {
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILED)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_without_dashes_is_shown_with_them() {
+        let meant = |line: &str| {
+            let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            let text = without_dashes(&words)?;
+            Some(
+                text.strip_prefix("the command stands behind `--`; did you mean: yunion-mpsctl ")
+                    .unwrap()
+                    .to_owned(),
+            )
+        };
+        for (line, expected) in [
+            (
+                "y run 00:06.0-1 python3 train.py --epochs 3",
+                Some("run 00:06.0-1 -- python3 train.py --epochs 3"),
+            ),
+            ("y run GPU-76aef7ff 0001:1a:00.0-2 ls -l", Some("run GPU-76aef7ff 0001:1a:00.0-2 -- ls -l")),
+            ("y run 00:06.0-1 a;b \u{1b}", Some("run 00:06.0-1 -- 'a;b' '\u{fffd}'")),
+            ("y run ./program", Some("run DEVICE -- ./program")),
+            ("y run --free ./program", Some("run --free [GPU or model] -- CMD")),
+            ("y run h200 --free ./program", Some("run --free [GPU or model] -- CMD")),
+            ("y run 00:06.0-1", None),
+            ("y run --free 00:06.0", None),
+            ("y run 00:06.0-1 --help", None),
+            ("y run 00:06.0-1 --colour -- ls", None),
+            ("y list 00:06.0-1 ls", None),
+            ("y", None),
+        ] {
+            assert_eq!(meant(line).as_deref(), expected, "{line}");
+        }
+    }
+}

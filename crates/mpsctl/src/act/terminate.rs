@@ -1,0 +1,85 @@
+//! `yunion-mpsctl terminate`.
+
+use std::io::Write;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use clap::Args;
+use serde_json::json;
+
+use crate::complete;
+use crate::show::table::prose;
+use crate::{Error, print_json};
+use common::bus::answers::published_name;
+use common::bus::proxy::{DaemonProxy, Listed};
+use common::bus::rows::Event;
+use common::published::termination::{ContainerId, Wanted};
+use common::text::printable;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    whom: Whom,
+    /// Print the PID, the container or the slices as a JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+struct Whom {
+    /// One process, by its PID on this host
+    #[arg(value_name = "PID", add = complete::clients())]
+    pid: Option<u32>,
+    /// Every process that was given this slice; may be repeated
+    #[arg(long, value_name = "NAME", add = complete::slices())]
+    device: Vec<String>,
+    /// Every process in this container: its 64 hexadecimal digits, or at least the first 12
+    #[arg(long, value_name = "ID", add = complete::containers())]
+    container: Option<String>,
+}
+
+pub(crate) async fn terminate(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    let Whom { pid, device, container } = &arguments.whom;
+    let asked = SystemTime::now();
+    let (ended, words) = if let Some(pid) = pid {
+        daemon.terminate_client(*pid).await?;
+        (json!({"pid": pid}), format!("Process {pid} uses no GPU any more."))
+    } else if let Some(id) = container {
+        daemon.release_container(id).await?;
+        (json!({"container": id}), format!("No process in container {} uses a GPU any more.", printable(id)))
+    } else {
+        daemon.release_devices(device).await?;
+        (json!({"devices": device}), format!("No process uses {} any more.", printable(&device.join(", "))))
+    };
+    if arguments.json {
+        return print_json(out, &ended);
+    }
+    writeln!(out, "{}", prose(&words))?;
+    if let Some(whose) = whose(daemon, &arguments.whom, asked).await {
+        writeln!(out, "{}", prose(&format!("Ended the GPU work of {whose}.")))?;
+    }
+    Ok(())
+}
+
+/// The clients that had work, as the service names them in an event. A control daemon is not asked for them: one that
+/// hangs would be busy with that question first. None if there were none, or the service does not answer.
+async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
+    let wanted = match whom {
+        Whom { pid: Some(pid), .. } => Wanted::Process(*pid),
+        Whom { container: Some(id), .. } => Wanted::Container(ContainerId::new(id).ok()?),
+        Whom { device, .. } => {
+            let known = daemon.devices().await.ok()?;
+            Wanted::Slices(device.iter().map(|name| published_name(name, &known)).collect())
+        }
+    };
+    let beginning = wanted.event();
+    let asked = asked.duration_since(UNIX_EPOCH).ok()?.as_micros();
+    let is_new = |event: &&Listed<Event>| u128::try_from(event.at).is_ok_and(|at| at >= asked);
+    let events = daemon.events().await.ok()?;
+    let event = events.iter().rev().filter(is_new).find_map(|event| event.text.strip_prefix(&beginning));
+    event.map(str::to_owned)
+}

@@ -1,0 +1,117 @@
+//! The words that a shell offers for the word before the cursor. The scripts in `packaging/completions` ask for them; a
+//! question that can't be answered in time has no answer and no complaint.
+
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
+use std::time::Duration;
+
+use clap_complete::engine::{ArgValueCompleter, CompletionCandidate, complete};
+use tokio::time::timeout;
+
+use common::bus::proxy::{BusError, DaemonProxy};
+use common::membership::whose::SHORT_ID;
+use common::text::is_unprintable;
+
+/// The first argument of the process that answers. The words of the command line follow, the last one up to the cursor.
+const ASK: &str = "complete-words";
+
+/// The time that the service has: somebody waits at a keyboard.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// If the arguments (the first one is the program's name) ask for it, writes the words that fit, one a line, each with its
+/// meaning behind a tabulator.
+pub(super) fn complete_words(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
+    let [_, ask, words @ ..] = arguments else { return None };
+    let last = words.len().checked_sub(1).filter(|_| ask == ASK)?;
+    let here = std::env::current_dir().ok();
+    let found = complete(&mut super::command(), words.to_vec(), last, here.as_deref());
+    for candidate in found.unwrap_or_default() {
+        // A file may have any name. One that a line can't hold is not offered.
+        let Some(word) = candidate.get_value().to_str().filter(|word| !word.contains(is_unprintable)) else {
+            continue;
+        };
+        let help = candidate.get_help().map(ToString::to_string).unwrap_or_default();
+        let help = help.lines().next().unwrap_or_default().replace(is_unprintable, "\u{fffd}");
+        // A shell that no longer listens is none of our concern.
+        let _ = writeln!(out, "{word}\t{help}");
+    }
+    let _ = out.flush();
+    Some(0)
+}
+
+/// A word and its meaning.
+type Word = (String, String);
+
+/// The names of slices and GPUs.
+pub(super) fn devices() -> ArgValueCompleter {
+    names(true)
+}
+
+/// The names of slices, for a command that takes no whole GPU.
+pub(super) fn slices() -> ArgValueCompleter {
+    names(false)
+}
+
+fn names(with_gpus: bool) -> ArgValueCompleter {
+    ArgValueCompleter::new(move |begun: &OsStr| {
+        let devices = ask(async |daemon| daemon.devices().await).unwrap_or_default();
+        let mut words: Vec<Word> = Vec::new();
+        for device in &devices {
+            let model = device.model.clone().unwrap_or_default();
+            let gpu = (device.base_addr.clone(), format!("{model}, the GPU"));
+            if with_gpus && !words.contains(&gpu) {
+                words.push(gpu);
+                // Too long to be offered to somebody who wants a short name.
+                let uuid = device.device_path.clone().filter(|_| begun.to_string_lossy().starts_with("GPU-"));
+                words.extend(uuid.map(|uuid| (uuid, format!("{model}, the GPU"))));
+            }
+            let state = if device.drained { ", drained" } else { "" };
+            words.push((device.addr.clone(), format!("{model}, a slice{state}")));
+        }
+        beginning_with(begun, words)
+    })
+}
+
+/// The PIDs of clients.
+pub(super) fn clients() -> ArgValueCompleter {
+    ArgValueCompleter::new(|begun: &OsStr| {
+        let clients = ask(async |daemon| daemon.clients().await).unwrap_or_default();
+        let mut words: Vec<Word> = Vec::new();
+        for client in clients.iter().filter(|client| !client.bypass) {
+            let user = client.user.as_ref().map(|user| format!(", user {user}")).unwrap_or_default();
+            let slice = client.device.as_ref().map(|device| format!(", {device}")).unwrap_or_default();
+            words.push((client.pid.to_string(), format!("{}{user}{slice}", client.command)));
+        }
+        // One process may be listed for several GPUs.
+        words.dedup();
+        beginning_with(begun, words)
+    })
+}
+
+/// The ids of the containers of clients.
+pub(super) fn containers() -> ArgValueCompleter {
+    ArgValueCompleter::new(|begun: &OsStr| {
+        let clients = ask(async |daemon| daemon.clients().await).unwrap_or_default();
+        let ids = clients.iter().filter_map(|client| {
+            let id = client.container_id.as_ref()?;
+            Some((id.chars().take(SHORT_ID).collect(), client.command.clone()))
+        });
+        let mut words: Vec<Word> = ids.collect();
+        words.sort();
+        words.dedup_by(|next, before| next.0 == before.0);
+        beginning_with(begun, words)
+    })
+}
+
+/// The service's answer, if it comes in time.
+fn ask<T>(question: impl AsyncFnOnce(&DaemonProxy) -> Result<T, BusError>) -> Option<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
+    let answer = async { question(&DaemonProxy::connect().await?).await };
+    runtime.block_on(async { timeout(PATIENCE, answer).await }).ok()?.ok()
+}
+
+fn beginning_with(begun: &OsStr, words: Vec<Word>) -> Vec<CompletionCandidate> {
+    let begun = begun.to_string_lossy();
+    let fitting = words.into_iter().filter(|(word, _)| word.starts_with(&*begun));
+    fitting.map(|(word, help)| CompletionCandidate::new(word).help(Some(help.into()))).collect()
+}

@@ -1,0 +1,144 @@
+//! The configuration files: their mistakes for us and for the host agent, and whether they are in force.
+
+use std::fs::File;
+use std::io::ErrorKind;
+use std::path::Path;
+
+use super::facts::Facts;
+use super::{Check, Finding, Name, Outcome, Severity, error, finding, info, warning};
+use crate::platform::{self, WHERE_CUDA_LOOKS};
+use common::check::Checked;
+use common::check::difference::{Kind, differences};
+use common::config::Refused;
+use common::config::agent::Trouble;
+use common::plan::Missing;
+use common::problem::{LocatedProblem, Origin};
+
+pub(super) const CHECKS: &[Check] = &[
+    ("the configuration", configuration),
+    ("keys that are set twice", overridden),
+    ("what an agent can read", agent),
+    ("whether the configuration is loaded", loaded),
+    ("how programs find a slice", programs),
+];
+
+fn of_problem(severity: Severity, name: Name, located: &LocatedProblem) -> Finding {
+    finding(severity, name, &located.origin, located.with_key())
+}
+
+fn configuration(facts: &Facts) -> Outcome {
+    let mut findings = Vec::new();
+    match &facts.checked {
+        Checked::Refused(Refused { problems, .. }) | Checked::Wrong { problems, .. } => {
+            let mut files = problems.iter().map(|problem| &problem.origin.file);
+            if let Some(file) = files.find(|file| for_root(facts, file)) {
+                return Err(format!("only root can read {}", file.display()));
+            }
+            let wrong = |problem| of_problem(Severity::Error, "configuration-wrong", problem);
+            findings.extend(problems.iter().map(wrong));
+        }
+        Checked::Right { plan, missing, .. } => {
+            for Missing { problem, certain, .. } in missing {
+                let name = if *certain { "configuration-wrong" } else { "no-plan" };
+                findings.push(of_problem(Severity::Error, name, problem));
+            }
+            // A missing driver is the cause, and has a check of its own.
+            if let (Err(problem), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
+                let problem = problem.clone().or_remedy("yunion-mpsctl check says more");
+                findings.push(finding(Severity::Error, "no-plan", "the GPUs", problem));
+            }
+        }
+    }
+    let warned = |problem| of_problem(Severity::Warning, "configuration-warning", problem);
+    findings.extend(facts.checked.warnings().iter().map(warned));
+    if let Some(loaded) = facts.loaded().ok().filter(|loaded| !loaded.settings.enabled) {
+        let (found, remedy) = if loaded.says_enabled {
+            (
+                "enable_cuda_mps is false: no GPU is to be served",
+                "write enable_cuda_mps: true, then systemctl reload yunion-mps-daemon",
+            )
+        } else {
+            (
+                "no file sets enable_cuda_mps: no GPU is to be served",
+                "yunion-mpsctl setup writes the configuration, or says which lines belong in the files that are there",
+            )
+        };
+        findings.push(info("mps-disabled", loaded.files(), found, remedy));
+    }
+    Ok(findings)
+}
+
+/// Whether only root can read a file, which is no mistake.
+fn for_root(facts: &Facts, file: &Path) -> bool {
+    let opened = File::open(facts.file(file));
+    !rustix::process::geteuid().is_root()
+        && opened.is_err_and(|error| error.kind() == ErrorKind::PermissionDenied)
+}
+
+fn overridden(facts: &Facts) -> Outcome {
+    let of = |(key, earlier, later): &(&str, Origin, Origin)| {
+        let found = format!("{key} here counts, and that in {earlier} does not");
+        let remedy = format!("if that is not meant, remove {key} from {}", later.file.display());
+        info("key-overridden", later, found, remedy)
+    };
+    Ok(facts.loaded()?.overridden.iter().map(of).collect())
+}
+
+/// The host agent reads the same files, and understands less of them.
+fn agent(facts: &Facts) -> Outcome {
+    let of = |trouble: &Trouble| of_problem(Severity::Warning, trouble.name, &trouble.problem);
+    Ok(facts.loaded()?.agent.iter().map(of).collect())
+}
+
+/// Compares the published GPUs with a new plan. A GPU that came or went since then does not concern the files.
+fn loaded(facts: &Facts) -> Outcome {
+    let (loaded, published, plan) = (facts.loaded()?, facts.published()?, facts.plan()?);
+    let mut findings: Vec<Finding> = Vec::new();
+    let mut changes = Vec::new();
+    for difference in differences(loaded, plan, published)? {
+        match difference.kind {
+            Kind::PipeDirectory => findings.push(error(
+                "pipe-directory-differs",
+                format!("control daemon {}", difference.subject),
+                format!(
+                    "it listens in {}, and the host agent gives containers {}, as host.conf says",
+                    difference.from, difference.to
+                ),
+                "systemctl reload yunion-mps-daemon; if it then waits for clients: yunion-mpsctl apply --force ends \
+                 them",
+            )),
+            Kind::ControlDaemon => {}
+            Kind::Enabled | Kind::Devices | Kind::MemoryLimit | Kind::ThreadPercentage | Kind::MaxClients => {
+                changes.push(difference.to_string());
+            }
+        }
+    }
+    if !changes.is_empty() {
+        findings.push(warning(
+            "configuration-not-loaded",
+            loaded.files(),
+            format!("not what the service has in force: {}", changes.join(" | ")),
+            "look with yunion-mpsctl check, then systemctl reload yunion-mps-daemon",
+        ));
+    }
+    Ok(findings)
+}
+
+/// The platform starts every program with a slice. Without it people start their programs themselves.
+fn programs(facts: &Facts) -> Outcome {
+    let settings = facts.enabled()?;
+    let finds_by_itself =
+        settings.pipe_directory == Path::new(WHERE_CUDA_LOOKS) || !settings.set_compute_mode;
+    if finds_by_itself || platform::is_here(&facts.sources.sysroot, facts.loaded()?) {
+        return Ok(Vec::new());
+    }
+    Ok(vec![info(
+        "programs-need-slice",
+        settings.pipe_directory.display(),
+        "CUDA does not look there by itself: a program that was not started with a slice gets the error 46, busy or \
+         unavailable",
+        format!(
+            "start programs with yunion-mpsctl run --free -- PROGRAM, or set cuda_mps_pipe_directory: {WHERE_CUDA_LOOKS}"
+        ),
+    )])
+}

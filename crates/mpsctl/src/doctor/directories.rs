@@ -1,0 +1,422 @@
+//! The directories that clients, control daemons and this service need.
+
+use std::collections::BTreeMap;
+use std::fs::{self, Metadata};
+use std::io::ErrorKind;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{StatVfs, StatVfsMountFlags};
+
+use super::facts::{CUDA_DEFAULT, Facts};
+use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
+use crate::toolkit;
+use common::bus::proxy::Listed;
+use common::bus::rows::ControlDaemon;
+use common::directories::{immutable, look};
+use common::host::proc;
+use common::host::socket::listener;
+
+pub(super) const CHECKS: &[Check] = &[
+    ("the pipe and log directories", refused),
+    ("the way to the pipe directory", closed),
+    ("the private directories", private),
+    ("the immutable flag", changeable),
+    ("the file systems", file_systems),
+    ("the sockets of the control daemons", sockets),
+    ("the size of the logs", log_size),
+    ("the runtime directory", runtime_directory),
+    ("/dev/shm", shared_memory),
+    ("what containers are given of /tmp/nvidia-mps", container_toolkit),
+    ("SELinux", selinux),
+    ("ageing by systemd-tmpfiles", ageing),
+];
+
+/// A file system with fewer free bytes counts as full: a control daemon's log grows by as many in an hour.
+const ROOM: u64 = 1 << 20;
+
+/// The rules are those of the service itself.
+fn refused(facts: &Facts) -> Outcome {
+    let of = |directory: PathBuf| match look(&directory) {
+        Ok(false) if in_use(facts, &directory) => Some(error(
+            "directory-missing",
+            directory.display(),
+            "it does not exist, though the service runs: somebody has removed it",
+            "yunion-mpsctl apply restarts the control daemon once it has no clients",
+        )),
+        Ok(_) => None,
+        Err(bad) => {
+            let problem = bad.problem.or_remedy("configure another directory in host.conf");
+            Some(finding(Severity::Error, "directory-refused", bad.path.display(), problem))
+        }
+    };
+    Ok(facts.all_directories()?.filter_map(of).collect())
+}
+
+/// Whether a control daemon of ours that runs uses the directory.
+fn in_use(facts: &Facts, directory: &Path) -> bool {
+    let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
+    running.any(|daemon| {
+        let its = [&daemon.pipe_directory, &daemon.control_directory, &daemon.log_directory];
+        its.iter().any(|path| Path::new(path) == directory)
+    })
+}
+
+/// Clients of every user must reach the directory through all parents, and only its owner may write there.
+fn closed(facts: &Facts) -> Outcome {
+    let mut findings = Vec::new();
+    for (pipe, _) in facts.directories()? {
+        for directory in pipe.ancestors() {
+            let Ok(metadata) = fs::metadata(directory) else { continue };
+            if metadata.is_dir() && metadata.mode() & 0o001 == 0 {
+                findings.push(error(
+                    "directory-closed",
+                    directory.display(),
+                    format!("{}: clients of other users can't get through it", mode(&metadata)),
+                    format!("chmod o+x {}", directory.display()),
+                ));
+            }
+        }
+        if let Some(metadata) = fs::metadata(&pipe).ok().filter(|metadata| metadata.mode() & 0o022 != 0) {
+            findings.push(error(
+                "directory-open",
+                pipe.display(),
+                format!("{}: others can put their own sockets there", mode(&metadata)),
+                format!("chmod 755 {}, and see who has changed it", pipe.display()),
+            ));
+        }
+    }
+    Ok(findings)
+}
+
+/// Whoever gets into the control daemon's own directory as root, in a container too, can command it.
+fn private(facts: &Facts) -> Outcome {
+    let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
+    let of = |daemon: &Listed<ControlDaemon>| {
+        let own = Path::new(&daemon.control_directory);
+        if daemon.control_directory == daemon.pipe_directory {
+            let wanted =
+                planned.iter().find(|planned| planned.id == daemon.id)?.private_directory.as_ref()?;
+            return daemon.pid.map(|_| {
+                warning(
+                    "sockets-not-private",
+                    own.display(),
+                    "the control daemon's sockets are there, and not in a directory of its own: a container that has this \
+                     directory and runs as the host's root can command it",
+                    format!(
+                        "if the directory is a mount, configure one that is not; else the sockets move to {} when its \
+                         clients have ended, or with yunion-mpsctl apply --force, which ends them",
+                        wanted.display()
+                    ),
+                )
+            });
+        }
+        let metadata = fs::metadata(own).ok().filter(|metadata| metadata.mode() & 0o077 != 0)?;
+        Some(error(
+            "private-directory-open",
+            own.display(),
+            format!("{}: others than root can command the control daemon", mode(&metadata)),
+            format!("chmod 700 {}, and see who has changed it", own.display()),
+        ))
+    };
+    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+}
+
+/// A container that can write to a directory without the flag can take its link away, or put a socket of its own there.
+fn changeable(facts: &Facts) -> Outcome {
+    let daemons = if facts.own_processes() { facts.published()?.control_daemons.as_slice() } else { &[] };
+    let serving = daemons.iter().filter(|daemon| daemon.state == "ready");
+    let private = serving.filter(|daemon| daemon.control_directory != daemon.pipe_directory);
+    Ok(private.filter_map(|daemon| judge_flag(Path::new(&daemon.pipe_directory))).collect())
+}
+
+fn judge_flag(pipe: &Path) -> Option<Finding> {
+    let (found, remedy) = match immutable::is_set(fs::File::open(pipe).ok()?) {
+        Ok(true) => return None,
+        Ok(false) => (
+            "it is not immutable".to_owned(),
+            "if it is so for longer than a minute, remove what is not the service's from it; in a container, give the \
+             service CAP_LINUX_IMMUTABLE",
+        ),
+        Err(error) => (
+            format!("its file system has no immutable flag ({error})"),
+            "configure a directory on ext4, XFS, Btrfs, or on tmpfs with a newer kernel",
+        ),
+    };
+    let harm = "a container that has it mounted writable can take links away until the next regular check";
+    let remedy = format!("mount it read-only into containers; {remedy}");
+    Some(info("directories-changeable", pipe.display(), format!("{found}: {harm}"), remedy))
+}
+
+fn mode(metadata: &Metadata) -> String {
+    format!("its mode is {:04o}", metadata.permissions().mode() & 0o7777)
+}
+
+fn file_systems(facts: &Facts) -> Outcome {
+    let of = |directory: PathBuf| {
+        let existing = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+        judge_file_system(&directory, &rustix::fs::statvfs(existing).ok()?)
+    };
+    Ok(facts.all_directories()?.chain([facts.runtime_directory.clone()]).filter_map(of).collect())
+}
+
+fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
+    let room = system.f_bavail.saturating_mul(system.f_frsize);
+    let directory = directory.display();
+    if system.f_flag.contains(StatVfsMountFlags::RDONLY) {
+        return Some(error(
+            "file-system-read-only",
+            &directory,
+            "its file system is mounted read-only",
+            format!("see dmesg for the reason, then mount -o remount,rw $(stat -c %m {directory})"),
+        ));
+    }
+    // A file system that does not count its files has 0 of them.
+    let found = if system.f_files > 0 && system.f_favail == 0 {
+        "its file system can hold no more files".to_owned()
+    } else if room < ROOM {
+        format!("its file system has {room} bytes left")
+    } else {
+        return None;
+    };
+    let remedy = format!("make room: du -xsh $(stat -c %m {directory})/*");
+    Some(error("file-system-full", &directory, found, remedy))
+}
+
+/// A control daemon keeps running when its socket is removed, and clients no longer find it.
+fn sockets(facts: &Facts) -> Outcome {
+    let of = |daemon: &Listed<ControlDaemon>| {
+        let (Some(pid), "ready" | "waiting") = (daemon.pid, daemon.state.as_str()) else { return None };
+        let own = socket(Path::new(&daemon.control_directory), pid);
+        // The pipe directory leads nowhere while no slice takes clients.
+        let devices = facts.published().ok()?.devices.iter().flatten();
+        let mut its = devices
+            .filter(|device| device.device_path.as_ref().is_some_and(|uuid| daemon.gpus.contains(uuid)));
+        let mut open = || its.any(|device| !device.drained);
+        own.or_else(|| if open() { socket(Path::new(&daemon.pipe_directory), pid) } else { None })
+    };
+    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+}
+
+/// The fault of the socket in a directory where this control daemon is to be found.
+fn socket(directory: &Path, pid: u32) -> Option<Finding> {
+    let socket = directory.join("control");
+    match listener(directory) {
+        // The missing directory is the cause, and has a check of its own.
+        _ if !directory.is_dir() => None,
+        Some(other) if other != pid => Some(error(
+            "pipe-directory-taken",
+            socket.display(),
+            format!("control daemon {other} listens there, and not ours, {pid}"),
+            format!("end it: kill {other} (its clients end with it), then yunion-mpsctl apply"),
+        )),
+        Some(_) => None,
+        None => Some(error(
+            "pipe-socket-missing",
+            socket.display(),
+            format!("nobody listens there, though control daemon {pid} lives: new clients find nobody"),
+            "yunion-mpsctl apply restarts it once it has no clients; `yunion-mpsctl doctor` says whether \
+                 systemd-tmpfiles may have removed the socket",
+        )),
+    }
+}
+
+fn log_size(facts: &Facts) -> Outcome {
+    let most = facts.enabled()?.log_max_bytes;
+    let of = |(_, directory): (PathBuf, PathBuf)| {
+        let file = directory.join("control.log");
+        let size = fs::metadata(&file).ok()?.len();
+        (size > most.saturating_mul(2)).then(|| {
+            warning(
+                "log-too-large",
+                file.display(),
+                format!("{} MiB, and cuda_mps_log_max_size is {} MiB", size >> 20, most >> 20),
+                format!("truncate -s 0 {}; while the service runs it keeps the log short", file.display()),
+            )
+        })
+    };
+    Ok(facts.directories()?.into_iter().filter_map(of).collect())
+}
+
+fn runtime_directory(facts: &Facts) -> Outcome {
+    let directory = &facts.runtime_directory;
+    let mut findings = Vec::new();
+    let state_file = directory.join("state.json");
+    if let Err(what) = &facts.state_file {
+        if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
+            return Err(format!("only root can read {}", state_file.display()));
+        }
+        // The service that runs knows the content; the next one would not.
+        let remedy = if facts.published().is_ok() {
+            "the service writes it again within a minute: do not restart it before, or it takes its control daemons for \
+             another's"
+        } else {
+            "the next start passes it over; it takes control daemons that still run for another's, and replaces each once \
+             it has no clients; check the compute modes afterwards"
+        };
+        findings.push(warning("state-file-damaged", state_file.display(), format!("it {what}"), remedy));
+    }
+    if facts.published().is_ok_and(|published| published.pid.is_some()) && !directory.is_dir() {
+        findings.push(error(
+            "runtime-directory-missing",
+            directory.display(),
+            "it does not exist, though the service runs: a restart would not find its control daemons",
+            format!("mkdir -m 755 {}, then systemctl reload yunion-mps-daemon", directory.display()),
+        ));
+    }
+    Ok(findings)
+}
+
+/// Clients and servers exchange data there.
+fn shared_memory(facts: &Facts) -> Outcome {
+    let directory = facts.file("/dev/shm");
+    let remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm";
+    let bad = |found: String, remedy: &str| Ok(vec![error("shm-unusable", "/dev/shm", found, remedy)]);
+    let Ok(metadata) = fs::metadata(&directory) else { return bad("it does not exist".to_owned(), remedy) };
+    if !metadata.is_dir() {
+        return bad("it is no directory".to_owned(), remedy);
+    }
+    if metadata.mode() & 0o003 != 0o003 {
+        return bad(format!("{}: not every user can write there", mode(&metadata)), "chmod 1777 /dev/shm");
+    }
+    if proc::is_mounted(&facts.file(proc::MOUNTS), "/dev/shm").is_ok_and(|mounted| !mounted) {
+        return bad("nothing is mounted there".to_owned(), remedy);
+    }
+    let system = rustix::fs::statvfs(&directory).map_err(|error| error.to_string())?;
+    Ok(judge_file_system(Path::new("/dev/shm"), &system).into_iter().collect())
+}
+
+/// NVIDIA's runtime mounts the directory into every container with a GPU, whenever the directory exists.
+fn container_toolkit(facts: &Facts) -> Outcome {
+    let settings = facts.enabled()?;
+    let Some(tool) = toolkit::installed(&facts.sources.sysroot) else { return Ok(Vec::new()) };
+    let remedy = "cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: /var/log/yunion-mps in \
+                  host.conf, for this service and the host agent alike";
+    let pipe = &settings.pipe_directory;
+    if pipe == Path::new(CUDA_DEFAULT) {
+        let found = format!(
+            "{tool} is installed: it mounts this directory into every container with a GPU, and CUDA looks there by \
+             itself, so containers that were given no slice become clients too"
+        );
+        return Ok(vec![warning("toolkit-captures-containers", pipe.display(), found, remedy)]);
+    }
+    let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(CUDA_DEFAULT));
+    let found = format!(
+        "{tool} is installed: it mounts {CUDA_DEFAULT} into every container with a GPU, and with it the sockets and \
+         logs of others"
+    );
+    let of = |path: &PathBuf| info("toolkit-shows-directories", path.display(), &found, remedy);
+    Ok(below.map(of).into_iter().collect())
+}
+
+fn selinux(facts: &Facts) -> Outcome {
+    let enforcing = fs::read_to_string(facts.file("/sys/fs/selinux/enforce"));
+    if !enforcing.is_ok_and(|text| text.trim() == "1") {
+        return Ok(Vec::new());
+    }
+    let pipe = facts.enabled()?.pipe_directory.display();
+    let found = "SELinux may keep containers from the sockets there";
+    let remedy = format!(
+        "if ausearch -m avc names it: semanage fcontext -a -t container_file_t '{pipe}(/.*)?' && chattr -R -f -i {pipe}; \
+         restorecon -R {pipe}"
+    );
+    Ok(vec![info("selinux-enforcing", pipe, found, remedy)])
+}
+
+/// The directories of tmpfiles.d(5). A file in an earlier one hides the files of its name in later ones.
+const TMPFILES: [&str; 4] =
+    ["/etc/tmpfiles.d", "/run/tmpfiles.d", "/usr/local/lib/tmpfiles.d", "/usr/lib/tmpfiles.d"];
+
+fn ageing(facts: &Facts) -> Outcome {
+    let mut files = BTreeMap::new();
+    for directory in TMPFILES {
+        for entry in fs::read_dir(facts.file(directory)).into_iter().flatten().flatten() {
+            files.entry(entry.file_name()).or_insert(Path::new(directory).join(entry.file_name()));
+        }
+    }
+    let files = files.into_values().filter(|file| file.extension().is_some_and(|name| name == "conf"));
+    let texts: Vec<_> =
+        files.map(|file| (fs::read_to_string(facts.file(&file)).unwrap_or_default(), file)).collect();
+    let of = |directory: PathBuf| {
+        let lines = texts.iter().flat_map(|(text, file)| text.lines().map(move |line| (line, file)));
+        let (line, file) = aged_by(&directory, lines)?;
+        let (file, parent) = (file.display(), directory.parent().unwrap_or(Path::new("/")).display());
+        let directory = directory.display();
+        Some(warning(
+            "directory-ageing",
+            &directory,
+            format!(
+                "systemd-tmpfiles removes what is old there ({file}: {line}), and a control daemon runs for months"
+            ),
+            format!(
+                "put these two lines in /etc/tmpfiles.d/yunion-mps-local.conf: `X {parent}` and `x {directory}`"
+            ),
+        ))
+    };
+    Ok(facts.all_directories()?.filter_map(of).collect())
+}
+
+/// The line by which the contents of a directory are removed: the nearest one that names it or a directory above it, if that
+/// has an age, and no line spares them (x). Patterns are not read: the lines of the remedy are none.
+fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
+    let mut nearest: Option<(usize, bool, &str, F)> = None;
+    for (line, file) in lines {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let (Some(kind), Some(path)) = (fields.first(), fields.get(1)) else { continue };
+        // Lines with ! count at boot alone, and other kinds make files or change them.
+        let counts = kind.starts_with(['x', 'd', 'D', 'e', 'v', 'q', 'Q', 'C']) && !kind.contains('!');
+        if !counts || !directory.starts_with(path) {
+            continue;
+        }
+        if kind.starts_with('x') {
+            return None;
+        }
+        let is_aged = fields.get(5).is_some_and(|age| *age != "-");
+        let depth = Path::new(path).components().count();
+        if nearest.as_ref().is_none_or(|(known, ..)| depth >= *known) {
+            nearest = Some((depth, is_aged, line, file));
+        }
+    }
+    nearest.and_then(|(_, is_aged, line, file)| is_aged.then_some((line, file)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_line_counts_and_x_spares() {
+        const TMP: &str = "q /tmp 1777 root root 10d";
+        let aged = |directory: &str, lines: &[&'static str]| {
+            aged_by(Path::new(directory), lines.iter().map(|line| (*line, ()))).map(|(line, ())| line)
+        };
+        let pipe = "/tmp/nvidia-mps/pipe";
+        assert_eq!(aged(pipe, &[]), None);
+        assert_eq!(aged(pipe, &[TMP]), Some(TMP));
+        assert_eq!(aged("/run/pipe", &[TMP]), None);
+        assert_eq!(aged(pipe, &["D /tmp 1777 root root -"]), None);
+        assert_eq!(aged(pipe, &["D! /tmp 1777 root root 10d", "# q /tmp 1777 root root 10d", "q"]), None);
+        // Only the directory itself is spared by X, its contents are not.
+        assert_eq!(aged(pipe, &[TMP, "X /tmp/nvidia-mps"]), Some(TMP));
+        assert_eq!(aged(pipe, &["x /tmp/nvidia-mps/pipe", TMP]), None);
+        assert_eq!(aged(pipe, &["d /tmp/nvidia-mps 0755 root root -", TMP]), None);
+        // The shipped lines, together with the line of a common distribution.
+        let shipped = include_str!("../../../../systemd/yunion-mps-daemon.tmpfiles.conf");
+        let lines: Vec<&str> = shipped.lines().chain([TMP]).collect();
+        for (directory, expected) in
+            [(pipe, None), ("/tmp/nvidia-mps/log", None), ("/tmp/nvidia-mps-other", Some(TMP))]
+        {
+            assert_eq!(aged(directory, &lines), expected, "{directory}");
+        }
+    }
+
+    #[test]
+    fn a_directory_without_the_flag_is_found() {
+        let directory = tempfile::tempdir().unwrap();
+        let finding = judge_flag(directory.path()).unwrap();
+        assert_eq!(finding.name, "directories-changeable");
+        assert!(finding.problem.found.contains("immutable"), "{finding:?}");
+        assert!(judge_flag(Path::new("/proc")).unwrap().problem.found.contains("no immutable flag"));
+        assert_eq!(judge_flag(&directory.path().join("gone")), None);
+    }
+}

@@ -1,0 +1,144 @@
+//! NVIDIA's driver, its programs and its device nodes.
+
+// All checks have one type, with a Result for the checks that may lack a fact.
+#![allow(clippy::unnecessary_wraps)]
+
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::facts::{CONTROL, Facts, variable};
+use super::{Check, Finding, Outcome, Severity, edit_unit, error, finding, warning};
+use common::host::inotify;
+use common::host::program::{find_program, find_program_in};
+use common::problem::Problem;
+
+pub(super) const CHECKS: &[Check] = &[
+    ("the driver", driver),
+    ("the programs of MPS", programs),
+    ("the PATH of the service", service_path),
+    ("the version of the programs", version),
+    ("the device nodes", nodes),
+    ("what is left of inotify", inotify),
+];
+
+const PROGRAMS: [&str; 2] = [CONTROL, "nvidia-cuda-mps-server"];
+
+/// The PATH that systemd gives a service that sets none.
+const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+fn driver(facts: &Facts) -> Outcome {
+    let of = |problem: Problem| {
+        let problem = problem.or_remedy("nvidia-smi and dmesg say more");
+        finding(Severity::Error, "driver-unusable", "NVIDIA driver", problem)
+    };
+    Ok(facts.inventory.driver.clone().err().map(of).into_iter().collect())
+}
+
+fn programs(_: &Facts) -> Outcome {
+    let missing = |name: &&str| {
+        let problem = find_program(name).err()?;
+        Some(finding(Severity::Error, "program-missing", name, problem))
+    };
+    Ok(PROGRAMS.iter().filter_map(missing).collect())
+}
+
+/// The PATH of the service that runs, or else the PATH that its unit would give it.
+fn path_of_service(facts: &Facts) -> Result<String, String> {
+    if let Some(pid) = facts.published().ok().and_then(|published| published.pid) {
+        return Ok(variable(pid, "PATH")?.unwrap_or_default());
+    }
+    let unit = facts.unit.as_ref().map_err(Clone::clone)?;
+    let environment = unit.get("Environment").and_then(Value::as_array);
+    let set = environment.into_iter().flatten().filter_map(Value::as_str);
+    let path = set.filter_map(|variable| variable.strip_prefix("PATH=")).next_back();
+    Ok(path.unwrap_or(DEFAULT_PATH).to_owned())
+}
+
+fn service_path(facts: &Facts) -> Outcome {
+    let path = path_of_service(facts)?;
+    let hidden = |name: &&str| -> Option<Finding> {
+        // A program that is missing everywhere has a finding already.
+        let found = find_program(name).ok()?;
+        find_program_in(name, path.as_ref()).err()?;
+        let directory = found.parent().unwrap_or(Path::new("/")).display();
+        Some(error(
+            "program-not-in-service-path",
+            name,
+            format!("it is in {directory}, and the service looks in {path}"),
+            edit_unit(&format!("Environment=PATH={path}:{directory}")),
+        ))
+    };
+    Ok(PROGRAMS.iter().filter_map(hidden).collect())
+}
+
+/// The control daemon's program prints the version of CUDA that it is of, from driver 580 on.
+fn version(facts: &Facts) -> Outcome {
+    let driver = facts.inventory.driver.as_ref().map_err(|_| "there is no driver to compare with")?;
+    let program = facts.program_cuda.ok_or("the control daemon's program does not say its version")?;
+    let cuda = facts.cuda.ok_or("the driver does not say its version of CUDA")?;
+    if program == cuda {
+        return Ok(Vec::new());
+    }
+    // 12080 is 12.8.
+    let words = |version: u32| format!("{}.{}", version / 1000, version % 1000 / 10);
+    Ok(vec![warning(
+        "version-skew",
+        CONTROL,
+        format!("it is of CUDA {}, and the driver {driver} of CUDA {}", words(program), words(cuda)),
+        format!("install the MPS package of {driver}; after a driver upgrade, reboot"),
+    )])
+}
+
+fn nodes(facts: &Facts) -> Outcome {
+    facts.inventory.driver.as_ref().map_err(|_| "without a driver there are none")?;
+    let mut wanted = vec![
+        (PathBuf::from("/dev/nvidiactl"), "nvidia-modprobe -c 0".to_owned()),
+        (PathBuf::from("/dev/nvidia-uvm"), "nvidia-modprobe -u -c 0".to_owned()),
+    ];
+    for (gpu, facts) in facts.known_gpus() {
+        if let Some(minor) = facts.minor {
+            wanted
+                .push((PathBuf::from(format!("/dev/nvidia{minor}")), format!("nvidia-modprobe -c {minor}")));
+        }
+        if let Some(node) = &gpu.pci.render_node {
+            wanted.push((node.clone(), "modprobe nvidia-drm, then udevadm trigger".to_owned()));
+        }
+    }
+    let of = |(node, remedy): (PathBuf, String)| -> Option<Finding> {
+        let Ok(metadata) = fs::metadata(facts.file(&node)) else {
+            return Some(error("device-node-missing", node.display(), "it does not exist", remedy));
+        };
+        // Render nodes belong to a group of their own, and CUDA does not open them.
+        let open = node.starts_with("/dev/dri") || metadata.mode() & 0o006 == 0o006;
+        if open {
+            return None;
+        }
+        let kind = if metadata.file_type().is_char_device() { "" } else { " (and it is no device)" };
+        Some(warning(
+            "device-node-permissions",
+            node.display(),
+            format!(
+                "its mode is {:04o}{kind}: CUDA programs of other users can't open it",
+                metadata.mode() & 0o7777
+            ),
+            format!(
+                "chmod 666 {}; for good: NVreg_DeviceFileMode=0666 in /etc/modprobe.d/nvidia.conf",
+                node.display()
+            ),
+        ))
+    };
+    Ok(wanted.into_iter().filter_map(of).collect())
+}
+
+/// The kernel counts instances by user, so only root's are the service's.
+fn inotify(_: &Facts) -> Outcome {
+    let shortage = inotify::none_left().filter(|_| rustix::process::geteuid().is_root());
+    let of = |Problem { found, remedy }| {
+        let effect = "the logs of control daemons may be looked at only once a second";
+        warning("inotify-exhausted", "inotify", format!("{found}: {effect}"), remedy)
+    };
+    Ok(shortage.map(of).into_iter().collect())
+}

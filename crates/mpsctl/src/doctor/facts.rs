@@ -1,0 +1,296 @@
+//! The facts of the host at this moment: gathered once, and not judged here.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use tokio::process::Command;
+
+use super::DEADLINE;
+use common::bus::answers::{Bus, Published};
+use common::bus::proxy::Listed;
+use common::bus::rows::ControlDaemon;
+use common::check::{self, Checked};
+use common::config::{self, Loaded, Refused, Settings, Sources};
+use common::host::driver;
+use common::host::gpu::{Gpu, NvmlFacts};
+use common::host::identity::Identity;
+use common::host::inventory::Inventory;
+use common::host::nvml::Driver;
+use common::host::proc;
+use common::host::program::find_program;
+use common::host::socket::listener;
+use common::host::systemd::{self, UnitProperties};
+use common::plan::Plan;
+use common::problem::{LocatedProblem, Origin};
+use common::state_file::{self, Running};
+
+pub(super) const UNIT: &str = "yunion-mps-daemon.service";
+
+/// The directory in which a CUDA program looks for a control daemon if its environment names none. The NVIDIA container
+/// runtime mounts it into containers.
+pub(super) const CUDA_DEFAULT: &str = "/tmp/nvidia-mps";
+
+/// The program of a control daemon.
+pub(super) const CONTROL: &str = "nvidia-cuda-mps-control";
+
+/// The name of control daemons and servers, as the kernel keeps it.
+const MPS_COMMAND: &str = "nvidia-cuda-mps";
+
+pub(super) struct Facts {
+    pub(super) sources: Sources,
+    pub(super) checked: Checked,
+    pub(super) inventory: Inventory,
+    /// Facts that are not in the inventory, by the GPU's UUID.
+    pub(super) gpus: BTreeMap<String, GpuNow>,
+    /// The driver's CUDA version, 13000 for 13.0.
+    pub(super) cuda: Option<u32>,
+    /// The CUDA version of the control daemon's program, if the program prints one.
+    pub(super) program_cuda: Option<u32>,
+    pub(super) bus: Bus,
+    pub(super) unit: Result<UnitProperties, String>,
+    pub(super) runtime_directory: PathBuf,
+    pub(super) state_file: Result<Vec<Running>, String>,
+    pub(super) control_daemons: Vec<FoundDaemon>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct GpuNow {
+    /// Whether the driver keeps the GPU's state while no program uses it.
+    pub(super) persistence: Option<bool>,
+    /// The PIDs of the MPS servers on it.
+    servers: Vec<u32>,
+}
+
+/// A control daemon that runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct FoundDaemon {
+    pub(super) pid: u32,
+    /// The trace by which it was found, for people.
+    pub(super) trace: String,
+    /// The directory in which it listens, if that is known.
+    pub(super) pipe_directory: Option<PathBuf>,
+    /// Whether it sees other file systems than we do, as in a container.
+    pub(super) elsewhere: bool,
+}
+
+impl FoundDaemon {
+    /// Made from the environment and the name space of the process.
+    fn of(pid: u32, trace: String) -> Self {
+        let own = proc::mount_namespace(proc::OWN).ok();
+        let elsewhere = proc::mount_namespace(pid).is_ok_and(|its| own != Some(its));
+        Self { pid, trace, pipe_directory: pipe_directory(pid), elsewhere }
+    }
+}
+
+impl Facts {
+    pub(super) async fn gather(mut sources: Sources) -> Self {
+        let bus = Bus::ask().await;
+        sources.config = sources.config.or_else(|| bus.config(&sources.sysroot));
+        let (inventory, gpus, cuda) = ask_driver(&sources.sysroot);
+        let checked = match load(&sources) {
+            Ok(loaded) => check::judge(loaded, Some(&inventory)),
+            Err(refused) => Checked::Refused(refused),
+        };
+        let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
+            .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
+        let mut facts = Self {
+            checked,
+            inventory,
+            gpus,
+            cuda,
+            program_cuda: program_cuda().await,
+            bus,
+            unit: systemd::unit(UNIT).await,
+            state_file: state_file::control_daemons(&runtime_directory),
+            runtime_directory,
+            control_daemons: Vec::new(),
+            sources,
+        };
+        facts.control_daemons = facts.find_control_daemons();
+        facts
+    }
+
+    /// A file of the host, below the sysroot.
+    pub(super) fn file(&self, path: impl AsRef<Path>) -> PathBuf {
+        config::below(&self.sources.sysroot, path.as_ref())
+    }
+
+    /// Whether the processes of this machine are the host's.
+    pub(super) fn own_processes(&self) -> bool {
+        self.sources.sysroot == Path::new("/")
+    }
+
+    /// The settings of the files. The errors of this function and of the next ones say why there is nothing to check.
+    pub(super) fn loaded(&self) -> Result<&Loaded, String> {
+        self.checked.loaded().ok_or_else(|| "the configuration can't be read".to_owned())
+    }
+
+    /// The settings, where MPS is switched on.
+    pub(super) fn enabled(&self) -> Result<&Settings, String> {
+        let settings = &self.loaded()?.settings;
+        if settings.enabled { Ok(settings) } else { Err("enable_cuda_mps is false".to_owned()) }
+    }
+
+    pub(super) fn plan(&self) -> Result<&Plan, String> {
+        match &self.checked {
+            Checked::Right { plan: Ok(plan), .. } => Ok(plan),
+            _ => Err("there is no plan now".to_owned()),
+        }
+    }
+
+    /// Everything that the daemon publishes.
+    pub(super) fn published(&self) -> Result<&Published, String> {
+        self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".to_owned())
+    }
+
+    /// The control daemons that the service publishes; none if it does not answer.
+    pub(super) fn own_control_daemons(&self) -> &[Listed<ControlDaemon>] {
+        self.bus.published().map(|published| published.control_daemons.as_slice()).unwrap_or_default()
+    }
+
+    /// The GPUs that the driver knows.
+    pub(super) fn known_gpus(&self) -> impl Iterator<Item = (&Gpu, &NvmlFacts)> {
+        self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.facts()?)))
+    }
+
+    /// Pipe and log directory of each planned control daemon; without a plan, the directories of the settings.
+    pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, String> {
+        let settings = self.enabled()?;
+        let planned = self.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
+        if planned.is_empty() {
+            return Ok(vec![(settings.pipe_directory.clone(), settings.log_directory.clone())]);
+        }
+        Ok(planned.iter().map(|one| (one.pipe_directory.clone(), one.log_directory.clone())).collect())
+    }
+
+    /// The private directories of the control daemons that the service publishes.
+    pub(super) fn private_directories(&self) -> impl Iterator<Item = PathBuf> {
+        let private = |daemon: &&Listed<ControlDaemon>| daemon.control_directory != daemon.pipe_directory;
+        self.own_control_daemons()
+            .iter()
+            .filter(private)
+            .map(|daemon| PathBuf::from(&daemon.control_directory))
+    }
+
+    pub(super) fn all_directories(&self) -> Result<impl Iterator<Item = PathBuf>, String> {
+        let directories = self.directories()?.into_iter().flat_map(|(pipe, log)| [pipe, log]);
+        Ok(directories.chain(self.private_directories()))
+    }
+
+    /// Whether a control daemon was started by this service.
+    pub(super) fn is_ours(&self, daemon: u32) -> bool {
+        let written = self.state_file.as_deref().unwrap_or_default();
+        self.own_control_daemons().iter().any(|published| published.pid == Some(daemon))
+            || written.iter().any(|running| Identity::of(daemon).is_ok_and(|now| now == running.process))
+    }
+
+    /// Finds them by the sockets in the configured directories and in the default directory of CUDA, by the servers on our
+    /// GPUs, and, if the processes of this machine are the host's, by their name.
+    fn find_control_daemons(&self) -> Vec<FoundDaemon> {
+        let mut found: Vec<FoundDaemon> = Vec::new();
+        let mut add = |daemon: FoundDaemon| {
+            if !found.iter().any(|known| known.pid == daemon.pid) {
+                found.push(daemon);
+            }
+        };
+        let default = self.file(CUDA_DEFAULT);
+        let configured = self.directories().unwrap_or_default().into_iter().map(|(pipe, _)| pipe);
+        for directory in configured.chain([default]) {
+            if let Some(pid) = listener(&directory) {
+                let trace = format!("it listens in {}", directory.display());
+                add(FoundDaemon { pid, trace, pipe_directory: Some(directory), elsewhere: false });
+            }
+        }
+        for (uuid, gpu) in &self.gpus {
+            for server in &gpu.servers {
+                let parent = proc::stat(*server).ok().map(|stat| stat.parent);
+                let Some(pid) = parent.filter(|pid| is_mps(*pid)) else { continue };
+                add(FoundDaemon::of(pid, format!("its server {server} uses GPU {uuid}")));
+            }
+        }
+        if self.own_processes() {
+            for pid in proc::pids().into_iter().filter(|pid| is_control_daemon(*pid)) {
+                add(FoundDaemon::of(pid, "it runs".to_owned()));
+            }
+        }
+        found
+    }
+}
+
+/// Reads the configuration. Its file system may hang.
+fn load(sources: &Sources) -> Result<Loaded, Refused> {
+    let all = sources.clone();
+    check::within(DEADLINE, move || config::load(&all)).unwrap_or_else(|| {
+        let file = sources.main_files().first().map(|file| file.to_path_buf()).unwrap_or_default();
+        let found =
+            format!("it, or a file that is read after it, can't be read within {} s", DEADLINE.as_secs());
+        let remedy = "see whether its file system hangs: findmnt -T FILE, dmesg";
+        let problem = LocatedProblem::new(Origin::whole(&file), "", found, remedy);
+        Err(Refused { problems: vec![problem], warnings: Vec::new() })
+    })
+}
+
+fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u32>) {
+    let root = sysroot.to_owned();
+    let answer = check::ask_driver(move |driver| {
+        let inventory = Inventory::read(&root, driver);
+        let uuids = inventory.gpus.iter().filter_map(|gpu| gpu.uuid().map(str::to_owned));
+        let gpus =
+            driver.iter().flat_map(|driver| uuids.clone().map(|uuid| (uuid.clone(), now(driver, &uuid))));
+        let gpus = gpus.collect();
+        let cuda = driver.ok().and_then(|driver| driver.cuda_version().ok());
+        (inventory, gpus, cuda)
+    });
+    answer.unwrap_or_else(|reason| (check::without_driver(sysroot, &reason), BTreeMap::new(), None))
+}
+
+/// Asks the control daemon's program for its version. A program that doesn't know the option acts as a front end, and must
+/// not find a control daemon then.
+async fn program_cuda() -> Option<u32> {
+    let mut command = Command::new(find_program(CONTROL).ok()?);
+    command
+        .arg(driver::VERSION_OPTION)
+        .env("CUDA_MPS_PIPE_DIRECTORY", "/dev/null")
+        .stdin(Stdio::null())
+        .kill_on_drop(true);
+    let answer = tokio::time::timeout(DEADLINE, command.output()).await.ok()?.ok()?;
+    let text = String::from_utf8_lossy(&answer.stdout).into_owned();
+    text.split_once("Binary version: ")?.1.split_whitespace().next()?.parse().ok()
+}
+
+fn now(driver: &Driver, uuid: &str) -> GpuNow {
+    let processes = driver.processes(uuid).unwrap_or_default();
+    let direct = processes.into_iter().filter(|process| !process.via_mps).map(|process| process.pid);
+    GpuNow {
+        persistence: driver.persistence_mode(uuid).ok(),
+        servers: direct.filter(|pid| is_mps(*pid)).collect(),
+    }
+}
+
+fn is_mps(pid: u32) -> bool {
+    proc::name(pid).is_some_and(|name| name == MPS_COMMAND)
+}
+
+/// Servers have the same short name; only the arguments tell a control daemon from a server. The name is read first: the
+/// arguments are in the memory of the process, and a read of them hangs if the process hangs.
+fn is_control_daemon(pid: u32) -> bool {
+    if !is_mps(pid) {
+        return false;
+    }
+    let arguments = proc::arguments(pid);
+    arguments.first().is_some_and(|program| Path::new(program).ends_with(CONTROL))
+        && driver::starts_control_daemon(&arguments)
+}
+
+/// A variable in the environment of a process; the error is for people.
+pub(super) fn variable(pid: u32, name: &str) -> Result<Option<String>, String> {
+    let environment = proc::environment(pid)
+        .map_err(|error| format!("the environment of PID {pid} can't be read: {error}"))?;
+    Ok(proc::variable(&environment, name).map(|value| String::from_utf8_lossy(value).into_owned()))
+}
+
+fn pipe_directory(pid: u32) -> Option<PathBuf> {
+    let value = variable(pid, "CUDA_MPS_PIPE_DIRECTORY").ok()?;
+    Some(value.map_or_else(|| PathBuf::from(CUDA_DEFAULT), PathBuf::from))
+}

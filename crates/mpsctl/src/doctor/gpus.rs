@@ -1,0 +1,148 @@
+//! The GPUs: the reasons why one is not served, and the things that its users will meet.
+
+use super::facts::Facts;
+use super::serving::named;
+use super::{Check, Outcome, Severity, error, finding, info, warning};
+use common::host::gpu::{Gpu, NvmlFacts, SERVED};
+use common::plan::{GpuPlan, HELD, WORTH_KNOWING};
+use common::problem::NamedProblem;
+
+pub(super) const CHECKS: &[Check] = &[
+    ("GPUs that can't be served", unusable),
+    ("the compute modes", compute_modes),
+    ("programs that bypass MPS", bypassing),
+    ("persistence mode", persistence),
+    ("what the plan warns of", warnings),
+    ("the sum of thread percentages", oversubscription),
+];
+
+fn planned(facts: &Facts) -> Result<&[GpuPlan], String> {
+    facts.enabled()?;
+    Ok(&facts.plan()?.gpus)
+}
+
+fn names(gpu: &Gpu) -> String {
+    match &gpu.nvml {
+        Ok(facts) => format!("{} ({})", gpu.pci.address.short(), facts.uuid),
+        Err(_) => gpu.pci.address.short(),
+    }
+}
+
+fn unusable(facts: &Facts) -> Outcome {
+    let of = |plan: &GpuPlan| {
+        let gpu = &plan.gpu;
+        // Nothing keeps a GPU from being served that is served.
+        let served = gpu.uuid().is_some_and(|uuid| served(facts, uuid));
+        let obstacles = plan.obstacles.iter().filter(|obstacle| obstacle.name != HELD || !served);
+        let findings = obstacles.map(|NamedProblem { name, problem }| {
+            let problem = problem.clone().or_remedy("look for NVRM lines in dmesg");
+            finding(Severity::Error, name, names(gpu), problem)
+        });
+        findings.collect::<Vec<_>>()
+    };
+    Ok(planned(facts)?.iter().flat_map(of).collect())
+}
+
+/// Whether a control daemon of ours that runs has the GPU.
+fn served(facts: &Facts, uuid: &str) -> bool {
+    let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
+    running.any(|daemon| daemon.gpus.iter().any(|gpu| gpu == uuid))
+}
+
+fn compute_modes(facts: &Facts) -> Outcome {
+    let sets_mode = facts.loaded()?.settings.set_compute_mode;
+    let of = |(gpu, known): (&Gpu, &NvmlFacts)| {
+        let (mode, address) = (known.compute_mode?, gpu.pci.address);
+        let serving = served(facts, &known.uuid);
+        let open =
+            || format!("its compute mode is {mode}, so programs can use it without MPS and without limits");
+        if serving && mode != SERVED {
+            return Some(if sets_mode {
+                let remedy = format!(
+                    "systemctl reload yunion-mps-daemon sets it again, as does nvidia-smi -i {address} -c \
+                     EXCLUSIVE_PROCESS; find out who changed it"
+                );
+                error("compute-mode-drift", names(gpu), open(), remedy)
+            } else {
+                let remedy = "cuda_mps_set_compute_mode: true in host.conf";
+                info("compute-mode-left-alone", names(gpu), open(), remedy)
+            });
+        }
+        (mode == SERVED && facts.published().is_err() && facts.control_daemons.is_empty()).then(|| {
+            warning(
+                "compute-mode-left",
+                names(gpu),
+                format!(
+                    "its compute mode is still {mode}, and nothing serves it: one process alone can use it"
+                ),
+                format!("systemctl start yunion-mps-daemon, or nvidia-smi -i {address} -c DEFAULT"),
+            )
+        })
+    };
+    Ok(facts.known_gpus().filter_map(of).collect())
+}
+
+fn bypassing(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let of = |(gpu, known): (&Gpu, &NvmlFacts)| {
+        let on_it = published.clients.iter().flatten().filter(|one| one.bypass && one.gpu == known.uuid);
+        let (who, pids): (Vec<_>, Vec<_>) = on_it.map(|one| (named(one), one.pid.to_string())).unzip();
+        (!who.is_empty()).then(|| {
+            warning(
+                "bypassing-program",
+                names(gpu),
+                format!(
+                    "it is cut into slices, and used without MPS and without limits by {}",
+                    who.join(", ")
+                ),
+                format!(
+                    "end them (kill {}) and start them as clients: yunion-mpsctl run {}-0 -- PROGRAM",
+                    pids.join(" "),
+                    gpu.pci.address.short()
+                ),
+            )
+        })
+    };
+    Ok(facts.known_gpus().filter_map(of).collect())
+}
+
+fn persistence(facts: &Facts) -> Outcome {
+    let of = |plan: &GpuPlan| {
+        let uuid = plan.gpu.uuid()?;
+        (facts.gpus.get(uuid)?.persistence == Some(false)).then(|| {
+            warning(
+                "persistence-off",
+                names(&plan.gpu),
+                "persistence mode is off: whenever no program has the GPU open, the driver forgets its compute mode",
+                "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1 after each boot",
+            )
+        })
+    };
+    Ok(planned(facts)?.iter().filter_map(of).collect())
+}
+
+fn warnings(facts: &Facts) -> Outcome {
+    let of = |plan: &GpuPlan| {
+        let findings = plan.warnings.iter().map(|NamedProblem { name, problem }| {
+            let severity = if WORTH_KNOWING.contains(name) { Severity::Info } else { Severity::Warning };
+            finding(severity, name, names(&plan.gpu), problem.clone())
+        });
+        findings.collect::<Vec<_>>()
+    };
+    Ok(planned(facts)?.iter().flat_map(of).collect())
+}
+
+fn oversubscription(facts: &Facts) -> Outcome {
+    let of = |plan: &GpuPlan| {
+        let sum = u32::from(plan.thread_percentage) * plan.slices;
+        (sum > 100 && plan.limits_enforced).then(|| {
+            info(
+                "threads-oversubscribed",
+                names(&plan.gpu),
+                format!("{} slices of {} % add up to {sum} %", plan.slices, plan.thread_percentage),
+                "nothing, if that is meant; cuda_mps_thread_percentage: equal gives each its own share",
+            )
+        })
+    };
+    Ok(planned(facts)?.iter().filter_map(of).collect())
+}

@@ -1,0 +1,233 @@
+//! `yunion-mpsctl doctor`: the problems of this host, each with its remedy.
+//!
+//! The facts are gathered once; every check is a function of them, and the modules group the checks by subject. The
+//! rules for the configuration, the plan and the directories stand in the modules that the service itself uses.
+
+mod configuration;
+mod directories;
+mod driver;
+mod facts;
+mod gpus;
+mod processes;
+mod service;
+mod serving;
+
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::Args;
+use serde::Serialize;
+
+use self::facts::Facts;
+use super::{Error, print_json};
+use crate::show::table::{hanging, pairs};
+use common::check::within;
+use common::config::Sources;
+use common::counted::counted;
+use common::problem::Problem;
+use common::text::printable;
+
+/// The time that a look at the host may take. A file system or a program may hang.
+const DEADLINE: Duration = Duration::from_secs(5);
+
+/// The exit status when the worst finding is a warning.
+const WARNINGS: u8 = 4;
+/// The exit status when there are errors.
+const ERRORS: u8 = 5;
+
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// The main configuration file [default: the one that the service reads]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Read the host's files below this directory, and leave processes out
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    sysroot: PathBuf,
+    /// Print the findings, and the checks that could not be made, as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Severity {
+    /// Something is not served, or not as it is published.
+    Error,
+    /// It works now, but will fail or surprise somebody.
+    Warning,
+    /// Worth knowing.
+    Info,
+}
+
+impl Severity {
+    fn word(self) -> &'static str {
+        match self {
+            Self::Error => "error",
+            Self::Warning => "warning",
+            Self::Info => "info",
+        }
+    }
+}
+
+/// Something that a check has found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+struct Finding {
+    /// Its name, which never changes.
+    name: &'static str,
+    severity: Severity,
+    /// The file, the GPU or the process.
+    subject: String,
+    /// Its remedy is the command to type, or the line to write.
+    #[serde(flatten)]
+    problem: Problem,
+}
+
+type Name = &'static str;
+
+#[expect(clippy::needless_pass_by_value, reason = "texts and displayed paths alike are made for it")]
+fn finding(severity: Severity, name: Name, subject: impl ToString, problem: Problem) -> Finding {
+    Finding { name, severity, subject: subject.to_string(), problem }
+}
+
+fn error(name: Name, subject: impl ToString, found: impl Into<String>, remedy: impl Into<String>) -> Finding {
+    finding(Severity::Error, name, subject, Problem::new(found, remedy))
+}
+
+fn warning(
+    name: Name,
+    subject: impl ToString,
+    found: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Finding {
+    finding(Severity::Warning, name, subject, Problem::new(found, remedy))
+}
+
+fn info(name: Name, subject: impl ToString, found: impl Into<String>, remedy: impl Into<String>) -> Finding {
+    finding(Severity::Info, name, subject, Problem::new(found, remedy))
+}
+
+/// The remedy for a missing setting in the service's unit.
+fn edit_unit(setting: &str) -> String {
+    format!(
+        "systemctl edit yunion-mps-daemon, add [Service] and {setting}, then systemctl restart yunion-mps-daemon"
+    )
+}
+
+/// The findings of a check, or the reason why the check was not possible.
+type Outcome = Result<Vec<Finding>, String>;
+
+/// A check: its subject, for people, and its function.
+type Check = (&'static str, fn(&Facts) -> Outcome);
+
+/// A check that was not made.
+#[derive(Debug, Serialize)]
+struct NotChecked {
+    /// The subject of the check, for people.
+    check: &'static str,
+    reason: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    findings: Vec<Finding>,
+    /// The number of checks that were made.
+    #[serde(rename = "checks_made")]
+    made: usize,
+    /// Without this list, an empty list of findings would prove little.
+    not_checked: Vec<NotChecked>,
+}
+
+/// The gravest thing that systemd knows of a service that is not running, with its remedy.
+pub(super) async fn why_not_running() -> Option<String> {
+    Some(service::unit_trouble().await?.problem.to_string())
+}
+
+/// Returns the exit status.
+pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+    let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
+    let report = examine(&Arc::new(Facts::gather(sources).await));
+    if arguments.json {
+        // As a value: its keys are sorted as in every other output.
+        print_json(out, &serde_json::to_value(&report)?)?;
+    } else {
+        write(&report, out)?;
+    }
+    Ok(match report.findings.first().map(|worst| worst.severity) {
+        Some(Severity::Error) => ERRORS,
+        Some(Severity::Warning) => WARNINGS,
+        Some(Severity::Info) | None => 0,
+    })
+}
+
+fn examine(facts: &Arc<Facts>) -> Report {
+    let modules = [
+        configuration::CHECKS,
+        driver::CHECKS,
+        gpus::CHECKS,
+        directories::CHECKS,
+        service::CHECKS,
+        serving::CHECKS,
+        processes::CHECKS,
+    ];
+    let mut report = Report { findings: Vec::new(), made: 0, not_checked: Vec::new() };
+    for (what, check) in modules.into_iter().flatten() {
+        let all = Arc::clone(facts);
+        match within(DEADLINE, move || check(&all)) {
+            Some(Ok(findings)) => {
+                report.made += 1;
+                // Directories can share a parent, which gives the same finding twice.
+                for finding in findings {
+                    if !report.findings.contains(&finding) {
+                        report.findings.push(finding);
+                    }
+                }
+            }
+            Some(Err(why)) => report.not_checked.push(NotChecked { check: what, reason: why }),
+            None => report.findings.push(error(
+                "check-hangs",
+                what,
+                format!("no end of this check within {} s: a file system or a process hangs", DEADLINE.as_secs()),
+                "look for mounts whose server is gone (findmnt -t nfs,nfs4,cifs,fuse) and for lines with `blocked for \
+                 more than` in dmesg",
+            )),
+        }
+    }
+    // The sort is stable: within one severity, causes stay before their effects.
+    report.findings.sort_by_key(|finding| finding.severity);
+    report
+}
+
+fn write(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+    for finding in &report.findings {
+        let Finding { name, severity, subject, problem: Problem { found, remedy } } = finding;
+        writeln!(out, "{}", hanging(&format!("{}: {name}: {subject}", severity.word())))?;
+        let mut lines = pairs();
+        lines.add_row(["  found:", &printable(found)]);
+        lines.add_row(["  remedy:", &printable(remedy)]);
+        writeln!(out, "{lines}\n")?;
+    }
+    let count = |severity| report.findings.iter().filter(|finding| finding.severity == severity).count();
+    if report.findings.is_empty() {
+        writeln!(out, "Nothing wrong: {} checks made.", report.made)?;
+    } else {
+        writeln!(
+            out,
+            "{}, {}, {} to know; {} checks made.",
+            counted(count(Severity::Error), "error"),
+            counted(count(Severity::Warning), "warning"),
+            count(Severity::Info),
+            report.made
+        )?;
+    }
+    let mut not_checked: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for NotChecked { check, reason } in &report.not_checked {
+        not_checked.entry(reason).or_default().push(check);
+    }
+    for (reason, checks) in not_checked {
+        writeln!(out, "{}", hanging(&format!("Not checked, since {reason}: {}", checks.join("; "))))?;
+    }
+    Ok(())
+}

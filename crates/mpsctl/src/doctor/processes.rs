@@ -1,0 +1,84 @@
+//! Control daemons that the service has not started, and limits of its own control daemons.
+
+use super::facts::{Facts, FoundDaemon};
+use super::{Check, Finding, Outcome, Severity, edit_unit, finding, warning};
+use crate::show::env::quoted;
+use common::bus::answers::Published;
+use common::host::proc;
+use common::problem::Problem;
+
+pub(super) const CHECKS: &[Check] =
+    &[("control daemons of others", foreign), ("the limit of open files", open_files)];
+
+/// The most open files that a client costs its server: with the usual 1024, fewer than 60 clients fit.
+const FILES_PER_CLIENT: u64 = 20;
+
+/// The files that a server has open by itself. Measured: 42 with one GPU.
+const FILES: u64 = 64;
+
+fn foreign(facts: &Facts) -> Outcome {
+    // Without a list of our control daemons nobody knows which ones are foreign.
+    if facts.published().is_err() && facts.state_file.is_err() {
+        return Err("it is not known which control daemons are ours".to_owned());
+    }
+    let configured = facts.directories().unwrap_or_default();
+    let of = |daemon: &FoundDaemon| -> Finding {
+        let directory = daemon.pipe_directory.as_deref();
+        let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
+        let end = match directory {
+            // Its directory is not on the host, and its programs can't be trusted.
+            Some(_) if daemon.elsewhere => "end it in the container that it runs in".to_owned(),
+            // A process can put anything in its environment, and root will type this line.
+            Some(path) => format!(
+                "echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control, which waits for its clients",
+                quoted(&path.display().to_string())
+            ),
+            None => "yunion-mpsctl doctor as root says where it listens and how to end it".to_owned(),
+        };
+        let (severity, found, remedy) = if in_ours {
+            (
+                Severity::Error,
+                format!("{}, and this service has not started it", daemon.trace),
+                format!("it is replaced by the service once it has no clients; by hand: {end}"),
+            )
+        } else {
+            (
+                Severity::Warning,
+                format!("{}: its clients use GPUs past this service, or find them taken", daemon.trace),
+                format!("{end}; then find out who starts it"),
+            )
+        };
+        let problem = Problem::new(found, remedy);
+        finding(severity, "foreign-control-daemon", format!("process {}", daemon.pid), problem)
+    };
+    Ok(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)).map(of).collect())
+}
+
+/// A server inherits the limit of its control daemon.
+fn open_files(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let mut findings = Vec::new();
+    for daemon in &published.control_daemons {
+        let Some(pid) = daemon.pid else { continue };
+        let limit = proc::open_files_limit(pid)
+            .map_err(|error| format!("the limits of PID {pid} can't be read: {error}"))?;
+        let (slices, needed) = needed(&daemon.id, published);
+        if limit < needed {
+            findings.push(warning(
+                "open-files-too-few",
+                format!("control daemon {} (PID {pid})", daemon.id),
+                format!("it may open {limit} files, and {slices} clients at once need about {needed}"),
+                format!(
+                    "{}; for this control daemon: prlimit --nofile=500000 --pid of it and its server",
+                    edit_unit("LimitNOFILE=500000")
+                ),
+            ));
+        }
+    }
+    Ok(findings)
+}
+
+fn needed(id: &str, published: &Published) -> (u64, u64) {
+    let slices: u64 = published.served_by(id).filter_map(|gpu| u64::try_from(gpu.virtual_num).ok()).sum();
+    (slices, slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES))
+}

@@ -1,0 +1,327 @@
+//! The service: its place on the bus, its unit, and the remains of the program that it replaces.
+
+// All checks have one type, with a Result for the checks that may lack a fact.
+#![allow(clippy::unnecessary_wraps)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::facts::{Facts, UNIT};
+use super::{Check, Finding, Outcome, Severity, edit_unit, error, info, warning};
+use common::bus::answers::Bus;
+use common::directories::to_be_writable;
+use common::host::proc;
+use common::host::systemd::{self, UnitProperties};
+
+pub(super) const CHECKS: &[Check] = &[
+    ("the bus", bus),
+    ("the state of the unit", unit_state),
+    ("the settings of the unit", unit_settings),
+    ("unit files that hide ours", shadowed),
+    ("the program of the platform", upstream),
+    ("the version that runs", version),
+];
+
+const POLICIES: [&str; 2] =
+    ["/usr/share/dbus-1/system.d/io.yunion.Mps1.conf", "/etc/dbus-1/system.d/io.yunion.Mps1.conf"];
+
+/// The program that this service replaces.
+const UPSTREAM: &str = "/opt/yunion/bin/mps-daemon";
+
+fn bus(facts: &Facts) -> Outcome {
+    let finding = match &facts.bus {
+        Bus::Answers(_) => return Ok(Vec::new()),
+        Bus::Unreachable(reason) => {
+            let remedy = "systemctl start dbus; journalctl -u dbus says more";
+            error("bus-unreachable", "the system bus", reason, remedy)
+        }
+        Bus::Denied(reason) => {
+            let remedy = if rustix::process::geteuid().is_root() {
+                format!("install {} and systemctl reload dbus", POLICIES[0])
+            } else {
+                "run yunion-mpsctl doctor as root, or join the group".to_owned()
+            };
+            error("bus-refuses", "io.yunion.Mps1", reason, remedy)
+        }
+        // The bus works, and to restart it would hurt everything else on the host.
+        Bus::Silent => error(
+            "service-silent",
+            UNIT,
+            "it runs and does not answer",
+            "journalctl -u yunion-mps-daemon, then systemctl restart yunion-mps-daemon: running jobs carry on",
+        ),
+        Bus::Refuses(reason) => error(
+            "service-refuses",
+            UNIT,
+            format!("it does not say how it is: {reason}"),
+            "run yunion-mpsctl doctor again, in case it was just starting or ending; journalctl -u \
+             yunion-mps-daemon says more",
+        ),
+        Bus::NotRunning => error(
+            "service-not-running",
+            UNIT,
+            "nobody owns the name io.yunion.Mps1 on the system bus",
+            "systemctl enable --now yunion-mps-daemon; if it does not stay: journalctl -u yunion-mps-daemon",
+        ),
+    };
+    let no_policy =
+        matches!(facts.bus, Bus::NotRunning) && !POLICIES.iter().any(|file| facts.file(file).exists());
+    let policy = no_policy.then(|| {
+        error(
+            "bus-policy-missing",
+            POLICIES[0],
+            "it does not exist, so the bus gives the name io.yunion.Mps1 to nobody",
+            "install it again with the package, then systemctl reload dbus",
+        )
+    });
+    Ok([finding].into_iter().chain(policy).collect())
+}
+
+fn word<'u>(unit: &'u UnitProperties, key: &str) -> &'u str {
+    unit.get(key).and_then(Value::as_str).unwrap_or_default()
+}
+
+fn is_set(unit: &UnitProperties, key: &str) -> bool {
+    unit.get(key) == Some(&Value::Bool(true))
+}
+
+fn unit_state(facts: &Facts) -> Outcome {
+    Ok(judge_state(facts.unit.as_ref().map_err(Clone::clone)?))
+}
+
+/// The gravest trouble of the unit, if systemd knows one.
+pub(super) async fn unit_trouble() -> Option<Finding> {
+    let unit = systemd::unit(UNIT).await.ok()?;
+    judge_state(&unit).into_iter().find(|finding| finding.severity == Severity::Error)
+}
+
+fn judge_state(unit: &UnitProperties) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    match word(unit, "LoadState") {
+        "not-found" => {
+            let remedy = "install the package again, then systemctl daemon-reload";
+            return vec![error("unit-not-installed", UNIT, "systemd knows no such unit", remedy)];
+        }
+        "masked" => {
+            let remedy = "systemctl unmask yunion-mps-daemon && systemctl enable --now yunion-mps-daemon";
+            return vec![error("unit-masked", UNIT, "it is masked: nothing starts it", remedy)];
+        }
+        "bad-setting" | "error" => {
+            let (subject, remedy) = (word(unit, "FragmentPath"), format!("systemd-analyze verify {UNIT}"));
+            findings.push(error("unit-broken", subject, "systemd can't read it", remedy));
+        }
+        _ => {}
+    }
+    if word(unit, "UnitFileState") == "disabled" {
+        let remedy = "systemctl enable yunion-mps-daemon";
+        findings.push(warning("unit-not-enabled", UNIT, "it does not start at boot", remedy));
+    }
+    if word(unit, "ActiveState") == "failed" {
+        let status = unit.get("ExecMainStatus").and_then(Value::as_i64).unwrap_or_default();
+        let (found, remedy) = match (word(unit, "Result"), status) {
+            ("exit-code", 78) => (
+                "it ended because the configuration is wrong".to_owned(),
+                "yunion-mpsctl check, then systemctl start yunion-mps-daemon",
+            ),
+            ("start-limit-hit", _) => (
+                "it ended too often".to_owned(),
+                "journalctl -u yunion-mps-daemon, then systemctl reset-failed yunion-mps-daemon and start it",
+            ),
+            (result, status) => (
+                format!("it failed: {result}, exit status {status}"),
+                "journalctl -u yunion-mps-daemon, then systemctl start yunion-mps-daemon",
+            ),
+        };
+        findings.push(error("unit-failed", UNIT, found, remedy));
+    }
+    if is_set(unit, "NeedDaemonReload") {
+        let (subject, found) = (word(unit, "FragmentPath"), "it was changed since systemd read it");
+        findings.push(warning("unit-changed", subject, found, "systemctl daemon-reload"));
+    }
+    findings
+}
+
+fn unit_settings(facts: &Facts) -> Outcome {
+    let unit = facts.unit.as_ref().map_err(Clone::clone)?;
+    Ok(judge_settings(unit, &facts.all_directories()?.collect::<Vec<_>>()))
+}
+
+fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    if matches!(word(unit, "LoadState"), "not-found" | "masked") {
+        return findings;
+    }
+    let temporary = needed.iter().find(|path| path.starts_with("/tmp") || path.starts_with("/var/tmp"));
+    if let Some(directory) = temporary.filter(|_| is_set(unit, "PrivateTmp")) {
+        let found =
+            format!("PrivateTmp=yes: {} is not the one that containers are given", directory.display());
+        findings.push(error("unit-private-tmp", UNIT, found, edit_unit("PrivateTmp=no")));
+    }
+    let granted = unit.get("ReadWritePaths").and_then(Value::as_array).into_iter().flatten();
+    let granted: Vec<&str> =
+        granted.filter_map(Value::as_str).map(|path| path.trim_start_matches(['-', '+'])).collect();
+    let protected: &[&str] = match word(unit, "ProtectSystem") {
+        "yes" => &["/usr", "/boot", "/efi"],
+        "full" => &["/usr", "/boot", "/efi", "/etc"],
+        "strict" => &["/"],
+        _ => &[],
+    };
+    for directory in needed {
+        let covered = protected.iter().any(|path| directory.starts_with(path));
+        // These stay writable under strict too.
+        let apart = ["/dev", "/proc", "/sys"].iter().any(|path| directory.starts_with(path));
+        if covered && !apart && !granted.iter().any(|path| directory.starts_with(path)) {
+            findings.push(error(
+                "unit-protects-directory",
+                directory.display(),
+                format!("ProtectSystem={}: the service can't write there", word(unit, "ProtectSystem")),
+                edit_unit(&format!("ReadWritePaths={}", to_be_writable(directory).display())),
+            ));
+        }
+    }
+    if word(unit, "KillMode") == "control-group" {
+        findings.push(error(
+            "unit-kill-mode",
+            UNIT,
+            "KillMode=control-group: a restart can end control daemons, and every job with them",
+            edit_unit("KillMode=process"),
+        ));
+    }
+    findings
+}
+
+/// A file in /etc hides the file of the package. A link to /dev/null is a mask, which the unit's state shows.
+fn shadowed(facts: &Facts) -> Outcome {
+    let hidden = Path::new("/etc/systemd/system").join(UNIT);
+    let file = facts.file(&hidden);
+    let Ok(text) = fs::read_to_string(&file) else { return Ok(Vec::new()) };
+    let ours =
+        ["/usr/lib/systemd/system", "/lib/systemd/system"].map(|directory| Path::new(directory).join(UNIT));
+    let ours: Vec<String> =
+        ours.iter().filter_map(|path| fs::read_to_string(facts.file(path)).ok()).collect();
+    if text.trim().is_empty() || ours.contains(&text) {
+        return Ok(Vec::new());
+    }
+    let starts = text.lines().find_map(|line| line.trim().strip_prefix("ExecStart="));
+    let found = format!("it hides the unit of the package and starts {}", starts.unwrap_or("nothing"));
+    let hidden = hidden.display();
+    let remedy =
+        format!("rm {hidden} && systemctl daemon-reload; own settings belong in a drop-in: systemctl edit");
+    Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
+}
+
+/// Two programs that set compute modes and start control daemons would undo each other's work.
+fn upstream(facts: &Facts) -> Outcome {
+    let installed = facts.file(UPSTREAM).exists().then(|| {
+        let found = "the platform's own MPS daemon is still installed, and would use the same GPUs";
+        let remedy = "remove the package that it is from (dpkg -S or rpm -qf), or rm it";
+        warning("upstream-installed", UPSTREAM, found, remedy)
+    });
+    let processes = if facts.own_processes() { proc::pids() } else { Vec::new() };
+    let runs = processes.into_iter().filter(|pid| proc::name(*pid).as_deref() == Some("mps-daemon"));
+    let running = runs.map(|pid| {
+        let found =
+            "the platform's own MPS daemon runs: it sets compute modes and starts control daemons as well";
+        let remedy = format!("systemctl stop the unit that `systemctl status {pid}` names, or kill {pid}");
+        error("upstream-running", format!("process {pid}"), found, remedy)
+    });
+    Ok(installed.into_iter().chain(running).collect())
+}
+
+fn version(facts: &Facts) -> Outcome {
+    let running = &facts.published()?.service.version;
+    let ours = env!("CARGO_PKG_VERSION");
+    if running.is_empty() || running == ours {
+        return Ok(Vec::new());
+    }
+    let found = format!("version {running} runs, and this program is {ours}");
+    let remedy = "systemctl restart yunion-mps-daemon: running jobs carry on";
+    Ok(vec![info("service-of-another-version", UNIT, found, remedy)])
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn unit(changes: &Value) -> UnitProperties {
+        let mut unit = json!({
+            "LoadState": "loaded",
+            "ActiveState": "active",
+            "UnitFileState": "enabled",
+            "FragmentPath": "/usr/lib/systemd/system/yunion-mps-daemon.service",
+            "NeedDaemonReload": false,
+            "Result": "success",
+            "ExecMainStatus": 0,
+            "PrivateTmp": false,
+            "ProtectSystem": "no",
+            "ReadWritePaths": [],
+            "KillMode": "process",
+        });
+        let all = unit.as_object_mut().unwrap();
+        all.extend(changes.as_object().unwrap().clone());
+        all.clone()
+    }
+
+    fn found(changes: &Value, needed: &[&str]) -> Vec<&'static str> {
+        let (unit, needed) = (unit(changes), needed.iter().map(PathBuf::from).collect::<Vec<_>>());
+        let findings = judge_state(&unit).into_iter().chain(judge_settings(&unit, &needed));
+        findings.map(|finding| finding.name).collect()
+    }
+
+    #[test]
+    fn a_unit_is_judged_by_what_systemd_says_of_it() {
+        const TMP: &[&str] = &["/tmp/nvidia-mps/pipe", "/tmp/nvidia-mps/log"];
+        for (changes, needed, expected) in [
+            (json!({}), TMP, &[][..]),
+            (json!({"LoadState": "not-found", "UnitFileState": ""}), TMP, &["unit-not-installed"]),
+            (json!({"LoadState": "masked", "UnitFileState": "masked"}), TMP, &["unit-masked"]),
+            (json!({"LoadState": "bad-setting"}), TMP, &["unit-broken"]),
+            (json!({"UnitFileState": "disabled"}), TMP, &["unit-not-enabled"]),
+            (
+                json!({"ActiveState": "failed", "Result": "exit-code", "ExecMainStatus": 78}),
+                TMP,
+                &["unit-failed"],
+            ),
+            (json!({"ActiveState": "failed", "Result": "start-limit-hit"}), TMP, &["unit-failed"]),
+            (json!({"ActiveState": "failed", "Result": "watchdog"}), TMP, &["unit-failed"]),
+            (json!({"NeedDaemonReload": true}), TMP, &["unit-changed"]),
+            (json!({"PrivateTmp": true}), TMP, &["unit-private-tmp"]),
+            (json!({"PrivateTmp": true}), &["/run/mps/pipe"], &[]),
+            (json!({"ProtectSystem": "full"}), TMP, &[]),
+            (json!({"ProtectSystem": "full"}), &["/etc/mps"], &["unit-protects-directory"]),
+            (json!({"ProtectSystem": "strict"}), &["/run/mps/pipe"], &["unit-protects-directory"]),
+            (json!({"ProtectSystem": "strict", "ReadWritePaths": ["-/run/mps"]}), &["/run/mps/pipe"], &[]),
+            (json!({"ProtectSystem": "strict"}), &["/dev/shm/mps"], &[]),
+            (json!({"KillMode": "control-group"}), TMP, &["unit-kill-mode"]),
+        ] {
+            assert_eq!(found(&changes, needed), expected, "{changes} {needed:?}");
+        }
+    }
+
+    /// A pipe directory that the unit allows by its own name is a mount of its own, and has no private directory beside it.
+    #[test]
+    fn the_remedy_allows_the_parent() {
+        let strict = unit(&json!({"ProtectSystem": "strict"}));
+        for needed in ["/run/mps/pipe", "/run/mps/pipe/GPU-168acfc9"] {
+            let remedy = judge_settings(&strict, &[needed.into()]).remove(0).problem.remedy;
+            assert!(remedy.contains("ReadWritePaths=/run/mps") && !remedy.contains("/run/mps/"), "{remedy}");
+        }
+    }
+
+    #[test]
+    fn a_failed_unit_says_why() {
+        let of = |changes: Value| judge_state(&unit(&changes)).remove(0);
+        let wrong = of(json!({"ActiveState": "failed", "Result": "exit-code", "ExecMainStatus": 78}));
+        assert!(
+            wrong.problem.found.contains("configuration")
+                && wrong.problem.remedy.contains("yunion-mpsctl check"),
+            "{wrong:?}"
+        );
+        let other = of(json!({"ActiveState": "failed", "Result": "watchdog", "ExecMainStatus": 6}));
+        assert!(other.problem.found.contains("watchdog, exit status 6"), "{other:?}");
+    }
+}

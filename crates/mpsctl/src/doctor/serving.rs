@@ -1,0 +1,341 @@
+//! Problems that the service itself reports, and problems that its clients will notice.
+
+use std::collections::BTreeMap;
+
+use super::facts::Facts;
+use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
+use common::bus::proxy::Listed;
+use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
+use common::counted::counted;
+use common::host::driver::{MULTI_USER, most_clients};
+use common::host::proc;
+use common::problem::Problem;
+
+pub(super) const CHECKS: &[Check] = &[
+    ("the control daemons", control_daemons),
+    ("the health of the GPUs", gpus),
+    ("the health of the slices", slices),
+    ("the state of the service", service),
+    ("whether limits are confirmed", limits),
+    ("the CPUs of the control daemons", cpus),
+    ("whose slices the clients use", devices),
+    ("clients that can command the control daemon", commanders),
+    ("drained slices", drained),
+    ("full slices", full),
+    ("the budgets of slices", budgets),
+    ("clients that wait for those of other users", waiting),
+];
+
+/// The remedy where the service itself gives the reason.
+const DO_WHAT_IT_SAYS: &str = "do what the reason says; yunion-mpsctl status and the journal say more";
+
+/// The remedy for tenants who are root of the host.
+const OTHER_USER: &str = "run such containers as a user of their own or in a user namespace";
+
+fn name(daemon: &ControlDaemon) -> String {
+    format!("control daemon {}", daemon.id)
+}
+
+/// A client for a finding: `7 (python3)`.
+pub(super) fn named(client: &Client) -> String {
+    format!("{} ({})", client.pid, client.command)
+}
+
+fn control_daemons(facts: &Facts) -> Outcome {
+    let of = |daemon: &Listed<ControlDaemon>| -> Option<Finding> {
+        let reason = &daemon.reason;
+        match daemon.state.as_str() {
+            "faulted" => Some(error(
+                "control-daemon-faulted",
+                name(daemon),
+                format!("its server has met a fatal GPU error: {reason}"),
+                "it is healed when its clients have ended, at the latest after cuda_mps_fault_grace; sooner with \
+                 yunion-mpsctl terminate PID for each that status names",
+            )),
+            "backoff" => Some(error(
+                "control-daemon-backoff",
+                name(daemon),
+                format!("it died or does not start: {reason}"),
+                format!(
+                    "it is tried again by itself; journalctl -u yunion-mps-daemon has what it said of failures, \
+                     {}/control.log every line",
+                    daemon.log_directory
+                ),
+            )),
+            "waiting" => Some(warning(
+                "control-daemon-waiting",
+                name(daemon),
+                reason,
+                "do what the reason says; if it waits for clients, yunion-mpsctl clients lists them and yunion-mpsctl apply \
+                 --force ends their GPU work",
+            )),
+            _ => None,
+        }
+    };
+    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+}
+
+/// The GPUs that are not healthy and for which no other finding gives the cause.
+fn gpus(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
+    let planned = |gpu: &&Listed<Gpu>| {
+        plans.iter().any(|plan| {
+            plan.gpu.pci.address.short() == gpu.addr && plan.obstacles.is_empty() && plan.gpu.nvml.is_ok()
+        })
+    };
+    let unexplained = |gpu: &&Listed<Gpu>| {
+        let daemons = &published.control_daemons;
+        let daemon =
+            daemons.iter().find(|one| !gpu.control_daemon.is_empty() && one.id == gpu.control_daemon);
+        daemon.map_or(daemons.is_empty(), |daemon| daemon.state == "ready")
+    };
+    let sick = published.gpus.iter().filter(|gpu| !gpu.healthy).filter(planned).filter(unexplained);
+    Ok(sick.map(|gpu| error("gpu-not-served", &gpu.addr, &gpu.reason, DO_WHAT_IT_SAYS)).collect())
+}
+
+/// The slices that are not served, though their GPU is.
+fn slices(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let is_served = |device: &Listed<Device>| {
+        published.gpus.iter().any(|gpu| gpu.addr == device.base_addr && gpu.healthy)
+    };
+    let devices = published.devices.as_deref().unwrap_or_default().iter();
+    let sick = devices.filter(|device| !device.healthy && !device.drained && is_served(device));
+    Ok(sick.map(|device| error("slice-not-served", &device.addr, &device.reason, DO_WHAT_IT_SAYS)).collect())
+}
+
+/// A problem of no GPU and no control daemon, such as a new configuration that was refused.
+fn service(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let state = published.service.state.as_str();
+    let all_well = published.gpus.iter().all(|gpu| gpu.healthy)
+        && published.devices.iter().flatten().all(|device| device.healthy || device.drained)
+        && published.control_daemons.iter().all(|daemon| daemon.state == "ready");
+    if matches!(state, "ready" | "disabled" | "stopping") || !all_well || facts.inventory.driver.is_err() {
+        return Ok(Vec::new());
+    }
+    let severity = if state == "failed" { Severity::Error } else { Severity::Warning };
+    let subject = format!("the service is {state}");
+    Ok(vec![finding(
+        severity,
+        "service-not-ready",
+        subject,
+        Problem::new(&published.service.state_reason, DO_WHAT_IT_SAYS),
+    )])
+}
+
+/// A control daemon enforces the limits of its largest slice.
+fn limits(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let mut findings = Vec::new();
+    for daemon in published.control_daemons.iter().filter(|daemon| daemon.state == "ready") {
+        let served = || published.served_by(&daemon.id);
+        let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
+        let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
+        for gpu in served() {
+            let pairs = [
+                (percentage, gpu.confirmed_thread_percentage, "%"),
+                (memory, gpu.confirmed_memory_limit, "MiB"),
+            ];
+            for (asked, confirmed, unit) in pairs {
+                let Some(asked) = asked else { continue };
+                let found = match confirmed {
+                    Some(confirmed) if confirmed != asked => {
+                        format!("asked for {asked} {unit}, and in force are {confirmed} {unit}")
+                    }
+                    None if gpu.limits_enforced && !daemon.servers.is_empty() => {
+                        format!("asked for {asked} {unit}, and no server has confirmed it")
+                    }
+                    _ => continue,
+                };
+                findings.push(warning(
+                    "limits-unconfirmed",
+                    &gpu.addr,
+                    found,
+                    "yunion-mpsctl reload sets them again; a server that keeps others is replaced, once it has no clients, by \
+                     busctl call io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s GPU",
+                ));
+            }
+        }
+    }
+    Ok(findings)
+}
+
+fn devices(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let clients = match &published.clients {
+        Ok(clients) => clients,
+        Err(reason) => {
+            let remedy = "a control daemon that hangs is dealt with by itself; journalctl -u yunion-mps-daemon says how";
+            return Ok(vec![warning("clients-unknown", "the clients", reason.to_string(), remedy)]);
+        }
+    };
+    let nameless: Vec<String> = clients
+        .iter()
+        // Clients that bypass MPS or wait have findings of their own.
+        .filter(|client| client.device.is_none() && !client.bypass && !client.waiting)
+        .map(|client| named(client))
+        .collect();
+    if nameless.is_empty() {
+        return Ok(Vec::new());
+    }
+    Ok(vec![info(
+        "clients-without-device",
+        counted(nameless.len(), "client"),
+        format!("nobody knows which slice they were given: {}", nameless.join(", ")),
+        "start them with yunion-mpsctl run, or with the environment that yunion-mpsctl env prints",
+    )])
+}
+
+/// Nothing is wrong with a slice that is full, nor with a GPU: all their clients are served.
+fn full(facts: &Facts) -> Outcome {
+    let published = facts.published()?;
+    let is_full = |device: &&Listed<Device>| {
+        device.max_clients.zip(device.clients).is_some_and(|(most, clients)| clients >= most)
+    };
+    let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
+    let places = |gpu: &Listed<Gpu>| {
+        let plan = plans.iter().find(|plan| plan.gpu.pci.address.short() == gpu.addr)?;
+        Some(most_clients(facts.inventory.series(), plan.gpu.facts()?.compute_capability))
+    };
+    let of = |gpu: &Listed<Gpu>| -> Option<Finding> {
+        let slices = published.devices.iter().flatten().filter(|device| device.pci_bdf == gpu.pci_bdf);
+        let names: Vec<&str> = slices.filter(is_full).map(|device| device.addr.as_str()).collect();
+        let most = gpu.clients.zip(places(gpu)).filter(|(clients, places)| clients >= places);
+        let found = match (most, names.as_slice()) {
+            (Some((_, places)), _) => format!("all {places} places for clients are taken"),
+            (None, []) => return None,
+            (None, names) => format!("as many clients as max_clients in {}", names.join(", ")),
+        };
+        Some(info(
+            "slices-full",
+            &gpu.addr,
+            found,
+            "place no more work there until a client has ended; yunion-mpsctl clients lists them",
+        ))
+    };
+    Ok(published.gpus.iter().filter_map(of).collect())
+}
+
+/// Clients in containers that can harm others by commands. A process of root's on the host can do that anyway.
+fn commanders(facts: &Facts) -> Outcome {
+    let Ok(clients) = &facts.published()?.clients else { return Ok(Vec::new()) };
+    let is_contained =
+        |client: &Client| client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
+    let (mut all, mut neighbours) = (BTreeMap::new(), BTreeMap::new());
+    for client in clients {
+        match client.may_command.as_deref() {
+            None | Some("nothing") => {}
+            // Nobody on the host has so little.
+            Some("neighbours") => _ = neighbours.insert(client.pid, named(client)),
+            Some(_) if is_contained(client) => _ = all.insert(client.pid, named(client)),
+            Some(_) => {}
+        }
+    }
+    let list = |clients: BTreeMap<u32, String>| clients.into_values().collect::<Vec<_>>().join(", ");
+    let mut findings = Vec::new();
+    if !all.is_empty() {
+        findings.push(warning(
+            "clients-command-all",
+            counted(all.len(), "client"),
+            format!(
+                "root of the host in a container with the control daemon's own directory can set everybody's limits and \
+                 end the control daemon: {}",
+                list(all)
+            ),
+            format!(
+                "let the agent give each container only the directory of its slice, which yunion-mpsctl env prints from \
+                 Volta and driver 580 on; {OTHER_USER}"
+            ),
+        ));
+    }
+    if !neighbours.is_empty() {
+        findings.push(info(
+            "clients-command-neighbours",
+            counted(neighbours.len(), "client"),
+            format!("root of the host in a container can end the GPU work of others: {}", list(neighbours)),
+            OTHER_USER,
+        ));
+    }
+    Ok(findings)
+}
+
+/// Slices that an administrator may have forgotten.
+fn drained(facts: &Facts) -> Outcome {
+    let devices = facts.published()?.devices.as_deref().unwrap_or_default();
+    let drained: Vec<&str> =
+        devices.iter().filter(|device| device.drained).map(|device| device.addr.as_str()).collect();
+    if drained.is_empty() {
+        return Ok(Vec::new());
+    }
+    Ok(vec![info(
+        "slices-drained",
+        counted(drained.len(), "slice"),
+        format!("drained for new clients: {}", drained.join(", ")),
+        "yunion-mpsctl undrain NAME takes that back for a slice or a GPU, undrain --all for everything",
+    )])
+}
+
+/// Slices with clients that have more together than one slice.
+fn budgets(facts: &Facts) -> Outcome {
+    let devices = facts.published()?.devices.as_deref().unwrap_or_default();
+    let of = |device: &Listed<Device>| {
+        let overuse = device.overuse.as_deref().filter(|overuse| !overuse.is_empty())?;
+        let in_use = match (device.clients, device.memory_used) {
+            (Some(clients), Some(mib)) => {
+                format!(" ({}, {mib} MiB)", counted(usize::try_from(clients).unwrap_or(usize::MAX), "client"))
+            }
+            _ => String::new(),
+        };
+        Some(warning(
+            "slice-over-budget",
+            &device.addr,
+            format!("{overuse}{in_use}"),
+            "yunion-mpsctl clients lists them, yunion-mpsctl terminate PID ends the work of one; max_clients in the \
+             device file allows more clients, and cuda_mps_overuse: terminate in host.conf ends the newest by itself",
+        ))
+    };
+    Ok(devices.iter().filter_map(of).collect())
+}
+
+/// Control daemons that run on other CPUs than they are to be bound to.
+fn cpus(facts: &Facts) -> Outcome {
+    let of = |daemon: &Listed<ControlDaemon>| {
+        let (wanted, cpus) = (daemon.wanted_cpus.as_ref()?, daemon.cpus.as_ref()?);
+        let found = format!("it is to run on CPUs {wanted}, which are near its GPUs, and may run on {cpus}");
+        (daemon.state == "ready" && wanted != cpus).then(|| {
+            warning(
+                "cpus-elsewhere",
+                name(daemon),
+                found,
+                "let the service and its control group use these CPUs (CPUAffinity= of the unit, AllowedCPUs= of \
+                 system.slice); the control daemon is bound at its next start; or cuda_mps_cpu_affinity: none",
+            )
+        })
+    };
+    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+}
+
+/// Without multi-user mode the users of a control daemon take turns, and a client that waits prints nothing.
+fn waiting(facts: &Facts) -> Outcome {
+    let clients = facts.published()?.clients.iter().flatten();
+    let of = |client: &Listed<Client>| {
+        warning(
+            "client-waits-for-other-user",
+            format!("process {}", client.pid),
+            format!(
+                "{} of user {} waits for a server; a control daemon without multi-user mode serves one user until the \
+                 clients of that user have all ended",
+                client.command,
+                client.user.as_deref().unwrap_or_default()
+            ),
+            format!(
+                "cuda_mps_multiuser: auto with a driver from {} on and GPUs from Volta on; otherwise run the clients as \
+                 one user, or use cuda_mps_topology: per_gpu",
+                MULTI_USER.series
+            ),
+        )
+    };
+    Ok(clients.filter(|client| client.waiting).map(of).collect())
+}

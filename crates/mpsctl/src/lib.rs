@@ -1,0 +1,491 @@
+//! The subcommands of yunion-mpsctl. They show the values on the bus and compute nothing a second time. `check` and
+//! `doctor` compare these values with the host itself, `probe` and `bench` test them with CUDA clients of their own.
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+use common::bus::proxy::{BusError, DaemonProxy};
+
+mod act;
+mod check;
+mod chosen;
+mod complete;
+mod cuda;
+mod doctor;
+mod given_out;
+mod measure;
+mod platform;
+mod screen;
+mod setup;
+mod show;
+mod signals;
+mod slurm;
+mod toolkit;
+mod watch;
+
+/// The exit status of a command that could not be carried out.
+const FAILED: u8 = 1;
+/// The exit status of a command line that makes no sense.
+const USAGE: u8 = 2;
+/// The exit status that means: the daemon is not running.
+const NOT_RUNNING: u8 = 3;
+
+/// Shows and uses the virtual GPU devices of yunion-mps-daemon.
+#[derive(Debug, Parser)]
+#[command(name = "yunion-mpsctl", version, arg_required_else_help = true)]
+#[command(
+    after_help = "Exit status: 0, 1 (it failed), 2 (wrong usage), 3 (yunion-mps-daemon is not running); check, doctor, \
+    is-ready and setup have others too.\n\n\
+    Examples:\n  \
+    yunion-mpsctl setup\n  \
+    yunion-mpsctl list\n  \
+    yunion-mpsctl run --free -- python3 train.py\n  \
+    yunion-mpsctl top"
+)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Lists the slices, or their GPUs
+    #[command(after_help = "Examples:\n  \
+        yunion-mpsctl list\n  \
+        yunion-mpsctl list --gpus -o wide\n  \
+        yunion-mpsctl list --names | xargs -n 1 yunion-mpsctl probe\n  \
+        yunion-mpsctl list --json | jq -r '.[] | select(.healthy) | .addr'")]
+    List(show::list::Arguments),
+    /// Shows the service, its control daemons, the GPUs with their limits, and the last events
+    #[command(after_help = "Examples:\n  \
+        yunion-mpsctl status\n  \
+        yunion-mpsctl status --watch\n  \
+        yunion-mpsctl status --json | jq .service.state")]
+    Status(show::status::Arguments),
+    /// Lists the processes that use the GPUs, and marks those that bypass MPS
+    #[command(after_help = "A container's id is shown with its first 12 digits; JSON has all of it.\n\n\
+        Examples:\n  \
+        yunion-mpsctl clients\n  \
+        yunion-mpsctl clients --json | jq -r '.[] | select(.bypass) | .pid'\n  \
+        yunion-mpsctl clients --json | jq 'group_by(.device) | map(length)'")]
+    Clients(show::clients::Arguments),
+    /// Shows slices, clients and events on the whole terminal, as they change
+    #[command(
+        after_help = "Keys: q or Esc quits, Tab goes from the slices to the clients and back, arrows select, s < > sort, \
+        r reverses the order, t ends the GPU work of the selected client after a question (for root), h shows all keys. \
+        A selected slice shows its clients alone. Columns without room are named. A restart of the service doesn't end \
+        this.\n\n\
+        Exit status: 0, or 128 plus the number of the signal that ended it; 2 without a terminal.\n\n\
+        Examples:\n  \
+        yunion-mpsctl top\n  \
+        NO_COLOR=1 yunion-mpsctl top"
+    )]
+    Top,
+    /// Prints the last events, oldest first, and with --follow the new ones as they come
+    #[command(
+        after_help = "The service keeps the last 32 events; the journal has all of them. Each line is printed at once. \
+        Ctrl-C, or a reader that leaves, ends --follow with exit status 0.\n\n\
+        Examples:\n  \
+        yunion-mpsctl events\n  \
+        yunion-mpsctl events --follow\n  \
+        yunion-mpsctl events --follow --json | jq --unbuffered -r .text"
+    )]
+    Events(watch::events::Arguments),
+    /// Says by the exit status whether the service is ready, for scripts
+    #[command(
+        after_help = "Ready means that every configured GPU is served. Otherwise one line names the state and its \
+        reason: degraded (only some GPUs are served, or something needs an administrator), starting, failed, disabled, \
+        stopping. status says more.\n\n\
+        Exit status: 0 ready, 1 not ready, 3 yunion-mps-daemon is not running. With --wait it is the status at the end \
+        of the waiting.\n\n\
+        Examples:\n  \
+        yunion-mpsctl is-ready --quiet && ./start-jobs\n  \
+        systemctl start yunion-mps-daemon && yunion-mpsctl is-ready --wait 60"
+    )]
+    IsReady(watch::is_ready::Arguments),
+    /// Prints metrics of the service, its devices and their clients, for Prometheus and other collectors
+    #[command(
+        after_help = "If yunion-mps-daemon is not running, the only metric is yunion_mps_up 0 and the exit status is \
+        0, so that a collector gets this finding. The exit status is 1 if the system bus can't be reached; a FILE then \
+        stays as it is.\n\n\
+        --clients adds a series for each client on each GPU, 1024 at most, of those with the most memory.\n\n\
+        Examples:\n  \
+        yunion-mpsctl metrics\n  \
+        yunion-mpsctl metrics --clients | grep '^yunion_mps_client_memory'\n  \
+        yunion-mpsctl metrics --format prometheus --to yunion-mps.prom"
+    )]
+    Metrics(show::metrics::Arguments),
+    /// Checks the configuration, and shows its plan and the changes that a reload would make
+    #[command(
+        after_help = "Works without root, without a GPU and without the service, and leaves out the parts that need \
+        them. Timeouts and the size of logs are not published, and so not compared.\n\n\
+        yunion-mps-daemon --check does the same.\n\n\
+        Exit status: 0 right, whether or not something would change; 78 wrong.\n\n\
+        Examples:\n  \
+        yunion-mpsctl check && yunion-mpsctl reload\n  \
+        yunion-mpsctl check --config /root/host.conf.new\n  \
+        yunion-mpsctl check --json | jq '.differences[] | select(.effect.when != \"live\")'"
+    )]
+    Check(check::Arguments),
+    /// Writes the configuration of a host that has none, after a look at its GPUs and a few questions
+    #[command(
+        after_help = "Changes no file that is there: if the host has configuration that does not enable MPS, setup says \
+        which lines belong where. On a host of the platform it writes host.conf and a device file with one entry for \
+        each GPU, since the platform knows no other GPUs. On any other host host.conf alone gives every GPU the same \
+        number of slices, also a GPU that comes later. There it also lets CUDA programs find their way to a slice by \
+        themselves: every program is a client, with the memory and the threads of one slice. On a host of the platform, and \
+        where NVIDIA's container toolkit is installed, a program that was not started with a slice gets the error 46. The result is checked as yunion-mps-daemon --check does.\n\n\
+        Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; 4 nothing \
+        was written, since files are there that have to change.\n\n\
+        Examples:\n  \
+        yunion-mpsctl setup\n  \
+        yunion-mpsctl setup --dry-run --yes\n  \
+        yunion-mpsctl setup --yes --slices 4 && systemctl enable --now yunion-mps-daemon"
+    )]
+    Setup(setup::Arguments),
+    /// Looks for problems on this host, and names a remedy for each
+    #[command(
+        after_help = "Works without the service too. Some checks need root; for other users, doctor names the checks \
+        that it has left out.\n\n\
+        Exit status: 0 neither errors nor warnings, 4 warnings, 5 errors.\n\n\
+        Examples:\n  \
+        yunion-mpsctl doctor\n  \
+        yunion-mpsctl doctor --json | jq -r '.findings[] | select(.severity == \"error\") | .remedy'"
+    )]
+    Doctor(doctor::Arguments),
+    /// Prints the settings with which a container, or a process on this host, uses devices
+    #[command(
+        after_help = "Slices of one GPU can't be joined: with several of them the settings are those of one slice, and a \
+        warning on standard error says so. run warns too. --free and --slurm mean the same as with run.\n\n\
+        podman and cdi name the GPU by its UUID in NVIDIA's CDI spec, which nvidia-ctk writes. cdi also names the slice in \
+        the service's own spec, which is there only if host.conf has cuda_mps_cdi_directory; an engine refuses a name \
+        that it does not find.\n\n\
+        If env fails, nothing must start without a slice: so it prints an option, or a name, that every engine refuses, and \
+        `false` for a shell. Its exit status and standard error say why.\n\n\
+        Examples:\n  \
+        eval \"$(yunion-mpsctl env 00:06.0-1)\" && ./a-cuda-program\n  \
+        eval \"$(yunion-mpsctl env --free)\" && ./a-cuda-program\n  \
+        options=$(yunion-mpsctl env 00:06.0-1 --format docker) &&\n      \
+        docker run --rm $options IMAGE\n  \
+        options=$(yunion-mpsctl env 00:06.0-1 --format podman) &&\n      \
+        podman run --rm $options IMAGE\n  \
+        yunion-mpsctl env 00:06.0-1 --format compose >mps-slice.yaml\n  \
+        yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json"
+    )]
+    Env(show::env::Arguments),
+    /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
+    #[command(
+        after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every process \
+        that it has started (CUDA error 810). Then the command gets the signal. A second signal is passed on at once; \
+        with --slurm it waits too, since Slurm sends SIGTERM twice. A command that handles SIGUSR1 or SIGUSR2 gets \
+        that signal alone; otherwise the signal counts as one that ends the command. A signal in the middle of a \
+        kernel would be a fault for every client on that GPU, so signal yunion-mpsctl and not the command itself. Only \
+        root can end GPU work, unless host.conf has cuda_mps_may_terminate: owner. For other users a signal is passed \
+        on at once, with a warning. The command runs in a session of its own: it can use the terminal, but not \
+        /dev/tty.\n\n\
+        The exit status is the command's, or 128 plus the number of the signal that ended it; 126 and 127 mean that \
+        it could not be started.\n\n\
+        --free takes one slice that is served, not drained and not full, and says on standard error which. Among \
+        slices with equally few clients it takes one of the GPU with the fewest clients, and the first in the order \
+        of the configuration. The clients of this moment count, and a command is a client only once it has started \
+        CUDA: so each slice that --free gave out in the last minute counts as one with one client more. That is known to the \
+        commands of the same user alone. Nobody knows of a command that takes longer to start CUDA, or of a slice that was \
+        named and is not used yet.\n\n\
+        --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job (SLURM_JOB_GPUS). Their names \
+        stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl slurm`.\n\n\
+        Examples:\n  \
+        yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
+        yunion-mpsctl run --free -- python3 train.py\n  \
+        yunion-mpsctl run --free h200 -- python3 train.py\n  \
+        srun --gres=gpu:1 yunion-mpsctl run --slurm -- python3 train.py\n  \
+        yunion-mpsctl run 00:06.0-1 00:07.0-1 -- ./two-gpus --verbose"
+    )]
+    Run(act::run::Arguments),
+    /// Prints the lines of Slurm's gres.conf that make the slices of this host GPUs of Slurm
+    #[command(
+        after_help = "A job that asks Slurm for a GPU then gets a slice, and finds it with run --slurm or env --slurm. \
+        These commands read the slice's name in /etc/yunion/gres.conf: Slurm counts the lines, so Slurm must have the same \
+        lines in the same order. After a change of the slices, write the file again and restart slurmctld and slurmd.\n\n\
+        Examples:\n  \
+        yunion-mpsctl slurm >/etc/yunion/gres.conf\n  \
+        srun --gres=gpu:1 yunion-mpsctl run --slurm -- python3 train.py"
+    )]
+    Slurm,
+    /// Ends the GPU work of processes without hurting their neighbours
+    #[command(
+        after_help = "The processes get CUDA error 810, and no signal. The command returns when none of them is a \
+        client any more, names them by PID, user and container, and fails after 30 seconds.\n\n\
+        Examples:\n  \
+        yunion-mpsctl terminate 1153 && kill 1153\n  \
+        yunion-mpsctl terminate --device 00:06.0-1\n  \
+        yunion-mpsctl terminate --container 4f1c2d3e5a6b && docker stop 4f1c2d3e5a6b"
+    )]
+    Terminate(act::terminate::Arguments),
+    /// Takes slices, GPUs or the whole host out of use for new clients, while the present clients finish
+    #[command(
+        after_help = "Nobody is given a drained slice: no container, no command of env and run, no user of the CDI spec. \
+        The drain lasts until undrain or the next boot: not even systemctl stop ends it. A \
+        container that an agent gives the pipe directory by itself can start new clients until every slice of its control \
+        daemon is drained, and with drivers before 580 nothing keeps such a container out. --wait waits for these clients \
+        too.\n\n\
+        --wait waits for every client of a GPU that is drained as a whole, and for every client that does not say which \
+        slice it has. Ctrl-C ends the waiting, and the drain stays.\n\n\
+        Exit status: 0 with --wait only if no client is left.\n\n\
+        Examples:\n  \
+        yunion-mpsctl drain 00:06.0-1\n  \
+        yunion-mpsctl drain 00:06.0 --wait\n  \
+        yunion-mpsctl drain --all --wait && systemctl stop yunion-mps-daemon"
+    )]
+    Drain(act::drain::Arguments),
+    /// Lets new clients have drained slices again
+    #[command(
+        after_help = "A slice of a drained GPU can be taken back alone, and a GPU of a drained host: the rest stays \
+        drained.\n\n\
+        Examples:\n  \
+        yunion-mpsctl undrain 00:06.0-1\n  \
+        yunion-mpsctl undrain --all"
+    )]
+    Undrain(act::drain::What),
+    /// Makes the service read its configuration again, as systemctl reload does
+    #[command(after_help = "The service refuses a wrong configuration, and keeps the old one.\n\n\
+        Examples:\n  \
+        yunion-mps-daemon --check && yunion-mpsctl reload")]
+    Reload {
+        /// Print the published generation and state as a JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Applies the changes of the configuration that wait for clients to leave
+    #[command(after_help = "With --force the journal names the clients before they end.\n\n\
+        Examples:\n  \
+        yunion-mpsctl apply\n  \
+        yunion-mpsctl apply --force")]
+    Apply {
+        /// Don't wait for clients: they lose their GPU (CUDA error 806)
+        #[arg(long)]
+        force: bool,
+        /// Print the result as a JSON object
+        #[arg(long)]
+        json: bool,
+    },
+    /// Opens a CUDA context on a slice, and compares its SMs and its memory with the published limits
+    #[command(
+        after_help = "The first process has the environment of the device. The second process has the same \
+        environment without the limits, and so gets the limits that the control daemon itself enforces, even if \
+        somebody else has changed them. SMs may differ by one pair, since GPUs hand out pairs. Memory may differ by \
+        the part that a context takes (128 MiB and 6 MiB for each SM at most). GPUs before Volta enforce no limits, \
+        so nothing is compared there.\n\n\
+        For a moment each process allocates as much memory as the device promises. If other programs hold more than \
+        their share, an allocation of a neighbour can fail in that moment. So nothing is allocated on a GPU that has \
+        clients, unless --beside-clients is given.\n\n\
+        Exit status: 1 if anything differs, or could not be found out.\n\n\
+        Examples:\n  \
+        yunion-mpsctl probe\n  \
+        yunion-mpsctl probe 00:06.0-1\n  \
+        yunion-mpsctl probe --json | jq '.[] | select(.matches | not)'"
+    )]
+    Probe(measure::probe::Arguments),
+    /// Measures the speed of CUDA processes side by side on a GPU, with MPS and without
+    #[command(
+        after_help = "1, 2, 4, ... processes at once run two kernels: a narrow one, which leaves most of the GPU \
+        idle, and a wide one, which fills it. The measurement takes about a minute, with the GPU under full load. It \
+        does not start beside other clients, unless --beside-clients is given. Processes without MPS can only be \
+        measured in compute mode DEFAULT. Ctrl-C ends the processes between two kernels.\n\n\
+        Examples:\n  \
+        yunion-mpsctl bench\n  \
+        yunion-mpsctl bench -n 16 --device 00:06.0\n  \
+        yunion-mpsctl bench -n 4 --device 00:06.0-0 --device 00:06.0-1 --json"
+    )]
+    Bench(measure::bench::Arguments),
+}
+
+impl Command {
+    /// Whether the exit status says more than that the command was carried out. Whoever asks for it may not read the rest.
+    fn answers_by_exit_status(&self) -> bool {
+        matches!(self, Self::Check(_) | Self::Doctor(_) | Self::IsReady(_) | Self::Probe(_) | Self::Setup(_))
+    }
+}
+
+/// Why a subcommand could not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+enum Error {
+    #[error(transparent)]
+    Bus(#[from] BusError),
+    /// The service is not there, for the reason that systemd knows.
+    #[error("yunion-mps-daemon is not running: {0}")]
+    NotRunning(String),
+    #[error("can't start: {0}")]
+    Runtime(#[source] io::Error),
+    #[error("can't write the output: {0}")]
+    Output(#[from] io::Error),
+    #[error("can't write JSON: {0}")]
+    Json(#[from] serde_json::Error),
+    #[error("can't watch for signals: {0}")]
+    Signals(#[source] io::Error),
+    #[error("can't learn how the command ended: {0}")]
+    Wait(#[source] io::Error),
+    #[error("can't start a process: {0}")]
+    Start(#[source] io::Error),
+    #[error("{0}")]
+    Failed(String),
+    #[error("{0}")]
+    Usage(String),
+}
+
+impl Error {
+    fn exit_status(&self) -> u8 {
+        match self {
+            Self::Bus(BusError::NotRunning) | Self::NotRunning(_) => NOT_RUNNING,
+            Self::Usage(_) => USAGE,
+            _ => FAILED,
+        }
+    }
+
+    /// Whether the reader of our output has gone, as `head` does: nothing to complain about.
+    fn is_closed_pipe(&self) -> bool {
+        match self {
+            Self::Output(e) => e.kind() == io::ErrorKind::BrokenPipe,
+            Self::Json(e) => e.io_error_kind() == Some(io::ErrorKind::BrokenPipe),
+            _ => false,
+        }
+    }
+}
+
+/// The output of a command that answers by its exit status too: the command goes on if the reader leaves.
+struct MayLoseReader<'o>(&'o mut dyn Write);
+
+impl Write for MayLoseReader<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write(bytes).or_else(|error| without_closed_pipe(error).map(|()| bytes.len()))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush().or_else(without_closed_pipe)
+    }
+}
+
+fn without_closed_pipe(error: io::Error) -> io::Result<()> {
+    if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
+}
+
+/// The command line as data, for its manual page and completions.
+pub fn command() -> clap::Command {
+    Arguments::command()
+}
+
+/// Does what the arguments ask (the first one is the program's name), and returns the exit status.
+pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    if let Some(status) = act::run::become_command(&arguments, err) {
+        return status;
+    }
+    if let Some(status) = measure::cuda_client::become_cuda_client(&arguments, out) {
+        return status;
+    }
+    if let Some(status) = complete::complete_words(&arguments, out) {
+        return status;
+    }
+    let done = match Arguments::try_parse_from(&arguments) {
+        Ok(Arguments { command }) => {
+            let refused_line = match &command {
+                Command::Env(arguments) => arguments.refused_line(),
+                _ => None,
+            };
+            let done = run_command(command, out);
+            if let (Err(_), Some(line)) = (&done, refused_line) {
+                let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+            }
+            done
+        }
+        Err(e) if e.use_stderr() => {
+            if let Some(line) = show::env::refused_line_of_wrong_usage(&arguments) {
+                let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+            }
+            let _ = match act::run::without_dashes(&arguments) {
+                Some(remedy) => writeln!(err, "error: {remedy}"),
+                None => write!(err, "{}", e.render()),
+            };
+            Ok(USAGE)
+        }
+        Err(help) => {
+            write!(out, "{}", help.render()).and_then(|()| out.flush()).map(|()| 0).map_err(Error::Output)
+        }
+    };
+    told(done, err)
+}
+
+/// The exit status of what was done. An error is told on standard error.
+fn told(done: Result<u8, Error>, err: &mut dyn Write) -> u8 {
+    match done {
+        Ok(status) => status,
+        Err(e) if e.is_closed_pipe() => 0,
+        Err(e) => {
+            // The exit status says it too, in case nobody listens.
+            let _ = writeln!(err, "{}", show::table::hanging(&format!("yunion-mpsctl: {e}")));
+            e.exit_status()
+        }
+    }
+}
+
+fn runtime() -> Result<tokio::runtime::Runtime, Error> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)
+}
+
+fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
+    let mut may_lose_reader = MayLoseReader(&mut *out);
+    let out: &mut dyn Write =
+        if command.answers_by_exit_status() { &mut may_lose_reader } else { may_lose_reader.0 };
+    runtime()?.block_on(async {
+        match execute(command, out).await {
+            // A unit that has failed by its configuration is not started by another try.
+            Err(Error::Bus(BusError::NotRunning)) => Err(match doctor::why_not_running().await {
+                Some(reason) => Error::NotRunning(reason),
+                None => BusError::NotRunning.into(),
+            }),
+            done => done,
+        }
+    })
+}
+
+async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
+    // `check`, `setup` and `doctor` work without the daemon too, and look for it themselves.
+    let daemon = DaemonProxy::connect;
+    let mut status = 0;
+    match command {
+        Command::List(arguments) => show::list::list(&daemon().await?, &arguments, out).await?,
+        Command::Status(arguments) if arguments.watch => watch::status::watch(&arguments, out).await?,
+        Command::Status(arguments) => show::status::status(&daemon().await?, &arguments, out).await?,
+        Command::Clients(arguments) => show::clients::clients(&daemon().await?, &arguments, out).await?,
+        Command::Top => status = watch::top::top(out).await?,
+        Command::Events(arguments) => watch::events::events(&arguments, out).await?,
+        Command::IsReady(arguments) => status = watch::is_ready::is_ready(&arguments, out).await?,
+        Command::Metrics(arguments) => show::metrics::metrics(&daemon().await?, &arguments, out).await?,
+        Command::Check(arguments) => status = check::check(&arguments, out).await?,
+        Command::Setup(arguments) => status = setup::setup(&arguments, out).await?,
+        Command::Doctor(arguments) => status = doctor::doctor(&arguments, out).await?,
+        Command::Env(arguments) => show::env::env(&daemon().await?, &arguments, out).await?,
+        Command::Run(arguments) => status = act::run::run(daemon().await?, &arguments).await?,
+        Command::Slurm => slurm::slurm(&daemon().await?, out).await?,
+        Command::Terminate(arguments) => act::terminate::terminate(&daemon().await?, &arguments, out).await?,
+        Command::Drain(arguments) => status = act::drain::drain(&daemon().await?, &arguments, out).await?,
+        Command::Undrain(what) => act::drain::undrain(&daemon().await?, &what, out).await?,
+        Command::Reload { json } => act::apply::reload(&daemon().await?, json, out).await?,
+        Command::Apply { force, json } => act::apply::apply(&daemon().await?, force, json, out).await?,
+        Command::Probe(arguments) => {
+            status = measure::probe::probe(&daemon().await?, &arguments, out).await?;
+        }
+        Command::Bench(arguments) => {
+            status = measure::bench::bench(&daemon().await?, &arguments, out).await?;
+        }
+    }
+    out.flush()?;
+    Ok(status)
+}
+
+/// Prints a JSON document, one value a line.
+fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<(), Error> {
+    writeln!(out, "{}", common::text::json(value)?)?;
+    Ok(())
+}

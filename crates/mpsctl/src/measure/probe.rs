@@ -1,0 +1,347 @@
+//! `yunion-mpsctl probe`: the limits of a slice, beside the SMs and the memory of a CUDA client of it.
+
+use std::io::{self, Write};
+
+use clap::Args;
+use serde_json::{Value, json};
+
+use crate::complete;
+use crate::measure::cuda_client::{CudaClient, Environment, Request, Seen};
+use crate::show::health;
+use crate::show::table::{Shown, prose, table, with_unit};
+use crate::{Error, FAILED, print_json};
+use common::bus::proxy::{DaemonProxy, Listed};
+use common::bus::rows::{ControlDaemon, Device};
+use common::counted::counted;
+
+/// The tolerated difference in multiprocessors: GPUs hand them out in pairs.
+const SMS_TOLERANCE: u32 = 2;
+
+/// The most that a context takes of the memory limit, in MiB: a fixed part, and a part for each multiprocessor. An H200
+/// takes 28 and 3.7.
+const CONTEXT_MIB: u64 = 128;
+const CONTEXT_MIB_PER_SM: u64 = 6;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
+    /// first slice of every GPU that is not drained; its other slices have the same limits and the same server
+    #[arg(value_name = "DEVICE", add = complete::devices())]
+    device: Option<String>,
+    /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
+    #[arg(long)]
+    beside_clients: bool,
+    /// Print everything as a JSON array
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) async fn probe(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<u8, Error> {
+    let devices = daemon.devices().await?;
+    let chosen: Vec<&Listed<Device>> = match &arguments.device {
+        Some(name) => vec![named(daemon, name, &devices).await?],
+        None => first_slices(&devices),
+    };
+    if chosen.is_empty() {
+        return Err(Error::Failed("there is no device to probe; see: yunion-mpsctl status".to_owned()));
+    }
+    let clients = daemon.clients().await?;
+    let mut reports = Vec::new();
+    for device in chosen {
+        let others = clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
+        let mut report = Report::new(device, &devices, others);
+        // A device that was named is tried in any case.
+        if arguments.device.is_none() && !device.healthy {
+            let health = health::in_words(device);
+            let advice = if device.drained { "" } else { "; name it to have it probed all the same" };
+            report.error = Some(format!("{health}{advice}"));
+        } else if let Err(error) = report.fill(daemon, arguments.beside_clients).await {
+            report.error = Some(error.to_string());
+        }
+        if !arguments.json {
+            report.print(out)?;
+            out.flush()?;
+        }
+        reports.push(report);
+    }
+    if arguments.json {
+        print_json(out, &reports.iter().map(Report::document).collect::<Vec<_>>())?;
+    }
+    Ok(if reports.iter().all(Report::matches) { 0 } else { FAILED })
+}
+
+/// The first slice of each GPU that is not drained. Where all are, it is the first.
+fn first_slices<'d>(devices: impl IntoIterator<Item = &'d Listed<Device>>) -> Vec<&'d Listed<Device>> {
+    let mut first: Vec<&Listed<Device>> = Vec::new();
+    for device in devices {
+        match first.iter_mut().find(|one| one.base_addr == device.base_addr) {
+            Some(one) if one.drained && !device.drained => *one = device,
+            Some(_) => {}
+            None => first.push(device),
+        }
+    }
+    first
+}
+
+/// The slice with this name. The name of a GPU stands for one slice of it, as everywhere.
+async fn named<'a>(
+    daemon: &DaemonProxy,
+    name: &str,
+    devices: &'a [Listed<Device>],
+) -> Result<&'a Listed<Device>, Error> {
+    let answer = daemon.container_config(&[name.to_owned()]).await?;
+    let slice = answer.environment.iter().find(|(name, _)| name == "YUNION_MPS_DEVICE");
+    let slice = slice.map(|(_, slice)| slice.as_str()).unwrap_or_default();
+    let meant = devices.iter().filter(|device| device.addr == slice || device.base_addr == slice);
+    let device = first_slices(meant).into_iter().next();
+    device.ok_or_else(|| Error::Failed(format!("device {slice} has gone")))
+}
+
+/// A control daemon that knows no multi-user mode serves one user, until the last client of that user has ended. A client
+/// of another user waits until then, which can be weeks.
+pub(crate) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<(), Error> {
+    let daemons = daemon.control_daemons().await?;
+    let serves = |daemon: &&Listed<ControlDaemon>| {
+        daemon.gpus.iter().any(|gpu| device.device_path.as_ref() == Some(gpu))
+    };
+    let Some(control_daemon) = daemons.iter().find(serves) else { return Ok(()) };
+    if control_daemon.multiuser != Some(false) {
+        return Ok(());
+    }
+    let us = rustix::process::geteuid().as_raw();
+    let clients = daemon.clients().await?;
+    let other = clients.iter().find(|one| {
+        !one.bypass && control_daemon.gpus.contains(&one.gpu) && one.uid.is_some_and(|uid| uid != us)
+    });
+    let Some(other) = other else { return Ok(()) };
+    let (user, pid) = (other.user.shown(), other.pid);
+    Err(Error::Failed(format!(
+        "its control daemon serves user {user} (PID {pid}), and nobody else until the clients of that user have ended: \
+         try again then, or as that user"
+    )))
+}
+
+/// Limits, of a slice or of a control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Limits {
+    thread_percentage: u32,
+    /// In MiB; none where the daemon couldn't learn the GPU's memory.
+    memory: Option<u64>,
+}
+
+impl Limits {
+    fn of(device: &Device) -> Self {
+        Self {
+            thread_percentage: u32::try_from(device.mps_thread_percentage).unwrap_or(100),
+            memory: device.mps_memory_limit.and_then(|limit| limit.try_into().ok()),
+        }
+    }
+
+    /// The percentage of `all` multiprocessors, in whole pairs.
+    fn sms(self, all: u32) -> u32 {
+        (all * self.thread_percentage / 100 / 2 * 2).max(2)
+    }
+}
+
+struct Report<'a> {
+    device: &'a Device,
+    slice: Limits,
+    /// A control daemon has the limits of its largest slice.
+    control_daemon: Limits,
+    clients: usize,
+    all_sms: Option<u32>,
+    as_slice: Option<Seen>,
+    without_limits: Option<Seen>,
+    mismatches: Vec<String>,
+    /// The reason why the report is incomplete.
+    error: Option<String>,
+}
+
+impl<'a> Report<'a> {
+    fn new(device: &'a Device, devices: &[Listed<Device>], clients: usize) -> Self {
+        let slice = Limits::of(device);
+        let together = || devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
+        let percentages = together().map(|other| Limits::of(other).thread_percentage);
+        let control_daemon = Limits {
+            thread_percentage: percentages.max().unwrap_or(slice.thread_percentage),
+            memory: together().filter_map(|other| Limits::of(other).memory).max(),
+        };
+        Self {
+            device,
+            slice,
+            control_daemon,
+            clients,
+            all_sms: None,
+            as_slice: None,
+            without_limits: None,
+            mismatches: Vec::new(),
+            error: None,
+        }
+    }
+
+    async fn fill(&mut self, daemon: &DaemonProxy, beside_clients: bool) -> Result<(), Error> {
+        refuse_to_queue(daemon, self.device).await?;
+        let enforced = self.device.limits_enforced;
+        let environment = Environment::of_slice(daemon, &self.device.addr).await?;
+        let all = CudaClient::ask_once(&environment.without_mps(), Request::Count).await?;
+        self.all_sms = Some(all);
+        let allocate = enforced && (self.clients == 0 || beside_clients);
+        let look = |limits: Limits| Request::Look { allocate: limits.memory.filter(|_| allocate) };
+        let as_slice = CudaClient::ask_once(&environment, look(self.slice)).await?;
+        // A client's environment can only tighten the limits. Loosened limits show only without it.
+        let without_limits =
+            CudaClient::ask_once(&environment.without_limits(), look(self.control_daemon)).await?;
+        self.as_slice = Some(as_slice);
+        self.without_limits = Some(without_limits);
+        if enforced {
+            self.mismatches.extend(differences("a client of this slice", self.slice, as_slice, all));
+            let who = "a client that brings no limits of its own";
+            self.mismatches.extend(differences(who, self.control_daemon, without_limits, all));
+        }
+        Ok(())
+    }
+
+    fn matches(&self) -> bool {
+        self.mismatches.is_empty() && self.error.is_none()
+    }
+
+    fn document(&self) -> Value {
+        let limits = |limits: Limits| {
+            json!({
+                "thread_percentage": limits.thread_percentage,
+                "sms": self.all_sms.map(|all| limits.sms(all)),
+                "memory_limit": limits.memory,
+            })
+        };
+        json!({
+            "addr": self.device.addr,
+            "device_path": self.device.device_path,
+            "model": self.device.model,
+            "limits_enforced": self.device.limits_enforced,
+            "sms": self.all_sms,
+            "clients": self.clients,
+            "slice": {"promised": limits(self.slice), "found": self.as_slice},
+            "control_daemon": {"promised": limits(self.control_daemon), "found": self.without_limits},
+            "mismatches": self.mismatches,
+            "error": self.error,
+            "matches": self.matches(),
+        })
+    }
+
+    fn print(&self, out: &mut dyn Write) -> io::Result<()> {
+        let Device { addr, model, device_path, limits_enforced, .. } = self.device;
+        writeln!(out, "{} on {} {}", addr.shown(), model.shown(), device_path.shown())?;
+        if let (Some(all), Some(as_slice), Some(without_limits)) =
+            (self.all_sms, self.as_slice, self.without_limits)
+        {
+            let mut table = table(&["CLIENT", "LIMITS", "SMS"], &["MEMORY", "FREE", "TOTAL"]);
+            let mib = |mib: Option<u64>| with_unit(mib, "MiB");
+            for (client, limits, seen) in [
+                ("with this slice's limits", self.slice, as_slice),
+                ("without limits of its own", self.control_daemon, without_limits),
+            ] {
+                let sms = format!("{} of {all}", limits.sms(all));
+                table.add_row([client, "promised", &sms, &mib(limits.memory), "-", "-"]);
+                let [free, total] = [seen.memory_free, seen.memory_total].map(|memory| mib(Some(memory)));
+                let (sms, allocated) = (seen.sms.to_string(), mib(seen.allocated));
+                table.add_row(["", "found", &sms, &allocated, &free, &total]);
+            }
+            writeln!(out, "{table}")?;
+            if !limits_enforced {
+                let said = "This GPU enforces no limits (before Volta), so there is nothing to compare.";
+                writeln!(out, "{}", prose(said))?;
+            } else if as_slice.allocated.is_none() && self.slice.memory.is_some() {
+                let clients = counted(self.clients, "other client");
+                let said = format!("Nothing was allocated: the GPU has {clients} (see --beside-clients).");
+                writeln!(out, "{}", prose(&said))?;
+            }
+        }
+        for mismatch in &self.mismatches {
+            writeln!(out, "{}", prose(&format!("MISMATCH: {mismatch}")))?;
+        }
+        if let Some(error) = &self.error {
+            writeln!(out, "{}", prose(&format!("NOT PROBED: {error}")))?;
+        } else if self.matches() && *limits_enforced {
+            writeln!(out, "What is promised is what a client gets.")?;
+        }
+        writeln!(out)
+    }
+}
+
+/// The differences between the limits and the things that a client got, on a GPU with that many multiprocessors.
+fn differences(who: &str, limits: Limits, seen: Seen, all: u32) -> Vec<String> {
+    let mut differences = Vec::new();
+    let (sms, percentage) = (limits.sms(all), limits.thread_percentage);
+    if seen.sms.abs_diff(sms) > SMS_TOLERANCE {
+        let found = seen.sms;
+        differences.push(format!("{who} has {found} SMs instead of {sms} ({percentage} % of {all})"));
+    }
+    // A limit above the memory of the GPU can't be seen.
+    let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
+    let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
+    let least = limit.saturating_sub(context);
+    // The context counts against the limit too, so a client never gets all of the limit.
+    if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
+        let free = seen.memory_free;
+        differences.push(format!(
+            "{who} has {free} MiB of memory free: the limit of {limit} MiB is not in force, or a looser one is"
+        ));
+    } else if let Some(got) = [Some(seen.memory_free), seen.allocated].into_iter().flatten().min()
+        && got < least
+    {
+        differences.push(format!(
+            "{who} gets {got} MiB of memory under a limit of {limit} MiB, at least {least} would be right: a lower \
+             limit is in force, or others hold the memory"
+        ));
+    }
+    differences
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const QUARTER: Limits = Limits { thread_percentage: 25, memory: Some(35942) };
+    const MEASURED: Seen =
+        Seen { sms: 32, memory_free: 35797, memory_total: 143_155, allocated: Some(35796) };
+
+    #[test]
+    fn percentages_are_worth_whole_pairs() {
+        let sms = |thread_percentage, all| Limits { thread_percentage, memory: None }.sms(all);
+        assert_eq!([10, 25, 50, 100].map(|percentage| sms(percentage, 132)), [12, 32, 66, 132]);
+        assert_eq!(sms(1, 132), 2);
+    }
+
+    #[test]
+    fn what_was_measured_is_what_is_promised() {
+        assert_eq!(differences("it", QUARTER, MEASURED, 132), [""; 0]);
+        assert_eq!(differences("it", QUARTER, Seen { allocated: None, ..MEASURED }, 132), [""; 0]);
+        // One slice that is the whole GPU: NVML counts a little more than CUDA.
+        let whole = Limits { thread_percentage: 100, memory: Some(143_771) };
+        let seen = Seen { sms: 132, memory_free: 142_629, allocated: Some(142_629), ..MEASURED };
+        assert_eq!(differences("it", whole, seen, 132), [""; 0]);
+    }
+
+    #[test]
+    fn another_limit_is_a_difference() {
+        for (seen, expected) in [
+            (Seen { sms: 66, ..MEASURED }, "it has 66 SMs instead of 32 (25 % of 132)"),
+            (Seen { sms: 12, ..MEASURED }, "it has 12 SMs instead of 32 (25 % of 132)"),
+            (
+                Seen { memory_free: 71614, allocated: Some(35942), ..MEASURED },
+                "it has 71614 MiB of memory free: the limit of 35942 MiB is not in force, or a looser one is",
+            ),
+            (
+                Seen { allocated: Some(20000), ..MEASURED },
+                "it gets 20000 MiB of memory under a limit of 35942 MiB, at least 35622 would be right: a lower \
+                 limit is in force, or others hold the memory",
+            ),
+        ] {
+            assert_eq!(differences("it", QUARTER, seen, 132), [expected]);
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! The text of the files.
+
+use std::path::{Path, PathBuf};
+
+use super::gpus::Found;
+use crate::platform::WHERE_CUDA_LOOKS;
+use common::config::{Loaded, MAIN_FILE};
+use common::host::gpu::Gpu;
+use common::text::printable;
+
+const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
+
+/// Everything that was asked.
+pub(super) struct Answers {
+    /// Whether the host belongs to the platform.
+    pub(super) platform: bool,
+    /// Whether CUDA programs shall find the control daemon by themselves.
+    by_itself: bool,
+    slices: Slices,
+}
+
+/// The number of slices.
+enum Slices {
+    /// The same of every GPU, also of one that comes later.
+    OfEvery(u32),
+    /// Of these GPUs, and of no others.
+    Of(Vec<(Gpu, u32)>),
+}
+
+impl Answers {
+    /// `slices` has the answer for each group; 0 leaves it out.
+    ///
+    /// Without a device file nothing goes wrong if the kernel numbers the render nodes differently at the next boot, and
+    /// a new GPU is served at once. But the platform knows only the GPUs that the device file lists.
+    pub(super) fn new(found: &Found, slices: &[u32], platform: bool, by_itself: bool) -> Self {
+        let mut gpus: Vec<(Gpu, u32)> = Vec::new();
+        for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {
+            gpus.extend(group.gpus.iter().map(|gpu| (gpu.clone(), *slices)));
+        }
+        gpus.sort_by_key(|(gpu, _)| gpu.pci.address);
+        let slices = match slices {
+            [first, rest @ ..]
+                if !platform && !found.would_serve_more() && rest.iter().all(|one| one == first) =>
+            {
+                Slices::OfEvery(*first)
+            }
+            _ => Slices::Of(gpus),
+        };
+        Self { platform, by_itself, slices }
+    }
+}
+
+/// A file of the configuration.
+pub(super) struct File {
+    pub(super) path: PathBuf,
+    /// The whole file.
+    pub(super) text: String,
+    /// The lines that matter in it.
+    pub(super) lines: String,
+    /// The words in front of the name of a file that exists: they say where the lines go.
+    pub(super) change: &'static str,
+}
+
+/// The files, in the order in which they are to be written. `loaded` is the configuration that is there.
+pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
+    let settings = &loaded.settings;
+    let (mut files, mut keys) = (Vec::new(), Vec::new());
+    keys.push(("This host serves its GPUs through MPS.", "enable_cuda_mps: true".to_owned()));
+    match &answers.slices {
+        Slices::OfEvery(slices) => {
+            keys.push(("Every NVIDIA GPU has this many slices.", format!("cuda_mps_replicas: {slices}")));
+        }
+        Slices::Of(gpus) => {
+            let there = settings.devices.first().map(|entry| entry.origin.file.as_path());
+            let path = there.unwrap_or(Path::new(DEVICE_FILE));
+            if settings.devices.iter().all(|entry| entry.mps.is_none()) {
+                files.push(device_file(path, gpus));
+            }
+            if there.is_none() {
+                let line = format!("container_device_config_file: {}", path.display());
+                keys.push(("The GPUs to serve, with their numbers of slices, are in this file.", line));
+            }
+        }
+    }
+    if answers.by_itself {
+        keys.push((
+            "CUDA looks here by itself: every CUDA program of this host is a client of a slice, without any setting.",
+            format!("cuda_mps_pipe_directory: {WHERE_CUDA_LOOKS}"),
+        ));
+    }
+    let mut text = "# The settings of yunion-mps-daemon, written by `yunion-mpsctl setup`. `man 5 yunion-mps-host.conf` has \
+                    all keys.\n# Check a change with `yunion-mps-daemon --check`, then apply it with `systemctl reload \
+                    yunion-mps-daemon`.\n"
+        .to_owned();
+    for (comment, line) in &keys {
+        text.push_str(&format!("\n# {comment}\n{line}\n"));
+    }
+    let main = settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
+    let lines = keys.iter().map(|(_, line)| format!("{line}\n")).collect();
+    files.push(File { path: main.to_owned(), text, lines, change: "Set these keys in" });
+    files
+}
+
+fn device_file(path: &Path, gpus: &[(Gpu, u32)]) -> File {
+    let mut lines = "devices:\n".to_owned();
+    for (gpu, slices) in gpus {
+        let (address, uuid) = (gpu.pci.address, gpu.uuid().unwrap_or("UUID unknown"));
+        lines.push_str(&format!("# {}, {}, {}\n", address.short(), printable(&gpu.model()), printable(uuid)));
+        let path = match &gpu.pci.render_node {
+            Some(node) => node.display().to_string(),
+            // Quoted: without quotes some readers of YAML take digits and colons for a number.
+            None => format!("\"{address}\""),
+        };
+        lines.push_str(&format!("- path: {path}\n  type: NVIDIA_MPS\n  virtual_number: {slices}\n"));
+    }
+    let text = format!(
+        "# The GPUs that yunion-mps-daemon serves, written by `yunion-mpsctl setup`. virtual_number is the number of \
+         slices.\n# `man 5 yunion-mps-host_container_device.yml` has all keys. Check a change with `yunion-mps-daemon \
+         --check`.\n\n{lines}"
+    );
+    let change = "Let each of these GPUs have this entry, and no other, in";
+    File { path: path.to_owned(), text, lines, change }
+}

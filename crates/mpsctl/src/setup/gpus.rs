@@ -1,0 +1,132 @@
+//! The GPUs of this host, and what a slice of them has.
+
+use std::num::NonZeroU32;
+
+use common::config::Settings;
+use common::host::gpu::Gpu;
+use common::host::inventory::Inventory;
+use common::plan::{self, GpuPlan, Plan};
+
+/// The memory of a slice at which most programs find room. The proposal is as many slices as have about this much.
+const PROPOSED_MIB: u64 = 8192;
+
+/// The fewest and the most slices that are proposed.
+const PROPOSED_SLICES: (u64, u64) = (2, 10);
+
+/// The GPUs of this host.
+pub(super) struct Found {
+    inventory: Inventory,
+    /// The GPUs that can be served, by model.
+    pub(super) groups: Vec<Group>,
+    /// The GPUs that cannot be served as they are, with the reason.
+    left_out: Vec<(Gpu, String)>,
+}
+
+/// GPUs of one model, in the order of their addresses.
+pub(super) struct Group {
+    pub(super) gpus: Vec<Gpu>,
+    model: String,
+    memory_mib: Option<u64>,
+}
+
+impl Found {
+    pub(super) fn new(inventory: Inventory) -> Self {
+        // The number of slices does not matter for the question which GPUs can be served.
+        let plan = plan(&inventory, NonZeroU32::MIN);
+        let planned = |gpu: &Gpu| planned(plan.as_ref()?, gpu);
+        let mut groups: Vec<Group> = Vec::new();
+        let mut left_out = Vec::new();
+        for gpu in &inventory.gpus {
+            let obstacle = match planned(gpu) {
+                Some(planned) if planned.servable() => None,
+                Some(planned) => Some(planned.unusable().unwrap_or_default()),
+                None => gpu.pci.foreign_driver().map(|driver| format!("the kernel driver {driver} holds it")),
+            };
+            if let Some(obstacle) = obstacle {
+                left_out.push((gpu.clone(), obstacle));
+                continue;
+            }
+            let (model, memory_mib) = (gpu.model(), gpu.facts().and_then(|facts| facts.memory_total_mib));
+            match groups.iter_mut().find(|group| group.model == model && group.memory_mib == memory_mib) {
+                Some(group) => group.gpus.push(gpu.clone()),
+                None => groups.push(Group { gpus: vec![gpu.clone()], model, memory_mib }),
+            }
+        }
+        Self { inventory, groups, left_out }
+    }
+
+    /// Whether the service would try to serve a GPU that is left out, if no entry says which GPUs to serve.
+    pub(super) fn would_serve_more(&self) -> bool {
+        self.left_out.iter().any(|(gpu, _)| gpu.pci.foreign_driver().is_none())
+    }
+
+    pub(super) fn in_words(&self) -> Vec<String> {
+        let mut lines = vec![match &self.inventory.driver {
+            Ok(version) => format!("GPUs of this host, with driver {version}:"),
+            Err(reason) => format!("GPUs of this host, without a driver ({reason}):"),
+        }];
+        for group in &self.groups {
+            for gpu in &group.gpus {
+                let memory = group.memory_mib.map(|mib| format!(", {mib} MiB")).unwrap_or_default();
+                lines.push(format!("  {} {}{memory}", gpu.pci.address.short(), group.model));
+            }
+        }
+        for (gpu, reason) in &self.left_out {
+            lines.push(format!("  {} {}: left out: {reason}", gpu.pci.address.short(), gpu.model()));
+        }
+        if self.inventory.gpus.is_empty() {
+            lines.push("  none of NVIDIA".to_owned());
+        }
+        lines
+    }
+
+    /// The share of each of this many slices, as the service's own plan says it.
+    pub(super) fn share_in_words(&self, group: &Group, slices: u32) -> String {
+        let share = || {
+            let plan = plan(&self.inventory, NonZeroU32::new(slices)?)?;
+            let planned = planned(&plan, group.gpus.first()?)?;
+            (planned.memory_limit_mib > 0).then_some((planned.memory_limit_mib, planned.thread_percentage))
+        };
+        let (memory, threads) = match share() {
+            Some((memory, threads)) => (format!("{memory} MiB"), format!("{threads} %")),
+            None => (format!("1/{slices}"), format!("1/{slices}")),
+        };
+        let model = group.model_in_words();
+        format!(
+            "With {slices} slices of the {model}, each has {memory} of its memory and {threads} of its threads."
+        )
+    }
+}
+
+impl Group {
+    /// The number of slices that suits the memory; the default of `cuda_mps_replicas` if the memory is not known.
+    pub(super) fn proposed(&self) -> u32 {
+        let (least, most) = PROPOSED_SLICES;
+        let default = Settings::default().replicas.get();
+        self.memory_mib.map_or(default, |mib| {
+            let fitting = mib.saturating_add(PROPOSED_MIB / 2) / PROPOSED_MIB;
+            u32::try_from(fitting.clamp(least, most)).unwrap_or(default)
+        })
+    }
+
+    pub(super) fn in_words(&self) -> String {
+        let model = self.model_in_words();
+        match self.gpus.len() {
+            1 => format!("the {model}"),
+            gpus => format!("each of the {gpus} {model}"),
+        }
+    }
+
+    fn model_in_words(&self) -> &str {
+        if self.model.is_empty() { "GPU" } else { &self.model }
+    }
+}
+
+fn plan(inventory: &Inventory, slices: NonZeroU32) -> Option<Plan> {
+    let settings = Settings { enabled: true, replicas: slices, ..Settings::default() };
+    plan::plan(&settings, inventory, &[]).ok()
+}
+
+fn planned<'p>(plan: &'p Plan, gpu: &Gpu) -> Option<&'p GpuPlan> {
+    plan.gpus.iter().find(|planned| planned.gpu.pci.address == gpu.pci.address)
+}

@@ -1,0 +1,213 @@
+//! `yunion-mpsctl setup`: from a host without configuration to files that serve its GPUs.
+//!
+//! The plan of the service computes the share of a slice, and `--check` judges the result. No file that exists is changed.
+
+mod ask;
+mod files;
+mod gpus;
+mod place;
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
+use tokio::time::timeout;
+
+use self::ask::Questions;
+use self::files::{Answers, File};
+use self::gpus::Found;
+use crate::platform::WHERE_CUDA_LOOKS;
+use crate::show::table::{hanging, prose};
+use crate::{Error, FAILED, platform, toolkit};
+use common::bus::proxy::DaemonProxy;
+use common::check::{self, Checked};
+use common::config::{self, Loaded, Sources};
+use common::host::inventory::Inventory;
+use common::text::printable;
+
+/// The exit status if files are there that would have to change.
+const THERE_ALREADY: u8 = 4;
+
+/// The time in which a running service says so.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
+
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// Take every default, and ask nothing
+    #[arg(long)]
+    yes: bool,
+    /// The number of slices of each GPU [default: about 8 GiB for a slice, from 2 to 10 slices]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<u32>::new().range(1..=999))]
+    slices: Option<u32>,
+    /// Print the files, and write nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Read and write the host's files below this directory
+    #[arg(long, value_name = "DIR", default_value = "/")]
+    sysroot: PathBuf,
+}
+
+/// Returns the exit status.
+pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+    let root = Path::new("/");
+    if arguments.sysroot == root && !arguments.dry_run && !rustix::process::geteuid().is_root() {
+        return Err(failed(
+            "only root can write the configuration: run it with sudo; --dry-run shows the files to every user",
+        ));
+    }
+    let mut questions = Questions::new(arguments.yes)?;
+    let sources = Sources { config: None, sysroot: arguments.sysroot.clone() };
+    let loaded = match config::load(&sources) {
+        Ok(loaded) => loaded,
+        Err(refused) => {
+            say(&Checked::Refused(refused), out)?;
+            return Err(failed(
+                "the configuration that is there has mistakes, and setup changes no file that is there",
+            ));
+        }
+    };
+    if loaded.settings.enabled {
+        writeln!(out, "MPS is enabled already, so nothing was written.\n")?;
+        return finish(&sources, platform::is_here(&sources.sysroot, &loaded), out).await;
+    }
+    let found = look(&sources.sysroot, out)?;
+    let answers = ask(arguments, &sources, &loaded, &found, &mut questions, out)?;
+    let files = files::compose(&answers, &loaded);
+    let in_the_way = files.iter().any(|file| place::is_taken(&sources.sysroot, &file.path));
+    if in_the_way || !loaded.settings.sources.is_empty() {
+        return tell(&files, &sources, out);
+    }
+    if arguments.dry_run {
+        for file in &files {
+            writeln!(out, "\n{}:\n", file.path.display())?;
+            out.write_all(indented(&file.text).as_bytes())?;
+        }
+        writeln!(out, "\nNothing was written: that is what --dry-run is for.")?;
+        return Ok(0);
+    }
+    let names: Vec<String> = files.iter().map(|file| file.path.display().to_string()).collect();
+    if !questions.yes_or_no(&format!("Write {}?", names.join(" and ")), out)? {
+        writeln!(out, "Nothing was written.")?;
+        return Ok(FAILED);
+    }
+    place::all(&sources.sysroot, &files).map_err(Error::Failed)?;
+    writeln!(out, "Written: {}\n", names.join(", "))?;
+    finish(&sources, answers.platform, out).await
+}
+
+fn failed(words: &str) -> Error {
+    Error::Failed(words.to_owned())
+}
+
+/// Looks at the GPUs, and says what is there.
+fn look(sysroot: &Path, out: &mut dyn Write) -> Result<Found, Error> {
+    let root = sysroot.to_owned();
+    let inventory = check::ask_driver(move |driver| Inventory::read(&root, driver))
+        .unwrap_or_else(|reason| check::without_driver(sysroot, &reason));
+    let found = Found::new(inventory);
+    for line in found.in_words() {
+        writeln!(out, "{}", hanging(&line))?;
+    }
+    writeln!(out)?;
+    if found.groups.is_empty() {
+        return Err(failed("no GPU of this host can be served, so nothing was written"));
+    }
+    Ok(found)
+}
+
+fn ask(
+    arguments: &Arguments,
+    sources: &Sources,
+    loaded: &Loaded,
+    found: &Found,
+    questions: &mut Questions,
+    out: &mut dyn Write,
+) -> Result<Answers, Error> {
+    let mut slices = Vec::new();
+    for group in &found.groups {
+        slices.push(match arguments.slices {
+            Some(slices) => slices,
+            None => {
+                let proposed = group.proposed();
+                writeln!(out, "{}", prose(&found.share_in_words(group, proposed)))?;
+                let question = format!("How many slices shall {} have? 0 leaves it out.", group.in_words());
+                questions.number(&printable(&question), 999, proposed, out)?
+            }
+        });
+    }
+    if slices.iter().all(|slices| *slices == 0) {
+        return Err(failed("no GPU is to have slices, so nothing was written"));
+    }
+    let platform = platform::is_here(&sources.sysroot, loaded) || {
+        let question = "Does this host belong to a Cloudpods platform? Nothing here looks like it.";
+        questions.no_or_yes(question, out)?
+    };
+    let by_itself = !platform && ask_by_itself(&sources.sysroot, questions, out)?;
+    Ok(Answers::new(found, &slices, platform, by_itself))
+}
+
+/// Whether CUDA programs shall find the control daemon by themselves. `doctor` warns of that where containers would find it
+/// too, so there nobody has it by default.
+fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool, Error> {
+    let question = "Shall every CUDA program of this host find its way to a slice by itself? Otherwise only programs that are \
+                    started with a slice find it.";
+    let Some(tool) = toolkit::installed(sysroot) else { return questions.yes_or_no(question, out) };
+    let said = format!(
+        "{tool} is installed: it mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so containers that were given \
+         no slice would find their way too."
+    );
+    writeln!(out, "{}", prose(&said))?;
+    questions.no_or_yes(question, out)
+}
+
+/// Says what to write where, since files are there already.
+fn tell(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8, Error> {
+    writeln!(
+        out,
+        "Nothing was written: configuration is there already, and setup changes no file that is there."
+    )?;
+    for file in files {
+        let path = file.path.display();
+        let verb = if place::is_taken(&sources.sysroot, &file.path) { file.change } else { "Write" };
+        writeln!(out, "\n{verb} {path}:\n")?;
+        out.write_all(indented(&file.lines).as_bytes())?;
+    }
+    writeln!(out, "\nThen:\n\n    yunion-mps-daemon --check && systemctl enable --now yunion-mps-daemon")?;
+    Ok(THERE_ALREADY)
+}
+
+fn indented(text: &str) -> String {
+    let line = |line: &str| if line.is_empty() { "\n".to_owned() } else { format!("    {line}\n") };
+    text.lines().map(line).collect()
+}
+
+/// Checks the configuration as `yunion-mps-daemon --check` does, and names the next command.
+async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Result<u8, Error> {
+    let checked = check::look(sources);
+    say(&checked, out)?;
+    if !checked.problems().is_empty() {
+        return Ok(FAILED);
+    }
+    let next = if is_running().await { "systemctl reload" } else { "systemctl enable --now" };
+    writeln!(out, "\nNext:\n\n    {next} yunion-mps-daemon")?;
+    if platform {
+        writeln!(
+            out,
+            "    kubectl rollout restart ds -n onecloud default-host    # so that the platform looks again"
+        )?;
+    } else {
+        writeln!(out, "    yunion-mpsctl run --free -- ./a-cuda-program")?;
+    }
+    Ok(0)
+}
+
+fn say(checked: &Checked, out: &mut dyn Write) -> io::Result<()> {
+    check::words(checked).lines().try_for_each(|line| writeln!(out, "{}", hanging(line)))
+}
+
+async fn is_running() -> bool {
+    let asked = async { DaemonProxy::connect().await?.service().await };
+    timeout(SIGN_OF_LIFE, asked).await.is_ok_and(|answer| answer.is_ok())
+}

@@ -1,0 +1,77 @@
+//! `yunion-mpsctl clients`.
+
+use std::io::Write;
+
+use clap::Args;
+
+use crate::show::columns::{CLIENTS, table_of};
+use crate::show::health::state_in_words;
+use crate::show::list::Output;
+use crate::show::table::{Shown, prose};
+use crate::{Error, print_json};
+use common::bus::proxy::{DaemonProxy, Listed};
+use common::bus::rows::{Client, Gpu, Service};
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// `wide` adds columns: the GPU, how the slice is known, the client's power over the control daemon, the start
+    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
+    output: Option<Output>,
+    /// Print everything that the service publishes as a JSON array
+    #[arg(long, conflicts_with = "output")]
+    json: bool,
+}
+
+pub(crate) async fn clients(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    let listed = daemon.clients().await?;
+    if arguments.json {
+        return print_json(out, &listed);
+    }
+    if listed.is_empty() {
+        writeln!(out, "{}", prose(&why_none(&*daemon.service().await?)))?;
+        return Ok(());
+    }
+    let wide = arguments.output == Some(Output::Wide);
+    let gpus = daemon.gpus().await?;
+    let named = |one: &Listed<Client>| Client { gpu: gpu_name(one, &gpus), ..Client::clone(one) };
+    let named: Vec<Client> = listed.iter().map(named).collect();
+    writeln!(out, "{}", table_of(CLIENTS, &named, wide).shorten())?;
+    let bypassing = listed.iter().filter(|one| one.bypass).count();
+    if bypassing > 0 {
+        let (use_a_gpu, them) = if bypassing == 1 { ("uses", "it") } else { ("use", "them") };
+        let said = format!(
+            "BYPASS: {bypassing} of these {use_a_gpu} a GPU without our MPS server; nothing holds {them} to a share."
+        );
+        writeln!(out, "\n{}", prose(&said))?;
+    }
+    let waiting = listed.iter().filter(|one| one.waiting).count();
+    if waiting > 0 {
+        let wait = if waiting == 1 { "waits" } else { "wait" };
+        let said = format!(
+            "WAITS: {waiting} of these {wait} for a server; yunion-mpsctl status says in its events for whom."
+        );
+        writeln!(out, "\n{}", prose(&said))?;
+    }
+    Ok(())
+}
+
+/// The address of the GPU, by which its slices are named; its UUID if it is not configured now.
+fn gpu_name(client: &Client, gpus: &[Listed<Gpu>]) -> String {
+    let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(&client.gpu));
+    gpu.map_or(&client.gpu, |gpu| &gpu.addr).shown()
+}
+
+/// Not every state explains that there is no client: a service that is degraded may serve most of its GPUs.
+fn why_none(service: &Service) -> String {
+    match service.state.as_str() {
+        "ready" => "No clients: no process uses a GPU that is served.".to_owned(),
+        "degraded" => {
+            format!("No clients: no process uses a GPU that is served. Note that {}", state_in_words(service))
+        }
+        _ => format!("No clients: {}", state_in_words(service)),
+    }
+}

@@ -1,0 +1,390 @@
+//! The columns of all tables of slices, GPUs, control daemons and clients. A new column is one value in the list of its
+//! table.
+
+use std::cmp::Ordering;
+
+use crate::show::health::{Health, for_the_platform};
+use crate::show::table::{Head, Shown, Table, Tone, tone_of, with_unit};
+use crate::show::time;
+use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
+use common::membership::whose::SHORT_ID;
+use common::text::printable;
+
+/// The places between the brackets of a bar.
+const BAR: i32 = 10;
+
+/// A column of rows.
+pub(crate) struct Column<R> {
+    pub(crate) head: Head,
+    pub(crate) text: fn(&R) -> String,
+    /// The tone of a row with this text.
+    pub(crate) tone: fn(&R, &str) -> Option<Tone>,
+    /// The order of the rows of `top` by this column.
+    pub(crate) order: fn(&R, &R) -> Ordering,
+    /// Whether only `-o wide` has it.
+    is_wide: bool,
+}
+
+impl<R> Column<R> {
+    const fn new(name: &'static str, text: fn(&R) -> String) -> Self {
+        let head = Head { name, is_number: false, ends: false, expendable: 0 };
+        Self { head, text, tone: |_, _| None, order: |_, _| Ordering::Equal, is_wide: false }
+    }
+
+    const fn number(self) -> Self {
+        Self { head: Head { is_number: true, ..self.head }, ..self }
+    }
+
+    const fn ends(self) -> Self {
+        Self { head: Head { ends: true, ..self.head }, ..self }
+    }
+
+    const fn expendable(self, expendable: u8) -> Self {
+        Self { head: Head { expendable, ..self.head }, ..self }
+    }
+
+    const fn wide(self) -> Self {
+        Self { is_wide: true, ..self }
+    }
+
+    const fn order(self, order: fn(&R, &R) -> Ordering) -> Self {
+        Self { order, ..self }
+    }
+
+    const fn toned(self, tone: fn(&R, &str) -> Option<Tone>) -> Self {
+        Self { tone, ..self }
+    }
+
+    /// With the tone of a state.
+    const fn state(self) -> Self {
+        self.toned(|_, text| tone_of(text))
+    }
+}
+
+/// The table of these rows, with the columns for `-o wide` or without.
+pub(crate) fn table_of<'r, R: 'r>(
+    columns: &[Column<R>],
+    rows: impl IntoIterator<Item = &'r R>,
+    wide: bool,
+) -> Table {
+    let columns: Vec<&Column<R>> = columns.iter().filter(|column| wide || !column.is_wide).collect();
+    let mut table = Table::new(columns.iter().map(|column| column.head));
+    for row in rows {
+        table.add_toned_row(columns.iter().map(|column| {
+            let text = (column.text)(row);
+            let tone = (column.tone)(row, &text);
+            (text, tone)
+        }));
+    }
+    table
+}
+
+const fn slice(name: &'static str, text: fn(&Device) -> String) -> Column<Device> {
+    Column::new(name, text)
+}
+
+const fn gpu(name: &'static str, text: fn(&Gpu) -> String) -> Column<Gpu> {
+    Column::new(name, text)
+}
+
+const fn daemon(name: &'static str, text: fn(&ControlDaemon) -> String) -> Column<ControlDaemon> {
+    Column::new(name, text)
+}
+
+const fn client(name: &'static str, text: fn(&Client) -> String) -> Column<Client> {
+    Column::new(name, text)
+}
+
+// Columns of several tables. The service lists slices in the order of the configuration.
+const SLICE: Column<Device> = slice("SLICE", |one| one.addr.shown());
+const SHARE: Column<Device> = slice("SHARE", |one| with_unit(Some(one.mps_thread_percentage), "%"))
+    .number()
+    .expendable(1)
+    .order(|a, b| b.mps_thread_percentage.cmp(&a.mps_thread_percentage));
+const PID: Column<Client> = client("PID", |one| one.pid.shown()).number().order(|a, b| a.pid.cmp(&b.pid));
+const USER: Column<Client> =
+    client("USER", |one| one.user.shown()).expendable(1).order(|a, b| a.user.cmp(&b.user));
+const COMMAND: Column<Client> =
+    client("COMMAND", |one| one.command.shown()).ends().order(|a, b| a.command.cmp(&b.command));
+const MEMORY: Column<Client> = client("MEMORY", |one| with_unit(one.memory_mib, "MiB"))
+    .number()
+    .order(|a, b| b.memory_mib.cmp(&a.memory_mib));
+/// The oldest first, and those of an unknown age last.
+const AGE: Column<Client> =
+    client("AGE", |one| one.since.map(|since| time::age(time::from_seconds(since))).shown())
+        .expendable(2)
+        .order(|a, b| a.since.unwrap_or(i64::MAX).cmp(&b.since.unwrap_or(i64::MAX)));
+const CONTAINER: Column<Client> = client("CONTAINER", |one| short_id(one).shown())
+    .expendable(3)
+    .order(|a, b| a.container_id.cmp(&b.container_id));
+
+/// `list`
+pub(crate) const SLICES: &[Column<Device>] = &[
+    SLICE,
+    slice("GPU", |one| one.model.shown()).expendable(2),
+    slice("MEMORY", |one| of_limit(one.memory_used, one.mps_memory_limit, " MiB")).number(),
+    SHARE,
+    slice("CLIENTS", |one| of_limit(one.clients, one.max_clients, "")).number(),
+    slice("INDEX", |one| one.nvidia_index.shown()).expendable(4).wide(),
+    slice("NUMA", |one| one.numa_node.shown()).expendable(5).wide(),
+    slice("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(6).wide(),
+    slice("UUID", |one| one.device_path.shown()).expendable(3).wide(),
+    slice("RENDER NODE", |one| one.render_node.shown()).expendable(7).wide(),
+    slice("PIPE DIRECTORY", |one| one.pipe_directory.shown()).expendable(8).wide(),
+    slice("HEALTH", health).state(),
+];
+
+/// `list --gpus`, and the GPUs of `status`
+pub(crate) const GPUS: &[Column<Gpu>] = &[
+    gpu("GPU", |one| one.addr.shown()),
+    gpu("MODEL", |one| one.model.shown()).expendable(2),
+    gpu("SLICES", each),
+    gpu("IN USE", |one| with_unit(one.memory_used, "MiB")).number().expendable(1),
+    gpu("CLIENTS", |one| one.clients.shown()).number(),
+    gpu("INDEX", |one| one.nvidia_index.shown()).expendable(5).wide(),
+    gpu("NUMA", |one| one.numa_node.shown()).expendable(6).wide(),
+    gpu("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(3).wide(),
+    gpu("CONFIRMED", confirmed).expendable(4).wide(),
+    gpu("UUID", |one| one.device_path.shown()).expendable(7).wide(),
+    gpu("RENDER NODE", |one| one.render_node.shown()).expendable(8).wide(),
+    gpu("HEALTH", |one| Health::of_gpu(one).word().to_owned()).state(),
+];
+
+/// `list --platform`. The heads are the platform's.
+pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
+    slice("Addr", |one| one.addr.shown()),
+    slice("Dev_type", |one| one.dev_type.shown()),
+    slice("Model", |one| one.model.shown()),
+    slice("Vendor_device_id", |one| one.vendor_device_id.shown()),
+    slice("numa_node", |one| one.numa_node.shown()),
+    slice("Device_path", |one| one.device_path.shown()),
+    slice("PCIE_Info", |one| one.pcie_info.shown()),
+    slice("Index", |one| one.index.shown()),
+    slice("Device_minor", |one| one.device_minor.shown()),
+    slice("Health", |one| for_the_platform(one.healthy, &one.reason)),
+];
+
+/// `list --gpus --platform`
+pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
+    gpu("Addr", |one| one.addr.shown()),
+    gpu("Dev_type", |one| one.dev_type.shown()),
+    gpu("Sharing_mode", |one| one.sharing_mode.shown()),
+    gpu("Virtual_num", |one| one.virtual_num.shown()),
+    gpu("Model", |one| one.model.shown()),
+    gpu("Vendor_device_id", |one| one.vendor_device_id.shown()),
+    gpu("numa_node", |one| one.numa_node.shown()),
+    gpu("Device_path", |one| one.device_path.shown()),
+    gpu("PCIE_Info", |one| one.pcie_info.shown()),
+    gpu("Health", |one| for_the_platform(one.healthy, &one.reason)),
+];
+
+/// The control daemons of `status`, with their names for people as ids.
+pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
+    daemon("CONTROL DAEMON", |one| one.id.shown()),
+    daemon("STATE", |one| one.state.shown()).state(),
+    daemon("FOR", |one| time::age(time::from_seconds(one.since))).expendable(3),
+    daemon("SINCE", |one| time::local(time::from_seconds(one.since))).expendable(6).wide(),
+    daemon("MULTI-USER", |one| one.multiuser.shown()).expendable(5).wide(),
+    daemon("FOR NVIDIA'S FRONT END", front_end).expendable(1).wide(),
+    daemon("CPUS", cpus).expendable(2),
+    daemon("STARTS", |one| one.starts.shown()).number().expendable(4),
+    daemon("PID", |one| one.pid.shown()).number(),
+    daemon("SERVER", |one| one.servers.shown()).number(),
+];
+
+/// `clients`, with the addresses of their GPUs as GPUs.
+pub(crate) const CLIENTS: &[Column<Client>] = &[
+    PID,
+    USER,
+    COMMAND,
+    client("MPS", |one| by_mps(one).to_owned()).state(),
+    client("SLICE", |one| one.device.shown()),
+    MEMORY,
+    AGE,
+    client("GPU", |one| one.gpu.shown()).expendable(3).wide(),
+    client("KNOWN BY", |one| one.known_by.shown()).expendable(4).wide(),
+    client("MAY COMMAND", |one| one.may_command.shown()).expendable(5).wide(),
+    client("SINCE", |one| one.since.map(|since| time::local(time::from_seconds(since))).shown())
+        .expendable(6)
+        .wide(),
+    CONTAINER,
+];
+
+/// The clients that `drain --wait` waits for.
+pub(crate) const WAITED_FOR: &[Column<Client>] =
+    &[PID, USER, client("SLICE", slice_or_not_known), CONTAINER, COMMAND];
+
+/// The slices of `top`. The last column holds prose, and takes the room that is left.
+pub(crate) const TOP_SLICES: &[Column<Device>] = &[
+    SLICE,
+    slice("GPU", gpu_of_slice).expendable(3).order(|a, b| a.nvidia_index.cmp(&b.nvidia_index)),
+    slice("CLIENTS", clients_of_slice).number().order(|a, b| b.clients.cmp(&a.clients)),
+    slice("MEMORY", |one| format!("{}/{} MiB", one.memory_used.shown(), one.mps_memory_limit.shown()))
+        .number()
+        .order(|a, b| b.memory_used.cmp(&a.memory_used)),
+    slice("IN USE", bar)
+        .expendable(2)
+        .toned(|one, _| is_over_its_budget(one).then_some(Tone::Bad))
+        .order(|a, b| in_use(b).total_cmp(&in_use(a))),
+    SHARE,
+    // The word alone: the reason is that of the whole GPU, and stands above once a slice is selected. The worst first.
+    slice("STATE", health).state().order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
+];
+
+/// The clients of `top`.
+pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
+    PID,
+    USER,
+    client("SLICE", slice_as_far_as_it_has_one)
+        .state()
+        .order(|a, b| slice_as_far_as_it_has_one(a).cmp(&slice_as_far_as_it_has_one(b))),
+    MEMORY,
+    AGE.number(),
+    CONTAINER,
+    COMMAND,
+];
+
+fn health(slice: &Device) -> String {
+    Health::of_slice(slice).word().to_owned()
+}
+
+/// A number beside its limit: `580 / 35942 MiB`.
+fn of_limit<N: ToString>(number: Option<N>, limit: Option<N>, unit: &str) -> String {
+    let text = |number: Option<N>| number.map_or_else(|| "-".to_owned(), |number| number.to_string());
+    match (number, limit) {
+        (None, None) => "-".to_owned(),
+        (number, limit) => format!("{} / {}{unit}", text(number), text(limit)),
+    }
+}
+
+/// `2/12`
+fn clients_of_slice(slice: &Device) -> String {
+    match slice.max_clients {
+        Some(most) => format!("{}/{most}", slice.clients.shown()),
+        None => slice.clients.shown(),
+    }
+}
+
+/// `0 Tesla P40`
+fn gpu_of_slice(slice: &Device) -> String {
+    let index = slice.nvidia_index.map(|index| index.shown());
+    index.into_iter().chain(slice.model.as_ref().map(Shown::shown)).collect::<Vec<_>>().join(" ")
+}
+
+/// The part of the memory limit that is in use; less than nothing if it is not known.
+fn in_use(slice: &Device) -> f64 {
+    match (slice.memory_used, slice.mps_memory_limit) {
+        (Some(used), Some(limit)) if limit > 0 => f64::from(used) / f64::from(limit),
+        _ => -1.0,
+    }
+}
+
+fn bar(slice: &Device) -> String {
+    let (Some(used), Some(limit)) = (slice.memory_used, slice.mps_memory_limit.filter(|limit| *limit > 0))
+    else {
+        return "-".to_owned();
+    };
+    // The least use is seen.
+    let places = i64::from(used.max(0)) * i64::from(BAR);
+    let full = (places + i64::from(limit) - 1) / i64::from(limit);
+    let bar = (0..i64::from(BAR)).map(|place| if place < full { '|' } else { ' ' });
+    format!("[{}]", bar.collect::<String>())
+}
+
+fn is_over_its_budget(slice: &Device) -> bool {
+    slice.overuse.as_ref().is_some_and(|overuse| !overuse.is_empty())
+}
+
+/// The number of slices, and the limits of each.
+fn each(gpu: &Gpu) -> String {
+    let memory = gpu.mps_memory_limit.map(|mib| format!("{mib} MiB, ")).unwrap_or_default();
+    format!("{} of {memory}{} %", gpu.virtual_num, gpu.mps_thread_percentage)
+}
+
+/// The limits that the control daemon and its server have confirmed.
+fn confirmed(gpu: &Gpu) -> String {
+    let memory = gpu.confirmed_memory_limit.map(|mib| format!("{mib} MiB"));
+    let threads = gpu.confirmed_thread_percentage.map(|percentage| format!("{percentage} %"));
+    let known: Vec<String> = memory.into_iter().chain(threads).collect();
+    if known.is_empty() { "-".to_owned() } else { known.join(", ") }
+}
+
+fn front_end(daemon: &ControlDaemon) -> String {
+    format!("CUDA_MPS_PIPE_DIRECTORY={}", daemon.control_directory.shown())
+}
+
+/// The CPUs on which a control daemon may run, and the CPUs to which it is to be bound, if these are others. Empty if it is
+/// not bound, as most are: a column in which nothing stands is not shown.
+fn cpus(daemon: &ControlDaemon) -> String {
+    match (daemon.cpus.as_deref(), daemon.wanted_cpus.as_deref()) {
+        (None, _) | (Some("all"), None) => String::new(),
+        (Some(cpus), Some(wanted)) if cpus != wanted => printable(&format!("{cpus} (wanted: {wanted})")),
+        (Some(cpus), _) => printable(cpus),
+    }
+}
+
+fn by_mps(client: &Client) -> &'static str {
+    match client {
+        Client { bypass: true, .. } => "BYPASS",
+        Client { waiting: true, .. } => "WAITS",
+        _ => "yes",
+    }
+}
+
+fn slice_as_far_as_it_has_one(client: &Client) -> String {
+    match client {
+        Client { bypass: true, .. } => "BYPASS".to_owned(),
+        Client { waiting: true, device, .. } => format!("WAITS {}", device.shown()),
+        Client { device, .. } => device.shown(),
+    }
+}
+
+pub(crate) fn slice_or_not_known(client: &Client) -> String {
+    client.device.as_ref().map_or_else(|| "slice not known".to_owned(), Shown::shown)
+}
+
+pub(crate) fn short_id(client: &Client) -> Option<String> {
+    client.container_id.as_ref().map(|id| id.shown().chars().take(SHORT_ID).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bar_shows_the_least_use_and_no_more_than_all() {
+        let slice = |used| Device { memory_used: used, mps_memory_limit: Some(1000), ..Device::default() };
+        for (used, expected) in [
+            (None, "-"),
+            (Some(0), "[          ]"),
+            (Some(1), "[|         ]"),
+            (Some(500), "[|||||     ]"),
+            (Some(1000), "[||||||||||]"),
+            (Some(i32::MAX), "[||||||||||]"),
+            (Some(-5), "[          ]"),
+        ] {
+            assert_eq!(bar(&slice(used)), expected, "{used:?}");
+        }
+    }
+
+    #[test]
+    fn a_state_has_a_tone_and_the_worst_comes_first() {
+        let slice = |healthy, drained, limits_enforced| Device {
+            drained,
+            healthy,
+            limits_enforced,
+            ..Device::default()
+        };
+        let states = [
+            slice(false, false, true),
+            slice(false, true, true),
+            slice(true, false, false),
+            slice(true, false, true),
+        ];
+        let tones = states.each_ref().map(|slice| tone_of(&health(slice)));
+        let expected = [Tone::Bad, Tone::Between, Tone::Between, Tone::Well].map(Some);
+        assert_eq!(tones, expected);
+        let column = TOP_SLICES.last().unwrap();
+        assert!(states.is_sorted_by(|a, b| (column.order)(a, b).is_lt()));
+    }
+}

@@ -1,0 +1,282 @@
+//! `yunion-mpsctl env`.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::Write;
+
+use clap::{Args, ValueEnum};
+use serde_json::{Value, json};
+
+use crate::chosen::Devices;
+use crate::screen::say;
+use crate::{Error, print_json};
+use common::bus::proxy::{ContainerAnswer, DaemonProxy};
+use common::published::cdi;
+use common::published::container::devices_in;
+use common::published::one_slice;
+use common::text::escaped;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    #[command(flatten)]
+    devices: Devices,
+    /// Format of the answer
+    #[arg(long, value_enum, default_value = "shell")]
+    format: Format,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Format {
+    /// Lines for a shell on this host to eval, `CUDA_VISIBLE_DEVICES` included
+    Shell,
+    /// Options of `docker run` with NVIDIA's runtime, one per line
+    Docker,
+    /// Options of `podman run`, and of `docker run` with CDI, one per line; the GPU is from NVIDIA's CDI spec
+    Podman,
+    /// A Compose file with a service `mps-slice` that other services extend; with NVIDIA's runtime
+    Compose,
+    /// Names of the CDI devices of one slice, one per line, for a host with `cuda_mps_cdi_directory`
+    Cdi,
+    /// Environment, mounts and GPUs as one JSON object
+    Json,
+}
+
+impl Format {
+    /// The line that stands for an answer that there is not. `docker run $(yunion-mpsctl env ...) IMAGE` starts the
+    /// container whatever the exit status of env is, and without options the container would have no limits: so there is
+    /// an option, or the name of a device, that every engine refuses. None where nothing at all is refused as well.
+    fn refused_line(self) -> Option<&'static str> {
+        match self {
+            Self::Shell => Some("false"),
+            Self::Docker | Self::Podman => Some("--yunion-mpsctl-env-failed"),
+            Self::Cdi => Some("yunion.io/mps=yunion-mpsctl-env-failed"),
+            Self::Compose | Self::Json => None,
+        }
+    }
+}
+
+impl Arguments {
+    /// The line to print if env fails with these arguments.
+    pub(crate) fn refused_line(&self) -> Option<&'static str> {
+        self.format.refused_line()
+    }
+}
+
+/// The line to print if a command line (its first word is the program's name) is one of env, and wrong.
+pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'static str> {
+    let [_, subcommand, words @ ..] = arguments else { return None };
+    if subcommand != "env" {
+        return None;
+    }
+    let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
+    let named = words.iter().enumerate().find_map(|(at, word)| match word.strip_prefix("--format") {
+        Some("") => Some(words.get(at + 1).map_or("", |next| next.as_ref())),
+        Some(value) => value.strip_prefix('='),
+        None => None,
+    });
+    // A format that does not exist was most likely meant for an engine.
+    let format = named.map_or(Format::Shell, |name| Format::from_str(name, false).unwrap_or(Format::Docker));
+    format.refused_line()
+}
+
+pub(crate) async fn env(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    let answer = daemon.container_config(&arguments.devices.names(daemon).await?).await?;
+    // Several CDI devices are refused.
+    if arguments.format != Format::Cdi {
+        warn_of_several(&answer);
+    }
+    match arguments.format {
+        Format::Shell => {
+            for (name, value) in host_environment(&answer) {
+                writeln!(out, "export {name}={}", quoted(&value))?;
+            }
+        }
+        Format::Docker => {
+            // NVIDIA_VISIBLE_DEVICES means something to that runtime only.
+            writeln!(out, "--runtime=nvidia")?;
+            write_options(&answer, |_| true, out)?;
+        }
+        Format::Podman => {
+            for device in nvidias_devices(&answer) {
+                writeln!(out, "--device={device}")?;
+            }
+            // NVIDIA's device sets NVIDIA_VISIBLE_DEVICES, so that NVIDIA's hook does not add the GPU a second time.
+            write_options(&answer, |name| !name.starts_with("NVIDIA_"), out)?;
+        }
+        Format::Compose => write!(out, "{}", compose_file(&answer)?)?,
+        Format::Cdi => {
+            let slice = only_slice(devices_in(&answer.environment)).map_err(Error::Failed)?;
+            for device in nvidias_devices(&answer).chain([format!("{}={slice}", cdi::KIND)]) {
+                writeln!(out, "{device}")?;
+            }
+        }
+        Format::Json => print_json(out, &document(&answer))?,
+    }
+    Ok(())
+}
+
+/// The environment and the mounts as options that `docker run` and `podman run` have in common.
+fn write_options(
+    answer: &ContainerAnswer,
+    wanted: impl Fn(&str) -> bool,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    for (name, value) in answer.environment.iter().filter(|(name, _)| wanted(name)) {
+        writeln!(out, "--env={name}={value}")?;
+    }
+    for (host, container, read_only) in &answer.mounts {
+        writeln!(out, "--volume={host}:{container}{}", if *read_only { ":ro" } else { "" })?;
+    }
+    Ok(())
+}
+
+/// The GPUs as devices of NVIDIA's own CDI spec.
+fn nvidias_devices(answer: &ContainerAnswer) -> impl Iterator<Item = String> {
+    answer.gpus.iter().map(|uuid| format!("nvidia.com/gpu={uuid}"))
+}
+
+/// The slice among the devices of an answer, if there is no other. A CDI device is one slice with one set of limits.
+fn only_slice(devices: &str) -> Result<&str, String> {
+    if devices.contains(',') {
+        let devices = devices.replace(',', " and ");
+        return Err(format!(
+            "a container takes one CDI device, since the limits of {devices} would overwrite each other; --format podman \
+             has the options for several slices"
+        ));
+    }
+    if !devices.contains('-') {
+        return Err(format!(
+            "{devices} is a GPU, and each CDI device is a slice: `yunion-mpsctl list` shows the names, and --free takes one \
+             of them"
+        ));
+    }
+    Ok(devices)
+}
+
+/// A Compose file with one service, for others to extend: Compose does not care that it has no image then.
+fn compose_file(answer: &ContainerAnswer) -> Result<String, Error> {
+    let mut lines = vec![
+        "services:".to_owned(),
+        "  mps-slice:".to_owned(),
+        "    runtime: nvidia".to_owned(),
+        "    environment:".to_owned(),
+    ];
+    for (name, value) in &answer.environment {
+        lines.push(format!("      {name}: {}", yaml(value)?));
+    }
+    lines.push("    volumes:".to_owned());
+    for (host, container, read_only) in &answer.mounts {
+        lines.push("      - type: bind".to_owned());
+        lines.push(format!("        source: {}", yaml(host)?));
+        lines.push(format!("        target: {}", yaml(container)?));
+        lines.push(format!("        read_only: {read_only}"));
+    }
+    Ok(lines.join("\n") + "\n")
+}
+
+/// A text as YAML, where 00:06.0 would be a number without quotes. Compose replaces what follows a single dollar sign.
+fn yaml(text: &str) -> Result<String, Error> {
+    Ok(escaped(&serde_json::to_string(&text.replace('$', "$$"))?))
+}
+
+/// Says on standard error that several slices of one GPU are not joined: whoever names them wants more than one.
+pub(crate) fn warn_of_several(answer: &ContainerAnswer) {
+    for slices in one_slice::given_several(devices_in(&answer.environment)).values() {
+        say(&format!("warning: {}", one_slice::in_words(slices)));
+    }
+}
+
+fn document(answer: &ContainerAnswer) -> Value {
+    let environment: BTreeMap<_, _> = answer.environment.iter().cloned().collect();
+    let mounts: Vec<Value> = answer
+        .mounts
+        .iter()
+        .map(|(host, container, read_only)| {
+            json!({"host": host, "container": container, "read_only": read_only})
+        })
+        .collect();
+    json!({"environment": environment, "mounts": mounts, "gpus": answer.gpus})
+}
+
+/// The environment of a process on this host. It sees a directory at the place that the directory has here. No container
+/// runtime hides the other GPUs from it, and its device 0, to which the memory limit applies, has to be the right one.
+pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)> {
+    let mut environment = answer.environment.clone();
+    for (_, value) in &mut environment {
+        if let Some((host, ..)) = answer.mounts.iter().find(|(_, container, _)| container == value) {
+            value.clone_from(host);
+        }
+    }
+    environment.push(("CUDA_VISIBLE_DEVICES".to_owned(), answer.gpus.join(",")));
+    environment
+}
+
+/// A word that a POSIX shell reads as this text.
+pub(crate) fn quoted(text: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=@%+".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.to_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cdi_device_is_one_slice() {
+        assert_eq!(only_slice("0001:1a:00.0-3"), Ok("0001:1a:00.0-3"));
+        for (devices, complaint) in [
+            ("00:06.0-1,00:07.0-0", "the limits of 00:06.0-1 and 00:07.0-0 would overwrite each other"),
+            ("00:06.0,00:07.0", "the limits of 00:06.0 and 00:07.0 would"),
+            ("00:06.0", "00:06.0 is a GPU"),
+        ] {
+            let said = only_slice(devices).unwrap_err();
+            assert!(said.contains(complaint), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_command_line_of_env_is_refused_by_its_reader_too() {
+        for (line, expected) in [
+            ("y env --format docker", Some("--yunion-mpsctl-env-failed")),
+            ("y env 00:06.0-1 --format=podman --bogus", Some("--yunion-mpsctl-env-failed")),
+            ("y env 00:06.0-1 --format dokcer", Some("--yunion-mpsctl-env-failed")),
+            ("y env 00:06.0-1 --format", Some("--yunion-mpsctl-env-failed")),
+            ("y env --format cdi", Some("yunion.io/mps=yunion-mpsctl-env-failed")),
+            ("y env", Some("false")),
+            ("y env --format json", None),
+            ("y run --format docker", None),
+            ("y", None),
+        ] {
+            let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
+            assert_eq!(refused_line_of_wrong_usage(&words), expected, "{line}");
+        }
+    }
+
+    #[test]
+    fn compose_gets_every_text_back() {
+        for (text, written) in [
+            ("00:06.0", r#""00:06.0""#),
+            (r#"/srv/a "b" \c"#, r#""/srv/a \"b\" \\c""#),
+            ("/srv/$HOME", r#""/srv/$$HOME""#),
+            ("a\nb\u{9b}", r#""a\nb\u009b""#),
+        ] {
+            assert_eq!(yaml(text).unwrap(), written);
+        }
+    }
+
+    #[test]
+    fn a_shell_gets_every_text_back() {
+        assert_eq!(quoted("/tmp/nvidia-mps/pipe"), "/tmp/nvidia-mps/pipe");
+        assert_eq!(quoted(""), "''");
+        assert_eq!(quoted("/srv/a b"), "'/srv/a b'");
+        assert_eq!(quoted("it's $HOME"), r"'it'\''s $HOME'");
+    }
+}

@@ -1,0 +1,159 @@
+//! `yunion-mpsctl list`.
+
+use std::io::{self, Write};
+use std::ops::Deref;
+
+use clap::{Args, ValueEnum};
+
+use crate::show::columns::{Column, GPUS, PLATFORM_GPUS, PLATFORM_SLICES, SLICES, table_of};
+use crate::show::health::state_in_words;
+use crate::show::table::{Shown, pairs, prose};
+use crate::{Error, print_json};
+use common::bus::proxy::{BusError, DaemonProxy, Listed};
+use common::bus::rows::{Device, Gpu, Service};
+use common::counted::counted;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// List the GPUs instead of the slices
+    #[arg(long)]
+    gpus: bool,
+    #[command(flatten)]
+    form: Form,
+    /// Print the rows alone, without headings and notes
+    #[arg(long)]
+    no_headings: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+struct Form {
+    /// `wide` adds columns: index, NUMA node, compute mode, UUID, directories
+    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
+    output: Option<Output>,
+    /// Print the table of the platform's command line, with its columns and borders
+    #[arg(long)]
+    platform: bool,
+    /// Print the names alone, one a line
+    #[arg(long)]
+    names: bool,
+    /// Print everything that the service publishes as a JSON array, with the clients as of its last look
+    #[arg(long)]
+    json: bool,
+}
+
+/// A form of a table that is not the usual one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum Output {
+    Wide,
+}
+
+pub(crate) async fn list(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    let service = daemon.service().await?;
+    let form = &arguments.form;
+    // Programs ask more often, and can have a look made themselves.
+    if !(form.json || form.names || form.platform) {
+        daemon.look_at_clients().await;
+    }
+    let gpus = known_now(daemon.gpus().await, &service)?;
+    let devices = known_now(daemon.devices().await, &service)?;
+    let takes_notes = if arguments.gpus {
+        print_rows(&gpus, "GPUs", [GPUS, PLATFORM_GPUS], arguments, &service, out)?
+    } else {
+        print_rows(&devices, "slices", [SLICES, PLATFORM_SLICES], arguments, &service, out)?
+    };
+    if takes_notes {
+        if !arguments.gpus {
+            print_sliceless(out, &gpus, &devices)?;
+        }
+        print_notes(out, &gpus, &service)?;
+    }
+    Ok(())
+}
+
+/// Prints rows in the form that is wanted. Returns whether notes belong below them.
+fn print_rows<R>(
+    rows: &[Listed<R>],
+    what: &str,
+    [columns, of_the_platform]: [&[Column<R>]; 2],
+    Arguments { form, no_headings, .. }: &Arguments,
+    service: &Service,
+    out: &mut dyn Write,
+) -> Result<bool, Error> {
+    let plain = rows.iter().map(Deref::deref);
+    if form.json {
+        print_json(out, &rows)?;
+    } else if form.names {
+        // The first column has them.
+        for name in plain.filter_map(|row| columns.first().map(|column| (column.text)(row))) {
+            writeln!(out, "{name}")?;
+        }
+    } else if rows.is_empty() {
+        if !no_headings {
+            writeln!(out, "{}", prose(&format!("No {what}: {}", state_in_words(service))))?;
+        }
+    } else if form.platform {
+        writeln!(out, "{}", table_of(of_the_platform, plain, false).for_the_platform())?;
+    } else {
+        let table = table_of(columns, plain, form.output == Some(Output::Wide));
+        writeln!(out, "{}", table.without_heads(*no_headings))?;
+        return Ok(!no_headings);
+    }
+    Ok(false)
+}
+
+/// The rows of an answer. Before the service knows its GPUs, its state says why.
+fn known_now<R>(
+    answer: Result<Vec<Listed<R>>, BusError>,
+    service: &Service,
+) -> Result<Vec<Listed<R>>, Error> {
+    match answer {
+        Err(error) if error.is("NotReady") => Err(Error::Failed(state_in_words(service))),
+        answer => Ok(answer?),
+    }
+}
+
+/// The clients of each GPU that no slice of it is known to have. One GPU alone needs no name.
+fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<Device>]) -> io::Result<()> {
+    for gpu in gpus {
+        let Some((clients, memory)) = sliceless(gpu, devices).filter(|(clients, _)| *clients > 0) else {
+            continue;
+        };
+        let name = if gpus.len() > 1 { format!("{}: ", gpu.addr.shown()) } else { String::new() };
+        let clients = counted(usize::try_from(clients).unwrap_or(usize::MAX), "client");
+        let memory = memory.map(|mib| format!("  {mib} MiB")).unwrap_or_default();
+        writeln!(out, "{name}no slice  {clients}{memory}")?;
+    }
+    Ok(())
+}
+
+/// The clients of a GPU that are not among those of its slices, and their memory. None if the clients are not known.
+pub(crate) fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)> {
+    let slices = || devices.iter().filter(|device| device.pci_bdf == gpu.pci_bdf);
+    // Before Volta, nobody counts the clients of slices.
+    let of_slices: u32 = slices().filter_map(|slice| slice.clients).sum();
+    let in_slices: Option<i64> = slices().map(|slice| slice.memory_used.map(i64::from)).sum();
+    let memory = gpu.memory_used.zip(in_slices).map(|(all, in_slices)| (i64::from(all) - in_slices).max(0));
+    Some((gpu.clients?.saturating_sub(of_slices), memory))
+}
+
+/// The reason of each GPU, once for all its slices. A service that is not well for another reason says so.
+pub(super) fn print_notes(out: &mut dyn Write, gpus: &[Listed<Gpu>], service: &Service) -> io::Result<()> {
+    let mut notes = pairs();
+    let with_reason = gpus.iter().filter(|gpu| !gpu.reason.is_empty());
+    for gpu in with_reason.clone() {
+        notes.add_row([gpu.addr.shown(), gpu.reason.shown()]);
+    }
+    if with_reason.count() > 0 {
+        writeln!(out, "\n{notes}")?;
+    }
+    let is_explained = service.state == "ready" || gpus.iter().any(|gpu| !gpu.healthy);
+    if !is_explained {
+        writeln!(out, "\n{}", prose(&format!("Note that {}", state_in_words(service))))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,497 @@
+//! `yunion-mpsctl metrics`: the published values for collectors. docs/metrics.md has the list.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueHint};
+
+use crate::Error;
+use crate::show::exposition::{Family, Format, Labels, exposition};
+use common::bus::answers::{Published, given};
+use common::bus::proxy::{BusError, DaemonProxy, Listed};
+use common::bus::rows::{Client, ControlDaemon, Device, Gpu, Service};
+use common::text::printable;
+use common::whole_file;
+
+/// The states of the service and of a control daemon, in the order of their documentation.
+const SERVICE_STATES: [&str; 6] = ["disabled", "starting", "ready", "degraded", "failed", "stopping"];
+const CONTROL_DAEMON_STATES: [&str; 6] = ["starting", "ready", "faulted", "backoff", "waiting", "stopping"];
+
+/// The most clients that have series of their own: all that 16 GPUs with 60 clients each can have.
+const MOST_CLIENTS: usize = 1024;
+
+/// The most characters in a label about a client. A container's id has 64.
+const LABEL: usize = 64;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// Add the memory of each client, with its slice, user and container
+    #[arg(long)]
+    clients: bool,
+    /// Format of the text
+    #[arg(long, value_enum, default_value = "openmetrics")]
+    format: Format,
+    /// Write the text to this file, which is replaced as a whole, instead of to stdout
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    to: Option<PathBuf>,
+}
+
+/// Prints the metrics. If the service does not run, the only metric is `yunion_mps_up 0`.
+pub(crate) async fn metrics(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    let published = match published(daemon).await {
+        Err(BusError::NotRunning) => None,
+        // It may have ended while it was asked: the bus answers on its behalf then.
+        Err(BusError::Refused { .. }) if matches!(daemon.service().await, Err(BusError::NotRunning)) => None,
+        published => Some(published?),
+    };
+    let mut to = Families::default();
+    to.one("up", "Whether yunion-mps-daemon runs.", flag(published.is_some()));
+    if let Some(published) = &published {
+        Metrics(published).all(&mut to, arguments.clients);
+    }
+    let text = exposition(&to.0, arguments.format);
+    match &arguments.to {
+        None => out.write_all(text.as_bytes())?,
+        Some(file) => replace(file, &text).map_err(|error| {
+            Error::Failed(format!("can't write {}: {error}", printable(&file.to_string_lossy())))
+        })?,
+    }
+    Ok(())
+}
+
+/// Writes the file, unless something else than a file is there: a device has the same name for all programs.
+fn replace(file: &Path, text: &str) -> io::Result<()> {
+    if fs::symlink_metadata(file).is_ok_and(|there| !there.is_file()) {
+        return Err(io::Error::other("it is there, and is no regular file"));
+    }
+    whole_file::write(file, text.as_bytes())
+}
+
+/// A refusal to list the clients is a metric, `yunion_mps_clients_known 0`. Any other failure ends the command.
+async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
+    let published = Published::with(daemon.service().await?, daemon).await?;
+    match published.clients {
+        Err(error) if !matches!(error, BusError::Refused { .. }) => Err(error),
+        _ => Ok(published),
+    }
+}
+
+/// The metrics of everything that the service publishes.
+struct Metrics<'p>(&'p Published);
+
+impl Metrics<'_> {
+    fn all(&self, to: &mut Families, each_client: bool) {
+        self.service(to);
+        self.control_daemons(to);
+        self.gpus(to);
+        self.devices(to);
+        self.clients(to);
+        if each_client {
+            self.each_client(to);
+        }
+    }
+
+    fn service(&self, to: &mut Families) {
+        let Service { version, driver_version, state, enabled, generation, .. } = &*self.0.service;
+        let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
+        to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()]);
+        let states = states(&SERVICE_STATES, &printable(state), &Vec::new());
+        to.add("service_state", "1 for the state that the service is in.", states);
+        to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled));
+        to.one(
+            "generation",
+            "Number that grows with every change of the published devices, and starts again with the service.",
+            *generation as f64,
+        );
+        let last = self.0.events.iter().map(|event| event.at).max();
+        let last = last.map(|microseconds| (Vec::new(), microseconds as f64 / 1e6));
+        to.add("last_event_timestamp_seconds", "Time of the last event.", last);
+    }
+
+    fn control_daemons(&self, to: &mut Families) {
+        let daemons = &self.0.control_daemons;
+        let states = daemons
+            .iter()
+            .flat_map(|daemon| states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &daemon.labels()));
+        to.add("control_daemon_state", "1 for the state that the control daemon is in.", states);
+        to.each("control_daemon_servers", "The MPS servers that run.", daemons, |daemon| {
+            number(daemon.servers.len())
+        });
+        to.each(
+            "control_daemon_restarts_total",
+            "Restarts of the control daemon since the service started.",
+            daemons,
+            |daemon| f64::from(daemon.restarts),
+        );
+        to.each(
+            "server_restarts_total",
+            "MPS servers that replaced an earlier one since the service started.",
+            daemons,
+            |daemon| f64::from(daemon.server_restarts),
+        );
+        to.each(
+            "faults_total",
+            "Fatal GPU errors of MPS servers since the service started.",
+            daemons,
+            |daemon| f64::from(daemon.faults),
+        );
+    }
+
+    fn gpus(&self, to: &mut Families) {
+        let info = |gpu: &Listed<Gpu>| {
+            let model = ("model", text(gpu.model.as_ref()));
+            let pci = ("pci", printable(&gpu.pci_bdf));
+            let control_daemon = ("control_daemon", printable(&gpu.control_daemon));
+            [gpu.labels(), vec![model, pci, control_daemon]].concat()
+        };
+        to.info("gpu_info", "The GPUs that are configured.", self.0.gpus.iter().map(info));
+        to.each(
+            "gpu_healthy",
+            "Whether a client of the GPU that starts now is served with its limits.",
+            &self.0.gpus,
+            |gpu| flag(gpu.healthy),
+        );
+        to.each("gpu_devices", "The slices that the GPU is cut into.", &self.0.gpus, |gpu| {
+            f64::from(gpu.virtual_num)
+        });
+        to.each("gpu_memory_bytes", "The memory of the GPU.", &self.0.gpus, |gpu| {
+            gpu.mps_memory_total.map(bytes)
+        });
+    }
+
+    fn devices(&self, to: &mut Families) {
+        let devices = self.0.devices.as_deref().unwrap_or_default();
+        to.info("device_info", "The slices.", devices.iter().map(|device| device.labels()));
+        to.each(
+            "device_healthy",
+            "Whether a client that starts now gets the slice and is served with its limits.",
+            devices,
+            |device| flag(device.healthy),
+        );
+        to.each(
+            "device_drained",
+            "Whether the slice is taken out of use for new clients.",
+            devices,
+            |device| flag(device.drained),
+        );
+        to.each(
+            "device_memory_limit_bytes",
+            "The GPU memory that each client of the slice may have.",
+            devices,
+            |device| device.mps_memory_limit.map(bytes),
+        );
+        to.each(
+            "device_threads_limit_ratio",
+            "The share of the GPU's threads that each client of the slice may have active.",
+            devices,
+            |device| f64::from(device.mps_thread_percentage) / 100.0,
+        );
+        to.each("device_limits_enforced", "Whether the GPU enforces the two limits.", devices, |device| {
+            flag(device.limits_enforced)
+        });
+        to.each("device_max_clients", "The most clients that the slice may have.", devices, |device| {
+            device.max_clients.map(f64::from)
+        });
+        to.each(
+            "device_overuse",
+            "Whether the clients of the slice have more memory together, or are more, than it may have.",
+            devices,
+            |device| device.overuse.as_ref().map(|overuse| flag(!overuse.is_empty())),
+        );
+    }
+
+    fn clients(&self, to: &mut Families) {
+        to.one(
+            "clients_known",
+            "Whether every control daemon listed its clients; if not, the metrics of clients are left out.",
+            flag(self.0.clients.is_ok()),
+        );
+        let Ok(clients) = &self.0.clients else { return };
+        let of_gpu = |gpu: &Gpu, bypass: bool| {
+            let on_it = |client: &&Listed<Client>| gpu.device_path.as_ref() == Some(&client.gpu);
+            number(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count())
+        };
+        to.each("gpu_clients", "The processes that use the GPU through MPS.", &self.0.gpus, |gpu| {
+            of_gpu(gpu, false)
+        });
+        let memory_of = |gpu: &Gpu| {
+            let uuid = gpu.device_path.as_ref()?;
+            let on_it = clients.iter().filter(|client| !client.bypass && client.gpu == *uuid);
+            // The sum without a client would be too small; and that of nobody is -0.
+            on_it.map(|client| client.memory_mib.map(bytes)).sum::<Option<f64>>().map(|sum| sum + 0.0)
+        };
+        to.each(
+            "gpu_memory_used_bytes",
+            "The GPU memory that all clients of the GPU hold through MPS, also those without a known slice.",
+            &self.0.gpus,
+            memory_of,
+        );
+        to.each(
+            "gpu_bypass_processes",
+            "The processes that use the GPU without our MPS server.",
+            &self.0.gpus,
+            |gpu| of_gpu(gpu, true),
+        );
+        let devices = self.0.devices.as_deref().unwrap_or_default();
+        let used = used(devices, clients);
+        let of_device = |device: &Device| used.get(device.addr.as_str()).copied().unwrap_or_default();
+        to.each(
+            "device_clients",
+            "The processes that say that they were given the slice.",
+            devices,
+            |device| number(of_device(device).clients),
+        );
+        to.each(
+            "device_memory_used_bytes",
+            "The GPU memory that the clients of the slice hold.",
+            devices,
+            |device| of_device(device).bytes,
+        );
+    }
+
+    fn each_client(&self, to: &mut Families) {
+        let Ok(clients) = &self.0.clients else { return };
+        let devices = self.0.devices.as_deref().unwrap_or_default();
+        let (series, left_out) = series(clients, devices, &self.0.gpus);
+        to.add("client_memory_used_bytes", "The GPU memory that the client holds.", series);
+        to.one(
+            "clients_left_out",
+            "The clients without series of their own, since there are too many.",
+            number(left_out),
+        );
+    }
+}
+
+/// The clients of each slice and their memory.
+fn used<'d>(devices: &'d [Listed<Device>], clients: &[Listed<Client>]) -> BTreeMap<&'d str, Used> {
+    let mut used: BTreeMap<&str, Used> = BTreeMap::new();
+    for client in clients.iter().filter(|client| !client.bypass) {
+        if let Some(device) = slice_of(client, devices) {
+            let used = used.entry(&device.addr).or_default();
+            used.clients += 1;
+            used.bytes += client.memory_mib.map(bytes).unwrap_or_default();
+        }
+    }
+    used
+}
+
+/// The slice that the client was given on its GPU.
+fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
+    let given: BTreeSet<&str> = given(client).collect();
+    // Two slices of one GPU can't be joined: a client that names both has one.
+    let device = devices.iter().find(|device| {
+        given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
+    });
+    device.map(|device| &**device)
+}
+
+/// The series of the memory of each client, and the number of clients that have none since there are too many.
+fn series(
+    clients: &[Listed<Client>],
+    devices: &[Listed<Device>],
+    gpus: &[Listed<Gpu>],
+) -> (Vec<(Labels, f64)>, usize) {
+    // Collectors refuse a text that has a series twice.
+    let known: BTreeMap<(&str, u32), (&Client, i32)> = clients
+        .iter()
+        .filter(|client| !client.bypass)
+        .filter_map(|client| Some(((client.gpu.as_str(), client.pid), (&**client, client.memory_mib?))))
+        .collect();
+    let mut most: Vec<_> = known.into_iter().collect();
+    most.sort_by_key(|(_, (_, memory))| Reverse(*memory));
+    let left_out = most.len().saturating_sub(MOST_CLIENTS);
+    most.truncate(MOST_CLIENTS);
+    most.sort_by_key(|(place, _)| *place);
+    let sample = |(client, memory): (&Client, i32)| {
+        let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(&client.gpu));
+        let labels = vec![
+            ("device", slice_of(client, devices).map(|device| printable(&device.addr)).unwrap_or_default()),
+            ("gpu", gpu.map(|gpu| printable(&gpu.addr)).unwrap_or_default()),
+            ("uuid", printable(&client.gpu)),
+            ("pid", client.pid.to_string()),
+            ("user", bounded(client.user.as_ref())),
+            ("container_id", bounded(client.container_id.as_ref())),
+        ];
+        (labels, bytes(memory))
+    };
+    (most.into_iter().map(|(_, client)| sample(client)).collect(), left_out)
+}
+
+/// The text of a label that others have chosen.
+fn bounded(known: Option<&String>) -> String {
+    text(known).chars().take(LABEL).collect()
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Used {
+    clients: usize,
+    bytes: f64,
+}
+
+/// A row that the labels of its metrics name.
+trait Labelled {
+    fn labels(&self) -> Labels;
+}
+
+impl Labelled for ControlDaemon {
+    fn labels(&self) -> Labels {
+        vec![("control_daemon", printable(&self.id))]
+    }
+}
+
+/// The platform uses the address, NVIDIA's exporters use the UUID.
+impl Labelled for Gpu {
+    fn labels(&self) -> Labels {
+        vec![("gpu", printable(&self.addr)), ("uuid", text(self.device_path.as_ref()))]
+    }
+}
+
+impl Labelled for Device {
+    fn labels(&self) -> Labels {
+        vec![
+            ("device", printable(&self.addr)),
+            ("gpu", printable(&self.base_addr)),
+            ("uuid", text(self.device_path.as_ref())),
+        ]
+    }
+}
+
+/// A sample for each state, 1 for the present state. A state that is not in the list has its sample at the end.
+fn states(known: &[&str], current: &str, labels: &Labels) -> Vec<(Labels, f64)> {
+    let unknown = (!known.contains(&current)).then_some(current);
+    let all = known.iter().copied().chain(unknown);
+    let sample = |state: &str| {
+        let mut labels = labels.clone();
+        labels.push(("state", state.to_owned()));
+        (labels, flag(state == current))
+    };
+    all.map(sample).collect()
+}
+
+fn text(known: Option<&String>) -> String {
+    known.map(|text| printable(text)).unwrap_or_default()
+}
+
+fn bytes(mib: i32) -> f64 {
+    f64::from(mib) * 1_048_576.0
+}
+
+/// A number of things, exact up to 2^53.
+fn number(of: usize) -> f64 {
+    of as f64
+}
+
+fn flag(is: bool) -> f64 {
+    f64::from(u8::from(is))
+}
+
+/// The metrics so far.
+#[derive(Debug, Default)]
+struct Families(Vec<Family>);
+
+impl Families {
+    fn add(
+        &mut self,
+        name: &'static str,
+        help: &'static str,
+        samples: impl IntoIterator<Item = (Labels, f64)>,
+    ) {
+        self.0.push(Family { name, help, samples: samples.into_iter().collect() });
+    }
+
+    /// A value without labels.
+    fn one(&mut self, name: &'static str, help: &'static str, value: f64) {
+        self.add(name, help, [(Vec::new(), value)]);
+    }
+
+    /// A value of each row; rows without the value are left out.
+    fn each<R: Labelled, V: Into<Option<f64>>>(
+        &mut self,
+        name: &'static str,
+        help: &'static str,
+        rows: &[Listed<R>],
+        value: impl Fn(&R) -> V,
+    ) {
+        self.add(name, help, rows.iter().filter_map(|row| Some((row.labels(), value(row).into()?))));
+    }
+
+    /// Facts as labels of a 1. The type is not info: the parser of `node_exporter` is older than that type, and rejects the
+    /// whole file if it does not know a type.
+    fn info(&mut self, name: &'static str, help: &'static str, samples: impl IntoIterator<Item = Labels>) {
+        self.add(name, help, samples.into_iter().map(|labels| (labels, 1.0)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn rows<R: serde::de::DeserializeOwned>(rows: impl IntoIterator<Item = Value>) -> Vec<Listed<R>> {
+        rows.into_iter().map(|row| Listed::read(row.as_object().unwrap().clone()).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_client_has_the_labels_that_are_known() {
+        let devices = rows([json!({"addr": "00:06.0-1", "device_path": "GPU-1"})]);
+        let gpus = rows([json!({"addr": "00:06.0", "device_path": "GPU-1"})]);
+        let id = "0123456789abcdef".repeat(4);
+        let long = format!("\u{1b}[2J{}", "ä".repeat(100_000));
+        let clients = rows([
+            json!({"pid": 9, "gpu": "GPU-2", "memory_mib": 1}),
+            json!({"pid": 8, "gpu": "GPU-1", "memory_mib": 2, "device": "00:06.0-1", "user": long, "container_id": id}),
+            json!({"pid": 7, "gpu": "GPU-1", "memory_mib": null}),
+            json!({"pid": 6, "gpu": "GPU-1", "memory_mib": 4, "bypass": true}),
+            // A text must not have a series twice.
+            json!({"pid": 9, "gpu": "GPU-2", "memory_mib": 1}),
+        ]);
+        let (series, left_out) = series(&clients, &devices, &gpus);
+        let user = format!("\u{fffd}[2J{}", "ä".repeat(60));
+        let labels = |values: [&str; 6]| -> Labels {
+            let names = ["device", "gpu", "uuid", "pid", "user", "container_id"];
+            names.into_iter().zip(values.map(str::to_owned)).collect()
+        };
+        assert_eq!(left_out, 0);
+        assert_eq!(
+            series,
+            [
+                (labels(["00:06.0-1", "00:06.0", "GPU-1", "8", &user, &id]), 2_097_152.0),
+                (labels(["", "", "GPU-2", "9", "", ""]), 1_048_576.0),
+            ]
+        );
+    }
+
+    #[test]
+    fn the_clients_with_the_most_memory_have_series() {
+        let clients =
+            |number: usize| rows((1..=number).map(|n| json!({"pid": n, "gpu": "GPU-1", "memory_mib": n})));
+        let (all, left_out) = series(&clients(MOST_CLIENTS), &[], &[]);
+        assert_eq!((all.len(), left_out), (MOST_CLIENTS, 0));
+        let (most, left_out) = series(&clients(MOST_CLIENTS + 3), &[], &[]);
+        assert_eq!((most.len(), left_out), (MOST_CLIENTS, 3));
+        let least = most.iter().map(|(_, bytes)| *bytes).fold(f64::INFINITY, f64::min);
+        assert!((least - 4.0 * 1_048_576.0).abs() < 1.0, "{least}");
+    }
+
+    #[test]
+    fn only_a_regular_file_is_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let link = directory.path().join("link");
+        symlink("/dev/null", &link).unwrap();
+        for path in [directory.path(), &link] {
+            assert_eq!(replace(path, "").unwrap_err().to_string(), "it is there, and is no regular file");
+        }
+        let missing = directory.path().join("none/a.prom");
+        assert_eq!(replace(&missing, "").unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+}

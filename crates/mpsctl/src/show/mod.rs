@@ -1,0 +1,13 @@
+//! Subcommands that show what the service publishes.
+
+pub(super) mod clients;
+pub(super) mod columns;
+pub(super) mod env;
+mod exposition;
+mod happened;
+pub(super) mod health;
+pub(super) mod list;
+pub(super) mod metrics;
+pub(super) mod status;
+pub(super) mod table;
+pub(super) mod time;

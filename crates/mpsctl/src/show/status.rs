@@ -1,0 +1,166 @@
+//! `yunion-mpsctl status`.
+
+use std::collections::BTreeSet;
+use std::io::{self, Write};
+use std::ops::Deref;
+use std::time::Duration;
+
+use clap::Args;
+use serde_json::json;
+use tokio::time::timeout;
+
+use crate::show::columns::{CONTROL_DAEMONS, GPUS, table_of};
+use crate::show::list::Output;
+use crate::show::table::{Shown, Table, pairs, tone_of};
+use crate::show::{happened, time};
+use crate::{Error, print_json};
+use common::bus::answers::known;
+use common::bus::proxy::{DaemonProxy, Listed};
+use common::bus::rows::{Client, ControlDaemon, Gpu, Service};
+use common::counted::counted;
+use common::text::printable;
+
+/// The state of a control daemon for which something else must happen first.
+const WAITING: &str = "waiting";
+
+/// The time that a list of clients may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// `wide` adds columns, and the ways for NVIDIA's front end
+    #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
+    output: Option<Output>,
+    /// Print everything as one JSON object
+    #[arg(long, conflicts_with = "output")]
+    pub(crate) json: bool,
+    /// Draw the status again each second and with each change, until Ctrl-C; with --json print one line each change
+    #[arg(long)]
+    pub(crate) watch: bool,
+}
+
+pub(crate) async fn status(
+    daemon: &DaemonProxy,
+    arguments: &Arguments,
+    out: &mut dyn Write,
+) -> Result<(), Error> {
+    let service = daemon.service().await?;
+    if !arguments.json {
+        daemon.look_at_clients().await;
+    }
+    let control_daemons = daemon.control_daemons().await?;
+    let events = daemon.events().await?;
+    // The state of the service says that it is still starting; the rest is worth showing.
+    let gpus = known(daemon.gpus().await)?.unwrap_or_default();
+    if arguments.json {
+        let all = json!({
+            "service": service, "control_daemons": control_daemons, "gpus": gpus, "events": events,
+        });
+        return print_json(out, &all);
+    }
+    let wide = arguments.output == Some(Output::Wide);
+    print_service(out, &service)?;
+    if !control_daemons.is_empty() {
+        let named =
+            |one: &Listed<ControlDaemon>| ControlDaemon { id: name(one, &gpus), ..ControlDaemon::clone(one) };
+        let named: Vec<ControlDaemon> = control_daemons.iter().map(named).collect();
+        writeln!(out, "\n{}", table_of(CONTROL_DAEMONS, &named, wide))?;
+    }
+    if !gpus.is_empty() {
+        writeln!(out, "\n{}", table_of(GPUS, gpus.iter().map(Deref::deref), wide))?;
+    }
+    let waits = control_daemons.iter().any(|daemon| daemon.state == WAITING);
+    // Control daemons are asked for them, and one may hang: the rest of the screen is worth more.
+    let clients =
+        if waits { timeout(PATIENCE, daemon.clients()).await.ok().and_then(Result::ok) } else { None };
+    let reasons = reasons(&service, &control_daemons, &gpus, clients.as_deref());
+    if let Some(reasons) = reasons {
+        writeln!(out, "\n{reasons}")?;
+    }
+    if !events.is_empty() {
+        writeln!(out, "\nLast events:\n{}", happened::lines(&events))?;
+    }
+    Ok(())
+}
+
+/// The address of its GPU, where the id is the UUID of that GPU.
+fn name(daemon: &ControlDaemon, gpus: &[Listed<Gpu>]) -> String {
+    let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(&daemon.id));
+    gpu.map_or(&daemon.id, |gpu| &gpu.addr).shown()
+}
+
+/// The reasons of control daemons and GPUs that the service's own reason does not say.
+fn reasons(
+    service: &Service,
+    control_daemons: &[Listed<ControlDaemon>],
+    gpus: &[Listed<Gpu>],
+    clients: Option<&[Listed<Client>]>,
+) -> Option<Table> {
+    let of_daemons = control_daemons.iter().map(|daemon| {
+        (name(daemon, gpus), daemon.reason.as_str(), how_it_waits(daemon, control_daemons, clients))
+    });
+    let of_gpus = gpus.iter().map(|gpu| (gpu.addr.shown(), gpu.reason.as_str(), None));
+    let mut said = vec![service.state_reason.as_str()];
+    let mut notes = pairs();
+    let mut any = false;
+    for (subject, reason, more) in of_daemons.chain(of_gpus) {
+        let is_new = !said.iter().any(|said| said.contains(reason));
+        if is_new {
+            said.push(reason);
+        }
+        let note: Vec<String> = is_new.then(|| printable(reason)).into_iter().chain(more).collect();
+        if !note.is_empty() {
+            notes.add_row([subject, note.join("; ")]);
+            any = true;
+        }
+    }
+    any.then_some(notes)
+}
+
+/// Since when a control daemon waits, and for how many clients, if it waits.
+fn how_it_waits(
+    daemon: &ControlDaemon,
+    all: &[Listed<ControlDaemon>],
+    clients: Option<&[Listed<Client>]>,
+) -> Option<String> {
+    if daemon.state != WAITING {
+        return None;
+    }
+    let since = format!("it waits since {}", time::local(time::from_seconds(daemon.since)));
+    // A GPU that it still holds may be no GPU of its own any more.
+    let is_of_another =
+        |gpu: &String| all.iter().any(|other| other.id != daemon.id && other.gpus.contains(gpu));
+    let Some(clients) = clients else { return Some(since) };
+    let left = clients.iter().filter(|client| !client.bypass && !is_of_another(&client.gpu));
+    let left: BTreeSet<u32> = left.map(|client| client.pid).collect();
+    // Another one that is to have its GPU counts as the one with the clients there, so none here does not mean none.
+    if left.is_empty() {
+        return Some(since);
+    }
+    Some(format!("{since}, and has {}", counted(left.len(), "client")))
+}
+
+/// `degraded: 1 of 2 GPUs is not served`
+pub(crate) fn state_and_reason(service: &Service) -> String {
+    match service.state_reason.shown() {
+        reason if reason.is_empty() => service.state.shown(),
+        reason => format!("{}: {reason}", service.state.shown()),
+    }
+}
+
+fn print_service(out: &mut dyn Write, service: &Service) -> io::Result<()> {
+    let driver = match (service.driver_version.as_str(), service.state.as_str()) {
+        ("", "disabled") => "driver not looked for".to_owned(),
+        ("", _) => "no driver".to_owned(),
+        _ => format!("driver {}", service.driver_version.shown()),
+    };
+    let version = service.version.shown();
+    let mut lines = pairs();
+    let state = state_and_reason(service);
+    let tone = tone_of(&state);
+    lines.add_toned_row([("State:".to_owned(), None), (state, tone)]);
+    lines.add_row(["Version:", &format!("{version}, {driver}, generation {}", service.generation)]);
+    lines.add_row(["Pipe directory:", &service.pipe_directory.shown()]);
+    lines.add_row(["Log directory:", &service.log_directory.shown()]);
+    writeln!(out, "{lines}")
+}

@@ -1,0 +1,505 @@
+//! Tables and prose for people. They fit the width that COLUMNS or the terminal names, and have colours on a terminal. Where
+//! neither names a width, each row is one line, as long as its texts, for programs that search them.
+
+use std::cmp::Reverse;
+use std::fmt;
+use std::iter;
+
+use comfy_table::{Cell, CellAlignment, Color, ColumnConstraint, ContentArrangement};
+
+use common::bus::rows::PcieInfo;
+use common::text::printable;
+
+/// The borders of the platform's own tables: `+---+`, nothing between the rows.
+const PLATFORM: &str = "||--+-++|    ++++++";
+
+/// The blanks between two columns without borders.
+const GAP: u16 = 2;
+
+/// The last column may hold prose, which is broken into lines: where there is less room than this for the prose, other
+/// columns are left out first.
+const PROSE: usize = 24;
+
+/// The least room for a column that is cut.
+const SHORTEST: usize = 12;
+
+/// The text of a value that is not known.
+const UNKNOWN: &str = "-";
+
+/// The width for texts on stdout: the value of COLUMNS, also for a pipe, so that `watch` gets whole lines; otherwise the
+/// width of the terminal. None: no terminal, or a terminal that doesn't know.
+pub(crate) fn width() -> Option<usize> {
+    let said = std::env::var("COLUMNS").ok().and_then(|columns| columns.trim().parse().ok());
+    let own = || Some(usize::from(rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok()?.ws_col));
+    said.filter(|width| *width > 0).or_else(own).filter(|width| *width > 0)
+}
+
+/// Whether stdout takes colours: a terminal does, unless `NO_COLOR` or TERM says otherwise.
+pub(crate) fn colour() -> bool {
+    is_drawn_on() && std::env::var_os("NO_COLOR").is_none_or(|text| text.is_empty())
+}
+
+/// Whether a text on stdout can take the place of an earlier one: on a terminal, unless TERM says otherwise.
+pub(crate) fn is_drawn_on() -> bool {
+    rustix::termios::isatty(rustix::stdio::stdout())
+        && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Look {
+    /// A line of heads and a line for each row. A column without a value in any row is not shown.
+    Plain,
+    /// The rows alone, for programs that split them at two blanks: every column is there, and has a text.
+    Rows,
+    /// Names and their values, without heads.
+    Pairs,
+    /// With borders. It has the same columns at every width, since programs read it.
+    Platform,
+}
+
+/// The head of a column, and how its texts stand below it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Head {
+    pub(crate) name: &'static str,
+    /// A number, aligned at its last digit.
+    pub(crate) is_number: bool,
+    /// A text that says more by its end than by its beginning, such as a path.
+    pub(crate) ends: bool,
+    /// Where there is no room for all columns, the one with the highest number goes first. 0: it stays. The last column
+    /// stays in any case.
+    pub(crate) expendable: u8,
+}
+
+/// How well it is with what a text is about, for its colour.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tone {
+    Well,
+    Between,
+    Bad,
+}
+
+/// The tone of a state: the word at the beginning of this text.
+pub(crate) fn tone_of(text: &str) -> Option<Tone> {
+    match text.split([':', ';']).next().unwrap_or_default() {
+        "ready" | "served" => Some(Tone::Well),
+        "failed" | "faulted" | "not served" | "BYPASS" => Some(Tone::Bad),
+        "degraded" | "starting" | "stopping" | "backoff" | "waiting" | "not enforced" | "drained" => {
+            Some(Tone::Between)
+        }
+        word if word.starts_with("WAITS") => Some(Tone::Between),
+        _ => None,
+    }
+}
+
+/// Rows of text, shown as a table.
+#[derive(Debug)]
+pub(crate) struct Table {
+    heads: Vec<Head>,
+    rows: Vec<Vec<(String, Option<Tone>)>>,
+    look: Look,
+}
+
+/// A table with columns of texts, and columns of numbers behind them.
+pub(crate) fn table(texts: &[&'static str], numbers: &[&'static str]) -> Table {
+    let texts = texts.iter().map(|name| Head { name, ..Head::default() });
+    let numbers = numbers.iter().map(|name| Head { name, is_number: true, ..Head::default() });
+    Table::new(texts.chain(numbers))
+}
+
+/// Names and their values, two columns.
+pub(crate) fn pairs() -> Table {
+    Table { look: Look::Pairs, ..Table::new([]) }
+}
+
+/// Prose, broken into lines at the width for stdout.
+pub(crate) fn prose(text: &str) -> String {
+    prose_in(text, width())
+}
+
+/// A line of a list: its other lines are two blanks further to the right.
+pub(crate) fn hanging(text: &str) -> String {
+    hanging_in(text, width())
+}
+
+fn hanging_in(text: &str, width: Option<usize>) -> String {
+    let indent = " ".repeat(text.chars().take_while(|c| *c == ' ').count());
+    let room = width.map(|width| width.saturating_sub(indent.len() + 2).max(PROSE));
+    let lines = prose_in(text.trim_start(), room);
+    format!("{indent}{}", lines.replace('\n', &format!("\n{indent}  ")))
+}
+
+fn prose_in(text: &str, width: Option<usize>) -> String {
+    let mut lines = pairs();
+    lines.add_row([printable(text)]);
+    lines.render(width, false)
+}
+
+impl Table {
+    pub(crate) fn new(heads: impl IntoIterator<Item = Head>) -> Self {
+        Self { heads: heads.into_iter().collect(), rows: Vec::new(), look: Look::Plain }
+    }
+
+    /// The same table without the line of heads.
+    pub(crate) fn without_heads(mut self, without: bool) -> Self {
+        if without {
+            self.look = Look::Rows;
+        }
+        self
+    }
+
+    /// The same table with the borders of the platform's tables.
+    pub(crate) fn for_the_platform(mut self) -> Self {
+        self.look = Look::Platform;
+        self
+    }
+
+    /// The same table with the texts of the column that says more by their ends cut there, so that no other column is left
+    /// out for them. Once all rows are there.
+    pub(crate) fn shorten(self) -> Self {
+        self.shorten_in(width())
+    }
+
+    fn shorten_in(mut self, width: Option<usize>) -> Self {
+        let (Some(width), Some(at)) = (width, self.heads.iter().position(|head| head.ends)) else {
+            return self;
+        };
+        let last = self.heads.len().saturating_sub(1);
+        let needed = |(index, head): (usize, &Head)| {
+            let texts =
+                self.rows.iter().filter_map(|row| row.get(index)).filter(|(text, _)| !is_unknown(text));
+            let longest = texts.map(|(text, _)| text.chars().count()).max();
+            let head = head.name.chars().count();
+            // The last column keeps its room even if nothing stands in it, and at most the room for prose.
+            if index == last {
+                return longest.unwrap_or_default().max(head).min(PROSE);
+            }
+            longest.map_or(0, |longest| longest.max(head) + usize::from(GAP))
+        };
+        let others: usize = self.heads.iter().enumerate().filter(|(index, _)| *index != at).map(needed).sum();
+        let room = width.saturating_sub(others + usize::from(GAP)).max(SHORTEST);
+        for (text, _) in self.rows.iter_mut().filter_map(|row| row.get_mut(at)) {
+            let surplus = text.chars().count().saturating_sub(room);
+            if surplus > 0 {
+                *text = iter::once('…').chain(text.chars().skip(surplus + 1)).collect();
+            }
+        }
+        self
+    }
+
+    /// Adds a row, with a text for each head.
+    pub(crate) fn add_row(&mut self, texts: impl IntoIterator<Item = impl Into<String>>) {
+        self.add_toned_row(texts.into_iter().map(|text| (text.into(), None)));
+    }
+
+    /// Adds a row, with a text and its tone for each head.
+    pub(crate) fn add_toned_row(&mut self, cells: impl IntoIterator<Item = (String, Option<Tone>)>) {
+        self.rows.push(cells.into_iter().collect());
+    }
+
+    fn render(&self, width: Option<usize>, colour: bool) -> String {
+        let mut table = comfy_table::Table::new();
+        table.load_preset(if self.look == Look::Platform { PLATFORM } else { comfy_table::presets::NOTHING });
+        if matches!(self.look, Look::Platform | Look::Plain) {
+            table.set_header(self.heads.iter().map(|head| head.name));
+        }
+        if colour {
+            table.enforce_styling();
+        } else {
+            table.force_no_tty();
+        }
+        for row in &self.rows {
+            let cells = row.iter().map(|(text, tone)| {
+                let is_missing = self.look == Look::Rows && text.is_empty();
+                let cell = Cell::new(if is_missing { UNKNOWN } else { text });
+                match tone {
+                    Some(tone) => cell.fg(colour_of(*tone)),
+                    None => cell,
+                }
+            });
+            table.add_row(cells);
+        }
+        if self.look == Look::Platform {
+            return table.to_string();
+        }
+        let last = table.column_count().saturating_sub(1);
+        for (index, column) in table.column_iter_mut().enumerate() {
+            // Blanks behind the last column would be beyond the edge of a terminal.
+            column.set_padding((0, if index == last { 0 } else { GAP }));
+            if self.heads.get(index).is_some_and(|head| head.is_number) {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+            let mut texts = self.rows.iter().filter_map(|row| row.get(index));
+            if self.look == Look::Plain && texts.all(|(text, _)| is_unknown(text)) {
+                column.set_constraint(ColumnConstraint::Hidden);
+            }
+        }
+        let left_out = width.map(|width| self.fit(&mut table, width)).unwrap_or_default();
+        let text = table.trim_fmt();
+        if left_out.is_empty() {
+            return text;
+        }
+        let note = format!("(no room for {}; --json has all)", left_out.join(", "));
+        format!("{text}\n{}", prose_in(&note, width))
+    }
+
+    /// Leaves out columns until the rest has room, and gives the last column the room that is left. Returns the heads of
+    /// the columns that are left out.
+    fn fit(&self, table: &mut comfy_table::Table, width: usize) -> Vec<&'static str> {
+        let gap = usize::from(GAP);
+        table.set_content_arrangement(ContentArrangement::Dynamic);
+        table.set_width(u16::try_from(width).unwrap_or(u16::MAX));
+        let is_shown = |column: &comfy_table::Column| column.constraint() != Some(&ColumnConstraint::Hidden);
+        let natural: Vec<usize> =
+            table.column_max_content_widths().into_iter().map(|width| usize::from(width) + gap).collect();
+        let Some((prose, others)) = natural.split_last() else { return Vec::new() };
+        let prose = prose - gap;
+        let needed = |table: &comfy_table::Table| -> usize {
+            let shown = table.column_iter().zip(others).filter(|(column, _)| is_shown(column));
+            shown.map(|(_, width)| width).sum()
+        };
+        let heads = self.heads.iter().enumerate().take(others.len());
+        let mut expendable: Vec<(usize, &Head)> = heads.filter(|(_, head)| head.expendable > 0).collect();
+        expendable.sort_by_key(|(_, head)| Reverse(head.expendable));
+        let mut left_out = Vec::new();
+        for (index, head) in expendable {
+            if needed(table) + prose.min(PROSE) <= width {
+                break;
+            }
+            if let Some(column) = table.column_mut(index).filter(|column| is_shown(column)) {
+                column.set_constraint(ColumnConstraint::Hidden);
+                left_out.push(head.name);
+            }
+        }
+        // Less than a word's room for the prose: then every column has to give.
+        if needed(table) + prose.min(PROSE / 2) <= width {
+            for column in table.column_iter_mut().take(others.len()).filter(|column| is_shown(column)) {
+                column.set_constraint(ColumnConstraint::ContentWidth);
+            }
+        }
+        left_out
+    }
+}
+
+impl fmt::Display for Table {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.render(width(), colour()))
+    }
+}
+
+fn is_unknown(text: &str) -> bool {
+    text.is_empty() || text == UNKNOWN
+}
+
+/// They are the theme's own colours, which its owner can read.
+fn colour_of(tone: Tone) -> Color {
+    match tone {
+        Tone::Well => Color::DarkGreen,
+        Tone::Between => Color::DarkYellow,
+        Tone::Bad => Color::DarkRed,
+    }
+}
+
+/// A value that a table can show.
+pub(crate) trait Shown {
+    /// Its text; `-` if it is not known, or an empty list.
+    fn shown(&self) -> String;
+}
+
+impl Shown for String {
+    fn shown(&self) -> String {
+        printable(self)
+    }
+}
+
+macro_rules! shown {
+    ($($plain:ty),*) => { $(
+        impl Shown for $plain {
+            fn shown(&self) -> String {
+                printable(&self.to_string())
+            }
+        }
+    )* };
+}
+
+shown!(bool, i32, u32, u64, PcieInfo);
+
+impl<T: Shown> Shown for Option<T> {
+    fn shown(&self) -> String {
+        self.as_ref().map_or_else(|| UNKNOWN.to_owned(), Shown::shown)
+    }
+}
+
+impl<T: Shown> Shown for Vec<T> {
+    fn shown(&self) -> String {
+        let texts: Vec<String> = self.iter().map(Shown::shown).collect();
+        if texts.is_empty() { UNKNOWN.to_owned() } else { texts.join(" ") }
+    }
+}
+
+/// The text of a number with a unit behind it; `-` if it is not known.
+pub(crate) fn with_unit<N: fmt::Display>(number: Option<N>, unit: &str) -> String {
+    number.map_or_else(|| UNKNOWN.to_owned(), |number| format!("{number} {unit}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_platforms_look_is_the_same_at_every_width() {
+        let mut table = table(&["Addr", "Index", "Health"], &[]).for_the_platform();
+        table.heads[1].expendable = 1;
+        table.add_row(["00:06.0-0", "-1", "healthy"]);
+        table.add_row(["00:06.0-1", "-1", ""]);
+        for width in [None, Some(20), Some(200)] {
+            assert_eq!(
+                table.render(width, false),
+                "+-----------+-------+---------+\n\
+                 | Addr      | Index | Health  |\n\
+                 +-----------+-------+---------+\n\
+                 | 00:06.0-0 | -1    | healthy |\n\
+                 | 00:06.0-1 | -1    |         |\n\
+                 +-----------+-------+---------+"
+            );
+        }
+    }
+
+    fn gpus(health: &str) -> Table {
+        let mut table = table(&["DEVICE", "MODEL", "CLIENTS", "UUID", "HEALTH"], &[]);
+        (table.heads[1].expendable, table.heads[2].is_number, table.heads[3].expendable) = (1, true, 2);
+        let texts = ["00:06.0-0", "Tesla P40", "1 / 12", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"];
+        let cells = texts.iter().map(|text| ((*text).to_owned(), None));
+        table.add_toned_row(cells.chain([(health.to_owned(), tone_of(health))]));
+        table
+    }
+
+    #[test]
+    fn what_fits_is_not_changed() {
+        let table = gpus("served");
+        let whole = table.render(None, false);
+        assert_eq!(
+            whole,
+            "DEVICE     MODEL      CLIENTS  UUID                                      HEALTH\n\
+             00:06.0-0  Tesla P40   1 / 12  GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400  served"
+        );
+        assert_eq!(table.render(Some(whole.find('\n').unwrap()), false), whole);
+    }
+
+    #[test]
+    fn no_line_is_longer_than_the_terminal_is_wide() {
+        let long =
+            "not served: control daemon shared is backoff: it ended with exit status 1 before it was ready";
+        for reason in ["served", long] {
+            for width in 24..220 {
+                let text = gpus(reason).render(Some(width), false);
+                for line in text.lines() {
+                    assert!(line.chars().count() <= width, "{width}:\n{text}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_there_is_no_room_for_is_named() {
+        let narrow = gpus("served").render(Some(60), false);
+        assert_eq!(
+            narrow,
+            "DEVICE     MODEL      CLIENTS  HEALTH\n\
+             00:06.0-0  Tesla P40   1 / 12  served\n\
+             (no room for UUID; --json has all)"
+        );
+        // A reason is broken into lines, a UUID isn't.
+        let reason = gpus("not served: GPU is lost, which nothing but a reset heals").render(Some(40), false);
+        assert!(reason.ends_with("(no room for UUID, MODEL; --json has\nall)"), "{reason}");
+    }
+
+    #[test]
+    fn a_column_without_a_value_is_for_programs() {
+        let mut table = table(&["PID", "CONTAINER", "COMMAND"], &[]);
+        table.add_row(["1", "-", "a"]);
+        table.add_row(["2", "", "b"]);
+        assert_eq!(table.render(Some(80), false), "PID  COMMAND\n1    a\n2    b");
+        assert_eq!(table.without_heads(true).render(Some(80), false), "1  -  a\n2  -  b");
+    }
+
+    #[test]
+    fn colours_are_for_states_and_only_where_they_are_wanted() {
+        let table = gpus("served");
+        let coloured = table.render(None, true);
+        assert_eq!(coloured.matches('\u{1b}').count(), 2, "{coloured:?}");
+        assert!(!table.render(None, false).contains('\u{1b}'));
+        for (text, tone) in [
+            ("not served: GPU is lost", Some(Tone::Bad)),
+            ("not enforced", Some(Tone::Between)),
+            ("degraded: 1 of 2 GPUs", Some(Tone::Between)),
+            ("WAITS 00:06.0-1", Some(Tone::Between)),
+            ("ready", Some(Tone::Well)),
+            ("disabled", None),
+        ] {
+            assert_eq!(tone_of(text), tone, "{text}");
+        }
+    }
+
+    #[test]
+    fn pairs_and_prose_are_broken_below_themselves() {
+        let mut pairs = pairs();
+        let state = "degraded: 1 of 2 GPUs not served".to_owned();
+        pairs.add_toned_row([("State:".to_owned(), None), (state, Some(Tone::Between))]);
+        pairs.add_row(["Version:", "1.0.0"]);
+        assert_eq!(pairs.render(None, false), "State:    degraded: 1 of 2 GPUs not served\nVersion:  1.0.0");
+        assert_eq!(
+            pairs.render(Some(24), false),
+            "State:    degraded: 1 of\n          2 GPUs not\n          served\nVersion:  1.0.0"
+        );
+        assert_eq!(pairs.render(None, true).matches('\u{1b}').count(), 2);
+        // Colours take no room, and no blanks stand beyond the edge.
+        for line in pairs.render(Some(24), true).lines() {
+            let shown: usize = line
+                .split('\u{1b}')
+                .enumerate()
+                .map(|(part, text)| match part {
+                    0 => text.len(),
+                    _ => text.split_once('m').unwrap().1.len(),
+                })
+                .sum();
+            assert!(shown <= 24, "{line:?}");
+        }
+        assert_eq!(prose_in("one word after the other", Some(12)), "one word\nafter the\nother");
+        assert_eq!(prose_in("one word after the other", None), "one word after the other");
+    }
+
+    #[test]
+    fn a_value_that_is_not_known_is_a_dash() {
+        let known = (Some(7), "a\u{1b}".to_owned(), vec![1u32, 2]);
+        assert_eq!([known.0.shown(), known.1.shown(), known.2.shown()], ["7", "a\u{fffd}", "1 2"]);
+        assert_eq!([None::<u32>.shown(), Vec::<u32>::new().shown(), with_unit(None::<i32>, "%")], ["-"; 3]);
+    }
+
+    #[test]
+    fn text_cannot_command_the_terminal() {
+        assert_eq!(printable("a\u{1b}[2Jb\n"), "a\u{fffd}[2Jb\u{fffd}");
+        // C1's CSI, and a text that is shown from right to left.
+        assert_eq!(printable("\u{9b}2J\u{202e}4 yes"), "\u{fffd}2J\u{fffd}4 yes");
+        assert_eq!(printable("größe 模型"), "größe 模型");
+    }
+
+    #[test]
+    fn a_long_text_is_cut_before_other_columns_are_left_out() {
+        let shown = |width| {
+            let mut table = table(&["PID", "USER", "COMMAND", "AGE", "CONTAINER"], &[]);
+            (table.heads[1].expendable, table.heads[2].ends, table.heads[3].expendable) = (1, true, 2);
+            let command = format!("/opt/{}/python3", "a".repeat(200));
+            table.add_row(["4711", "root", &command, "3 min", "-"]);
+            table.add_row(["12", "root", "sh", "1 s", "-"]);
+            table.shorten_in(width).render(width, false)
+        };
+        assert_eq!(
+            shown(Some(50)),
+            "PID   USER  COMMAND               AGE\n\
+             4711  root  …aaaaaaaaaaa/python3  3 min\n\
+             12    root  sh                    1 s"
+        );
+        assert!(shown(None).contains(&"a".repeat(200)), "a pipe gets all");
+        assert!(shown(Some(10)).contains("…aa"), "the least room");
+    }
+}

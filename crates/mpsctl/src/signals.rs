@@ -1,0 +1,38 @@
+//! The signals that `run`, `drain` and `bench` catch.
+
+use std::future::poll_fn;
+use std::io;
+use std::task::Poll;
+
+use rustix::process::Signal;
+use tokio::signal::unix::{self, SignalKind};
+
+use super::Error;
+use common::host::proc;
+
+/// Signals that no longer end this process.
+pub(super) struct Signals(Vec<(Signal, unix::Signal)>);
+
+impl Signals {
+    /// Catches signals. A signal that was ignored when this process started stays ignored, as nohup and a shell's `&` want
+    /// it, for us and for the processes that we start.
+    pub(super) fn catch(signals: &[Signal]) -> Result<Self, Error> {
+        let own = proc::status(proc::OWN);
+        let ignored = |signal: Signal| own.as_ref().is_ok_and(|own| own.ignores(signal.as_raw()));
+        let caught = signals.iter().copied().filter(|signal| !ignored(*signal));
+        let caught = caught.map(|signal| Ok((signal, unix::signal(SignalKind::from_raw(signal.as_raw()))?)));
+        caught.collect::<io::Result<_>>().map(Self).map_err(Error::Signals)
+    }
+
+    /// Waits for the next signal.
+    pub(super) async fn next(&mut self) -> Signal {
+        poll_fn(|context| {
+            let arrived = self
+                .0
+                .iter_mut()
+                .find_map(|(signal, stream)| stream.poll_recv(context).is_ready().then_some(*signal));
+            arrived.map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+}

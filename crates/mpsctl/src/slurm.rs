@@ -1,0 +1,177 @@
+//! Slurm's view of the slices: `yunion-mpsctl slurm`, and the slices that Slurm has given to a job.
+//!
+//! Slurm numbers the lines of gres.conf, and tells a job the numbers of its lines and nothing else. So the lines that we
+//! print have the slice's name in a comment, and the file of these lines stays on the host: a number means the slice that
+//! it meant when Slurm read the same lines, whatever has been configured since.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::io::Write;
+use std::path::Path;
+
+use crate::Error;
+use crate::screen::say;
+use crate::show::health::state_in_words;
+use common::bus::proxy::{DaemonProxy, Listed};
+use common::bus::rows::Device;
+use common::host::regular_file;
+use common::text::printable;
+
+/// The file with the lines that `yunion-mpsctl slurm` has printed.
+const FILE: &str = "/etc/yunion/gres.conf";
+/// Each line takes some 150 bytes, and there are a thousand slices at most.
+const FILE_MAX: u64 = 1 << 20;
+
+/// The lines of a step come first: a step may have fewer slices than its job.
+const GIVEN: [&str; 2] = ["SLURM_STEP_GPUS", "SLURM_JOB_GPUS"];
+
+const MIB_IN_GIB: i32 = 1024;
+
+pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(), Error> {
+    let service = daemon.service().await?;
+    let devices = daemon.devices().await?;
+    if service.state != "ready" {
+        let state = state_in_words(&service);
+        say(&format!("warning: write the lines again when every GPU is served: {state}"));
+    }
+    write!(out, "{}", gres_conf(&devices).map_err(Error::Failed)?)?;
+    Ok(())
+}
+
+/// The lines for gres.conf, and in comments the lines for slurm.conf.
+fn gres_conf(devices: &[Listed<Device>]) -> Result<String, String> {
+    // Slurm numbers the slices type by type, in the order of the types in slurm.conf, and within a type in the order of
+    // gres.conf.
+    let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
+    // A job on a slice that can't be served as it is, on a GPU in MIG mode for one, would fail.
+    for device in devices.iter().filter(|device| device.servable) {
+        let unknown = || format!("the device file of {} is not known", printable(&device.addr));
+        let minor = device.nvidia_minor.ok_or_else(unknown)?;
+        kinds.entry(kind(device)).or_default().push((minor, device));
+    }
+    if kinds.is_empty() {
+        return Err("there is no slice that can be served".to_owned());
+    }
+    let mut lines = String::new();
+    for (kind, slices) in &mut kinds {
+        slices.sort_by_key(|(minor, device)| (*minor, device.ordinal));
+        for (minor, device) in slices {
+            // Slurm takes a file twice only in MultipleFiles, which is for parts of a GPU and wants two names.
+            let (file, name) = (format!("/dev/nvidia{minor}"), printable(&device.addr));
+            lines += &format!("Name=gpu Type={kind} MultipleFiles={file},{file} Flags=no_gpu_env # {name}\n");
+        }
+    }
+    let gres: Vec<String> =
+        kinds.iter().map(|(kind, slices)| format!("gpu:{kind}:{}", slices.len())).collect();
+    Ok(format!(
+        "# The slices of this host as GPUs of Slurm, by `yunion-mpsctl slurm`. The order counts, here and in Gres=.\n\
+         # gres.conf: include {FILE}\n\
+         # slurm.conf: GresTypes=gpu\n\
+         # slurm.conf: NodeName=... Gres={}\n{lines}",
+        gres.join(",")
+    ))
+}
+
+/// The type of a slice for Slurm: the model and the memory, as in `h200_sxm_141gb.35gb`.
+fn kind(device: &Device) -> String {
+    let model = device.model.as_deref().or(device.nvidia_name.as_deref()).unwrap_or("gpu");
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' };
+    let model: String = model.chars().map(plain).collect();
+    match device.mps_memory_limit {
+        Some(mib) => format!("{model}.{}gb", mib / MIB_IN_GIB),
+        None => model,
+    }
+}
+
+/// The names of the slices that Slurm has given to the step or the job that this process is in.
+pub(super) fn given() -> Result<Vec<String>, String> {
+    let numbers = GIVEN
+        .iter()
+        .find_map(|name| env::var(name).ok().filter(|numbers| !numbers.is_empty()))
+        .ok_or_else(|| {
+            format!(
+                "Slurm has given no slice to this step: neither {} is set; ask for one by --gres=gpu:1",
+                GIVEN.join(" nor ")
+            )
+        })?;
+    let file = Path::new(FILE);
+    let lines = regular_file::read(file, FILE_MAX)
+        .map_err(|error| format!("{FILE} {error}; root writes it: yunion-mpsctl slurm >{FILE}"))?;
+    named(&numbers, &String::from_utf8_lossy(&lines))
+}
+
+/// The names in the comments of these lines.
+fn named(numbers: &str, lines: &str) -> Result<Vec<String>, String> {
+    let lines: Vec<&str> =
+        lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+    let name = |number: &str| {
+        let line = number.trim().parse().ok().and_then(|place: usize| lines.get(place));
+        let line =
+            line.ok_or_else(|| format!("Slurm says GPU {number:?}, and {FILE} has {} lines", lines.len()))?;
+        let name = line.rsplit_once('#').map(|(_, name)| name.trim()).filter(|name| !name.is_empty());
+        name.map(str::to_owned).ok_or_else(|| format!("{FILE}: no slice is named behind {line:?}"))
+    };
+    numbers.split(',').map(name).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn device(addr: &str, minor: impl Into<Value>, ordinal: u32, model: &str, mib: i32) -> Listed<Device> {
+        let Value::Object(row) = json!({
+            "addr": addr, "nvidia_minor": minor.into(), "ordinal": ordinal, "model": model, "mps_memory_limit": mib,
+            "servable": !model.ends_with("in MIG mode"),
+        }) else {
+            panic!()
+        };
+        Listed::read(row).unwrap()
+    }
+
+    #[test]
+    fn a_line_for_each_slice_type_by_type_in_the_order_of_the_device_files() {
+        let devices = [
+            device("07:00.0-1", 10, 1, "H200 SXM 141GB", 35942),
+            device("07:00.0-0", 10, 0, "H200 SXM 141GB", 35942),
+            device("08:00.0-0", 2, 0, "Tesla P40\n#,:", 24576),
+            device("09:00.0-0", 1, 0, "H200 SXM 141GB", 35942),
+            device("0a:00.0-0", 3, 0, "H200 in MIG mode", 35942),
+        ];
+        let text = gres_conf(&devices).unwrap();
+        let (comments, lines): (Vec<&str>, Vec<&str>) = text.lines().partition(|line| line.starts_with('#'));
+        assert_eq!(
+            lines,
+            [
+                "Name=gpu Type=h200_sxm_141gb.35gb MultipleFiles=/dev/nvidia1,/dev/nvidia1 Flags=no_gpu_env # 09:00.0-0",
+                "Name=gpu Type=h200_sxm_141gb.35gb MultipleFiles=/dev/nvidia10,/dev/nvidia10 Flags=no_gpu_env # 07:00.0-0",
+                "Name=gpu Type=h200_sxm_141gb.35gb MultipleFiles=/dev/nvidia10,/dev/nvidia10 Flags=no_gpu_env # 07:00.0-1",
+                "Name=gpu Type=tesla_p40____.24gb MultipleFiles=/dev/nvidia2,/dev/nvidia2 Flags=no_gpu_env # 08:00.0-0",
+            ]
+        );
+        assert_eq!(
+            comments.last(),
+            Some(&"# slurm.conf: NodeName=... Gres=gpu:h200_sxm_141gb.35gb:3,gpu:tesla_p40____.24gb:1")
+        );
+        assert_eq!(named("2,0", &text).unwrap(), ["07:00.0-1", "09:00.0-0"]);
+    }
+
+    #[test]
+    fn nothing_is_guessed() {
+        assert_eq!(gres_conf(&[]).unwrap_err(), "there is no slice that can be served");
+        let unknown = device("07:00.0-0", Value::Null, 0, "H200", 1);
+        assert_eq!(gres_conf(&[unknown]).unwrap_err(), "the device file of 07:00.0-0 is not known");
+        let lines = "# a comment\n\n Name=gpu # 00:06.0-0\nName=gpu\nName=gpu #\n";
+        assert_eq!(named("0", lines).unwrap(), ["00:06.0-0"]);
+        for (number, complaint) in [
+            ("1", "/etc/yunion/gres.conf: no slice is named behind \"Name=gpu\""),
+            ("2", "/etc/yunion/gres.conf: no slice is named behind \"Name=gpu #\""),
+            ("3", "Slurm says GPU \"3\", and /etc/yunion/gres.conf has 3 lines"),
+            ("0,-1", "Slurm says GPU \"-1\", and /etc/yunion/gres.conf has 3 lines"),
+            ("x", "Slurm says GPU \"x\", and /etc/yunion/gres.conf has 3 lines"),
+        ] {
+            assert_eq!(named(number, lines).unwrap_err(), complaint);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! `yunion-mpsctl events`.
+
+use std::io::Write;
+
+use clap::Args;
+use rustix::process::Signal;
+
+use super::{Watched, in_time, in_words, reader_has_gone};
+use crate::screen::say;
+use crate::show::table::Shown;
+use crate::show::time;
+use crate::signals::Signals;
+use crate::{Error, print_json};
+use common::bus::proxy::{DaemonProxy, Listed};
+use common::bus::rows::Event;
+use common::published::control_daemon::EVENTS_KEPT;
+use common::text::escaped;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// Print each new event as it comes, until Ctrl-C; a restart of the service doesn't end this
+    #[arg(long, short)]
+    follow: bool,
+    /// Print a JSON array; with --follow one JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error> {
+    if !arguments.follow {
+        let events = DaemonProxy::connect().await?.events().await?;
+        if arguments.json {
+            return print_json(out, &events);
+        }
+        if events.is_empty() {
+            writeln!(out, "No events since the service started.")?;
+        }
+        return print(&events, false, out);
+    }
+    let mut interrupted = Signals::catch(&[Signal::INT])?;
+    tokio::select! {
+        followed = follow(arguments.json, out) => followed,
+        _ = interrupted.next() => Ok(()),
+    }
+}
+
+/// Returns when nobody reads the output any more.
+async fn follow(json: bool, out: &mut dyn Write) -> Result<(), Error> {
+    let mut watched = Watched::default();
+    let mut told = Told::default();
+    let mut complaint = String::new();
+    while !reader_has_gone() {
+        match in_time(async { watched.daemon().await?.events().await }).await {
+            Ok(events) => {
+                complaint.clear();
+                if told.may_miss_some(&events) {
+                    say("more events have come at once than the service keeps; journalctl has all");
+                }
+                print(&told.news(events), json, out)?;
+                out.flush()?;
+            }
+            Err(error) => {
+                let words = in_words(&error);
+                if words != complaint {
+                    say(&words);
+                    complaint = words;
+                }
+            }
+        }
+        watched.pause().await;
+    }
+    Ok(())
+}
+
+fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<(), Error> {
+    for event in events {
+        if json {
+            writeln!(out, "{}", escaped(&serde_json::to_string(event)?))?;
+        } else {
+            let at = time::local(time::from_microseconds(event.at));
+            writeln!(out, "{at}  {}", event.text.shown())?;
+        }
+    }
+    Ok(())
+}
+
+/// The last answer, which has been printed.
+#[derive(Debug, Default)]
+struct Told(Vec<Listed<Event>>);
+
+impl Told {
+    /// The events that the last answer did not have. A new one need not stand at the end: the time of an event is the
+    /// time at which it was seen.
+    fn news(&mut self, events: Vec<Listed<Event>>) -> Vec<Listed<Event>> {
+        let mut before = std::mem::replace(&mut self.0, events);
+        let mut news = self.0.clone();
+        news.retain(|event| {
+            let place = before.iter().position(|known| **known == **event);
+            place.map(|place| before.swap_remove(place)).is_none()
+        });
+        news
+    }
+
+    /// Whether events may have come and gone between two answers.
+    fn may_miss_some(&self, events: &[Listed<Event>]) -> bool {
+        let is_known = |event: &Listed<Event>| self.0.iter().any(|known| **known == **event);
+        !self.0.is_empty() && events.len() >= EVENTS_KEPT && !events.iter().any(is_known)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn event(at: i64) -> Listed<Event> {
+        Listed::read(json!({"at": at, "text": "a\u{1b}"}).as_object().unwrap().clone()).unwrap()
+    }
+
+    fn events(at: impl IntoIterator<Item = i64>) -> Vec<Listed<Event>> {
+        at.into_iter().map(event).collect()
+    }
+
+    #[test]
+    fn each_event_is_told_once() {
+        let mut told = Told::default();
+        for (answer, news) in [
+            (vec![1, 2], vec![1, 2]),
+            (vec![1, 2], vec![]),
+            // One in the middle, and one twice at once.
+            (vec![1, 5, 2, 3, 3], vec![5, 3, 3]),
+            (vec![2, 3, 3, 3], vec![3]),
+            // The service was started again.
+            (vec![], vec![]),
+            (vec![9], vec![9]),
+        ] {
+            let at: Vec<i64> = told.news(events(answer)).iter().map(|event| event.at).collect();
+            assert_eq!(at, news);
+        }
+    }
+
+    #[test]
+    fn a_gap_is_noticed() {
+        let mut told = Told::default();
+        let many = i64::try_from(EVENTS_KEPT).unwrap();
+        assert!(!told.may_miss_some(&events(0..many)));
+        told.news(events(0..many));
+        assert!(!told.may_miss_some(&events(1..=many)));
+        assert!(!told.may_miss_some(&events([many])));
+        assert!(told.may_miss_some(&events(many..2 * many)));
+    }
+
+    #[test]
+    fn a_line_has_an_event_and_cannot_command_the_terminal() {
+        for (json, expected) in [(false, "a\u{fffd}\n"), (true, "{\"at\":1000000,\"text\":\"a\\u001b\"}\n")] {
+            let mut out = Vec::new();
+            print(&events([1_000_000]), json, &mut out).unwrap();
+            let line = String::from_utf8(out).unwrap();
+            assert!(line.ends_with(expected) && line.matches('\n').count() == 1, "{line:?}");
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! `yunion-mpsctl is-ready`.
+
+use std::io::Write;
+use std::time::Duration;
+
+use clap::Args;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::Watched;
+use crate::show::status::state_and_reason;
+use crate::{Error, FAILED, NOT_RUNNING};
+use common::bus::answers::SIGN_OF_LIFE;
+use common::bus::proxy::{BusError, Listed};
+use common::bus::rows::Service;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// Wait until the service is ready, but no longer than this; a service that is not running may start meanwhile
+    #[arg(long, value_name = "SECONDS")]
+    wait: Option<u32>,
+    /// Print no state: the exit status says enough
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+pub(crate) async fn is_ready(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+    let mut watched = Watched::default();
+    let found = match arguments.wait {
+        None => look(&mut watched, SIGN_OF_LIFE).await,
+        Some(seconds) => wait(&mut watched, Duration::from_secs(seconds.into())).await,
+    };
+    match found {
+        Ok(service) => {
+            if !arguments.quiet {
+                writeln!(out, "{}", state_and_reason(&service))?;
+            }
+            Ok(if is_well(&service) { 0 } else { FAILED })
+        }
+        Err(BusError::NotRunning) if arguments.quiet => Ok(NOT_RUNNING),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The service once it is ready, or as it is at the end of this time.
+async fn wait(watched: &mut Watched, at_most: Duration) -> Result<Listed<Service>, BusError> {
+    let deadline = Instant::now() + at_most;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now()).max(LAST_LOOK);
+        let found = look(watched, left.min(SIGN_OF_LIFE)).await;
+        let is_over = found.as_ref().is_ok_and(|service| is_well(service));
+        if is_over || timeout_at(deadline, watched.pause()).await.is_err() {
+            return found;
+        }
+    }
+}
+
+/// The time that the service has to answer if the waiting ends meanwhile.
+const LAST_LOOK: Duration = Duration::from_secs(1);
+
+async fn look(watched: &mut Watched, at_most: Duration) -> Result<Listed<Service>, BusError> {
+    let answer = async { watched.daemon().await?.service().await };
+    timeout(at_most, answer).await.unwrap_or(Err(BusError::Silent))
+}
+
+fn is_well(service: &Service) -> bool {
+    service.state == "ready"
+}

@@ -1,0 +1,123 @@
+//! `yunion-mpsctl top`.
+
+use std::io::Write;
+use std::time::{Duration, Instant, SystemTime};
+
+use crossterm::event::{Event, read};
+use rustix::process::{Signal, getpid, kill_process};
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::time::interval;
+
+use self::draw::{Look, lines};
+use self::model::{Model, Published};
+use self::state::{Action, State};
+use self::terminal::Entered;
+use crate::screen::{Screen, size};
+use crate::show::table::{colour, is_drawn_on};
+use crate::signals::Signals;
+use crate::{Error, FAILED};
+use common::bus::proxy::{BusError, Listed};
+use common::bus::rows::Client;
+
+mod ask;
+mod draw;
+mod model;
+mod state;
+mod terminal;
+
+/// The time after which ages and the clock are drawn again.
+const PERIOD: Duration = Duration::from_secs(1);
+
+/// Something that may change the screen.
+#[derive(Debug)]
+enum News {
+    Published(Result<Published, BusError>),
+    Clients(Result<Vec<Listed<Client>>, BusError>),
+    /// The end of the GPU work of a process was asked for.
+    Ended(u32, Result<(), BusError>),
+    Typed(Event),
+    /// No more keys come.
+    Unread(std::io::Error),
+}
+
+pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
+    if !is_drawn_on() || !rustix::termios::isatty(rustix::stdio::stdin()) {
+        return Err(Error::Usage(
+            "top needs a terminal for its screen and for keys; yunion-mpsctl status and yunion-mpsctl list print the \
+             same values"
+                .to_owned(),
+        ));
+    }
+    let mut signals = Signals::catch(&[Signal::TERM, Signal::HUP, Signal::INT, Signal::QUIT, Signal::CONT])?;
+    let _entered = Entered::enter()?;
+    let mut screen = Screen::default();
+    let (tell, mut news) = unbounded_channel();
+    read_keys(tell.clone());
+    let mut tasks = ask::start(&tell);
+    let mut ticks = interval(PERIOD);
+    let (mut model, mut state, has_colour) = (Model::default(), State::default(), colour());
+    loop {
+        let look = Look { colour: has_colour, clock: SystemTime::now(), now: Instant::now() };
+        screen.draw(lines(size(), &model, &state, look), out)?;
+        let mut next = tokio::select! {
+            signal = signals.next() => match signal {
+                Signal::CONT => {
+                    Entered::interrupt(|| ())?;
+                    screen.forget();
+                    None
+                }
+                Signal::INT => return Ok(0),
+                signal => return Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED)),
+            },
+            next = news.recv() => next,
+            _ = ticks.tick() => None,
+        };
+        // Several at once are drawn once.
+        while let Some(one) = next {
+            match take(one, &mut model, &mut state)? {
+                Action::Draw => {}
+                Action::Quit => return Ok(0),
+                Action::Stop => {
+                    Entered::interrupt(|| {
+                        let _ = kill_process(getpid(), Signal::TSTP);
+                    })?;
+                    screen.forget();
+                }
+                Action::End(pid) => ask::end(pid, &tell, &mut tasks),
+            }
+            next = news.try_recv().ok();
+        }
+    }
+}
+
+fn take(news: News, model: &mut Model, state: &mut State) -> Result<Action, Error> {
+    match news {
+        News::Published(answer) => model.publish(answer),
+        News::Clients(answer) => model.list(answer),
+        News::Ended(pid, done) => state.ended(pid, &done),
+        News::Typed(Event::Key(key)) => return Ok(state.key(key, model)),
+        // Another size is seen when the screen is drawn.
+        News::Typed(_) => {}
+        News::Unread(error) => return Err(Error::Failed(format!("can't read keys: {error}"))),
+    }
+    state.settle(model);
+    Ok(Action::Draw)
+}
+
+/// Reads keys in a thread of its own, which ends with the program: nothing else can end a read.
+fn read_keys(news: UnboundedSender<News>) {
+    std::thread::spawn(move || {
+        loop {
+            let (one, is_last) = match read() {
+                Ok(event) => (News::Typed(event), false),
+                Err(error) => (News::Unread(error), true),
+            };
+            if news.send(one).is_err() || is_last {
+                return;
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests;

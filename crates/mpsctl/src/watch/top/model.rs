@@ -1,0 +1,94 @@
+//! Everything that `top` knows at a moment.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use crate::watch::in_words;
+use common::bus::proxy::{BusError, Listed};
+use common::bus::rows::{Client, Device, Event, Service};
+
+/// An answer is old after this time without another one.
+const OLD: Duration = Duration::from_secs(4);
+
+/// The answers that the service always knows.
+#[derive(Debug)]
+pub(super) struct Published {
+    pub(super) service: Listed<Service>,
+    /// None before the service knows its GPUs.
+    pub(super) devices: Option<Vec<Listed<Device>>>,
+    pub(super) events: Vec<Listed<Event>>,
+}
+
+/// The moment of an answer.
+#[derive(Debug, Clone, Copy)]
+struct Moment {
+    /// By the clock on the wall.
+    clock: SystemTime,
+    at: Instant,
+}
+
+impl Moment {
+    fn now() -> Self {
+        Self { clock: SystemTime::now(), at: Instant::now() }
+    }
+}
+
+/// The last answers, and why there are no newer ones.
+#[derive(Debug, Default)]
+pub(super) struct Model {
+    pub(super) service: Option<Listed<Service>>,
+    pub(super) devices: Vec<Listed<Device>>,
+    pub(super) events: Vec<Listed<Event>>,
+    pub(super) clients: Vec<Listed<Client>>,
+    /// Why the service does not answer now.
+    pub(super) silent: Option<String>,
+    /// Why the clients are not known now.
+    pub(super) unlisted: Option<String>,
+    published: Option<Moment>,
+    listed: Option<Moment>,
+}
+
+impl Model {
+    pub(super) fn publish(&mut self, answer: Result<Published, BusError>) {
+        match answer {
+            Ok(Published { service, devices, events }) => {
+                (self.service, self.events, self.silent) = (Some(service), events, None);
+                // The slices of an earlier start stay until the service knows its GPUs again.
+                if let Some(devices) = devices {
+                    self.devices = devices;
+                    self.published = Some(Moment::now());
+                }
+            }
+            Err(error) => self.silent = Some(in_words(&error)),
+        }
+    }
+
+    pub(super) fn list(&mut self, answer: Result<Vec<Listed<Client>>, BusError>) {
+        match answer {
+            Ok(clients) => {
+                (self.clients, self.unlisted) = (clients, None);
+                self.listed = Some(Moment::now());
+            }
+            Err(error) => self.unlisted = Some(in_words(&error)),
+        }
+    }
+
+    /// Whether the clients were known at any time.
+    pub(super) fn has_clients(&self) -> bool {
+        self.listed.is_some()
+    }
+
+    /// The time of the slices that are shown, if there was no answer since for some reason or for some time.
+    pub(super) fn slices_are_of(&self, now: Instant) -> Option<SystemTime> {
+        old(self.published, self.silent.is_some(), now)
+    }
+
+    /// The time of the clients that are shown, if there was no answer since for some reason or for some time.
+    pub(super) fn clients_are_of(&self, now: Instant) -> Option<SystemTime> {
+        old(self.listed, self.unlisted.is_some(), now)
+    }
+}
+
+fn old(answer: Option<Moment>, is_refused: bool, now: Instant) -> Option<SystemTime> {
+    let is_old = |answer: &Moment| is_refused || now.saturating_duration_since(answer.at) > OLD;
+    answer.filter(is_old).map(|answer| answer.clock)
+}

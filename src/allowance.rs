@@ -1,0 +1,107 @@
+//! How often something is told. Tenants decide how often it happens, and all services share the journal of the host.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// At most `most` at a time, and `more` after each period.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rate {
+    pub most: u32,
+    pub more: u32,
+    pub period: Duration,
+}
+
+/// What may be told now, and the number of things that were not.
+#[derive(Debug, Clone)]
+pub(crate) struct Allowance {
+    rate: Rate,
+    left: u32,
+    /// The beginning of the present period. It has no meaning while none is missing.
+    since: Instant,
+    untold: usize,
+}
+
+impl Allowance {
+    pub(crate) fn new(rate: Rate) -> Self {
+        Self { rate, left: rate.most, since: Instant::now(), untold: 0 }
+    }
+
+    /// True if there may be one more message now, about `count` things. Otherwise these are counted.
+    pub(crate) fn take(&mut self, count: usize, now: Instant) -> bool {
+        self.refill(now);
+        if self.left == self.rate.most {
+            self.since = now;
+        }
+        let taken = self.left > 0;
+        self.left = self.left.saturating_sub(1);
+        if !taken {
+            self.untold += count;
+        }
+        taken
+    }
+
+    /// The number of things that were not told since this was asked last, if there are any.
+    pub(crate) fn untold(&mut self) -> Option<usize> {
+        let untold = std::mem::take(&mut self.untold);
+        (untold > 0).then_some(untold)
+    }
+
+    /// The same once something may be told again.
+    pub(crate) fn untold_before(&mut self, now: Instant) -> Option<usize> {
+        self.refill(now);
+        if self.left > 0 { self.untold() } else { None }
+    }
+
+    /// When the next message may be written.
+    pub(crate) fn next(&mut self, now: Instant) -> Instant {
+        self.refill(now);
+        if self.left > 0 { now } else { self.since + self.rate.period }
+    }
+
+    fn refill(&mut self, now: Instant) {
+        while self.left < self.rate.most && now >= self.since + self.rate.period {
+            self.left = self.rate.most.min(self.left + self.rate.more);
+            self.since += self.rate.period;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PERIOD: Duration = Duration::from_secs(10);
+
+    #[test]
+    fn what_is_too_much_is_counted_and_told_once() {
+        let mut allowance = Allowance::new(Rate { most: 500, more: 500, period: PERIOD });
+        let start = Instant::now();
+        let passed = |allowance: &mut Allowance, lines: usize, now| {
+            (0..lines).filter(|_| allowance.take(1, now)).count()
+        };
+        assert_eq!(passed(&mut allowance, 507, start), 500);
+        assert_eq!(allowance.untold_before(start + PERIOD / 2), None, "the period is not over");
+        assert_eq!(allowance.untold_before(start + PERIOD), Some(7));
+        assert_eq!(passed(&mut allowance, 503, start + PERIOD), 500);
+        assert_eq!(allowance.untold(), Some(3));
+        assert!(!allowance.take(1, start + PERIOD), "another run gets no more");
+        assert_eq!(allowance.untold(), Some(1));
+        assert_eq!(allowance.untold_before(start + 2 * PERIOD), None);
+    }
+
+    #[test]
+    fn after_a_burst_there_is_one_in_each_period() {
+        let mut allowance = Allowance::new(Rate { most: 4, more: 1, period: PERIOD });
+        let start = Instant::now();
+        let hour = (0..360).filter(|second| allowance.take(2, start + *second * PERIOD / 10)).count();
+        assert_eq!(hour, 4 + 35);
+        assert_eq!(allowance.untold(), Some(2 * (360 - 39)));
+        let now = start + 36 * PERIOD - PERIOD / 10;
+        assert_eq!(allowance.next(now), start + 36 * PERIOD);
+        // After a quiet while, there are as many messages as at first.
+        let quiet = start + 1000 * PERIOD;
+        assert_eq!(allowance.next(quiet), quiet);
+        assert_eq!((0..10).filter(|_| allowance.take(1, quiet)).count(), 4);
+    }
+}

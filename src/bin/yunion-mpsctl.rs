@@ -1,8 +1,0 @@
-//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus.
-
-use std::process::ExitCode;
-
-fn main() -> ExitCode {
-    let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr());
-    ExitCode::from(yunion_mps::run_ctl(std::env::args_os(), &mut out, &mut err))
-}

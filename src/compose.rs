@@ -1,0 +1,354 @@
+//! Makes the Snapshot from the plan and the supervisors' statuses.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use crate::supervisor::bypass;
+use crate::supervisor::{GpuStatus, Status};
+use common::config::Settings;
+use common::counted::counted;
+use common::drained::Drained;
+use common::plan::{GpuPlan, Plan};
+use common::published::control_daemon::{ControlDaemonState, EVENTS_KEPT, Event};
+use common::published::snapshot::{GpuView, Snapshot, State};
+use common::published::usage::InUse;
+use common::published::usage::{GpuUse, SliceUse};
+
+/// Everything a Snapshot is made from.
+#[derive(Debug)]
+pub(crate) struct Parts<'a> {
+    /// The configuration in force.
+    pub settings: &'a Settings,
+    /// The driver's version, or why there is none.
+    pub driver: &'a Result<String, String>,
+    /// The plan in force, or why there is none yet.
+    pub plan: Result<&'a Plan, &'a str>,
+    /// The control daemons that are to serve.
+    pub statuses: &'a [Status],
+    /// The control daemons on the way out.
+    pub leaving: &'a [Status],
+    /// The GPUs that control daemons on the way out still have, each with the id of that control daemon.
+    pub held: &'a BTreeMap<String, String>,
+    /// Whether a control daemon starts as soon as another one, which ends now, has left its GPUs.
+    pub starting: bool,
+    /// The slices that an administrator has taken out of use for new clients.
+    pub drained: &'a Drained,
+    /// The clients of each GPU and of each slice together, by the UUIDs of the GPUs.
+    pub uses: &'a BTreeMap<String, GpuUse>,
+    /// Events that concern no control daemon.
+    pub events: &'a VecDeque<Event>,
+    /// A standing problem that serves nobody worse, such as a new configuration that was refused.
+    pub problem: &'a str,
+    /// Whether the service is on the way down.
+    pub stopping: bool,
+}
+
+/// Makes the Snapshot that follows `previous`.
+pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
+    let settings = parts.settings;
+    let gpus = match (settings.enabled, parts.plan) {
+        (false, _) => Some(Vec::new()),
+        (true, Ok(plan)) => {
+            Some(plan.gpus.iter().map(|gpu| shared(gpu_view(gpu, parts), previous)).collect())
+        }
+        (true, Err(_)) => None,
+    };
+    let (state, reason) = state(parts, gpus.as_deref());
+    let listed_again = same_listed(gpus.as_deref(), previous.gpus.as_deref());
+    Snapshot {
+        generation: if listed_again { previous.generation } else { previous.generation + 1 },
+        state,
+        reason,
+        enabled: settings.enabled,
+        driver_version: parts.driver.as_ref().cloned().unwrap_or_default(),
+        pipe_directory: settings.pipe_directory.clone(),
+        log_directory: settings.log_directory.clone(),
+        gpus,
+        control_daemons: all(parts).map(|status| status.view.clone()).collect(),
+        events: last_events(parts),
+    }
+}
+
+/// The Snapshot before anything is known.
+pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
+    Snapshot {
+        reason: "the first pass over the GPUs has not ended".to_owned(),
+        enabled: settings.enabled,
+        pipe_directory: settings.pipe_directory.clone(),
+        log_directory: settings.log_directory.clone(),
+        ..Snapshot::default()
+    }
+}
+
+/// The view, or the equal one in the last Snapshot.
+fn shared(view: GpuView, previous: &Snapshot) -> Arc<GpuView> {
+    let same = previous.gpus.iter().flatten().find(|gpu| ***gpu == view);
+    same.map_or_else(|| Arc::new(view), Arc::clone)
+}
+
+/// Whether `ListDevices` and `ListGpus` show the same of both. If not, the generation grows.
+fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bool {
+    let same =
+        |(new, old): (&Arc<GpuView>, &Arc<GpuView>)| Arc::ptr_eq(new, old) || listed(new) == listed(old);
+    match (new, old) {
+        (Some(new), Some(old)) => new.len() == old.len() && new.iter().zip(old).all(same),
+        (new, old) => new.is_none() && old.is_none(),
+    }
+}
+
+/// The part of a GPU that `ListDevices` and `ListGpus` show, without the clients and their memory, which come and go.
+fn listed(gpu: &GpuView) -> GpuView {
+    let mut gpu = gpu.clone();
+    let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
+    let known = gpu.uses.iter().any(|one| !one.overuse.is_empty());
+    gpu.in_use = None;
+    gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
+    if let Ok(facts) = gpu.plan.gpu.nvml.as_mut() {
+        // The plan has them as they were when it was made. The view has them as they are now.
+        facts.compute_mode = None;
+        facts.foreign_processes.clear();
+    }
+    gpu
+}
+
+fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
+    parts.statuses.iter().chain(parts.leaving)
+}
+
+fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
+    let facts = plan.gpu.facts();
+    let uuid = facts.map(|facts| facts.uuid.as_str()).unwrap_or_default();
+    let served = served(parts, uuid);
+    let trouble = match (plan.unusable().or_else(|| in_the_way(uuid, parts)), served) {
+        (Some(reason), _) => Some(reason),
+        (None, None) => Some(not_begun(uuid, parts)),
+        (None, Some((_, gpu))) if !gpu.left_out.is_empty() => Some(gpu.left_out.clone()),
+        (None, Some((_, gpu))) if gpu.server_kept_out => {
+            Some(format!("{}; no server can start beside them: end them", used_without_us(gpu)))
+        }
+        (None, Some((status, _))) if !status.serving => Some(said_by(status)),
+        (None, Some((_, gpu))) if gpu.being_set => Some("its new limits are being set".to_owned()),
+        (None, Some((_, gpu))) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
+        (None, Some(_)) => None,
+    };
+    let gpu = served.map(|(_, gpu)| gpu);
+    GpuView {
+        plan: plan.clone(),
+        healthy: trouble.is_none(),
+        reason: trouble.unwrap_or_else(|| {
+            let bypassed = gpu.filter(|gpu| !gpu.bypasses.is_empty()).map(used_without_us);
+            // All its clients are served, so a full GPU is well.
+            let full = gpu.map(|gpu| gpu.full.clone()).filter(|full| !full.is_empty());
+            let warnings = plan.warnings.iter().map(|warning| warning.problem.found.clone());
+            bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
+        }),
+        compute_mode: gpu.and_then(|gpu| gpu.compute_mode).or(facts.and_then(|facts| facts.compute_mode)),
+        control_daemon: served.map(|(status, _)| status.view.id.clone()).unwrap_or_default(),
+        confirmed_thread_percentage: gpu.and_then(|gpu| gpu.thread_percentage),
+        confirmed_memory_limit_mib: gpu.and_then(|gpu| gpu.memory_limit_mib),
+        drained: drained(plan, parts.drained),
+        unled: served.map(|(status, _)| unled(plan, status)).unwrap_or_default(),
+        in_use: in_use(parts, uuid, served),
+        uses: parts.uses.get(uuid).map(|in_use| in_use.slices.clone()).unwrap_or_default(),
+    }
+}
+
+/// All clients of a GPU together. Where NVML lists no clients, only their number is known, from the control daemon.
+fn in_use(parts: &Parts<'_>, uuid: &str, served: Option<(&Status, &GpuStatus)>) -> Option<InUse> {
+    let listed = parts.uses.get(uuid).and_then(|in_use| in_use.all);
+    listed.or_else(|| {
+        let (_, gpu) = served.filter(|(status, _)| status.view.pid.is_some())?;
+        let clients = gpu.unlisted_clients?;
+        Some(InUse { clients, memory_mib: (clients == 0).then_some(0) })
+    })
+}
+
+fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
+    let address = plan.gpu.pci.address.short();
+    (0..plan.slices).filter(|ordinal| drained.has(&address, &format!("{address}-{ordinal}"))).collect()
+}
+
+fn unled(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
+    let why = |ordinal| Some((ordinal, status.unled.slices.get(&plan.slice_name(ordinal))?.clone()));
+    (0..plan.slices).filter_map(why).collect()
+}
+
+/// Setting limits takes some milliseconds, and nothing is wrong meanwhile.
+fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
+    served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.being_set) && gpu.plan.obstacles.is_empty()
+}
+
+/// The first GPU with a slice that is not served, or control daemon with a pipe directory that does not lead to it.
+fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
+    let pipe =
+        |status: &Status| Some(format!("clients in the pipe directory: {}", status.unled.pipe.as_ref()?));
+    let mut set = gpus.iter().filter(|gpu| !being_set(parts, gpu));
+    set.find_map(|gpu| gpu.unled()).or_else(|| parts.statuses.iter().find_map(pipe))
+}
+
+/// The status of a GPU, and of the control daemon that is to serve it.
+fn served<'a>(parts: &Parts<'a>, uuid: &str) -> Option<(&'a Status, &'a GpuStatus)> {
+    parts.statuses.iter().find_map(|status| Some((status, status.gpus.get(uuid)?)))
+}
+
+fn used_without_us(gpu: &GpuStatus) -> String {
+    format!("used without our MPS server by {}", bypass::in_words(&gpu.bypasses))
+}
+
+/// The first GPU that somebody uses without an MPS server of this service.
+fn bypassed(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
+    gpus.iter().find_map(|view| {
+        let (_, gpu) = served(parts, view.uuid())?;
+        let address = view.plan.gpu.pci.address.short();
+        (!gpu.bypasses.is_empty()).then(|| format!("GPU {address} is {}", used_without_us(gpu)))
+    })
+}
+
+fn said_by(status: &Status) -> String {
+    let view = &status.view;
+    let reason = match view.reason.as_str() {
+        "" => String::new(),
+        reason => format!(": {reason}"),
+    };
+    format!("control daemon {} is {}{reason}", view.id, view.state.as_str())
+}
+
+/// The control daemon on the way out that still has a GPU, in words.
+fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
+    let id = parts.held.get(uuid)?;
+    let status = parts.leaving.iter().find(|status| status.view.id == *id)?;
+    let reason = match status.view.reason.as_str() {
+        "" => "it ends".to_owned(),
+        reason => reason.to_owned(),
+    };
+    Some(format!("control daemon {id} still has it: {reason}"))
+}
+
+/// Why the control daemon that is to have a GPU has not begun, in words.
+fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
+    let plans = parts.plan.map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
+    let its_plan = plans.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));
+    let waits = its_plan.and_then(|one| {
+        one.gpus.iter().find_map(|other| {
+            let why = in_the_way(&other.uuid, parts)?;
+            Some(format!("its control daemon starts when GPU {} is free, too: {why}", other.uuid))
+        })
+    });
+    waits.unwrap_or_else(|| "not taken into a control daemon's hands yet".to_owned())
+}
+
+/// The first entry without a GPU, and how many more there are.
+fn missing(parts: &Parts<'_>) -> Option<String> {
+    let missing = parts.plan.ok()?.missing.as_slice();
+    let first = missing.first()?;
+    let more = match missing.len() {
+        1 => String::new(),
+        all => format!("; and {} more", all.saturating_sub(1)),
+    };
+    Some(format!("{}{more}", first.problem))
+}
+
+/// Drained slices don't count: nothing is wrong with a host that an administrator has drained, and its present clients
+/// are served.
+fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
+    if parts.stopping {
+        return (State::Stopping, String::new());
+    }
+    if !parts.settings.enabled {
+        let reason = match parts.settings.sources.as_slice() {
+            [] => "there is no configuration; `yunion-mpsctl setup` writes it",
+            _ => "enable_cuda_mps is false",
+        };
+        let staying = parts.leaving.iter().find(|status| status.view.state == ControlDaemonState::Waiting);
+        let staying = staying.map(|status| format!("; {}", said_by(status))).unwrap_or_default();
+        return (State::Disabled, format!("{reason}{staying}"));
+    }
+    let Some(gpus) = gpus else {
+        return (State::Failed, parts.plan.err().unwrap_or_default().to_owned());
+    };
+    if gpus.is_empty() {
+        return (State::Failed, parts.plan.map(|plan| plan.nothing.clone()).unwrap_or_default());
+    }
+    let unserved = |gpu: &&Arc<GpuView>| !gpu.healthy && !being_set(parts, gpu);
+    let bad = gpus.iter().filter(unserved).count();
+    if bad == 0 {
+        let unready = parts.statuses.iter().find(|status| status.view.state != ControlDaemonState::Ready);
+        return match (parts.problem, unready) {
+            ("", None) => {
+                match missing(parts).or_else(|| astray(parts, gpus)).or_else(|| bypassed(parts, gpus)) {
+                    None => (State::Ready, String::new()),
+                    Some(reason) => (State::Degraded, reason),
+                }
+            }
+            ("", Some(status)) => (State::Degraded, said_by(status)),
+            (problem, _) => (State::Degraded, problem.to_owned()),
+        };
+    }
+    // A server that can't open one of its GPUs serves none of them, so this GPU is the reason for all.
+    let keeps_server_out =
+        |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.server_kept_out);
+    let mut unhealthy = gpus.iter().filter(unserved);
+    let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
+    let first =
+        first.map(|gpu| format!("{}: {}", gpu.plan.gpu.pci.address.short(), gpu.reason)).unwrap_or_default();
+    let missing = missing(parts).map(|missing| format!("; {missing}")).unwrap_or_default();
+    let reason = format!("{bad} of {} GPUs not served; {first}{missing}", gpus.len());
+    if parts.starting || parts.statuses.iter().any(|status| !status.settled && !status.serving) {
+        (State::Starting, reason)
+    } else if bad < gpus.len() {
+        (State::Degraded, reason)
+    } else {
+        (State::Failed, reason)
+    }
+}
+
+fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
+    let theirs = all(parts).flat_map(|status| &status.events);
+    let mut events: Vec<Event> = parts.events.iter().chain(theirs).cloned().collect();
+    events.sort_by_key(|event| event.seen);
+    let surplus = events.len().saturating_sub(EVENTS_KEPT);
+    events.into_iter().skip(surplus).collect()
+}
+
+/// The unit's status line.
+pub(crate) fn status_line(snapshot: &Snapshot) -> String {
+    let gpus = snapshot.gpus.as_deref().unwrap_or_default();
+    let slices = snapshot.slices().filter(|(gpu, ordinal)| gpu.slice_healthy(*ordinal)).count();
+    let drained: usize = gpus.iter().map(|gpu| gpu.drained.len()).sum();
+    let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
+    let mut line = snapshot.state.as_str().to_owned();
+    if !gpus.is_empty() {
+        line.push_str(&format!(": {} on {healthy} of {} GPUs", counted(slices, "device"), gpus.len()));
+        if drained > 0 {
+            line.push_str(&format!(", {drained} drained"));
+        }
+    }
+    if !snapshot.reason.is_empty() {
+        line.push_str("; ");
+        line.push_str(&snapshot.reason);
+    }
+    // systemd takes a single line.
+    line.replace('\n', " ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use common::published::samples::gpu;
+
+    #[test]
+    fn clients_change_no_generation_and_overuse_does() {
+        let listed_with = |uses: &[SliceUse]| {
+            let mut view = gpu("00:06.0", "GPU-1");
+            view.uses = uses.to_vec();
+            listed(&view)
+        };
+        let used = |clients| SliceUse { clients, memory_mib: Some(600), overuse: String::new() };
+        let over = |clients| SliceUse { overuse: "it has more than 2 clients".to_owned(), ..used(clients) };
+        assert_eq!(listed_with(&[]), listed_with(&[used(0), used(1)]));
+        assert_eq!(listed_with(&[used(1), used(0)]), listed_with(&[used(0), used(1)]));
+        assert_ne!(listed_with(&[used(3), used(0)]), listed_with(&[over(3), used(0)]));
+        assert_ne!(listed_with(&[used(0), over(3)]), listed_with(&[over(3), used(0)]));
+        assert_eq!(listed_with(&[over(3), used(0)]), listed_with(&[over(4), used(1)]));
+    }
+}

@@ -1,0 +1,117 @@
+//! The clients of the control daemons: where to ask for them, their slices, and who would end with which control daemon.
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
+use super::Fleet;
+use crate::daemon::farewell::Doomed;
+use crate::mps::control::Control;
+use crate::supervisor::bypass::Bypass;
+use crate::supervisor::{Status, Supervisor};
+use crate::tenants::clients::Serving;
+use common::membership::Slices;
+use common::state_file::Running;
+
+impl Fleet {
+    /// Every control daemon with its GPUs, for whoever wants to know the clients. A control daemon on the way out waits for
+    /// its clients.
+    pub(crate) fn serving(&self) -> Vec<Serving> {
+        let serving = |supervisor: &Supervisor| {
+            let status = supervisor.status();
+            let bypasses = bypasses(&status).collect();
+            let Status { gpus, waiting, view, .. } = status;
+            let (control, gpus) = (supervisor.control(), self.looked_after(&view.id, gpus.into_keys()));
+            Serving { control, gpus, servers: view.servers, bypasses, waiting }
+        };
+        self.all().map(serving).collect()
+    }
+
+    /// The GPUs of a control daemon, and the GPUs that it is to have and no other one has. Nobody who uses these through
+    /// another control daemon of ours counts as using them without MPS.
+    fn looked_after(&self, id: &str, planned: impl Iterator<Item = String>) -> Vec<String> {
+        let state_file = self.tools.state_file.lock();
+        let own = state_file.control_daemon(id).map(|running| running.gpus.clone()).unwrap_or_default();
+        let free = planned.filter(|uuid| !own.contains(uuid) && !state_file.is_in_our_hands(uuid));
+        let free: Vec<String> = free.collect();
+        own.into_iter().chain(free).collect()
+    }
+
+    /// The slices of all control daemons, ordered or running. A control daemon that an order
+    /// does not fit runs on where it is, as long as it has clients, and their containers have its directories.
+    pub(crate) fn slices(&self) -> Slices {
+        let statuses: Vec<Status> = self.all().map(Supervisor::status).collect();
+        let pending = self.pending.iter().map(|order| &order.plan);
+        let state_file = self.tools.state_file.lock();
+        let running = state_file.control_daemons();
+        let directories = running.iter().flat_map(|(id, running)| running.directories_of_clients(id));
+        let commanded = statuses.iter().map(|status| status.view.control_directory.as_path());
+        Slices::of(statuses.iter().map(|status| &status.plan).chain(pending))
+            .and_in(directories)
+            .commanded_in(commanded.chain(running.values().map(Running::control_directory)))
+    }
+
+    /// Every control daemon of ours that runs, taken over or not, if a stop ends it.
+    pub(crate) fn ended_by_stop(&self) -> Vec<Doomed> {
+        self.doomed(|_| true)
+    }
+
+    /// The same for a configuration that disables MPS. A control daemon on the way out keeps its clients, and the state
+    /// says so.
+    pub(crate) fn ended_by_disabling(&self) -> Vec<Doomed> {
+        self.doomed(|id| self.supervisors.get(id).is_none_or(Supervisor::serves))
+    }
+
+    /// The same for an order to make the changes that wait for clients to end.
+    pub(crate) fn ended_by_force(&self) -> Vec<Doomed> {
+        self.doomed(|id| self.supervisors.get(id).is_some_and(|one| one.status().ends_when_idle))
+    }
+
+    fn doomed(&self, ends: impl Fn(&str) -> bool) -> Vec<Doomed> {
+        let running = self.tools.state_file.lock().control_daemons().clone();
+        let ours = running.into_iter().filter(|(id, running)| ends(id) && running.process.runs());
+        ours.map(|(id, running)| {
+            let serving = self.serving_if_in_place(&id, running);
+            (id, serving)
+        })
+        .collect()
+    }
+
+    /// The way to the clients of a control daemon, by its entry in the state file: its supervisor may not have taken it
+    /// over yet.
+    fn serving_if_in_place(&self, id: &str, running: Running) -> Result<Serving, String> {
+        let control = self.tools.front_ends.of(running.control_directory());
+        if control.daemon_pid() != Some(running.process.pid) {
+            return Err("it does not listen in its pipe directory any more".to_owned());
+        }
+        let status = self.supervisors.get(id).map(Supervisor::status);
+        let (_, control) = watch::channel(Some(Arc::new(control)));
+        Ok(Serving {
+            control,
+            gpus: running.gpus,
+            servers: status.iter().flat_map(|status| status.view.servers.clone()).collect(),
+            bypasses: status.iter().flat_map(bypasses).collect(),
+            waiting: status.map(|status| status.waiting).unwrap_or_default(),
+        })
+    }
+
+    /// Every control daemon that may have clients. Control daemons that an earlier service has left
+    /// count only if `unsupervised`: nobody takes them over without a plan.
+    pub(crate) fn controls(&self, unsupervised: bool) -> Vec<Arc<Control>> {
+        let left = if unsupervised { self.unsupervised() } else { Vec::new() };
+        self.all().filter_map(Supervisor::control_in_place).chain(left).collect()
+    }
+
+    fn unsupervised(&self) -> Vec<Arc<Control>> {
+        let state_file = self.tools.state_file.lock();
+        let running = state_file.control_daemons().values();
+        let alive = running.filter(|running| running.process.runs());
+        let front_end = |running: &Running| self.tools.front_ends.of(running.control_directory());
+        alive.map(|running| Arc::new(front_end(running))).collect()
+    }
+}
+
+/// The processes that are known to use its GPUs without its servers.
+fn bypasses(status: &Status) -> impl Iterator<Item = Bypass> {
+    status.gpus.values().flat_map(|gpu| gpu.bypasses.clone())
+}

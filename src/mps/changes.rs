@@ -1,0 +1,242 @@
+//! Tells when files change: the logs of control daemons.
+//!
+//! All of them share one inotify instance, since the kernel allows all processes of a user only 128 of them by default.
+//! Where there is none left, whoever waits for a change has to look now and then.
+
+use common::host::inotify::{is_shortage, new_instance, no_files, shortage};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::fs::inotify::{self, ReadFlags, WatchFlags};
+use rustix::io::Errno;
+use tokio::sync::Notify;
+
+use super::readable::Readable;
+use common::host::proc;
+
+/// The time between two looks at something that can't be watched.
+pub(crate) const LOOK_PERIOD: Duration = Duration::from_secs(1);
+
+/// The one inotify instance of the service. All clones share it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Changes(Arc<Mutex<Shared>>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// None until there is an instance.
+    queue: Option<Arc<Readable>>,
+    /// Those to wake for a change, by the number of the watch.
+    watches: BTreeMap<i32, Vec<Arc<Notify>>>,
+    /// The error that was told last.
+    told: Option<Errno>,
+}
+
+impl Changes {
+    /// Watches nothing yet.
+    pub(crate) fn watch(&self) -> Watch {
+        Watch { changes: self.clone(), changed: Arc::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Shared> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The instance, which is made if there is none.
+    fn queue(&self, shared: &mut Shared) -> io::Result<Arc<Readable>> {
+        if let Some(queue) = &shared.queue {
+            return Ok(Arc::clone(queue));
+        }
+        let queue = Arc::new(Readable::new(new_instance()?)?);
+        shared.queue = Some(Arc::clone(&queue));
+        tokio::spawn(pass_on(self.clone(), Arc::clone(&queue)));
+        if shared.told.take().is_some() {
+            tracing::info!("logs are watched by inotify again");
+        }
+        Ok(queue)
+    }
+
+    /// Tells an error that keeps everything from being watched, once.
+    fn tell(shared: &mut Shared, error: &io::Error) {
+        let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else { return };
+        if shared.told.replace(errno) != Some(errno) {
+            tracing::warn!("{}; until then, logs are looked at once a second", shortage(errno, no_files()));
+        }
+    }
+}
+
+/// The files that somebody watches. They are given up with this value.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    changes: Changes,
+    changed: Arc<Notify>,
+}
+
+impl Watch {
+    /// Watches this file too, whatever its path leads to now, and says whether it can be watched.
+    pub(crate) fn add_file(&self, file: &File) -> bool {
+        let path = proc::open_file(proc::OWN, file.as_raw_fd());
+        let mut shared = self.changes.lock();
+        let watch = self
+            .changes
+            .queue(&mut shared)
+            .and_then(|queue| Ok(inotify::add_watch(&*queue, &path, WatchFlags::MODIFY)?));
+        match watch {
+            Ok(watch) => {
+                let wakes = shared.watches.entry(watch).or_default();
+                if !wakes.iter().any(|known| Arc::ptr_eq(known, &self.changed)) {
+                    wakes.push(Arc::clone(&self.changed));
+                }
+                true
+            }
+            Err(error) => {
+                tracing::debug!("{} can't be watched: {error}", path.display());
+                Changes::tell(&mut shared, &error);
+                false
+            }
+        }
+    }
+
+    /// Resolves when something that is watched has changed since the last time.
+    pub(crate) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let mut shared = self.changes.lock();
+        let Shared { queue, watches, .. } = &mut *shared;
+        watches.retain(|watch, wakes| {
+            wakes.retain(|known| !Arc::ptr_eq(known, &self.changed));
+            if wakes.is_empty()
+                && let Some(queue) = queue
+            {
+                // It fails for a file that was removed: the kernel has given up that watch itself.
+                let _ = inotify::remove_watch(&**queue, *watch);
+            }
+            !wakes.is_empty()
+        });
+    }
+}
+
+/// Some changes that were read at once.
+#[derive(Debug, Default)]
+struct Read {
+    watches: BTreeSet<i32>,
+    /// The watches that the kernel has given up.
+    gone: BTreeSet<i32>,
+    /// There were more changes than the kernel keeps.
+    lost_some: bool,
+}
+
+/// Passes changes on as long as there are watches.
+async fn pass_on(changes: Changes, queue: Arc<Readable>) {
+    loop {
+        match queue.until(read).await {
+            Ok(read) => {
+                wake(&mut changes.lock(), &read);
+            }
+            Err(error) => {
+                // Only a runtime that shuts down returns an error here.
+                tracing::debug!("changes can't be read: {error}");
+                return;
+            }
+        }
+    }
+}
+
+fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut reader = inotify::Reader::new(queue, &mut buffer);
+    let mut read = Read::default();
+    loop {
+        match reader.next() {
+            Ok(event) => {
+                read.watches.insert(event.wd());
+                read.lost_some |= event.events().contains(ReadFlags::QUEUE_OVERFLOW);
+                if event.events().contains(ReadFlags::IGNORED) {
+                    read.gone.insert(event.wd());
+                }
+                // The rest in the queue is for the next time.
+                if reader.is_buffer_empty() {
+                    return Ok(read);
+                }
+            }
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+fn wake(shared: &mut Shared, read: &Read) {
+    let touched = shared.watches.iter().filter(|(watch, _)| read.lost_some || read.watches.contains(watch));
+    touched.flat_map(|(_, wakes)| wakes).for_each(|wake| wake.notify_one());
+    shared.watches.retain(|watch, _| !read.gone.contains(watch));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    async fn resolves(watch: &Watch) -> bool {
+        tokio::time::timeout(Duration::from_secs(30), watch.changed()).await.is_ok()
+    }
+
+    fn watches(changes: &Changes) -> usize {
+        changes.lock().watches.len()
+    }
+
+    #[tokio::test]
+    async fn each_holder_hears_of_its_own_files() {
+        let directory = tempfile::tempdir().unwrap();
+        let [log, other_log] = ["log", "other"].map(|name| directory.path().join(name));
+        let changes = Changes::default();
+        let [one, another, other] = [changes.watch(), changes.watch(), changes.watch()];
+        for (watch, path) in [(&one, &log), (&another, &log), (&another, &log), (&other, &other_log)] {
+            assert!(watch.add_file(&File::options().append(true).create(true).open(path).unwrap()));
+        }
+        assert_eq!(watches(&changes), 2);
+        fs::write(&log, "line\n").unwrap();
+        assert!(resolves(&one).await && resolves(&another).await);
+        let nothing = tokio::time::timeout(Duration::ZERO, other.changed()).await;
+        assert!(nothing.is_err(), "the other log has not changed");
+        drop(one);
+        fs::write(&log, "another line\n").unwrap();
+        assert!(resolves(&another).await);
+        fs::remove_file(&other_log).unwrap();
+        drop((another, other));
+        assert_eq!(watches(&changes), 0);
+    }
+
+    #[tokio::test]
+    async fn lost_changes_wake_everybody() {
+        let directory = tempfile::tempdir().unwrap();
+        let changes = Changes::default();
+        let watch = changes.watch();
+        let file = File::create(directory.path().join("log")).unwrap();
+        assert!(watch.add_file(&file));
+        wake(&mut changes.lock(), &Read { lost_some: true, ..Read::default() });
+        assert!(resolves(&watch).await);
+    }
+
+    #[test]
+    fn each_shortage_names_what_to_raise() {
+        for (errno, no_files, raise) in [
+            (Errno::MFILE, false, "fs.inotify.max_user_instances=8192"),
+            (Errno::MFILE, true, "LimitNOFILE="),
+            (Errno::NOSPC, false, "fs.inotify.max_user_watches=1048576"),
+            (Errno::NFILE, false, "fs.file-max"),
+        ] {
+            let reason = shortage(errno, no_files);
+            assert!(is_shortage(errno) && reason.remedy.contains(raise), "{reason}");
+        }
+        assert!(!is_shortage(Errno::NOENT));
+    }
+}

@@ -1,0 +1,153 @@
+//! The clients of a control daemon as they were while they were there. When the log names the clients that a fault has hit,
+//! most of them have ended.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use common::host::blocking::Blocking;
+use common::host::identity::Identity;
+use common::host::proc;
+use common::membership::whose::{Whose, users, whose};
+use common::membership::{SliceMounts, Slices};
+
+/// The most clients that are kept: those of sixteen full GPUs. A client that has ended makes room for another.
+const KEPT: usize = 1024;
+
+/// The time that the kernel gets for a question. It takes microseconds, but a program can hold up everybody who reads its
+/// memory, where its environment is.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// The most questions at a time.
+const QUESTIONS: usize = 8;
+
+/// A client with its owner.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Known {
+    process: Identity,
+    whose: Whose,
+    /// The name of its program. A tenant chooses that name.
+    command: String,
+}
+
+impl fmt::Display for Known {
+    /// The command is quoted: it could look like another client.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, command {:?}", self.whose, self.command)
+    }
+}
+
+/// All clones share what is known.
+#[derive(Debug, Clone)]
+pub(super) struct KnownClients {
+    kernel: Blocking,
+    known: Arc<Mutex<BTreeMap<u32, Known>>>,
+}
+
+impl Default for KnownClients {
+    fn default() -> Self {
+        Self { kernel: Blocking::new(QUESTIONS), known: Arc::default() }
+    }
+}
+
+impl KnownClients {
+    /// Takes note of a client that has just come. Another process may have had its PID before.
+    pub(super) fn came(&self, pid: u32, slices: impl FnOnce() -> Slices) {
+        self.with(|known| known.remove(&pid));
+        self.look_at([pid], slices);
+    }
+
+    /// Looks at these clients if they are not known, beside the loop.
+    pub(super) fn look_at(&self, pids: impl IntoIterator<Item = u32>, slices: impl FnOnce() -> Slices) {
+        let now = |pid: u32| Identity::of(pid).ok();
+        let is_unknown = |pid: &u32| {
+            let known = self.with(|known| known.get(pid).map(|client| client.process));
+            known.is_none() || known != now(*pid)
+        };
+        let unknown: Vec<u32> = pids.into_iter().filter(is_unknown).take(KEPT).collect();
+        if !unknown.is_empty() {
+            tokio::spawn(self.clone().learn(unknown, slices()));
+        }
+    }
+
+    /// This client in words.
+    pub(super) fn in_words(&self, pid: u32) -> String {
+        let known = self.with(|known| known.get(&pid).map(ToString::to_string));
+        known.unwrap_or_else(|| format!("PID {pid} of an unknown user"))
+    }
+
+    async fn learn(self, pids: Vec<u32>, slices: Slices) {
+        let found = self.kernel.ask(PATIENCE, move || {
+            let (users, mounts) = (users(), SliceMounts::look(&slices));
+            let known = |pid| {
+                let process = Identity::of(pid).ok()?;
+                let (whose, command) = (whose(pid, &mounts, &users), proc::name(pid)?);
+                Some(Known { process, whose, command })
+            };
+            (pids.into_iter().filter_map(known).collect::<Vec<_>>(), Arc::new(mounts))
+        });
+        let Some((found, mounts)) = found.await else { return };
+        for client in &found {
+            self.keep(client.clone());
+        }
+        for mut client in found.into_iter().filter(|client| client.whose.slices.is_none()) {
+            let (mounts, pid) = (Arc::clone(&mounts), client.process.pid);
+            if let Some(Ok(Some(membership))) = self.kernel.ask(PATIENCE, move || mounts.of(pid)).await {
+                client.whose.slices = Some(membership.slices);
+                self.keep(client);
+            }
+        }
+    }
+
+    /// Keeps a client, unless it has ended while it was looked at: another process may have its PID.
+    fn keep(&self, client: Known) {
+        let is_there = |client: &Known| Identity::of(client.process.pid).ok() == Some(client.process);
+        if !is_there(&client) {
+            return;
+        }
+        self.with(|known| {
+            if known.len() >= KEPT {
+                known.retain(|_, client| is_there(client));
+            }
+            if known.len() < KEPT {
+                known.insert(client.process.pid, client);
+            }
+        });
+    }
+
+    fn with<T>(&self, act: impl FnOnce(&mut BTreeMap<u32, Known>) -> T) -> T {
+        act(&mut self.known.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_is_known_after_its_end_until_another_has_its_pid() {
+        let clients = KnownClients::default();
+        let own = std::process::id();
+        clients.clone().learn(vec![own, u32::MAX], Slices::default()).await;
+        let words = clients.in_words(own);
+        let command = format!(", command {:?}", proc::name(own).unwrap());
+        assert!(words.starts_with(&format!("PID {own} of user ")) && words.ends_with(&command), "{words}");
+        let unknown = "PID 4294967295 of an unknown user";
+        assert_eq!(clients.in_words(u32::MAX), unknown);
+        // One that has ended is named all the same.
+        clients.with(|known| known.get_mut(&own).unwrap().process.start_time = 7);
+        assert_eq!(clients.in_words(own), words);
+        // Until the next one with its PID comes: it must not be taken for the one before.
+        clients.came(own, Slices::default);
+        assert!(clients.in_words(own).ends_with(" of an unknown user"));
+    }
+
+    #[test]
+    fn a_command_can_not_look_like_another_client() {
+        let whose = Whose { pid: 7, user: None, slices: None, container: None };
+        let process = Identity { pid: 7, start_time: 7 };
+        let known = Known { process, whose, command: "x\"; PID 8\n".to_owned() };
+        assert_eq!(known.to_string(), r#"PID 7, command "x\"; PID 8\n""#);
+    }
+}

@@ -1,0 +1,51 @@
+//! A client beside all that a test does to its host.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use super::client::Client;
+use super::host::{Host, alive};
+use super::wait::{DEADLINE, PAUSE, wait_for};
+
+/// A client that must not notice anything.
+pub(crate) struct Bystander {
+    child: Client,
+    ends: Instant,
+}
+
+impl Bystander {
+    /// Starts one that computes for so long, and waits until it is served.
+    pub(crate) fn start(host: &Host, pipe: &Path, time: Duration) -> Self {
+        let mut child = host.program(&["hold", &time.as_secs_f64().to_string()]);
+        let mut child = Client::start(child.env("CUDA_MPS_PIPE_DIRECTORY", pipe));
+        let pid = child.id().to_string();
+        wait_for("the client", || {
+            let served = host.front_end(pipe, "ps").lines().any(|line| line.split(' ').next() == Some(&pid));
+            // On a busy machine its time may be over between two looks.
+            let done = child.try_wait().unwrap().inspect(|status| assert!(status.success(), "{status}"));
+            (served || done.is_some()).then_some(())
+        });
+        Self { child, ends: Instant::now() + time }
+    }
+
+    /// Whether its time is over. Anything else that ended it is a failure.
+    pub(crate) fn done(&mut self) -> bool {
+        let Some(status) = self.child.try_wait().unwrap() else { return false };
+        assert!(status.success(), "client {} was lost: {status}", self.child.id());
+        true
+    }
+
+    /// It must still compute.
+    pub(crate) fn check(&self) {
+        assert!(alive(self.child.id()), "client {} was lost", self.child.id());
+    }
+
+    pub(crate) fn wait(mut self) {
+        let left = self.ends.saturating_duration_since(Instant::now()) + DEADLINE;
+        let deadline = Instant::now() + left;
+        while !self.done() {
+            assert!(Instant::now() < deadline, "client {} does not end", self.child.id());
+            std::thread::sleep(PAUSE);
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Containers, without a runtime: their control groups, and the mounts of a slice.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::host::Host;
+
+/// Why there is none.
+pub(crate) const NO_CONTAINER_GROUP: &str = "no control group can be made here";
+
+/// The control group of a container, as its runtime would make it.
+pub(crate) struct ContainerGroup {
+    pub(crate) id: String,
+    pub(crate) directory: PathBuf,
+}
+
+impl ContainerGroup {
+    /// None where this process may make no control group.
+    pub(crate) fn new() -> Option<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        // No two of them begin with the same 12 digits.
+        let id = format!("{:08x}{number:04x}{:052x}", std::process::id(), 0xabc);
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
+        let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
+        // Any hierarchy does, but some take no process before they are configured.
+        mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
+        mounts.into_iter().find_map(|mount| {
+            let directory = Path::new(mount).join(format!("docker-{id}.scope"));
+            fs::create_dir_all(directory.join("init/deeper")).ok()?;
+            Some(Self { id: id.clone(), directory })
+        })
+    }
+
+    /// Puts a process into the group, or into one below it.
+    pub(crate) fn take(&self, pid: u32, below: &str) {
+        fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
+    }
+
+    /// Puts a process where it is in no container.
+    pub(crate) fn let_go(&self, pid: u32) {
+        fs::write(self.directory.with_file_name("cgroup.procs"), pid.to_string()).unwrap();
+    }
+}
+
+impl Drop for ContainerGroup {
+    fn drop(&mut self) {
+        for below in ["init/deeper", "init", ""] {
+            let _ = fs::remove_dir(self.directory.join(below));
+        }
+    }
+}
+
+/// A shell's first words in a mount namespace of its own: they mount the slice's directory, its first argument, at the place
+/// that it has in a container.
+pub(crate) const MOUNT_SLICE: &str = "set -e\n\
+    mount --make-rprivate /\n\
+    mount --bind \"$0\" /mnt\n\
+    mount -t tmpfs tmpfs /run\n\
+    mkdir /run/yunion-mps\n\
+    mount --bind /mnt /run/yunion-mps\n\
+    umount /mnt\n";
+
+/// A shell script in a mount namespace that sees a slice's directory read-only at its place in a container, and no pipe
+/// directory.
+pub(crate) fn contained(host: &Host, slice_directory: &Path, script: &str) -> Command {
+    let read_only = "mount -o remount,bind,ro /run/yunion-mps\nmount -t tmpfs tmpfs \"$1\"\n";
+    let mut command = host.command("unshare");
+    command.args(["--mount", "sh", "-c", &format!("{MOUNT_SLICE}{read_only}{script}")]);
+    command.arg(slice_directory).arg(host.path("mps/pipe"));
+    command
+}

@@ -1,0 +1,33 @@
+//! The processes of a host that are part of its control daemons.
+
+use std::fs;
+
+use super::host::{Host, stat_fields};
+
+/// The PIDs of a host's control daemons that run in the foreground.
+pub(crate) fn control_daemons(host: &Host) -> Vec<u32> {
+    let mut found = with_arguments(host, |arguments| {
+        arguments.first().is_some_and(|name| name.ends_with("/nvidia-cuda-mps-control"))
+            && arguments.iter().any(|argument| argument == "-f")
+    });
+    // A server has its control daemon's arguments until it has become another program.
+    let all = found.clone();
+    found.retain(|pid| {
+        let parent = stat_fields(*pid).and_then(|fields| fields[1].parse().ok());
+        parent.is_some_and(|parent| !all.contains(&parent))
+    });
+    found
+}
+
+/// The PIDs of the processes that wait to become control daemons.
+pub(crate) fn launchers(host: &Host) -> Vec<u32> {
+    with_arguments(host, |arguments| arguments.get(1).is_some_and(|argument| argument == "launch-control"))
+}
+
+fn with_arguments(host: &Host, wanted: impl Fn(&[String]) -> bool) -> Vec<u32> {
+    let arguments = |pid: u32| -> Vec<String> {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect()
+    };
+    host.processes().into_iter().filter(|pid| wanted(&arguments(*pid))).collect()
+}
