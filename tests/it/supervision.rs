@@ -818,3 +818,21 @@ fn an_nvml_error_that_lasts_opens_no_gpu() {
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Default");
 }
+
+/// The status is made from several answers. A change between two of them must not be seen as a service that is ready beside
+/// a control daemon that has ended.
+#[test]
+fn a_status_is_of_one_moment() {
+    for _ in 0..10 {
+        let mut host = Host::serving("h200");
+        let before = control_pid(&host.wait_for_state("ready"));
+        signal_pid(before, Signal::KILL);
+        host.wait_for_status("another control daemon that serves", |status| {
+            let ready = status["service"]["state"] == "ready";
+            let pid = &control_daemon(status)["pid"];
+            assert!(!ready || pid.is_u64(), "{status:#}");
+            ready && *pid != before
+        });
+        host.stop();
+    }
+}

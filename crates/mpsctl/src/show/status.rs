@@ -16,12 +16,15 @@ use crate::show::{happened, time};
 use crate::{Error, print_json};
 use common::bus::answers::known;
 use common::bus::proxy::{DaemonProxy, Listed};
-use common::bus::rows::{Client, ControlDaemon, Gpu, Service};
+use common::bus::rows::{Client, ControlDaemon, Event, Gpu, Service};
 use common::counted::counted;
 use common::text::printable;
 
 /// The state of a control daemon for which something else must happen first.
 const WAITING: &str = "waiting";
+
+/// How often the answers are asked for, if the service changes between two of them.
+const ATTEMPTS: usize = 3;
 
 /// The time that a list of clients may take.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -44,14 +47,16 @@ pub(crate) async fn status(
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    let service = daemon.service().await?;
-    if !arguments.json {
-        daemon.look_at_clients().await;
+    let mut answers = Answers::of(daemon, arguments).await?;
+    for _ in 1..ATTEMPTS {
+        // Between two answers the state may change: a state of before must not stand beside a control daemon of after.
+        let now = daemon.service().await?;
+        if (&now.state, &now.state_reason) == (&answers.service.state, &answers.service.state_reason) {
+            break;
+        }
+        answers = Answers::of(daemon, arguments).await?;
     }
-    let control_daemons = daemon.control_daemons().await?;
-    let events = daemon.events().await?;
-    // The state of the service says that it is still starting; the rest is worth showing.
-    let gpus = known(daemon.gpus().await)?.unwrap_or_default();
+    let Answers { service, control_daemons, gpus, events } = answers;
     if arguments.json {
         let all = json!({
             "service": service, "control_daemons": control_daemons, "gpus": gpus, "events": events,
@@ -81,6 +86,28 @@ pub(crate) async fn status(
         writeln!(out, "\nLast events:\n{}", happened::lines(&events))?;
     }
     Ok(())
+}
+
+/// The answers from which the screen is made.
+struct Answers {
+    service: Listed<Service>,
+    control_daemons: Vec<Listed<ControlDaemon>>,
+    gpus: Vec<Listed<Gpu>>,
+    events: Vec<Listed<Event>>,
+}
+
+impl Answers {
+    async fn of(daemon: &DaemonProxy, arguments: &Arguments) -> Result<Self, Error> {
+        let service = daemon.service().await?;
+        if !arguments.json {
+            daemon.look_at_clients().await;
+        }
+        let control_daemons = daemon.control_daemons().await?;
+        let events = daemon.events().await?;
+        // The state of the service says that it is still starting; the rest is worth showing.
+        let gpus = known(daemon.gpus().await)?.unwrap_or_default();
+        Ok(Self { service, control_daemons, gpus, events })
+    }
 }
 
 /// The address of its GPU, where the id is the UUID of that GPU.
