@@ -147,7 +147,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         confirmed_thread_percentage: gpu.and_then(|gpu| gpu.thread_percentage),
         confirmed_memory_limit_mib: gpu.and_then(|gpu| gpu.memory_limit_mib),
         drained: drained(plan, parts.drained),
-        unled: served.map(|(status, _)| unled(plan, status)).unwrap_or_default(),
+        unlinked: served.map(|(status, _)| unlinked(plan, status)).unwrap_or_default(),
         in_use: in_use(parts, uuid, served),
         uses: parts.uses.get(uuid).map(|in_use| in_use.slices.clone()).unwrap_or_default(),
     }
@@ -164,12 +164,11 @@ fn in_use(parts: &Parts<'_>, uuid: &str, served: Option<(&Status, &GpuStatus)>) 
 }
 
 fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
-    let address = plan.gpu.pci.address.short();
-    (0..plan.slices).filter(|ordinal| drained.has(&address, &format!("{address}-{ordinal}"))).collect()
+    (0..plan.slices).filter(|ordinal| drained.has(plan.slice(*ordinal))).collect()
 }
 
-fn unled(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
-    let why = |ordinal| Some((ordinal, status.unled.slices.get(&plan.slice_name(ordinal))?.clone()));
+fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
+    let why = |ordinal| Some((ordinal, status.unlinked.slices.get(&plan.slice(ordinal))?.clone()));
     (0..plan.slices).filter_map(why).collect()
 }
 
@@ -181,9 +180,9 @@ fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
 /// The first GPU with a slice that is not served, or control daemon with a pipe directory that does not lead to it.
 fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     let pipe =
-        |status: &Status| Some(format!("clients in the pipe directory: {}", status.unled.pipe.as_ref()?));
+        |status: &Status| Some(format!("clients in the pipe directory: {}", status.unlinked.pipe.as_ref()?));
     let mut set = gpus.iter().filter(|gpu| !being_set(parts, gpu));
-    set.find_map(|gpu| gpu.unled()).or_else(|| parts.statuses.iter().find_map(pipe))
+    set.find_map(|gpu| gpu.unlinked()).or_else(|| parts.statuses.iter().find_map(pipe))
 }
 
 /// The status of a GPU, and of the control daemon that is to serve it.
@@ -192,14 +191,14 @@ fn served<'a>(parts: &Parts<'a>, uuid: &str) -> Option<(&'a Status, &'a GpuStatu
 }
 
 fn used_without_us(gpu: &GpuStatus) -> String {
-    format!("used without our MPS server by {}", bypass::in_words(&gpu.bypasses))
+    format!("used without our MPS server by {}", bypass::describe(&gpu.bypasses))
 }
 
 /// The first GPU that somebody uses without an MPS server of this service.
 fn bypassed(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     gpus.iter().find_map(|view| {
         let (_, gpu) = served(parts, view.uuid())?;
-        let address = view.plan.gpu.pci.address.short();
+        let address = view.plan.gpu.id();
         (!gpu.bypasses.is_empty()).then(|| format!("GPU {address} is {}", used_without_us(gpu)))
     })
 }
@@ -289,8 +288,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
         |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);
     let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
-    let first =
-        first.map(|gpu| format!("{}: {}", gpu.plan.gpu.pci.address.short(), gpu.reason)).unwrap_or_default();
+    let first = first.map(|gpu| format!("{}: {}", gpu.plan.gpu.id(), gpu.reason)).unwrap_or_default();
     let missing = missing(parts).map(|missing| format!("; {missing}")).unwrap_or_default();
     let reason = format!("{bad} of {} GPUs not served; {first}{missing}", gpus.len());
     if parts.starting || parts.statuses.iter().any(|status| !status.settled && !status.serving) {

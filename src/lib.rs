@@ -29,16 +29,16 @@
 //! | 3 | `tenants` | the clients: the list of them, the end of their GPU work, and the budgets of their slices |
 //! | 2 | `supervisor` | one state machine per control daemon, compute modes, the state file |
 //! | 1 | `mps` | one control daemon: its process, front end, log and links; it alone starts and signals one |
-//! | 0 | `allowance`, `message` | how often something is told; the messages with an id |
+//! | 0 | `rate_limit`, `message` | how often something is told; the messages with an id |
 
 #![forbid(unsafe_code)]
 
-mod allowance;
 mod compose;
 mod daemon;
 mod dbus;
 mod message;
 mod mps;
+mod rate_limit;
 mod supervisor;
 mod tenants;
 
@@ -46,4 +46,4 @@ mod tenants;
 // The program:
 pub use daemon::program::main as run_daemon;
 // The tests of the bus:
-pub use dbus::{Bus, Reply, Request};
+pub use dbus::{BusConnection, Reply, Request};

@@ -46,7 +46,7 @@ pub(crate) enum Message {
 
 /// The subject of a message. Each part is a field of the journal.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct About<'a> {
+pub(crate) struct Subject<'a> {
     /// The id of the control daemon.
     pub(crate) control: Option<&'a str>,
     /// The PID of the server.
@@ -61,7 +61,7 @@ pub(crate) struct About<'a> {
     pub(crate) xid: Option<u64>,
 }
 
-impl<'a> About<'a> {
+impl<'a> Subject<'a> {
     /// A GPU, by its UUID.
     pub(crate) fn gpu(uuid: &'a str) -> Self {
         Self { gpu: Some(uuid), ..Self::default() }
@@ -113,7 +113,7 @@ impl Message {
     }
 
     /// Logs a line about one of the clients that a message names, so that it is found by the client's PID.
-    pub(crate) fn log_client(about: About<'_>, client: u32, text: impl Display) {
+    pub(crate) fn log_client(about: Subject<'_>, client: u32, text: impl Display) {
         tracing::info!(
             mps_control = about.control,
             mps_server_pid = about.server.map(u64::from),
@@ -124,7 +124,7 @@ impl Message {
     }
 
     /// Logs a message of this kind.
-    pub(crate) fn log(self, about: About<'_>, text: impl Display) {
+    pub(crate) fn log(self, about: Subject<'_>, text: impl Display) {
         // The level of a tracing macro is a constant.
         macro_rules! event {
             ($level:ident) => {

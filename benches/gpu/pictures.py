@@ -326,7 +326,7 @@ def clients(found, file):
     ]
     text = (
         "The service with one GPU and four slices, while nobody asks it anything, and the time of calls; the clients "
-        "launch a short kernel each 10 ms. The service starts NVIDIA's front ends for its regular checks."
+        "launch a short kernel each 10 ms. The service starts NVIDIA's front ends for its health checks."
     )
     each = (
         "A client's memory in MiB: what all of them take on the GPU and on the host, by the number of clients. Without "

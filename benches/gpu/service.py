@@ -2,7 +2,7 @@
 """The service itself on a GPU, and what its clients cost: benches/gpu/service.py BINARIES OUT
 
 One GPU with four slices: the resident memory, beside that of NVIDIA's libnvidia-ml in another process that asks it the
-same; the wake-ups and the CPU time of the service, and of the front ends that it starts for its regular checks, with 0,
+same; the wake-ups and the CPU time of the service, and of the front ends that it starts for its health checks, with 0,
 12 and 48 clients; the time of calls and commands with them; the memory of a client on the GPU and on the host, under the
 service and without MPS; the time from SIGTERM to the end. A client launches a short kernel each 10 ms.
 

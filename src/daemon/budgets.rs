@@ -4,8 +4,8 @@ use tokio::sync::oneshot;
 
 use super::Daemon;
 use crate::dbus::Reply;
-use crate::message::{About, Message};
-use crate::tenants::budgets::{GpuBudget, News};
+use crate::message::{Message, Subject};
+use crate::tenants::budgets::{BudgetEvent, GpuBudget};
 use common::plan::Plan;
 
 impl Daemon {
@@ -13,7 +13,8 @@ impl Daemon {
     pub(super) fn keep_budgets(&mut self, plan: &Plan) {
         let slices = self.fleet.slices();
         let on_overuse = self.settings.on_overuse;
-        self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::of(gpu, on_overuse, &slices)));
+        self.budgets
+            .pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::from_plan(gpu, on_overuse, &slices)));
     }
 
     /// Looks at the clients of all GPUs. Whoever has asked finds the numbers published.
@@ -26,17 +27,17 @@ impl Daemon {
         });
     }
 
-    /// Tells the news of a watch, or answers it.
-    pub(super) fn take_news(&mut self, news: News) {
-        match news {
-            News::Controls(reply) => drop(reply.send(self.fleet.controls(false))),
-            News::Event(text) => self.event(text),
-            News::Looked(published) => {
+    /// Tells the event of a watch, or answers it.
+    pub(super) fn handle_budget_event(&mut self, event: BudgetEvent) {
+        match event {
+            BudgetEvent::Controls(reply) => drop(reply.send(self.fleet.controls(false))),
+            BudgetEvent::Event(text) => self.event(text),
+            BudgetEvent::Looked(published) => {
                 self.settle();
                 let _ = published.send(());
             }
-            News::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
-            News::OverUse(overuse, text) => {
+            BudgetEvent::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
+            BudgetEvent::OverUse(overuse, text) => {
                 self.tell_of_slice(Message::OverBudget, &overuse.device, text);
                 // Whoever hears of it finds it published.
                 self.settle();
@@ -48,7 +49,7 @@ impl Daemon {
     }
 
     fn tell_of_slice(&mut self, message: Message, slice: &str, text: String) {
-        message.log(About { slice: Some(slice), ..About::default() }, &text);
+        message.log(Subject { slice: Some(slice), ..Subject::default() }, &text);
         self.keep_event(text);
     }
 }

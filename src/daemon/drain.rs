@@ -3,7 +3,8 @@
 use super::Daemon;
 use crate::dbus::Reply;
 use common::bus::error::RequestError;
-use common::drained::{Cut, Drained};
+use common::drained::{Drained, SliceCounts};
+use common::host::device_name::{DeviceName, SliceId};
 use common::published::container::ContainerError;
 use common::published::snapshot::Snapshot;
 
@@ -14,7 +15,7 @@ impl Daemon {
         let names = published(&self.snapshot.borrow(), asked, &Drained::default());
         let done = names.and_then(|names| {
             drained.drain(&names);
-            self.change_links(drained, in_words(&names, "is", "are", "drained"))
+            self.change_links(drained, describe(&names, "is", "are", "drained"))
         });
         let _ = reply.send(done);
     }
@@ -29,7 +30,7 @@ impl Daemon {
         };
         let done = named.and_then(|(names, there)| {
             drained.undrain(&names, &there);
-            self.change_links(drained, in_words(&names, "takes", "take", "clients again"))?;
+            self.change_links(drained, describe(&names, "takes", "take", "clients again"))?;
             not_served(&self.snapshot.borrow(), &names)
         });
         let _ = reply.send(done);
@@ -48,46 +49,55 @@ impl Daemon {
             self.event(event);
         }
         self.settle();
-        linked.map_err(|stuck| RequestError::Failed(format!("it is written down, but a link stays: {stuck}")))
+        linked.map_err(|stuck| RequestError::Failed(format!("it is saved, but a link remains: {stuck}")))
     }
 }
 
 /// The published names of what a caller names. A name that only `drained` has was published once.
-fn published(snapshot: &Snapshot, asked: &[String], drained: &Drained) -> Result<Vec<String>, RequestError> {
+fn published(
+    snapshot: &Snapshot,
+    asked: &[String],
+    drained: &Drained,
+) -> Result<Vec<DeviceName>, RequestError> {
     if !asked.is_empty() && snapshot.gpus.is_none() {
         return Err(ContainerError::not_ready(snapshot).into());
     }
     let name = |asked: &String| match snapshot.find(asked) {
-        Some(found) => Ok(found.name()),
-        None if drained.names(asked) => Ok(asked.clone()),
-        None => Err(ContainerError::no_such_device(snapshot, asked).into()),
+        Some(found) => Ok(found.id()),
+        None => match asked.parse() {
+            Ok(name) if drained.names(name) => Ok(name),
+            _ => Err(ContainerError::no_such_device(snapshot, asked).into()),
+        },
     };
     asked.iter().map(name).collect()
 }
 
 /// The error about the first slice of these names that has no link, though its GPU is served.
-fn not_served(snapshot: &Snapshot, names: &[String]) -> Result<(), RequestError> {
-    let is_named = |name: &String, gpu: &str| {
-        names.is_empty() || names.iter().any(|named| named == name || named == gpu)
+fn not_served(snapshot: &Snapshot, names: &[DeviceName]) -> Result<(), RequestError> {
+    let is_named = |slice: SliceId| {
+        let all = [DeviceName::Slice(slice), DeviceName::Gpu(slice.gpu)];
+        names.is_empty() || names.iter().any(|named| all.contains(named))
     };
     let first = snapshot.slices().filter(|(gpu, _)| gpu.healthy).find_map(|(gpu, ordinal)| {
-        let name = gpu.slice_name(ordinal);
-        let why = gpu.unled.get(&ordinal)?;
-        is_named(&name, &gpu.plan.gpu.pci.address.short())
-            .then(|| format!("{name} is not drained any more, but {why}"))
+        let slice = gpu.plan.slice(ordinal);
+        let why = gpu.unlinked.get(&ordinal)?;
+        is_named(slice).then(|| format!("{slice} is not drained any more, but {why}"))
     });
     first.map_or(Ok(()), |text| Err(RequestError::Failed(text)))
 }
 
-fn cut(snapshot: &Snapshot) -> Cut {
+fn cut(snapshot: &Snapshot) -> SliceCounts {
     let gpus = snapshot.gpus.iter().flatten();
-    gpus.map(|gpu| (gpu.plan.gpu.pci.address.short(), gpu.plan.slices)).collect()
+    gpus.map(|gpu| (gpu.plan.gpu.id(), gpu.plan.slices)).collect()
 }
 
-fn in_words(names: &[String], one: &str, several: &str, what: &str) -> String {
+fn describe(names: &[DeviceName], one: &str, several: &str, what: &str) -> String {
     match names {
         [] => format!("every device {one} {what}"),
         [name] => format!("{name} {one} {what}"),
-        names => format!("{} {several} {what}", names.join(", ")),
+        names => {
+            let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+            format!("{} {several} {what}", names.join(", "))
+        }
     }
 }

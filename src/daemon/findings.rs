@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::Exit;
 use super::logging::last_words;
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use common::config::{self, Loaded, Sources};
 use common::plan::{self, GpuPlan, Plan, PlanError};
 use common::problem::LocatedProblem;
@@ -42,16 +42,16 @@ pub(super) fn say_findings(loaded: &Loaded) {
 /// Logs whatever of a plan `before` does not have: a later look finds the same again.
 pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     let known = |gpu: &GpuPlan| {
-        let known = before?.gpus.iter().find(|known| known.gpu.pci.address == gpu.gpu.pci.address)?;
+        let known = before?.gpus.iter().find(|known| known.gpu.id() == gpu.gpu.id())?;
         Some((&known.obstacles, &known.warnings))
     };
     for gpu in &plan.gpus {
         if known(gpu) == Some((&gpu.obstacles, &gpu.warnings)) {
             continue;
         }
-        let name = gpu.gpu.pci.address.short();
+        let name = gpu.gpu.id();
         if let Some(reason) = gpu.unusable() {
-            let about = About { gpu: gpu.gpu.uuid(), ..About::default() };
+            let about = Subject { gpu: gpu.gpu.uuid(), ..Subject::default() };
             Message::GpuNotServed.log(about, format_args!("{name} is not served: {reason}"));
         }
         for warning in &gpu.warnings {
@@ -60,7 +60,7 @@ pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     }
     let known = before.map(|before| before.missing.as_slice()).unwrap_or_default();
     for missing in plan.missing.iter().filter(|missing| !known.contains(missing)) {
-        Message::GpuNotServed.log(About::default(), &missing.problem);
+        Message::GpuNotServed.log(Subject::default(), &missing.problem);
     }
 }
 

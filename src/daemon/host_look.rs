@@ -67,21 +67,21 @@ impl HostLook {
     /// Looks until NVML tells of all GPUs in `served`, or has failed to for a while.
     pub(super) async fn look_for(&mut self, served: &[String]) -> Inventory {
         let deadline = Instant::now() + PATIENCE;
-        let mut inventory = self.look().await;
-        while let Some(uuid) = untold(&inventory, served).filter(|_| Instant::now() < deadline) {
+        let mut inventory = self.read().await;
+        while let Some(uuid) = not_listed(&inventory, served).filter(|_| Instant::now() < deadline) {
             tracing::info!(
                 gpu_uuid = uuid,
                 step = "looked-again",
-                "NVML does not tell of {uuid}, which is served; looked at again"
+                "NVML does not list {uuid}, which is served; checking again"
             );
             tokio::time::sleep(PAUSE).await;
-            inventory = self.look().await;
+            inventory = self.read().await;
         }
         inventory
     }
 
     /// Looks once. Off the loop's thread: a GPU that is about to fall off the bus can hold a question.
-    pub(super) async fn look(&mut self) -> Inventory {
+    pub(super) async fn read(&mut self) -> Inventory {
         let driver = self.driver.borrow().clone();
         let sysroot = self.sysroot.clone();
         let look = self.looks.ask(TIMEOUT, move || {
@@ -128,9 +128,7 @@ impl HostLook {
                     pause = FIRST_XID_PAUSE;
                 }
                 if reason != last {
-                    tracing::warn!(
-                        "NVML does not tell of critical errors (Xid): {reason}; asked again and again"
-                    );
+                    tracing::warn!("NVML does not report critical errors (Xid): {reason}; retrying");
                     last = reason;
                 }
                 std::thread::sleep(pause);
@@ -141,7 +139,7 @@ impl HostLook {
 }
 
 /// A GPU in `served` that NVML does not tell of, while it fails to tell of some GPU.
-fn untold(inventory: &Inventory, served: &[String]) -> Option<String> {
+fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     let silent = |gpu: &Gpu| gpu.nvml.is_err() && gpu.pci.foreign_driver().is_none();
     if inventory.driver.is_err() || !inventory.gpus.iter().any(silent) {
         return None;

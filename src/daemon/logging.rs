@@ -115,7 +115,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use super::*;
-    use crate::message::{About, Message};
+    use crate::message::{Message, Subject};
 
     #[derive(Clone, Default)]
     struct Written(Arc<Mutex<Vec<u8>>>);
@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn a_plain_line_has_the_fields_but_not_the_id_of_the_message() {
-        let about = About { slice: Some("00:06.0-1"), ..About::default() };
+        let about = Subject { slice: Some("00:06.0-1"), ..Subject::default() };
         let text = written(false, || Message::OverBudget.log(about, "too much"));
         assert!(text.contains("WARN") && text.contains("too much mps_slice=\"00:06.0-1\"\n"), "{text:?}");
         assert!(!text.contains("message_id"), "{text:?}");

@@ -4,7 +4,6 @@
 mod budgets;
 mod cdi_spec;
 mod drain;
-mod farewell;
 mod findings;
 mod fleet;
 mod host_look;
@@ -13,6 +12,7 @@ pub(crate) mod program;
 mod reload;
 mod requests;
 mod service_manager;
+mod shutdown_report;
 mod signals;
 
 use std::collections::VecDeque;
@@ -25,15 +25,15 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::compose::{self, Parts};
 use crate::dbus::{Request, presence};
-use crate::message::{About, Message};
-use crate::mps::changes::Changes;
+use crate::message::{Message, Subject};
+use crate::mps::changes::FileChanges;
 use crate::mps::control::FrontEnds;
 use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
 use crate::supervisor::{self, ClientFault, Goal, Tools};
-use crate::tenants::budgets::{Budgets, News, OverUse};
+use crate::tenants::budgets::{BudgetEvent, Budgets, OverUse};
 use cdi_spec::CdiSpec;
 use common::config::{Settings, Sources};
 use common::host::inventory::Inventory;
@@ -46,7 +46,7 @@ use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::Fleet;
 use host_look::{HostLook, Xid};
 use logging::Level;
-use requests::{Requests, Terminated};
+use requests::{EndedTermination, Requests};
 use service_manager::ServiceManager;
 use signals::{Signals, Wish};
 
@@ -114,7 +114,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     }
     let (xids, xids_seen) = mpsc::channel(FAULTS);
     let (terminated, terminated_seen) = mpsc::channel(REQUESTS);
-    let (news, news_seen) = mpsc::channel(FAULTS);
+    let (budget_events, budget_events_seen) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
     let (kept, kept_seen) = watch::channel(Configured::default());
     let compute_modes = ComputeModes::new(driver_seen, state_file.clone(), kept_seen);
@@ -126,7 +126,12 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         settings: loaded.settings,
         plan: Err("no look at the GPUs yet".to_owned()),
         requests: Requests::new(&tools.compute_modes, terminated),
-        budgets: Budgets::new(tools.compute_modes.clone(), tools.bells.clone(), Arc::clone(&changed), news),
+        budgets: Budgets::new(
+            tools.compute_modes.clone(),
+            tools.bells.clone(),
+            Arc::clone(&changed),
+            budget_events,
+        ),
         overuses,
         fleet: Fleet::new(tools, kept),
         cdi_spec: CdiSpec::new(state_file.clone()),
@@ -137,7 +142,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         events: VecDeque::new(),
         refused: String::new(),
         problem: String::new(),
-        farewell: String::new(),
+        shutdown_report: String::new(),
         next_scan: None,
         scan_pause: FIRST_SCAN_FOR_MORE,
         ending: None,
@@ -145,7 +150,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         reloads: 0,
         in_force: watch::Sender::new(0),
     };
-    let exit = daemon.run(signals, received, xids_seen, terminated_seen, news_seen).await;
+    let exit = daemon.run(signals, received, xids_seen, terminated_seen, budget_events_seen).await;
     daemon.service_manager.end().await;
     exit
 }
@@ -158,7 +163,7 @@ fn tools(
     faults: mpsc::Sender<ClientFault>,
 ) -> Tools {
     let front_ends = FrontEnds::new(supervisor::PROGRAM.into());
-    let (bells, changes) = (Bells::default(), Changes::default());
+    let (bells, changes) = (Bells::default(), FileChanges::default());
     Tools { front_ends, compute_modes, state_file, changed, faults, bells, changes }
 }
 
@@ -198,7 +203,7 @@ struct Daemon {
     /// The trouble that the last look at the host found with the configuration in force.
     problem: String,
     /// The clients that are being ended, in words; empty if there are none.
-    farewell: String,
+    shutdown_report: String,
     next_scan: Option<Instant>,
     /// The time until the next look at the host for a GPU that can't be served.
     scan_pause: Duration,
@@ -216,8 +221,8 @@ impl Daemon {
         mut signals: Signals,
         mut requests: mpsc::Receiver<Request>,
         mut xids: mpsc::Receiver<Xid>,
-        mut terminated: mpsc::Receiver<Terminated>,
-        mut news: mpsc::Receiver<News>,
+        mut terminated: mpsc::Receiver<EndedTermination>,
+        mut budget_events: mpsc::Receiver<BudgetEvent>,
     ) -> Exit {
         if let Err(problems) = self.first_pass().await {
             return bad_configuration(&problems);
@@ -240,7 +245,7 @@ impl Daemon {
                 Some(request) = requests.recv() => self.answer(request).await,
                 Some((uuid, xid)) = xids.recv() => self.xid(&uuid, xid),
                 Some(ended) = terminated.recv() => self.terminated(ended),
-                Some(news) = news.recv() => self.take_news(news),
+                Some(event) = budget_events.recv() => self.handle_budget_event(event),
                 () = changed.notified() => {}
                 () = sleep_or_never(self.next_scan) => {
                     self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);
@@ -261,7 +266,7 @@ impl Daemon {
             tracing::info!("enable_cuda_mps is false: no GPU is served");
             if self.fleet.has_leftovers() {
                 // This opens the driver, which restores compute modes.
-                self.look.look().await;
+                self.look.read().await;
                 self.fleet.end_leftovers(&Plan::default(), &self.settings, &Goal::Retire);
             }
             self.plan = Ok(Plan::default());
@@ -279,7 +284,7 @@ impl Daemon {
     fn not_yet(&mut self, reason: String) {
         if self.plan.as_ref().err() != Some(&reason) {
             tracing::warn!(
-                "no GPU can be served yet: {reason}; looked for again every {} s",
+                "no GPU can be served yet: {reason}; checking again every {} s",
                 SCAN_WITHOUT_PLAN.as_secs()
             );
         }
@@ -299,7 +304,7 @@ impl Daemon {
 
     fn xid(&mut self, uuid: &str, xid: u64) {
         let text = format!("GPU {uuid} met a critical error, Xid {xid}");
-        Message::CriticalError.log(About { xid: Some(xid), ..About::gpu(uuid) }, &text);
+        Message::CriticalError.log(Subject { xid: Some(xid), ..Subject::gpu(uuid) }, &text);
         self.keep_event(text);
         self.fleet.met_xid(uuid, xid);
     }
@@ -345,17 +350,17 @@ impl Daemon {
         }
         let ending = match systemd::why_stopping().await {
             Stopping::Stop | Stopping::NotUnderSystemd => {
-                tracing::info!("stopping: the control daemons end, the compute modes are put back");
+                tracing::info!("stopping: ending the control daemons, restoring the compute modes");
                 Ending::ForGood
             }
             Stopping::Restart => {
-                tracing::info!("restarting: the control daemons and their clients carry on");
+                tracing::info!("restarting: control daemons and their clients keep running");
                 Ending::ForRestart
             }
             // A control daemon can still be stopped later; a job that was ended is lost.
             Stopping::Unknown(reason) => {
                 tracing::warn!(
-                    "ending, though nobody said for good ({reason}): the control daemons and their clients carry on"
+                    "ending, and not known to be for good ({reason}): control daemons and their clients keep running"
                 );
                 Ending::Interrupted
             }
@@ -376,7 +381,7 @@ impl Daemon {
     fn settle(&mut self) {
         self.fleet.move_on();
         if self.ending.is_none() && !self.fleet.is_ending_one() {
-            self.farewell.clear();
+            self.shutdown_report.clear();
         }
         let settled = self.fleet.settled();
         let snapshot = self.compose();
@@ -452,7 +457,7 @@ impl Daemon {
 
     fn tell_service_manager(&mut self, settled: bool) {
         let snapshot = Arc::clone(&self.snapshot.borrow());
-        self.service_manager.status(snapshot.state, &compose::status_line(&snapshot), &self.farewell);
+        self.service_manager.status(snapshot.state, &compose::status_line(&snapshot), &self.shutdown_report);
         if settled && *self.on_the_bus.borrow() && self.ending.is_none() {
             self.service_manager.ready();
         }

@@ -10,7 +10,7 @@ use super::{Exit, Options, logging};
 use crate::mps::launch;
 use common::arguments::Arguments;
 use common::check::BAD_CONFIGURATION;
-use common::check::report::Report;
+use common::check::report::CheckReport;
 use common::config::Sources;
 use common::host::oom;
 use common::text::{json, printable};
@@ -59,7 +59,7 @@ fn check(sources: Sources, as_json: bool) -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime can't be started: {error}")),
     };
-    let report = runtime.block_on(Report::new(sources));
+    let report = runtime.block_on(CheckReport::new(sources));
     let text = if as_json {
         json(&report.document()).unwrap_or_else(|error| error.to_string())
     } else {

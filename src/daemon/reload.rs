@@ -7,7 +7,7 @@ use tokio::time::timeout;
 use super::Daemon;
 use super::findings::{self, join, say_findings, why};
 use crate::dbus::Reply;
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use common::bus::error::RequestError;
 use common::plan::{self, Plan, PlanError};
 use common::problem::LocatedProblem;
@@ -52,7 +52,7 @@ impl Daemon {
             Err(error) => {
                 self.refused = format!("the new configuration was refused: {error}");
                 let text = format_args!("{}; the old one stays in force", self.refused);
-                Message::ConfigurationRefused.log(About::default(), text);
+                Message::ConfigurationRefused.log(Subject::default(), text);
             }
         }
         self.settle();

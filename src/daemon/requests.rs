@@ -10,8 +10,8 @@ use super::fleet::Fleet;
 use super::{Daemon, reload};
 use crate::dbus::{Reply, Request};
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::tenants::clients::{self, Serving};
-use crate::tenants::in_words::in_words;
+use crate::tenants::clients::{self, ServingDaemon};
+use crate::tenants::describe::describe;
 use crate::tenants::terminate::{self, TerminationError};
 use common::bus::error::RequestError;
 use common::config::MayTerminate;
@@ -21,7 +21,7 @@ use common::published::client::ClientView;
 use common::published::container::ContainerError;
 use common::published::snapshot::{Named, Snapshot};
 use common::published::termination::ContainerId;
-use common::published::termination::Wanted;
+use common::published::termination::TerminationTarget;
 
 /// The most terminations that ask the kernel about processes at a time. It takes microseconds.
 const TERMINATIONS: usize = 4;
@@ -42,12 +42,12 @@ pub(super) struct Requests {
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
     /// Takes the terminations that have ended beside the loop.
-    terminated: mpsc::Sender<Terminated>,
+    terminated: mpsc::Sender<EndedTermination>,
 }
 
 /// A termination that has ended.
 #[derive(Debug)]
-pub(super) struct Terminated {
+pub(super) struct EndedTermination {
     /// Names the clients that had work, if any had.
     event: Option<String>,
     answer: Result<(), RequestError>,
@@ -55,7 +55,7 @@ pub(super) struct Terminated {
 }
 
 impl Requests {
-    pub(super) fn new(compute_modes: &ComputeModes, terminated: mpsc::Sender<Terminated>) -> Self {
+    pub(super) fn new(compute_modes: &ComputeModes, terminated: mpsc::Sender<EndedTermination>) -> Self {
         let (listings, asked) = mpsc::channel(LISTINGS);
         tokio::spawn(list_clients(asked, compute_modes.clone()));
         Self {
@@ -77,8 +77,8 @@ impl Requests {
 
 impl Requests {
     /// A place for a termination that a user asks for. Root needs none.
-    fn place_for(&self, wanted: &Wanted) -> Result<Option<OwnedSemaphorePermit>, RequestError> {
-        if !matches!(wanted, Wanted::ProcessOf { .. }) {
+    fn place_for(&self, wanted: &TerminationTarget) -> Result<Option<OwnedSemaphorePermit>, RequestError> {
+        if !matches!(wanted, TerminationTarget::ProcessOf { .. }) {
             return Ok(None);
         }
         let place = Arc::clone(&self.of_users).try_acquire_owned();
@@ -102,7 +102,7 @@ impl Daemon {
             }
             Request::ReleaseContainer(id, reply) => {
                 let id = ContainerId::new(&id).map_err(|error| RequestError::Failed(error.to_string()));
-                self.terminate(id.map(Wanted::Container), reply);
+                self.terminate(id.map(TerminationTarget::Container), reply);
             }
             Request::Drain(names, reply) => self.drain(&names, reply),
             Request::Undrain(names, reply) => self.undrain(&names, reply),
@@ -117,7 +117,7 @@ impl Daemon {
         }
     }
 
-    fn terminate(&self, wanted: Result<Wanted, RequestError>, reply: Reply<()>) {
+    fn terminate(&self, wanted: Result<TerminationTarget, RequestError>, reply: Reply<()>) {
         let begun = wanted.and_then(|wanted| Ok((self.requests.place_for(&wanted)?, wanted)));
         let (place, wanted) = match begun {
             Ok(begun) => begun,
@@ -128,16 +128,16 @@ impl Daemon {
         let (event, slices) = (wanted.event(), self.fleet.slices());
         tokio::spawn(async move {
             let (had_work, ended) = terminate::terminate(controls, wanted, slices, kernel).await;
-            let event = in_words(had_work).map(|clients| event + &clients);
+            let event = describe(had_work).map(|clients| event + &clients);
             let answer = ended.map_err(RequestError::from);
             drop(place);
-            let _ = terminated.send(Terminated { event, answer, reply }).await;
+            let _ = terminated.send(EndedTermination { event, answer, reply }).await;
         });
     }
 
     /// Answers whoever has asked for a termination. The event is published before.
-    pub(super) fn terminated(&mut self, terminated: Terminated) {
-        let Terminated { event, answer, reply } = terminated;
+    pub(super) fn terminated(&mut self, terminated: EndedTermination) {
+        let EndedTermination { event, answer, reply } = terminated;
         if let Some(event) = event {
             // The journal has it already.
             self.keep_event(event);
@@ -159,10 +159,14 @@ impl Daemon {
 }
 
 /// The process that root, or a user, names.
-fn process(pid: u32, user: Option<u32>, may_terminate: MayTerminate) -> Result<Wanted, RequestError> {
+fn process(
+    pid: u32,
+    user: Option<u32>,
+    may_terminate: MayTerminate,
+) -> Result<TerminationTarget, RequestError> {
     match (user, may_terminate) {
-        (None, _) => Ok(Wanted::Process(pid)),
-        (Some(user), MayTerminate::Owner) => Ok(Wanted::ProcessOf { pid, user }),
+        (None, _) => Ok(TerminationTarget::Process(pid)),
+        (Some(user), MayTerminate::Owner) => Ok(TerminationTarget::ProcessOf { pid, user }),
         (Some(user), MayTerminate::Root) => Err(RequestError::AccessDenied(format!(
             "only root may end GPU work, not user {user}: a program that does not let go would keep the control daemon \
              from everybody; cuda_mps_may_terminate: owner in host.conf lets users end their own all the same"
@@ -171,19 +175,19 @@ fn process(pid: u32, user: Option<u32>, may_terminate: MayTerminate) -> Result<W
 }
 
 /// The slices that a caller names.
-fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Wanted, RequestError> {
+fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<TerminationTarget, RequestError> {
     if snapshot.gpus.is_none() {
         return Err(ContainerError::not_ready(snapshot).into());
     }
     let slice = |name: String| match snapshot.find(&name) {
-        Some(found @ Named::Slice(..)) => Ok(found.name()),
+        Some(Named::Slice(gpu, ordinal)) => Ok(gpu.plan.slice(ordinal)),
         Some(found @ Named::Gpu(_)) => Err(RequestError::Failed(format!(
             "{} is a whole GPU, and its clients may be of several tenants; name its slices, or release containers",
             found.name()
         ))),
         None => Err(ContainerError::no_such_device(snapshot, &name).into()),
     };
-    names.into_iter().map(slice).collect::<Result<_, _>>().map(Wanted::Slices)
+    names.into_iter().map(slice).collect::<Result<_, _>>().map(TerminationTarget::Slices)
 }
 
 impl From<TerminationError> for RequestError {
@@ -199,7 +203,7 @@ impl From<TerminationError> for RequestError {
 }
 
 /// Who wants to know the clients, and whom to ask for them.
-type Listing = (Vec<Serving>, Slices, Reply<Vec<ClientView>>);
+type Listing = (Vec<ServingDaemon>, Slices, Reply<Vec<ClientView>>);
 
 /// Lists the clients for all callers that have asked since the last list was begun: many may ask all the time, and the
 /// supervisors must not wait behind all these questions at the control daemons.

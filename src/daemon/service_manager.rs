@@ -1,7 +1,7 @@
 //! Tells the service manager where the service stands: ready, reloading, stopping, the status line, a sign of life.
 //!
-//! A send waits while the service manager does not read its socket. So news are sent on a thread, the next news wait for
-//! it, and nobody else does: until then the news replace each other.
+//! A send waits while the service manager does not read its socket. So messages are sent on a thread, and the next ones wait
+//! for it. Nobody else waits: a newer state replaces one that was not sent.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, timeout};
 
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use common::published::snapshot::State;
 
 /// The time for sending the last messages.
@@ -18,7 +18,7 @@ const LAST_SEND: Duration = Duration::from_secs(1);
 
 /// Everything that the service manager is to know.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-struct News {
+struct UnitState {
     /// The number of reloads that have begun.
     reloads: u64,
     /// Whether everything that was asked for is done.
@@ -29,34 +29,34 @@ struct News {
     beats: u64,
 }
 
-impl News {
-    /// The messages for somebody who knows `told`.
-    fn since(&self, told: &Self) -> Vec<NotifyState<'_>> {
+impl UnitState {
+    /// The messages for somebody who knows `notified`.
+    fn since(&self, notified: &Self) -> Vec<NotifyState<'_>> {
         let mut messages = Vec::new();
-        if self.reloads != told.reloads {
+        if self.reloads != notified.reloads {
             messages.push(NotifyState::Reloading);
         }
-        if self.stopping && !told.stopping {
+        if self.stopping && !notified.stopping {
             messages.push(NotifyState::Stopping);
         }
-        if self.status != told.status {
+        if self.status != notified.status {
             messages.push(NotifyState::Status(&self.status));
         }
-        if self.ready && (!told.ready || self.reloads != told.reloads) {
+        if self.ready && (!notified.ready || self.reloads != notified.reloads) {
             messages.push(NotifyState::Ready);
         }
-        if self.beats != told.beats {
+        if self.beats != notified.beats {
             messages.push(NotifyState::Watchdog);
         }
         messages
     }
 }
 
-/// The service manager, as far as it is told something. Without one, nothing comes of it.
+/// The service manager, as the service notifies it. Without a service manager, nothing is sent.
 #[derive(Debug)]
 pub(super) struct ServiceManager {
-    news: watch::Sender<News>,
-    teller: JoinHandle<()>,
+    unit_state: watch::Sender<UnitState>,
+    notifier: JoinHandle<()>,
     watchdog: Option<Watchdog>,
     state: Option<State>,
 }
@@ -69,12 +69,12 @@ struct Watchdog {
 }
 
 impl ServiceManager {
-    /// Nothing has been told yet.
+    /// None before the first notification.
     pub(super) fn new() -> Self {
-        let (news, heard) = watch::channel(News::default());
+        let (unit_state, receiver) = watch::channel(UnitState::default());
         let period = sd_notify::watchdog_enabled().map(|time| time / 3);
         let watchdog = period.map(|period| Watchdog { period, next: Instant::now() });
-        Self { news, teller: tokio::spawn(tell(heard)), watchdog, state: None }
+        Self { unit_state, notifier: tokio::spawn(notify(receiver)), watchdog, state: None }
     }
 
     /// Gives the sign of life that is due, and says when the next one is.
@@ -82,72 +82,73 @@ impl ServiceManager {
         let watchdog = self.watchdog.as_mut()?;
         if Instant::now() >= watchdog.next {
             watchdog.next = Instant::now() + watchdog.period;
-            self.news.send_modify(|news| news.beats += 1);
+            self.unit_state.send_modify(|unit_state| unit_state.beats += 1);
         }
         Some(watchdog.next)
     }
 
     /// The configuration is read again; that is done at the next [`ServiceManager::ready`].
     pub(super) fn reloading(&self) {
-        self.news.send_modify(|news| {
-            news.reloads += 1;
-            news.ready = false;
+        self.unit_state.send_modify(|unit_state| {
+            unit_state.reloads += 1;
+            unit_state.ready = false;
         });
     }
 
     /// Everything that was asked for is done.
     pub(super) fn ready(&self) {
-        self.news.send_if_modified(|news| !std::mem::replace(&mut news.ready, true));
+        self.unit_state.send_if_modified(|unit_state| !std::mem::replace(&mut unit_state.ready, true));
     }
 
     pub(super) fn stopping(&self) {
-        self.news.send_modify(|news| news.stopping = true);
+        self.unit_state.send_modify(|unit_state| unit_state.stopping = true);
     }
 
-    /// Tells the state of the service. It goes to the journal too, as urgent as the state is, but without the farewell,
+    /// Tells the state of the service. It goes to the journal too, as urgent as the state is, but without the shutdown report,
     /// which the journal has already.
-    pub(super) fn status(&mut self, state: State, line: &str, farewell: &str) {
-        let status = if farewell.is_empty() { line.to_owned() } else { format!("{line}; {farewell}") };
-        if status == self.news.borrow().status {
+    pub(super) fn status(&mut self, state: State, line: &str, shutdown_report: &str) {
+        let status =
+            if shutdown_report.is_empty() { line.to_owned() } else { format!("{line}; {shutdown_report}") };
+        if status == self.unit_state.borrow().status {
             return;
         }
         match state {
             // Between two states a reason can change several times a second, while something is tried again.
             _ if self.state == Some(state) => tracing::debug!("{line}"),
-            State::Failed => Message::ServiceFailed.log(About::default(), line),
-            State::Degraded => Message::ServiceDegraded.log(About::default(), line),
-            State::Ready => Message::ServiceReady.log(About::default(), line),
+            State::Failed => Message::ServiceFailed.log(Subject::default(), line),
+            State::Degraded => Message::ServiceDegraded.log(Subject::default(), line),
+            State::Ready => Message::ServiceReady.log(Subject::default(), line),
             State::Disabled | State::Starting | State::Stopping => tracing::info!("{line}"),
         }
         self.state = Some(state);
-        self.news.send_modify(|news| news.status = status);
+        self.unit_state.send_modify(|unit_state| unit_state.status = status);
     }
 
     /// Waits until the last message has been sent, if that does not take long.
     pub(super) async fn end(self) {
-        let Self { news, teller, .. } = self;
-        drop(news);
-        if timeout(LAST_SEND, teller).await.is_err() {
-            tracing::debug!("the service manager does not read what it is told");
+        let Self { unit_state, notifier, .. } = self;
+        drop(unit_state);
+        if timeout(LAST_SEND, notifier).await.is_err() {
+            tracing::debug!("the service manager does not read its notifications");
         }
     }
 }
 
-async fn tell(mut news: watch::Receiver<News>) {
-    let mut told = News::default();
-    while news.changed().await.is_ok() {
-        let new = news.borrow_and_update().clone();
+async fn notify(mut unit_state: watch::Receiver<UnitState>) {
+    let mut notified = UnitState::default();
+    while unit_state.changed().await.is_ok() {
+        let new = unit_state.borrow_and_update().clone();
         let sent = spawn_blocking(move || {
-            for message in new.since(&told) {
+            for message in new.since(&notified) {
                 if let Err(error) = send(&message) {
-                    tracing::debug!("the service manager is not told {message:?}: {error}");
+                    tracing::debug!("{message:?} does not reach the service manager: {error}");
                 }
             }
             new
         });
         // Without an answer, the runtime is about to end.
         let Ok(new) = sent.await else { return };
-        told = new;
+        notified = new;
     }
 }
 
@@ -164,24 +165,24 @@ fn send(message: &NotifyState<'_>) -> std::io::Result<()> {
 mod tests {
     use super::*;
 
-    fn news(reloads: u64, ready: bool, status: &str) -> News {
-        News { reloads, ready, status: status.to_owned(), ..News::default() }
+    fn unit_state(reloads: u64, ready: bool, status: &str) -> UnitState {
+        UnitState { reloads, ready, status: status.to_owned(), ..UnitState::default() }
     }
 
     #[test]
     fn news_that_replaced_each_other_are_told_in_their_order() {
-        let since = |new: &News, told: &News| -> Vec<String> {
-            new.since(told).iter().map(ToString::to_string).collect()
+        let since = |new: &UnitState, notified: &UnitState| -> Vec<String> {
+            new.since(notified).iter().map(ToString::to_string).collect()
         };
-        let told = news(0, true, "ready");
-        assert!(since(&told, &told).is_empty());
-        let reloading = news(1, false, "ready");
-        assert_eq!(since(&reloading, &told), ["RELOADING=1"]);
-        let done = news(1, true, "degraded");
+        let notified = unit_state(0, true, "ready");
+        assert!(since(&notified, &notified).is_empty());
+        let reloading = unit_state(1, false, "ready");
+        assert_eq!(since(&reloading, &notified), ["RELOADING=1"]);
+        let done = unit_state(1, true, "degraded");
         assert_eq!(since(&done, &reloading), ["STATUS=degraded", "READY=1"]);
-        // The teller was held up in between.
-        assert_eq!(since(&done, &told), ["RELOADING=1", "STATUS=degraded", "READY=1"]);
-        let last = News { stopping: true, beats: 3, ..news(1, true, "stopping") };
+        // The notifier was held up in between.
+        assert_eq!(since(&done, &notified), ["RELOADING=1", "STATUS=degraded", "READY=1"]);
+        let last = UnitState { stopping: true, beats: 3, ..unit_state(1, true, "stopping") };
         assert_eq!(since(&last, &done), ["STOPPING=1", "STATUS=stopping", "WATCHDOG=1"]);
     }
 }

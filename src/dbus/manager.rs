@@ -34,8 +34,8 @@ impl Manager {
         let mut told = self.given_several.lock().unwrap_or_else(PoisonError::into_inner);
         for (gpu, slices) in one_slice::given_several(config.devices()) {
             if told.insert(gpu.to_owned()) {
-                let words = one_slice::in_words(&slices);
-                tracing::warn!("GetContainerConfig: {words}; this is said once for each GPU");
+                let words = one_slice::describe(&slices);
+                tracing::warn!("GetContainerConfig: {words}; logged once for each GPU");
             }
         }
     }
@@ -45,7 +45,7 @@ impl Manager {
     }
 
     fn service(&self) -> Service {
-        Service::of(&self.snapshot())
+        Service::from_view(&self.snapshot())
     }
 }
 
@@ -64,14 +64,14 @@ impl Manager {
     fn list_devices(&self) -> Result<Vec<Dict>> {
         let snapshot = self.snapshot();
         known(&snapshot)?;
-        Ok(snapshot.slices().map(|(gpu, slice)| Device::of(gpu, slice).dict()).collect())
+        Ok(snapshot.slices().map(|(gpu, slice)| Device::from_view(gpu, slice).dict()).collect())
     }
 
     #[zbus(out_args("gpus"))]
     fn list_gpus(&self) -> Result<Vec<Dict>> {
         let snapshot = self.snapshot();
         known(&snapshot)?;
-        Ok(snapshot.gpus.iter().flatten().map(|gpu| Gpu::of(gpu).dict()).collect())
+        Ok(snapshot.gpus.iter().flatten().map(|gpu| Gpu::from_view(gpu).dict()).collect())
     }
 
     #[zbus(out_args("device"))]
@@ -80,8 +80,8 @@ impl Manager {
         let snapshot = self.snapshot();
         known(&snapshot)?;
         match snapshot.find(name) {
-            Some(Named::Gpu(gpu)) => Ok(Gpu::of(gpu).dict()),
-            Some(Named::Slice(gpu, ordinal)) => Ok(Device::of(gpu, ordinal).dict()),
+            Some(Named::Gpu(gpu)) => Ok(Gpu::from_view(gpu).dict()),
+            Some(Named::Slice(gpu, ordinal)) => Ok(Device::from_view(gpu, ordinal).dict()),
             None => Err(ContainerError::no_such_device(&snapshot, name).into()),
         }
     }
@@ -111,7 +111,7 @@ impl Manager {
     async fn list_clients(&self) -> Result<Vec<Dict>> {
         known(&self.snapshot())?;
         let clients = ask(&self.requests, Request::Clients).await?;
-        Ok(clients.iter().map(|client| Client::of(client).dict()).collect())
+        Ok(clients.iter().map(|client| Client::from_view(client).dict()).collect())
     }
 
     async fn look_at_clients(&self) -> Result<()> {
@@ -136,13 +136,13 @@ impl Manager {
     #[zbus(out_args("control_daemons"))]
     fn list_control_daemons(&self) -> Vec<Dict> {
         let snapshot = self.snapshot();
-        let row = |daemon| ControlDaemon::of(daemon, &snapshot).dict();
+        let row = |daemon| ControlDaemon::from_view(daemon, &snapshot).dict();
         snapshot.control_daemons.iter().map(row).collect()
     }
 
     #[zbus(out_args("events"))]
     fn list_events(&self) -> Vec<Dict> {
-        self.snapshot().events.iter().map(|event| Event::of(event).dict()).collect()
+        self.snapshot().events.iter().map(|event| Event::from_view(event).dict()).collect()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]

@@ -37,13 +37,13 @@ pub use request::{Reply, Request};
 
 /// The service's connection to the bus, with everything that it serves there.
 #[derive(Debug)]
-pub struct Bus {
+pub struct BusConnection {
     connection: Connection,
     /// The Snapshot that clients have been told, so that they are told of differences only.
     told: Arc<Snapshot>,
 }
 
-impl Bus {
+impl BusConnection {
     /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set) and serves there what `snapshot` holds.
     /// Every object is in place before the name is asked for, so that nobody who sees the name misses one.
     ///
@@ -57,10 +57,10 @@ impl Bus {
         Self::connect_to(Address::system()?, snapshot, requests).await
     }
 
-    /// [`Bus::connect`] on the bus at `address`.
+    /// [`BusConnection::connect`] on the bus at `address`.
     ///
     /// # Errors
-    /// As for [`Bus::connect`].
+    /// As for [`BusConnection::connect`].
     pub async fn connect_to(
         address: Address,
         snapshot: watch::Receiver<Arc<Snapshot>>,
@@ -89,9 +89,9 @@ impl Bus {
 
     /// Tells the bus what is different in `new`: objects that came or went, properties that changed, and
     /// `DevicesChanged` if the generation grew. To be called after `new` was put into the watch that
-    /// [`Bus::connect`] was given.
+    /// [`BusConnection::connect`] was given.
     ///
-    /// A bus that can't be told is one that has gone, which [`Bus::closed`] reports.
+    /// A bus that can't be told is one that has gone, which [`BusConnection::closed`] reports.
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
         let generation = new.generation;
         if let Err(e) = self.mirror(new).await {
@@ -116,7 +116,7 @@ impl Bus {
     }
 
     /// Resolves when the connection is gone: the bus was restarted, or has thrown us out. Nothing is served after that;
-    /// [`Bus::connect`] again.
+    /// [`BusConnection::connect`] again.
     pub async fn closed(&self) {
         self.connection.closed().await;
     }
@@ -130,7 +130,7 @@ impl Bus {
         mirror_objects(&self.connection, slices_of(&gone).map(slice), slices_of(&come).map(slice)).await?;
 
         let emitter = self.manager();
-        tell_changes(&emitter, Manager::name(), &Service::of(&old), &Service::of(&new)).await?;
+        tell_changes(&emitter, Manager::name(), &Service::from_view(&old), &Service::from_view(&new)).await?;
         if new.generation > old.generation {
             Manager::devices_changed(&emitter, new.generation).await?;
         }

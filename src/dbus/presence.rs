@@ -7,7 +7,7 @@ use std::{io, thread};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::sleep;
 
-use super::{Bus, Request};
+use super::{BusConnection, Request};
 use crate::supervisor::ClientFault;
 use crate::tenants::budgets::OverUse;
 use common::published::snapshot::Snapshot;
@@ -36,9 +36,9 @@ pub(crate) async fn stay_on_the_bus(
     let mut pause = FIRST_BUS_PAUSE;
     let mut said = String::new();
     loop {
-        match Bus::connect(snapshot.clone(), requests.clone()).await {
+        match BusConnection::connect(snapshot.clone(), requests.clone()).await {
             Ok(mut bus) => {
-                tracing::info!("on the bus as {}", common::bus::NAME);
+                tracing::info!("connected to D-Bus as {}", common::bus::NAME);
                 (pause, said) = (FIRST_BUS_PAUSE, String::new());
                 joined.send_replace(true);
                 changed.notify_one();
@@ -53,7 +53,7 @@ pub(crate) async fn stay_on_the_bus(
                             bus.publish(new).await;
                             bus.over_use(&overuse.device, &overuse.reasons, &overuse.pids).await;
                         }
-                        news = snapshot.changed() => match news {
+                        changed = snapshot.changed() => match changed {
                             Ok(()) => {
                                 let new = Arc::clone(&snapshot.borrow_and_update());
                                 bus.publish(new).await;
@@ -63,14 +63,12 @@ pub(crate) async fn stay_on_the_bus(
                     }
                 }
                 joined.send_replace(false);
-                tracing::warn!(
-                    "the bus is gone; GPUs are served on, and the bus is joined again when it is back"
-                );
+                tracing::warn!("lost the D-Bus connection; GPUs are still served; reconnecting");
             }
             Err(error) => {
                 let text = error.to_string();
                 if text != said {
-                    tracing::warn!("the bus can't be joined: {text}; tried again until it can");
+                    tracing::warn!("can't connect to D-Bus: {text}; retrying");
                     said = text;
                 }
             }

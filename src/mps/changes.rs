@@ -24,7 +24,7 @@ pub(crate) const LOOK_PERIOD: Duration = Duration::from_secs(1);
 
 /// The one inotify instance of the service. All clones share it.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Changes(Arc<Mutex<Shared>>);
+pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -36,10 +36,10 @@ struct Shared {
     told: Option<Errno>,
 }
 
-impl Changes {
+impl FileChanges {
     /// Watches nothing yet.
-    pub(crate) fn watch(&self) -> Watch {
-        Watch { changes: self.clone(), changed: Arc::default() }
+    pub(crate) fn watch(&self) -> FileWatch {
+        FileWatch { changes: self.clone(), changed: Arc::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared> {
@@ -61,22 +61,22 @@ impl Changes {
     }
 
     /// Tells an error that keeps everything from being watched, once.
-    fn tell(shared: &mut Shared, error: &io::Error) {
+    fn warn_of_shortage(shared: &mut Shared, error: &io::Error) {
         let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else { return };
         if shared.told.replace(errno) != Some(errno) {
-            tracing::warn!("{}; until then, logs are looked at once a second", shortage(errno, no_files()));
+            tracing::warn!("{}; until then, logs are checked once a second", shortage(errno, no_files()));
         }
     }
 }
 
 /// The files that somebody watches. They are given up with this value.
 #[derive(Debug)]
-pub(crate) struct Watch {
-    changes: Changes,
+pub(crate) struct FileWatch {
+    changes: FileChanges,
     changed: Arc<Notify>,
 }
 
-impl Watch {
+impl FileWatch {
     /// Watches this file too, whatever its path leads to now, and says whether it can be watched.
     pub(crate) fn add_file(&self, file: &File) -> bool {
         let path = proc::open_file(proc::OWN, file.as_raw_fd());
@@ -95,7 +95,7 @@ impl Watch {
             }
             Err(error) => {
                 tracing::debug!("{} can't be watched: {error}", path.display());
-                Changes::tell(&mut shared, &error);
+                FileChanges::warn_of_shortage(&mut shared, &error);
                 false
             }
         }
@@ -107,7 +107,7 @@ impl Watch {
     }
 }
 
-impl Drop for Watch {
+impl Drop for FileWatch {
     fn drop(&mut self) {
         let mut shared = self.changes.lock();
         let Shared { queue, watches, .. } = &mut *shared;
@@ -135,7 +135,7 @@ struct Read {
 }
 
 /// Passes changes on as long as there are watches.
-async fn pass_on(changes: Changes, queue: Arc<Readable>) {
+async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
     loop {
         match queue.until(read).await {
             Ok(read) => {
@@ -185,11 +185,11 @@ mod tests {
 
     use super::*;
 
-    async fn resolves(watch: &Watch) -> bool {
+    async fn resolves(watch: &FileWatch) -> bool {
         tokio::time::timeout(Duration::from_secs(30), watch.changed()).await.is_ok()
     }
 
-    fn watches(changes: &Changes) -> usize {
+    fn watches(changes: &FileChanges) -> usize {
         changes.lock().watches.len()
     }
 
@@ -197,7 +197,7 @@ mod tests {
     async fn each_holder_hears_of_its_own_files() {
         let directory = tempfile::tempdir().unwrap();
         let [log, other_log] = ["log", "other"].map(|name| directory.path().join(name));
-        let changes = Changes::default();
+        let changes = FileChanges::default();
         let [one, another, other] = [changes.watch(), changes.watch(), changes.watch()];
         for (watch, path) in [(&one, &log), (&another, &log), (&another, &log), (&other, &other_log)] {
             assert!(watch.add_file(&File::options().append(true).create(true).open(path).unwrap()));
@@ -218,7 +218,7 @@ mod tests {
     #[tokio::test]
     async fn lost_changes_wake_everybody() {
         let directory = tempfile::tempdir().unwrap();
-        let changes = Changes::default();
+        let changes = FileChanges::default();
         let watch = changes.watch();
         let file = File::create(directory.path().join("log")).unwrap();
         assert!(watch.add_file(&file));

@@ -31,7 +31,7 @@ impl Hold<OwnedFd> {
     /// # Errors
     /// The process has ended (see [`unless_gone`]), or the kernel refused, for example because the service has no file
     /// descriptors left.
-    pub(super) fn of(pid: u32) -> io::Result<Self> {
+    pub(super) fn open(pid: u32) -> io::Result<Self> {
         let pidfd = match pidfd_open(number(pid)?, PidfdFlags::empty()) {
             Ok(pidfd) => Some(pidfd),
             Err(Errno::NOSYS) => None,
@@ -39,7 +39,7 @@ impl Hold<OwnedFd> {
         };
         // The pidfd comes first. The identity that is read afterwards is the identity of the held process, unless it
         // has ended.
-        Ok(Self { identity: Identity::of(pid)?, pidfd })
+        Ok(Self { identity: Identity::read(pid)?, pidfd })
     }
 
     /// The same hold, for waiting on the running runtime.
@@ -117,16 +117,16 @@ mod tests {
 
     /// A hold as an old kernel gives it.
     fn without_pidfd(pid: u32) -> Hold<OwnedFd> {
-        Hold { identity: Identity::of(pid).unwrap(), pidfd: None }
+        Hold { identity: Identity::read(pid).unwrap(), pidfd: None }
     }
 
     #[tokio::test]
     async fn a_process_is_held_with_and_without_a_pidfd() {
-        for hold in [|pid| Hold::of(pid).unwrap(), without_pidfd] {
+        for hold in [|pid| Hold::open(pid).unwrap(), without_pidfd] {
             let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
             let held = hold(child.id());
             assert!(held.is_alive());
-            assert_eq!(held.identity(), Identity::of(child.id()).unwrap());
+            assert_eq!(held.identity(), Identity::read(child.id()).unwrap());
             let watched = hold(child.id()).watched().unwrap();
             let waiting = tokio::spawn(async move { watched.ended().await });
             // With each turn the task polls again, and the runtime looks for descriptors that have become readable.
@@ -149,9 +149,9 @@ mod tests {
         let held = without_pidfd(child.id());
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(proc::is_gone(&Hold::of(child.id()).unwrap_err()));
-        assert!(proc::is_gone(&Identity::of(child.id()).unwrap_err()));
-        assert!([0, u32::MAX].iter().all(|pid| proc::is_gone(&Hold::of(*pid).unwrap_err())));
+        assert!(proc::is_gone(&Hold::open(child.id()).unwrap_err()));
+        assert!(proc::is_gone(&Identity::read(child.id()).unwrap_err()));
+        assert!([0, u32::MAX].iter().all(|pid| proc::is_gone(&Hold::open(*pid).unwrap_err())));
         assert!(!held.is_alive());
         assert!(!proc::is_gone(&Errno::MFILE.into()));
     }

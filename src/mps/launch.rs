@@ -50,13 +50,13 @@ const NOT_PASSED_ON: [&str; 8] = [
 
 /// A process that has its PID and waits for the signal to become the control daemon.
 #[derive(Debug)]
-pub(crate) struct Waiting {
+pub(crate) struct PausedProcess {
     process: Process,
     word: ChildStdin,
 }
 
-impl Waiting {
-    /// Starts the process in a session of its own. It runs our own program until [`Waiting::go`] (see [`become_program`]).
+impl PausedProcess {
+    /// Starts the process in a session of its own. It runs our own program until [`PausedProcess::go`] (see [`become_program`]).
     pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
         let cpus = launch.cpus.map(|cpus| cpus.to_string()).unwrap_or_default();
@@ -72,7 +72,7 @@ impl Waiting {
         Ok(Self { process: Process::hold(pid, Some(child))?, word })
     }
 
-    /// The identity of the process. It does not change with [`Waiting::go`].
+    /// The identity of the process. It does not change with [`PausedProcess::go`].
     pub(crate) fn identity(&self) -> Identity {
         self.process.identity()
     }

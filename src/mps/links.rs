@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use common::plan::slice_names;
+use common::host::device_name::{DIRECTORIES, SliceId};
 use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
@@ -42,7 +42,7 @@ impl Socket {
     ///
     /// # Errors
     /// The directory can't be used.
-    pub(crate) fn of(control_directory: &Path) -> Result<Option<Self>, BadDirectory> {
+    pub(crate) fn find(control_directory: &Path) -> Result<Option<Self>, BadDirectory> {
         let Some(directory) = directories::ours(control_directory)? else { return Ok(None) };
         let id = identity(&directory).map_err(|error| bad(control_directory, &error))?;
         Ok(id.map(|id| Self { directory, id }))
@@ -193,7 +193,7 @@ impl SliceDirectories {
             (!name.starts_with('.') && !names.contains(name)).then(|| name.to_owned())
         });
         let looked_at = names_there.take(OTHERS);
-        Ok(looked_at.filter(|name| slice_names::of_directory_name(name).is_some()).collect())
+        Ok(looked_at.filter(|name| SliceId::with_directory_name(name).is_some()).collect())
     }
 }
 
@@ -204,7 +204,7 @@ pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let is_ours = |name: &OsStr| {
         let text = name.to_string_lossy();
         // With a control daemon for each GPU, its pipe directory is here.
-        let ours = [SOCKET, NEW, slice_names::DIRECTORIES].contains(&&*text) || text.starts_with("GPU-");
+        let ours = [SOCKET, NEW, DIRECTORIES].contains(&&*text) || text.starts_with("GPU-");
         ours || text.contains(".refused-") || log == Some(name)
     };
     let (Ok(Some(directory)), Ok(mut entries)) = (directories::ours(path), fs::read_dir(path)) else {
@@ -283,12 +283,12 @@ mod tests {
 
     use super::*;
 
-    struct Place {
+    struct TestDirectory {
         root: tempfile::TempDir,
         socket: UnixListener,
     }
 
-    impl Place {
+    impl TestDirectory {
         fn new() -> Self {
             let root = tempfile::tempdir().unwrap();
             fs::create_dir(root.path().join("private")).unwrap();
@@ -297,7 +297,7 @@ mod tests {
         }
 
         fn socket(&self) -> Option<Socket> {
-            Socket::of(&self.root.path().join("private")).unwrap()
+            Socket::find(&self.root.path().join("private")).unwrap()
         }
 
         /// Makes these slices lead to the socket and closes all others, as the supervisor does. Returns those that did not lead
@@ -347,14 +347,14 @@ mod tests {
 
     #[test]
     fn links_follow_the_socket_and_the_slices() {
-        let mut place = Place::new();
+        let mut place = TestDirectory::new();
         assert_eq!(place.lead(&[A, B]), [A, B]);
         assert_eq!(place.lead(&[A, B]), [""; 0]);
         let directory = place.root.path().join("pipe/slices").join(A);
         assert_eq!(fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o755);
         let held = fs::metadata(&directory).unwrap().ino();
         place.renew();
-        let leads = |place: &Place, name: &str| place.leads(&format!("slices/{name}"));
+        let leads = |place: &TestDirectory, name: &str| place.leads(&format!("slices/{name}"));
         assert!(!leads(&place, A));
         assert_eq!(place.lead(&[A, C]), [A, C]);
         assert!(leads(&place, A) && leads(&place, C));
@@ -373,7 +373,7 @@ mod tests {
 
     #[test]
     fn nothing_of_others_is_followed_or_touched() {
-        let place = Place::new();
+        let place = TestDirectory::new();
         assert_eq!(place.lead(&[A]), [A]);
         let at = |path: &str| place.root.path().join(path);
         // Another control daemon's slice, a file, a directory that no slice has, and a link to somewhere else.
@@ -395,7 +395,7 @@ mod tests {
     /// Whatever stands in the way is renamed, unharmed, and however often somebody puts it there.
     #[test]
     fn a_thing_in_the_way_is_renamed() {
-        let place = Place::new();
+        let place = TestDirectory::new();
         let slices = place.root.path().join("pipe/slices");
         let slice = slices.join(A);
         fs::create_dir(place.root.path().join("pipe")).unwrap();
@@ -426,7 +426,7 @@ mod tests {
     /// A tenant can put any number of things beside the slices.
     #[test]
     fn only_some_hundreds_of_other_things_are_looked_at() {
-        let place = Place::new();
+        let place = TestDirectory::new();
         place.lead(&[A]);
         let slices = place.root.path().join("pipe/slices");
         for number in 0..2 * OTHERS {
@@ -439,7 +439,7 @@ mod tests {
     /// The pipe directory of an earlier version of this service is left with nothing but the link.
     #[test]
     fn the_pipe_directory_has_the_link_alone() {
-        let mut place = Place::new();
+        let mut place = TestDirectory::new();
         let at = |path: &str| place.root.path().join(path);
         fs::create_dir(at("pipe")).unwrap();
         for left in LEFTOVERS.iter().chain(&[SOCKET]) {
@@ -452,7 +452,7 @@ mod tests {
         fs::create_dir(at("pipe/log")).unwrap();
         assert!(!place.lead_from_pipe() && at("pipe/log").exists(), "the log directory stays");
         fs::remove_dir(at("pipe/log")).unwrap();
-        let close = |place: &Place| close_pipe(&at("pipe"), place.socket().unwrap().id).unwrap();
+        let close = |place: &TestDirectory| close_pipe(&at("pipe"), place.socket().unwrap().id).unwrap();
         close(&place);
         assert_eq!(fs::read_dir(at("pipe")).unwrap().count(), 0);
         close(&place);

@@ -3,9 +3,9 @@
 //! The front end's exit status says nothing: it is 0 for unknown commands and for bad values. So the service verifies
 //! each setting by reading it back, and it learns from the log which limits a server really applies.
 
+mod cgroup_freezer;
 pub(crate) mod changes;
 pub(crate) mod control;
-mod frozen;
 mod hold;
 pub(crate) mod launch;
 pub(crate) mod links;

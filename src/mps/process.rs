@@ -11,8 +11,8 @@ use std::time::Duration;
 use rustix::process::Signal;
 use tokio::process::Child;
 
+use super::cgroup_freezer::{self, Thawed};
 use super::control::{Control, ControlError};
-use super::frozen::{self, Thawed};
 use super::hold::{Hold, unless_gone};
 use super::readable::Readable;
 use common::host::identity::Identity;
@@ -28,7 +28,7 @@ pub(crate) struct Process {
 
 impl Process {
     pub(super) fn hold(pid: u32, child: Option<Child>) -> io::Result<Self> {
-        Ok(Self { hold: Hold::of(pid)?.watched()?, child })
+        Ok(Self { hold: Hold::open(pid)?.watched()?, child })
     }
 
     /// Holds a process that is not our child. None if it has ended.
@@ -36,11 +36,11 @@ impl Process {
     /// # Errors
     /// The kernel refused, for example because the service has no file descriptors left. The process may live.
     pub(crate) fn adopt(identity: Identity) -> io::Result<Option<Self>> {
-        Ok(Self::of(identity.pid)?.filter(|process| process.identity() == identity))
+        Ok(Self::open(identity.pid)?.filter(|process| process.identity() == identity))
     }
 
     /// Holds the process that has this PID now. None if there is no such process.
-    pub(crate) fn of(pid: u32) -> io::Result<Option<Self>> {
+    pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
         unless_gone(Self::hold(pid, None))
     }
 
@@ -84,7 +84,7 @@ impl Process {
 
 /// Continues a process if SIGSTOP has stopped it, and says so.
 pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
-    let process = Process::of(pid).ok().flatten().filter(|_| is_stopped(pid))?;
+    let process = Process::open(pid).ok().flatten().filter(|_| is_stopped(pid))?;
     Some(match process.signal(Signal::CONT) {
         Ok(()) => format!("PID {pid} was stopped by a signal; continued"),
         Err(error) => format!("PID {pid} was stopped by a signal, and can't be continued: {error}"),
@@ -97,7 +97,7 @@ const HOLD_AGAIN: Duration = Duration::from_secs(1);
 /// Waits until a process that is not our child has ended.
 pub(crate) async fn ended(pid: u32) {
     loop {
-        match Process::of(pid) {
+        match Process::open(pid) {
             Ok(Some(mut process)) => {
                 process.exited().await;
                 return;
@@ -220,7 +220,7 @@ pub(crate) struct Held(Hold<OwnedFd>);
 impl Held {
     /// Holds the process that has this PID now. None if there is no such process.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
-        Ok(unless_gone(Hold::of(pid))?.map(Self))
+        Ok(unless_gone(Hold::open(pid))?.map(Self))
     }
 
     /// Continues the process if SIGSTOP or a control group stops it.
@@ -233,7 +233,9 @@ impl Held {
         for _ in 0..GO_ON_LOOKS {
             // A process that is stopped again every 300 us runs only right after SIGCONT, so the second look follows at
             // once.
-            if !going_on.look(is_any_thread_stopped(pid))? || !going_on.look(is_any_thread_stopped(pid))? {
+            if !going_on.continue_once(is_any_thread_stopped(pid))?
+                || !going_on.continue_once(is_any_thread_stopped(pid))?
+            {
                 return Ok(going_on);
             }
             tokio::time::sleep(GO_ON_PAUSE).await;
@@ -268,7 +270,7 @@ impl GoingOn<'_> {
         let pid = self.held.0.identity().pid;
         let mut refused = String::new();
         loop {
-            if let Err(error) = self.look(is_stopped(pid)) {
+            if let Err(error) = self.continue_once(is_stopped(pid)) {
                 let error = error.to_string();
                 if error != refused {
                     tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
@@ -280,8 +282,8 @@ impl GoingOn<'_> {
     }
 
     /// Continues the process if it is stopped, and returns whether it was.
-    fn look(&mut self, stopped: bool) -> io::Result<bool> {
-        let frozen = frozen::holds(self.held.0.identity().pid);
+    fn continue_once(&mut self, stopped: bool) -> io::Result<bool> {
+        let frozen = cgroup_freezer::holds(self.held.0.identity().pid);
         let held = stopped || frozen.is_some();
         self.was_held |= held;
         if stopped {
@@ -327,7 +329,7 @@ mod tests {
         while !named() {
             std::thread::yield_now();
         }
-        assert!(Identity::of(child.id()).unwrap().start_time > 0);
+        assert!(Identity::read(child.id()).unwrap().start_time > 0);
         let held = Held::open(child.id()).unwrap().unwrap();
         held.0.signal(Signal::STOP).unwrap();
         while !is_stopped(child.id()) {

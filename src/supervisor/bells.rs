@@ -21,7 +21,7 @@ pub(crate) struct Bell {
 pub(crate) struct Bells(Arc<Mutex<BTreeMap<String, Arc<Bell>>>>);
 
 impl Bells {
-    pub(crate) fn of(&self, uuid: &str) -> Arc<Bell> {
+    pub(crate) fn for_gpu(&self, uuid: &str) -> Arc<Bell> {
         let mut bells = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         Arc::clone(bells.entry(uuid.to_owned()).or_default())
     }

@@ -31,7 +31,7 @@ impl Bypass {
 }
 
 /// These processes in words: `PID 1234 (python3), PID 1235 (python3)`.
-pub(crate) fn in_words<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> String {
+pub(crate) fn describe<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> String {
     let words: Vec<String> = processes
         .into_iter()
         .map(|bypass| format!("PID {} ({})", bypass.process.pid, bypass.command))
@@ -52,7 +52,7 @@ pub(crate) fn find(
         .filter_map(|process| {
             Some(Bypass {
                 gpu_uuid: gpu_uuid.to_owned(),
-                process: Identity::of(process.pid).ok()?,
+                process: Identity::read(process.pid).ok()?,
                 command: proc::name(process.pid)?,
                 memory_mib: process.memory_mib,
             })
@@ -82,7 +82,7 @@ mod tests {
         let found = find("GPU-1", &processes, &[], &BTreeSet::new());
         assert_eq!(found.len(), 1, "one that has ended is nobody: {found:?}");
         assert_eq!((found[0].process.pid, found[0].memory_mib), (own, Some(526)));
-        assert_eq!(in_words(&found), format!("PID {own} ({})", found[0].command));
+        assert_eq!(describe(&found), format!("PID {own} ({})", found[0].command));
         assert!(find("GPU-1", &processes, &[own], &BTreeSet::new()).is_empty());
         assert!(find("GPU-1", &processes, &[], &BTreeSet::from([own])).is_empty());
     }

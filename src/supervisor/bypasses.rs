@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use tokio::time::Instant;
 
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
 use common::host::gpu::SERVED;
 use common::host::nvml::GpuProcess;
@@ -16,32 +16,32 @@ use super::run::Run;
 /// The bypasses of the last look.
 #[derive(Debug, Default)]
 pub(super) struct Bypasses {
-    seen: Vec<Seen>,
+    seen: Vec<SeenBypass>,
     /// The time of the second look.
-    pub(super) look_at: Option<Instant>,
+    pub(super) due: Option<Instant>,
 }
 
 #[derive(Debug)]
-struct Seen {
+struct SeenBypass {
     bypass: Bypass,
     since: Instant,
     confirmed: bool,
 }
 
 impl Bypasses {
-    /// Takes in a look, and returns the bypasses that it confirms.
-    fn take_in(&mut self, found: Vec<Bypass>, now: Instant) -> Vec<Bypass> {
+    /// Records the bypasses that were found, and returns the ones that are confirmed now.
+    fn confirm(&mut self, found: Vec<Bypass>, now: Instant) -> Vec<Bypass> {
         let known = std::mem::take(&mut self.seen);
         self.seen = found
             .into_iter()
             .map(|bypass| {
                 let before = known.iter().find(|seen| seen.bypass.is(&bypass));
                 let since = before.map_or(now, |seen| seen.since);
-                Seen { bypass, since, confirmed: before.is_some() && now >= since + CONFIRM_AFTER }
+                SeenBypass { bypass, since, confirmed: before.is_some() && now >= since + CONFIRM_AFTER }
             })
             .collect();
         let unconfirmed = self.seen.iter().filter(|seen| !seen.confirmed);
-        self.look_at = unconfirmed.map(|seen| seen.since + CONFIRM_AFTER).min();
+        self.due = unconfirmed.map(|seen| seen.since + CONFIRM_AFTER).min();
         let confirmed = self.seen.iter().filter(|seen| seen.confirmed);
         confirmed.map(|seen| seen.bypass.clone()).collect()
     }
@@ -52,7 +52,7 @@ impl Worker {
     /// may be another's, with servers and clients of its own. The control daemon is asked only if there are processes
     /// besides the known servers. If it does not name its clients, the last result is kept. Without a control daemon,
     /// processes that NVML lists as clients are no bypasses.
-    pub(super) async fn look_for_bypasses(
+    pub(super) async fn find_bypasses(
         &mut self,
         run: Option<&Run>,
         mut processes: BTreeMap<String, Vec<GpuProcess>>,
@@ -66,7 +66,7 @@ impl Worker {
         let mut clients: BTreeSet<u32> =
             all().filter(|process| process.via_mps).map(|process| process.pid).collect();
         if let Some(run) = run {
-            run.known_clients.look_at(clients.iter().copied(), || Slices::of([&self.order.plan]));
+            run.known_clients.remember(clients.iter().copied(), || Slices::from_plans([&self.order.plan]));
         }
         let others = all().any(|process| !servers.contains(&process.pid));
         if let Some(run) = run.filter(|_| others) {
@@ -77,10 +77,10 @@ impl Worker {
         }
         let found =
             processes.iter().flat_map(|(uuid, processes)| bypass::find(uuid, processes, &servers, &clients));
-        let confirmed = self.bypasses.take_in(found.collect(), Instant::now());
+        let confirmed = self.bypasses.confirm(found.collect(), Instant::now());
         let status = self.reporter.status();
         for gpu in &self.order.plan.gpus {
-            let (uuid, name) = (&gpu.uuid, gpu.pci.short());
+            let (uuid, name) = (&gpu.uuid, gpu.name());
             let now: Vec<Bypass> =
                 confirmed.iter().filter(|bypass| bypass.gpu_uuid == *uuid).cloned().collect();
             let there = processes.get(uuid).map(Vec::as_slice).unwrap_or_default();
@@ -91,12 +91,12 @@ impl Worker {
             let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(before, bypass)).collect();
             let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
             if !come.is_empty() {
-                let who = bypass::in_words(come);
+                let who = bypass::describe(come);
                 let text = format!("GPU {name} is used without our MPS server by {who}");
-                self.reporter.tell(Message::Bypass, About::gpu(uuid), text);
+                self.reporter.report(Message::Bypass, Subject::gpu(uuid), text);
             }
             if !gone.is_empty() {
-                let who = bypass::in_words(gone);
+                let who = bypass::describe(gone);
                 self.reporter.event(format!("GPU {name} is no longer used without our MPS server by {who}"));
             }
             self.reporter.update_gpu(uuid, |gpu| {
@@ -132,26 +132,26 @@ mod tests {
         let start = Instant::now();
         let soon = start + CONFIRM_AFTER / 2;
         let later = start + CONFIRM_AFTER;
-        assert_eq!(bypasses.take_in(vec![bypass(1), bypass(2)], start), []);
-        assert_eq!(bypasses.look_at, Some(later));
+        assert_eq!(bypasses.confirm(vec![bypass(1), bypass(2)], start), []);
+        assert_eq!(bypasses.due, Some(later));
         // One is gone again at once; the other is still too new, and a third one comes.
-        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], soon), []);
-        assert_eq!(bypasses.look_at, Some(later));
-        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], later), [bypass(2)]);
-        assert_eq!(bypasses.look_at, Some(soon + CONFIRM_AFTER));
+        assert_eq!(bypasses.confirm(vec![bypass(2), bypass(3)], soon), []);
+        assert_eq!(bypasses.due, Some(later));
+        assert_eq!(bypasses.confirm(vec![bypass(2), bypass(3)], later), [bypass(2)]);
+        assert_eq!(bypasses.due, Some(soon + CONFIRM_AFTER));
         let end = later + Duration::from_secs(30);
-        assert_eq!(bypasses.take_in(vec![bypass(2), bypass(3)], end), [bypass(2), bypass(3)]);
-        assert_eq!(bypasses.look_at, None, "nobody is looked for where nobody is new");
-        assert_eq!(bypasses.take_in(Vec::new(), end), []);
+        assert_eq!(bypasses.confirm(vec![bypass(2), bypass(3)], end), [bypass(2), bypass(3)]);
+        assert_eq!(bypasses.due, None, "nobody is looked for where nobody is new");
+        assert_eq!(bypasses.confirm(Vec::new(), end), []);
     }
 
     #[test]
     fn the_next_process_with_the_same_pid_is_another() {
         let mut bypasses = Bypasses::default();
         let start = Instant::now();
-        bypasses.take_in(vec![bypass(1)], start);
+        bypasses.confirm(vec![bypass(1)], start);
         let mut other = bypass(1);
         other.process.start_time += 1;
-        assert_eq!(bypasses.take_in(vec![other], start + CONFIRM_AFTER), []);
+        assert_eq!(bypasses.confirm(vec![other], start + CONFIRM_AFTER), []);
     }
 }

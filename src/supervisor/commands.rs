@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use crate::mps::control::ControlError;
 use common::counted::counted;
 
-use super::{Command, Ended, Serving};
+use super::{Ended, Serving, SupervisorCommand};
 
 /// The longest time for a server without clients to end, and the time between two looks. Measured: 70 ms to 2 s.
 const IDLE_SERVER_TIMEOUT: Duration = Duration::from_secs(4);
@@ -16,11 +16,11 @@ const IDLE_SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl Serving<'_> {
     /// Carries a command out. It may end the run.
-    pub(super) async fn obey(&mut self, command: Command) -> Option<Ended> {
+    pub(super) async fn obey(&mut self, command: SupervisorCommand) -> Option<Ended> {
         // A command is carried out even if its sender has gone.
         match command {
-            Command::Apply { force, reply } => {
-                let Some(change) = self.run.hindrances.why_it_ends() else {
+            SupervisorCommand::Apply { force, reply } => {
+                let Some(change) = self.run.blockers.why_it_ends() else {
                     let _ = reply.send(Ok(()));
                     return None;
                 };
@@ -34,13 +34,13 @@ impl Serving<'_> {
                 let _ = reply.send(if ended { Ok(()) } else { Err("a client came in between".to_owned()) });
                 return ended.then_some(Ended::Stopped);
             }
-            Command::Check => self.run.check_at = Instant::now(),
+            SupervisorCommand::Check => self.run.check_at = Instant::now(),
             // Whatever it has done to the servers, the check finds it.
-            Command::Xid(xid) => {
+            SupervisorCommand::Xid(xid) => {
                 tracing::debug!("checked now, since a GPU met Xid {xid}");
                 self.run.check_at = Instant::now();
             }
-            Command::RestartServer { reply } => {
+            SupervisorCommand::RestartServer { reply } => {
                 let done = self.restart_servers().await;
                 let _ = reply.send(done);
             }
@@ -54,14 +54,14 @@ impl Serving<'_> {
             0 => {}
             clients => return Err(format!("in the way: {}", counted(clients, "client"))),
         }
-        let in_words = |error: ControlError| error.to_string();
-        let servers = control.servers().await.map_err(in_words)?;
+        let describe = |error: ControlError| error.to_string();
+        let servers = control.servers().await.map_err(describe)?;
         for server in servers.iter().copied() {
             self.watch_server(server);
-            control.shut_down_idle_server(server).await.map_err(in_words)?;
+            control.shut_down_idle_server(server).await.map_err(describe)?;
         }
         let deadline = Instant::now() + IDLE_SERVER_TIMEOUT;
-        while control.servers().await.map_err(in_words)?.iter().any(|server| servers.contains(server)) {
+        while control.servers().await.map_err(describe)?.iter().any(|server| servers.contains(server)) {
             if Instant::now() >= deadline {
                 return Err("in the way: a client that has come in between".to_owned());
             }

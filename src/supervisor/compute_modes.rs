@@ -35,7 +35,7 @@ pub(crate) struct ComputeModes {
 /// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
 pub(crate) type GpuLook = Result<(ComputeMode, Vec<GpuProcess>), String>;
 
-fn look(driver: &Driver, uuid: &str) -> GpuLook {
+fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
     let mode = driver.compute_mode(uuid)?;
     let processes = driver.processes(uuid).unwrap_or_else(|error| {
         tracing::debug!(gpu_uuid = uuid, "{error}");
@@ -98,7 +98,7 @@ impl ComputeModes {
             .await?;
         if current == SERVED {
             tracing::debug!(step = "mode-back", "compute mode of {uuid} is back and still written down");
-            tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set back from {current} to {previous}");
+            tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} restored from {current} to {previous}");
         } else {
             tracing::info!(
                 gpu_uuid = uuid,
@@ -113,11 +113,11 @@ impl ComputeModes {
     }
 
     /// Looks at each of these GPUs: all on one thread, if that is wanted and no GPU hangs, or each on its own.
-    pub(crate) async fn look_at(&self, gpus: Vec<String>, together: bool) -> BTreeMap<String, GpuLook> {
+    pub(crate) async fn read_gpus(&self, gpus: Vec<String>, together: bool) -> BTreeMap<String, GpuLook> {
         if together {
             let asked = gpus.clone();
             let looks = move |driver: &Driver, _: &str| {
-                Ok(asked.into_iter().map(|uuid| (uuid.clone(), look(driver, &uuid))).collect())
+                Ok(asked.into_iter().map(|uuid| (uuid.clone(), read_gpu(driver, &uuid))).collect())
             };
             if let Ok(looks) = self.ask(&gpus.join(","), looks).await {
                 return looks;
@@ -128,7 +128,7 @@ impl ComputeModes {
         for uuid in gpus {
             let own = self.clone();
             asked.spawn(async move {
-                let found = own.ask(&uuid, look).await;
+                let found = own.ask(&uuid, read_gpu).await;
                 (uuid, found)
             });
         }

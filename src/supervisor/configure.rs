@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use crate::mps::control::Limits;
 use common::plan::Present;
 
-use super::hindrance::{ClearedBy, Hindrance};
+use super::blocker::{Blocker, ClearedBy};
 use super::limits::{LIMITS_TIMEOUT, TAKES_LIMITS};
 use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
 use super::{Failure, Serving};
@@ -43,7 +43,7 @@ impl Serving<'_> {
             status.view.log_directory.clone_from(&running.log_directory);
         });
         self.show_cpus();
-        if self.run.hindrances.is_unreached() {
+        if self.run.blockers.is_unreached() {
             self.show_state();
             return Ok(());
         }
@@ -77,12 +77,12 @@ impl Serving<'_> {
             }
         });
         self.run.configured = true;
-        let hindered = self.run.hindrances.has(ClearedBy::Check);
+        let blocked = self.run.blockers.has_failed_check();
         // The first look finds programs that slipped in before.
-        self.worker.bypasses.look_at = Some(Instant::now());
+        self.worker.bypasses.due = Some(Instant::now());
         self.compare_servers();
         self.keep_state_file();
-        if !hindered {
+        if !blocked {
             self.worker.reporter.event(format!("control daemon {} is ready", self.worker.reporter.id()));
         }
         self.show_state();
@@ -137,7 +137,7 @@ impl Serving<'_> {
             }
             // A log that can't be written says nothing, and a tenant may have written this line.
             let asked = if ready.is_empty() { there } else { ready };
-            let look = self.run.control.look(&asked, None).await?;
+            let look = self.run.control.inspect(&asked, None).await?;
             if let Some(server) = look.with(&TAKES_LIMITS).last() {
                 break server;
             }
@@ -184,8 +184,8 @@ impl Serving<'_> {
             self.worker.order.plan.misfit(&present, |uuid| !self.worker.left_out.contains_key(uuid))
         };
         match misfit {
-            Some(why) => self.run.hindrances.put(Hindrance::Misfit(why)),
-            None => self.run.hindrances.clear(ClearedBy::Order),
+            Some(why) => self.run.blockers.put(Blocker::Misfit(why)),
+            None => self.run.blockers.clear(ClearedBy::Order),
         }
     }
 }

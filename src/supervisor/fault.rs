@@ -19,7 +19,7 @@ pub(super) struct Fault {
     pub(super) clients: BTreeSet<(usize, u32)>,
     /// The clients of them that were told. The log may name more later.
     pub(super) told: BTreeSet<(usize, u32)>,
-    pub(super) look_at: Instant,
+    pub(super) due: Instant,
     /// Why it is not ended though it could be.
     pub(super) held_up: Option<String>,
 }
@@ -27,8 +27,8 @@ pub(super) struct Fault {
 impl Fault {
     pub(super) fn new(server: u32) -> Self {
         let since = Instant::now();
-        let look_at = since + FAULT_PAUSE;
-        Self { server, since, clients: BTreeSet::new(), told: BTreeSet::new(), look_at, held_up: None }
+        let due = since + FAULT_PAUSE;
+        Self { server, since, clients: BTreeSet::new(), told: BTreeSet::new(), due, held_up: None }
     }
 
     pub(super) fn reason(&self) -> String {

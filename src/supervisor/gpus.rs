@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::mem::discriminant;
 
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use common::host::gpu::SERVED;
 use common::host::nvml::GpuProcess;
 
@@ -21,7 +21,7 @@ pub(super) enum LeftOut {
 }
 
 impl LeftOut {
-    fn in_words(&self) -> String {
+    fn describe(&self) -> String {
         match self {
             Self::Unreachable(error) => error.clone(),
             Self::ModeRefused(error) => format!("it is served once its compute mode can be set: {error}"),
@@ -33,10 +33,10 @@ impl LeftOut {
 impl Worker {
     /// Asks NVML for the compute mode and the processes of each GPU. The status of a GPU says why it is left out; the other
     /// GPUs stay served.
-    pub(super) async fn look_at_gpus(&mut self) -> BTreeMap<String, Vec<GpuProcess>> {
+    pub(super) async fn read_gpus(&mut self) -> BTreeMap<String, Vec<GpuProcess>> {
         let mut processes = BTreeMap::new();
         let gpus = self.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        for (uuid, look) in self.tools.compute_modes.look_at(gpus, self.left_out.is_empty()).await {
+        for (uuid, look) in self.tools.compute_modes.read_gpus(gpus, self.left_out.is_empty()).await {
             let found = look.map(|(mode, there)| {
                 processes.insert(uuid.clone(), there);
                 mode
@@ -58,35 +58,35 @@ impl Worker {
     /// Leaves a GPU out for this reason, or without one takes it in again.
     fn leave_out(&mut self, uuid: &str, why: Option<LeftOut>) {
         self.reporter.update_gpu(uuid, |status| {
-            status.left_out = why.as_ref().map(LeftOut::in_words).unwrap_or_default();
+            status.left_out = why.as_ref().map(LeftOut::describe).unwrap_or_default();
         });
-        let is_news = self.left_out.get(uuid).map(discriminant) != why.as_ref().map(discriminant);
+        let has_changed = self.left_out.get(uuid).map(discriminant) != why.as_ref().map(discriminant);
         let before = match why {
             Some(why) => self.left_out.insert(uuid.to_owned(), why),
             None => self.left_out.remove(uuid),
         };
-        if !is_news {
+        if !has_changed {
             return;
         }
         match (before, self.left_out.get(uuid)) {
             (_, Some(why @ LeftOut::Unreachable(_))) => {
-                let text = format!("GPU {uuid}: {}", why.in_words());
-                self.reporter.tell(Message::GpuUnreachable, About::gpu(uuid), text);
+                let text = format!("GPU {uuid}: {}", why.describe());
+                self.reporter.report(Message::GpuUnreachable, Subject::gpu(uuid), text);
             }
             (_, Some(why @ LeftOut::ModeRefused(_))) => {
-                self.reporter.warning(format!("GPU {uuid}: {}", why.in_words()));
+                self.reporter.warning(format!("GPU {uuid}: {}", why.describe()));
             }
             (_, Some(why @ LeftOut::InOtherHands(_))) => {
-                self.reporter.event(format!("GPU {uuid}: {}", why.in_words()));
+                self.reporter.event(format!("GPU {uuid}: {}", why.describe()));
             }
             (Some(LeftOut::Unreachable(_)), None) => {
                 self.reporter.event(format!("GPU {uuid} can be reached again"));
             }
             (Some(LeftOut::ModeRefused(_)), None) => {
-                self.reporter.event(format!("the compute mode of GPU {uuid} is set at last"));
+                self.reporter.event(format!("the compute mode of GPU {uuid} can be set again"));
             }
             (Some(LeftOut::InOtherHands(id)), None) => {
-                self.reporter.event(format!("GPU {uuid} is free: control daemon {id} has it no longer"));
+                self.reporter.event(format!("GPU {uuid} is free: control daemon {id} has released it"));
             }
             (None, None) => {}
         }
@@ -101,7 +101,7 @@ impl Worker {
     /// Why all GPUs of the order are left out, in words.
     pub(super) fn why_no_gpu(&self) -> String {
         let first = self.left_out.iter().next();
-        let why = first.map(|(uuid, why)| format!(": GPU {uuid}: {}", why.in_words())).unwrap_or_default();
+        let why = first.map(|(uuid, why)| format!(": GPU {uuid}: {}", why.describe())).unwrap_or_default();
         format!("none of its GPUs can be served{why}")
     }
 
@@ -136,17 +136,17 @@ impl Worker {
 
     fn tell_if_it_stays(&self, uuid: &str, put_back: Result<(), String>) {
         if let Err(error) = put_back {
-            let text = format!("compute mode of {uuid} is not put back: {error}");
-            self.reporter.tell(Message::ComputeModeStays, About::gpu(uuid), text);
+            let text = format!("compute mode of {uuid} can't be restored: {error}");
+            self.reporter.report(Message::ComputeModeStays, Subject::gpu(uuid), text);
         }
     }
 }
 
 impl Serving<'_> {
     /// The same while the control daemon runs: a GPU that does not answer must not keep anybody from its end.
-    pub(super) async fn look_at_gpus(&mut self) -> Result<BTreeMap<String, Vec<GpuProcess>>, Failure> {
+    pub(super) async fn read_gpus(&mut self) -> Result<BTreeMap<String, Vec<GpuProcess>>, Failure> {
         let status = tokio::select! {
-            processes = self.worker.look_at_gpus() => return Ok(processes),
+            processes = self.worker.read_gpus() => return Ok(processes),
             status = self.run.process.exited() => status,
         };
         Err(self.ended(status).await)

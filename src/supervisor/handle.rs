@@ -6,14 +6,14 @@ use std::sync::Arc;
 use tokio::sync::{mpsc, oneshot, watch as channel};
 use tokio::task::JoinHandle;
 
-use crate::allowance::Allowance;
 use crate::mps::control::{Control, FrontEnds};
+use crate::rate_limit::RateLimit;
 use common::plan::ControlDaemonPlan;
 
+use super::admission::SharedAdmission;
 use super::bypasses::Bypasses;
-use super::leading::SharedLeading;
 use super::status::{Reporter, Status};
-use super::{Command, Goal, LINES, Machine, Order, Tools, Worker, run};
+use super::{Goal, LINES, Machine, Order, SupervisorCommand, Tools, Worker, run};
 
 /// A supervised control daemon. Dropped, it is left as it is, with its clients.
 #[derive(Debug)]
@@ -22,8 +22,8 @@ pub(crate) struct Supervisor {
     status: channel::Receiver<Status>,
     control: channel::Receiver<Option<Arc<Control>>>,
     front_ends: FrontEnds,
-    commands: mpsc::Sender<Command>,
-    leading: SharedLeading,
+    commands: mpsc::Sender<SupervisorCommand>,
+    admission: SharedAdmission,
     task: JoinHandle<()>,
 }
 
@@ -35,7 +35,7 @@ impl Supervisor {
         let front_ends = tools.front_ends.clone();
         let (commands, commands_received) = mpsc::channel(4);
         let (state_file, changed) = (tools.state_file.clone(), Arc::clone(&tools.changed));
-        let leading = SharedLeading::new(&order.plan, goal == Goal::Retire, state_file, changed);
+        let admission = SharedAdmission::new(&order.plan, goal == Goal::Retire, state_file, changed);
         let worker = Worker {
             order: order.clone(),
             tools,
@@ -48,21 +48,21 @@ impl Supervisor {
             left_out: BTreeMap::new(),
             former_gpus: BTreeSet::new(),
             bypasses: Bypasses::default(),
-            allowance: Allowance::new(LINES),
-            leading: leading.clone(),
+            rate_limit: RateLimit::new(LINES),
+            admission: admission.clone(),
             links_stuck: BTreeSet::new(),
             not_beside: None,
         };
         let (goal, goals) = channel::channel((goal, order));
         let machine = Machine { worker, run: None };
         let task = tokio::spawn(run(goals, commands_received, machine));
-        Self { goal, status, control, front_ends, commands, leading, task }
+        Self { goal, status, control, front_ends, commands, admission, task }
     }
 
     /// Gives it another goal. The same again changes nothing.
     pub(crate) fn pursue(&self, goal: Goal, order: Order) {
         match goal {
-            Goal::Serve | Goal::Retire => self.leading.pursue(&order.plan, goal == Goal::Retire),
+            Goal::Serve | Goal::Retire => self.admission.pursue(&order.plan, goal == Goal::Retire),
             // A link to a control daemon that ends harms nobody, and a control daemon that is left needs its links.
             Goal::Stop | Goal::Leave => {}
         }
@@ -109,7 +109,7 @@ impl Supervisor {
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
         status.take(&self.goal.borrow().1.plan);
-        status.unled = self.leading.unled();
+        status.unlinked = self.admission.unlinked();
         status
     }
 
@@ -124,7 +124,7 @@ impl Supervisor {
         self.control.borrow().clone().or_else(|| {
             let status = self.status.borrow();
             let directories = [&status.view.control_directory, &status.view.pipe_directory];
-            let mut there = directories.into_iter().map(|directory| self.front_ends.of(directory));
+            let mut there = directories.into_iter().map(|directory| self.front_ends.control_in(directory));
             there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
         })
     }
@@ -133,38 +133,38 @@ impl Supervisor {
     /// way.
     pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), String>> {
         let (reply, answer) = oneshot::channel();
-        self.send(Command::Apply { force, reply });
+        self.send(SupervisorCommand::Apply { force, reply });
         answer
     }
 
     /// Ends the server and starts another. The error says who is in the way.
     pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), String>> {
         let (reply, answer) = oneshot::channel();
-        self.send(Command::RestartServer { reply });
+        self.send(SupervisorCommand::RestartServer { reply });
         answer
     }
 
     /// Makes and takes away the links to its control daemon, as the state file has slices drained, whatever the supervisor
     /// waits for. Returns the links that can't be taken away, in words.
     pub(crate) fn link(&self) -> BTreeSet<String> {
-        if let Err(bad) = self.leading.apply() {
+        if let Err(bad) = self.admission.apply() {
             tracing::debug!("{bad}");
         }
-        self.leading.stuck()
+        self.admission.stuck()
     }
 
-    /// Asks for the regular check now.
+    /// Asks for the health check now.
     pub(crate) fn check(&self) {
-        self.send(Command::Check);
+        self.send(SupervisorCommand::Check);
     }
 
     /// Tells of a critical error of one of its GPUs.
     pub(crate) fn met_xid(&self, xid: u64) {
-        self.send(Command::Xid(xid));
+        self.send(SupervisorCommand::Xid(xid));
     }
 
     /// Drops a command if too many wait. The channel of the answer then says so.
-    fn send(&self, command: Command) {
+    fn send(&self, command: SupervisorCommand) {
         if let Err(error) = self.commands.try_send(command) {
             tracing::debug!("a command is dropped: {error}");
         }

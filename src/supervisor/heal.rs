@@ -7,15 +7,15 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use crate::mps::control::{Client, Control, ControlError, ServerStatus};
 use crate::mps::process;
 use common::counted::counted;
 use common::host::proc;
 use common::membership::Slices;
 
+use super::blocker::{Blocker, ClearedBy};
 use super::fault::{FAULT_PAUSE, Fault};
-use super::hindrance::{ClearedBy, Hindrance};
 use super::run::Run;
 use super::status::Reporter;
 use super::{ClientFault, Failure, HEALTHY_AGAIN, Serving, tried_again};
@@ -34,7 +34,7 @@ const DOUBT: &str = "the log can't tell which of them caused it: its line \"Clie
 impl Run {
     /// Tells which clients were hit, each once.
     pub(super) fn tell_fault(&mut self, reporter: &Reporter, faults: &mpsc::Sender<ClientFault>) {
-        let Some(fault) = self.hindrances.fault_mut() else { return };
+        let Some(fault) = self.blockers.fault_mut() else { return };
         let new = &fault.clients - &fault.told;
         fault.told.clone_from(&fault.clients);
         let mut hit: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
@@ -45,13 +45,13 @@ impl Run {
             let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
             let reason = format!("server {} met a fatal GPU error on device {ordinal}", fault.server);
             let control = reporter.id();
-            let about = About {
+            let about = Subject {
                 control: Some(&control),
                 server: Some(fault.server),
                 ordinal: Some(ordinal),
-                ..About::gpu(&gpu_uuid)
+                ..Subject::gpu(&gpu_uuid)
             };
-            let named: Vec<String> = pids.iter().map(|pid| self.known_clients.in_words(*pid)).collect();
+            let named: Vec<String> = pids.iter().map(|pid| self.known_clients.describe(*pid)).collect();
             let text = format!("{reason}; clients that were hit: {}", shortened(&named));
             Message::ClientsHit.log(about, format_args!("{text}; {DOUBT}"));
             for (pid, named) in pids.iter().zip(named) {
@@ -68,25 +68,25 @@ impl Run {
 impl Serving<'_> {
     /// The log, or the server itself, says that it met a fatal GPU error.
     pub(super) fn fault_seen(&mut self, server: u32) {
-        if self.run.hindrances.fault().is_none_or(|fault| fault.server != server) {
-            self.run.hindrances.put(Hindrance::Faulted(Fault::new(server)));
+        if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
+            self.run.blockers.put(Blocker::Faulted(Fault::new(server)));
             self.worker.reporter.update(|status| status.view.faults += 1);
-            let about = About { server: Some(server), ..About::default() };
+            let about = Subject { server: Some(server), ..Subject::default() };
             let text = format!("server {server} met a fatal GPU error");
-            self.worker.reporter.tell(Message::ServerFault, about, text);
+            self.worker.reporter.report(Message::ServerFault, about, text);
             self.show_state();
         }
     }
 
     fn fault(&mut self) -> Option<&mut Fault> {
-        self.run.hindrances.fault_mut()
+        self.run.blockers.fault_mut()
     }
 
     /// The log says that a client is torn down for it.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
         // It may be there for a moment, if it came before the service.
-        self.run.known_clients.look_at([client], || Slices::of([&self.worker.order.plan]));
+        self.run.known_clients.remember([client], || Slices::from_plans([&self.worker.order.plan]));
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
         }
@@ -96,8 +96,7 @@ impl Serving<'_> {
     pub(super) async fn heal(&mut self) -> Result<(), Failure> {
         self.tell_fault();
         let Some(fault) = self.fault() else { return Ok(()) };
-        fault.look_at =
-            Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
+        fault.due = Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
         let (server, since) = (fault.server, fault.since);
         match self.run.control.server_status(server).await? {
             ServerStatus::Active => self.well_again(server).await,
@@ -111,7 +110,7 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// A control daemon of driver 535 can't say how its server is. It is well again when nobody who was hit is left. Until
+    /// A control daemon of driver 535 can't say how its server is. It has recovered when nobody who was hit is left. Until
     /// then it is not ended: it may be well already, and others at work on it.
     async fn wait_for_those_hit(&mut self, server: u32) -> Result<(), ControlError> {
         let mut clients = self.run.control.clients(&[server]).await?;
@@ -128,7 +127,7 @@ impl Serving<'_> {
         } else {
             fault.held_up = Some(format!(
                 "still there: {}; end them, since this driver does not say when the server is well",
-                in_words(&clients)
+                describe(&clients)
             ));
         }
         Ok(())
@@ -141,8 +140,8 @@ impl Serving<'_> {
         if self.clients_hit() > known {
             return;
         }
-        self.run.hindrances.clear(ClearedBy::Healing);
-        self.worker.reporter.event(format!("server {server} is well again"));
+        self.run.blockers.clear(ClearedBy::Healing);
+        self.worker.reporter.event(format!("server {server} has recovered"));
     }
 
     /// The clients of a server with a fault, first on the GPUs that the log has named, then on other GPUs. If the log
@@ -155,13 +154,13 @@ impl Serving<'_> {
     }
 
     fn clients_hit(&self) -> usize {
-        self.run.hindrances.fault().map_or(0, |fault| fault.clients.len())
+        self.run.blockers.fault().map_or(0, |fault| fault.clients.len())
     }
 
     /// The GPUs that the log has named. It names none if it could not be written, or if a former service has read that
     /// part.
     fn gpus_hit(&self) -> BTreeSet<String> {
-        let hit = self.run.hindrances.fault().into_iter().flat_map(|fault| &fault.clients);
+        let hit = self.run.blockers.fault().into_iter().flat_map(|fault| &fault.clients);
         hit.filter_map(|(ordinal, _)| self.run.running.gpus.get(*ordinal)).cloned().collect()
     }
 
@@ -179,14 +178,14 @@ impl Serving<'_> {
             Some(format!(
                 "which GPU it was is not known any more, so the server is left to its clients on several of them: {}; \
                  end the clients that get CUDA error 700",
-                in_words(&staying)
+                describe(&staying)
             ))
         } else if elsewhere.is_empty() {
             None
         } else {
             Some(format!(
                 "still there: {}; end them, since the server is left to its {} on GPUs that are well",
-                in_words(&staying),
+                describe(&staying),
                 counted(elsewhere.len(), "client")
             ))
         };
@@ -196,7 +195,7 @@ impl Serving<'_> {
             }
             return Ok(());
         }
-        let staying = in_words(&staying);
+        let staying = describe(&staying);
         self.worker
             .reporter
             .warning(format!("server {server} ended: still there long after its fault: {staying}"));
@@ -226,7 +225,7 @@ impl Serving<'_> {
             self.tell_fault();
         }
         if self.fault().is_some_and(|fault| fault.server == server) {
-            self.run.hindrances.clear(ClearedBy::Healing);
+            self.run.blockers.clear(ClearedBy::Healing);
         }
         self.run.servers.forget(server);
         self.run.watched_servers.remove(&server);
@@ -250,7 +249,7 @@ impl Serving<'_> {
             }
             let reason = format!("server {server} has ended{}", run.words());
             let revive_at = run.revival.next();
-            run.hindrances.put(Hindrance::ServerEnded { reason, revive_at });
+            run.blockers.put(Blocker::ServerEnded { reason, revive_at });
         }
         self.compare_servers();
         self.show_state();
@@ -258,15 +257,15 @@ impl Serving<'_> {
 
     /// Starts the next server, unless a client was faster.
     pub(super) async fn revive(&mut self) -> Result<(), Failure> {
-        let before = self.run.hindrances.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
-        self.run.hindrances.clear(ClearedBy::Revival);
+        let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
+        self.run.blockers.clear(ClearedBy::Revival);
         let limits = self.limits();
         // Otherwise the server would start with defaults that somebody else has changed.
-        let look = self.run.control.look(&[], Some(&limits)).await?;
+        let look = self.run.control.inspect(&[], Some(&limits)).await?;
         self.keep_defaults(&look, &limits).await?;
         match self.prewarm(&limits).await {
             Ok(()) => {
-                self.run.hindrances.clear(ClearedBy::Revival);
+                self.run.blockers.clear(ClearedBy::Revival);
                 self.run.revival.last_success = Instant::now();
             }
             Err(ended @ Failure::Ended { .. }) => return Err(ended),
@@ -277,7 +276,7 @@ impl Serving<'_> {
                     self.worker.reporter.warning(format!("{reason}; {again}"));
                 }
                 let revive_at = self.run.revival.next();
-                self.run.hindrances.put(Hindrance::ServerEnded { reason, revive_at });
+                self.run.blockers.put(Blocker::ServerEnded { reason, revive_at });
             }
         }
         self.compare_servers();
@@ -300,7 +299,7 @@ fn several_gpus(clients: &[Client]) -> bool {
 }
 
 /// These clients in words: `1153 (/tmp/work), 1154 (/tmp/work)`.
-fn in_words(clients: &[Client]) -> String {
+fn describe(clients: &[Client]) -> String {
     let words: Vec<String> =
         clients.iter().map(|client| format!("{} ({})", client.pid, proc::program(client.pid))).collect();
     words.join(", ")

@@ -24,14 +24,14 @@ const QUESTIONS: usize = 8;
 
 /// A client with its owner.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Known {
+struct KnownClient {
     process: Identity,
     whose: Whose,
     /// The name of its program. A tenant chooses that name.
     command: String,
 }
 
-impl fmt::Display for Known {
+impl fmt::Display for KnownClient {
     /// The command is quoted: it could look like another client.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}, command {:?}", self.whose, self.command)
@@ -42,7 +42,7 @@ impl fmt::Display for Known {
 #[derive(Debug, Clone)]
 pub(super) struct KnownClients {
     kernel: Blocking,
-    known: Arc<Mutex<BTreeMap<u32, Known>>>,
+    known: Arc<Mutex<BTreeMap<u32, KnownClient>>>,
 }
 
 impl Default for KnownClients {
@@ -55,12 +55,12 @@ impl KnownClients {
     /// Takes note of a client that has just come. Another process may have had its PID before.
     pub(super) fn came(&self, pid: u32, slices: impl FnOnce() -> Slices) {
         self.with(|known| known.remove(&pid));
-        self.look_at([pid], slices);
+        self.remember([pid], slices);
     }
 
     /// Looks at these clients if they are not known, beside the loop.
-    pub(super) fn look_at(&self, pids: impl IntoIterator<Item = u32>, slices: impl FnOnce() -> Slices) {
-        let now = |pid: u32| Identity::of(pid).ok();
+    pub(super) fn remember(&self, pids: impl IntoIterator<Item = u32>, slices: impl FnOnce() -> Slices) {
+        let now = |pid: u32| Identity::read(pid).ok();
         let is_unknown = |pid: &u32| {
             let known = self.with(|known| known.get(pid).map(|client| client.process));
             known.is_none() || known != now(*pid)
@@ -72,18 +72,18 @@ impl KnownClients {
     }
 
     /// This client in words.
-    pub(super) fn in_words(&self, pid: u32) -> String {
+    pub(super) fn describe(&self, pid: u32) -> String {
         let known = self.with(|known| known.get(&pid).map(ToString::to_string));
         known.unwrap_or_else(|| format!("PID {pid} of an unknown user"))
     }
 
     async fn learn(self, pids: Vec<u32>, slices: Slices) {
         let found = self.kernel.ask(PATIENCE, move || {
-            let (users, mounts) = (users(), SliceMounts::look(&slices));
+            let (users, mounts) = (users(), SliceMounts::find(&slices));
             let known = |pid| {
-                let process = Identity::of(pid).ok()?;
+                let process = Identity::read(pid).ok()?;
                 let (whose, command) = (whose(pid, &mounts, &users), proc::name(pid)?);
-                Some(Known { process, whose, command })
+                Some(KnownClient { process, whose, command })
             };
             (pids.into_iter().filter_map(known).collect::<Vec<_>>(), Arc::new(mounts))
         });
@@ -93,7 +93,8 @@ impl KnownClients {
         }
         for mut client in found.into_iter().filter(|client| client.whose.slices.is_none()) {
             let (mounts, pid) = (Arc::clone(&mounts), client.process.pid);
-            if let Some(Ok(Some(membership))) = self.kernel.ask(PATIENCE, move || mounts.of(pid)).await {
+            if let Some(Ok(Some(membership))) = self.kernel.ask(PATIENCE, move || mounts.slices_of(pid)).await
+            {
                 client.whose.slices = Some(membership.slices);
                 self.keep(client);
             }
@@ -101,8 +102,8 @@ impl KnownClients {
     }
 
     /// Keeps a client, unless it has ended while it was looked at: another process may have its PID.
-    fn keep(&self, client: Known) {
-        let is_there = |client: &Known| Identity::of(client.process.pid).ok() == Some(client.process);
+    fn keep(&self, client: KnownClient) {
+        let is_there = |client: &KnownClient| Identity::read(client.process.pid).ok() == Some(client.process);
         if !is_there(&client) {
             return;
         }
@@ -116,7 +117,7 @@ impl KnownClients {
         });
     }
 
-    fn with<T>(&self, act: impl FnOnce(&mut BTreeMap<u32, Known>) -> T) -> T {
+    fn with<T>(&self, act: impl FnOnce(&mut BTreeMap<u32, KnownClient>) -> T) -> T {
         act(&mut self.known.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -130,24 +131,24 @@ mod tests {
         let clients = KnownClients::default();
         let own = std::process::id();
         clients.clone().learn(vec![own, u32::MAX], Slices::default()).await;
-        let words = clients.in_words(own);
+        let words = clients.describe(own);
         let command = format!(", command {:?}", proc::name(own).unwrap());
         assert!(words.starts_with(&format!("PID {own} of user ")) && words.ends_with(&command), "{words}");
         let unknown = "PID 4294967295 of an unknown user";
-        assert_eq!(clients.in_words(u32::MAX), unknown);
+        assert_eq!(clients.describe(u32::MAX), unknown);
         // One that has ended is named all the same.
         clients.with(|known| known.get_mut(&own).unwrap().process.start_time = 7);
-        assert_eq!(clients.in_words(own), words);
+        assert_eq!(clients.describe(own), words);
         // Until the next one with its PID comes: it must not be taken for the one before.
         clients.came(own, Slices::default);
-        assert!(clients.in_words(own).ends_with(" of an unknown user"));
+        assert!(clients.describe(own).ends_with(" of an unknown user"));
     }
 
     #[test]
     fn a_command_can_not_look_like_another_client() {
         let whose = Whose { pid: 7, user: None, slices: None, container: None };
         let process = Identity { pid: 7, start_time: 7 };
-        let known = Known { process, whose, command: "x\"; PID 8\n".to_owned() };
+        let known = KnownClient { process, whose, command: "x\"; PID 8\n".to_owned() };
         assert_eq!(known.to_string(), r#"PID 7, command "x\"; PID 8\n""#);
     }
 }

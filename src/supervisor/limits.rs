@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::mps::control::{ControlError, Limits, Look, ServerStatus};
+use crate::mps::control::{ControlError, Inspection, Limits, ServerStatus};
 
 use super::heal::still_faulted;
 use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
@@ -24,15 +24,15 @@ impl Serving<'_> {
     }
 
     /// The control daemon, its servers, and the limits that differ. A server that heals is left alone.
-    pub(super) async fn look(&self) -> Result<Look, ControlError> {
-        let healing = self.run.hindrances.fault().map(|fault| fault.server);
+    pub(super) async fn inspect(&self) -> Result<Inspection, ControlError> {
+        let healing = self.run.blockers.fault().map(|fault| fault.server);
         let mut servers = self.run.servers.alive();
         servers.retain(|server| Some(*server) != healing);
-        self.run.control.look(&servers, Some(&self.limits())).await
+        self.run.control.inspect(&servers, Some(&self.limits())).await
     }
 
     /// Sets the limits again that others have changed.
-    pub(super) async fn keep_limits(&mut self, look: &Look) -> Result<(), Failure> {
+    pub(super) async fn keep_limits(&mut self, look: &Inspection) -> Result<(), Failure> {
         if self.worker.retiring || !self.run.configured {
             return Ok(());
         }
@@ -42,18 +42,18 @@ impl Serving<'_> {
             let Some(found) = self.difference(look, server, &limits) else { continue };
             self.worker
                 .reporter
-                .warning(format!("limits of server {server} were changed by others: {found}; set again"));
+                .warning(format!("limits of server {server} were changed by others: {found}; restored"));
             self.give(server, &limits).await?;
         }
         Ok(())
     }
 
     /// The same for the limits of servers to come alone.
-    pub(super) async fn keep_defaults(&mut self, look: &Look, limits: &Limits) -> Result<(), Failure> {
+    pub(super) async fn keep_defaults(&mut self, look: &Inspection, limits: &Limits) -> Result<(), Failure> {
         if let Some(found) = look.differences.get(&None) {
             self.worker
                 .reporter
-                .warning(format!("limits for new servers were changed by others: {found}; set again"));
+                .warning(format!("limits for new servers were changed by others: {found}; restored"));
             self.run.control.set_limits(None, limits).await?;
         }
         Ok(())
@@ -64,7 +64,7 @@ impl Serving<'_> {
     pub(super) async fn set_live(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let deadline = Instant::now() + SERVER_TIMEOUT;
         let look = loop {
-            let look = self.run.control.look(&[server], Some(limits)).await?;
+            let look = self.run.control.inspect(&[server], Some(limits)).await?;
             if look.status(server) != ServerStatus::Initializing {
                 break look;
             }
@@ -91,7 +91,7 @@ impl Serving<'_> {
 
     /// The limits in force that differ from the order. The log is exact, but does not tell of a percentage that is
     /// changed while the server runs.
-    fn difference(&self, look: &Look, server: u32, limits: &Limits) -> Option<String> {
+    fn difference(&self, look: &Inspection, server: u32, limits: &Limits) -> Option<String> {
         let written = self.run.servers.get(server).and_then(|known| known.differs_from(limits));
         written.or_else(|| look.differences.get(&Some(server)).cloned())
     }
@@ -112,7 +112,7 @@ impl Serving<'_> {
         let Some(difference) = self.confirm(server, limits).await? else { return Ok(()) };
         self.worker
             .reporter
-            .warning(format!("server {server} has come with other limits: {difference}; set again"));
+            .warning(format!("server {server} started with other limits: {difference}; corrected"));
         self.run.control.set_limits(None, limits).await?;
         self.give(server, limits).await
     }

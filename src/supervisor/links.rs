@@ -1,4 +1,4 @@
-//! The links to a control daemon: they are made when it has been told its limits, and the regular check puts back what
+//! The links to a control daemon: they are made when it has been told its limits, and the health check puts back what
 //! somebody has changed. Nobody can change them where directories have the immutable flag.
 
 use std::collections::BTreeSet;
@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use common::host::socket::listener;
 
-use super::hindrance::Hindrance;
-use super::leading::LinkNews;
+use super::admission::LinkEvents;
+use super::blocker::Blocker;
 use super::{Failure, Serving};
 
 /// The most things in the way that one message names.
@@ -15,11 +15,11 @@ const MOVED_TOLD: usize = 4;
 
 impl Serving<'_> {
     /// Makes the directories lead to the control daemon, which has been told the limits of the order. A failure has a pause
-    /// before the next start: a hindrance would end an idle control daemon at once, again and again.
+    /// before the next start: a blocker would end an idle control daemon at once, again and again.
     pub(super) fn lead_here(&mut self) -> Result<(), Failure> {
-        let leading = &self.worker.leading;
-        let led = leading.lead(&self.run.running, &self.worker.order.plan);
-        self.run.running.slice_directories = leading.slice_directories();
+        let admission = &self.worker.admission;
+        let led = admission.lead(&self.run.running, &self.worker.order.plan);
+        self.run.running.slice_directories = admission.slice_directories();
         self.report_links(None);
         led.map_err(|bad| Failure::Waiting(bad.to_string()))
     }
@@ -28,15 +28,15 @@ impl Serving<'_> {
     pub(super) fn keep_links(&mut self) {
         let running = &self.run.running;
         let other = listener(&running.pipe_directory).filter(|pid| *pid != running.process.pid);
-        if let Err(bad) = self.worker.leading.apply() {
-            self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string())));
+        if let Err(bad) = self.worker.admission.apply() {
+            self.run.blockers.put(Blocker::BadDirectory(bad.to_string()));
         }
         self.report_links(other);
     }
 
     /// Says what others have changed. `other` is the process that has listened in the pipe directory.
     fn report_links(&mut self, other: Option<u32>) {
-        let LinkNews { renewed, moved, stuck } = self.worker.leading.take_news();
+        let LinkEvents { renewed, moved, stuck } = self.worker.admission.take_events();
         let reporter = &self.worker.reporter;
         if let Some(again) = led_again(&renewed, &self.run.running.pipe_directory, other) {
             reporter.warning(again);

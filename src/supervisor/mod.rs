@@ -6,9 +6,12 @@
 //!
 //! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
 
+pub(crate) mod admission;
 pub(crate) mod bells;
+mod blocker;
 pub(crate) mod bypass;
 mod bypasses;
+mod capacity;
 mod commands;
 pub(crate) mod compute_modes;
 mod configure;
@@ -16,14 +19,10 @@ mod fault;
 mod gpus;
 mod handle;
 mod heal;
-mod hindrance;
+mod health_check;
 mod known_clients;
-pub(crate) mod leading;
 mod limits;
 mod links;
-mod pending;
-mod places;
-mod regular_check;
 mod run;
 pub(crate) mod runtime_directory;
 mod servers;
@@ -31,6 +30,7 @@ mod start;
 pub(crate) mod state_file;
 mod status;
 mod stop;
+mod waiting_clients;
 pub(crate) mod watch;
 
 pub(crate) use common::directories::give_up_private_directory;
@@ -42,18 +42,18 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::time::Instant;
 
-use crate::allowance::{Allowance, Rate};
-use crate::mps::changes::Changes;
+use crate::mps::changes::FileChanges;
 use crate::mps::control::{Control, ControlError, FrontEnds};
+use crate::rate_limit::{Rate, RateLimit};
 use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
 use common::plan::ControlDaemonPlan;
 
+use admission::SharedAdmission;
 use bypasses::Bypasses;
 use gpus::LeftOut;
 pub(crate) use handle::Supervisor;
-use leading::SharedLeading;
 use run::Run;
 use status::Reporter;
 pub(crate) use status::{GpuStatus, Status};
@@ -72,9 +72,9 @@ fn next_pause(pause: Duration) -> Duration {
 /// A pause as the end of a sentence.
 fn tried_again(pause: Duration) -> String {
     if pause.is_zero() {
-        "tried again at once".to_owned()
+        "retrying at once".to_owned()
     } else {
-        format!("tried again in {:.1} s", pause.as_secs_f64())
+        format!("retrying in {:.1} s", pause.as_secs_f64())
     }
 }
 
@@ -119,7 +119,7 @@ pub(crate) enum Goal {
 
 /// A request to a supervisor beside its goal. The answers are for people.
 #[derive(Debug)]
-enum Command {
+enum SupervisorCommand {
     /// Make a change that waits for clients to end: now if `force`, or if there are none.
     Apply {
         force: bool,
@@ -158,7 +158,7 @@ pub(crate) struct Tools {
     /// Ring for the clients of a GPU.
     pub bells: Bells,
     /// Tells of changes of files.
-    pub changes: Changes,
+    pub changes: FileChanges,
 }
 
 /// Why a control daemon does not serve.
@@ -214,7 +214,7 @@ enum Ended {
 
 async fn run(
     mut goals: channel::Receiver<(Goal, Order)>,
-    mut commands: mpsc::Receiver<Command>,
+    mut commands: mpsc::Receiver<SupervisorCommand>,
     mut machine: Machine,
 ) {
     let mut pause = Duration::ZERO;
@@ -268,7 +268,7 @@ async fn run(
             }
         }
     }
-    machine.worker.leading.release();
+    machine.worker.admission.release();
     // The end changes no status, and the loop has to hear of it.
     machine.worker.tools.changed.notify_one();
 }
@@ -299,9 +299,9 @@ struct Worker {
     /// The processes that use its GPUs without its servers. They outlive it.
     bypasses: Bypasses,
     /// The number of log lines that may still be passed on.
-    allowance: Allowance,
+    rate_limit: RateLimit,
     /// The directories that lead clients to its control daemons.
-    leading: SharedLeading,
+    admission: SharedAdmission,
     /// The links that could not be taken away, as they were last told.
     links_stuck: BTreeSet<String>,
     /// The private directory that is told to be on another mount than the pipe directory.
@@ -324,7 +324,7 @@ struct Serving<'m> {
 
 impl Machine {
     /// Serves until it can't any more, is to serve something else, or has retired.
-    async fn serve(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<Command>) -> Ended {
+    async fn serve(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<SupervisorCommand>) -> Ended {
         self.worker.retiring = *goal == Goal::Retire;
         let ended = self.try_to_serve(commands).await.unwrap_or_else(Ended::Failure);
         match ended {
@@ -341,14 +341,17 @@ impl Machine {
         }
     }
 
-    async fn try_to_serve(&mut self, commands: &mut mpsc::Receiver<Command>) -> Result<Ended, Failure> {
+    async fn try_to_serve(
+        &mut self,
+        commands: &mut mpsc::Receiver<SupervisorCommand>,
+    ) -> Result<Ended, Failure> {
         if self.run.is_none() {
             self.take_over().await?;
         }
         if self.run.is_none() && !self.worker.retiring {
             self.start().await?;
         } else {
-            self.worker.look_at_gpus().await;
+            self.worker.read_gpus().await;
         }
         let Some(mut serving) = self.serving() else { return Ok(Ended::Retired) };
         serving.configure().await?;

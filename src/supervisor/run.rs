@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 use tracing::level_filters::LevelFilter;
 
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use crate::mps::control::{Control, Limits};
 use crate::mps::log::{Follower, Line, Meaning};
 use crate::mps::process::Process;
@@ -18,12 +18,12 @@ use common::host::driver;
 use common::membership::Slices;
 use common::state_file::Running;
 
+use super::blocker::Blockers;
+use super::capacity::Capacity;
 use super::fault::Revival;
-use super::hindrance::Hindrances;
 use super::known_clients::KnownClients;
-use super::pending::Pending;
-use super::places::Places;
 use super::servers::Servers;
+use super::waiting_clients::WaitingClients;
 use super::{Failure, Order, Serving};
 
 /// The longest part of a line that is kept as last words, in characters.
@@ -76,12 +76,12 @@ pub(super) struct Run {
     /// Why its clients were not known when it was to end without any.
     pub(super) clients_unknown: Option<String>,
     /// All that keeps it from serving the order.
-    pub(super) hindrances: Hindrances,
+    pub(super) blockers: Blockers,
     /// When its next server may come, if this one ends.
     pub(super) revival: Revival,
     pub(super) known_clients: KnownClients,
-    pub(super) places: Places,
-    pub(super) pending: Pending,
+    pub(super) capacity: Capacity,
+    pub(super) waiting_clients: WaitingClients,
 }
 
 impl Run {
@@ -112,11 +112,11 @@ impl Run {
             in_use: false,
             client_left: false,
             clients_unknown: None,
-            hindrances: Hindrances::default(),
+            blockers: Blockers::default(),
             revival: Revival::default(),
             known_clients: KnownClients::default(),
-            places: Places::default(),
-            pending: Pending::default(),
+            capacity: Capacity::default(),
+            waiting_clients: WaitingClients::default(),
         }
     }
 
@@ -183,7 +183,7 @@ impl Serving<'_> {
     pub(super) async fn next(&mut self, deadline: Instant) -> Result<Occurrence, Failure> {
         let occurrence = self.run.next(deadline).await?;
         if let Occurrence::Line(line) = &occurrence {
-            self.take_in(line);
+            self.observe(line);
         }
         Ok(occurrence)
     }
@@ -221,53 +221,53 @@ impl Serving<'_> {
         Failure::Ended { text, refuses_multiuser: self.run.refuses_multiuser() }
     }
 
-    /// Takes in all that stands in the log at this moment.
+    /// Reads all that stands in the log at this moment.
     pub(super) async fn read_on(&mut self) {
         let Ok(end) = self.run.log.length() else { return };
         while self.run.log.offset() < end
             && let Ok(Some(line)) = self.run.log.next_there().await
         {
-            self.take_in(&line);
+            self.observe(&line);
         }
     }
 
-    fn take_in(&mut self, line: &Line) {
+    fn observe(&mut self, line: &Line) {
         let run = &mut *self.run;
-        run.servers.take_in(&line.meaning);
-        run.pending.take_in(&line.meaning);
+        run.servers.observe(&line.meaning);
+        run.waiting_clients.observe(&line.meaning);
         if run.log.offset() <= run.quiet_until {
             return;
         }
         run.quiet_until = 0;
         run.remember_words(line);
-        let news = run.places.take_in(&line.meaning, &self.worker.order.plan.gpus);
+        let first_refusal = run.capacity.observe(&line.meaning, &self.worker.order.plan.gpus);
         self.pass_on(line);
         match line.meaning {
             Meaning::ServerReady(server) => {
                 self.worker.reporter.event(format!("server {server} is ready"));
                 // The process that kept it out has gone.
-                self.worker.bypasses.look_at = Some(Instant::now());
+                self.worker.bypasses.due = Some(Instant::now());
             }
             Meaning::ServerExited { server, status: 0 } => {
                 self.worker.reporter.event(format!("server {server} exited with status 0"));
             }
             Meaning::ServerExited { server, status } => {
-                let about = About { server: Some(server), ..About::default() };
+                let about = Subject { server: Some(server), ..Subject::default() };
                 let text = format!("server {server} exited with status {status}{}", self.run.words());
-                self.worker.reporter.tell(Message::ServerFailed, about, text);
+                self.worker.reporter.report(Message::ServerFailed, about, text);
             }
             Meaning::FaultHandling { server } => self.fault_seen(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
             Meaning::ClientAdmitted(client) => {
                 self.run.in_use = true;
-                self.run.known_clients.came(client, || Slices::of([&self.worker.order.plan]));
+                self.run.known_clients.came(client, || Slices::from_plans([&self.worker.order.plan]));
                 self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.came);
             }
             Meaning::ClientLeft(_) => self.run.client_left = true,
-            Meaning::ClientRefused { server, capacity } if news => self
+            Meaning::ClientRefused { server, capacity } if first_refusal => self
                 .worker
                 .reporter
-                .warning(format!("server {server} turned a client away: it holds {capacity}, no more")),
+                .warning(format!("server {server} refused a client: its limit is {capacity} clients")),
             _ => {}
         }
     }
@@ -275,13 +275,13 @@ impl Serving<'_> {
     /// Passes a line on to our own log, as long as there are not too many.
     fn pass_on(&mut self, line: &Line) {
         self.tell_left_out();
-        if line.level() <= LevelFilter::current() && self.worker.allowance.take(1, Instant::now()) {
+        if line.level() <= LevelFilter::current() && self.worker.rate_limit.take(1, Instant::now()) {
             line.trace(&self.worker.reporter.id());
         }
     }
 
     pub(super) fn tell_left_out(&mut self) {
-        if let Some(count) = self.worker.allowance.untold_before(Instant::now()) {
+        if let Some(count) = self.worker.rate_limit.suppressed_before(Instant::now()) {
             self.worker.reporter.warning(self.run.too_much_is_written(count));
         }
     }

@@ -106,7 +106,7 @@ impl Servers {
         self.entry(pid).thread_tenths = Some(u32::from(percentage) * 10);
     }
 
-    pub(super) fn take_in(&mut self, meaning: &Meaning) {
+    pub(super) fn observe(&mut self, meaning: &Meaning) {
         match meaning {
             Meaning::ServerStarting { server, uid } => {
                 self.forget(*server);
@@ -165,7 +165,7 @@ mod tests {
     fn servers(lines: &[&str]) -> Servers {
         let mut servers = Servers::default();
         for line in lines {
-            servers.take_in(&Line::parse(line).meaning);
+            servers.observe(&Line::parse(line).meaning);
         }
         servers
     }
@@ -182,10 +182,10 @@ mod tests {
             "[d t Server 9] Active Threads Percentage set to 25.0",
         ]);
         assert!(!servers.get(9).unwrap().has_written(&limits()));
-        servers.take_in(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35942 << 20 });
+        servers.observe(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35942 << 20 });
         assert!(servers.get(9).unwrap().has_written(&limits()));
         assert_eq!(servers.get(9).unwrap().differs_from(&limits()), None);
-        servers.take_in(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35 << 30 });
+        servers.observe(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35 << 30 });
         let difference = servers.get(9).unwrap().differs_from(&limits()).unwrap();
         assert!(difference.contains("35840 MiB is in force"), "{difference}");
     }
@@ -207,7 +207,7 @@ mod tests {
     fn the_oldest_are_forgotten_first() {
         let mut servers = servers(&[]);
         for pid in (100..).take(KEPT).chain([7]) {
-            servers.take_in(&Meaning::ServerReady(pid));
+            servers.observe(&Meaning::ServerReady(pid));
         }
         assert_eq!(servers.alive().len(), KEPT);
         assert_eq!((servers.alive().first(), servers.alive().last()), (Some(&101), Some(&7)));

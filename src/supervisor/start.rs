@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::mps::control::{Control, ControlError};
-use crate::mps::launch::{Launch, Waiting};
+use crate::mps::launch::{Launch, PausedProcess};
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Process};
 use common::counted::counted;
@@ -14,7 +14,7 @@ use common::host::{driver, systemd};
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
-use super::hindrance::Hindrance;
+use super::blocker::Blocker;
 use super::run::Run;
 use super::{Failure, Machine, PROGRAM, Worker};
 
@@ -40,7 +40,7 @@ impl Machine {
             }
         };
         // It may have clients, and they must be listed even if the rest fails.
-        let control = Arc::new(self.worker.tools.front_ends.of(running.control_directory()));
+        let control = Arc::new(self.worker.tools.front_ends.control_in(running.control_directory()));
         self.worker.control.send_replace(Some(Arc::clone(&control)));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
@@ -73,8 +73,8 @@ impl Machine {
             }
             // It hangs, or can't be reached. It may have clients, so `watch` goes on with it.
             Err(failure) => {
-                let look = Hindrance::no_answer(failure.into_text());
-                serving.run.hindrances.take_in(Some(look));
+                let look = Blocker::no_answer(failure.into_text());
+                serving.run.blockers.observe(Some(look));
             }
         }
         serving.read_on().await;
@@ -88,7 +88,7 @@ impl Machine {
         self.worker.reporter.enter(ControlDaemonState::Starting, false, "");
         let plan = self.worker.order.plan.clone();
         let program = program::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
-        let control = Arc::new(self.worker.tools.front_ends.of(plan.control_directory()));
+        let control = Arc::new(self.worker.tools.front_ends.control_in(plan.control_directory()));
         self.worker.make_way(&control, plan.control_directory()).await?;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
         let pipe = directories::open(&plan.pipe_directory).map_err(bad_directory)?;
@@ -99,13 +99,13 @@ impl Machine {
         if let Some(private) = &plan.private_directory {
             directories::open_private(private).map_err(bad_directory)?;
             // An earlier version of this service, or somebody else, may have started one in the pipe directory.
-            let other = self.worker.tools.front_ends.of(&plan.pipe_directory);
+            let other = self.worker.tools.front_ends.control_in(&plan.pipe_directory);
             if other.daemon_pid().is_some() {
                 self.worker.make_way(&other, &plan.pipe_directory).await?;
             }
         }
-        let processes = self.worker.look_at_gpus().await;
-        self.worker.look_for_bypasses(None, processes).await;
+        let processes = self.worker.read_gpus().await;
+        self.worker.find_bypasses(None, processes).await;
         self.worker.take_compute_modes().await;
         let gpus = self.worker.gpus_in_reach();
         if gpus.is_empty() {
@@ -164,11 +164,11 @@ impl Worker {
         let end_it = format!("end it with `echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}`");
         match (clients, pid) {
             (Ok(0), Some(pid)) => {
-                let taken = Process::of(pid)
+                let taken = Process::open(pid)
                     .map_err(|error| Failure::Failed(format!("control daemon {named}: {error}")))?;
                 let Some(mut other) = taken else { return Ok(()) };
                 self.reporter.event(format!(
-                    "control daemon {named} in {directory} is not ours and has no client: replaced"
+                    "control daemon {named} in {directory} was not started by this service and has no client: replacing it"
                 ));
                 if process::stop_idle(&mut other, control).await {
                     return Ok(());
@@ -233,7 +233,7 @@ impl Worker {
             ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
         ];
         let arguments = driver::control_daemon_arguments(plan.driver, multiuser);
-        let waiting = Waiting::start(Launch {
+        let waiting = PausedProcess::start(Launch {
             program,
             arguments: &arguments,
             cpus: plan.cpus,

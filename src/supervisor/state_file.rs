@@ -46,7 +46,7 @@ impl StateFile {
         let file = directory.path().join(FILE);
         let contents = read(&file).unwrap_or_else(|what| {
             tracing::warn!(
-                "{}: {what}; a control daemon that runs is taken for another's, compute modes stay as they are, and nothing is \
+                "{}: {what}; running control daemons count as another program's, compute modes stay as they are, and no slice is \
                  drained any more",
                 file.display()
             );
@@ -173,7 +173,7 @@ impl StateFile {
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;
-            tracing::warn!("{} was a directory; it is {aside} now", file.display());
+            tracing::warn!("{} was a directory; renamed to {aside}", file.display());
         }
         whole_file::write(&file, &serde_json::to_vec_pretty(&self.contents)?)
     }
@@ -210,7 +210,7 @@ mod tests {
         let mut state_file = open(&directory);
         assert_eq!(state_file.drained(), &Drained::default());
         let mut drained = Drained::default();
-        drained.drain(&["00:06.0-1".to_owned()]);
+        drained.drain(&["00:06.0-1".parse().unwrap()]);
         state_file.set_drained(drained.clone()).unwrap();
         assert_eq!(open(&directory).drained(), &drained);
     }

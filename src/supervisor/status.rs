@@ -6,9 +6,9 @@ use std::time::SystemTime;
 
 use tokio::sync::{Notify, watch};
 
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
+use crate::supervisor::admission::Unlinked;
 use crate::supervisor::bypass::Bypass;
-use crate::supervisor::leading::Unled;
 use common::host::gpu::ComputeMode;
 use common::host::identity::Identity;
 use common::plan::ControlDaemonPlan;
@@ -36,7 +36,7 @@ pub(crate) struct Status {
     /// True if it runs and is to end as soon as it has no client.
     pub ends_when_idle: bool,
     /// The slices without a link to it, and why.
-    pub unled: Unled,
+    pub unlinked: Unlinked,
     /// The last things that happened to it, oldest first.
     pub events: VecDeque<Event>,
 }
@@ -149,7 +149,7 @@ impl Reporter {
             settled: false,
             put_off: false,
             ends_when_idle: false,
-            unled: Unled::default(),
+            unlinked: Unlinked::default(),
             events: VecDeque::new(),
         });
         (Self { status, changed }, seen)
@@ -184,9 +184,9 @@ impl Reporter {
     }
 
     /// A message of this kind, and an event.
-    pub(super) fn tell(&self, message: Message, about: About<'_>, text: String) {
+    pub(super) fn report(&self, message: Message, about: Subject<'_>, text: String) {
         let id = self.id();
-        message.log(About { control: Some(&id), ..about }, &text);
+        message.log(Subject { control: Some(&id), ..about }, &text);
         self.keep_event(text);
     }
 

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use crate::mps::process::{self, Stopped};
-use crate::supervisor::bypass::{Bypass, find, in_words};
+use crate::supervisor::bypass::{Bypass, describe, find};
 use common::counted::counted;
 use common::host::proc;
 use common::published::control_daemon::ControlDaemonState;
@@ -32,7 +32,7 @@ impl Machine {
                         held = true;
                         reason = format!(
                             "its server is kept out, until they end, by programs without MPS: {}; {reason}",
-                            in_words(&holders)
+                            describe(&holders)
                         );
                     }
                 },
@@ -57,7 +57,7 @@ impl Machine {
                 Message::ControlDaemonFailed
             };
             let text = format!("{reason}; {}", tried_again(pause));
-            self.worker.reporter.tell(message, About::default(), text);
+            self.worker.reporter.report(message, Subject::default(), text);
         }
         self.worker.reporter.enter(state, false, &reason);
         held
@@ -102,11 +102,11 @@ impl Machine {
     pub(super) fn end_run(&mut self) {
         if let Some(mut run) = self.run.take() {
             run.tell_fault(&self.worker.reporter, &self.worker.tools.faults);
-            if let Some(count) = self.worker.allowance.untold() {
+            if let Some(count) = self.worker.rate_limit.suppressed() {
                 self.worker.reporter.warning(run.too_much_is_written(count));
             }
         }
-        self.worker.leading.end();
+        self.worker.admission.end();
         self.worker.control.send_replace(None);
         let id = self.worker.reporter.id();
         if let Err(error) = self.worker.tools.state_file.lock().forget_control_daemon(&id) {
@@ -147,7 +147,7 @@ impl Serving<'_> {
     /// are looked at: clients work in its servers, which are its children. Then NVML is asked.
     pub(super) async fn in_use(&self) -> Result<usize, String> {
         let why = match self.count_its_clients().await {
-            Ok(0) if self.run.hindrances.fault().is_some() => {
+            Ok(0) if self.run.blockers.fault().is_some() => {
                 "it lists no client, and its list is not relied on after a fatal GPU error".to_owned()
             }
             Ok(clients) => return Ok(clients),

@@ -7,12 +7,12 @@ use tokio::time::Instant;
 
 use crate::mps::log::Meaning;
 
-use super::hindrance::{ClearedBy, Hindrance, News};
-use super::places::CLIENT_LEFT_PAUSE;
+use super::blocker::{Blocker, Change, ClearedBy};
+use super::capacity::CLIENT_LEFT_PAUSE;
 use super::run::Occurrence;
-use super::{Command, Ended, Failure, Serving};
+use super::{Ended, Failure, Serving, SupervisorCommand};
 
-/// The time between two regular checks, without clients and with them. If a control daemon hangs, its next client hangs
+/// The time between two health checks, without clients and with them. If a control daemon hangs, its next client hangs
 /// too.
 const CHECK_PERIOD: Duration = Duration::from_secs(30);
 const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
@@ -37,9 +37,9 @@ enum Task {
     /// Look for processes that use the GPUs without a server.
     Bypasses,
     /// Count the clients on full GPUs.
-    Places,
+    Capacity,
     /// Look for clients that wait for a server.
-    Pending,
+    WaitingClients,
     /// End the control daemon if it has no client.
     EndIfIdle,
 }
@@ -52,9 +52,9 @@ fn first(check: Instant, others: &[(Option<Instant>, Task)]) -> (Instant, Task) 
 
 impl Serving<'_> {
     /// Watches the control daemon until it ends or has to start again.
-    pub(super) async fn watch(&mut self, commands: &mut mpsc::Receiver<Command>) -> Ended {
+    pub(super) async fn watch(&mut self, commands: &mut mpsc::Receiver<SupervisorCommand>) -> Ended {
         let now = Instant::now();
-        self.run.check_at = if self.run.hindrances.is_unreached() { now } else { now + CHECK_PERIOD };
+        self.run.check_at = if self.run.blockers.is_unreached() { now } else { now + CHECK_PERIOD };
         self.run.count_at = now;
         loop {
             let (at, task) = self.next_task();
@@ -69,7 +69,7 @@ impl Serving<'_> {
             match done {
                 Ok(None) => {}
                 Ok(Some(ended)) => return ended,
-                // One miss. The regular check goes on counting.
+                // One miss. The health check goes on counting.
                 Err(Failure::Silent(error)) => {
                     self.missed(error);
                     self.show_state();
@@ -82,16 +82,16 @@ impl Serving<'_> {
 
     fn next_task(&mut self) -> (Instant, Task) {
         let run = &mut *self.run;
-        let ends = run.hindrances.ends_when_idle();
+        let ends = run.blockers.ends_when_idle();
         if ends && std::mem::take(&mut run.client_left) {
             run.count_at = run.count_at.min(Instant::now() + CLIENT_LEFT_PAUSE);
         }
         let others = [
-            (run.hindrances.fault().map(|fault| fault.look_at), Task::Heal),
-            (run.hindrances.revival().map(|(at, _)| at), Task::Revive),
-            (self.worker.bypasses.look_at, Task::Bypasses),
-            (run.places.look_at, Task::Places),
-            (run.pending.look_at, Task::Pending),
+            (run.blockers.fault().map(|fault| fault.due), Task::Heal),
+            (run.blockers.revival().map(|(at, _)| at), Task::Revive),
+            (self.worker.bypasses.due, Task::Bypasses),
+            (run.capacity.due, Task::Capacity),
+            (run.waiting_clients.due, Task::WaitingClients),
             (ends.then_some(run.count_at), Task::EndIfIdle),
         ];
         first(run.check_at, &others)
@@ -107,15 +107,15 @@ impl Serving<'_> {
             Task::Heal => self.heal().await?,
             Task::Revive => self.revive().await?,
             Task::Bypasses => {
-                self.worker.bypasses.look_at = None;
-                let hindrances = &self.run.hindrances;
-                if !hindrances.has(ClearedBy::Check) && !hindrances.has(ClearedBy::Healing) {
-                    let processes = self.look_at_gpus().await?;
-                    self.worker.look_for_bypasses(Some(self.run), processes).await;
+                self.worker.bypasses.due = None;
+                let blockers = &self.run.blockers;
+                if !blockers.has_failed_check() && !blockers.has(ClearedBy::Healing) {
+                    let processes = self.read_gpus().await?;
+                    self.worker.find_bypasses(Some(self.run), processes).await;
                 }
             }
-            Task::Places => self.look_at_places().await?,
-            Task::Pending => self.look_at_pending(),
+            Task::Capacity => self.check_capacity().await?,
+            Task::WaitingClients => self.check_waiting_clients(),
             Task::EndIfIdle => return Ok(self.end_if_idle().await),
         }
         Ok(None)
@@ -161,7 +161,7 @@ impl Serving<'_> {
     }
 
     fn check_period(&self) -> Duration {
-        if self.run.hindrances.is_silent() {
+        if self.run.blockers.is_silent() {
             MISSED_PERIOD
         } else if self.run.in_use {
             CHECK_PERIOD_IN_USE
@@ -172,7 +172,7 @@ impl Serving<'_> {
 
     /// Counts a look that ended without an answer.
     pub(super) fn missed(&mut self, error: String) {
-        if self.run.hindrances.take_in(Some(Hindrance::no_answer(error.clone()))) == News::FirstMiss {
+        if self.run.blockers.observe(Some(Blocker::no_answer(error.clone()))) == Change::FirstMiss {
             self.worker.reporter.warning(error);
         }
     }
@@ -198,8 +198,12 @@ mod tests {
             (now, &[(Some(now), Task::EndIfIdle), (Some(now), Task::Heal)], (now, Task::Check)),
             (soon, &[(Some(now), Task::Revive), (Some(now), Task::Heal)], (now, Task::Heal)),
             (soon, &[(Some(now), Task::Revive), (Some(soon), Task::Heal)], (now, Task::Revive)),
-            (soon, &[(Some(now), Task::Pending), (Some(now), Task::Places)], (now, Task::Places)),
-            (soon, &[(Some(now), Task::Pending), (Some(soon), Task::Bypasses)], (now, Task::Pending)),
+            (soon, &[(Some(now), Task::WaitingClients), (Some(now), Task::Capacity)], (now, Task::Capacity)),
+            (
+                soon,
+                &[(Some(now), Task::WaitingClients), (Some(soon), Task::Bypasses)],
+                (now, Task::WaitingClients),
+            ),
             (soon, &[(Some(now), Task::EndIfIdle)], (now, Task::EndIfIdle)),
         ];
         for (check, others, expected) in table {

@@ -47,7 +47,7 @@ pub(super) struct Member {
 
 /// All that these members have together.
 pub(super) fn in_use<'m>(members: impl IntoIterator<Item = &'m Member>) -> InUse {
-    InUse::of(members.into_iter().map(|member| member.memory_mib))
+    InUse::sum(members.into_iter().map(|member| member.memory_mib))
 }
 
 /// The parts of the budget that the clients are more than. Memory that is not known is never too much.
@@ -86,7 +86,7 @@ pub(super) fn victims(budget: Budget, members: &[Member]) -> Vec<Identity> {
 }
 
 /// These parts of a budget that is exceeded, in words that stay the same while the clients change.
-pub(super) fn in_words(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
+pub(super) fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
     let word = |part: &Part| match part {
         Part::Memory => format!("its clients hold more than its {} MiB together", budget.memory_mib),
         Part::Clients => format!("it has more than {}", counted(budget.max_clients as usize, "client")),
@@ -107,7 +107,7 @@ mod tests {
             process: Identity { pid, start_time },
             memory_mib: Some(memory_mib),
             known_by: KnownBy::Mount,
-            tenant: Tenant::of(std::process::id()).ok(),
+            tenant: Tenant::read(std::process::id()).ok(),
             stays: false,
         }
     }
@@ -176,12 +176,12 @@ mod tests {
     fn the_words_name_the_limits() {
         let both = BTreeSet::from([Part::Clients, Part::Memory]);
         assert_eq!(
-            in_words(BUDGET, &both),
+            describe(BUDGET, &both),
             "its clients hold more than its 100 MiB together; it has more than 2 clients"
         );
-        assert_eq!(in_words(BUDGET, &BTreeSet::new()), "");
+        assert_eq!(describe(BUDGET, &BTreeSet::new()), "");
         let one = Budget { max_clients: 1, ..BUDGET };
-        assert_eq!(in_words(one, &BTreeSet::from([Part::Clients])), "it has more than 1 client");
+        assert_eq!(describe(one, &BTreeSet::from([Part::Clients])), "it has more than 1 client");
     }
 
     prop_compose! {

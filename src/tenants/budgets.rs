@@ -1,5 +1,5 @@
 //! Watches over the budgets of the slices of each GPU. A look asks NVML for the clients and their memory, and the kernel
-//! for their slices; it starts no front end. A look follows when a client has come and with each regular check of the
+//! for their slices; it starts no front end. A look follows when a client has come and with each health check of the
 //! control daemon, and every second while some slice has two clients or more: the driver itself binds one.
 
 use common::published::usage::{GpuUse, SliceUse};
@@ -13,12 +13,12 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::budget::{self, Budget, Member, Part};
 use super::clients::{owner, users};
-use super::cut_back::{Cutter, Fate, OverBudget, Victim};
-use super::in_words::{Whose, in_words};
-use super::members::{Cut, Members};
-use super::overuse::{MESSAGES, Shown};
-use crate::allowance::Allowance;
+use super::describe::{Whose, describe};
+use super::enforcement::{Cutter, EnforcementOutcome, OverBudget, Victim};
+use super::members::{Members, SlicedGpu};
+use super::overuse::{MESSAGES, ShownOveruse};
 use crate::mps::control::Control;
+use crate::rate_limit::RateLimit;
 use crate::supervisor::bells::{Bell, Bells};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::config::OnOveruse;
@@ -49,15 +49,15 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// The budgets of a GPU's slices, and the answer to more.
 #[derive(Debug, Clone)]
 pub(crate) struct GpuBudget {
-    cut: Cut,
+    cut: SlicedGpu,
     budget: Budget,
     on_overuse: OnOveruse,
 }
 
 impl GpuBudget {
     /// The budgets of this GPU's slices, with its UUID. None if its clients can't be counted.
-    pub(crate) fn of(plan: &GpuPlan, on_overuse: OnOveruse, all: &Slices) -> Option<(String, Self)> {
-        let cut = Cut { gpu: plan.gpu.pci.address, slices: plan.slices, all: all.clone() };
+    pub(crate) fn from_plan(plan: &GpuPlan, on_overuse: OnOveruse, all: &Slices) -> Option<(String, Self)> {
+        let cut = SlicedGpu { gpu: plan.gpu.id(), slices: plan.slices, all: all.clone() };
         let budget = Budget { memory_mib: plan.memory_limit_mib, max_clients: plan.max_clients? };
         Some((plan.gpu.uuid()?.to_owned(), Self { cut, budget, on_overuse }))
     }
@@ -71,7 +71,7 @@ impl GpuBudget {
     }
 
     fn name(&self, slice: u32) -> String {
-        format!("{}-{slice}", self.cut.gpu.short())
+        self.cut.gpu.slice(slice).to_string()
     }
 }
 
@@ -88,7 +88,7 @@ pub(crate) struct OverUse {
 
 /// Something for the loop to tell, or to answer.
 #[derive(Debug)]
-pub(crate) enum News {
+pub(crate) enum BudgetEvent {
     OverUse(OverUse, String),
     /// The name of a slice that was over its budget, and which clients have lost their work for it, or can't.
     CutBack(String, String),
@@ -106,14 +106,14 @@ pub(crate) struct Budgets {
     bells: Bells,
     /// Wakes the loop up.
     changed: Arc<Notify>,
-    news: mpsc::Sender<News>,
+    events: mpsc::Sender<BudgetEvent>,
     /// By UUID.
-    watched: BTreeMap<String, Watched>,
+    watched: BTreeMap<String, WatchHandle>,
 }
 
 /// A watch over one GPU. It ends with this value.
 #[derive(Debug)]
-struct Watched {
+struct WatchHandle {
     budget: watch::Sender<GpuBudget>,
     uses: watch::Receiver<GpuUse>,
     /// When the last look began that has ended.
@@ -122,7 +122,7 @@ struct Watched {
     task: JoinHandle<()>,
 }
 
-impl Drop for Watched {
+impl Drop for WatchHandle {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -133,9 +133,9 @@ impl Budgets {
         nvml: ComputeModes,
         bells: Bells,
         changed: Arc<Notify>,
-        news: mpsc::Sender<News>,
+        events: mpsc::Sender<BudgetEvent>,
     ) -> Self {
-        Self { nvml, bells, changed, news, watched: BTreeMap::new() }
+        Self { nvml, bells, changed, events, watched: BTreeMap::new() }
     }
 
     /// Watches over these GPUs from now on, and over no others.
@@ -153,32 +153,32 @@ impl Budgets {
         }
     }
 
-    fn watch(&self, uuid: &str, budget: GpuBudget) -> Watched {
+    fn watch(&self, uuid: &str, budget: GpuBudget) -> WatchHandle {
         let (sender, received) = watch::channel(budget.clone());
         let (uses, uses_seen) = watch::channel(GpuUse::default());
         let (looked, looked_seen) = watch::channel(None);
-        let bell = self.bells.of(uuid);
+        let bell = self.bells.for_gpu(uuid);
         let now = Instant::now();
-        let watch = Watch {
+        let watch = GpuWatch {
             uuid: uuid.to_owned(),
             gpu: budget,
             nvml: self.nvml.clone(),
             kernel: Blocking::new(1),
             changed: Arc::clone(&self.changed),
-            news: self.news.clone(),
+            events: self.events.clone(),
             uses,
             looked,
             members: Members::new(),
             spare: true,
             slices: BTreeMap::new(),
             looked_at: now.checked_sub(SHARE).unwrap_or(now),
-            look_at: Some(now),
+            due: Some(now),
             busy: false,
             attempt: Attempt { at: now, pause: PERIOD },
             cutter: Some(Cutter::default()),
         };
         let task = tokio::spawn(watch.run(received, Arc::clone(&bell)));
-        Watched { budget: sender, uses: uses_seen, looked: looked_seen, bell, task }
+        WatchHandle { budget: sender, uses: uses_seen, looked: looked_seen, bell, task }
     }
 
     /// Has every GPU looked at that was not looked at just now. The answer goes through the loop, behind the published
@@ -194,10 +194,10 @@ impl Budgets {
                 looks.spawn(async move { drop(looked.wait_for(is_fresh).await) });
             }
         }
-        let news = self.news.clone();
+        let events = self.events.clone();
         tokio::spawn(async move {
             let _ = timeout(ASKED, looks.join_all()).await;
-            let _ = news.send(News::Looked(published)).await;
+            let _ = events.send(BudgetEvent::Looked(published)).await;
         });
     }
 
@@ -217,29 +217,29 @@ struct Attempt {
 
 /// All that is told of one slice.
 #[derive(Debug)]
-struct Told {
-    shown: Shown,
+struct SliceMessages {
+    shown: ShownOveruse,
     /// The number of messages about ended clients that may be written.
-    endings: Allowance,
+    endings: RateLimit,
 }
 
-impl Told {
+impl SliceMessages {
     fn new() -> Self {
-        Self { shown: Shown::new(), endings: Allowance::new(MESSAGES) }
+        Self { shown: ShownOveruse::new(), endings: RateLimit::new(MESSAGES) }
     }
 }
 
 /// The end of an attempt, with the owners of the clients that were there at its beginning.
 type Attempted = (Cutter, Vec<Victim>, BTreeMap<u32, Whose>);
 
-struct Watch {
+struct GpuWatch {
     uuid: String,
     gpu: GpuBudget,
     nvml: ComputeModes,
     /// Asks the kernel for the owners of clients.
     kernel: Blocking,
     changed: Arc<Notify>,
-    news: mpsc::Sender<News>,
+    events: mpsc::Sender<BudgetEvent>,
     uses: watch::Sender<GpuUse>,
     looked: watch::Sender<Option<Instant>>,
     members: Members,
@@ -247,9 +247,9 @@ struct Watch {
     /// smaller. No restart and no reload ends the work of clients.
     spare: bool,
     /// By the ordinals of the slices.
-    slices: BTreeMap<u32, Told>,
+    slices: BTreeMap<u32, SliceMessages>,
     looked_at: Instant,
-    look_at: Option<Instant>,
+    due: Option<Instant>,
     /// Some slice had two clients or more at the last look.
     busy: bool,
     attempt: Attempt,
@@ -257,7 +257,7 @@ struct Watch {
     cutter: Option<Cutter>,
 }
 
-impl Watch {
+impl GpuWatch {
     async fn run(mut self, mut budget: watch::Receiver<GpuBudget>, bell: Arc<Bell>) {
         let mut attempted: Option<JoinHandle<Attempted>> = None;
         loop {
@@ -285,10 +285,10 @@ impl Watch {
                     self.has_attempted(ended.ok()).await;
                     continue;
                 }
-                () = or_never(self.look_at.map(sleep_until)) => {}
+                () = or_never(self.due.map(sleep_until)) => {}
             }
             sleep_until(self.looked_at + SHARE).await;
-            let over = self.look(come).await;
+            let over = self.measure(come).await;
             self.looked.send_replace(Some(self.looked_at));
             if !over.is_empty() && attempted.is_none() {
                 attempted = self.begin_attempt(over).await;
@@ -297,7 +297,7 @@ impl Watch {
     }
 
     /// Looks at the clients, and publishes and tells what is new. Returns the slices that are over their budgets.
-    async fn look(&mut self, come: bool) -> Vec<OverBudget> {
+    async fn measure(&mut self, come: bool) -> Vec<OverBudget> {
         let now = Instant::now();
         self.looked_at = now;
         let uuid = &self.uuid;
@@ -305,9 +305,8 @@ impl Watch {
             Ok(processes) => processes,
             Err(error) => {
                 tracing::debug!(gpu_uuid = uuid, "the clients of {uuid} are not known: {error}");
-                let is_shown = |told: &Told| !told.shown.parts().is_empty();
-                self.look_at =
-                    (come || self.busy || self.slices.values().any(is_shown)).then(|| now + PERIOD);
+                let is_shown = |told: &SliceMessages| !told.shown.parts().is_empty();
+                self.due = (come || self.busy || self.slices.values().any(is_shown)).then(|| now + PERIOD);
                 return Vec::new();
             }
         };
@@ -316,33 +315,33 @@ impl Watch {
             self.members.spare(&processes);
         }
         let mut members = self.members.by_slice(&processes, &self.gpu.cut).await;
-        let (mut uses, mut over, mut news) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut uses, mut over, mut events) = (Vec::new(), Vec::new(), Vec::new());
         for slice in 0..self.gpu.cut.slices {
             let of_slice = members.remove(&slice).unwrap_or_default();
             let in_use = budget::in_use(&of_slice);
             let exceeded = budget::exceeded(self.gpu.budget, in_use);
             let (shown, changed) = self.show(slice, &exceeded);
             if changed {
-                news.push(self.in_words(slice, &shown, in_use, &of_slice).await);
+                events.push(self.describe(slice, &shown, in_use, &of_slice).await);
             }
-            let overuse = budget::in_words(self.gpu.budget, &shown);
+            let overuse = budget::describe(self.gpu.budget, &shown);
             uses.push(SliceUse { clients: in_use.clients, memory_mib: in_use.memory_mib, overuse });
             if !exceeded.is_empty() {
                 over.push(OverBudget { slice, budget: self.gpu.budget, members: of_slice });
             }
         }
         self.busy = uses.iter().any(|one| one.clients > 1);
-        let again = self.slices.values_mut().filter_map(|told| told.shown.look_at(now));
+        let again = self.slices.values_mut().filter_map(|told| told.shown.next_check(now));
         let busy = (come || self.busy).then(|| now + PERIOD);
-        self.look_at = again.chain(busy).min();
+        self.due = again.chain(busy).min();
         let clients = processes.iter().filter(|process| process.via_mps);
-        let all = Some(InUse::of(clients.map(|process| process.memory_mib)));
+        let all = Some(InUse::sum(clients.map(|process| process.memory_mib)));
         let uses = GpuUse { slices: uses, all };
         if self.uses.send_if_modified(|before| std::mem::replace(before, uses.clone()) != uses) {
             self.changed.notify_one();
         }
-        for news in news {
-            self.tell(news).await;
+        for event in events {
+            self.send(event).await;
         }
         over
     }
@@ -353,21 +352,27 @@ impl Watch {
         if !self.slices.contains_key(&slice) && exceeded.is_empty() {
             return (BTreeSet::new(), false);
         }
-        let told = self.slices.entry(slice).or_insert_with(Told::new);
-        let changed = told.shown.take_in(exceeded, now);
+        let told = self.slices.entry(slice).or_insert_with(SliceMessages::new);
+        let changed = told.shown.observe(exceeded, now);
         (told.shown.parts(), changed)
     }
 
     /// The words that are shown of a slice.
-    async fn in_words(&self, slice: u32, shown: &BTreeSet<Part>, in_use: InUse, members: &[Member]) -> News {
+    async fn describe(
+        &self,
+        slice: u32,
+        shown: &BTreeSet<Part>,
+        in_use: InUse,
+        members: &[Member],
+    ) -> BudgetEvent {
         let device = self.gpu.name(slice);
         if shown.is_empty() {
-            return News::Event(format!("{device} is within its budget again"));
+            return BudgetEvent::Event(format!("{device} is within its budget again"));
         }
-        let words = budget::in_words(self.gpu.budget, shown);
+        let words = budget::describe(self.gpu.budget, shown);
         let memory = in_use.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
         let pids: Vec<u32> = members.iter().map(|member| member.process.pid).collect();
-        let who = in_words(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
+        let who = describe(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
         let spared = match budget::shared(members) {
             Some(reason) if self.gpu.on_overuse == OnOveruse::Terminate => {
                 format!("; nobody's work is ended: {reason}")
@@ -376,12 +381,12 @@ impl Watch {
         };
         let text = format!("{device} is over its budget: {words}; {memory}in use by {who}{spared}");
         let reasons = shown.iter().map(|part| part.as_str()).collect();
-        News::OverUse(OverUse { device, reasons, pids }, text)
+        BudgetEvent::OverUse(OverUse { device, reasons, pids }, text)
     }
 
-    async fn tell(&self, news: News) {
-        // The loop takes the news as long as the service runs.
-        let _ = self.news.send(news).await;
+    async fn send(&self, event: BudgetEvent) {
+        // The loop takes the events as long as the service runs.
+        let _ = self.events.send(event).await;
     }
 
     /// The owners of these clients. A process that can't be looked at now has its PID alone.
@@ -405,11 +410,11 @@ impl Watch {
         let pids = over.iter().flat_map(|slice| &slice.members).map(|member| member.process.pid).collect();
         let owners = self.owners(pids).await;
         let mut cutter = self.cutter.take()?;
-        let news = self.news.clone();
+        let events = self.events.clone();
         // Beside the looks: the control daemon waits for each client that it ends.
         Some(tokio::spawn(async move {
             let (reply, answer) = oneshot::channel();
-            let _ = news.send(News::Controls(reply)).await;
+            let _ = events.send(BudgetEvent::Controls(reply)).await;
             let controls = answer.await.unwrap_or_default();
             let victims = cutter.cut_back(&controls, over).await;
             (cutter, victims, owners)
@@ -421,34 +426,35 @@ impl Watch {
         let (cutter, victims, owners) = attempted.unwrap_or_default();
         self.cutter = Some(cutter);
         let now = Instant::now();
-        let ended_one = victims.iter().any(|victim| victim.fate == Fate::Ended);
+        let ended_one = victims.iter().any(|victim| victim.fate == EnforcementOutcome::Ended);
         self.attempt.pause = if ended_one { PERIOD } else { (self.attempt.pause * 2).min(LAST_PAUSE) };
         self.attempt.at = now + self.attempt.pause;
         let slices: BTreeSet<u32> = victims.iter().map(|victim| victim.slice).collect();
         for slice in slices {
             let of_slice = || victims.iter().filter(|victim| victim.slice == slice);
             let owner = |victim: &Victim| owners.get(&victim.process.pid).cloned();
-            let ended = of_slice().filter(|victim| victim.fate == Fate::Ended).filter_map(owner);
+            let ended =
+                of_slice().filter(|victim| victim.fate == EnforcementOutcome::Ended).filter_map(owner);
             let stay = of_slice().find_map(|victim| match &victim.fate {
-                Fate::Stays(reason) => Some((owner(victim)?, reason)),
-                Fate::Ended => None,
+                EnforcementOutcome::Stays(reason) => Some((owner(victim)?, reason)),
+                EnforcementOutcome::Ended => None,
             });
-            let told = self.slices.entry(slice).or_insert_with(Told::new);
+            let told = self.slices.entry(slice).or_insert_with(SliceMessages::new);
             if !told.endings.take(ended.clone().count(), now) {
                 continue;
             }
-            let untold = told.endings.untold().map_or(String::new(), |untold| {
-                format!("; before, also of {untold} clients that are not named")
+            let suppressed = told.endings.suppressed().map_or(String::new(), |suppressed| {
+                format!("; before, also of {suppressed} clients that are not named")
             });
             let device = self.gpu.name(slice);
-            if let Some(who) = in_words(ended) {
-                let text = format!("GPU work ended since {device} was over its budget, of {who}{untold}");
-                self.tell(News::CutBack(device.clone(), text)).await;
+            if let Some(who) = describe(ended) {
+                let text = format!("GPU work ended since {device} was over its budget, of {who}{suppressed}");
+                self.send(BudgetEvent::CutBack(device.clone(), text)).await;
             }
             if let Some((who, reason)) = stay {
                 let text =
                     format!("{device} is over its budget, and the work of {who} can't be ended: {reason}");
-                self.tell(News::CutBack(device, text)).await;
+                self.send(BudgetEvent::CutBack(device, text)).await;
             }
         }
     }

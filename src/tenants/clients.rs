@@ -27,7 +27,7 @@ const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone)]
-pub(crate) struct Serving {
+pub(crate) struct ServingDaemon {
     /// The way to ask it. None while no control daemon runs.
     pub control: watch::Receiver<Option<Arc<Control>>>,
     /// The UUIDs of its GPUs.
@@ -41,14 +41,14 @@ pub(crate) struct Serving {
 }
 
 /// The findings of one look at the GPUs of one control daemon.
-struct Look {
+struct Scan {
     clients: Vec<Client>,
     /// The processes on each of its GPUs, by UUID.
     processes: BTreeMap<String, Vec<GpuProcess>>,
     bypasses: Vec<Bypass>,
 }
 
-impl Look {
+impl Scan {
     /// The driver's facts about a process on a GPU.
     fn process(&self, uuid: &str, pid: u32) -> Option<&GpuProcess> {
         self.processes.get(uuid)?.iter().find(|process| process.pid == pid)
@@ -59,7 +59,7 @@ impl Look {
 /// does not answer and a process that can't be looked at are errors: a reader would take a list with holes for the
 /// truth.
 pub(crate) async fn list(
-    serving: Vec<Serving>,
+    serving: Vec<ServingDaemon>,
     slices: Slices,
     nvml: ComputeModes,
     kernel: &Blocking,
@@ -67,7 +67,7 @@ pub(crate) async fn list(
     let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
     // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
     let viewed = kernel.ask(VIEW_TIMEOUT, move || {
-        let about = About { users: users(), mounts: SliceMounts::look(&slices), slices };
+        let about = ListContext { users: users(), mounts: SliceMounts::find(&slices), slices };
         let mut listed = BTreeSet::new();
         let views = serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &about));
         // A control daemon that waits for another one of ours finds the clients of that one.
@@ -82,21 +82,21 @@ pub(crate) async fn list(
 }
 
 async fn looks(
-    serving: Vec<Serving>,
+    serving: Vec<ServingDaemon>,
     nvml: &ComputeModes,
-) -> Result<(Vec<Serving>, Vec<Look>), ControlError> {
+) -> Result<(Vec<ServingDaemon>, Vec<Scan>), ControlError> {
     let mut looks = Vec::new();
     for one in &serving {
-        looks.push(look(one, nvml).await?);
+        looks.push(scan(one, nvml).await?);
     }
-    let is_new = |one: &Serving, look: &Look| {
+    let is_new = |one: &ServingDaemon, look: &Scan| {
         look.bypasses.iter().any(|bypass| !one.bypasses.iter().any(|known| known.is(bypass)))
     };
     if serving.iter().zip(&looks).any(|(one, look)| is_new(one, look)) {
         sleep(CONFIRM_AFTER).await;
         for (one, first) in serving.iter().zip(&mut looks) {
             if is_new(one, first) {
-                let mut second = look(one, nvml).await?;
+                let mut second = scan(one, nvml).await?;
                 second.bypasses.retain(|bypass| first.bypasses.iter().any(|before| before.is(bypass)));
                 *first = second;
             }
@@ -105,18 +105,18 @@ async fn looks(
     Ok((serving, looks))
 }
 
-async fn look(one: &Serving, nvml: &ComputeModes) -> Result<Look, ControlError> {
-    let looks = nvml.look_at(one.gpus.clone(), true).await.into_iter();
+async fn scan(one: &ServingDaemon, nvml: &ComputeModes) -> Result<Scan, ControlError> {
+    let looks = nvml.read_gpus(one.gpus.clone(), true).await.into_iter();
     let processes: BTreeMap<_, _> =
         looks.map(|(uuid, look)| (uuid, look.map(|(_, processes)| processes).unwrap_or_default())).collect();
     let Some((servers, clients)) = servers_and_clients(one).await? else {
         let clients = if one.control.borrow().is_none() { of_whichever(&processes) } else { Vec::new() };
-        return Ok(Look { clients, processes, bypasses: one.bypasses.clone() });
+        return Ok(Scan { clients, processes, bypasses: one.bypasses.clone() });
     };
     let pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
     let find = |(uuid, processes): (&String, &Vec<_>)| bypass::find(uuid, processes, &servers, &pids);
     let bypasses = processes.iter().flat_map(find).collect();
-    Ok(Look { clients, processes, bypasses })
+    Ok(Scan { clients, processes, bypasses })
 }
 
 /// The MPS clients that the driver lists, by GPU: those of another control daemon, while ours waits for its end.
@@ -131,7 +131,7 @@ fn of_whichever(processes: &BTreeMap<String, Vec<GpuProcess>>) -> Vec<Client> {
 }
 
 /// None while it does not serve.
-async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Client>)>, ControlError> {
+async fn servers_and_clients(one: &ServingDaemon) -> Result<Option<(Vec<u32>, Vec<Client>)>, ControlError> {
     let Some(control) = one.control.borrow().clone() else { return Ok(None) };
     let asked = async {
         let pids = control.client_pids(&one.servers).await?;
@@ -146,14 +146,14 @@ async fn servers_and_clients(one: &Serving) -> Result<Option<(Vec<u32>, Vec<Clie
 }
 
 /// Whether this control daemon runs no longer, by the word of its supervisor, which may have ended as well.
-async fn has_gone(one: &Serving, asked: &Arc<Control>) -> bool {
+async fn has_gone(one: &ServingDaemon, asked: &Arc<Control>) -> bool {
     let mut control = one.control.clone();
     let another_runs =
         control.wait_for(|now| !now.as_ref().is_some_and(|running| Arc::ptr_eq(running, asked)));
     timeout(END_TIMEOUT, another_runs).await.is_ok()
 }
 
-fn views(one: &Serving, look: &Look, about: &About) -> Vec<ClientView> {
+fn views(one: &ServingDaemon, look: &Scan, about: &ListContext) -> Vec<ClientView> {
     let pids: BTreeSet<u32> = look.clients.iter().map(|client| client.pid).collect();
     let mut views: Vec<ClientView> = Vec::new();
     for pid in pids {
@@ -173,7 +173,7 @@ fn views(one: &Serving, look: &Look, about: &About) -> Vec<ClientView> {
         let view = about.view(process.pid, command, String::new(), None);
         // A server may have taken it by now, or it may have ended.
         let waits = !views.iter().any(|served| served.pid == process.pid)
-            && Identity::of(process.pid).ok() == Some(*process);
+            && Identity::read(process.pid).ok() == Some(*process);
         waits.then_some(ClientView { waiting: true, ..view })
     });
     let waiting: Vec<ClientView> = waiting.collect();
@@ -183,7 +183,7 @@ fn views(one: &Serving, look: &Look, about: &About) -> Vec<ClientView> {
 
 /// The GPUs of a client, each once. The control daemon and the driver must both name the GPU, since a program can
 /// choose a name that adds rows to the control daemon's list. The control daemon knows a client before the driver does.
-fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
+fn gpus_of(pid: u32, one: &ServingDaemon, look: &Scan) -> BTreeSet<String> {
     let connections = look.clients.iter().filter(|client| client.pid == pid);
     let said: Vec<&String> = connections
         .filter_map(|client| one.gpus.iter().find(|uuid| client.is_on(std::iter::once(*uuid))))
@@ -198,19 +198,19 @@ fn gpus_of(pid: u32, one: &Serving, look: &Look) -> BTreeSet<String> {
 }
 
 /// All that is the same for every process of one list.
-struct About {
+struct ListContext {
     /// The names of the host's users, as a text.
     users: String,
     mounts: SliceMounts,
     slices: Slices,
 }
 
-impl About {
+impl ListContext {
     fn view(&self, pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>) -> ClientView {
         let status = proc::status(pid).ok();
-        let uid = status.as_ref().and_then(proc::Status::real_uid);
+        let uid = status.as_ref().and_then(proc::ProcessStatus::real_uid);
         let seen = self.mounts.see(pid).ok();
-        let effective = status.as_ref().and_then(proc::Status::effective_uid);
+        let effective = status.as_ref().and_then(proc::ProcessStatus::effective_uid);
         let may_command = seen.as_ref().zip(effective).map(|(seen, effective)| seen.may_command(effective));
         let slices = seen.and_then(|seen| seen.slices(pid).ok().flatten());
         let slices = slices.and_then(|all| self.slices.on(&gpu_uuid, all));

@@ -9,10 +9,10 @@ use tokio::time::Instant;
 
 use super::budget::Member;
 use common::host::blocking::Blocking;
-use common::host::gpu::PciAddress;
+use common::host::device_name::{DeviceName, GpuId};
 use common::host::identity::Identity;
 use common::host::nvml::GpuProcess;
-use common::membership::{KnownBy, Membership, Seen, SliceMounts, Slices, Tenant};
+use common::membership::{KnownBy, Membership, ProcessMounts, SliceMounts, Slices, Tenant};
 
 /// The time that the kernel gets for a question about a process. It takes microseconds, but a program can hold up
 /// everybody who reads its memory, where its environment is.
@@ -27,8 +27,8 @@ const AGAIN: Duration = Duration::from_secs(60);
 
 /// A GPU as its members are told apart.
 #[derive(Debug, Clone)]
-pub(super) struct Cut {
-    pub gpu: PciAddress,
+pub(super) struct SlicedGpu {
+    pub gpu: GpuId,
     /// The number of its slices.
     pub slices: u32,
     /// The slices of all control daemons.
@@ -37,7 +37,7 @@ pub(super) struct Cut {
 
 /// The slice of a process on this GPU.
 #[derive(Debug, Clone)]
-enum Place {
+enum MemberSlice {
     /// The tenant is None if the process has not let itself be looked at.
     Slice(u32, KnownBy, Option<Tenant>),
     /// It has none, as of this moment.
@@ -51,7 +51,7 @@ enum Place {
 pub(super) struct Members {
     kernel: Blocking,
     /// The slice of each client, by PID. The slice of a process does not change.
-    known: BTreeMap<u32, (Identity, Place)>,
+    known: BTreeMap<u32, (Identity, MemberSlice)>,
     /// The clients that are not ended for their slice's budget, by PID.
     spared: BTreeMap<u32, Identity>,
 }
@@ -63,13 +63,13 @@ impl Members {
 
     /// Looks at all clients once more, since the slices may be others.
     pub(super) fn look_again(&mut self) {
-        self.known.retain(|_, (_, place)| matches!(place, Place::Hidden));
+        self.known.retain(|_, (_, place)| matches!(place, MemberSlice::Hidden));
     }
 
     /// Spares the clients among these processes, whatever is known of them, until each has certainly gone.
     pub(super) fn spare(&mut self, processes: &[GpuProcess]) {
         let clients = processes.iter().filter(|process| process.via_mps);
-        self.spared.extend(clients.filter_map(|client| Some((client.pid, Identity::of(client.pid).ok()?))));
+        self.spared.extend(clients.filter_map(|client| Some((client.pid, Identity::read(client.pid).ok()?))));
     }
 
     /// The clients among these processes, by the ordinal of their slice. A client without a known slice of this GPU is
@@ -77,12 +77,14 @@ impl Members {
     pub(super) async fn by_slice(
         &mut self,
         processes: &[GpuProcess],
-        cut: &Cut,
+        cut: &SlicedGpu,
     ) -> BTreeMap<u32, Vec<Member>> {
         let clients: BTreeMap<u32, (Identity, Option<u64>)> = processes
             .iter()
             .filter(|process| process.via_mps)
-            .filter_map(|process| Some((process.pid, (Identity::of(process.pid).ok()?, process.memory_mib))))
+            .filter_map(|process| {
+                Some((process.pid, (Identity::read(process.pid).ok()?, process.memory_mib)))
+            })
             .collect();
         let there = |pid: &u32, known: &mut Identity| clients.get(pid).is_some_and(|(now, _)| now == known);
         self.known.retain(|pid, (known, _)| there(pid, known));
@@ -91,7 +93,7 @@ impl Members {
         self.ask(clients.iter().map(|(pid, (process, _))| (*pid, *process)), cut).await;
         let mut members: BTreeMap<u32, Vec<Member>> = BTreeMap::new();
         for (pid, (process, memory_mib)) in clients {
-            if let Some((_, Place::Slice(slice, known_by, tenant))) = self.known.get(&pid) {
+            if let Some((_, MemberSlice::Slice(slice, known_by, tenant))) = self.known.get(&pid) {
                 let (known_by, tenant) = (*known_by, tenant.clone());
                 let stays = self.spared.get(&pid) == Some(&process);
                 let member = Member { process, memory_mib, known_by, tenant, stays };
@@ -102,11 +104,11 @@ impl Members {
     }
 
     /// Asks the kernel about the clients that are not known.
-    async fn ask(&mut self, clients: impl Iterator<Item = (u32, Identity)>, cut: &Cut) {
+    async fn ask(&mut self, clients: impl Iterator<Item = (u32, Identity)>, cut: &SlicedGpu) {
         let is_known = |pid: &u32| match self.known.get(pid) {
             None => false,
-            Some((_, Place::Nowhere(since))) => since.elapsed() < AGAIN,
-            Some((_, Place::Slice(..) | Place::Hidden)) => true,
+            Some((_, MemberSlice::Nowhere(since))) => since.elapsed() < AGAIN,
+            Some((_, MemberSlice::Slice(..) | MemberSlice::Hidden)) => true,
         };
         let unknown: Vec<(u32, Identity)> = clients.filter(|(pid, _)| !is_known(pid)).collect();
         if unknown.is_empty() {
@@ -114,8 +116,8 @@ impl Members {
         }
         let all = cut.all.clone();
         let mounted = self.kernel.ask(PATIENCE, move || {
-            let mounts = SliceMounts::look(&all);
-            let mounted = |pid| mounts.see(pid).ok().and_then(Seen::mounted);
+            let mounts = SliceMounts::find(&all);
+            let mounted = |pid| mounts.see(pid).ok().and_then(ProcessMounts::mounted);
             let mounted = unknown.into_iter().map(|(pid, process)| (pid, process, mounted(pid)));
             let mounted: Vec<_> = mounted.collect();
             (Arc::new(mounts), mounted)
@@ -127,7 +129,7 @@ impl Members {
             asked.spawn(async move {
                 let membership = match mounted {
                     Some(mounted) => Some(Some(mounted)),
-                    None => kernel.ask(PATIENCE, move || mounts.of(pid).ok().flatten()).await,
+                    None => kernel.ask(PATIENCE, move || mounts.slices_of(pid).ok().flatten()).await,
                 };
                 (pid, process, membership)
             });
@@ -135,12 +137,12 @@ impl Members {
         while let Some(answer) = asked.join_next().await {
             let Ok((pid, process, membership)) = answer else { continue };
             let place = match membership.map(|known| slice_on(cut, known?)) {
-                None => Place::Hidden,
-                Some(None) => Place::Nowhere(Instant::now()),
-                Some(Some((slice, known_by))) => Place::Slice(slice, known_by, Tenant::of(pid).ok()),
+                None => MemberSlice::Hidden,
+                Some(None) => MemberSlice::Nowhere(Instant::now()),
+                Some(Some((slice, known_by))) => MemberSlice::Slice(slice, known_by, Tenant::read(pid).ok()),
             };
             // If the process has ended, its PID may have been another's while it was looked at.
-            if Identity::of(pid).ok() == Some(process) {
+            if Identity::read(pid).ok() == Some(process) {
                 self.known.insert(pid, (process, place));
             }
         }
@@ -148,13 +150,11 @@ impl Members {
 }
 
 /// The first slice of this GPU that a process has: MPS can't join slices.
-fn slice_on(cut: &Cut, membership: Membership) -> Option<(u32, KnownBy)> {
+fn slice_on(cut: &SlicedGpu, membership: Membership) -> Option<(u32, KnownBy)> {
     let membership = membership.on(cut.gpu)?;
-    let gpu = cut.gpu.short();
-    let ordinal = |name: &String| {
-        let (address, ordinal) = name.split_once('-')?;
-        let ordinal = ordinal.parse().ok().filter(|ordinal| *ordinal < cut.slices)?;
-        (address == gpu).then_some(ordinal)
+    let ordinal = |name: &DeviceName| match name {
+        DeviceName::Slice(slice) if slice.gpu == cut.gpu && slice.ordinal < cut.slices => Some(slice.ordinal),
+        _ => None,
     };
     Some((membership.slices.iter().find_map(ordinal)?, membership.known_by))
 }
@@ -163,14 +163,14 @@ fn slice_on(cut: &Cut, membership: Membership) -> Option<(u32, KnownBy)> {
 mod tests {
     use super::*;
 
-    fn cut(gpu: &str) -> Cut {
-        Cut { gpu: gpu.parse().unwrap(), slices: 4, all: Slices::default() }
+    fn cut(gpu: &str) -> SlicedGpu {
+        SlicedGpu { gpu: gpu.parse().unwrap(), slices: 4, all: Slices::default() }
     }
 
     #[test]
     fn a_client_counts_on_each_gpu_for_its_slice_there() {
         let on = |gpu: &str, slices: &[&str]| {
-            let slices = slices.iter().map(|slice| (*slice).to_owned()).collect();
+            let slices = slices.iter().map(|slice| slice.parse().unwrap()).collect();
             let membership = Membership { slices, known_by: KnownBy::Environment };
             slice_on(&cut(gpu), membership).map(|(ordinal, _)| ordinal)
         };
@@ -203,15 +203,15 @@ mod tests {
     #[tokio::test]
     async fn whoever_is_spared_stays_until_it_has_gone() {
         let mut members = Members::new();
-        let process = Identity::of(std::process::id()).unwrap();
+        let process = Identity::read(std::process::id()).unwrap();
         // Nothing is known of the process yet but that the driver lists it.
         members.spare(&[this_one(true), GpuProcess { pid: u32::MAX, ..this_one(true) }]);
         // The driver leaves it out for a moment.
         members.by_slice(&[], &cut("00:06.0")).await;
-        let place = || Place::Slice(2, KnownBy::Mount, Tenant::of(process.pid).ok());
+        let place = || MemberSlice::Slice(2, KnownBy::Mount, Tenant::read(process.pid).ok());
         members.known.insert(process.pid, (process, place()));
         let found = members.by_slice(&[this_one(true)], &cut("00:06.0")).await;
-        let tenant = Tenant::of(process.pid).ok();
+        let tenant = Tenant::read(process.pid).ok();
         let member = Member { process, memory_mib: Some(7), known_by: KnownBy::Mount, tenant, stays: true };
         assert_eq!(found, BTreeMap::from([(2, vec![member])]));
         // Another process with the same PID is another client, and was not spared.

@@ -3,8 +3,8 @@
 pub(crate) mod budget;
 pub(crate) mod budgets;
 pub(crate) mod clients;
-mod cut_back;
-pub(crate) mod in_words;
+pub(crate) mod describe;
+mod enforcement;
 mod members;
 mod overuse;
 pub(crate) mod terminate;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::budget::Part;
-use crate::allowance::{Allowance, Rate};
+use crate::rate_limit::{Rate, RateLimit};
 
 /// The time that a slice has to fit before its overuse is no longer shown.
 const CALM: Duration = Duration::from_secs(3);
@@ -18,16 +18,16 @@ pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::fro
 
 /// The overuse of a slice, as it is shown.
 #[derive(Debug)]
-pub(super) struct Shown {
+pub(super) struct ShownOveruse {
     /// The parts of the budget that are shown as exceeded. None for a part that is exceeded at this moment; otherwise
     /// the time since when the slice fits.
     parts: BTreeMap<Part, Option<Instant>>,
-    allowance: Allowance,
+    rate_limit: RateLimit,
 }
 
-impl Shown {
+impl ShownOveruse {
     pub(super) fn new() -> Self {
-        Self { parts: BTreeMap::new(), allowance: Allowance::new(MESSAGES) }
+        Self { parts: BTreeMap::new(), rate_limit: RateLimit::new(MESSAGES) }
     }
 
     /// The parts of the budget that are shown as exceeded.
@@ -35,8 +35,8 @@ impl Shown {
         self.parts.keys().copied().collect()
     }
 
-    /// Takes in which parts are exceeded now. True if this changes what is shown.
-    pub(super) fn take_in(&mut self, exceeded: &BTreeSet<Part>, now: Instant) -> bool {
+    /// Records which parts are exceeded now. True if this changes what is shown.
+    pub(super) fn observe(&mut self, exceeded: &BTreeSet<Part>, now: Instant) -> bool {
         let before = self.parts();
         for (part, fits_since) in &mut self.parts {
             if exceeded.contains(part) {
@@ -47,16 +47,16 @@ impl Shown {
         }
         self.parts.extend(exceeded.iter().map(|part| (*part, None)));
         let calm = |fits_since: &Option<Instant>| fits_since.is_some_and(|since| now >= since + CALM);
-        if self.parts.values().any(calm) && self.allowance.take(1, now) {
+        if self.parts.values().any(calm) && self.rate_limit.take(1, now) {
             self.parts.retain(|_, fits_since| !calm(fits_since));
         }
         self.parts() != before
     }
 
     /// When to look again, although nothing may have changed by then: a part is still shown, and the slice fits.
-    pub(super) fn look_at(&mut self, now: Instant) -> Option<Instant> {
+    pub(super) fn next_check(&mut self, now: Instant) -> Option<Instant> {
         let calm = self.parts.values().flatten().map(|since| *since + CALM).min()?;
-        Some(calm.max(self.allowance.next(now)))
+        Some(calm.max(self.rate_limit.next(now)))
     }
 }
 
@@ -73,41 +73,41 @@ mod tests {
     #[test]
     fn overuse_is_shown_at_once_and_taken_back_after_a_while() {
         let start = Instant::now();
-        let mut shown = Shown::new();
-        assert!(!shown.take_in(&parts(&[]), start) && shown.look_at(start).is_none());
-        assert!(shown.take_in(&parts(&[Part::Memory]), start));
-        assert!(!shown.take_in(&parts(&[Part::Memory]), start + SECOND), "no news");
-        assert_eq!(shown.look_at(start + SECOND), None, "nothing is to be taken back");
-        assert!(shown.take_in(&parts(&[Part::Clients]), start + 2 * SECOND), "of another kind");
+        let mut shown = ShownOveruse::new();
+        assert!(!shown.observe(&parts(&[]), start) && shown.next_check(start).is_none());
+        assert!(shown.observe(&parts(&[Part::Memory]), start));
+        assert!(!shown.observe(&parts(&[Part::Memory]), start + SECOND), "no news");
+        assert_eq!(shown.next_check(start + SECOND), None, "nothing is to be taken back");
+        assert!(shown.observe(&parts(&[Part::Clients]), start + 2 * SECOND), "of another kind");
         assert_eq!(shown.parts(), parts(&[Part::Memory, Part::Clients]));
-        assert_eq!(shown.look_at(start + 2 * SECOND), Some(start + 2 * SECOND + CALM));
-        assert!(!shown.take_in(&parts(&[Part::Clients]), start + 4 * SECOND));
-        assert!(shown.take_in(&parts(&[Part::Clients]), start + 5 * SECOND));
+        assert_eq!(shown.next_check(start + 2 * SECOND), Some(start + 2 * SECOND + CALM));
+        assert!(!shown.observe(&parts(&[Part::Clients]), start + 4 * SECOND));
+        assert!(shown.observe(&parts(&[Part::Clients]), start + 5 * SECOND));
         assert_eq!(shown.parts(), parts(&[Part::Clients]));
-        assert!(!shown.take_in(&parts(&[]), start + 6 * SECOND));
-        assert!(!shown.take_in(&parts(&[Part::Clients]), start + 7 * SECOND), "it was shown all the time");
-        assert!(!shown.take_in(&parts(&[]), start + 8 * SECOND));
-        assert!(shown.take_in(&parts(&[]), start + 11 * SECOND));
+        assert!(!shown.observe(&parts(&[]), start + 6 * SECOND));
+        assert!(!shown.observe(&parts(&[Part::Clients]), start + 7 * SECOND), "it was shown all the time");
+        assert!(!shown.observe(&parts(&[]), start + 8 * SECOND));
+        assert!(shown.observe(&parts(&[]), start + 11 * SECOND));
         assert_eq!(shown.parts(), parts(&[]));
     }
 
     #[test]
     fn whoever_comes_and_goes_changes_little() {
         let start = Instant::now();
-        let mut shown = Shown::new();
-        let changes = |shown: &mut Shown, seconds: std::ops::Range<u32>| {
+        let mut shown = ShownOveruse::new();
+        let changes = |shown: &mut ShownOveruse, seconds: std::ops::Range<u32>| {
             let at = |second: u32| (second, start + second * SECOND);
             let looks = seconds.map(at);
             let over =
                 |second: u32| if second.is_multiple_of(5) { parts(&[Part::Memory]) } else { parts(&[]) };
-            looks.filter(|(second, now)| shown.take_in(&over(*second), *now)).count()
+            looks.filter(|(second, now)| shown.observe(&over(*second), *now)).count()
         };
         let hour = changes(&mut shown, 0..3600);
         assert!((100..=130).contains(&hour), "{hour}");
-        shown.take_in(&parts(&[Part::Memory]), start + 3600 * SECOND);
-        shown.take_in(&parts(&[]), start + 3601 * SECOND);
-        let again = shown.look_at(start + 3601 * SECOND).unwrap();
+        shown.observe(&parts(&[Part::Memory]), start + 3600 * SECOND);
+        shown.observe(&parts(&[]), start + 3601 * SECOND);
+        let again = shown.next_check(start + 3601 * SECOND).unwrap();
         assert!(again >= start + 3604 * SECOND && again <= start + 3661 * SECOND);
-        assert!(shown.take_in(&parts(&[]), again));
+        assert!(shown.observe(&parts(&[]), again));
     }
 }

@@ -4,7 +4,7 @@
 //! a fault hits every client on that GPU. `terminate_client` ends the kernel first. So the host agent asks for this
 //! before it stops a process or a container.
 
-use common::published::termination::Wanted;
+use common::published::termination::TerminationTarget;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
@@ -13,11 +13,12 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::mps::control::{Control, ControlError, ServerStatus, Terminated};
+use crate::mps::control::{Control, ControlError, ServerStatus, TerminateAnswer};
 use crate::mps::process::Held;
 use crate::tenants::clients::{users, whose};
-use crate::tenants::in_words::{NAMED, Whose};
+use crate::tenants::describe::{NAMED, Whose};
 use common::host::blocking::Blocking;
+use common::host::device_name::{DeviceName, SliceId};
 use common::host::proc;
 use common::membership::containers::{containers_in, is_the_hosts};
 use common::membership::{DEVICE_VARIABLE, KnownBy, Membership, SliceMounts, Slices};
@@ -76,7 +77,7 @@ fn pids(left: &BTreeSet<u32>) -> String {
 /// process can hurt its neighbours. The first answer names the clients that had work, also after an error.
 pub(crate) async fn terminate(
     controls: Vec<Arc<Control>>,
-    wanted: Wanted,
+    wanted: TerminationTarget,
     slices: Slices,
     kernel: Blocking,
 ) -> (Vec<Whose>, Result<(), TerminationError>) {
@@ -118,7 +119,7 @@ impl ListedClient {
 
 struct Termination {
     controls: Vec<Arc<Control>>,
-    wanted: Wanted,
+    wanted: TerminationTarget,
     slices: Slices,
     kernel: Blocking,
     /// The processes without work any more, by server and client, with the connections that they had. Each is held, so
@@ -138,15 +139,18 @@ impl Termination {
     async fn run(&mut self) -> Result<(), TerminationError> {
         let mut pause = FIRST_PAUSE;
         loop {
-            let Picked { found, unplaced, trouble } = self.look().await?;
+            let Picked { found, unplaced, trouble } = self.find_targets().await?;
             if found.is_empty() && trouble.is_none() && self.left.is_none() {
                 match self.wanted {
-                    Wanted::Process(pid) => return Err(TerminationError::NoSuchClient(pid)),
-                    Wanted::ProcessOf { pid, user } => return Err(TerminationError::NotTheirs { pid, user }),
-                    Wanted::Slices(_) | Wanted::Container(_) => {}
+                    TerminationTarget::Process(pid) => return Err(TerminationError::NoSuchClient(pid)),
+                    TerminationTarget::ProcessOf { pid, user } => {
+                        return Err(TerminationError::NotTheirs { pid, user });
+                    }
+                    TerminationTarget::Slices(_) | TerminationTarget::Container(_) => {}
                 }
             }
-            let at_work: Vec<Found> = found.into_iter().filter(|found| !self.has_ended(found)).collect();
+            let at_work: Vec<TargetClient> =
+                found.into_iter().filter(|found| !self.has_ended(found)).collect();
             self.left.get_or_insert_default().clear();
             if at_work.is_empty() && unplaced.is_empty() && trouble.is_none() {
                 return Ok(());
@@ -168,7 +172,7 @@ impl Termination {
     }
 
     /// The wanted clients as they are now, and the reason why some may be missing.
-    async fn look(&mut self) -> Result<Picked, TerminationError> {
+    async fn find_targets(&mut self) -> Result<Picked, TerminationError> {
         let (listed, silent) = list_clients(&self.controls).await;
         let (wanted, slices) = (self.wanted.clone(), self.slices.clone());
         // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
@@ -182,22 +186,22 @@ impl Termination {
     /// Whether a client's work has been ended: the client still has a connection from that time. A client that has
     /// started over has only new connections, since the old ones are useless. Other users can forge additional
     /// connections, but they can't remove any.
-    fn has_ended(&self, found: &Found) -> bool {
+    fn has_ended(&self, found: &TargetClient) -> bool {
         self.ended
             .get(&(found.server, found.pid))
             .is_some_and(|(held, connections)| held.alive() && !found.connections.is_disjoint(connections))
     }
 
     /// Ends the work of each client.
-    async fn terminate(&mut self, found: Vec<Found>) -> Result<(), TerminationError> {
+    async fn terminate(&mut self, found: Vec<TargetClient>) -> Result<(), TerminationError> {
         let mut trouble = None;
-        for Found { control, server, pid, connections, held, whose, hosts: _ } in found {
+        for TargetClient { control, server, pid, connections, held, whose, hosts: _ } in found {
             // A process that has ended may have left its PID to another.
             if !held.alive() {
                 continue;
             }
             match end_work(&control, server, pid, &held).await {
-                Ok(Some(Terminated::Done)) => {
+                Ok(Some(TerminateAnswer::Done)) => {
                     tracing::info!(
                         mps_server_pid = server,
                         mps_client_pid = pid,
@@ -207,7 +211,7 @@ impl Termination {
                     self.ended.insert((server, pid), (held, connections));
                 }
                 // It has just gone, it is just coming, or a debugger holds it: the next look tells.
-                Ok(Some(Terminated::NoSuchClient | Terminated::NoSuchServer) | None) => {
+                Ok(Some(TerminateAnswer::NoSuchClient | TerminateAnswer::NoSuchServer) | None) => {
                     self.left.get_or_insert_default().insert(pid);
                 }
                 Err(error) => {
@@ -226,9 +230,9 @@ async fn end_work(
     server: u32,
     pid: u32,
     held: &Held,
-) -> Result<Option<Terminated>, TerminationError> {
+) -> Result<Option<TerminateAnswer>, TerminationError> {
     if control.server_status(server).await? == ServerStatus::Fault {
-        return Ok(Some(Terminated::Done));
+        return Ok(Some(TerminateAnswer::Done));
     }
     end_client(control, server, pid, held).await
 }
@@ -243,7 +247,7 @@ pub(super) async fn end_client(
     server: u32,
     pid: u32,
     held: &Held,
-) -> Result<Option<Terminated>, TerminationError> {
+) -> Result<Option<TerminateAnswer>, TerminationError> {
     let mut going_on = match held.go_on().await {
         Ok(going_on) => going_on,
         Err(error) => {
@@ -266,7 +270,7 @@ pub(super) async fn end_client(
 
 /// A wanted client at one of its servers.
 #[derive(Debug)]
-struct Found {
+struct TargetClient {
     control: Arc<Control>,
     server: u32,
     pid: u32,
@@ -288,17 +292,19 @@ struct Unplaced {
 /// The clients of the control daemons, as far as they concern a termination.
 #[derive(Debug, Default)]
 struct Picked {
-    found: Vec<Found>,
+    found: Vec<TargetClient>,
     unplaced: Vec<Unplaced>,
     /// The first reason why some may be missing.
     trouble: Option<TerminationError>,
 }
 
 /// The clients of a control daemon, by server and client.
-type Listed = (Arc<Control>, BTreeMap<(u32, u32), ListedClient>);
+type ListedClients = (Arc<Control>, BTreeMap<(u32, u32), ListedClient>);
 
 /// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
-pub(super) async fn list_clients(controls: &[Arc<Control>]) -> (Vec<Listed>, Option<TerminationError>) {
+pub(super) async fn list_clients(
+    controls: &[Arc<Control>],
+) -> (Vec<ListedClients>, Option<TerminationError>) {
     let mut asked = JoinSet::new();
     for control in controls {
         let control = Arc::clone(control);
@@ -336,34 +342,34 @@ fn named(unplaced: &[Unplaced]) -> String {
 
 /// The wanted clients. It is an error if none of them may be touched.
 fn pick(
-    listed: Vec<Listed>,
-    wanted: &Wanted,
+    listed: Vec<ListedClients>,
+    wanted: &TerminationTarget,
     slices: &Slices,
     only_hosts: bool,
 ) -> Result<Picked, TerminationError> {
     let Picked { mut found, mut unplaced, mut trouble } = Picked::default();
     let mut containers = BTreeSet::new();
-    let (users, mounts) = (users(), SliceMounts::look(slices));
-    let gpus = if let Wanted::Slices(names) = wanted { slices.gpus_of(names) } else { Vec::new() };
+    let (users, mounts) = (users(), SliceMounts::find(slices));
+    let gpus = if let TerminationTarget::Slices(names) = wanted { slices.gpus_of(names) } else { Vec::new() };
     for (control, clients) in listed {
         for ((server, pid), client) in clients {
             match hold_if_wanted(pid, wanted, &mounts) {
                 Ok(None) => {}
-                Ok(Some((_, Finding::Unplaced))) => {
+                Ok(Some((_, TargetMatch::Unplaced))) => {
                     if client.may_be_on(&gpus) && !unplaced.iter().any(|one: &Unplaced| one.whose.pid == pid)
                     {
                         let command = proc::program(pid);
                         unplaced.push(Unplaced { whose: whose(pid, &mounts, &users), command });
                     }
                 }
-                Ok(Some((held, Finding::Wanted(Match { containers: ids, slices })))) => {
+                Ok(Some((held, TargetMatch::Wanted(Match { containers: ids, slices })))) => {
                     let hosts = ids.iter().any(|id| id.hosts);
                     containers.extend(ids);
                     let control = Arc::clone(&control);
                     let known = whose(pid, &mounts, &users);
                     let whose = Whose { slices: slices.or(known.slices), ..known };
                     let connections = client.connections;
-                    found.push(Found { control, server, pid, connections, held, whose, hosts });
+                    found.push(TargetClient { control, server, pid, connections, held, whose, hosts });
                 }
                 Err(source) => _ = trouble.get_or_insert(TerminationError::Unreadable { pid, source }),
             }
@@ -375,7 +381,7 @@ fn pick(
         found.retain(|found| found.hosts);
     }
     match wanted {
-        Wanted::Container(id) if containers.len() > 1 => {
+        TerminationTarget::Container(id) if containers.len() > 1 => {
             let found = containers.into_iter().map(|found| found.id).collect();
             Err(TerminationError::SeveralContainers { id: id.to_string(), found })
         }
@@ -385,7 +391,7 @@ fn pick(
 
 /// A container around a process.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Container {
+struct EnclosingContainer {
     id: String,
     /// Whether the host's own runtime has made it.
     hosts: bool,
@@ -393,7 +399,7 @@ struct Container {
 
 /// A client that a termination concerns.
 #[derive(Debug, PartialEq, Eq)]
-enum Finding {
+enum TargetMatch {
     Wanted(Match),
     /// Slices are wanted, and it is not known which slice the process has.
     Unplaced,
@@ -403,51 +409,62 @@ enum Finding {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Match {
     /// The wanted containers around it.
-    containers: BTreeSet<Container>,
+    containers: BTreeSet<EnclosingContainer>,
     /// The wanted slices that it has.
-    slices: Option<Vec<String>>,
+    slices: Option<Vec<DeviceName>>,
 }
 
 /// Holds a process that the termination concerns. None if it does not concern the process, or the process has gone.
-fn hold_if_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<(Held, Finding)>> {
+fn hold_if_wanted(
+    pid: u32,
+    wanted: &TerminationTarget,
+    mounts: &SliceMounts,
+) -> io::Result<Option<(Held, TargetMatch)>> {
     let Some(held) = Held::open(pid)? else { return Ok(None) };
     let found = find_wanted(pid, wanted, mounts);
     // If the process has ended, its PID may have been another's while it was read.
     if held.alive() { Ok(found?.map(|found| (held, found))) } else { Ok(None) }
 }
 
-fn find_wanted(pid: u32, wanted: &Wanted, mounts: &SliceMounts) -> io::Result<Option<Finding>> {
+fn find_wanted(
+    pid: u32,
+    wanted: &TerminationTarget,
+    mounts: &SliceMounts,
+) -> io::Result<Option<TargetMatch>> {
     let found = match wanted {
-        Wanted::Slices(names) => return mounts.of(pid).map(|known| find_slices(names, known)),
-        Wanted::Process(other) => (*other == pid).then(Match::default),
+        TerminationTarget::Slices(slices) => {
+            return mounts.slices_of(pid).map(|known| find_slices(slices, known));
+        }
+        TerminationTarget::Process(other) => (*other == pid).then(Match::default),
         // A program that has changed its user acts for others, too.
-        Wanted::ProcessOf { pid: other, user } => {
+        TerminationTarget::ProcessOf { pid: other, user } => {
             let theirs = *other == pid && proc::status(pid)?.uids().iter().all(|uid| uid == user);
             theirs.then(Match::default)
         }
-        Wanted::Container(id) => {
+        TerminationTarget::Container(id) => {
             let cgroups = proc::cgroups_text(pid)?.to_ascii_lowercase();
             let ids = containers_in(&cgroups).filter(|found| id.begins(found));
-            let ids: BTreeSet<Container> =
-                ids.map(|id| Container { id: id.to_owned(), hosts: is_the_hosts(&cgroups, id) }).collect();
+            let ids: BTreeSet<EnclosingContainer> = ids
+                .map(|id| EnclosingContainer { id: id.to_owned(), hosts: is_the_hosts(&cgroups, id) })
+                .collect();
             (!ids.is_empty()).then(|| Match { containers: ids, ..Match::default() })
         }
     };
-    Ok(found.map(Finding::Wanted))
+    Ok(found.map(TargetMatch::Wanted))
 }
 
 /// Compares the slices of a process with the wanted ones. The name of a GPU in the environment tells no slice.
-fn find_slices(names: &[String], known: Option<Membership>) -> Option<Finding> {
-    let Some(Membership { slices, known_by }) = known else { return Some(Finding::Unplaced) };
-    let gpu = |name: &str| name.split_once('-').map(|(gpu, _)| gpu.to_owned());
-    let gpus: BTreeSet<Option<String>> = names.iter().map(|name| gpu(name)).collect();
-    let is_placed = known_by == KnownBy::Mount
-        || slices.iter().map(|slice| gpu(slice)).any(|gpu| gpu.is_some() && gpus.contains(&gpu));
-    let wanted: Vec<String> = slices.into_iter().filter(|slice| names.contains(slice)).collect();
-    match (wanted.is_empty(), is_placed) {
-        (false, _) => Some(Finding::Wanted(Match { slices: Some(wanted), ..Match::default() })),
+fn find_slices(wanted: &[SliceId], known: Option<Membership>) -> Option<TargetMatch> {
+    let Some(Membership { slices, known_by }) = known else { return Some(TargetMatch::Unplaced) };
+    let slice = |name: &DeviceName| if let DeviceName::Slice(slice) = name { Some(*slice) } else { None };
+    let is_near = |slice: SliceId| wanted.iter().any(|wanted| wanted.gpu == slice.gpu);
+    let is_placed = known_by == KnownBy::Mount || slices.iter().filter_map(slice).any(is_near);
+    let is_wanted = |name: &DeviceName| slice(name).is_some_and(|slice| wanted.contains(&slice));
+    let matching: Vec<DeviceName> = slices.into_iter().filter(is_wanted).collect();
+    match (matching.is_empty(), is_placed) {
+        (false, _) => Some(TargetMatch::Wanted(Match { slices: Some(matching), ..Match::default() })),
         (true, true) => None,
-        (true, false) => Some(Finding::Unplaced),
+        (true, false) => Some(TargetMatch::Unplaced),
     }
 }
 
@@ -455,39 +472,43 @@ fn find_slices(names: &[String], known: Option<Membership>) -> Option<Finding> {
 mod tests {
     use super::*;
 
+    fn one() -> SliceId {
+        SliceId::with_directory_name("00_06.0-1").unwrap()
+    }
+
     #[test]
     fn a_process_is_looked_at_for_what_is_wanted() {
         let pid = std::process::id();
-        let mounts = SliceMounts::look(&Slices::default());
+        let mounts = SliceMounts::find(&Slices::default());
         let found = |wanted| hold_if_wanted(pid, &wanted, &mounts).unwrap().map(|(_, found)| found);
-        let wanted = || Some(Finding::Wanted(Match::default()));
-        assert_eq!(found(Wanted::Process(pid)), wanted());
-        assert_eq!(found(Wanted::Process(pid + 1)), None);
+        let wanted = || Some(TargetMatch::Wanted(Match::default()));
+        assert_eq!(found(TerminationTarget::Process(pid)), wanted());
+        assert_eq!(found(TerminationTarget::Process(pid + 1)), None);
         let user = rustix::process::getuid().as_raw();
-        assert_eq!(found(Wanted::ProcessOf { pid, user }), wanted());
-        assert_eq!(found(Wanted::ProcessOf { pid, user: user + 1 }), None);
-        assert_eq!(found(Wanted::ProcessOf { pid: pid + 1, user }), None);
-        assert_eq!(found(Wanted::Slices(vec!["00:06.0-1".to_owned()])), Some(Finding::Unplaced));
-        assert!(hold_if_wanted(u32::MAX, &Wanted::Slices(Vec::new()), &mounts).unwrap().is_none());
+        assert_eq!(found(TerminationTarget::ProcessOf { pid, user }), wanted());
+        assert_eq!(found(TerminationTarget::ProcessOf { pid, user: user + 1 }), None);
+        assert_eq!(found(TerminationTarget::ProcessOf { pid: pid + 1, user }), None);
+        assert_eq!(found(TerminationTarget::Slices(vec![one()])), Some(TargetMatch::Unplaced));
+        assert!(hold_if_wanted(u32::MAX, &TerminationTarget::Slices(Vec::new()), &mounts).unwrap().is_none());
     }
 
     #[test]
     fn a_process_has_the_wanted_slice_or_another_or_nobody_knows() {
         let found = |slices: &[&str], known_by| {
-            let slices = slices.iter().map(|slice| (*slice).to_owned()).collect();
-            find_slices(&["00:06.0-1".to_owned()], Some(Membership { slices, known_by }))
+            let slices = slices.iter().map(|slice| slice.parse().unwrap()).collect();
+            find_slices(&[one()], Some(Membership { slices, known_by }))
         };
         for known_by in [KnownBy::Mount, KnownBy::Environment] {
-            let slices = Some(vec!["00:06.0-1".to_owned()]);
-            let wanted = Some(Finding::Wanted(Match { slices, ..Match::default() }));
+            let slices = Some(vec![DeviceName::Slice(one())]);
+            let wanted = Some(TargetMatch::Wanted(Match { slices, ..Match::default() }));
             assert_eq!(found(&["00:07.0-3", "00:06.0-1"], known_by), wanted);
             assert_eq!(found(&["00:07.0-3", "00:06.0-2"], known_by), None, "another slice of this GPU");
         }
         assert_eq!(found(&["00:07.0-1"], KnownBy::Mount), None, "no other slice is mounted there");
         for claimed in ["00:06.0", "00:07.0-1", "00:16.0-1"] {
-            assert_eq!(found(&[claimed], KnownBy::Environment), Some(Finding::Unplaced), "{claimed}");
+            assert_eq!(found(&[claimed], KnownBy::Environment), Some(TargetMatch::Unplaced), "{claimed}");
         }
-        assert_eq!(find_slices(&["00:06.0-1".to_owned()], None), Some(Finding::Unplaced));
+        assert_eq!(find_slices(&[one()], None), Some(TargetMatch::Unplaced));
     }
 
     #[test]

@@ -224,6 +224,6 @@ fn reboot(machine: &mut Machine) {
     assert_eq!(control_daemons(machine).len(), 1);
     assert_eq!(compute_mode(machine), "Exclusive_Process");
     let before = machine.printed(&["journalctl", "--boot=-1", "--output=cat", &format!("--unit={SERVICE}")]);
-    assert!(before.contains("set back from Exclusive_Process to Default"), "{before}");
+    assert!(before.contains("restored from Exclusive_Process to Default"), "{before}");
     machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
 }

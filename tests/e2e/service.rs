@@ -587,7 +587,7 @@ fn boot(machine: &mut Machine) {
     assert_eq!(compute_mode(machine), "Exclusive_Process");
     let before = machine.printed(&["journalctl", "--boot=-1", "--output=cat", &format!("--unit={SERVICE}")]);
     // Stopped in order, before what it needs was stopped.
-    assert!(before.contains("set back from Exclusive_Process to Default"), "{before}");
+    assert!(before.contains("restored from Exclusive_Process to Default"), "{before}");
     machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
 }
 

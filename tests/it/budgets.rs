@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::support::client::{Client, in_words, own_user};
+use crate::support::client::{Client, describe, own_user};
 use crate::support::container::contained;
 use crate::support::host::{Host, alive, signal_pid, start_time, text};
 use crate::support::listener::Listener;
@@ -124,7 +124,7 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     );
     assert_eq!(over["reason"], "over its budget: its clients hold more than its 35942 MiB together");
     let user = own_user();
-    let who = in_words(&[(one.id(), &user, ""), (two.id(), &user, ""), (three.id(), &user, "")]);
+    let who = describe(&[(one.id(), &user, ""), (two.id(), &user, ""), (three.id(), &user, "")]);
     let expected = format!(
         "{SLICE} is over its budget: its clients hold more than its 35942 MiB together; 36542 MiB in use by {who}"
     );
@@ -199,7 +199,7 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     let (mut new, newest) = (container.holding(&host, 10_000, &[]), holding(&host, NEIGHBOUR, 600, &[]));
     wait_until_ended(&mut new);
     let user = own_user();
-    let who = in_words(&[(new.id(), &user, "")]);
+    let who = describe(&[(new.id(), &user, "")]);
     let expected = format!("GPU work ended since {SLICE} was over its budget, of {who}");
     assert_eq!(wait_for_event(&host, "GPU work ended"), expected);
     wait_for_event(&host, &format!("{SLICE} is within its budget again"));
@@ -406,7 +406,7 @@ fn clients_that_come_together_share_a_look() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The looks at an idle host, and at one with a client for each slice, come with the regular checks alone.
+/// The looks at an idle host, and at one with a client for each slice, come with the health checks alone.
 #[test]
 fn one_client_of_each_slice_wakes_nobody() {
     let mut host = serving("");

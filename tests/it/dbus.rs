@@ -15,7 +15,7 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
-use yunion_mps::{Bus, Request};
+use yunion_mps::{BusConnection, Request};
 use zbus::export::ordered_stream::OrderedStreamExt;
 use zbus::wire::Endian;
 use zbus::{Message, OwnedVariant};
@@ -527,7 +527,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         user: Some("worker".to_owned()),
         command: "python3".to_owned(),
         gpu_uuid: P40.to_owned(),
-        slices: Some(Membership { slices: vec!["00:06.0-1".to_owned()], known_by: KnownBy::Mount }),
+        slices: Some(Membership { slices: vec!["00:06.0-1".parse().unwrap()], known_by: KnownBy::Mount }),
         may_command: Some(MayCommand::Neighbours),
         container_id: None,
         memory_mib: Some(580),
@@ -958,7 +958,8 @@ async fn a_name_that_is_taken_is_an_error_and_stays_with_its_owner() {
     let service = Service::start(p40_board()).await;
     let (_keep, seen) = watch::channel(std::sync::Arc::new(starting()));
     let (ask, _requests) = mpsc::channel(1);
-    let second = Bus::connect_to(service.bus.address().as_str().try_into().unwrap(), seen, ask).await;
+    let second =
+        BusConnection::connect_to(service.bus.address().as_str().try_into().unwrap(), seen, ask).await;
     assert_eq!(second.err(), Some(zbus::Error::NameTaken));
     assert_eq!(busctl(&service.bus, "ListGpus", &[]).await.1, json!([[golden_gpu()]]));
 }

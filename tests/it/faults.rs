@@ -480,10 +480,10 @@ fn a_fault_lasts_where_nobody_tells_of_its_end() {
             let daemon = control_daemon(status);
             daemon["state"] == "faulted" && daemon["reason"].as_str().unwrap().contains(&named)
         });
-        assert_eq!(host.log().matches("is well again").count(), round - 1, "{}", host.log());
+        assert_eq!(host.log().matches("has recovered").count(), round - 1, "{}", host.log());
         stays.end();
         let after = host.wait_for_state("ready");
-        assert_eq!(host.log().matches("is well again").count(), round, "{}", host.log());
+        assert_eq!(host.log().matches("has recovered").count(), round, "{}", host.log());
         assert_eq!(server(&after), server(&before));
         a_client_is_served(&host);
     }
@@ -864,7 +864,7 @@ fn critical_errors_are_told_after_a_failed_wait() {
     let mut host = Host::serving("h200x8");
     host.plant("error/nvmlEventSetWait", "15");
     xid(&host, 5, 79);
-    waits_for_log(&host, "NVML does not tell of critical errors");
+    waits_for_log(&host, "NVML does not report critical errors");
     host.clear("error/nvmlEventSetWait");
     wait_for("an error of another GPU", || {
         let mut file = File::options().create(true).append(true).open(host.path("gpus/2/xids")).unwrap();
@@ -1058,7 +1058,7 @@ fn a_burst_of_warnings_does_not_flood_the_journal() {
     waits_for_log_with_reloads(&host, "lines not passed on; they are there");
     let passed_on = host.log().matches("Failed to accept new client").count();
     assert!((1..2000).contains(&passed_on), "{passed_on}");
-    assert_eq!(host.log().matches("turned a client away").count(), 1);
+    assert_eq!(host.log().matches("refused a client").count(), 1);
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -1345,7 +1345,7 @@ fn a_full_gpu_stays_healthy_and_says_so() {
     let status = wait_for("one that is turned away", || one_too_many.try_wait().unwrap());
     assert_eq!(status.code(), Some(3), "it is busy");
     let status = host.wait_for_status("the one that was turned away", |status| {
-        status["events"].to_string().contains("turned a client away: it holds 48, no more")
+        status["events"].to_string().contains("refused a client: its limit is 48 clients")
     });
     assert!(is_full(&status), "{status:#}");
     assert!(!host.log().contains("ERROR"), "{}", host.log());

@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::Value;
 
-use crate::support::client::{Client, in_words, own_user};
+use crate::support::client::{Client, describe, own_user};
 use crate::support::container::{ContainerGroup, MOUNT_SLICE, NO_CONTAINER_GROUP};
 use crate::support::host::{Host, start_time, text};
 use crate::support::skip::{root_or_skip, skip};
@@ -128,7 +128,7 @@ fn a_forged_environment_changes_nothing_in_a_container() {
         let pid = tenant.pid.to_string();
         let whom = if claim == Some(NEIGHBOURS) { vec![pid.as_str()] } else { vec!["--device", OWN] };
         let said = scene.terminate(&whom);
-        let words = in_words(&[(tenant.pid, &user, &slice)]);
+        let words = describe(&[(tenant.pid, &user, &slice)]);
         assert!(said.ends_with(&format!("Ended the GPU work of {words}.\n")), "{said}");
         wait_for("its end", || tenant.program.try_wait().unwrap());
     }
@@ -242,7 +242,7 @@ fn a_container_keeps_its_slice_when_the_pipe_directory_changes() {
         || scene.host.list().into_iter().find(|device| device["addr"] == OWN).unwrap()["clients"].clone();
     wait_for("the count", || (in_use() == 1).then_some(()));
     let said = scene.terminate(&["--device", OWN]);
-    let words = in_words(&[(tenant.pid, &own_user(), &format!(", slice {OWN}"))]);
+    let words = describe(&[(tenant.pid, &own_user(), &format!(", slice {OWN}"))]);
     assert!(said.ends_with(&format!("Ended the GPU work of {words}.\n")), "{said}");
     wait_for("its end", || tenant.program.try_wait().unwrap());
     assert!(scene.host.listed(scene.neighbour.id()).is_some());

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::support::client::{in_words, own_user};
+use crate::support::client::{describe, own_user};
 use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
 use crate::support::host::{
     Host, binaries, control_daemon, control_pid, process_state, signal_pid, succeeded, text,
@@ -64,7 +64,7 @@ fn terminate_by_pid_and_by_device() {
         let pid = victim.id().to_string();
         let said = succeeded(&scene.host.mpsctl(&["terminate", &pid]));
         // Its environment is not read for this.
-        let ended = in_words(&[(victim.id(), &user, "")]);
+        let ended = describe(&[(victim.id(), &user, "")]);
         assert_eq!(said, format!("Process {pid} uses no GPU any more.\nEnded the GPU work of {ended}.\n"));
         // So it stands in the journal.
         let own = format!("GPU work ended on request: {}", ended.trim_start_matches("1 client: "));
@@ -76,7 +76,7 @@ fn terminate_by_pid_and_by_device() {
         let (one, two) = (scene.victim(), scene.victim());
         let said =
             succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-2", "--device", "00:06.0-1"]));
-        let both = in_words(&[(one.id(), &user, SLICE), (two.id(), &user, SLICE)]);
+        let both = describe(&[(one.id(), &user, SLICE), (two.id(), &user, SLICE)]);
         let expected =
             format!("No process uses 00:06.0-2, 00:06.0-1 any more.\nEnded the GPU work of {both}.\n");
         assert_eq!(said, expected);
@@ -116,7 +116,7 @@ fn terminate_by_container() {
         let id = container.id.as_str();
         let said = succeeded(&scene.host.mpsctl(&["terminate", "--container", &id[..12]]));
         let inside = format!(", container {}", &id[..12]);
-        let both = in_words(&[(shallow.id(), &user, &inside), (deep.id(), &user, &inside)]);
+        let both = describe(&[(shallow.id(), &user, &inside), (deep.id(), &user, &inside)]);
         let expected = format!("No process in container {} uses a GPU any more.\n", &id[..12]);
         assert_eq!(said, format!("{expected}Ended the GPU work of {both}.\n"));
         assert_terminated(shallow);

@@ -172,7 +172,7 @@ fn serving_without_the_flag() -> Host {
     host
 }
 
-/// Has the regular check made now.
+/// Has the health check made now.
 fn check(host: &Host) {
     assert!(host.call("Control.Reload").status.success());
 }
@@ -305,7 +305,7 @@ fn a_directory_with_things_of_others_stays_changeable() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without the flag, the regular check puts links back.
+/// Without the flag, the health check puts links back.
 #[test]
 fn a_link_that_is_taken_away_is_renewed_and_told() {
     let mut host = serving_without_the_flag();

@@ -202,7 +202,7 @@ fn an_idle_foreign_control_daemon_is_replaced() {
         foreign.wait().unwrap();
         let pid = control_pid(&status);
         assert_ne!(pid, foreign.id());
-        assert!(host.log().contains("is not ours and has no client: replaced"));
+        assert!(host.log().contains("was not started by this service and has no client: replacing it"));
         assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "25.0\n");
         assert_eq!(host.stop().code(), Some(0));
         host.nothing_runs();
@@ -783,7 +783,7 @@ fn one_nvml_error_at_a_restart_ends_nothing() {
         host.ended();
         host.plant("gpus/0/error/nvmlDeviceGetUUID", "999");
         host.start();
-        wait_for("a second look", || host.log().contains("is served; looked at again").then_some(()));
+        wait_for("a second look", || host.log().contains("is served; checking again").then_some(()));
         host.clear("gpus/0/error/nvmlDeviceGetUUID");
         let after = host.wait_for_state("ready");
         assert_eq!(control_pid(&after), control_pid(&before));

@@ -3,8 +3,9 @@
 
 pub mod immutable;
 
+use crate::host::device_name;
 use crate::host::proc;
-use crate::plan::{ControlDaemonPlan, slice_names};
+use crate::plan::ControlDaemonPlan;
 use crate::problem::Problem;
 use std::fs::File;
 use std::io;
@@ -119,7 +120,7 @@ pub fn existing(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     walk(path, false)
 }
 
-/// The directory `path` as it is, or None if it is missing. Its mode stays: the regular check sets the mode again, and says so.
+/// The directory `path` as it is, or None if it is missing. Its mode stays: the health check sets the mode again, and says so.
 ///
 /// # Errors
 /// It is not ours.
@@ -131,7 +132,7 @@ pub fn ours(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
 
 /// Whether the directory exists, if [`open`] would accept it as it is. Nothing is made or changed, so `--check` can use
 /// it. A missing directory is no error.
-pub fn look(path: &Path) -> Result<bool, BadDirectory> {
+pub fn check(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
     let stat = stat(&directory).map_err(|problem| bad(path, problem))?;
     // The service runs as root, even if another user runs this check.
@@ -210,7 +211,7 @@ fn read_only(path: &Path) -> Problem {
 pub fn to_be_writable(path: &Path) -> &Path {
     let is_below = |path: &&Path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with("GPU-") || name == slice_names::DIRECTORIES
+        name.starts_with("GPU-") || name == device_name::DIRECTORIES
     };
     let configured = path.ancestors().find(|path| !is_below(path)).unwrap_or(path);
     configured.parent().filter(|parent| *parent != Path::new("/")).unwrap_or(configured)
@@ -357,14 +358,14 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     let mut moved_away = None;
     loop {
         let output = match find_log(&directory, name)? {
-            Found::Ours(entry) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
-            Found::Nothing => match create(&directory, Path::new(name)) {
+            FoundLog::Ours(entry) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
+            FoundLog::Nothing => match create(&directory, Path::new(name)) {
                 Ok(output) => output,
                 // Another process made the file first.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(error),
             },
-            Found::Refused(why) => {
+            FoundLog::Refused(why) => {
                 let new = move_away(&directory, name)?.ok_or_else(|| {
                     io::Error::other(format!(
                         "is no log of this service and can't be renamed, since {name}.refused-1 to -{MOVED_AWAY} \
@@ -381,14 +382,14 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
 }
 
 /// The thing that stands in the place of a log.
-enum Found {
+enum FoundLog {
     Ours(OwnedFd),
     Nothing,
     Refused(String),
 }
 
-fn find_log(directory: impl AsFd, name: &str) -> io::Result<Found> {
-    let Some(entry) = entry(directory, name)? else { return Ok(Found::Nothing) };
+fn find_log(directory: impl AsFd, name: &str) -> io::Result<FoundLog> {
+    let Some(entry) = entry(directory, name)? else { return Ok(FoundLog::Nothing) };
     let stat = rustix::fs::fstat(&entry)?;
     let us = rustix::process::geteuid().as_raw();
     let why = match FileType::from_raw_mode(stat.st_mode) {
@@ -398,13 +399,13 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Found> {
             if stat.st_mode & 0o022 != 0 {
                 chmod(&entry, 0o644)?;
             }
-            return Ok(Found::Ours(entry));
+            return Ok(FoundLog::Ours(entry));
         }
         FileType::Symlink => "was a symbolic link".to_owned(),
         FileType::Fifo => "was a FIFO".to_owned(),
         _ => "was no regular file".to_owned(),
     };
-    Ok(Found::Refused(why))
+    Ok(FoundLog::Refused(why))
 }
 
 /// The number of refused files that are kept under other names.
@@ -514,7 +515,7 @@ mod tests {
         std::fs::set_permissions(&for_all, PermissionsExt::from_mode(0o777)).unwrap();
         assert!(message(&for_all.join("pipe")).contains("everybody can replace"));
         assert!(!for_all.join("pipe").exists());
-        assert!(look(&for_all.join("pipe")).is_err());
+        assert!(check(&for_all.join("pipe")).is_err());
 
         if root_or_skip("a directory of another user") {
             std::os::unix::fs::chown(&target, Some(65534), None).unwrap();

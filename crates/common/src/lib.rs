@@ -11,8 +11,9 @@
 //! | 4 | `directories` | directories and files that nobody else can have replaced |
 //! | 3 | `plan` | from configuration and inventory to the plan; pure |
 //! | 2 | `config` | the configuration files |
+//! | 2 | `drained` | the slices that an administrator has taken out of use |
 //! | 1 | `host` | GPUs, processes and systemd as they are, and what differs by driver |
-//! | 0 | `arguments`, `counted`, `drained`, `problem`, `text`, `whole_file` | the service's command line; "1 client", "2 clients"; drained slices; a problem with its remedy and its place; text for a terminal; a file that is written as a whole |
+//! | 0 | `arguments`, `counted`, `problem`, `text`, `whole_file` | the service's command line; "1 client", "2 clients"; a problem with its remedy and its place; text for a terminal; a file that is written as a whole |
 
 #![forbid(unsafe_code)]
 #![allow(missing_docs, clippy::missing_errors_doc, reason = "nobody outside this workspace uses it")]

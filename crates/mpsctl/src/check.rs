@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use clap::Args;
-use common::check::report::Report;
+use common::check::report::CheckReport;
 use common::config::Sources;
 
 use crate::show::table::hanging;
@@ -26,7 +26,7 @@ pub(crate) struct Arguments {
 /// Returns the exit status.
 pub(crate) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
-    let report = Report::new(sources).await;
+    let report = CheckReport::new(sources).await;
     if arguments.json {
         print_json(out, &report.document())?;
     } else {

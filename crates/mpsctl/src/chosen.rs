@@ -9,12 +9,13 @@ use crate::Error;
 use crate::complete;
 use crate::given_out::GivenOut;
 use crate::screen::say;
-use crate::show::health::state_in_words;
+use crate::show::health::describe_state;
 use crate::slurm;
 use common::bus::answers::{given, is_called, published_name};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Device};
 use common::counted::counted;
+use common::host::device_name;
 
 #[derive(Debug, Args)]
 pub(crate) struct Devices {
@@ -46,7 +47,7 @@ impl Devices {
         let given_out = GivenOut::open().await;
         let devices = daemon.devices().await?;
         if devices.is_empty() {
-            let why = state_in_words(&*daemon.service().await?);
+            let why = describe_state(&*daemon.service().await?);
             return Err(Error::Failed(format!("there is no slice: {why}")));
         }
         let clients = daemon.clients().await?;
@@ -84,9 +85,8 @@ fn choose<'d>(
         .collect();
     let free = wanted.iter().filter(|(device, clients)| obstacle(device, *clients).is_none());
     let expected = |of: &dyn Fn(&str) -> bool| recent.iter().filter(|slice| of(slice)).count();
-    let expected_on_gpu = |device: &Device| {
-        expected(&|slice| slice.rsplit_once('-').is_some_and(|(gpu, _)| gpu == device.base_addr))
-    };
+    let expected_on_gpu =
+        |device: &Device| expected(&|slice| device_name::parts(slice).0 == device.base_addr);
     let on_gpu =
         |device: &Device| count(clients, |client| uses_gpu(client, device)) + expected_on_gpu(device);
     let on_slice = |device: &Device, clients| clients + expected(&|slice| slice == device.addr);
@@ -118,7 +118,7 @@ fn has(client: &Client, device: &Device) -> bool {
 
 fn uses_gpu(client: &Client, device: &Device) -> bool {
     if client.gpu.is_empty() {
-        given(client).any(|name| name == device.addr || name.split('-').next() == Some(&device.base_addr))
+        given(client).any(|name| name == device.addr || device_name::parts(name).0 == device.base_addr)
     } else {
         device.device_path.as_ref() == Some(&client.gpu)
     }

@@ -11,7 +11,7 @@ use std::path::Path;
 
 use crate::Error;
 use crate::screen::say;
-use crate::show::health::state_in_words;
+use crate::show::health::describe_state;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Device;
 use common::host::regular_file;
@@ -31,7 +31,7 @@ pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(
     let service = daemon.service().await?;
     let devices = daemon.devices().await?;
     if service.state != "ready" {
-        let state = state_in_words(&service);
+        let state = describe_state(&service);
         say(&format!("warning: write the lines again when every GPU is served: {state}"));
     }
     write!(out, "{}", gres_conf(&devices).map_err(Error::Failed)?)?;

@@ -5,24 +5,24 @@ use std::sync::Arc;
 use tokio::sync::watch;
 
 use super::Fleet;
-use crate::daemon::farewell::Doomed;
+use crate::daemon::shutdown_report::Doomed;
 use crate::mps::control::Control;
 use crate::supervisor::bypass::Bypass;
 use crate::supervisor::{Status, Supervisor};
-use crate::tenants::clients::Serving;
+use crate::tenants::clients::ServingDaemon;
 use common::membership::Slices;
 use common::state_file::Running;
 
 impl Fleet {
     /// Every control daemon with its GPUs, for whoever wants to know the clients. A control daemon on the way out waits for
     /// its clients.
-    pub(crate) fn serving(&self) -> Vec<Serving> {
+    pub(crate) fn serving(&self) -> Vec<ServingDaemon> {
         let serving = |supervisor: &Supervisor| {
             let status = supervisor.status();
             let bypasses = bypasses(&status).collect();
             let Status { gpus, waiting, view, .. } = status;
             let (control, gpus) = (supervisor.control(), self.looked_after(&view.id, gpus.into_keys()));
-            Serving { control, gpus, servers: view.servers, bypasses, waiting }
+            ServingDaemon { control, gpus, servers: view.servers, bypasses, waiting }
         };
         self.all().map(serving).collect()
     }
@@ -46,7 +46,7 @@ impl Fleet {
         let running = state_file.control_daemons();
         let directories = running.iter().flat_map(|(id, running)| running.directories_of_clients(id));
         let commanded = statuses.iter().map(|status| status.view.control_directory.as_path());
-        Slices::of(statuses.iter().map(|status| &status.plan).chain(pending))
+        Slices::from_plans(statuses.iter().map(|status| &status.plan).chain(pending))
             .and_in(directories)
             .commanded_in(commanded.chain(running.values().map(Running::control_directory)))
     }
@@ -79,14 +79,14 @@ impl Fleet {
 
     /// The way to the clients of a control daemon, by its entry in the state file: its supervisor may not have taken it
     /// over yet.
-    fn serving_if_in_place(&self, id: &str, running: Running) -> Result<Serving, String> {
-        let control = self.tools.front_ends.of(running.control_directory());
+    fn serving_if_in_place(&self, id: &str, running: Running) -> Result<ServingDaemon, String> {
+        let control = self.tools.front_ends.control_in(running.control_directory());
         if control.daemon_pid() != Some(running.process.pid) {
             return Err("it does not listen in its pipe directory any more".to_owned());
         }
         let status = self.supervisors.get(id).map(Supervisor::status);
         let (_, control) = watch::channel(Some(Arc::new(control)));
-        Ok(Serving {
+        Ok(ServingDaemon {
             control,
             gpus: running.gpus,
             servers: status.iter().flat_map(|status| status.view.servers.clone()).collect(),
@@ -106,7 +106,7 @@ impl Fleet {
         let state_file = self.tools.state_file.lock();
         let running = state_file.control_daemons().values();
         let alive = running.filter(|running| running.process.runs());
-        let front_end = |running: &Running| self.tools.front_ends.of(running.control_directory());
+        let front_end = |running: &Running| self.tools.front_ends.control_in(running.control_directory());
         alive.map(|running| Arc::new(front_end(running))).collect()
     }
 }

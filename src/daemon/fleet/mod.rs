@@ -9,15 +9,14 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, JoinSet};
 
 use crate::dbus::Reply;
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use crate::mps::process;
+use crate::supervisor::admission::close_unsupervised;
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::supervisor::leading::close_unsupervised;
 use crate::supervisor::{Goal, Order, Status, Supervisor, Tools};
 use common::bus::error::RequestError;
 use common::config::Settings;
 use common::host::driver::Series;
-use common::host::gpu::PciAddress;
 use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 
@@ -154,8 +153,8 @@ impl Fleet {
             let compute_modes = self.tools.compute_modes.clone();
             self.see_to_mode(async move {
                 if let Err(error) = compute_modes.restore(&uuid).await {
-                    let text = format_args!("compute mode of {uuid} is not put back: {error}");
-                    Message::ComputeModeStays.log(About::gpu(&uuid), text);
+                    let text = format_args!("compute mode of {uuid} can't be restored: {error}");
+                    Message::ComputeModeStays.log(Subject::gpu(&uuid), text);
                 }
             });
         }
@@ -362,20 +361,17 @@ fn order(plan: plan::ControlDaemonPlan, settings: &Settings, held: BTreeMap<Stri
 
 /// The plan of a control daemon that runs and has no place in any plan, as far as it is known.
 fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
-    let address = |uuid: &str| {
-        let gpu = plan.gpus.iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
-        gpu.map_or(PciAddress { domain: 0, bus: 0, device: 0, function: 0 }, |gpu| gpu.gpu.pci.address)
-    };
+    let planned = |uuid: &str| plan.gpus.iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
     let gpus = running.gpus.iter().map(|uuid| plan::ServedGpu {
         uuid: uuid.clone(),
-        pci: address(uuid),
+        id: planned(uuid).map(|gpu| gpu.gpu.id()),
         slices: 0,
         memory_limit_mib: 0,
         slice_memory_mib: 0,
         slice_thread_percentage: 100,
         limits_enforced: false,
         // It takes no client of ours.
-        places: u32::MAX,
+        capacity: u32::MAX,
         clients_listed: true,
     });
     plan::ControlDaemonPlan {

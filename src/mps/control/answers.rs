@@ -41,7 +41,7 @@ impl Client {
 
 /// The result of the request to end a client's GPU work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Terminated {
+pub(crate) enum TerminateAnswer {
     /// The client's GPU work has ended. The program gets CUDA error 810.
     Done,
     NoSuchClient,
@@ -79,14 +79,14 @@ pub(super) fn parse_status(answer: &str) -> Option<ServerStatus> {
 }
 
 /// The answer is a line `0`, or a reason and a line `1`.
-pub(super) fn parse_terminated(answer: &str) -> Option<Terminated> {
+pub(super) fn parse_terminated(answer: &str) -> Option<TerminateAnswer> {
     let mut lines = answer.lines().map(str::trim).filter(|line| !line.is_empty());
     let reason = lines.next()?;
     match (reason, lines.next_back()) {
-        ("0", None) => Some(Terminated::Done),
-        (reason, Some("1")) if reason.starts_with("Invalid process") => Some(Terminated::NoSuchClient),
+        ("0", None) => Some(TerminateAnswer::Done),
+        (reason, Some("1")) if reason.starts_with("Invalid process") => Some(TerminateAnswer::NoSuchClient),
         (reason, Some("1")) if reason.starts_with("Server") && reason.contains("not found") => {
-            Some(Terminated::NoSuchServer)
+            Some(TerminateAnswer::NoSuchServer)
         }
         _ => None,
     }
@@ -182,9 +182,9 @@ mod tests {
 
     #[test]
     fn terminated_clients() {
-        assert_eq!(parse_terminated("0"), Some(Terminated::Done));
-        assert_eq!(parse_terminated("Invalid process 99999!\n1"), Some(Terminated::NoSuchClient));
-        assert_eq!(parse_terminated("Server 1 not found!\n1"), Some(Terminated::NoSuchServer));
+        assert_eq!(parse_terminated("0"), Some(TerminateAnswer::Done));
+        assert_eq!(parse_terminated("Invalid process 99999!\n1"), Some(TerminateAnswer::NoSuchClient));
+        assert_eq!(parse_terminated("Server 1 not found!\n1"), Some(TerminateAnswer::NoSuchServer));
         for other in ["", "1", "00", "0\n1", "Unknown command \"terminate_client\"", "Invalid process 1!\n0"]
         {
             assert_eq!(parse_terminated(other), None, "{other:?}");

@@ -10,7 +10,7 @@
 mod answers;
 mod error;
 mod front_end;
-mod look;
+mod inspection;
 
 use common::host::socket::{connect, listener};
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,9 +22,9 @@ use std::time::Duration;
 use rustix::io::Errno;
 use tokio::time::timeout;
 
-pub(crate) use answers::{Client, ClientPids, ServerStatus, Terminated};
+pub(crate) use answers::{Client, ClientPids, ServerStatus, TerminateAnswer};
 pub(crate) use error::ControlError;
-pub(crate) use look::{Limits, Look};
+pub(crate) use inspection::{Inspection, Limits};
 
 use error::{name, unexpected};
 use front_end::{FrontEnd, Queue};
@@ -56,7 +56,7 @@ impl FrontEnds {
     }
 
     /// The way to the control daemon of this pipe directory, even if this service did not start it.
-    pub(crate) fn of(&self, pipe_directory: &Path) -> Control {
+    pub(crate) fn control_in(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let queue = self.queue(&pipe_directory);
         Control(FrontEnd { program, pipe_directory, queue })
@@ -110,15 +110,19 @@ impl Control {
 
     /// The status of one server.
     pub(crate) async fn server_status(&self, server: u32) -> Result<ServerStatus, ControlError> {
-        Ok(self.look(&[server], None).await?.status(server))
+        Ok(self.inspect(&[server], None).await?.status(server))
     }
 
     /// Asks in one conversation for all servers, for the statuses of these, and for the limits that differ from `limits`:
     /// of the servers to come, and of these. A server that has ended has no limits. Memory is compared in whole GiB.
-    pub(crate) async fn look(&self, at: &[u32], limits: Option<&Limits>) -> Result<Look, ControlError> {
-        let commands = look::commands(at, limits);
+    pub(crate) async fn inspect(
+        &self,
+        at: &[u32],
+        limits: Option<&Limits>,
+    ) -> Result<Inspection, ControlError> {
+        let commands = inspection::commands(at, limits);
         let answer = self.ask_for_something(&commands).await?;
-        look::parse(&answer, at, limits).ok_or_else(|| {
+        inspection::parse(&answer, at, limits).ok_or_else(|| {
             unexpected(&commands, &answer, "the statuses, limits and PIDs that were asked for")
         })
     }
@@ -180,7 +184,7 @@ impl Control {
         &self,
         server: u32,
         client: u32,
-    ) -> Result<Terminated, ControlError> {
+    ) -> Result<TerminateAnswer, ControlError> {
         let command = format!("terminate_client {server} {client}");
         let answer = self.ask_for_something(&command).await?;
         answers::parse_terminated(&answer)
@@ -199,7 +203,7 @@ impl Control {
 
     /// The PIDs of the servers. The answer also proves that the control daemon responds.
     pub(crate) async fn servers(&self) -> Result<Vec<u32>, ControlError> {
-        Ok(self.look(&[], None).await?.servers)
+        Ok(self.inspect(&[], None).await?.servers)
     }
 
     /// Sets the limits of a running server's future clients, or without `server` the limits of future servers: the active
@@ -211,7 +215,7 @@ impl Control {
         server: Option<u32>,
         limits: &Limits,
     ) -> Result<Vec<u32>, ControlError> {
-        self.set(&look::setting(server, limits), limits).await
+        self.set(&inspection::setting(server, limits), limits).await
     }
 
     /// The same for the limits of future servers. The server of a user is started after that, see
@@ -221,13 +225,13 @@ impl Control {
         limits: &Limits,
         uid: u32,
     ) -> Result<Vec<u32>, ControlError> {
-        self.set(&format!("{}\n{}", look::setting(None, limits), start(uid)), limits).await
+        self.set(&format!("{}\n{}", inspection::setting(None, limits), start(uid)), limits).await
     }
 
     async fn set(&self, commands: &str, limits: &Limits) -> Result<Vec<u32>, ControlError> {
         let answer = self.ask_for_something(commands).await?;
-        look::parse_set(&answer, limits).ok_or_else(|| {
-            unexpected(commands, &answer, &format!("{}, and the servers", look::set(limits).join(", ")))
+        inspection::parse_set(&answer, limits).ok_or_else(|| {
+            unexpected(commands, &answer, &format!("{}, and the servers", inspection::set(limits).join(", ")))
         })
     }
 
@@ -278,7 +282,7 @@ mod tests {
         let written =
             std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
         assert!(written.unwrap().success());
-        FrontEnds::new(program).of(directory)
+        FrontEnds::new(program).control_in(directory)
     }
 
     #[tokio::test]

@@ -9,7 +9,7 @@ use rustix::fs::OFlags;
 
 use super::meaning::Line;
 use super::rotation::{CHUNK_BYTES, Rotation};
-use crate::mps::changes::{Changes, LOOK_PERIOD, Watch};
+use crate::mps::changes::{FileChanges, FileWatch, LOOK_PERIOD};
 
 /// The length at which a line is cut. A file that is no log must not fill the memory.
 const LINE_MAX_BYTES: usize = 16 << 10;
@@ -33,7 +33,7 @@ pub(crate) struct Follower {
     lines_since_pause: u32,
     rotation: Option<Rotation>,
     rotated: Option<io::Result<()>>,
-    watch: Watch,
+    watch: FileWatch,
     /// False if the kernel does not tell of changes. Then somebody has to look.
     watched: bool,
 }
@@ -41,7 +41,7 @@ pub(crate) struct Follower {
 impl Follower {
     /// Follows `file`, which is or was at `path`, from `offset` in bytes. It can be rotated only if it is open for
     /// writing too.
-    pub(crate) fn new(file: File, path: &Path, offset: u64, changes: &Changes) -> Self {
+    pub(crate) fn new(file: File, path: &Path, offset: u64, changes: &FileChanges) -> Self {
         let watch = changes.watch();
         let watched = watch.add_file(&file);
         Self {
@@ -252,7 +252,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control.log");
         std::fs::write(&path, "old\n[d t Control 7] first\n").unwrap();
-        let mut follower = Follower::new(open(&path), &path, 4, &Changes::default());
+        let mut follower = Follower::new(open(&path), &path, 4, &FileChanges::default());
         let mut writer = File::options().append(true).open(&path).unwrap();
         assert_eq!(follower.next().await.unwrap().text, "first");
         assert_eq!(follower.try_next().unwrap(), None);
@@ -280,7 +280,7 @@ mod tests {
         let path = directory.path().join("control.log");
         std::fs::write(&path, "").unwrap();
         let mut writer = File::options().append(true).open(&path).unwrap();
-        let mut follower = Follower::new(open(&path), &path, 0, &Changes::default());
+        let mut follower = Follower::new(open(&path), &path, 0, &FileChanges::default());
         for round in 0..3 {
             let line = format!("line of round {round}");
             writer.write_all(format!("{line}\n").as_bytes()).unwrap();
@@ -319,7 +319,7 @@ mod tests {
             std::fs::write(&path, line.repeat(16 << 10)).unwrap();
             std::fs::write(&elsewhere, "not a log\n").unwrap();
             let length = path.metadata().unwrap().len();
-            let mut follower = Follower::new(open(&path), &path, length, &Changes::default());
+            let mut follower = Follower::new(open(&path), &path, length, &FileChanges::default());
             follower.rotate(1);
             follower.pause().await.unwrap();
             assert!(follower.rotated().is_none(), "it is copied in steps");
@@ -341,7 +341,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control.log");
         std::fs::write(&path, "[d t Server 8] some words of a line\n".repeat(LINES)).unwrap();
-        let mut follower = Follower::new(open(&path), &path, 0, &Changes::default());
+        let mut follower = Follower::new(open(&path), &path, 0, &FileChanges::default());
         let turns = std::rc::Rc::new(std::cell::Cell::new(0));
         let counting = std::rc::Rc::clone(&turns);
         let others = tokio::task::LocalSet::new();
@@ -376,7 +376,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("control.log");
         std::fs::write(&path, vec![b'x'; 10 * LINE_MAX_BYTES]).unwrap();
-        let mut follower = Follower::new(open(&path), &path, 0, &Changes::default());
+        let mut follower = Follower::new(open(&path), &path, 0, &FileChanges::default());
         let mut lines = 0;
         while let Some(line) = follower.try_next().unwrap() {
             assert!(line.text.len() <= LINE_MAX_BYTES);

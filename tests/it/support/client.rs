@@ -53,7 +53,7 @@ const DEBUGGER: &str = "import ctypes, sys, time\n\
     time.sleep(600)\n";
 
 /// Clients as the service names them, each given by its PID, its user and the words behind the user.
-pub(crate) fn in_words(clients: &[(u32, &str, &str)]) -> String {
+pub(crate) fn describe(clients: &[(u32, &str, &str)]) -> String {
     let mut clients = clients.to_vec();
     clients.sort_unstable();
     let named: Vec<String> =

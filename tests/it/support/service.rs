@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use common::published::snapshot::Snapshot;
 use tokio::sync::{mpsc, watch};
-use yunion_mps::{Bus, Request};
+use yunion_mps::{BusConnection, Request};
 
 use crate::support::bus::PrivateBus;
 
 /// A bus and the service on it.
 pub(crate) struct Service {
     pub(crate) bus: PrivateBus,
-    pub(crate) served: Bus,
+    pub(crate) served: BusConnection,
     pub(crate) requests: mpsc::Receiver<Request>,
     snapshot: watch::Sender<Arc<Snapshot>>,
 }
@@ -35,7 +35,7 @@ impl Service {
             }
         });
         let address = bus.address().as_str().try_into().unwrap();
-        let served = Bus::connect_to(address, seen, ask).await.unwrap();
+        let served = BusConnection::connect_to(address, seen, ask).await.unwrap();
         Self { bus, served, requests, snapshot }
     }
 

@@ -58,7 +58,7 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
         confirmed_thread_percentage: Some(25),
         confirmed_memory_limit_mib: None,
         drained: BTreeSet::new(),
-        unled: BTreeMap::new(),
+        unlinked: BTreeMap::new(),
         in_use: None,
         uses: Vec::new(),
     }

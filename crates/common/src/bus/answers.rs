@@ -11,6 +11,7 @@ use tokio::time::timeout;
 use crate::arguments::Arguments;
 use crate::bus::proxy::{ACCESS_DENIED, BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
+use crate::host::device_name;
 use crate::host::gpu::PciAddress;
 use crate::host::proc;
 
@@ -20,7 +21,7 @@ pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
 /// The daemon's answer, or the reason why there is none.
 #[derive(Debug)]
-pub enum Bus {
+pub enum BusAnswer {
     /// The bus can't be reached.
     Unreachable(String),
     NotRunning,
@@ -47,7 +48,7 @@ pub struct Published {
     pub pid: Option<u32>,
 }
 
-impl Bus {
+impl BusAnswer {
     /// Asks for everything. A missing daemon is an answer too.
     pub async fn ask() -> Self {
         let daemon = match DaemonProxy::connect().await {
@@ -90,7 +91,8 @@ pub fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusE
 
 /// The published form of a name, with its address written in any way.
 pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
-    let (address, ordinal) = name.split_at(name.find('-').unwrap_or(name.len()));
+    let (address, _) = device_name::parts(name);
+    let ordinal = name.strip_prefix(address).unwrap_or_default();
     let known = devices.iter().filter_map(|device| device.pci_bdf.parse::<PciAddress>().ok());
     match address.parse::<PciAddress>() {
         Ok(short) if PciAddress::is_short(address) => short.in_any_domain(known).ok(),

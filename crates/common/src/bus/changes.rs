@@ -14,13 +14,13 @@ use super::{MANAGER, NAME};
 /// Tells that the service publishes something else, that it has come, or that it has gone. Only a
 /// question finds out the change.
 #[derive(Debug)]
-pub struct Changes {
+pub struct ServiceChanges {
     told: watch::Receiver<()>,
     /// Takes every signal at once: a signal that waits would hold up the answers behind it.
     _hears: JoinSet<()>,
 }
 
-impl Changes {
+impl ServiceChanges {
     pub async fn on(connection: &Connection) -> zbus::Result<Self> {
         let of_service = MatchRule::builder().msg_type(Type::Signal).sender(NAME).path(MANAGER).build()?;
         let of_bus = MatchRule::builder()

@@ -15,7 +15,7 @@ use zbus::connection::Builder;
 use zbus::fdo::{self, PropertiesProxy};
 use zbus::{DBusError, OwnedVariant};
 
-use super::changes::Changes;
+use super::changes::ServiceChanges;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::variant::json;
 
@@ -201,8 +201,8 @@ impl DaemonProxy {
     }
 
     /// Hears of changes from now on.
-    pub async fn changes(&self) -> Result<Changes, BusError> {
-        Ok(Changes::on(self.manager.inner().connection()).await?)
+    pub async fn changes(&self) -> Result<ServiceChanges, BusError> {
+        Ok(ServiceChanges::on(self.manager.inner().connection()).await?)
     }
 
     /// The slices, in the order of the configuration.

@@ -116,7 +116,7 @@ macro_rules! row {
         }
 
         impl $row {
-            pub fn of($($from: $view),*) -> Self {
+            pub fn from_view($($from: $view),*) -> Self {
                 Self { $($key: $source,)* }
             }
         }
@@ -189,7 +189,7 @@ macro_rules! gpu_object {
                 nvidia_index: Option<u32> = $gpu.plan.gpu.facts().map(|nvml| nvml.index);
                 nvidia_minor: Option<u32> = $gpu.plan.gpu.facts().and_then(|nvml| nvml.minor);
                 nvidia_name: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.name.clone());
-                pcie_info: Option<PcieInfo> = $gpu.plan.gpu.pci.link.as_ref().map(PcieInfo::of);
+                pcie_info: Option<PcieInfo> = $gpu.plan.gpu.pci.link.as_ref().map(PcieInfo::from_view);
                 pipe_directory: String = path(&$gpu.plan.pipe_directory);
                 render_node: Option<String> = $gpu.plan.gpu.pci.render_node.as_deref().map(path);
                 servable: bool = $gpu.plan.servable();
@@ -203,7 +203,7 @@ gpu_object! {
     /// A slice, as `ListDevices` has it.
     Device(gpu: &GpuView, slice: u32) by Slice on "io.yunion.Mps1.Device" as &Slice(ref gpu, slice) => {
         "const" addr: String = gpu.slice_name(slice);
-        "const" base_addr: String = gpu.plan.gpu.pci.address.short();
+        "const" base_addr: String = gpu.plan.gpu.id().to_string();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
         // The platform's own defaults: another number would mark its rows as changed.
@@ -224,8 +224,8 @@ gpu_object! {
 gpu_object! {
     /// A GPU, as `ListGpus` has it.
     Gpu(gpu: &GpuView) by WholeGpu on "io.yunion.Mps1.Gpu" as WholeGpu(gpu) => {
-        addr: String = gpu.plan.gpu.pci.address.short();
-        base_addr: String = gpu.plan.gpu.pci.address.short();
+        addr: String = gpu.plan.gpu.id().to_string();
+        base_addr: String = gpu.plan.gpu.id().to_string();
         "false" clients: Option<u32> = gpu.in_use.map(|all| all.clients);
         confirmed_memory_limit: Option<i32> = gpu.confirmed_memory_limit_mib.map(mib);
         confirmed_thread_percentage: Option<i32> = gpu.confirmed_thread_percentage.map(i32::from);
@@ -233,7 +233,7 @@ gpu_object! {
         "const" dev_type: String = "GPU".to_owned();
         healthy: bool = gpu.healthy;
         "false" memory_used: Option<i32> = gpu.in_use.and_then(|all| all.memory_mib).map(mib);
-        name: String = gpu.plan.gpu.pci.address.short();
+        name: String = gpu.plan.gpu.id().to_string();
         pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
         reason: String = gpu.gpu_reason();
         "const" sharing_mode: String = "MPS".to_owned();
@@ -253,7 +253,7 @@ impl Object for Slice {
     type Row = Device;
 
     fn row(&self) -> Device {
-        Device::of(&self.0, self.1)
+        Device::from_view(&self.0, self.1)
     }
 
     /// Made from its name.
@@ -266,13 +266,13 @@ impl Object for WholeGpu {
     type Row = Gpu;
 
     fn row(&self) -> Gpu {
-        Gpu::of(&self.0)
+        Gpu::from_view(&self.0)
     }
 
     /// Made from its UUID, which follows the board, or from its address while the driver can't say the UUID.
     fn path(&self) -> String {
         let name = match self.0.uuid() {
-            "" => self.0.plan.gpu.pci.address.short(),
+            "" => self.0.plan.gpu.id().to_string(),
             uuid => uuid.to_owned(),
         };
         format!("{ROOT}/gpus/{}", path_element(&name))
@@ -340,7 +340,7 @@ row! {
         bypass: bool = client.bypass;
         command: String = client.command.clone();
         container_id: Option<String> = client.container_id.clone();
-        device: Option<String> = client.slices.as_ref().map(|known| known.slices.join(","));
+        device: Option<String> = client.slices.as_ref().map(|known| known.names());
         gpu: String = client.gpu_uuid.clone();
         known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.as_str().to_owned());
         may_command: Option<String> = client.may_command.map(|may| may.as_str().to_owned());
@@ -435,20 +435,20 @@ mod tests {
 
     #[test]
     fn a_lane_width_of_nothing_is_left_out() {
-        let link = |width| PcieInfo::of(&PcieLink { rate: "8GT/s".to_owned(), width }).dict();
+        let link = |width| PcieInfo::from_view(&PcieLink { rate: "8GT/s".to_owned(), width }).dict();
         assert!(!link(0).contains_key("lane_width") && link(16).contains_key("lane_width"));
     }
 
     #[test]
     fn a_dictionary_is_shown_as_json_with_sorted_keys() {
-        let info = PcieInfo::of(&PcieLink { rate: "8GT/s".to_owned(), width: 16 });
+        let info = PcieInfo::from_view(&PcieLink { rate: "8GT/s".to_owned(), width: 16 });
         assert!(info.to_string().starts_with(r#"{"lane_width":16,"throughput":"#), "{info}");
     }
 
     #[test]
     fn a_nul_never_reaches_the_bus() {
         let event = control_daemon::Event::now("a\0b".to_owned());
-        assert_eq!(Event::of(&event).dict()["text"], Variant::from("a\u{fffd}b"));
+        assert_eq!(Event::from_view(&event).dict()["text"], Variant::from("a\u{fffd}b"));
         assert_eq!(vec!["\0\u{1b}[2J\u{9b}".to_owned()].wire().unwrap(), ["\u{fffd}\u{fffd}[2J\u{fffd}"]);
     }
 }

@@ -15,7 +15,7 @@ use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 /// One thing that a reload would change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    pub kind: Kind,
+    pub kind: DifferenceKind,
     pub subject: String,
     /// The published value; empty for a new thing.
     pub from: String,
@@ -26,7 +26,7 @@ pub struct Difference {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum DifferenceKind {
     Enabled,
     /// The devices of a GPU.
     Devices,
@@ -68,7 +68,7 @@ pub enum Effect {
 
 impl fmt::Display for Effect {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let in_words = |clients: &Option<usize>| match clients {
+        let describe = |clients: &Option<usize>| match clients {
             Some(count) => counted(*count, "client"),
             None => "clients that can't be counted now".to_owned(),
         };
@@ -83,13 +83,13 @@ impl fmt::Display for Effect {
                 write!(
                     f,
                     "after {} {have} ended{out}, by another control daemon: {reason}",
-                    in_words(clients)
+                    describe(clients)
                 )
             }
             Self::Ends { clients: Some(0) } => f.write_str("at once; there are no clients"),
             Self::Refused { reason } => write!(f, "refused: {reason}"),
             Self::Ends { clients } => {
-                write!(f, "at once, and ENDS the GPU work of {} (CUDA error 806)", in_words(clients))
+                write!(f, "at once, and ENDS the GPU work of {} (CUDA error 806)", describe(clients))
             }
         }
     }
@@ -99,25 +99,27 @@ impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kind, subject, from, to, effect } = self;
         match (kind, from.as_str(), to.as_str()) {
-            (Kind::Enabled, _, "false") => write!(f, "MPS is switched off: {effect}"),
-            (Kind::Enabled, ..) => write!(f, "MPS is switched on: {effect}"),
-            (Kind::Devices, "", to) => write!(f, "{subject}: {to} come: {effect}"),
-            (Kind::Devices, from, _) => write!(f, "{subject}: {from} go: {effect}"),
-            (Kind::MemoryLimit, from, to) => {
+            (DifferenceKind::Enabled, _, "false") => write!(f, "MPS is switched off: {effect}"),
+            (DifferenceKind::Enabled, ..) => write!(f, "MPS is switched on: {effect}"),
+            (DifferenceKind::Devices, "", to) => write!(f, "{subject}: {to} come: {effect}"),
+            (DifferenceKind::Devices, from, _) => write!(f, "{subject}: {from} go: {effect}"),
+            (DifferenceKind::MemoryLimit, from, to) => {
                 write!(f, "{subject}: memory limit {from} MiB -> {to} MiB: {effect}")
             }
-            (Kind::ThreadPercentage, from, to) => {
+            (DifferenceKind::ThreadPercentage, from, to) => {
                 write!(f, "{subject}: threads {from} % -> {to} %: {effect}")
             }
-            (Kind::MaxClients, from, to) => {
+            (DifferenceKind::MaxClients, from, to) => {
                 write!(f, "{subject}: most clients of a slice {from} -> {to}: {effect}")
             }
-            (Kind::PipeDirectory, from, to) => {
+            (DifferenceKind::PipeDirectory, from, to) => {
                 write!(f, "control daemon {subject}: pipe directory {from} -> {to}: {effect}")
             }
-            (Kind::ControlDaemon, "", _) => write!(f, "control daemon {subject} starts: {effect}"),
-            (Kind::ControlDaemon, _, "") => write!(f, "control daemon {subject} ends: {effect}"),
-            (Kind::ControlDaemon, ..) => write!(f, "control daemon {subject} is replaced: {effect}"),
+            (DifferenceKind::ControlDaemon, "", _) => write!(f, "control daemon {subject} starts: {effect}"),
+            (DifferenceKind::ControlDaemon, _, "") => write!(f, "control daemon {subject} ends: {effect}"),
+            (DifferenceKind::ControlDaemon, ..) => {
+                write!(f, "control daemon {subject} is replaced: {effect}")
+            }
         }
     }
 }
@@ -141,7 +143,13 @@ pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Resul
             Some(problem) => Effect::Refused { reason: problem.to_string() },
             None => Effect::Ends { clients: published.clients_on(&all.collect::<Vec<_>>()) },
         };
-        comparison.add(Kind::Enabled, "enable_cuda_mps", &before.to_string(), &after.to_string(), effect);
+        comparison.add(
+            DifferenceKind::Enabled,
+            "enable_cuda_mps",
+            &before.to_string(),
+            &after.to_string(),
+            effect,
+        );
         return Ok(comparison.differences);
     }
     comparison.control_daemons();
@@ -149,9 +157,9 @@ pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Resul
         comparison.gpu(gpu);
     }
     for gpu in &published.gpus {
-        if !plan.gpus.iter().any(|planned| planned.gpu.pci.address.short() == gpu.addr) {
+        if !plan.gpus.iter().any(|planned| planned.gpu.id().to_string() == gpu.addr) {
             let effect = comparison.effect_for(gpu.device_path.as_deref().unwrap_or_default());
-            comparison.add(Kind::Devices, &gpu.addr, &slices(&gpu.addr, 0, count(gpu)), "", effect);
+            comparison.add(DifferenceKind::Devices, &gpu.addr, &slices(&gpu.addr, 0, count(gpu)), "", effect);
         }
     }
     Ok(comparison.differences)
@@ -165,7 +173,7 @@ struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    fn add(&mut self, kind: Kind, subject: &str, from: &str, to: &str, effect: Effect) {
+    fn add(&mut self, kind: DifferenceKind, subject: &str, from: &str, to: &str, effect: Effect) {
         let (subject, from, to) = (subject.to_owned(), from.to_owned(), to.to_owned());
         self.differences.push(Difference { kind, subject, from, to, effect });
     }
@@ -176,7 +184,7 @@ impl Comparison<'_> {
             let known = published.control_daemons.iter().any(|daemon| daemon.id == planned.id);
             if !known && !ordered(planned, published) {
                 let uuid = planned.gpus.first().map(|gpu| gpu.uuid.as_str()).unwrap_or_default();
-                self.add(Kind::ControlDaemon, &planned.id, "", "new", self.effect_for(uuid));
+                self.add(DifferenceKind::ControlDaemon, &planned.id, "", "new", self.effect_for(uuid));
             }
         }
         for daemon in &published.control_daemons {
@@ -187,7 +195,7 @@ impl Comparison<'_> {
                 if published.served_by(id).next().is_some() {
                     let reason = "it is not needed any more".to_owned();
                     let effect = Effect::Waits { clients, reason, out_meanwhile: false };
-                    self.add(Kind::ControlDaemon, id, "present", "", effect);
+                    self.add(DifferenceKind::ControlDaemon, id, "present", "", effect);
                 }
                 continue;
             };
@@ -200,27 +208,42 @@ impl Comparison<'_> {
             let effect = Effect::Waits { clients, reason, out_meanwhile: moves(planned, daemon) };
             let (from, to) = (daemon.pipe_directory.as_str(), planned.pipe_directory.display().to_string());
             if from == to {
-                self.add(Kind::ControlDaemon, id, "present", "new", effect);
+                self.add(DifferenceKind::ControlDaemon, id, "present", "new", effect);
             } else {
-                self.add(Kind::PipeDirectory, id, from, &to, effect);
+                self.add(DifferenceKind::PipeDirectory, id, from, &to, effect);
             }
         }
     }
 
     fn gpu(&mut self, gpu: &GpuPlan) {
-        let name = gpu.gpu.pci.address.short();
+        let name = gpu.gpu.id().to_string();
         let uuid = gpu.gpu.uuid().unwrap_or_default();
         let now = self.published.gpus.iter().find(|now| now.addr == name);
         let before = now.map_or(0, |now| count(now));
         let after = u64::from(gpu.slices);
         if before < after {
-            self.add(Kind::Devices, &name, "", &slices(&name, before, after), self.effect_for(uuid));
+            self.add(
+                DifferenceKind::Devices,
+                &name,
+                "",
+                &slices(&name, before, after),
+                self.effect_for(uuid),
+            );
         } else if after < before {
-            self.add(Kind::Devices, &name, &slices(&name, after, before), "", self.effect_for(uuid));
+            self.add(
+                DifferenceKind::Devices,
+                &name,
+                &slices(&name, after, before),
+                "",
+                self.effect_for(uuid),
+            );
         }
         let Some(now) = now else { return };
-        let threads = (Kind::ThreadPercentage, Some(now.mps_thread_percentage), gpu.thread_percentage.into());
-        for (kind, from, to) in [(Kind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib), threads] {
+        let threads =
+            (DifferenceKind::ThreadPercentage, Some(now.mps_thread_percentage), gpu.thread_percentage.into());
+        for (kind, from, to) in
+            [(DifferenceKind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib), threads]
+        {
             // 0 stands for an unknown limit.
             if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
                 self.add(kind, &name, &from.to_string(), &to.to_string(), self.effect_for(uuid));
@@ -232,7 +255,7 @@ impl Comparison<'_> {
             && from != to
         {
             // The control daemon knows nothing of it.
-            self.add(Kind::MaxClients, &name, &from.to_string(), &to.to_string(), Effect::Live);
+            self.add(DifferenceKind::MaxClients, &name, &from.to_string(), &to.to_string(), Effect::Live);
         }
     }
 

@@ -75,7 +75,7 @@ impl Checked {
 }
 
 /// Reads the configuration, and asks the driver if the configuration asks for GPUs.
-pub fn look(sources: &Sources) -> Checked {
+pub fn check(sources: &Sources) -> Checked {
     match config::load(sources) {
         Err(refused) => Checked::Refused(refused),
         Ok(loaded) if !loaded.settings.enabled => judge(loaded, None),
@@ -193,7 +193,7 @@ fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
         write_gpu(gpu, out)?;
     }
     for control_daemon in &plan.control_daemons {
-        let gpus: Vec<String> = control_daemon.gpus.iter().map(|gpu| gpu.pci.short()).collect();
+        let gpus: Vec<String> = control_daemon.gpus.iter().map(|gpu| gpu.name()).collect();
         writeln!(
             out,
             "control daemon {}: GPUs {}; active thread percentage {}; {}; {}pipe directory {}; log directory {}",
@@ -210,7 +210,7 @@ fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
 }
 
 fn write_gpu(plan: &GpuPlan, out: &mut dyn Write) -> io::Result<()> {
-    let name = plan.gpu.pci.address.short();
+    let name = plan.gpu.id().to_string();
     let uuid = plan.gpu.uuid().unwrap_or("UUID unknown");
     write!(out, "GPU {name} {} ({uuid}): ", plan.gpu.model())?;
     let share = format!(

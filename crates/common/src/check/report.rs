@@ -3,32 +3,34 @@
 use serde_json::{Value, json};
 
 use super::difference::{Difference, differences};
-use super::{BAD_CONFIGURATION, Checked, look, words};
-use crate::bus::answers::Bus;
+use super::{BAD_CONFIGURATION, Checked, check, words};
+use crate::bus::answers::BusAnswer;
 use crate::config::Sources;
 use crate::plan::{GpuPlan, Plan};
 
 /// What a start or a reload would do.
 #[derive(Debug)]
-pub struct Report {
+pub struct CheckReport {
     checked: Checked,
     /// The changes that a reload would make, or why they are not known.
     changes: Result<Vec<Difference>, String>,
 }
 
-impl Report {
+impl CheckReport {
     /// Reads the files, looks at the host and asks the service. Without a file on the command line, it reads the file of
     /// the service.
     pub async fn new(Sources { config, sysroot }: Sources) -> Self {
-        let bus = Bus::ask().await;
+        let bus = BusAnswer::ask().await;
         let config = config.or_else(|| bus.config(&sysroot));
-        let checked = look(&Sources { config, sysroot });
+        let checked = check(&Sources { config, sysroot });
         let changes = match &checked {
             Checked::Right { loaded, plan: Ok(plan), .. } => match bus {
-                Bus::Answers(published) => differences(loaded, plan, &published),
-                Bus::NotRunning => Err("yunion-mps-daemon is not running".to_owned()),
-                Bus::Silent => Err("yunion-mps-daemon does not answer".to_owned()),
-                Bus::Unreachable(reason) | Bus::Denied(reason) | Bus::Refuses(reason) => Err(reason),
+                BusAnswer::Answers(published) => differences(loaded, plan, &published),
+                BusAnswer::NotRunning => Err("yunion-mps-daemon is not running".to_owned()),
+                BusAnswer::Silent => Err("yunion-mps-daemon does not answer".to_owned()),
+                BusAnswer::Unreachable(reason) | BusAnswer::Denied(reason) | BusAnswer::Refuses(reason) => {
+                    Err(reason)
+                }
             },
             Checked::Right { plan: Err(reason), .. } => Err(reason.to_string()),
             Checked::Refused(_) | Checked::Wrong { .. } => Err("the configuration is wrong".to_owned()),
@@ -86,7 +88,7 @@ impl Report {
 fn plan_document(plan: &Plan) -> Value {
     let gpu = |gpu: &GpuPlan| {
         json!({
-            "addr": gpu.gpu.pci.address.short(),
+            "addr": gpu.gpu.id().to_string(),
             "device_path": gpu.gpu.uuid(),
             "virtual_num": gpu.slices,
             "mps_memory_limit": gpu.memory_limit_mib,

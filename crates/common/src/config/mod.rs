@@ -276,8 +276,8 @@ pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
         match read_text(&sources.sysroot, &file) {
             Ok(text) => draft.overlay(&file, &text, &mut findings),
             // The local file is optional, even if a key names it.
-            Err(Unreadable::Missing) => {}
-            Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
+            Err(ReadFailure::Missing) => {}
+            Err(ReadFailure::Bad(problem)) => findings.problems.push(problem),
         }
     }
     draft.check_together(&mut findings);
@@ -339,8 +339,8 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
     for file in sources.main_files() {
         match read_text(&sources.sysroot, file) {
             Ok(text) => return draft.overlay(file, &text, findings),
-            Err(Unreadable::Missing) => {}
-            Err(Unreadable::Bad(problem)) => return findings.problems.push(problem),
+            Err(ReadFailure::Missing) => {}
+            Err(ReadFailure::Bad(problem)) => return findings.problems.push(problem),
         }
     }
     let (file, list, remedy) = match &sources.config {
@@ -375,8 +375,8 @@ fn read_named_device_file(sources: &Sources, file: PathBuf, draft: &mut Draft, f
             draft.settings.devices = device_file::parse(&file, &text, findings);
             draft.settings.sources.push(file);
         }
-        Err(Unreadable::Bad(problem)) => findings.problems.push(problem),
-        Err(Unreadable::Missing) => {
+        Err(ReadFailure::Bad(problem)) => findings.problems.push(problem),
+        Err(ReadFailure::Missing) => {
             let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
             let found = format!("no such file: {}", file.display());
             let remedy = "create it or correct the path";
@@ -388,19 +388,19 @@ fn read_named_device_file(sources: &Sources, file: PathBuf, draft: &mut Draft, f
 /// The largest file that is read. A normal file has a few KiB.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
-enum Unreadable {
+enum ReadFailure {
     Missing,
     Bad(LocatedProblem),
 }
 
-fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
+fn read_text(sysroot: &Path, file: &Path) -> Result<String, ReadFailure> {
     let bad =
-        |found: String, remedy| Unreadable::Bad(LocatedProblem::new(Origin::whole(file), "", found, remedy));
+        |found: String, remedy| ReadFailure::Bad(LocatedProblem::new(Origin::whole(file), "", found, remedy));
     let bytes = regular_file::read(&below(sysroot, file), MAX_FILE_BYTES).map_err(|error| match error {
         regular_file::Unreadable::Failed(error)
             if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
         {
-            Unreadable::Missing
+            ReadFailure::Missing
         }
         regular_file::Unreadable::TooLarge(_) => {
             bad("larger than 1 MiB".to_owned(), "this can't be the right file: check the path")
@@ -408,7 +408,7 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<String, Unreadable> {
         error @ regular_file::Unreadable::Failed(_) => bad(error.to_string(), "make it a readable file"),
         error @ regular_file::Unreadable::NotRegular(_) => bad(error.to_string(), "put a regular file there"),
     })?;
-    text_of(file, bytes).map_err(Unreadable::Bad)
+    text_of(file, bytes).map_err(ReadFailure::Bad)
 }
 
 /// The path below the sysroot. A relative path stays relative if the sysroot is the real root.

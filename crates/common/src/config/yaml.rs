@@ -25,7 +25,7 @@ pub(super) struct Node<'t> {
 
 impl<'t> Node<'t> {
     /// A value that the input gives no line for.
-    fn of(value: Value<'t>) -> Self {
+    fn without_line(value: Value<'t>) -> Self {
         Self { line: None, value }
     }
 }
@@ -158,7 +158,7 @@ pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, LocatedP
         ));
     }
     let Some(document) = serde_yaml::Deserializer::from_str(text).next() else {
-        return Ok(Node::of(Value::Null));
+        return Ok(Node::without_line(Value::Null));
     };
     let source = Source {
         text,
@@ -258,37 +258,37 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_none<E: de::Error>(self) -> Result<Node<'t>, E> {
-        Ok(Node::of(Value::Null))
+        Ok(Node::without_line(Value::Null))
     }
 
     fn visit_unit<E: de::Error>(self) -> Result<Node<'t>, E> {
-        Ok(Node::of(Value::Null))
+        Ok(Node::without_line(Value::Null))
     }
 
     fn visit_bool<E: de::Error>(self, value: bool) -> Result<Node<'t>, E> {
-        Ok(Node::of(Value::Bool(value)))
+        Ok(Node::without_line(Value::Bool(value)))
     }
 
     fn visit_i64<E: de::Error>(self, value: i64) -> Result<Node<'t>, E> {
-        Ok(Node::of(Value::Integer(value.into())))
+        Ok(Node::without_line(Value::Integer(value.into())))
     }
 
     fn visit_u64<E: de::Error>(self, value: u64) -> Result<Node<'t>, E> {
-        Ok(Node::of(Value::Integer(value.into())))
+        Ok(Node::without_line(Value::Integer(value.into())))
     }
 
     fn visit_i128<E: de::Error>(self, value: i128) -> Result<Node<'t>, E> {
-        Ok(Node::of(Value::Integer(value)))
+        Ok(Node::without_line(Value::Integer(value)))
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
         // The number is too large for any setting. As text it can be shown as it is.
         let text = || Value::Text { text: value.to_string().into(), quoted: false };
-        Ok(Node::of(i128::try_from(value).map_or_else(|_| text(), Value::Integer)))
+        Ok(Node::without_line(i128::try_from(value).map_or_else(|_| text(), Value::Integer)))
     }
 
     fn visit_f64<E: de::Error>(self, value: f64) -> Result<Node<'t>, E> {
-        Ok(Node::of(Value::Float(value)))
+        Ok(Node::without_line(Value::Float(value)))
     }
 
     fn visit_borrowed_str<E: de::Error>(self, text: &'t str) -> Result<Node<'t>, E> {
@@ -299,7 +299,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     /// text is neither a boolean nor a number, so all of these texts count as quoted.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
         self.source.spend(text.len())?;
-        Ok(Node::of(Value::Text { text: text.to_owned().into(), quoted: true }))
+        Ok(Node::without_line(Value::Text { text: text.to_owned().into(), quoted: true }))
     }
 
     fn visit_seq<A: SeqAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {

@@ -36,14 +36,14 @@ impl Cpus {
 
     /// The CPUs on which a process may run, as its first thread has them. None if the process has ended, or if the host
     /// has more CPUs than a set holds.
-    pub fn of(pid: u32) -> Option<Self> {
+    pub fn allowed_for(pid: u32) -> Option<Self> {
         let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
         sched_getaffinity(Some(pid)).ok().map(Self)
     }
 
     /// The CPUs of this host: its first process is kept from none of them.
     pub fn of_host() -> Option<Self> {
-        Self::of(proc::FIRST)
+        Self::allowed_for(proc::FIRST)
     }
 
     /// Binds this thread to these CPUs, and with it every program and thread that it starts. A CPU that it must not use
@@ -72,7 +72,7 @@ impl Cpus {
     }
 
     /// The list for people, where `all` stands for all CPUs of the host.
-    pub fn in_words(self) -> String {
+    pub fn describe(self) -> String {
         let all = Self::of_host().is_some_and(|host| self.includes(host));
         if all { "all".to_owned() } else { self.to_string() }
     }
@@ -130,7 +130,7 @@ mod tests {
         assert_eq!(union(&["0-3", "", "8"]), None);
         assert_eq!(union(&[]), None);
         assert!(cpus("0-3").includes(cpus("0,3")) && !cpus("0-3").includes(cpus("3-4")));
-        assert_eq!(Cpus::of_host().unwrap().in_words(), "all");
+        assert_eq!(Cpus::of_host().unwrap().describe(), "all");
     }
 
     /// In threads of its own: a binding can't be taken back by a thread that may use one CPU only.

@@ -28,7 +28,7 @@ pub struct Series(u32);
 
 impl Series {
     /// That of a driver's version.
-    pub fn of(version: &str) -> Self {
+    pub fn parse(version: &str) -> Self {
         Self(version.split('.').next().and_then(|series| series.parse().ok()).unwrap_or(0))
     }
 }
@@ -135,10 +135,10 @@ mod tests {
 
     #[test]
     fn a_series_is_the_first_number_of_a_version() {
-        assert_eq!(Series::of("580.159.04"), Series(580));
-        assert_eq!(Series::of("590.44"), Series(590));
+        assert_eq!(Series::parse("580.159.04"), Series(580));
+        assert_eq!(Series::parse("590.44"), Series(590));
         for unknown in ["", "unknown", "x.1"] {
-            assert_eq!(Series::of(unknown), Series(0), "{unknown:?}");
+            assert_eq!(Series::parse(unknown), Series(0), "{unknown:?}");
         }
     }
 
@@ -151,7 +151,7 @@ mod tests {
             ["unknown", "535.261.03", "550.163.01", "555.58.02", "575.57.08", "580.159.04", "590.44.01"]
         {
             for gpu in [None, Some((6, 1)), Some((7, 0)), Some((9, 0))] {
-                let driver = Series::of(version);
+                let driver = Series::parse(version);
                 let name = gpu.map_or("unknown".to_owned(), |(major, minor)| format!("{major}.{minor}"));
                 writeln!(
                     listed,

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use super::cpus::Cpus;
+use super::device_name::GpuId;
 use crate::problem::Problem;
 
 /// NVIDIA's PCI vendor number.
@@ -24,7 +25,7 @@ pub struct PciAddress {
 }
 
 impl PciAddress {
-    /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`.
+    /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`. The name of a GPU is made of it in `device_name`.
     pub fn short(self) -> String {
         if self.domain == 0 {
             format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
@@ -222,6 +223,11 @@ pub struct Gpu {
 }
 
 impl Gpu {
+    /// Its identity on this host.
+    pub fn id(&self) -> GpuId {
+        GpuId::from(self.pci.address)
+    }
+
     /// The facts from the driver, if there are any.
     pub fn facts(&self) -> Option<&NvmlFacts> {
         self.nvml.as_ref().ok()

@@ -19,7 +19,7 @@ pub struct Identity {
 impl Identity {
     /// The identity of the process that runs with this PID now. An error if there is none. A zombie does not run any more,
     /// and nobody may ever collect it.
-    pub fn of(pid: u32) -> io::Result<Self> {
+    pub fn read(pid: u32) -> io::Result<Self> {
         let stat = proc::stat(pid)?;
         if stat.has_ended() {
             return Err(Errno::SRCH.into());
@@ -30,7 +30,7 @@ impl Identity {
     /// Whether this process still runs. If nothing can be learnt of it, for example because the service has no file
     /// descriptors left, it counts as running.
     pub fn runs(self) -> bool {
-        match Self::of(self.pid) {
+        match Self::read(self.pid) {
             Ok(now) => now == self,
             Err(error) => !proc::is_gone(&error),
         }
@@ -44,23 +44,23 @@ mod tests {
     #[test]
     fn own_identity_is_stable() {
         let pid = std::process::id();
-        assert_eq!(Identity::of(pid).unwrap(), Identity::of(pid).unwrap());
-        assert!(Identity::of(pid).unwrap().start_time > 0);
-        assert!(Identity::of(pid).unwrap().runs());
+        assert_eq!(Identity::read(pid).unwrap(), Identity::read(pid).unwrap());
+        assert!(Identity::read(pid).unwrap().start_time > 0);
+        assert!(Identity::read(pid).unwrap().runs());
     }
 
     #[test]
     fn a_zombie_runs_no_more() {
         let mut child =
             std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
-        let identity = Identity::of(child.id()).unwrap();
+        let identity = Identity::read(child.id()).unwrap();
         assert!(identity.runs());
         assert!(!Identity { start_time: identity.start_time - 1, ..identity }.runs());
         drop(child.stdin.take());
         while !proc::stat(child.id()).unwrap().has_ended() {
             std::thread::yield_now();
         }
-        assert!(proc::is_gone(&Identity::of(child.id()).unwrap_err()) && !identity.runs());
+        assert!(proc::is_gone(&Identity::read(child.id()).unwrap_err()) && !identity.runs());
         child.wait().unwrap();
         assert!(!identity.runs());
     }

@@ -24,7 +24,7 @@ pub struct Inventory {
 
 impl Inventory {
     pub fn series(&self) -> Series {
-        Series::of(self.driver.as_deref().unwrap_or_default())
+        Series::parse(self.driver.as_deref().unwrap_or_default())
     }
 
     /// These CPUs, if the host has others too.
@@ -78,10 +78,10 @@ impl Inventory {
     fn merged(
         devices: Vec<PciDevice>,
         version: String,
-        listed: Vec<nvml::Listed>,
+        listed: Vec<nvml::ListedGpu>,
         ask: impl Fn(PciAddress) -> Result<NvmlFacts, Problem>,
     ) -> Self {
-        let mut listed: BTreeMap<PciAddress, nvml::Listed> =
+        let mut listed: BTreeMap<PciAddress, nvml::ListedGpu> =
             listed.into_iter().map(|gpu| (gpu.address, gpu)).collect();
         let mut gpus = Vec::new();
         let mut others = Vec::new();
@@ -159,8 +159,8 @@ mod tests {
         }
     }
 
-    fn listed(at: &str, index: u32) -> nvml::Listed {
-        nvml::Listed { address: address(at), vendor: NVIDIA, device: 0x1b38, facts: Ok(facts(index)) }
+    fn listed(at: &str, index: u32) -> nvml::ListedGpu {
+        nvml::ListedGpu { address: address(at), vendor: NVIDIA, device: 0x1b38, facts: Ok(facts(index)) }
     }
 
     #[test]

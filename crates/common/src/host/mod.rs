@@ -2,6 +2,7 @@
 
 pub mod blocking;
 pub mod cpus;
+pub mod device_name;
 pub mod driver;
 pub mod gpu;
 mod gpu_processes;

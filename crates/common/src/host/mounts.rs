@@ -24,7 +24,7 @@ pub struct Place {
 
 impl Place {
     /// The place of a directory that this process sees.
-    pub fn of(directory: &Path) -> io::Result<Self> {
+    pub fn find(directory: &Path) -> io::Result<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let (mount, path) = proc::location(rustix::fs::open(directory, flags, Mode::empty())?)?;
         let place = place_in(&proc::mountinfo(proc::OWN)?, mount, &path);
@@ -42,7 +42,7 @@ impl Place {
     }
 }
 
-struct Mount {
+struct MountPoint {
     id: u64,
     /// The place that it leads to.
     root: Place,
@@ -62,25 +62,25 @@ fn roots_in(mountinfo: &[u8]) -> Vec<Place> {
 /// The place of a path by the mount that holds it. Its id tells, and not the list: a later mount can hide an earlier
 /// one at the same point, or above it.
 fn place_in(mountinfo: &[u8], id: u64, path: &Path) -> Option<Place> {
-    let Mount { root, point, .. } = mounts(mountinfo).find(|mount| mount.id == id)?;
+    let MountPoint { root, point, .. } = mounts(mountinfo).find(|mount| mount.id == id)?;
     let rest = path.strip_prefix(point).ok()?;
     let path = if rest.as_os_str().is_empty() { root.path } else { root.path.join(rest) };
     Some(Place { path, ..root })
 }
 
-fn mounts(mountinfo: &[u8]) -> impl Iterator<Item = Mount> {
+fn mounts(mountinfo: &[u8]) -> impl Iterator<Item = MountPoint> {
     mountinfo.split(|byte| *byte == b'\n').filter_map(mount)
 }
 
 /// Reads `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. A line that is cut before the options may be
 /// cut within a path, and is no mount.
-fn mount(line: &[u8]) -> Option<Mount> {
+fn mount(line: &[u8]) -> Option<MountPoint> {
     let mut fields = line.split(|byte| *byte == b' ');
     let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
     let (_parent, device) = (fields.next()?, fields.next()?.to_vec());
     let (root, point) = (unescaped(fields.next()?), unescaped(fields.next()?));
     let _options = fields.next()?;
-    Some(Mount { id, root: Place { device, path: root }, point })
+    Some(MountPoint { id, root: Place { device, path: root }, point })
 }
 
 /// A path as it is. The kernel writes bytes that would break a line as three octal digits: `\040` for a space.
@@ -103,7 +103,7 @@ fn unescaped(field: &[u8]) -> PathBuf {
 /// Whether places can be found at all: in a chroot, where packages are built, the root is often no mount.
 #[cfg(test)]
 pub fn root_is_a_mount() -> bool {
-    Place::of(Path::new("/")).is_ok()
+    Place::find(Path::new("/")).is_ok()
 }
 
 #[cfg(test)]
@@ -203,12 +203,12 @@ mod tests {
             return;
         }
         let directory = tempfile::tempdir().unwrap();
-        let (above, inside) = (Place::of(directory.path()).unwrap(), directory.path().join("a b"));
+        let (above, inside) = (Place::find(directory.path()).unwrap(), directory.path().join("a b"));
         std::fs::create_dir(&inside).unwrap();
         std::os::unix::fs::symlink(&inside, directory.path().join("link")).unwrap();
-        let place = Place::of(&directory.path().join("link")).unwrap();
+        let place = Place::find(&directory.path().join("link")).unwrap();
         assert_eq!(place.below(&above), Some(Path::new("a b")));
         assert!(roots(proc::OWN).unwrap().iter().any(|root| above.below(root).is_some()));
-        assert!(Place::of(&directory.path().join("none")).is_err());
+        assert!(Place::find(&directory.path().join("none")).is_err());
     }
 }

@@ -44,7 +44,7 @@ pub struct Driver {
 
 /// A GPU that NVML lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Listed {
+pub struct ListedGpu {
     /// Its address.
     pub address: PciAddress,
     /// The PCI vendor number.
@@ -82,7 +82,7 @@ impl Driver {
 
     /// Every GPU that NVML lists, if it knows the GPU's address, in NVML's order. A GPU without a handle is left out,
     /// since NVML doesn't report its address. [`Driver::facts_at`] gives the reason for an address.
-    pub fn facts(&self) -> Result<Vec<Listed>, Problem> {
+    pub fn facts(&self) -> Result<Vec<ListedGpu>, Problem> {
         let count = self
             .nvml
             .device_count()
@@ -227,11 +227,11 @@ impl Driver {
 }
 
 /// The GPU as it is listed. An error if NVML does not say where it is.
-fn listed_as(device: &Device<'_>, index: u32) -> Result<Listed, String> {
+fn listed_as(device: &Device<'_>, index: u32) -> Result<ListedGpu, String> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
     let [vendor_low, vendor_high, device_low, device_high] = pci.pci_device_id.to_le_bytes();
-    Ok(Listed {
+    Ok(ListedGpu {
         address,
         vendor: u16::from_le_bytes([vendor_low, vendor_high]),
         device: u16::from_le_bytes([device_low, device_high]),

@@ -166,9 +166,9 @@ pub fn threads(pid: u32) -> Vec<Stat> {
 
 /// The file /proc/PID/status.
 #[derive(Debug)]
-pub struct Status(Vec<u8>);
+pub struct ProcessStatus(Vec<u8>);
 
-impl Status {
+impl ProcessStatus {
     /// The user ids: real, effective, saved and file system.
     pub fn uids(&self) -> Vec<u32> {
         let ids = line(&self.0, "Uid:").unwrap_or_default();
@@ -200,8 +200,8 @@ impl Status {
 }
 
 /// The user ids and the signals of a process.
-pub fn status(process: impl Display) -> io::Result<Status> {
-    read(path(process, "status")).map(Status)
+pub fn status(process: impl Display) -> io::Result<ProcessStatus> {
+    read(path(process, "status")).map(ProcessStatus)
 }
 
 /// The name of a process as the kernel keeps it, 15 bytes at most. None if the process has ended.
@@ -395,7 +395,7 @@ mod tests {
 
     #[test]
     fn a_status_may_hold_bytes_that_are_no_text() {
-        let status = Status(
+        let status = ProcessStatus(
             b"Name:\tx\xe8\xae\nUid:\t1000\t0\t1\t2\nSigIgn:\t0000000000000001\nSigCgt:\t0000000000000200\n"
                 .to_vec(),
         );
@@ -404,7 +404,7 @@ mod tests {
         // Signal 1 is SIGHUP and signal 10 is SIGUSR1.
         assert!(status.ignores(1) && !status.catches(1));
         assert!(status.catches(10) && !status.ignores(10));
-        assert_eq!(Status(b"Name:\twork\n".to_vec()).real_uid(), None);
+        assert_eq!(ProcessStatus(b"Name:\twork\n".to_vec()).real_uid(), None);
     }
 
     #[test]

@@ -75,8 +75,8 @@ fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
 fn link(directory: &Path) -> Option<PcieLink> {
     match link_in_config(&config(directory)) {
         Ok(link) => link,
-        Err(Unreadable) => {
-            let rate = rate_in_words(&text(&directory.join("max_link_speed"))?)?;
+        Err(CutShort) => {
+            let rate = describe_rate(&text(&directory.join("max_link_speed"))?)?;
             let width = text(&directory.join("max_link_width")).and_then(|text| text.parse().ok());
             // The kernel reports 255 for an unknown width.
             Some(PcieLink { rate, width: width.filter(|lanes| *lanes != 255).unwrap_or(0) })
@@ -96,14 +96,14 @@ fn config(directory: &Path) -> Vec<u8> {
 
 /// The registers are cut short, or the device answers with ones only.
 #[derive(Debug, PartialEq, Eq)]
-struct Unreadable;
+struct CutShort;
 
 /// Finds the Link Capabilities register in the way lspci finds it.
-fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, Unreadable> {
-    let byte = |at: usize| config.get(at).copied().ok_or(Unreadable);
+fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
+    let byte = |at: usize| config.get(at).copied().ok_or(CutShort);
     let word = |at: usize| Ok(u16::from_le_bytes([byte(at)?, byte(at + 1)?]));
     if byte(0x0e)? & 0x7f != 0 {
-        return Err(Unreadable);
+        return Err(CutShort);
     }
     let has_capabilities = word(0x06)? & 0x10 != 0;
     if !has_capabilities {
@@ -149,7 +149,7 @@ fn rate_in_register(speed: u16) -> Option<&'static str> {
 }
 
 /// Changes the kernel's `8.0 GT/s PCIe` (in older kernels `8 GT/s`) into lspci's spelling. `Unknown` becomes None.
-fn rate_in_words(words: &str) -> Option<String> {
+fn describe_rate(words: &str) -> Option<String> {
     let (number, _) = words.split_once(" GT/s")?;
     number.parse::<f32>().ok().filter(|rate| rate.is_finite())?;
     Some(format!("{}GT/s", number.strip_suffix(".0").unwrap_or(number)))
@@ -199,9 +199,9 @@ mod tests {
     fn damaged_registers_end_the_search() {
         let whole = registers(0, 0x0103);
         for length in [0, 1, 0x0e, 0x34, 64, 0x79, 0x84, 0x85] {
-            assert_eq!(link_in_config(&whole[..length]), Err(Unreadable), "{length} bytes");
+            assert_eq!(link_in_config(&whole[..length]), Err(CutShort), "{length} bytes");
         }
-        assert_eq!(link_in_config(&[0xff; 256]), Err(Unreadable));
+        assert_eq!(link_in_config(&[0xff; 256]), Err(CutShort));
 
         let mut without_list = whole.clone();
         without_list[0x06] = 0;
@@ -219,12 +219,12 @@ mod tests {
 
     #[test]
     fn the_kernels_rate_gets_lspcis_spelling() {
-        assert_eq!(rate_in_words("2.5 GT/s PCIe").as_deref(), Some("2.5GT/s"));
-        assert_eq!(rate_in_words("8.0 GT/s PCIe").as_deref(), Some("8GT/s"));
-        assert_eq!(rate_in_words("8 GT/s").as_deref(), Some("8GT/s"));
-        assert_eq!(rate_in_words("32.0 GT/s PCIe").as_deref(), Some("32GT/s"));
+        assert_eq!(describe_rate("2.5 GT/s PCIe").as_deref(), Some("2.5GT/s"));
+        assert_eq!(describe_rate("8.0 GT/s PCIe").as_deref(), Some("8GT/s"));
+        assert_eq!(describe_rate("8 GT/s").as_deref(), Some("8GT/s"));
+        assert_eq!(describe_rate("32.0 GT/s PCIe").as_deref(), Some("32GT/s"));
         for bad in ["Unknown", "Unknown speed", "", " GT/s", "inf GT/s", "nan GT/s"] {
-            assert_eq!(rate_in_words(bad), None, "{bad}");
+            assert_eq!(describe_rate(bad), None, "{bad}");
         }
     }
 

@@ -23,10 +23,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use crate::host::gpu::PciAddress;
+use crate::host::device_name::{DIRECTORIES, DeviceName, GpuId, SliceId};
 use crate::host::mounts::{self, Place};
 use crate::host::proc;
-use crate::plan::{ControlDaemonPlan, slice_names};
+use crate::plan::ControlDaemonPlan;
 pub use commands::MayCommand;
 use commands::{Reach, may_command};
 use containers::of_the_hosts;
@@ -65,8 +65,8 @@ impl KnownBy {
 /// The slices that a process has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
-    /// Their published names, at least one, each once. In the environment, the name of a GPU may stand for a slice of it.
-    pub slices: Vec<String>,
+    /// At least one, each once. In the environment, the name of a GPU may stand for a slice of it.
+    pub slices: Vec<DeviceName>,
     /// The way in which they are known.
     pub known_by: KnownBy,
 }
@@ -74,11 +74,16 @@ pub struct Membership {
 impl Membership {
     /// The part of it that counts on a GPU. A directory that is mounted stands for a slice of its own GPU, and says
     /// nothing about another.
-    pub fn on(mut self, gpu: PciAddress) -> Option<Self> {
+    pub fn on(mut self, gpu: GpuId) -> Option<Self> {
         if self.known_by == KnownBy::Mount {
-            self.slices.retain(|slice| slice_names::is_of(slice, gpu));
+            self.slices.retain(|slice| slice.gpu() == gpu);
         }
         (!self.slices.is_empty()).then_some(self)
+    }
+
+    /// Their names, with commas.
+    pub fn names(&self) -> String {
+        self.slices.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
     }
 }
 
@@ -102,7 +107,7 @@ impl Tenant {
     ///
     /// # Errors
     /// The process has ended, or can't be looked at.
-    pub fn of(pid: u32) -> io::Result<Self> {
+    pub fn read(pid: u32) -> io::Result<Self> {
         let uid = proc::status(pid)?.real_uid().ok_or(io::ErrorKind::InvalidData)?;
         let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
             Some(id) => Container::Id(id.to_owned()),
@@ -124,18 +129,18 @@ pub struct Slices {
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     /// The control daemons' own directories, in which their privileged sockets are.
     own_directories: BTreeSet<PathBuf>,
-    /// The addresses of the GPUs, by UUID.
-    gpus: BTreeMap<String, PciAddress>,
+    /// The GPUs, by UUID.
+    gpus: BTreeMap<String, GpuId>,
 }
 
 impl Slices {
-    pub fn of<'a>(plans: impl IntoIterator<Item = &'a ControlDaemonPlan>) -> Self {
+    pub fn from_plans<'a>(plans: impl IntoIterator<Item = &'a ControlDaemonPlan>) -> Self {
         let mut slices = Self::default();
         for plan in plans {
             let parent = plan.slice_directories.as_deref().and_then(Path::parent);
             let directories = parent.into_iter().chain([plan.pipe_directory.as_path()]);
             Arc::make_mut(&mut slices.pipe_directories).extend(directories.map(Path::to_owned));
-            slices.gpus.extend(plan.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.pci)));
+            slices.gpus.extend(plan.gpus.iter().filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?))));
         }
         slices
     }
@@ -154,17 +159,16 @@ impl Slices {
         self
     }
 
-    /// The UUIDs of the GPUs of these slices, by their published names.
-    pub fn gpus_of(&self, slices: &[String]) -> Vec<&str> {
-        let has_one = |address: PciAddress| slices.iter().any(|slice| slice_names::is_of(slice, address));
-        let gpus = self.gpus.iter().filter(|(_, address)| has_one(**address));
+    /// The UUIDs of the GPUs of these slices.
+    pub fn gpus_of(&self, slices: &[SliceId]) -> Vec<&str> {
+        let gpus = self.gpus.iter().filter(|(_, gpu)| slices.iter().any(|slice| slice.gpu == **gpu));
         gpus.map(|(uuid, _)| uuid.as_str()).collect()
     }
 
     /// The part of a process's slices that counts on the GPU with this UUID; all of them if it uses no GPU yet.
     pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
         match self.gpus.get(gpu) {
-            Some(address) => all.on(*address),
+            Some(gpu) => all.on(*gpu),
             None => (gpu.is_empty() || all.known_by == KnownBy::Environment).then_some(all),
         }
     }
@@ -192,7 +196,7 @@ pub struct SliceMounts {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Sight {
     /// The slices with a directory that is the root of a mount.
-    slices: BTreeSet<String>,
+    slices: BTreeSet<SliceId>,
     /// Whether a mount leads into or around a pipe directory.
     pipe: bool,
     /// Whether a mount leads to or around a pipe directory, or to the directory of all slices in it.
@@ -203,7 +207,7 @@ struct Sight {
 
 /// All that the mounts of a process and of its ancestors show.
 #[derive(Debug)]
-pub struct Seen {
+pub struct ProcessMounts {
     mounted: Mounted,
     reach: Reach,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
@@ -211,10 +215,10 @@ pub struct Seen {
 
 impl SliceMounts {
     /// Finds the places of the pipe directories. One that is not there has no slice.
-    pub fn look(slices: &Slices) -> Self {
+    pub fn find(slices: &Slices) -> Self {
         let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
         let places = |directories: &BTreeSet<PathBuf>| {
-            directories.iter().filter_map(|path| Place::of(path).ok()).collect()
+            directories.iter().filter_map(|path| Place::find(path).ok()).collect()
         };
         Self {
             pipes: places(&slices.pipe_directories),
@@ -230,7 +234,7 @@ impl SliceMounts {
     ///
     /// # Errors
     /// The process has ended, or can't be looked at.
-    pub fn of(&self, pid: u32) -> io::Result<Option<Membership>> {
+    pub fn slices_of(&self, pid: u32) -> io::Result<Option<Membership>> {
         self.see(pid)?.slices(pid)
     }
 
@@ -240,7 +244,7 @@ impl SliceMounts {
     ///
     /// # Errors
     /// The process has ended, or can't be looked at.
-    pub fn see(&self, pid: u32) -> io::Result<Seen> {
+    pub fn see(&self, pid: u32) -> io::Result<ProcessMounts> {
         let (mut believed, mut all) = (false, Sight::default());
         let (mut own_namespace, mut last) = (None, None);
         for process in iter::once(pid).chain(ancestors(pid)) {
@@ -278,7 +282,7 @@ impl SliceMounts {
         } else {
             Mounted::Nothing
         };
-        Ok(Seen { mounted, reach, pipe_directories: Arc::clone(&self.pipe_directories) })
+        Ok(ProcessMounts { mounted, reach, pipe_directories: Arc::clone(&self.pipe_directories) })
     }
 
     /// The mount namespace of a process and its root directory there, which make its list of mounts. None on the host,
@@ -295,7 +299,7 @@ impl SliceMounts {
 
     /// The slices of a process that root of the host, or a runtime of the host, has mounted. None if the mounts that the
     /// process sees prove nothing at all.
-    fn believed(&self, process: u32, sight: Sight) -> Option<BTreeSet<String>> {
+    fn believed(&self, process: u32, sight: Sight) -> Option<BTreeSet<SliceId>> {
         let its = proc::user_namespace(process).ok();
         if its.is_some() && its == self.user {
             return Some(sight.slices);
@@ -307,9 +311,9 @@ impl SliceMounts {
         }
         let first = self.first.get_or_init(first_processes).get(container)?;
         let firsts = self.sight(&mounts::roots(first).ok()?);
-        let is_proven = |slice: &String| !sight.whole && !firsts.whole && firsts.slices.contains(slice);
-        let proven: BTreeSet<String> =
-            sight.slices.iter().filter(|slice| is_proven(slice)).cloned().collect();
+        let is_proven = |slice: &SliceId| !sight.whole && !firsts.whole && firsts.slices.contains(slice);
+        let proven: BTreeSet<SliceId> =
+            sight.slices.iter().filter(|slice| is_proven(slice)).copied().collect();
         (!proven.is_empty()).then_some(proven)
     }
 
@@ -318,8 +322,8 @@ impl SliceMounts {
         for pipe in &self.pipes {
             for root in roots {
                 let inside = root.below(pipe);
-                sight.slices.extend(inside.and_then(slice_names::of_directory));
-                let whole = pipe.below(root).is_some() || inside == Some(Path::new(slice_names::DIRECTORIES));
+                sight.slices.extend(inside.and_then(SliceId::with_directory));
+                let whole = pipe.below(root).is_some() || inside == Some(Path::new(DIRECTORIES));
                 sight.whole |= whole;
                 sight.pipe |= inside.is_some() || whole;
             }
@@ -329,7 +333,7 @@ impl SliceMounts {
     }
 }
 
-impl Seen {
+impl ProcessMounts {
     /// The slices of the process that its mounts tell, without a look at its memory, which may be held up.
     pub fn mounted(self) -> Option<Membership> {
         self.mounted.membership()
@@ -353,7 +357,7 @@ impl Seen {
 #[derive(Debug, PartialEq, Eq)]
 enum Mounted {
     /// The process is in a container with the directories of these slices.
-    Slices(Vec<String>),
+    Slices(Vec<SliceId>),
     /// The process is in a container without any directory of ours.
     Elsewhere,
     /// Nothing: the process is on the host, its mounts prove nothing, or it sees a whole pipe directory.
@@ -363,7 +367,10 @@ enum Mounted {
 impl Mounted {
     fn membership(self) -> Option<Membership> {
         match self {
-            Self::Slices(slices) => Some(Membership { slices, known_by: KnownBy::Mount }),
+            Self::Slices(slices) => {
+                let slices = slices.into_iter().map(DeviceName::Slice).collect();
+                Some(Membership { slices, known_by: KnownBy::Mount })
+            }
             Self::Elsewhere | Self::Nothing => None,
         }
     }
@@ -400,26 +407,27 @@ fn first_processes() -> BTreeMap<String, u32> {
 
 /// The slices that stand in the environment of a process: by their names, or one by its directory.
 fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<Membership> {
-    let slices = named(environment).or_else(|| Some(vec![connected(environment, pipe_directories)?]))?;
+    let slices = named(environment)
+        .or_else(|| Some(vec![DeviceName::Slice(connected(environment, pipe_directories)?)]))?;
     Some(Membership { slices, known_by: KnownBy::Environment })
 }
 
 /// The slices that are named in this environment.
-fn named(environment: &[u8]) -> Option<Vec<String>> {
+fn named(environment: &[u8]) -> Option<Vec<DeviceName>> {
     let value = std::str::from_utf8(proc::variable(environment, DEVICE_VARIABLE)?).ok()?;
     let mut slices = Vec::new();
     for name in value.split(',').take(CLAIMS) {
         // Anything but a name is left out, since everybody can read the list.
-        slices.extend(slice_names::published(name.trim()).filter(|name| !slices.contains(name)));
+        slices.extend(name.trim().parse().ok().filter(|name| !slices.contains(name)));
     }
     (!slices.is_empty()).then_some(slices)
 }
 
 /// The slice in which directory a process with this environment looks for its control daemon.
-fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<String> {
+fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<SliceId> {
     let directory = Path::new(OsStr::from_bytes(proc::variable(environment, DIRECTORY_VARIABLE)?));
     let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();
-    pipe_directories.iter().filter_map(inside).find_map(slice_names::of_directory)
+    pipe_directories.iter().filter_map(inside).find_map(SliceId::with_directory)
 }
 
 #[cfg(test)]
@@ -427,7 +435,7 @@ mod tests {
     use super::*;
 
     fn membership(slices: &[&str], known_by: KnownBy) -> Membership {
-        Membership { slices: slices.iter().map(|slice| (*slice).to_owned()).collect(), known_by }
+        Membership { slices: slices.iter().map(|slice| slice.parse().unwrap()).collect(), known_by }
     }
 
     fn pipes() -> BTreeSet<PathBuf> {
@@ -493,10 +501,10 @@ mod tests {
         assert_eq!(slices.on("GPU-8", claimed.clone()), Some(claimed));
     }
 
-    fn look<const N: usize>(directories: [&Path; N]) -> SliceMounts {
+    fn find_in<const N: usize>(directories: [&Path; N]) -> SliceMounts {
         let pipe_directories = Arc::new(directories.map(Path::to_owned).into());
         let slices = Slices { pipe_directories, ..Slices::default() };
-        SliceMounts::look(&slices.commanded_in(directories))
+        SliceMounts::find(&slices.commanded_in(directories))
     }
 
     /// The mounts of a container that has this directory at a place of its own.
@@ -504,10 +512,10 @@ mod tests {
         let pipe = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(pipe.path().join("slices/00_06.0-1")).unwrap();
         std::fs::create_dir_all(pipe.path().join("slices/other")).unwrap();
-        let roots = [Place::of(Path::new("/proc")), Place::of(&pipe.path().join(directory))];
+        let roots = [Place::find(Path::new("/proc")), Place::find(&pipe.path().join(directory))];
         let roots: Vec<Place> = roots.into_iter().flatten().collect();
         assert_eq!(roots.len(), 2, "{}", directory.display());
-        look([pipe.path(), Path::new("/no such directory")]).sight(&roots)
+        find_in([pipe.path(), Path::new("/no such directory")]).sight(&roots)
     }
 
     #[test]
@@ -515,7 +523,7 @@ mod tests {
         if !mounts::root_is_a_mount() {
             return;
         }
-        let slices = BTreeSet::from(["00:06.0-1".to_owned()]);
+        let slices = BTreeSet::from([SliceId::with_directory_name("00_06.0-1").unwrap()]);
         let one = Sight { slices, pipe: true, ..Sight::default() };
         assert_eq!(seen(Path::new("slices/00_06.0-1")), one);
         for (around, whole, own) in
@@ -529,12 +537,12 @@ mod tests {
 
     #[test]
     fn a_process_of_the_host_is_known_by_its_environment() {
-        let mounts = look([&std::env::temp_dir()]);
+        let mounts = find_in([&std::env::temp_dir()]);
         let own = std::process::id();
         let seen = mounts.see(own).unwrap();
         assert_eq!((&seen.mounted, seen.reach), (&Mounted::Nothing, Reach::Host));
-        assert_eq!((mounts.of(own).unwrap(), seen.mounted()), (None, None));
-        assert!(mounts.of(u32::MAX).is_err());
+        assert_eq!((mounts.slices_of(own).unwrap(), seen.mounted()), (None, None));
+        assert!(mounts.slices_of(u32::MAX).is_err());
         assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));
         assert!(ancestors(own).count() <= ANCESTORS && ancestors(u32::MAX).next().is_none());
     }

@@ -4,7 +4,8 @@ use std::fmt;
 use std::fs;
 
 use super::containers::containers_in;
-use super::{Seen, SliceMounts};
+use super::{ProcessMounts, SliceMounts};
+use crate::host::device_name::DeviceName;
 use crate::host::proc;
 
 /// The most slices of one process that are named.
@@ -24,7 +25,7 @@ pub struct Whose {
     pub pid: u32,
     pub user: Option<String>,
     /// The slices that it has.
-    pub slices: Option<Vec<String>>,
+    pub slices: Option<Vec<DeviceName>>,
     pub container: Option<String>,
 }
 
@@ -46,10 +47,10 @@ impl fmt::Display for Whose {
 }
 
 /// The first of these names, with commas.
-pub fn shortened(slices: &[String]) -> String {
-    let mut names: Vec<&str> = slices.iter().take(SLICES).map(String::as_str).collect();
+pub fn shortened(slices: &[impl ToString]) -> String {
+    let mut names: Vec<String> = slices.iter().take(SLICES).map(ToString::to_string).collect();
     if slices.len() > SLICES {
-        names.push("...");
+        names.push("...".to_owned());
     }
     names.join(",")
 }
@@ -65,7 +66,7 @@ fn uid(pid: u32) -> Option<u32> {
 
 /// The facts about a process that can be read without its memory, which may hang.
 pub fn whose(pid: u32, mounts: &SliceMounts, users: &str) -> Whose {
-    let slices = mounts.see(pid).ok().and_then(Seen::mounted).map(|mounted| mounted.slices);
+    let slices = mounts.see(pid).ok().and_then(ProcessMounts::mounted).map(|mounted| mounted.slices);
     Whose { slices, ..owner(pid, users) }
 }
 

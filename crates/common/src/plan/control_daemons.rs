@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use super::gpu_plan::{GpuPlan, slice_file_name, slice_name};
+use super::gpu_plan::GpuPlan;
 use super::limits::{Defaults, Limit};
-use super::slice_names;
 use super::warnings::loose;
 use crate::config::{self, MultiUser, Settings, Topology};
 use crate::host::cpus::Cpus;
+use crate::host::device_name::{self, GpuId, SliceId};
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
-use crate::host::gpu::{NvmlFacts, PciAddress};
+use crate::host::gpu::NvmlFacts;
 use crate::host::inventory::Inventory;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,8 +46,8 @@ pub struct ControlDaemonPlan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServedGpu {
     pub uuid: String,
-    /// The address, for messages and the state file.
-    pub pci: PciAddress,
+    /// None if the plan does not know it any more.
+    pub id: Option<GpuId>,
     /// The number of its slices.
     pub slices: u32,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
@@ -59,9 +59,21 @@ pub struct ServedGpu {
     /// Whether the GPU enforces limits.
     pub limits_enforced: bool,
     /// The number of clients that it can hold at once.
-    pub places: u32,
+    pub capacity: u32,
     /// Whether NVML lists its clients. If not, only the control daemon knows them.
     pub clients_listed: bool,
+}
+
+impl ServedGpu {
+    /// Its name for people.
+    pub fn name(&self) -> String {
+        self.id.map_or_else(|| self.uuid.clone(), |id| id.to_string())
+    }
+
+    /// Its slices.
+    pub fn slices(&self) -> impl Iterator<Item = SliceId> {
+        self.id.into_iter().flat_map(|id| id.slices(self.slices))
+    }
 }
 
 /// A running control daemon: the properties that only another control daemon can change.
@@ -103,13 +115,9 @@ impl ControlDaemonPlan {
         self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
     }
 
-    /// The published names of its slices, each behind the name of its GPU and in front of the name of its directory.
-    pub fn slices(&self) -> impl Iterator<Item = (String, String, String)> {
-        self.gpus.iter().flat_map(|gpu| {
-            let pci = gpu.pci;
-            let slice = move |ordinal| (pci.short(), slice_name(pci, ordinal), slice_file_name(pci, ordinal));
-            (0..gpu.slices).map(slice)
-        })
+    /// Its slices.
+    pub fn slices(&self) -> impl Iterator<Item = SliceId> {
+        self.gpus.iter().flat_map(|gpu| gpu.slices())
     }
 
     /// The memory limit and the thread percentage of the slices of one of its GPUs.
@@ -195,9 +203,8 @@ fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathB
 
 /// The directories of the slices of these GPUs, where clients can connect in any directory.
 fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
-    let directories = settings.pipe_directory.join(slice_names::DIRECTORIES);
-    let names =
-        gpus.iter().map(|(gpu, _)| slice_file_name(gpu.gpu.pci.address, gpu.slices.saturating_sub(1)));
+    let directories = settings.pipe_directory.join(device_name::DIRECTORIES);
+    let names = gpus.iter().map(|(gpu, _)| gpu.slice(gpu.slices.saturating_sub(1)).directory_name());
     let longest = names.map(|name| name.len()).max()?;
     let path = directories.as_os_str().len() + "/".len() + longest + "/control".len();
     (path < SOCKET_PATH_BYTES).then_some(directories)
@@ -224,16 +231,16 @@ fn control_daemon(
     let linked = linked(gpus, multiuser, inventory);
     let private_directory = linked.then(|| private_directory(&first.pipe_directory, settings)).flatten();
     let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
-    let defaults = Defaults::of(gpus.iter().map(|(gpu, _)| *gpu));
+    let defaults = Defaults::largest(gpus.iter().map(|(gpu, _)| *gpu));
     let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
         uuid: facts.uuid.clone(),
-        pci: gpu.gpu.pci.address,
+        id: Some(gpu.gpu.id()),
         slices: gpu.slices,
         memory_limit_mib: defaults.memory_mib,
         slice_memory_mib: gpu.memory_limit_mib,
         slice_thread_percentage: gpu.thread_percentage,
         limits_enforced: gpu.limits_enforced,
-        places: driver::most_clients(inventory.series(), facts.compute_capability),
+        capacity: driver::most_clients(inventory.series(), facts.compute_capability),
         clients_listed: gpu.max_clients.is_some(),
     };
     Some(ControlDaemonPlan {
@@ -258,7 +265,7 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
     for control_daemon in control_daemons {
         let default = control_daemon.thread_percentage;
         for served in control_daemon.gpus.iter().filter(|served| served.limits_enforced) {
-            let Some(gpu) = gpus.iter_mut().find(|gpu| gpu.gpu.pci.address == served.pci) else { continue };
+            let Some(gpu) = gpus.iter_mut().find(|gpu| Some(gpu.gpu.id()) == served.id) else { continue };
             let (own, own_mib) = (gpu.thread_percentage, gpu.memory_limit_mib);
             let default_mib = served.memory_limit_mib;
             if own < default {
@@ -287,13 +294,13 @@ mod tests {
         let plan_of = |slices: [(u64, u8); 3]| {
             let gpus = slices.iter().enumerate().map(|(n, (memory, threads))| ServedGpu {
                 uuid: format!("GPU-{n}"),
-                pci: "00:06.0".parse().unwrap(),
+                id: Some("00:06.0".parse().unwrap()),
                 slices: 4,
                 memory_limit_mib: slices.iter().map(|(memory, _)| *memory).max().unwrap(),
                 slice_memory_mib: *memory,
                 slice_thread_percentage: *threads,
                 limits_enforced: true,
-                places: 48,
+                capacity: 48,
                 clients_listed: true,
             });
             ControlDaemonPlan {
@@ -424,7 +431,7 @@ mod tests {
             assert!(daemon.slice_directories.is_none() || daemon.private_directory.is_some());
             daemon.slice_directories.as_ref()?;
             assert_eq!(plan.gpus[0].slice_directory(1).unwrap().file_name().unwrap(), "1a_00.0-1");
-            Some(daemon.slices().map(|(_, _, name)| name).collect::<Vec<_>>())
+            Some(daemon.slices().map(SliceId::directory_name).collect::<Vec<_>>())
         };
         let mut inventory = h200s();
         inventory.driver = Ok("580.159.04".to_owned());

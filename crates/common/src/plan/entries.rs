@@ -14,7 +14,7 @@ use crate::host::inventory::Inventory;
 use crate::problem::{LocatedProblem, Origin, Problem};
 
 /// A GPU that the configuration asks for.
-pub(super) struct Wanted<'a> {
+pub(super) struct ConfiguredGpu<'a> {
     pub gpu: &'a Gpu,
     pub slices: NonZeroU32,
     /// The percentage in the GPU's own entry.
@@ -30,7 +30,7 @@ pub(super) fn wanted<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
     before: &'a Inventory,
-) -> Result<(Vec<Wanted<'a>>, Vec<Missing>), PlanError> {
+) -> Result<(Vec<ConfiguredGpu<'a>>, Vec<Missing>), PlanError> {
     let mut problems = Vec::new();
     let mut not_yet = inventory.driver.as_ref().err().cloned();
     let mut wanted = Vec::new();
@@ -56,7 +56,7 @@ pub(super) fn wanted<'a>(
                 let problem = entry.problem("path", problem);
                 let known = known_before(&sought, inventory, before);
                 match known {
-                    Some(Known { gone: true, .. }) => gone = Some(problem.into()),
+                    Some(KnownGpu { gone: true, .. }) => gone = Some(problem.into()),
                     Some(_) => {}
                     None => missing.push(Missing { problem, path: path.clone(), certain }),
                 }
@@ -83,7 +83,7 @@ pub(super) fn wanted<'a>(
             problems
                 .extend(too_many(gpu, mps.slices).map(|problem| entry.problem("virtual_number", problem)));
             let MpsEntry { slices, thread_percentage, max_clients } = *mps;
-            wanted.push(Wanted { gpu, slices, thread_percentage, max_clients, gone });
+            wanted.push(ConfiguredGpu { gpu, slices, thread_percentage, max_clients, gone });
         }
     }
     if settings.devices.iter().all(|entry| entry.mps.is_none()) {
@@ -104,7 +104,7 @@ pub(super) fn wanted<'a>(
 
 /// A GPU of the former plan that an entry still means.
 #[derive(Clone, Copy)]
-struct Known<'a> {
+struct KnownGpu<'a> {
     gpu: &'a Gpu,
     /// Whether the GPU has gone, so that the facts about it come from the former plan.
     gone: bool,
@@ -120,12 +120,16 @@ fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
 }
 
 /// The GPU to which the path led in the former plan. None if another GPU has its address now.
-fn known_before<'a>(path: &DevicePath, inventory: &'a Inventory, before: &'a Inventory) -> Option<Known<'a>> {
+fn known_before<'a>(
+    path: &DevicePath,
+    inventory: &'a Inventory,
+    before: &'a Inventory,
+) -> Option<KnownGpu<'a>> {
     let known = find(path, before).ok()?;
     let in_place = inventory.gpus.iter().find(|gpu| gpu.pci.address == known.pci.address);
     match in_place {
-        None => Some(Known { gpu: known, gone: true }),
-        Some(gpu) if gpu.nvml.is_err() || gpu.uuid() == known.uuid() => Some(Known { gpu, gone: false }),
+        None => Some(KnownGpu { gpu: known, gone: true }),
+        Some(gpu) if gpu.nvml.is_err() || gpu.uuid() == known.uuid() => Some(KnownGpu { gpu, gone: false }),
         Some(_) => None,
     }
 }
@@ -136,7 +140,7 @@ fn unclaimed<'a>(
     inventory: &'a Inventory,
     problems: &mut Vec<LocatedProblem>,
     not_yet: &mut Option<Problem>,
-) -> Vec<Wanted<'a>> {
+) -> Vec<ConfiguredGpu<'a>> {
     let mut claimed = Vec::new();
     for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
         match claim(path, inventory) {
@@ -151,7 +155,7 @@ fn unclaimed<'a>(
         .gpus
         .iter()
         .filter(|gpu| !claimed.contains(&gpu.pci.address) && gpu.pci.foreign_driver().is_none())
-        .map(|gpu| Wanted {
+        .map(|gpu| ConfiguredGpu {
             gpu,
             slices: settings.replicas,
             thread_percentage: None,

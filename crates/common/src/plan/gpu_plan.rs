@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use crate::host::cpus::Cpus;
-use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciAddress};
+use crate::host::device_name::SliceId;
+use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts};
 use crate::problem::NamedProblem;
 
 /// One configured GPU.
@@ -52,15 +53,14 @@ impl GpuPlan {
         }
     }
 
-    /// The name of the slice with this ordinal: `00:06.0-1`.
-    pub fn slice_name(&self, ordinal: u32) -> String {
-        slice_name(self.gpu.pci.address, ordinal)
+    /// The slice with this ordinal.
+    pub fn slice(&self, ordinal: u32) -> SliceId {
+        self.gpu.id().slice(ordinal)
     }
 
     /// The directory of the slice with this ordinal.
     pub fn slice_directory(&self, ordinal: u32) -> Option<PathBuf> {
-        let name = slice_file_name(self.gpu.pci.address, ordinal);
-        Some(self.slice_directories.as_ref()?.join(name))
+        Some(self.slice_directories.as_ref()?.join(self.slice(ordinal).directory_name()))
     }
 
     /// The processes without MPS, if they alone keep the GPU from being served.
@@ -70,15 +70,6 @@ impl GpuPlan {
             _ => &[],
         }
     }
-}
-
-pub(super) fn slice_name(gpu: PciAddress, ordinal: u32) -> String {
-    format!("{}-{ordinal}", gpu.short())
-}
-
-/// The name of the directory of a slice: its own, without the colons at which `docker --volume` splits.
-pub(super) fn slice_file_name(gpu: PciAddress, ordinal: u32) -> String {
-    slice_name(gpu, ordinal).replace(':', "_")
 }
 
 /// The obstacles, except for processes that hold the GPU. It gives all of them at once, so that nobody corrects one only

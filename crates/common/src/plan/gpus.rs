@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use super::entries::Wanted;
+use super::entries::ConfiguredGpu;
 use super::gpu_plan::{GpuPlan, HELD, obstacles};
 use super::limits;
 use super::paths;
@@ -13,8 +13,8 @@ use crate::host::gpu::{ComputeMode, NvmlFacts};
 use crate::host::inventory::Inventory;
 use crate::problem::NamedProblem;
 
-pub(super) fn gpu_plan(wanted: &Wanted<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
-    let Wanted { gpu, slices, thread_percentage, max_clients, gone } = wanted;
+pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
+    let ConfiguredGpu { gpu, slices, thread_percentage, max_clients, gone } = wanted;
     let facts = gpu.facts();
     let total = facts.and_then(|facts| facts.memory_total_mib);
     let capability = facts.and_then(|facts| facts.compute_capability);

@@ -47,7 +47,7 @@ impl Defaults {
     /// The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to
     /// that GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be
     /// below the limit of any slice.
-    pub(super) fn of<'a>(gpus: impl Iterator<Item = &'a GpuPlan> + Clone) -> Self {
+    pub(super) fn largest<'a>(gpus: impl Iterator<Item = &'a GpuPlan> + Clone) -> Self {
         Self {
             memory_mib: gpus.clone().map(|gpu| gpu.memory_limit_mib).max().unwrap_or(0),
             thread_percentage: gpus.map(|gpu| gpu.thread_percentage).max().unwrap_or(100),

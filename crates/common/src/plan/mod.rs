@@ -11,7 +11,6 @@ mod gpu_plan;
 mod gpus;
 mod limits;
 mod paths;
-pub mod slice_names;
 mod warnings;
 
 pub use control_daemons::{ControlDaemonPlan, Present, ServedGpu};

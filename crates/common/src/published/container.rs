@@ -114,7 +114,7 @@ impl ContainerError {
 
     /// The name stands for nothing.
     pub fn no_such_device(snapshot: &Snapshot, asked: &str) -> Self {
-        let gpus = snapshot.gpus.iter().flatten().map(|gpu| gpu.plan.gpu.pci.address.short());
+        let gpus = snapshot.gpus.iter().flatten().map(|gpu| gpu.plan.gpu.id().to_string());
         let names = gpus.chain(snapshot.slices().map(|(gpu, ordinal)| gpu.slice_name(ordinal)));
         let mut near: Vec<(usize, String)> = names
             .filter(|name| name.len().abs_diff(asked.len()) <= SLIPS)
@@ -221,7 +221,7 @@ fn pipe_directory_mounts(snapshot: &Snapshot, gpus: &[&GpuView], pipe_directory:
     };
     // If the root user of a container may write there, it can take the control daemon's sockets away from everybody or
     // replace them: `rm -rf /tmp/*` at the start of a container is enough.
-    let driver = Series::of(&snapshot.driver_version);
+    let driver = Series::parse(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|gpu| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]

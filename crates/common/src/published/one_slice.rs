@@ -2,12 +2,14 @@
 
 use std::collections::BTreeMap;
 
+use crate::host::device_name;
+
 /// The GPUs of which `devices` names several slices, each with these slices. `devices` has published names, each once,
 /// with commas, as `YUNION_MPS_DEVICE` has them; the name of a GPU stands for one slice of it.
 pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
     let mut by_gpu: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for name in devices.split(',') {
-        let gpu = name.split_once('-').map_or(name, |(gpu, _)| gpu);
+        let (gpu, _) = device_name::parts(name);
         by_gpu.entry(gpu).or_default().push(name);
     }
     by_gpu.retain(|_, slices| slices.len() > 1);
@@ -15,7 +17,7 @@ pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
 }
 
 /// The consequence, for people.
-pub fn in_words(slices: &[&str]) -> String {
+pub fn describe(slices: &[&str]) -> String {
     format!(
         "{} are of one GPU, and MPS can't join slices: together they have the memory and the threads of one slice",
         slices.join(" and ")
@@ -39,6 +41,6 @@ mod tests {
                 ("00:06.0", vec!["00:06.0-1", "00:06.0-2"]),
             ])
         );
-        assert!(in_words(&found["00:06.0"]).starts_with("00:06.0-1 and 00:06.0-2 are of one GPU"));
+        assert!(describe(&found["00:06.0"]).starts_with("00:06.0-1 and 00:06.0-2 are of one GPU"));
     }
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::host::device_name::{self, DeviceName};
 use crate::host::gpu::{ComputeMode, PciAddress};
 use crate::plan::GpuPlan;
 use crate::problem::Problem;
@@ -93,7 +94,7 @@ pub struct GpuView {
     /// The ordinals of the slices that an administrator has taken out of use for new clients.
     pub drained: BTreeSet<u32>,
     /// The slices with directories that lead to no control daemon, by their ordinals, and why. No drained slice is here.
-    pub unled: BTreeMap<u32, String>,
+    pub unlinked: BTreeMap<u32, String>,
     /// All MPS clients on the GPU together, also those without a known slice. None if they are not known.
     pub in_use: Option<InUse>,
     /// The clients of each slice together. Empty if they are not known.
@@ -124,10 +125,7 @@ impl Snapshot {
         {
             return Some(Named::Gpu(gpu));
         }
-        let (address, ordinal) = match name.split_once('-') {
-            Some((address, ordinal)) => (address, Some(ordinal)),
-            None => (name, None),
-        };
+        let (address, ordinal) = device_name::parts(name);
         let mut wanted: PciAddress = address.parse().ok()?;
         if PciAddress::is_short(address) {
             wanted = wanted.in_any_domain(gpus().map(|gpu| gpu.plan.gpu.pci.address)).ok()?;
@@ -136,9 +134,8 @@ impl Snapshot {
         match ordinal {
             None => Some(Named::Gpu(gpu)),
             Some(text) => {
-                let ordinal: u32 = text.parse().ok()?;
-                let exists = ordinal < gpu.plan.slices && ordinal.to_string() == text;
-                exists.then_some(Named::Slice(gpu, ordinal))
+                let ordinal = device_name::ordinal(text).filter(|ordinal| *ordinal < gpu.plan.slices)?;
+                Some(Named::Slice(gpu, ordinal))
             }
         }
     }
@@ -152,20 +149,20 @@ pub fn slices_of(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = (&Arc<GpuView>, 
 impl GpuView {
     /// The name of the slice with this ordinal: `00:06.0-1`.
     pub fn slice_name(&self, ordinal: u32) -> String {
-        self.plan.slice_name(ordinal)
+        self.plan.slice(ordinal).to_string()
     }
 
     /// Whether a client that starts now gets the slice and is served with its limits.
     pub fn slice_healthy(&self, ordinal: u32) -> bool {
-        self.healthy && !self.drained.contains(&ordinal) && !self.unled.contains_key(&ordinal)
+        self.healthy && !self.drained.contains(&ordinal) && !self.unlinked.contains_key(&ordinal)
     }
 
     /// Why not, or what to know though it is.
     pub fn slice_reason(&self, ordinal: u32) -> String {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
         let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
-        let unled = self.unled.get(&ordinal).cloned();
-        joined(drained.into_iter().chain(unled).chain(over), &self.reason)
+        let unlinked = self.unlinked.get(&ordinal).cloned();
+        joined(drained.into_iter().chain(unlinked).chain(over), &self.reason)
     }
 
     /// The reason of the GPU itself, which also says how many slices are drained, which have no link, and which are over
@@ -173,13 +170,13 @@ impl GpuView {
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
         let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices));
-        joined(drained.into_iter().chain(self.unled()).chain(self.over_budget()), &self.reason)
+        joined(drained.into_iter().chain(self.unlinked()).chain(self.over_budget()), &self.reason)
     }
 
     /// The slices that are not served, though the GPU is: the first with its reason.
-    pub fn unled(&self) -> Option<String> {
-        let (ordinal, why) = self.unled.first_key_value()?;
-        let more = match self.unled.len().saturating_sub(1) {
+    pub fn unlinked(&self) -> Option<String> {
+        let (ordinal, why) = self.unlinked.first_key_value()?;
+        let more = match self.unlinked.len().saturating_sub(1) {
             0 => String::new(),
             more => format!("; and {more} more"),
         };
@@ -231,12 +228,17 @@ impl<'a> Named<'a> {
         open.or_else(|| ordinals.find(|ordinal| !gpu.drained.contains(ordinal)))
     }
 
-    /// The name that is published for it: `00:06.0` or `00:06.0-1`.
-    pub fn name(&self) -> String {
+    /// The name that is published for it.
+    pub fn id(&self) -> DeviceName {
         match self {
-            Self::Gpu(gpu) => gpu.plan.gpu.pci.address.short(),
-            Self::Slice(gpu, ordinal) => gpu.slice_name(*ordinal),
+            Self::Gpu(gpu) => DeviceName::Gpu(gpu.plan.gpu.id()),
+            Self::Slice(gpu, ordinal) => DeviceName::Slice(gpu.plan.slice(*ordinal)),
         }
+    }
+
+    /// The same as text: `00:06.0` or `00:06.0-1`.
+    pub fn name(&self) -> String {
+        self.id().to_string()
     }
 }
 

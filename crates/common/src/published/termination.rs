@@ -1,5 +1,6 @@
 //! The end of GPU work: whom a caller can name, and the event that tells of it.
 
+use crate::host::device_name::SliceId;
 use std::fmt;
 
 use crate::membership::whose::shortened;
@@ -10,20 +11,20 @@ const ID: usize = 64;
 
 /// The processes with GPU work that is to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Wanted {
+pub enum TerminationTarget {
     Process(u32),
     /// A process, if it is this user's.
     ProcessOf {
         pid: u32,
         user: u32,
     },
-    /// Every process that has one of these slices, by name.
-    Slices(Vec<String>),
+    /// Every process that has one of these slices.
+    Slices(Vec<SliceId>),
     /// Every process in a container, or in a container inside it.
     Container(ContainerId),
 }
 
-impl Wanted {
+impl TerminationTarget {
     /// The beginning of the event that names the clients with work that was ended. yunion-mpsctl finds the event by it.
     pub fn event(&self) -> String {
         let whom = match self {

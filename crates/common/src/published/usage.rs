@@ -11,7 +11,7 @@ pub struct InUse {
 
 impl InUse {
     /// Of clients that hold this memory each.
-    pub fn of(clients: impl IntoIterator<Item = Option<u64>>) -> Self {
+    pub fn sum(clients: impl IntoIterator<Item = Option<u64>>) -> Self {
         let nothing = Self { clients: 0, memory_mib: Some(0) };
         clients.into_iter().fold(nothing, |all, memory_mib| Self {
             clients: all.clients.saturating_add(1),

@@ -88,7 +88,7 @@ async fn drain_and_wait(
     writeln!(out, "{}", prose(&done))?;
     out.flush()?;
     if !arguments.wait {
-        writeln!(out, "{}", prose(&still_there(scope.look(daemon).await)))?;
+        writeln!(out, "{}", prose(&still_there(scope.remaining_clients(daemon).await)))?;
         return Ok(0);
     }
     let signal = tokio::select! {
@@ -147,10 +147,10 @@ impl Scope {
         if names.is_empty() {
             return Ok(Self { all: true, gpus: Vec::new() });
         }
-        Ok(Self::of(&daemon.devices().await?, names))
+        Ok(Self::choose(&daemon.devices().await?, names))
     }
 
-    fn of(devices: &[Listed<Device>], names: &[String]) -> Self {
+    fn choose(devices: &[Listed<Device>], names: &[String]) -> Self {
         let named: Vec<String> = names.iter().map(|name| published_name(name, devices)).collect();
         let mut gpus: Vec<DrainedGpu> = Vec::new();
         for device in devices {
@@ -205,24 +205,24 @@ impl Scope {
         client.bypass && (self.all || self.gpus.iter().any(whole))
     }
 
-    async fn look(&self, daemon: &DaemonProxy) -> Result<Look, BusError> {
+    async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<RemainingClients, BusError> {
         if !knows_its_clients(daemon).await? {
-            return Ok(Look::Unknown);
+            return Ok(RemainingClients::Unknown);
         }
         let (bypassing, clients): (Vec<_>, Vec<_>) =
             daemon.clients().await?.into_iter().partition(|client| client.bypass);
         let clients: Vec<_> = clients.into_iter().filter(|client| self.has(client)).collect();
         // The service may have been started again in between.
         if clients.is_empty() && !knows_its_clients(daemon).await? {
-            return Ok(Look::Unknown);
+            return Ok(RemainingClients::Unknown);
         }
         let bypassing = bypassing.into_iter().filter(|client| self.bypasses(client)).collect();
-        Ok(Look::Seen { clients, bypassing })
+        Ok(RemainingClients::Seen { clients, bypassing })
     }
 }
 
 /// A look at the clients.
-enum Look {
+enum RemainingClients {
     /// The service or a control daemon starts, and nobody knows its clients yet.
     Unknown,
     Seen {
@@ -241,14 +241,14 @@ async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
     Ok(!starts(&service.state) && !daemons.iter().any(|one| starts(&one.state)))
 }
 
-fn still_there(look: Result<Look, BusError>) -> String {
+fn still_there(look: Result<RemainingClients, BusError>) -> String {
     let unknown = "Nobody knows now which clients are still there";
     match look {
         Err(error) => format!("{unknown}: {}.", printable(&error.to_string())),
-        Ok(Look::Unknown) => format!("{unknown}: the service is starting."),
-        Ok(Look::Seen { clients, bypassing }) if clients.is_empty() => nobody(&bypassing),
-        Ok(Look::Seen { clients, .. }) => {
-            format!("Still there: {}.{}", in_words(&clients), unplaced(&clients))
+        Ok(RemainingClients::Unknown) => format!("{unknown}: the service is starting."),
+        Ok(RemainingClients::Seen { clients, bypassing }) if clients.is_empty() => nobody(&bypassing),
+        Ok(RemainingClients::Seen { clients, .. }) => {
+            format!("Still there: {}.{}", describe(&clients), unplaced(&clients))
         }
     }
 }
@@ -257,7 +257,7 @@ fn nobody(bypassing: &[Listed<Client>]) -> String {
     if bypassing.is_empty() {
         return "No client is left.".to_owned();
     }
-    format!("No client is left. Not waited for, since it is without MPS: {}.", in_words(bypassing))
+    format!("No client is left. Not waited for, since it is without MPS: {}.", describe(bypassing))
 }
 
 /// Says that clients are waited for since nobody knows their slices, if there are any.
@@ -270,12 +270,12 @@ fn unplaced(clients: &[Listed<Client>]) -> String {
     format!(" Nobody knows whether {} uses a drained slice, so nothing is free yet.", pids.join(", "))
 }
 
-fn in_words(clients: &[Listed<Client>]) -> String {
-    clients.iter().map(|client| one_in_words(client)).collect::<Vec<_>>().join(", ")
+fn describe(clients: &[Listed<Client>]) -> String {
+    clients.iter().map(|client| describe_one(client)).collect::<Vec<_>>().join(", ")
 }
 
 /// `process 1153 (python3, user worker, 00:06.0-1, container 4f1c2d3e5a6b)`
-fn one_in_words(client: &Client) -> String {
+fn describe_one(client: &Client) -> String {
     let Client { pid, command, user, .. } = client;
     let mut facts = vec![command.shown()];
     facts.extend(user.as_ref().map(|user| format!("user {}", user.shown())));
@@ -288,17 +288,17 @@ fn one_in_words(client: &Client) -> String {
 
 /// Returns when no client is left.
 async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Result<(), Error> {
-    let mut screen = Screen { redraws: is_drawn_on(), ..Screen::default() };
+    let mut screen = DrainScreen { redraws: is_drawn_on(), ..DrainScreen::default() };
     let mut seen = Instant::now();
     loop {
-        let look = scope.look(daemon).await;
+        let look = scope.remaining_clients(daemon).await;
         match look {
-            Ok(Look::Seen { clients, bypassing }) if clients.is_empty() => {
+            Ok(RemainingClients::Seen { clients, bypassing }) if clients.is_empty() => {
                 screen.show(&clients, out)?;
                 writeln!(out, "{}", prose(&nobody(&bypassing)))?;
                 return Ok(());
             }
-            Ok(Look::Seen { clients, .. }) => {
+            Ok(RemainingClients::Seen { clients, .. }) => {
                 seen = Instant::now();
                 screen.show(&clients, out)?;
             }
@@ -317,7 +317,7 @@ async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Resul
 
 /// The clients as they were shown last.
 #[derive(Default)]
-struct Screen {
+struct DrainScreen {
     /// A terminal shows the present clients. Anything else gets a line for each that is there, comes or ends.
     redraws: bool,
     drawn: Passing,
@@ -327,7 +327,7 @@ struct Screen {
     told: Vec<u32>,
 }
 
-impl Screen {
+impl DrainScreen {
     fn show(&mut self, clients: &[Listed<Client>], out: &mut dyn Write) -> Result<(), Error> {
         if self.redraws {
             return Ok(self.drawn.draw(&drawn(clients), out)?);
@@ -338,7 +338,7 @@ impl Screen {
         }
         for client in clients.iter().filter(|client| !self.told.contains(&client.pid)) {
             let unknown = unplaced(std::slice::from_ref(client));
-            writeln!(out, "Waiting for {}.{unknown}", one_in_words(client))?;
+            writeln!(out, "Waiting for {}.{unknown}", describe_one(client))?;
         }
         self.told = clients.iter().map(|client| client.pid).collect();
         Ok(())
@@ -389,7 +389,7 @@ mod tests {
     fn scope(names: &[&str]) -> Scope {
         let devices = [("06", 0), ("06", 1), ("07", 0), ("07", 1)]
             .map(|(bus, ordinal)| device(&format!("00:{bus}.0-{ordinal}"), &format!("GPU-{bus}")));
-        Scope::of(&devices, &names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>())
+        Scope::choose(&devices, &names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>())
     }
 
     #[test]
@@ -443,7 +443,7 @@ mod tests {
         let (one, two) = (listed(1, Some("00:06.0-1")), listed(2, None));
         let looks = [vec![one.clone(), two.clone()], vec![two], Vec::new()];
         let mut out = Vec::new();
-        let mut screen = Screen::default();
+        let mut screen = DrainScreen::default();
         for look in &looks {
             screen.show(look, &mut out).unwrap();
         }
@@ -455,7 +455,7 @@ mod tests {
              Process 1 has left.\nProcess 2 has left.\n"
         );
         let mut out = Vec::new();
-        let mut screen = Screen { redraws: true, ..Screen::default() };
+        let mut screen = DrainScreen { redraws: true, ..DrainScreen::default() };
         for look in looks.iter().chain(&looks) {
             screen.show(look, &mut out).unwrap();
         }

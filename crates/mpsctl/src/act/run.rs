@@ -29,7 +29,7 @@ use crate::show::env::{host_environment, quoted, warn_of_several};
 use crate::signals::Signals;
 use crate::{Error, FAILED};
 use common::bus::proxy::{BusError, DaemonProxy};
-use common::host::gpu::PciAddress;
+use common::host::device_name::{self, GpuId};
 use common::host::proc;
 use common::text::printable;
 
@@ -74,7 +74,7 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
         .spawn()
         .map_err(Error::Start)?;
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
-    let Some(command) = pid.map(Group) else { return Ok(FAILED) };
+    let Some(command) = pid.map(ProcessGroup) else { return Ok(FAILED) };
     let mut first = true;
     let mut waiting: Option<(Signal, Release)> = None;
     loop {
@@ -83,7 +83,7 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
             signal = signals.next() => match signal {
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),
-                Signal::USR1 | Signal::USR2 if command.handles(signal) => command.tell(signal),
+                Signal::USR1 | Signal::USR2 if command.handles(signal) => command.signal(signal),
                 // Slurm may repeat its signal within milliseconds, and if nothing helps it kills.
                 _ if waiting.is_some() && arguments.devices.are_from_slurm() => {}
                 _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
@@ -143,15 +143,14 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
 
 /// Whether a word is the name of a slice or of a GPU by its form: `00:06.0-1`, `GPU-76aef7ff-...`.
 fn is_device(word: &str) -> bool {
-    let address = word.split('-').next().unwrap_or_default();
-    address.parse::<PciAddress>().is_ok() || word.starts_with("GPU-")
+    device_name::parts(word).0.parse::<GpuId>().is_ok() || word.starts_with("GPU-")
 }
 
 /// The process group of the command.
 #[derive(Debug, Clone, Copy)]
-struct Group(Pid);
+struct ProcessGroup(Pid);
 
-impl Group {
+impl ProcessGroup {
     fn send(self, signal: Signal) {
         // Before it has left our session it is only a process. It may also have ended in this moment.
         if kill_process_group(self.0, signal) == Err(Errno::SRCH) {
@@ -166,7 +165,7 @@ impl Group {
     }
 
     /// Signals the command itself, and not its child processes: they may not handle the signal.
-    fn tell(self, signal: Signal) {
+    fn signal(self, signal: Signal) {
         let _ = kill_process(self.0, signal);
     }
 
@@ -195,7 +194,7 @@ async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
 }
 
 /// Ends the GPU work of the command and of every process that it has started, as far as possible in a few seconds.
-async fn release(command: Group) {
+async fn release(command: ProcessGroup) {
     let seconds = RELEASE_TIMEOUT.as_secs();
     let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
         Ok(Ok(())) => return,
@@ -205,7 +204,7 @@ async fn release(command: Group) {
     say(&format!("the GPU work was not ended first, neighbours may suffer: {trouble}"));
 }
 
-async fn terminate_clients(command: Group) -> Result<(), BusError> {
+async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     let daemon = DaemonProxy::connect().await?;
     let root = u32::try_from(command.0.as_raw_nonzero().get()).unwrap_or_default();
     let listed = daemon.clients().await?;

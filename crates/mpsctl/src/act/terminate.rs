@@ -12,7 +12,8 @@ use crate::{Error, print_json};
 use common::bus::answers::published_name;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Event;
-use common::published::termination::{ContainerId, Wanted};
+use common::host::device_name::DeviceName;
+use common::published::termination::{ContainerId, TerminationTarget};
 use common::text::printable;
 
 #[derive(Debug, Args)]
@@ -69,11 +70,15 @@ pub(crate) async fn terminate(
 /// hangs would be busy with that question first. None if there were none, or the service does not answer.
 async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
     let wanted = match whom {
-        Whom { pid: Some(pid), .. } => Wanted::Process(*pid),
-        Whom { container: Some(id), .. } => Wanted::Container(ContainerId::new(id).ok()?),
+        Whom { pid: Some(pid), .. } => TerminationTarget::Process(*pid),
+        Whom { container: Some(id), .. } => TerminationTarget::Container(ContainerId::new(id).ok()?),
         Whom { device, .. } => {
             let known = daemon.devices().await.ok()?;
-            Wanted::Slices(device.iter().map(|name| published_name(name, &known)).collect())
+            let slice = |name: &String| match published_name(name, &known).parse() {
+                Ok(DeviceName::Slice(slice)) => Some(slice),
+                _ => None,
+            };
+            TerminationTarget::Slices(device.iter().map(slice).collect::<Option<_>>()?)
         }
     };
     let beginning = wanted.event();

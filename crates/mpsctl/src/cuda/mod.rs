@@ -26,13 +26,13 @@ const STEPS_MIB: [usize; 5] = [256, 64, 16, 4, 1];
 
 #[derive(Debug, thiserror::Error)]
 #[error("{what}: {text} ({code})")]
-pub(crate) struct Error {
+pub(crate) struct CudaError {
     what: &'static str,
     text: String,
     code: u32,
 }
 
-impl Error {
+impl CudaError {
     fn new(what: &'static str, error: DriverError) -> Self {
         let text = error.error_string().map(CStr::to_string_lossy);
         let text = text.map_or_else(|_| format!("{:?}", error.0), std::borrow::Cow::into_owned);
@@ -57,14 +57,14 @@ pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
 }
 
 /// The number of multiprocessors of the first GPU that this process sees, found without a context.
-pub(crate) fn multiprocessors_without_context() -> Result<u32, Error> {
+pub(crate) fn multiprocessors_without_context() -> Result<u32, CudaError> {
     let count = CudaContext::device_count().and_then(|_| raw::multiprocessors(0));
-    count.map(number).map_err(|error| Error::new("finding the GPU", error))
+    count.map(number).map_err(|error| CudaError::new("finding the GPU", error))
 }
 
 /// A context on the first GPU that this process sees.
 #[derive(Debug)]
-pub(crate) struct Gpu {
+pub(crate) struct GpuContext {
     context: Arc<CudaContext>,
 }
 
@@ -77,10 +77,10 @@ pub(crate) struct Memory {
     pub total_mib: u64,
 }
 
-impl Gpu {
+impl GpuContext {
     /// Makes the context. From then on this process is an MPS client.
-    pub(crate) fn open() -> Result<Self, Error> {
-        let failed = |error| Error::new("opening a CUDA context", error);
+    pub(crate) fn open() -> Result<Self, CudaError> {
+        let failed = |error| CudaError::new("opening a CUDA context", error);
         let context = CudaContext::new(0).map_err(failed)?;
         // Without this the wait for a kernel would keep a processor busy.
         context.set_blocking_synchronize().map_err(failed)?;
@@ -88,21 +88,23 @@ impl Gpu {
     }
 
     /// The number of multiprocessors that this process may use.
-    pub(crate) fn multiprocessors(&self) -> Result<u32, Error> {
+    pub(crate) fn multiprocessors(&self) -> Result<u32, CudaError> {
         let count = self.context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-        count.map(number).map_err(|error| Error::new("counting the multiprocessors", error))
+        count.map(number).map_err(|error| CudaError::new("counting the multiprocessors", error))
     }
 
     /// The memory that this process sees.
-    pub(crate) fn memory(&self) -> Result<Memory, Error> {
-        let (free, total) =
-            self.context.mem_get_info().map_err(|error| Error::new("asking for the free memory", error))?;
+    pub(crate) fn memory(&self) -> Result<Memory, CudaError> {
+        let (free, total) = self
+            .context
+            .mem_get_info()
+            .map_err(|error| CudaError::new("asking for the free memory", error))?;
         Ok(Memory { free_mib: (free / MIB) as u64, total_mib: (total / MIB) as u64 })
     }
 
     /// Allocates memory until it is used up or `most_mib` is reached, frees it, and returns the amount.
-    pub(crate) fn allocate_up_to(&self, most_mib: u64) -> Result<u64, Error> {
-        let failed = |error| Error::new("allocating memory", error);
+    pub(crate) fn allocate_up_to(&self, most_mib: u64) -> Result<u64, CudaError> {
+        let failed = |error| CudaError::new("allocating memory", error);
         let most = usize::try_from(most_mib).unwrap_or(usize::MAX);
         let mut blocks = Vec::new();
         let mut got = 0;
@@ -122,8 +124,8 @@ impl Gpu {
         Ok(got as u64)
     }
 
-    pub(crate) fn kernel(&self) -> Result<Kernel, Error> {
-        let failed = |error| Error::new("loading the kernel", error);
+    pub(crate) fn kernel(&self) -> Result<Kernel, CudaError> {
+        let failed = |error| CudaError::new("loading the kernel", error);
         let module = self.context.load_module(Ptx::from_src(MULTIPLY_ADD)).map_err(failed)?;
         let function = module.load_function("multiply_add").map_err(failed)?;
         let results = raw::Block::new(&self.context, raw::RESULTS_SIZE).map_err(failed)?;
@@ -141,10 +143,10 @@ pub(crate) struct Kernel {
 
 impl Kernel {
     /// Runs the kernel once, and waits until it ends.
-    pub(crate) fn run(&self, blocks: u32, rounds: u32) -> Result<(), Error> {
+    pub(crate) fn run(&self, blocks: u32, rounds: u32) -> Result<(), CudaError> {
         raw::launch(&self.stream, &self.function, &self.results, blocks, rounds)
             .and_then(|()| self.stream.synchronize())
-            .map_err(|error| Error::new("running a kernel", error))
+            .map_err(|error| CudaError::new("running a kernel", error))
     }
 }
 

@@ -8,7 +8,7 @@ use super::facts::Facts;
 use super::{Check, Finding, Name, Outcome, Severity, error, finding, info, warning};
 use crate::platform::{self, WHERE_CUDA_LOOKS};
 use common::check::Checked;
-use common::check::difference::{Kind, differences};
+use common::check::difference::{DifferenceKind, differences};
 use common::config::Refused;
 use common::config::agent::Trouble;
 use common::plan::Missing;
@@ -97,7 +97,7 @@ fn loaded(facts: &Facts) -> Outcome {
     let mut changes = Vec::new();
     for difference in differences(loaded, plan, published)? {
         match difference.kind {
-            Kind::PipeDirectory => findings.push(error(
+            DifferenceKind::PipeDirectory => findings.push(error(
                 "pipe-directory-differs",
                 format!("control daemon {}", difference.subject),
                 format!(
@@ -107,8 +107,8 @@ fn loaded(facts: &Facts) -> Outcome {
                 "systemctl reload yunion-mps-daemon; if it then waits for clients: yunion-mpsctl apply --force ends \
                  them",
             )),
-            Kind::ControlDaemon => {}
-            Kind::Enabled | Kind::Devices | Kind::MemoryLimit | Kind::ThreadPercentage | Kind::MaxClients => {
+            DifferenceKind::ControlDaemon => {}
+            DifferenceKind::Enabled | DifferenceKind::Devices | DifferenceKind::MemoryLimit | DifferenceKind::ThreadPercentage | DifferenceKind::MaxClients => {
                 changes.push(difference.to_string());
             }
         }

@@ -13,7 +13,7 @@ use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
 use crate::toolkit;
 use common::bus::proxy::Listed;
 use common::bus::rows::ControlDaemon;
-use common::directories::{immutable, look};
+use common::directories::{check, immutable};
 use common::host::proc;
 use common::host::socket::listener;
 
@@ -37,7 +37,7 @@ const ROOM: u64 = 1 << 20;
 
 /// The rules are those of the service itself.
 fn refused(facts: &Facts) -> Outcome {
-    let of = |directory: PathBuf| match look(&directory) {
+    let of = |directory: PathBuf| match check(&directory) {
         Ok(false) if in_use(facts, &directory) => Some(error(
             "directory-missing",
             directory.display(),
@@ -143,7 +143,7 @@ fn judge_flag(pipe: &Path) -> Option<Finding> {
             "configure a directory on ext4, XFS, Btrfs, or on tmpfs with a newer kernel",
         ),
     };
-    let harm = "a container that has it mounted writable can take links away until the next regular check";
+    let harm = "a container that has it mounted writable can take links away until the next health check";
     let remedy = format!("mount it read-only into containers; {remedy}");
     Some(info("directories-changeable", pipe.display(), format!("{found}: {harm}"), remedy))
 }

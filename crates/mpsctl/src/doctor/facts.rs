@@ -7,7 +7,7 @@ use std::process::Stdio;
 use tokio::process::Command;
 
 use super::DEADLINE;
-use common::bus::answers::{Bus, Published};
+use common::bus::answers::{BusAnswer, Published};
 use common::bus::proxy::Listed;
 use common::bus::rows::ControlDaemon;
 use common::check::{self, Checked};
@@ -47,7 +47,7 @@ pub(super) struct Facts {
     pub(super) cuda: Option<u32>,
     /// The CUDA version of the control daemon's program, if the program prints one.
     pub(super) program_cuda: Option<u32>,
-    pub(super) bus: Bus,
+    pub(super) bus: BusAnswer,
     pub(super) unit: Result<UnitProperties, String>,
     pub(super) runtime_directory: PathBuf,
     pub(super) state_file: Result<Vec<Running>, String>,
@@ -76,7 +76,7 @@ pub(super) struct FoundDaemon {
 
 impl FoundDaemon {
     /// Made from the environment and the name space of the process.
-    fn of(pid: u32, trace: String) -> Self {
+    fn new(pid: u32, trace: String) -> Self {
         let own = proc::mount_namespace(proc::OWN).ok();
         let elsewhere = proc::mount_namespace(pid).is_ok_and(|its| own != Some(its));
         Self { pid, trace, pipe_directory: pipe_directory(pid), elsewhere }
@@ -85,7 +85,7 @@ impl FoundDaemon {
 
 impl Facts {
     pub(super) async fn gather(mut sources: Sources) -> Self {
-        let bus = Bus::ask().await;
+        let bus = BusAnswer::ask().await;
         sources.config = sources.config.or_else(|| bus.config(&sources.sysroot));
         let (inventory, gpus, cuda) = ask_driver(&sources.sysroot);
         let checked = match load(&sources) {
@@ -182,7 +182,7 @@ impl Facts {
     pub(super) fn is_ours(&self, daemon: u32) -> bool {
         let written = self.state_file.as_deref().unwrap_or_default();
         self.own_control_daemons().iter().any(|published| published.pid == Some(daemon))
-            || written.iter().any(|running| Identity::of(daemon).is_ok_and(|now| now == running.process))
+            || written.iter().any(|running| Identity::read(daemon).is_ok_and(|now| now == running.process))
     }
 
     /// Finds them by the sockets in the configured directories and in the default directory of CUDA, by the servers on our
@@ -206,12 +206,12 @@ impl Facts {
             for server in &gpu.servers {
                 let parent = proc::stat(*server).ok().map(|stat| stat.parent);
                 let Some(pid) = parent.filter(|pid| is_mps(*pid)) else { continue };
-                add(FoundDaemon::of(pid, format!("its server {server} uses GPU {uuid}")));
+                add(FoundDaemon::new(pid, format!("its server {server} uses GPU {uuid}")));
             }
         }
         if self.own_processes() {
             for pid in proc::pids().into_iter().filter(|pid| is_control_daemon(*pid)) {
-                add(FoundDaemon::of(pid, "it runs".to_owned()));
+                add(FoundDaemon::new(pid, "it runs".to_owned()));
             }
         }
         found

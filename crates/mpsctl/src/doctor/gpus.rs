@@ -23,8 +23,8 @@ fn planned(facts: &Facts) -> Result<&[GpuPlan], String> {
 
 fn names(gpu: &Gpu) -> String {
     match &gpu.nvml {
-        Ok(facts) => format!("{} ({})", gpu.pci.address.short(), facts.uuid),
-        Err(_) => gpu.pci.address.short(),
+        Ok(facts) => format!("{} ({})", gpu.id().to_string(), facts.uuid),
+        Err(_) => gpu.id().to_string(),
     }
 }
 
@@ -98,7 +98,7 @@ fn bypassing(facts: &Facts) -> Outcome {
                 format!(
                     "end them (kill {}) and start them as clients: yunion-mpsctl run {}-0 -- PROGRAM",
                     pids.join(" "),
-                    gpu.pci.address.short()
+                    gpu.id().to_string()
                 ),
             )
         })

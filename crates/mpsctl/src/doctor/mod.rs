@@ -131,7 +131,7 @@ struct NotChecked {
 }
 
 #[derive(Debug, Serialize)]
-struct Report {
+struct DoctorReport {
     findings: Vec<Finding>,
     /// The number of checks that were made.
     #[serde(rename = "checks_made")]
@@ -162,7 +162,7 @@ pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result
     })
 }
 
-fn examine(facts: &Arc<Facts>) -> Report {
+fn examine(facts: &Arc<Facts>) -> DoctorReport {
     let modules = [
         configuration::CHECKS,
         driver::CHECKS,
@@ -172,7 +172,7 @@ fn examine(facts: &Arc<Facts>) -> Report {
         serving::CHECKS,
         processes::CHECKS,
     ];
-    let mut report = Report { findings: Vec::new(), made: 0, not_checked: Vec::new() };
+    let mut report = DoctorReport { findings: Vec::new(), made: 0, not_checked: Vec::new() };
     for (what, check) in modules.into_iter().flatten() {
         let all = Arc::clone(facts);
         match within(DEADLINE, move || check(&all)) {
@@ -200,7 +200,7 @@ fn examine(facts: &Arc<Facts>) -> Report {
     report
 }
 
-fn write(report: &Report, out: &mut dyn Write) -> io::Result<()> {
+fn write(report: &DoctorReport, out: &mut dyn Write) -> io::Result<()> {
     for finding in &report.findings {
         let Finding { name, severity, subject, problem: Problem { found, remedy } } = finding;
         writeln!(out, "{}", hanging(&format!("{}: {name}: {subject}", severity.word())))?;

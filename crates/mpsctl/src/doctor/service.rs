@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::facts::{Facts, UNIT};
 use super::{Check, Finding, Outcome, Severity, edit_unit, error, info, warning};
-use common::bus::answers::Bus;
+use common::bus::answers::BusAnswer;
 use common::directories::to_be_writable;
 use common::host::proc;
 use common::host::systemd::{self, UnitProperties};
@@ -32,12 +32,12 @@ const UPSTREAM: &str = "/opt/yunion/bin/mps-daemon";
 
 fn bus(facts: &Facts) -> Outcome {
     let finding = match &facts.bus {
-        Bus::Answers(_) => return Ok(Vec::new()),
-        Bus::Unreachable(reason) => {
+        BusAnswer::Answers(_) => return Ok(Vec::new()),
+        BusAnswer::Unreachable(reason) => {
             let remedy = "systemctl start dbus; journalctl -u dbus says more";
             error("bus-unreachable", "the system bus", reason, remedy)
         }
-        Bus::Denied(reason) => {
+        BusAnswer::Denied(reason) => {
             let remedy = if rustix::process::geteuid().is_root() {
                 format!("install {} and systemctl reload dbus", POLICIES[0])
             } else {
@@ -46,20 +46,20 @@ fn bus(facts: &Facts) -> Outcome {
             error("bus-refuses", "io.yunion.Mps1", reason, remedy)
         }
         // The bus works, and to restart it would hurt everything else on the host.
-        Bus::Silent => error(
+        BusAnswer::Silent => error(
             "service-silent",
             UNIT,
             "it runs and does not answer",
             "journalctl -u yunion-mps-daemon, then systemctl restart yunion-mps-daemon: running jobs carry on",
         ),
-        Bus::Refuses(reason) => error(
+        BusAnswer::Refuses(reason) => error(
             "service-refuses",
             UNIT,
             format!("it does not say how it is: {reason}"),
             "run yunion-mpsctl doctor again, in case it was just starting or ending; journalctl -u \
              yunion-mps-daemon says more",
         ),
-        Bus::NotRunning => error(
+        BusAnswer::NotRunning => error(
             "service-not-running",
             UNIT,
             "nobody owns the name io.yunion.Mps1 on the system bus",
@@ -67,7 +67,7 @@ fn bus(facts: &Facts) -> Outcome {
         ),
     };
     let no_policy =
-        matches!(facts.bus, Bus::NotRunning) && !POLICIES.iter().any(|file| facts.file(file).exists());
+        matches!(facts.bus, BusAnswer::NotRunning) && !POLICIES.iter().any(|file| facts.file(file).exists());
     let policy = no_policy.then(|| {
         error(
             "bus-policy-missing",

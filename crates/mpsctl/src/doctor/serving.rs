@@ -81,7 +81,7 @@ fn gpus(facts: &Facts) -> Outcome {
     let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
     let planned = |gpu: &&Listed<Gpu>| {
         plans.iter().any(|plan| {
-            plan.gpu.pci.address.short() == gpu.addr && plan.obstacles.is_empty() && plan.gpu.nvml.is_ok()
+            plan.gpu.id().to_string() == gpu.addr && plan.obstacles.is_empty() && plan.gpu.nvml.is_ok()
         })
     };
     let unexplained = |gpu: &&Listed<Gpu>| {
@@ -196,7 +196,7 @@ fn full(facts: &Facts) -> Outcome {
     };
     let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
     let places = |gpu: &Listed<Gpu>| {
-        let plan = plans.iter().find(|plan| plan.gpu.pci.address.short() == gpu.addr)?;
+        let plan = plans.iter().find(|plan| plan.gpu.id().to_string() == gpu.addr)?;
         Some(most_clients(facts.inventory.series(), plan.gpu.facts()?.compute_capability))
     };
     let of = |gpu: &Listed<Gpu>| -> Option<Finding> {

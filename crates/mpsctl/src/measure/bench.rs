@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 
 use crate::complete;
 use crate::measure::bench_report::{Measured, Results, Row, document, print, slowest};
-use crate::measure::cuda_client::{CudaClient, Environment, Request, Work};
+use crate::measure::cuda_client::{CudaClient, CudaRequest, Environment, Work};
 use crate::measure::probe::refuse_to_queue;
 use crate::screen::Passing;
 use crate::show::health;
@@ -129,7 +129,7 @@ fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a
         }
     }
     if let Some(ill) = chosen.iter().find(|device| !device.healthy) {
-        return Err(Error::Failed(format!("{} is {}", ill.addr.shown(), health::in_words(ill))));
+        return Err(Error::Failed(format!("{} is {}", ill.addr.shown(), health::describe(ill))));
     }
     match chosen.first() {
         Some(first) if chosen.iter().any(|device| device.device_path != first.device_path) => {
@@ -196,7 +196,7 @@ impl Bench {
     async fn measure(&mut self) -> Result<Results, Error> {
         self.progress("looking at the GPU");
         self.start(1, false)?;
-        let all_sms: u32 = self.ask(Request::Count).await?.into_iter().max().unwrap_or_default();
+        let all_sms: u32 = self.ask(CudaRequest::Count).await?.into_iter().max().unwrap_or_default();
         self.stop().await;
         let wide_blocks = all_sms.max(1) * WIDE_BLOCKS_PER_SM;
         let mut kernels = Vec::new();
@@ -242,7 +242,8 @@ impl Bench {
     async fn fastest(&mut self, work: Work) -> Result<f64, Error> {
         let mut fastest = f64::INFINITY;
         for _ in 0..CALIBRATION_RUNS {
-            fastest = fastest.min(slowest(&self.ask(Request::Run(work)).await?) / f64::from(work.launches));
+            fastest =
+                fastest.min(slowest(&self.ask(CudaRequest::Run(work)).await?) / f64::from(work.launches));
         }
         Ok(fastest)
     }
@@ -251,8 +252,8 @@ impl Bench {
     /// ready, each with its context, its kernel and a warm GPU.
     async fn time(&mut self, processes: u32, work: Work, with_mps: bool) -> Result<Vec<f64>, Error> {
         self.start(processes, with_mps)?;
-        self.ask::<f64>(Request::Run(Work { launches: WARM_UP_LAUNCHES, ..work })).await?;
-        let seconds = self.ask(Request::Run(work)).await?;
+        self.ask::<f64>(CudaRequest::Run(Work { launches: WARM_UP_LAUNCHES, ..work })).await?;
+        let seconds = self.ask(CudaRequest::Run(work)).await?;
         self.stop().await;
         Ok(seconds)
     }
@@ -274,9 +275,9 @@ impl Bench {
     }
 
     /// Sends all of them the request, and waits for all answers.
-    async fn ask<T: DeserializeOwned>(&mut self, request: Request) -> Result<Vec<T>, Error> {
+    async fn ask<T: DeserializeOwned>(&mut self, request: CudaRequest) -> Result<Vec<T>, Error> {
         for process in &mut self.running {
-            process.tell(request).await?;
+            process.send(request).await?;
         }
         let mut answers = Vec::new();
         for process in &mut self.running {

@@ -120,7 +120,7 @@ pub(crate) fn print(
                 writeln!(out, "{line}")?;
             }
         }
-        writeln!(out, "{}", prose(in_words(measured.kernel)))?;
+        writeln!(out, "{}", prose(describe(measured.kernel)))?;
     }
     if let Some(why_not) = why_not {
         writeln!(out, "\n{}", prose(why_not))?;
@@ -128,7 +128,7 @@ pub(crate) fn print(
     Ok(())
 }
 
-fn in_words(kernel: &str) -> &'static str {
+fn describe(kernel: &str) -> &'static str {
     if kernel == "narrow" {
         "It leaves most of the GPU idle. With MPS processes of this kind run side by side; without it they take turns."
     } else {

@@ -18,7 +18,7 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::timeout;
 
 use crate::Error;
-use crate::cuda::{self, Gpu, Kernel};
+use crate::cuda::{self, GpuContext, Kernel};
 use crate::show::env::host_environment;
 use common::bus::proxy::DaemonProxy;
 use common::host::proc;
@@ -35,7 +35,7 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
 const LEAVE_DEADLINE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(crate) enum Request {
+pub(crate) enum CudaRequest {
     /// Count the multiprocessors, without a context.
     Count,
     /// Open a context and report its GPU. Then allocate until an allocation fails or that many MiB are reached, and free
@@ -60,7 +60,7 @@ pub(crate) struct Work {
 
 /// The multiprocessors and the memory that a client sees in its context, in MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Seen {
+pub(crate) struct ContextFacts {
     pub(crate) sms: u32,
     pub(crate) memory_free: u64,
     pub(crate) memory_total: u64,
@@ -132,17 +132,17 @@ impl CudaClient {
     /// Starts a client for one request, and waits until it has left.
     pub(crate) async fn ask_once<T: DeserializeOwned>(
         environment: &Environment,
-        request: Request,
+        request: CudaRequest,
     ) -> Result<T, Error> {
         let mut client = Self::start(environment)?;
-        client.tell(request).await?;
+        client.send(request).await?;
         let answer = client.answer().await;
         client.leave().await;
         answer
     }
 
     /// Sends a request; [`Self::answer`] fetches the answer.
-    pub(crate) async fn tell(&mut self, request: Request) -> Result<(), Error> {
+    pub(crate) async fn send(&mut self, request: CudaRequest) -> Result<(), Error> {
         let mut line = serde_json::to_vec(&request)?;
         line.push(b'\n');
         // If the client has ended, the missing answer says why.
@@ -202,7 +202,7 @@ pub(crate) fn become_cuda_client(arguments: &[OsString], out: &mut dyn Write) ->
     });
     let left = Arc::new(AtomicBool::new(false));
     let requests = requests(Arc::clone(&left));
-    let mut member = Member { gpu: None, kernel: None, left };
+    let mut member = CudaWork { gpu: None, kernel: None, left };
     for request in requests {
         if say(out, &member.carry_out(request).map_err(|error| error.to_string())).is_err() {
             break;
@@ -218,7 +218,7 @@ fn say(out: &mut dyn Write, answer: &Answer<Value>) -> io::Result<()> {
 }
 
 /// The lines of stdin as they come; `left` is set at their end, while the last one may still be carried out.
-fn requests(left: Arc<AtomicBool>) -> mpsc::Receiver<Request> {
+fn requests(left: Arc<AtomicBool>) -> mpsc::Receiver<CudaRequest> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
         for line in io::stdin().lock().lines().map_while(Result::ok) {
@@ -232,39 +232,39 @@ fn requests(left: Arc<AtomicBool>) -> mpsc::Receiver<Request> {
     receiver
 }
 
-struct Member {
+struct CudaWork {
     // Dropped in this order: the kernel before its context.
     kernel: Option<Kernel>,
-    gpu: Option<Gpu>,
+    gpu: Option<GpuContext>,
     left: Arc<AtomicBool>,
 }
 
-impl Member {
-    fn carry_out(&mut self, request: Request) -> Result<Value, cuda::Error> {
+impl CudaWork {
+    fn carry_out(&mut self, request: CudaRequest) -> Result<Value, cuda::CudaError> {
         Ok(match request {
-            Request::Count => json!(cuda::multiprocessors_without_context()?),
-            Request::Look { allocate } => {
+            CudaRequest::Count => json!(cuda::multiprocessors_without_context()?),
+            CudaRequest::Look { allocate } => {
                 let gpu = self.gpu()?;
                 let memory = gpu.memory()?;
-                json!(Seen {
+                json!(ContextFacts {
                     sms: gpu.multiprocessors()?,
                     memory_free: memory.free_mib,
                     memory_total: memory.total_mib,
                     allocated: allocate.map(|most| gpu.allocate_up_to(most)).transpose()?,
                 })
             }
-            Request::Run(work) => json!(self.run(work)?.as_secs_f64()),
+            CudaRequest::Run(work) => json!(self.run(work)?.as_secs_f64()),
         })
     }
 
-    fn gpu(&mut self) -> Result<&Gpu, cuda::Error> {
+    fn gpu(&mut self) -> Result<&GpuContext, cuda::CudaError> {
         match &mut self.gpu {
             Some(gpu) => Ok(gpu),
-            none => Ok(none.insert(Gpu::open()?)),
+            none => Ok(none.insert(GpuContext::open()?)),
         }
     }
 
-    fn run(&mut self, work: Work) -> Result<Duration, cuda::Error> {
+    fn run(&mut self, work: Work) -> Result<Duration, cuda::CudaError> {
         if self.kernel.is_none() {
             self.kernel = Some(self.gpu()?.kernel()?);
         }

@@ -6,7 +6,7 @@ use clap::Args;
 use serde_json::{Value, json};
 
 use crate::complete;
-use crate::measure::cuda_client::{CudaClient, Environment, Request, Seen};
+use crate::measure::cuda_client::{ContextFacts, CudaClient, CudaRequest, Environment};
 use crate::show::health;
 use crate::show::table::{Shown, prose, table, with_unit};
 use crate::{Error, FAILED, print_json};
@@ -53,10 +53,10 @@ pub(crate) async fn probe(
     let mut reports = Vec::new();
     for device in chosen {
         let others = clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
-        let mut report = Report::new(device, &devices, others);
+        let mut report = ProbeReport::new(device, &devices, others);
         // A device that was named is tried in any case.
         if arguments.device.is_none() && !device.healthy {
-            let health = health::in_words(device);
+            let health = health::describe(device);
             let advice = if device.drained { "" } else { "; name it to have it probed all the same" };
             report.error = Some(format!("{health}{advice}"));
         } else if let Err(error) = report.fill(daemon, arguments.beside_clients).await {
@@ -69,9 +69,9 @@ pub(crate) async fn probe(
         reports.push(report);
     }
     if arguments.json {
-        print_json(out, &reports.iter().map(Report::document).collect::<Vec<_>>())?;
+        print_json(out, &reports.iter().map(ProbeReport::document).collect::<Vec<_>>())?;
     }
-    Ok(if reports.iter().all(Report::matches) { 0 } else { FAILED })
+    Ok(if reports.iter().all(ProbeReport::matches) { 0 } else { FAILED })
 }
 
 /// The first slice of each GPU that is not drained. Where all are, it is the first.
@@ -127,14 +127,14 @@ pub(crate) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Re
 
 /// Limits, of a slice or of a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Limits {
+struct ProbeLimits {
     thread_percentage: u32,
     /// In MiB; none where the daemon couldn't learn the GPU's memory.
     memory: Option<u64>,
 }
 
-impl Limits {
-    fn of(device: &Device) -> Self {
+impl ProbeLimits {
+    fn for_device(device: &Device) -> Self {
         Self {
             thread_percentage: u32::try_from(device.mps_thread_percentage).unwrap_or(100),
             memory: device.mps_memory_limit.and_then(|limit| limit.try_into().ok()),
@@ -147,28 +147,28 @@ impl Limits {
     }
 }
 
-struct Report<'a> {
+struct ProbeReport<'a> {
     device: &'a Device,
-    slice: Limits,
+    slice: ProbeLimits,
     /// A control daemon has the limits of its largest slice.
-    control_daemon: Limits,
+    control_daemon: ProbeLimits,
     clients: usize,
     all_sms: Option<u32>,
-    as_slice: Option<Seen>,
-    without_limits: Option<Seen>,
+    as_slice: Option<ContextFacts>,
+    without_limits: Option<ContextFacts>,
     mismatches: Vec<String>,
     /// The reason why the report is incomplete.
     error: Option<String>,
 }
 
-impl<'a> Report<'a> {
+impl<'a> ProbeReport<'a> {
     fn new(device: &'a Device, devices: &[Listed<Device>], clients: usize) -> Self {
-        let slice = Limits::of(device);
+        let slice = ProbeLimits::for_device(device);
         let together = || devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
-        let percentages = together().map(|other| Limits::of(other).thread_percentage);
-        let control_daemon = Limits {
+        let percentages = together().map(|other| ProbeLimits::for_device(other).thread_percentage);
+        let control_daemon = ProbeLimits {
             thread_percentage: percentages.max().unwrap_or(slice.thread_percentage),
-            memory: together().filter_map(|other| Limits::of(other).memory).max(),
+            memory: together().filter_map(|other| ProbeLimits::for_device(other).memory).max(),
         };
         Self {
             device,
@@ -187,10 +187,10 @@ impl<'a> Report<'a> {
         refuse_to_queue(daemon, self.device).await?;
         let enforced = self.device.limits_enforced;
         let environment = Environment::of_slice(daemon, &self.device.addr).await?;
-        let all = CudaClient::ask_once(&environment.without_mps(), Request::Count).await?;
+        let all = CudaClient::ask_once(&environment.without_mps(), CudaRequest::Count).await?;
         self.all_sms = Some(all);
         let allocate = enforced && (self.clients == 0 || beside_clients);
-        let look = |limits: Limits| Request::Look { allocate: limits.memory.filter(|_| allocate) };
+        let look = |limits: ProbeLimits| CudaRequest::Look { allocate: limits.memory.filter(|_| allocate) };
         let as_slice = CudaClient::ask_once(&environment, look(self.slice)).await?;
         // A client's environment can only tighten the limits. Loosened limits show only without it.
         let without_limits =
@@ -210,7 +210,7 @@ impl<'a> Report<'a> {
     }
 
     fn document(&self) -> Value {
-        let limits = |limits: Limits| {
+        let limits = |limits: ProbeLimits| {
             json!({
                 "thread_percentage": limits.thread_percentage,
                 "sms": self.all_sms.map(|all| limits.sms(all)),
@@ -273,7 +273,7 @@ impl<'a> Report<'a> {
 }
 
 /// The differences between the limits and the things that a client got, on a GPU with that many multiprocessors.
-fn differences(who: &str, limits: Limits, seen: Seen, all: u32) -> Vec<String> {
+fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> Vec<String> {
     let mut differences = Vec::new();
     let (sms, percentage) = (limits.sms(all), limits.thread_percentage);
     if seen.sms.abs_diff(sms) > SMS_TOLERANCE {
@@ -305,13 +305,13 @@ fn differences(who: &str, limits: Limits, seen: Seen, all: u32) -> Vec<String> {
 mod tests {
     use super::*;
 
-    const QUARTER: Limits = Limits { thread_percentage: 25, memory: Some(35942) };
-    const MEASURED: Seen =
-        Seen { sms: 32, memory_free: 35797, memory_total: 143_155, allocated: Some(35796) };
+    const QUARTER: ProbeLimits = ProbeLimits { thread_percentage: 25, memory: Some(35942) };
+    const MEASURED: ContextFacts =
+        ContextFacts { sms: 32, memory_free: 35797, memory_total: 143_155, allocated: Some(35796) };
 
     #[test]
     fn percentages_are_worth_whole_pairs() {
-        let sms = |thread_percentage, all| Limits { thread_percentage, memory: None }.sms(all);
+        let sms = |thread_percentage, all| ProbeLimits { thread_percentage, memory: None }.sms(all);
         assert_eq!([10, 25, 50, 100].map(|percentage| sms(percentage, 132)), [12, 32, 66, 132]);
         assert_eq!(sms(1, 132), 2);
     }
@@ -319,24 +319,24 @@ mod tests {
     #[test]
     fn what_was_measured_is_what_is_promised() {
         assert_eq!(differences("it", QUARTER, MEASURED, 132), [""; 0]);
-        assert_eq!(differences("it", QUARTER, Seen { allocated: None, ..MEASURED }, 132), [""; 0]);
+        assert_eq!(differences("it", QUARTER, ContextFacts { allocated: None, ..MEASURED }, 132), [""; 0]);
         // One slice that is the whole GPU: NVML counts a little more than CUDA.
-        let whole = Limits { thread_percentage: 100, memory: Some(143_771) };
-        let seen = Seen { sms: 132, memory_free: 142_629, allocated: Some(142_629), ..MEASURED };
+        let whole = ProbeLimits { thread_percentage: 100, memory: Some(143_771) };
+        let seen = ContextFacts { sms: 132, memory_free: 142_629, allocated: Some(142_629), ..MEASURED };
         assert_eq!(differences("it", whole, seen, 132), [""; 0]);
     }
 
     #[test]
     fn another_limit_is_a_difference() {
         for (seen, expected) in [
-            (Seen { sms: 66, ..MEASURED }, "it has 66 SMs instead of 32 (25 % of 132)"),
-            (Seen { sms: 12, ..MEASURED }, "it has 12 SMs instead of 32 (25 % of 132)"),
+            (ContextFacts { sms: 66, ..MEASURED }, "it has 66 SMs instead of 32 (25 % of 132)"),
+            (ContextFacts { sms: 12, ..MEASURED }, "it has 12 SMs instead of 32 (25 % of 132)"),
             (
-                Seen { memory_free: 71614, allocated: Some(35942), ..MEASURED },
+                ContextFacts { memory_free: 71614, allocated: Some(35942), ..MEASURED },
                 "it has 71614 MiB of memory free: the limit of 35942 MiB is not in force, or a looser one is",
             ),
             (
-                Seen { allocated: Some(20000), ..MEASURED },
+                ContextFacts { allocated: Some(20000), ..MEASURED },
                 "it gets 20000 MiB of memory under a limit of 35942 MiB, at least 35622 would be right: a lower \
                  limit is in force, or others hold the memory",
             ),

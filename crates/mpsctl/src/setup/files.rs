@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::gpus::Found;
+use super::gpus::HostGpus;
 use crate::platform::WHERE_CUDA_LOOKS;
 use common::config::{Loaded, MAIN_FILE};
 use common::host::gpu::Gpu;
@@ -16,11 +16,11 @@ pub(super) struct Answers {
     pub(super) platform: bool,
     /// Whether CUDA programs shall find the control daemon by themselves.
     by_itself: bool,
-    slices: Slices,
+    slices: SliceChoice,
 }
 
 /// The number of slices.
-enum Slices {
+enum SliceChoice {
     /// The same of every GPU, also of one that comes later.
     OfEvery(u32),
     /// Of these GPUs, and of no others.
@@ -32,7 +32,7 @@ impl Answers {
     ///
     /// Without a device file nothing goes wrong if the kernel numbers the render nodes differently at the next boot, and
     /// a new GPU is served at once. But the platform knows only the GPUs that the device file lists.
-    pub(super) fn new(found: &Found, slices: &[u32], platform: bool, by_itself: bool) -> Self {
+    pub(super) fn new(found: &HostGpus, slices: &[u32], platform: bool, by_itself: bool) -> Self {
         let mut gpus: Vec<(Gpu, u32)> = Vec::new();
         for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {
             gpus.extend(group.gpus.iter().map(|gpu| (gpu.clone(), *slices)));
@@ -42,9 +42,9 @@ impl Answers {
             [first, rest @ ..]
                 if !platform && !found.would_serve_more() && rest.iter().all(|one| one == first) =>
             {
-                Slices::OfEvery(*first)
+                SliceChoice::OfEvery(*first)
             }
-            _ => Slices::Of(gpus),
+            _ => SliceChoice::Of(gpus),
         };
         Self { platform, by_itself, slices }
     }
@@ -67,10 +67,10 @@ pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
     let (mut files, mut keys) = (Vec::new(), Vec::new());
     keys.push(("This host serves its GPUs through MPS.", "enable_cuda_mps: true".to_owned()));
     match &answers.slices {
-        Slices::OfEvery(slices) => {
+        SliceChoice::OfEvery(slices) => {
             keys.push(("Every NVIDIA GPU has this many slices.", format!("cuda_mps_replicas: {slices}")));
         }
-        Slices::Of(gpus) => {
+        SliceChoice::Of(gpus) => {
             let there = settings.devices.first().map(|entry| entry.origin.file.as_path());
             let path = there.unwrap_or(Path::new(DEVICE_FILE));
             if settings.devices.iter().all(|entry| entry.mps.is_none()) {

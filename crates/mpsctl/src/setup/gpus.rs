@@ -14,27 +14,27 @@ const PROPOSED_MIB: u64 = 8192;
 const PROPOSED_SLICES: (u64, u64) = (2, 10);
 
 /// The GPUs of this host.
-pub(super) struct Found {
+pub(super) struct HostGpus {
     inventory: Inventory,
     /// The GPUs that can be served, by model.
-    pub(super) groups: Vec<Group>,
+    pub(super) groups: Vec<ModelGroup>,
     /// The GPUs that cannot be served as they are, with the reason.
     left_out: Vec<(Gpu, String)>,
 }
 
 /// GPUs of one model, in the order of their addresses.
-pub(super) struct Group {
+pub(super) struct ModelGroup {
     pub(super) gpus: Vec<Gpu>,
     model: String,
     memory_mib: Option<u64>,
 }
 
-impl Found {
+impl HostGpus {
     pub(super) fn new(inventory: Inventory) -> Self {
         // The number of slices does not matter for the question which GPUs can be served.
         let plan = plan(&inventory, NonZeroU32::MIN);
         let planned = |gpu: &Gpu| planned(plan.as_ref()?, gpu);
-        let mut groups: Vec<Group> = Vec::new();
+        let mut groups: Vec<ModelGroup> = Vec::new();
         let mut left_out = Vec::new();
         for gpu in &inventory.gpus {
             let obstacle = match planned(gpu) {
@@ -49,7 +49,7 @@ impl Found {
             let (model, memory_mib) = (gpu.model(), gpu.facts().and_then(|facts| facts.memory_total_mib));
             match groups.iter_mut().find(|group| group.model == model && group.memory_mib == memory_mib) {
                 Some(group) => group.gpus.push(gpu.clone()),
-                None => groups.push(Group { gpus: vec![gpu.clone()], model, memory_mib }),
+                None => groups.push(ModelGroup { gpus: vec![gpu.clone()], model, memory_mib }),
             }
         }
         Self { inventory, groups, left_out }
@@ -60,7 +60,7 @@ impl Found {
         self.left_out.iter().any(|(gpu, _)| gpu.pci.foreign_driver().is_none())
     }
 
-    pub(super) fn in_words(&self) -> Vec<String> {
+    pub(super) fn describe(&self) -> Vec<String> {
         let mut lines = vec![match &self.inventory.driver {
             Ok(version) => format!("GPUs of this host, with driver {version}:"),
             Err(reason) => format!("GPUs of this host, without a driver ({reason}):"),
@@ -68,11 +68,11 @@ impl Found {
         for group in &self.groups {
             for gpu in &group.gpus {
                 let memory = group.memory_mib.map(|mib| format!(", {mib} MiB")).unwrap_or_default();
-                lines.push(format!("  {} {}{memory}", gpu.pci.address.short(), group.model));
+                lines.push(format!("  {} {}{memory}", gpu.id().to_string(), group.model));
             }
         }
         for (gpu, reason) in &self.left_out {
-            lines.push(format!("  {} {}: left out: {reason}", gpu.pci.address.short(), gpu.model()));
+            lines.push(format!("  {} {}: left out: {reason}", gpu.id().to_string(), gpu.model()));
         }
         if self.inventory.gpus.is_empty() {
             lines.push("  none of NVIDIA".to_owned());
@@ -81,7 +81,7 @@ impl Found {
     }
 
     /// The share of each of this many slices, as the service's own plan says it.
-    pub(super) fn share_in_words(&self, group: &Group, slices: u32) -> String {
+    pub(super) fn describe_share(&self, group: &ModelGroup, slices: u32) -> String {
         let share = || {
             let plan = plan(&self.inventory, NonZeroU32::new(slices)?)?;
             let planned = planned(&plan, group.gpus.first()?)?;
@@ -91,14 +91,14 @@ impl Found {
             Some((memory, threads)) => (format!("{memory} MiB"), format!("{threads} %")),
             None => (format!("1/{slices}"), format!("1/{slices}")),
         };
-        let model = group.model_in_words();
+        let model = group.describe_model();
         format!(
             "With {slices} slices of the {model}, each has {memory} of its memory and {threads} of its threads."
         )
     }
 }
 
-impl Group {
+impl ModelGroup {
     /// The number of slices that suits the memory; the default of `cuda_mps_replicas` if the memory is not known.
     pub(super) fn proposed(&self) -> u32 {
         let (least, most) = PROPOSED_SLICES;
@@ -109,15 +109,15 @@ impl Group {
         })
     }
 
-    pub(super) fn in_words(&self) -> String {
-        let model = self.model_in_words();
+    pub(super) fn describe(&self) -> String {
+        let model = self.describe_model();
         match self.gpus.len() {
             1 => format!("the {model}"),
             gpus => format!("each of the {gpus} {model}"),
         }
     }
 
-    fn model_in_words(&self) -> &str {
+    fn describe_model(&self) -> &str {
         if self.model.is_empty() { "GPU" } else { &self.model }
     }
 }

@@ -17,7 +17,7 @@ use tokio::time::timeout;
 
 use self::ask::Questions;
 use self::files::{Answers, File};
-use self::gpus::Found;
+use self::gpus::HostGpus;
 use crate::platform::WHERE_CUDA_LOOKS;
 use crate::show::table::{hanging, prose};
 use crate::{Error, FAILED, platform, toolkit};
@@ -72,12 +72,12 @@ pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<
         writeln!(out, "MPS is enabled already, so nothing was written.\n")?;
         return finish(&sources, platform::is_here(&sources.sysroot, &loaded), out).await;
     }
-    let found = look(&sources.sysroot, out)?;
+    let found = find_gpus(&sources.sysroot, out)?;
     let answers = ask(arguments, &sources, &loaded, &found, &mut questions, out)?;
     let files = files::compose(&answers, &loaded);
     let in_the_way = files.iter().any(|file| place::is_taken(&sources.sysroot, &file.path));
     if in_the_way || !loaded.settings.sources.is_empty() {
-        return tell(&files, &sources, out);
+        return print_files(&files, &sources, out);
     }
     if arguments.dry_run {
         for file in &files {
@@ -102,12 +102,12 @@ fn failed(words: &str) -> Error {
 }
 
 /// Looks at the GPUs, and says what is there.
-fn look(sysroot: &Path, out: &mut dyn Write) -> Result<Found, Error> {
+fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus, Error> {
     let root = sysroot.to_owned();
     let inventory = check::ask_driver(move |driver| Inventory::read(&root, driver))
         .unwrap_or_else(|reason| check::without_driver(sysroot, &reason));
-    let found = Found::new(inventory);
-    for line in found.in_words() {
+    let found = HostGpus::new(inventory);
+    for line in found.describe() {
         writeln!(out, "{}", hanging(&line))?;
     }
     writeln!(out)?;
@@ -121,7 +121,7 @@ fn ask(
     arguments: &Arguments,
     sources: &Sources,
     loaded: &Loaded,
-    found: &Found,
+    found: &HostGpus,
     questions: &mut Questions,
     out: &mut dyn Write,
 ) -> Result<Answers, Error> {
@@ -131,8 +131,8 @@ fn ask(
             Some(slices) => slices,
             None => {
                 let proposed = group.proposed();
-                writeln!(out, "{}", prose(&found.share_in_words(group, proposed)))?;
-                let question = format!("How many slices shall {} have? 0 leaves it out.", group.in_words());
+                writeln!(out, "{}", prose(&found.describe_share(group, proposed)))?;
+                let question = format!("How many slices shall {} have? 0 leaves it out.", group.describe());
                 questions.number(&printable(&question), 999, proposed, out)?
             }
         });
@@ -163,7 +163,7 @@ fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write)
 }
 
 /// Says what to write where, since files are there already.
-fn tell(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8, Error> {
+fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8, Error> {
     writeln!(
         out,
         "Nothing was written: configuration is there already, and setup changes no file that is there."
@@ -185,7 +185,7 @@ fn indented(text: &str) -> String {
 
 /// Checks the configuration as `yunion-mps-daemon --check` does, and names the next command.
 async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Result<u8, Error> {
-    let checked = check::look(sources);
+    let checked = check::check(sources);
     say(&checked, out)?;
     if !checked.problems().is_empty() {
         return Ok(FAILED);

@@ -5,7 +5,7 @@ use std::io::Write;
 use clap::Args;
 
 use crate::show::columns::{CLIENTS, table_of};
-use crate::show::health::state_in_words;
+use crate::show::health::describe_state;
 use crate::show::list::Output;
 use crate::show::table::{Shown, prose};
 use crate::{Error, print_json};
@@ -70,8 +70,8 @@ fn why_none(service: &Service) -> String {
     match service.state.as_str() {
         "ready" => "No clients: no process uses a GPU that is served.".to_owned(),
         "degraded" => {
-            format!("No clients: no process uses a GPU that is served. Note that {}", state_in_words(service))
+            format!("No clients: no process uses a GPU that is served. Note that {}", describe_state(service))
         }
-        _ => format!("No clients: {}", state_in_words(service)),
+        _ => format!("No clients: {}", describe_state(service)),
     }
 }

@@ -22,11 +22,11 @@ pub(crate) struct Arguments {
     devices: Devices,
     /// Format of the answer
     #[arg(long, value_enum, default_value = "shell")]
-    format: Format,
+    format: EnvFormat,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Format {
+enum EnvFormat {
     /// Lines for a shell on this host to eval, `CUDA_VISIBLE_DEVICES` included
     Shell,
     /// Options of `docker run` with NVIDIA's runtime, one per line
@@ -41,7 +41,7 @@ enum Format {
     Json,
 }
 
-impl Format {
+impl EnvFormat {
     /// The line that stands for an answer that there is not. `docker run $(yunion-mpsctl env ...) IMAGE` starts the
     /// container whatever the exit status of env is, and without options the container would have no limits: so there is
     /// an option, or the name of a device, that every engine refuses. None where nothing at all is refused as well.
@@ -75,7 +75,8 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
         None => None,
     });
     // A format that does not exist was most likely meant for an engine.
-    let format = named.map_or(Format::Shell, |name| Format::from_str(name, false).unwrap_or(Format::Docker));
+    let format =
+        named.map_or(EnvFormat::Shell, |name| EnvFormat::from_str(name, false).unwrap_or(EnvFormat::Docker));
     format.refused_line()
 }
 
@@ -86,35 +87,35 @@ pub(crate) async fn env(
 ) -> Result<(), Error> {
     let answer = daemon.container_config(&arguments.devices.names(daemon).await?).await?;
     // Several CDI devices are refused.
-    if arguments.format != Format::Cdi {
+    if arguments.format != EnvFormat::Cdi {
         warn_of_several(&answer);
     }
     match arguments.format {
-        Format::Shell => {
+        EnvFormat::Shell => {
             for (name, value) in host_environment(&answer) {
                 writeln!(out, "export {name}={}", quoted(&value))?;
             }
         }
-        Format::Docker => {
+        EnvFormat::Docker => {
             // NVIDIA_VISIBLE_DEVICES means something to that runtime only.
             writeln!(out, "--runtime=nvidia")?;
             write_options(&answer, |_| true, out)?;
         }
-        Format::Podman => {
+        EnvFormat::Podman => {
             for device in nvidias_devices(&answer) {
                 writeln!(out, "--device={device}")?;
             }
             // NVIDIA's device sets NVIDIA_VISIBLE_DEVICES, so that NVIDIA's hook does not add the GPU a second time.
             write_options(&answer, |name| !name.starts_with("NVIDIA_"), out)?;
         }
-        Format::Compose => write!(out, "{}", compose_file(&answer)?)?,
-        Format::Cdi => {
+        EnvFormat::Compose => write!(out, "{}", compose_file(&answer)?)?,
+        EnvFormat::Cdi => {
             let slice = only_slice(devices_in(&answer.environment)).map_err(Error::Failed)?;
             for device in nvidias_devices(&answer).chain([format!("{}={slice}", cdi::KIND)]) {
                 writeln!(out, "{device}")?;
             }
         }
-        Format::Json => print_json(out, &document(&answer))?,
+        EnvFormat::Json => print_json(out, &document(&answer))?,
     }
     Ok(())
 }
@@ -186,7 +187,7 @@ fn yaml(text: &str) -> Result<String, Error> {
 /// Says on standard error that several slices of one GPU are not joined: whoever names them wants more than one.
 pub(crate) fn warn_of_several(answer: &ContainerAnswer) {
     for slices in one_slice::given_several(devices_in(&answer.environment)).values() {
-        say(&format!("warning: {}", one_slice::in_words(slices)));
+        say(&format!("warning: {}", one_slice::describe(slices)));
     }
 }
 

@@ -6,7 +6,7 @@ use clap::ValueEnum;
 
 /// The format of the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum Format {
+pub(super) enum ExpositionFormat {
     /// `OpenMetrics` 1.0, for Telegraf and collectors of its kind
     Openmetrics,
     /// Prometheus' text format 0.0.4, for the textfile collector of `node_exporter`
@@ -30,30 +30,30 @@ pub(super) struct Family {
 }
 
 /// The text of all metrics. A metric without a sample is left out.
-pub(super) fn exposition(families: &[Family], format: Format) -> String {
+pub(super) fn exposition(families: &[Family], format: ExpositionFormat) -> String {
     let mut text = String::new();
     for family in families.iter().filter(|family| !family.samples.is_empty()) {
         family.append_to(&mut text, format);
     }
-    if format == Format::Openmetrics {
+    if format == ExpositionFormat::Openmetrics {
         text.push_str("# EOF\n");
     }
     text
 }
 
 impl Family {
-    fn append_to(&self, text: &mut String, format: Format) {
+    fn append_to(&self, text: &mut String, format: ExpositionFormat) {
         let name = format!("yunion_mps_{}", self.name);
         let without_total = name.strip_suffix("_total");
         let kind = if without_total.is_some() { "counter" } else { "gauge" };
         // The older format knows only the names of samples.
         let described = match format {
-            Format::Openmetrics => without_total.unwrap_or(&name),
-            Format::Prometheus => &name,
+            ExpositionFormat::Openmetrics => without_total.unwrap_or(&name),
+            ExpositionFormat::Prometheus => &name,
         };
         *text += &format!("# HELP {described} {}\n# TYPE {described} {kind}\n", self.help);
         let unit = name.rsplit('_').next().filter(|word| UNITS.contains(word));
-        if let (Some(unit), Format::Openmetrics) = (unit, format) {
+        if let (Some(unit), ExpositionFormat::Openmetrics) = (unit, format) {
             *text += &format!("# UNIT {described} {unit}\n");
         }
         for (labels, value) in &self.samples {
@@ -98,7 +98,7 @@ mod tests {
     #[test]
     fn openmetrics_has_units_and_an_end() {
         assert_eq!(
-            exposition(&families(), Format::Openmetrics),
+            exposition(&families(), ExpositionFormat::Openmetrics),
             "# HELP yunion_mps_faults Faults.\n\
              # TYPE yunion_mps_faults counter\n\
              yunion_mps_faults_total 2\n\
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn the_older_format_describes_a_counter_by_the_name_of_its_samples() {
         assert_eq!(
-            exposition(&families(), Format::Prometheus),
+            exposition(&families(), ExpositionFormat::Prometheus),
             "# HELP yunion_mps_faults_total Faults.\n\
              # TYPE yunion_mps_faults_total counter\n\
              yunion_mps_faults_total 2\n\

@@ -17,15 +17,15 @@ pub(crate) enum Health {
 
 impl Health {
     pub(crate) fn of_slice(device: &Device) -> Self {
-        if device.drained { Self::Drained } else { Self::of(device.healthy, device.limits_enforced) }
+        if device.drained { Self::Drained } else { Self::new(device.healthy, device.limits_enforced) }
     }
 
     /// Drained slices change nothing here: the others of the same GPU are served.
     pub(crate) fn of_gpu(gpu: &Gpu) -> Self {
-        Self::of(gpu.healthy, gpu.limits_enforced)
+        Self::new(gpu.healthy, gpu.limits_enforced)
     }
 
-    fn of(healthy: bool, enforced: bool) -> Self {
+    fn new(healthy: bool, enforced: bool) -> Self {
         match (healthy, enforced) {
             (true, true) => Self::Served,
             (true, false) => Self::NotEnforced,
@@ -44,7 +44,7 @@ impl Health {
 }
 
 /// The word for a slice, and the reason or a note.
-pub(crate) fn in_words(device: &Device) -> String {
+pub(crate) fn describe(device: &Device) -> String {
     said(Health::of_slice(device).word(), &device.reason)
 }
 
@@ -58,7 +58,7 @@ fn said(word: &str, reason: &str) -> String {
 }
 
 /// The state of the service, for a list that it leaves empty.
-pub(crate) fn state_in_words(service: &Service) -> String {
+pub(crate) fn describe_state(service: &Service) -> String {
     match (printable(&service.state), printable(&service.state_reason)) {
         (state, reason) if reason.is_empty() => format!("the service is {state}."),
         (state, reason) => format!("the service is {state}: {reason}"),

@@ -6,7 +6,7 @@ use std::ops::Deref;
 use clap::{Args, ValueEnum};
 
 use crate::show::columns::{Column, GPUS, PLATFORM_GPUS, PLATFORM_SLICES, SLICES, table_of};
-use crate::show::health::state_in_words;
+use crate::show::health::describe_state;
 use crate::show::table::{Shown, pairs, prose};
 use crate::{Error, print_json};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
@@ -94,7 +94,7 @@ fn print_rows<R>(
         }
     } else if rows.is_empty() {
         if !no_headings {
-            writeln!(out, "{}", prose(&format!("No {what}: {}", state_in_words(service))))?;
+            writeln!(out, "{}", prose(&format!("No {what}: {}", describe_state(service))))?;
         }
     } else if form.platform {
         writeln!(out, "{}", table_of(of_the_platform, plain, false).for_the_platform())?;
@@ -112,7 +112,7 @@ fn known_now<R>(
     service: &Service,
 ) -> Result<Vec<Listed<R>>, Error> {
     match answer {
-        Err(error) if error.is("NotReady") => Err(Error::Failed(state_in_words(service))),
+        Err(error) if error.is("NotReady") => Err(Error::Failed(describe_state(service))),
         answer => Ok(answer?),
     }
 }
@@ -153,7 +153,7 @@ pub(super) fn print_notes(out: &mut dyn Write, gpus: &[Listed<Gpu>], service: &S
     }
     let is_explained = service.state == "ready" || gpus.iter().any(|gpu| !gpu.healthy);
     if !is_explained {
-        writeln!(out, "\n{}", prose(&format!("Note that {}", state_in_words(service))))?;
+        writeln!(out, "\n{}", prose(&format!("Note that {}", describe_state(service))))?;
     }
     Ok(())
 }

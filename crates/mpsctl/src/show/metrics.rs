@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueHint};
 
 use crate::Error;
-use crate::show::exposition::{Family, Format, Labels, exposition};
+use crate::show::exposition::{ExpositionFormat, Family, Labels, exposition};
 use common::bus::answers::{Published, given};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu, Service};
@@ -33,7 +33,7 @@ pub(crate) struct Arguments {
     clients: bool,
     /// Format of the text
     #[arg(long, value_enum, default_value = "openmetrics")]
-    format: Format,
+    format: ExpositionFormat,
     /// Write the text to this file, which is replaced as a whole, instead of to stdout
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     to: Option<PathBuf>,

@@ -47,16 +47,16 @@ pub(crate) async fn status(
     arguments: &Arguments,
     out: &mut dyn Write,
 ) -> Result<(), Error> {
-    let mut answers = Answers::of(daemon, arguments).await?;
+    let mut answers = StatusAnswers::ask(daemon, arguments).await?;
     for _ in 1..ATTEMPTS {
         // Between two answers the state may change: a state of before must not stand beside a control daemon of after.
         let now = daemon.service().await?;
         if (&now.state, &now.state_reason) == (&answers.service.state, &answers.service.state_reason) {
             break;
         }
-        answers = Answers::of(daemon, arguments).await?;
+        answers = StatusAnswers::ask(daemon, arguments).await?;
     }
-    let Answers { service, control_daemons, gpus, events } = answers;
+    let StatusAnswers { service, control_daemons, gpus, events } = answers;
     if arguments.json {
         let all = json!({
             "service": service, "control_daemons": control_daemons, "gpus": gpus, "events": events,
@@ -89,15 +89,15 @@ pub(crate) async fn status(
 }
 
 /// The answers from which the screen is made.
-struct Answers {
+struct StatusAnswers {
     service: Listed<Service>,
     control_daemons: Vec<Listed<ControlDaemon>>,
     gpus: Vec<Listed<Gpu>>,
     events: Vec<Listed<Event>>,
 }
 
-impl Answers {
-    async fn of(daemon: &DaemonProxy, arguments: &Arguments) -> Result<Self, Error> {
+impl StatusAnswers {
+    async fn ask(daemon: &DaemonProxy, arguments: &Arguments) -> Result<Self, Error> {
         let service = daemon.service().await?;
         if !arguments.json {
             daemon.look_at_clients().await;

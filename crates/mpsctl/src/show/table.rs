@@ -46,7 +46,7 @@ pub(crate) fn is_drawn_on() -> bool {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Look {
+enum TableStyle {
     /// A line of heads and a line for each row. A column without a value in any row is not shown.
     Plain,
     /// The rows alone, for programs that split them at two blanks: every column is there, and has a text.
@@ -96,7 +96,7 @@ pub(crate) fn tone_of(text: &str) -> Option<Tone> {
 pub(crate) struct Table {
     heads: Vec<Head>,
     rows: Vec<Vec<(String, Option<Tone>)>>,
-    look: Look,
+    look: TableStyle,
 }
 
 /// A table with columns of texts, and columns of numbers behind them.
@@ -108,7 +108,7 @@ pub(crate) fn table(texts: &[&'static str], numbers: &[&'static str]) -> Table {
 
 /// Names and their values, two columns.
 pub(crate) fn pairs() -> Table {
-    Table { look: Look::Pairs, ..Table::new([]) }
+    Table { look: TableStyle::Pairs, ..Table::new([]) }
 }
 
 /// Prose, broken into lines at the width for stdout.
@@ -136,20 +136,20 @@ fn prose_in(text: &str, width: Option<usize>) -> String {
 
 impl Table {
     pub(crate) fn new(heads: impl IntoIterator<Item = Head>) -> Self {
-        Self { heads: heads.into_iter().collect(), rows: Vec::new(), look: Look::Plain }
+        Self { heads: heads.into_iter().collect(), rows: Vec::new(), look: TableStyle::Plain }
     }
 
     /// The same table without the line of heads.
     pub(crate) fn without_heads(mut self, without: bool) -> Self {
         if without {
-            self.look = Look::Rows;
+            self.look = TableStyle::Rows;
         }
         self
     }
 
     /// The same table with the borders of the platform's tables.
     pub(crate) fn for_the_platform(mut self) -> Self {
-        self.look = Look::Platform;
+        self.look = TableStyle::Platform;
         self
     }
 
@@ -198,8 +198,12 @@ impl Table {
 
     fn render(&self, width: Option<usize>, colour: bool) -> String {
         let mut table = comfy_table::Table::new();
-        table.load_preset(if self.look == Look::Platform { PLATFORM } else { comfy_table::presets::NOTHING });
-        if matches!(self.look, Look::Platform | Look::Plain) {
+        table.load_preset(if self.look == TableStyle::Platform {
+            PLATFORM
+        } else {
+            comfy_table::presets::NOTHING
+        });
+        if matches!(self.look, TableStyle::Platform | TableStyle::Plain) {
             table.set_header(self.heads.iter().map(|head| head.name));
         }
         if colour {
@@ -209,7 +213,7 @@ impl Table {
         }
         for row in &self.rows {
             let cells = row.iter().map(|(text, tone)| {
-                let is_missing = self.look == Look::Rows && text.is_empty();
+                let is_missing = self.look == TableStyle::Rows && text.is_empty();
                 let cell = Cell::new(if is_missing { UNKNOWN } else { text });
                 match tone {
                     Some(tone) => cell.fg(colour_of(*tone)),
@@ -218,7 +222,7 @@ impl Table {
             });
             table.add_row(cells);
         }
-        if self.look == Look::Platform {
+        if self.look == TableStyle::Platform {
             return table.to_string();
         }
         let last = table.column_count().saturating_sub(1);
@@ -229,7 +233,7 @@ impl Table {
                 column.set_cell_alignment(CellAlignment::Right);
             }
             let mut texts = self.rows.iter().filter_map(|row| row.get(index));
-            if self.look == Look::Plain && texts.all(|(text, _)| is_unknown(text)) {
+            if self.look == TableStyle::Plain && texts.all(|(text, _)| is_unknown(text)) {
                 column.set_constraint(ColumnConstraint::Hidden);
             }
         }

@@ -5,7 +5,7 @@ use std::io::Write;
 use clap::Args;
 use rustix::process::Signal;
 
-use super::{Watched, in_time, in_words, reader_has_gone};
+use super::{ReconnectingProxy, describe, in_time, reader_has_gone};
 use crate::screen::say;
 use crate::show::table::Shown;
 use crate::show::time;
@@ -46,21 +46,21 @@ pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result
 
 /// Returns when nobody reads the output any more.
 async fn follow(json: bool, out: &mut dyn Write) -> Result<(), Error> {
-    let mut watched = Watched::default();
-    let mut told = Told::default();
+    let mut watched = ReconnectingProxy::default();
+    let mut printed = PrintedEvents::default();
     let mut complaint = String::new();
     while !reader_has_gone() {
         match in_time(async { watched.daemon().await?.events().await }).await {
             Ok(events) => {
                 complaint.clear();
-                if told.may_miss_some(&events) {
+                if printed.may_miss_some(&events) {
                     say("more events have come at once than the service keeps; journalctl has all");
                 }
-                print(&told.news(events), json, out)?;
+                print(&printed.new_ones(events), json, out)?;
                 out.flush()?;
             }
             Err(error) => {
-                let words = in_words(&error);
+                let words = describe(&error);
                 if words != complaint {
                     say(&words);
                     complaint = words;
@@ -86,19 +86,19 @@ fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<()
 
 /// The last answer, which has been printed.
 #[derive(Debug, Default)]
-struct Told(Vec<Listed<Event>>);
+struct PrintedEvents(Vec<Listed<Event>>);
 
-impl Told {
+impl PrintedEvents {
     /// The events that the last answer did not have. A new one need not stand at the end: the time of an event is the
     /// time at which it was seen.
-    fn news(&mut self, events: Vec<Listed<Event>>) -> Vec<Listed<Event>> {
+    fn new_ones(&mut self, events: Vec<Listed<Event>>) -> Vec<Listed<Event>> {
         let mut before = std::mem::replace(&mut self.0, events);
-        let mut news = self.0.clone();
-        news.retain(|event| {
+        let mut new = self.0.clone();
+        new.retain(|event| {
             let place = before.iter().position(|known| **known == **event);
             place.map(|place| before.swap_remove(place)).is_none()
         });
-        news
+        new
     }
 
     /// Whether events may have come and gone between two answers.
@@ -124,8 +124,8 @@ mod tests {
 
     #[test]
     fn each_event_is_told_once() {
-        let mut told = Told::default();
-        for (answer, news) in [
+        let mut printed = PrintedEvents::default();
+        for (answer, new) in [
             (vec![1, 2], vec![1, 2]),
             (vec![1, 2], vec![]),
             // One in the middle, and one twice at once.
@@ -135,20 +135,20 @@ mod tests {
             (vec![], vec![]),
             (vec![9], vec![9]),
         ] {
-            let at: Vec<i64> = told.news(events(answer)).iter().map(|event| event.at).collect();
-            assert_eq!(at, news);
+            let at: Vec<i64> = printed.new_ones(events(answer)).iter().map(|event| event.at).collect();
+            assert_eq!(at, new);
         }
     }
 
     #[test]
     fn a_gap_is_noticed() {
-        let mut told = Told::default();
+        let mut printed = PrintedEvents::default();
         let many = i64::try_from(EVENTS_KEPT).unwrap();
-        assert!(!told.may_miss_some(&events(0..many)));
-        told.news(events(0..many));
-        assert!(!told.may_miss_some(&events(1..=many)));
-        assert!(!told.may_miss_some(&events([many])));
-        assert!(told.may_miss_some(&events(many..2 * many)));
+        assert!(!printed.may_miss_some(&events(0..many)));
+        printed.new_ones(events(0..many));
+        assert!(!printed.may_miss_some(&events(1..=many)));
+        assert!(!printed.may_miss_some(&events([many])));
+        assert!(printed.may_miss_some(&events(many..2 * many)));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::Watched;
+use super::ReconnectingProxy;
 use crate::show::status::state_and_reason;
 use crate::{Error, FAILED, NOT_RUNNING};
 use common::bus::answers::SIGN_OF_LIFE;
@@ -24,9 +24,9 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) async fn is_ready(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
-    let mut watched = Watched::default();
+    let mut watched = ReconnectingProxy::default();
     let found = match arguments.wait {
-        None => look(&mut watched, SIGN_OF_LIFE).await,
+        None => ask(&mut watched, SIGN_OF_LIFE).await,
         Some(seconds) => wait(&mut watched, Duration::from_secs(seconds.into())).await,
     };
     match found {
@@ -42,11 +42,11 @@ pub(crate) async fn is_ready(arguments: &Arguments, out: &mut dyn Write) -> Resu
 }
 
 /// The service once it is ready, or as it is at the end of this time.
-async fn wait(watched: &mut Watched, at_most: Duration) -> Result<Listed<Service>, BusError> {
+async fn wait(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {
     let deadline = Instant::now() + at_most;
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).max(LAST_LOOK);
-        let found = look(watched, left.min(SIGN_OF_LIFE)).await;
+        let found = ask(watched, left.min(SIGN_OF_LIFE)).await;
         let is_over = found.as_ref().is_ok_and(|service| is_well(service));
         if is_over || timeout_at(deadline, watched.pause()).await.is_err() {
             return found;
@@ -57,7 +57,7 @@ async fn wait(watched: &mut Watched, at_most: Duration) -> Result<Listed<Service
 /// The time that the service has to answer if the waiting ends meanwhile.
 const LAST_LOOK: Duration = Duration::from_secs(1);
 
-async fn look(watched: &mut Watched, at_most: Duration) -> Result<Listed<Service>, BusError> {
+async fn ask(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {
     let answer = async { watched.daemon().await?.service().await };
     timeout(at_most, answer).await.unwrap_or(Err(BusError::Silent))
 }

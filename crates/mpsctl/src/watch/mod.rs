@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use common::bus::answers::SIGN_OF_LIFE;
-use common::bus::changes::Changes;
+use common::bus::changes::ServiceChanges;
 use common::bus::proxy::{BusError, DaemonProxy};
 use common::text::printable;
 
@@ -24,11 +24,11 @@ const SHORTEST: Duration = Duration::from_millis(250);
 
 /// The service, for looks at it again and again. It may come and go, and so may the bus.
 #[derive(Debug, Default)]
-struct Watched {
-    joined: Option<(DaemonProxy, Changes)>,
+struct ReconnectingProxy {
+    joined: Option<(DaemonProxy, ServiceChanges)>,
 }
 
-impl Watched {
+impl ReconnectingProxy {
     /// The service to ask. Joins the bus, if the bus is not joined now.
     async fn daemon(&mut self) -> Result<DaemonProxy, BusError> {
         if let Some((daemon, _)) = &self.joined {
@@ -62,7 +62,7 @@ async fn in_time<T, E: From<BusError>>(answer: impl Future<Output = Result<T, E>
 }
 
 /// Why there is no answer now, for somebody who sees the next answer as soon as there is one.
-fn in_words(error: &BusError) -> String {
+fn describe(error: &BusError) -> String {
     match error {
         BusError::NotRunning => "yunion-mps-daemon is not running; waiting for it".to_owned(),
         error => format!("{}; asking again", printable(&error.to_string())),

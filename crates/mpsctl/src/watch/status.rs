@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::{Watched, in_time, in_words, reader_has_gone};
+use super::{ReconnectingProxy, describe, in_time, reader_has_gone};
 use crate::Error;
 use crate::screen::{Screen, say, size};
 use crate::show::status::{Arguments, status};
@@ -38,7 +38,7 @@ pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<
 
 /// Returns when nobody reads the output any more.
 async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error> {
-    let mut watched = Watched::default();
+    let mut watched = ReconnectingProxy::default();
     let mut last = String::new();
     let mut screen = Screen::default();
     while !reader_has_gone() {
@@ -46,7 +46,7 @@ async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error>
         let answer = async { status(&watched.daemon().await?, arguments, &mut text).await };
         let answer = match in_time(answer).await {
             Ok(()) => Ok(String::from_utf8_lossy(&text).into_owned()),
-            Err(Error::Bus(error)) => Err(in_words(&error)),
+            Err(Error::Bus(error)) => Err(describe(&error)),
             Err(error) => return Err(error),
         };
         if arguments.json {

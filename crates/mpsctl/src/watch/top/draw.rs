@@ -7,7 +7,7 @@ use ratatui_core::style::{Color, Modifier, Style};
 use ratatui_core::text::{Line, Span};
 
 use super::model::Model;
-use super::state::{Focus, Sort, State};
+use super::state::{Focus, Sort, TopState};
 use crate::show::columns::{Column, TOP_CLIENTS, TOP_SLICES};
 use crate::show::health::Health;
 use crate::show::table::{Shown, Tone, tone_of};
@@ -46,13 +46,13 @@ const LEAST: (usize, usize) = (50, 12);
 
 /// The rest that the drawing depends on, beside the model and the state.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Look {
+pub(super) struct DrawOptions {
     pub(super) colour: bool,
     pub(super) clock: SystemTime,
     pub(super) now: Instant,
 }
 
-impl Look {
+impl DrawOptions {
     fn style(self, tone: Option<Tone>) -> Style {
         match tone.filter(|_| self.colour) {
             None => Style::new(),
@@ -64,7 +64,7 @@ impl Look {
 }
 
 /// The text of each row of a screen with so many columns and rows.
-pub(super) fn lines(size: (usize, usize), model: &Model, state: &State, look: Look) -> Vec<String> {
+pub(super) fn lines(size: (usize, usize), model: &Model, state: &TopState, look: DrawOptions) -> Vec<String> {
     rows(size, model, state, look).iter().map(written).collect()
 }
 
@@ -91,7 +91,12 @@ fn written(line: &Line<'_>) -> String {
 }
 
 /// A line for each row of the screen.
-fn rows((width, height): (usize, usize), model: &Model, state: &State, look: Look) -> Vec<Line<'static>> {
+fn rows(
+    (width, height): (usize, usize),
+    model: &Model,
+    state: &TopState,
+    look: DrawOptions,
+) -> Vec<Line<'static>> {
     if width < LEAST.0 || height < LEAST.1 {
         let words = format!("top needs {} columns and {} rows", LEAST.0, LEAST.1);
         return vec![Line::raw(cut(&words, width))];
@@ -110,7 +115,7 @@ fn rows((width, height): (usize, usize), model: &Model, state: &State, look: Loo
 }
 
 /// The service, and what is to be said about it, or about the slice that is selected.
-fn header(width: usize, model: &Model, state: &State, look: Look) -> Vec<Line<'static>> {
+fn header(width: usize, model: &Model, state: &TopState, look: DrawOptions) -> Vec<Line<'static>> {
     let clock = time_of_day(look.clock);
     let mut lines = facts(width, &clock, service_facts(model, look));
     let style = |tone| look.style(Some(tone));
@@ -131,7 +136,7 @@ fn header(width: usize, model: &Model, state: &State, look: Look) -> Vec<Line<'s
     lines
 }
 
-fn service_facts(model: &Model, look: Look) -> Vec<Span<'static>> {
+fn service_facts(model: &Model, look: DrawOptions) -> Vec<Span<'static>> {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let mut facts = vec![Span::styled("yunion-mps-daemon", bold)];
     if let Some(service) = &model.service {
@@ -190,7 +195,7 @@ fn tone(state: &str) -> Tone {
     tone_of(state).unwrap_or(Tone::Between)
 }
 
-fn bottom(width: usize, state: &State, look: Look) -> Line<'static> {
+fn bottom(width: usize, state: &TopState, look: DrawOptions) -> Line<'static> {
     if let Some((_, question)) = &state.question {
         // Its end is the part to answer.
         let (question, keys) = question.rsplit_once('?').unwrap_or((question, ""));
@@ -208,13 +213,13 @@ fn bottom(width: usize, state: &State, look: Look) -> Line<'static> {
 }
 
 /// The three parts, with as many rows as have room.
-fn body(width: usize, room: usize, model: &Model, state: &State, look: Look) -> Vec<Line<'static>> {
+fn body(width: usize, room: usize, model: &Model, state: &TopState, look: DrawOptions) -> Vec<Line<'static>> {
     let slices = state.slices(model);
     let clients = state.clients(model);
     let (slice_rows, client_rows, event_rows) =
         shares(room.saturating_sub(5), slices.len() + 1, clients.len(), model.events.len());
 
-    let table = Table {
+    let table = TableLayout {
         columns: TOP_SLICES,
         sort: state.sort_slices,
         focused: state.focus == Focus::Slices,
@@ -224,7 +229,7 @@ fn body(width: usize, room: usize, model: &Model, state: &State, look: Look) -> 
     let (selected, of) = (Some(state.slice_place(&slices)), model.slices_are_of(look.now));
     let mut lines = table.part("Slices", Some("all"), &slices, selected, slice_rows, of);
 
-    let table = Table {
+    let table = TableLayout {
         columns: TOP_CLIENTS,
         sort: state.sort_clients,
         focused: state.focus == Focus::Clients,
@@ -277,12 +282,12 @@ fn first_row(selected: usize, rows: usize, room: usize) -> usize {
 }
 
 /// The looks of a table.
-struct Table<'t, R> {
+struct TableLayout<'t, R> {
     columns: &'t [Column<R>],
     sort: Sort,
     focused: bool,
     width: usize,
-    look: Look,
+    look: DrawOptions,
 }
 
 /// The columns that have room, with their widths, and the heads of the others.
@@ -291,7 +296,7 @@ struct Fit {
     left_out: Vec<&'static str>,
 }
 
-impl<R> Table<'_, R> {
+impl<R> TableLayout<'_, R> {
     fn fit(&self, rows: &[&Listed<R>]) -> Fit {
         let natural = |column: &Column<R>| {
             let widest = rows.iter().map(|row| width(&(column.text)(row))).max().unwrap_or_default();
@@ -473,9 +478,9 @@ mod tests {
 
     /// The screen at this size, after these keys.
     fn shown(width: u16, height: u16, model: &Model, keys: &str) -> Vec<String> {
-        let mut state = State::default();
+        let mut state = TopState::default();
         press(&mut state, model, keys);
-        let look = Look { colour: true, clock: SystemTime::now(), now: Instant::now() };
+        let look = DrawOptions { colour: true, clock: SystemTime::now(), now: Instant::now() };
         let rows = rows((width.into(), height.into()), model, &state, look);
         rows.iter().map(|line| padded(&line.to_string(), width.into(), false)).collect()
     }
@@ -568,9 +573,9 @@ mod tests {
 
     #[test]
     fn colours_are_the_themes_and_only_where_they_are_wanted() {
-        let (model, state) = (model(), State::default());
+        let (model, state) = (model(), TopState::default());
         for colour in [true, false] {
-            let look = Look { colour, clock: SystemTime::now(), now: Instant::now() };
+            let look = DrawOptions { colour, clock: SystemTime::now(), now: Instant::now() };
             let lines = rows((120, 40), &model, &state, look);
             let styles =
                 lines.iter().flat_map(|line| line.spans.iter().map(|span| span.style).chain([line.style]));

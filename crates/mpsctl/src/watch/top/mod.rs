@@ -8,9 +8,9 @@ use rustix::process::{Signal, getpid, kill_process};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::time::interval;
 
-use self::draw::{Look, lines};
-use self::model::{Model, Published};
-use self::state::{Action, State};
+use self::draw::{DrawOptions, lines};
+use self::model::{Model, TopAnswers};
+use self::state::{Action, TopState};
 use self::terminal::Entered;
 use crate::screen::{Screen, size};
 use crate::show::table::{colour, is_drawn_on};
@@ -30,8 +30,8 @@ const PERIOD: Duration = Duration::from_secs(1);
 
 /// Something that may change the screen.
 #[derive(Debug)]
-enum News {
-    Published(Result<Published, BusError>),
+enum TopEvent {
+    Published(Result<TopAnswers, BusError>),
     Clients(Result<Vec<Listed<Client>>, BusError>),
     /// The end of the GPU work of a process was asked for.
     Ended(u32, Result<(), BusError>),
@@ -51,13 +51,13 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
     let mut signals = Signals::catch(&[Signal::TERM, Signal::HUP, Signal::INT, Signal::QUIT, Signal::CONT])?;
     let _entered = Entered::enter()?;
     let mut screen = Screen::default();
-    let (tell, mut news) = unbounded_channel();
-    read_keys(tell.clone());
-    let mut tasks = ask::start(&tell);
+    let (sender, mut events) = unbounded_channel();
+    read_keys(sender.clone());
+    let mut tasks = ask::start(&sender);
     let mut ticks = interval(PERIOD);
-    let (mut model, mut state, has_colour) = (Model::default(), State::default(), colour());
+    let (mut model, mut state, has_colour) = (Model::default(), TopState::default(), colour());
     loop {
-        let look = Look { colour: has_colour, clock: SystemTime::now(), now: Instant::now() };
+        let look = DrawOptions { colour: has_colour, clock: SystemTime::now(), now: Instant::now() };
         screen.draw(lines(size(), &model, &state, look), out)?;
         let mut next = tokio::select! {
             signal = signals.next() => match signal {
@@ -69,7 +69,7 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
                 Signal::INT => return Ok(0),
                 signal => return Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED)),
             },
-            next = news.recv() => next,
+            next = events.recv() => next,
             _ = ticks.tick() => None,
         };
         // Several at once are drawn once.
@@ -83,36 +83,36 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
                     })?;
                     screen.forget();
                 }
-                Action::End(pid) => ask::end(pid, &tell, &mut tasks),
+                Action::End(pid) => ask::end(pid, &sender, &mut tasks),
             }
-            next = news.try_recv().ok();
+            next = events.try_recv().ok();
         }
     }
 }
 
-fn take(news: News, model: &mut Model, state: &mut State) -> Result<Action, Error> {
-    match news {
-        News::Published(answer) => model.publish(answer),
-        News::Clients(answer) => model.list(answer),
-        News::Ended(pid, done) => state.ended(pid, &done),
-        News::Typed(Event::Key(key)) => return Ok(state.key(key, model)),
+fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Action, Error> {
+    match events {
+        TopEvent::Published(answer) => model.publish(answer),
+        TopEvent::Clients(answer) => model.list(answer),
+        TopEvent::Ended(pid, done) => state.ended(pid, &done),
+        TopEvent::Typed(Event::Key(key)) => return Ok(state.key(key, model)),
         // Another size is seen when the screen is drawn.
-        News::Typed(_) => {}
-        News::Unread(error) => return Err(Error::Failed(format!("can't read keys: {error}"))),
+        TopEvent::Typed(_) => {}
+        TopEvent::Unread(error) => return Err(Error::Failed(format!("can't read keys: {error}"))),
     }
     state.settle(model);
     Ok(Action::Draw)
 }
 
 /// Reads keys in a thread of its own, which ends with the program: nothing else can end a read.
-fn read_keys(news: UnboundedSender<News>) {
+fn read_keys(events: UnboundedSender<TopEvent>) {
     std::thread::spawn(move || {
         loop {
             let (one, is_last) = match read() {
-                Ok(event) => (News::Typed(event), false),
-                Err(error) => (News::Unread(error), true),
+                Ok(event) => (TopEvent::Typed(event), false),
+                Err(error) => (TopEvent::Unread(error), true),
             };
-            if news.send(one).is_err() || is_last {
+            if events.send(one).is_err() || is_last {
                 return;
             }
         }

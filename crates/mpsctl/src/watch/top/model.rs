@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::watch::in_words;
+use crate::watch::describe;
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::{Client, Device, Event, Service};
 
@@ -11,7 +11,7 @@ const OLD: Duration = Duration::from_secs(4);
 
 /// The answers that the service always knows.
 #[derive(Debug)]
-pub(super) struct Published {
+pub(super) struct TopAnswers {
     pub(super) service: Listed<Service>,
     /// None before the service knows its GPUs.
     pub(super) devices: Option<Vec<Listed<Device>>>,
@@ -48,9 +48,9 @@ pub(super) struct Model {
 }
 
 impl Model {
-    pub(super) fn publish(&mut self, answer: Result<Published, BusError>) {
+    pub(super) fn publish(&mut self, answer: Result<TopAnswers, BusError>) {
         match answer {
-            Ok(Published { service, devices, events }) => {
+            Ok(TopAnswers { service, devices, events }) => {
                 (self.service, self.events, self.silent) = (Some(service), events, None);
                 // The slices of an earlier start stay until the service knows its GPUs again.
                 if let Some(devices) = devices {
@@ -58,7 +58,7 @@ impl Model {
                     self.published = Some(Moment::now());
                 }
             }
-            Err(error) => self.silent = Some(in_words(&error)),
+            Err(error) => self.silent = Some(describe(&error)),
         }
     }
 
@@ -68,7 +68,7 @@ impl Model {
                 (self.clients, self.unlisted) = (clients, None);
                 self.listed = Some(Moment::now());
             }
-            Err(error) => self.unlisted = Some(in_words(&error)),
+            Err(error) => self.unlisted = Some(describe(&error)),
         }
     }
 

@@ -25,7 +25,7 @@ pub(super) struct ClientId {
 }
 
 impl ClientId {
-    fn of(client: &Client) -> Self {
+    fn new(client: &Client) -> Self {
         Self { pid: client.pid, gpu: client.gpu.clone() }
     }
 }
@@ -73,7 +73,7 @@ pub(super) enum Action {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct State {
+pub(super) struct TopState {
     pub(super) focus: Focus,
     /// The selected slice; None: all of them.
     pub(super) slice: Option<String>,
@@ -88,7 +88,7 @@ pub(super) struct State {
     pub(super) help: bool,
 }
 
-impl State {
+impl TopState {
     pub(super) fn slices<'m>(&self, model: &'m Model) -> Vec<&'m Listed<Device>> {
         self.sort_slices.sorted(SLICES, model.devices.iter())
     }
@@ -110,7 +110,7 @@ impl State {
     /// The place of the selected row among the clients.
     pub(super) fn client_place(&self, clients: &[&Listed<Client>]) -> Option<usize> {
         let selected = self.client.as_ref()?;
-        clients.iter().position(|client| ClientId::of(client) == *selected)
+        clients.iter().position(|client| ClientId::new(client) == *selected)
     }
 
     /// After news: something that is selected or asked may have gone.
@@ -121,7 +121,7 @@ impl State {
             self.slice = None;
         }
         if let Some((client, _)) = &self.question
-            && !model.clients.iter().any(|one| ClientId::of(one) == *client)
+            && !model.clients.iter().any(|one| ClientId::new(one) == *client)
         {
             self.message = Some(format!("Process {} has left.", client.pid));
             self.question = None;
@@ -218,7 +218,7 @@ impl State {
                 let clients = self.clients(model);
                 let last = clients.len().saturating_sub(1);
                 let place = self.client_place(&clients).map_or(0, |place| to(place, last).min(last));
-                self.client = clients.get(place).map(|client| ClientId::of(client));
+                self.client = clients.get(place).map(|client| ClientId::new(client));
             }
         }
     }
@@ -237,7 +237,7 @@ impl State {
                 let facts = [Some(client.command.shown()), client.user.as_ref().map(Shown::shown)];
                 let facts = facts.into_iter().flatten().collect::<Vec<_>>().join(", ");
                 let question = format!("End the GPU work of process {} ({facts})? y/N", client.pid);
-                self.question = Some((ClientId::of(client), question));
+                self.question = Some((ClientId::new(client), question));
             }
         }
     }
@@ -250,14 +250,14 @@ mod tests {
     use super::*;
     use crate::watch::top::tests::{client, model, press};
 
-    fn pids(state: &State, model: &Model) -> Vec<u32> {
+    fn pids(state: &TopState, model: &Model) -> Vec<u32> {
         state.clients(model).iter().map(|client| client.pid).collect()
     }
 
     #[test]
     fn a_selected_slice_shows_its_clients_alone() {
         let model = model();
-        let mut state = State::default();
+        let mut state = TopState::default();
         assert_eq!(pids(&state, &model), [101, 102, 103]);
         press(&mut state, &model, "j");
         assert_eq!((state.slice.as_deref(), pids(&state, &model)), (Some("00:06.0-0"), vec![101]));
@@ -272,7 +272,7 @@ mod tests {
     #[test]
     fn the_order_goes_by_each_column_and_back() {
         let model = model();
-        let mut state = State { focus: Focus::Clients, ..State::default() };
+        let mut state = TopState { focus: Focus::Clients, ..TopState::default() };
         press(&mut state, &model, "sss");
         assert_eq!(CLIENTS[state.sort_clients.column].head.name, "MEMORY");
         assert_eq!(pids(&state, &model), [102, 101, 103]);
@@ -288,7 +288,7 @@ mod tests {
     #[test]
     fn a_client_is_ended_after_a_yes_alone() {
         let model = model();
-        let mut state = State::default();
+        let mut state = TopState::default();
         assert_eq!(press(&mut state, &model, "t"), Action::Draw);
         assert!(state.question.is_none() && state.message.as_ref().unwrap().contains("Select a client"));
         press(&mut state, &model, "\tj");
@@ -312,7 +312,7 @@ mod tests {
     #[test]
     fn what_has_gone_is_neither_selected_nor_asked_about() {
         let mut model = model();
-        let mut state = State::default();
+        let mut state = TopState::default();
         press(&mut state, &model, "jj\tjt");
         assert!(state.slice.is_some() && state.client.is_some() && state.question.is_some());
         model.list(Ok(vec![client(&json!({"pid": 101, "gpu": "GPU-1"}))]));
@@ -325,7 +325,7 @@ mod tests {
     #[test]
     fn control_keys_work_at_any_time() {
         let model = model();
-        let mut state = State { help: true, ..State::default() };
+        let mut state = TopState { help: true, ..TopState::default() };
         assert_eq!(press(&mut state, &model, "\u{3}"), Action::Quit);
         assert_eq!(press(&mut state, &model, "\u{1a}"), Action::Stop);
         // Any other key leaves the help.

@@ -49,7 +49,7 @@ pub(super) fn with_slices(slices: u32) -> Model {
         listed(&json!({"at": 1_795_264_496_000_000_i64 + at * 60_000_000, "text": text}))
     });
     let mut model = Model::default();
-    model.publish(Ok(Published {
+    model.publish(Ok(TopAnswers {
         service,
         devices: Some((0..slices).map(slice).collect()),
         events: events.collect(),
@@ -69,7 +69,7 @@ pub(super) fn with_slices(slices: u32) -> Model {
 }
 
 /// Presses keys, and returns what the last of them asks for.
-pub(super) fn press(state: &mut State, model: &Model, keys: &str) -> Action {
+pub(super) fn press(state: &mut TopState, model: &Model, keys: &str) -> Action {
     let mut action = Action::Draw;
     for key in keys.chars() {
         let event = match key {

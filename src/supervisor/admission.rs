@@ -9,7 +9,8 @@ use tokio::sync::Notify;
 
 use crate::mps::links::{self, SliceDirectories, Socket, SocketId, close_pipe};
 use common::directories::{ATTEMPTS, BadDirectory};
-use common::plan::{ControlDaemonPlan, slice_names};
+use common::host::device_name::SliceId;
+use common::plan::{ControlDaemonPlan, ServedGpu};
 
 use super::state_file::SharedStateFile;
 use common::drained::Drained;
@@ -17,15 +18,15 @@ use common::state_file::Running;
 
 /// The directories that lead to one control daemon, in the hands of everybody who changes them.
 #[derive(Debug, Clone)]
-pub(super) struct SharedLeading {
-    leading: Arc<Mutex<Leading>>,
+pub(super) struct SharedAdmission {
+    admission: Arc<Mutex<Admission>>,
     state_file: SharedStateFile,
     changed: Arc<Notify>,
 }
 
 /// The part of an order that says where links shall be.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Wanted {
+struct WantedLinks {
     pipe_directory: PathBuf,
     slice_directories: Option<PathBuf>,
     /// Its slices, by the names of their directories.
@@ -36,21 +37,21 @@ struct Wanted {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct WantedSlice {
-    name: String,
+    id: SliceId,
     gpu_uuid: String,
 }
 
 /// The directories of slices that an order leaves without a link, and why; and the same for its pipe directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Unled {
-    /// The reasons, by the names of the slices. A drained slice is not here.
-    pub slices: BTreeMap<String, String>,
+pub(crate) struct Unlinked {
+    /// The reasons. A drained slice is not here.
+    pub slices: BTreeMap<SliceId, String>,
     pub pipe: Option<String>,
 }
 
 /// What is told to people about the links.
 #[derive(Debug, Default)]
-pub(super) struct LinkNews {
+pub(super) struct LinkEvents {
     /// The directories that led to the control daemon until somebody else changed them, and do again.
     pub(super) renewed: BTreeSet<PathBuf>,
     /// The things in the way that were renamed.
@@ -60,9 +61,9 @@ pub(super) struct LinkNews {
 }
 
 #[derive(Debug)]
-struct Leading {
+struct Admission {
     /// None for a control daemon that nobody has an order for: its links stay, except for drained slices.
-    wanted: Option<Wanted>,
+    wanted: Option<WantedLinks>,
     /// The control daemon that runs, or may run.
     running: Option<Running>,
     /// Its socket, as last seen: links to it work even if it was removed from its directory.
@@ -75,13 +76,13 @@ struct Leading {
     made: bool,
     /// Nothing is kept from people any more: the service ends, or has no use for the directories.
     released: bool,
-    unled: Unled,
-    news: LinkNews,
+    unlinked: Unlinked,
+    events: LinkEvents,
 }
 
 /// What shall become of the link in a slice's directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fate {
+enum LinkTarget {
     /// It leads to this control daemon.
     Leads,
     /// It leads to no control daemon at all: the slice is drained.
@@ -90,16 +91,15 @@ enum Fate {
     NotHere,
 }
 
-impl Wanted {
-    fn of(plan: &ControlDaemonPlan, retiring: bool) -> Self {
-        let slice = |(gpu, name, directory): (String, String, String)| {
-            let gpu = plan.gpus.iter().find(|planned| planned.pci.short() == gpu)?;
-            Some((directory, WantedSlice { name, gpu_uuid: gpu.uuid.clone() }))
+impl WantedLinks {
+    fn from_plan(plan: &ControlDaemonPlan, retiring: bool) -> Self {
+        let slice = |gpu: &ServedGpu, id: SliceId| {
+            (id.directory_name(), WantedSlice { id, gpu_uuid: gpu.uuid.clone() })
         };
         Self {
             pipe_directory: plan.pipe_directory.clone(),
             slice_directories: plan.slice_directories.clone(),
-            slices: plan.slices().filter_map(slice).collect(),
+            slices: plan.gpus.iter().flat_map(|gpu| gpu.slices().map(move |id| slice(gpu, id))).collect(),
             retiring,
         }
     }
@@ -118,31 +118,25 @@ impl Wanted {
     }
 }
 
-fn is_drained(slice: &str, drained: &Drained) -> bool {
-    slice.rsplit_once('-').is_some_and(|(gpu, _)| drained.has(gpu, slice))
-}
-
 /// What shall become of the link in the directory of this name, where a control daemon has these GPUs.
-fn fate(directory: &str, wanted: Option<&Wanted>, gpus: &[String], drained: &Drained) -> Fate {
-    let wants = |wanted: &Wanted| wanted.leads(directory, gpus);
-    match slice_names::of_directory_name(directory) {
-        Some(slice) if is_drained(&slice, drained) => Fate::Closed,
-        Some(_) if wanted.is_none_or(wants) => Fate::Leads,
-        _ => Fate::NotHere,
+fn fate(directory: &str, wanted: Option<&WantedLinks>, gpus: &[String], drained: &Drained) -> LinkTarget {
+    let wants = |wanted: &WantedLinks| wanted.leads(directory, gpus);
+    match SliceId::with_directory_name(directory) {
+        Some(slice) if drained.has(slice) => LinkTarget::Closed,
+        Some(_) if wanted.is_none_or(wants) => LinkTarget::Leads,
+        _ => LinkTarget::NotHere,
     }
 }
 
 /// Whether a pipe directory with a link leads to the control daemon: as long as one of its slices takes clients.
-fn pipe_leads(wanted: Option<&Wanted>, drained: &Drained) -> bool {
+fn pipe_leads(wanted: Option<&WantedLinks>, drained: &Drained) -> bool {
     match wanted {
-        Some(wanted) => {
-            !wanted.retiring && wanted.slices.values().any(|slice| !is_drained(&slice.name, drained))
-        }
+        Some(wanted) => !wanted.retiring && wanted.slices.values().any(|slice| !drained.has(slice.id)),
         None => !drained.is_all(),
     }
 }
 
-impl SharedLeading {
+impl SharedAdmission {
     /// The links to the control daemon of an order, which may run already.
     pub(super) fn new(
         plan: &ControlDaemonPlan,
@@ -151,29 +145,29 @@ impl SharedLeading {
         changed: Arc<Notify>,
     ) -> Self {
         let running = state_file.lock().control_daemon(&plan.id).cloned();
-        let leading = Leading::new(Some(Wanted::of(plan, retiring)), running);
+        let admission = Admission::new(Some(WantedLinks::from_plan(plan, retiring)), running);
         if retiring {
-            leading.release();
+            admission.release();
         }
-        let shared = Self { leading: Arc::new(Mutex::new(leading)), state_file, changed };
-        // Nothing is made before the order is told, and an error in taking links away is in the news.
+        let shared = Self { admission: Arc::new(Mutex::new(admission)), state_file, changed };
+        // Nothing is made before the order is told, and an error in taking links away is in the events.
         let _ = shared.apply();
         shared
     }
 
-    /// Takes in another order, or that the control daemon shall retire. The links that it does not want go at once.
+    /// Follows another order, or that the control daemon shall retire. The links that it does not want go at once.
     pub(super) fn pursue(&self, plan: &ControlDaemonPlan, retiring: bool) {
-        let wanted = Wanted::of(plan, retiring);
+        let wanted = WantedLinks::from_plan(plan, retiring);
         {
-            let mut leading = self.lock();
-            let before = leading.wanted.as_ref().map(|before| Wanted { retiring, ..before.clone() });
-            if leading.wanted.as_ref() == Some(&wanted) {
+            let mut admission = self.lock();
+            let before = admission.wanted.as_ref().map(|before| WantedLinks { retiring, ..before.clone() });
+            if admission.wanted.as_ref() == Some(&wanted) {
                 return;
             }
-            leading.may_lead &= before.as_ref() == Some(&wanted);
-            leading.wanted = Some(wanted);
+            admission.may_lead &= before.as_ref() == Some(&wanted);
+            admission.wanted = Some(wanted);
             if retiring {
-                leading.release();
+                admission.release();
             }
         }
         let _ = self.apply();
@@ -182,36 +176,37 @@ impl SharedLeading {
     /// The control daemon is told the limits of this order: from now on links lead to it.
     pub(super) fn lead(&self, running: &Running, plan: &ControlDaemonPlan) -> Result<(), BadDirectory> {
         {
-            let mut leading = self.lock();
-            leading.running = Some(running.clone());
-            let wanted = leading.wanted.as_ref();
+            let mut admission = self.lock();
+            admission.running = Some(running.clone());
+            let wanted = admission.wanted.as_ref();
             // Another order may have come meanwhile.
-            leading.may_lead = wanted.is_some_and(|wanted| *wanted == Wanted::of(plan, wanted.retiring));
+            admission.may_lead =
+                wanted.is_some_and(|wanted| *wanted == WantedLinks::from_plan(plan, wanted.retiring));
         }
         self.apply()
     }
 
     /// No control daemon runs. The next one makes another socket.
     pub(super) fn end(&self) {
-        let mut leading = self.lock();
+        let mut admission = self.lock();
         // The next one of the same order has the same directories.
-        if let (Some(running), Some(wanted)) = (&leading.running, &leading.wanted)
+        if let (Some(running), Some(wanted)) = (&admission.running, &admission.wanted)
             && (running.pipe_directory != wanted.pipe_directory
                 || running.slice_directories != wanted.slice_directories)
         {
             links::release(&running.pipe_directory, running.slice_directories.as_deref());
         }
-        let (wanted, news) = (leading.wanted.take(), std::mem::take(&mut leading.news));
-        *leading = Leading { news, ..Leading::new(wanted, None) };
+        let (wanted, events) = (admission.wanted.take(), std::mem::take(&mut admission.events));
+        *admission = Admission { events: events, ..Admission::new(wanted, None) };
     }
 
     /// Makes and takes away links, as the state file has slices drained. The error is the control daemon's own directory.
     pub(super) fn apply(&self) -> Result<(), BadDirectory> {
         let drained = self.state_file.lock().drained().clone();
-        let mut leading = self.lock();
-        let before = leading.unled.clone();
-        let done = leading.apply(&drained);
-        if leading.unled != before {
+        let mut admission = self.lock();
+        let before = admission.unlinked.clone();
+        let done = admission.apply(&drained);
+        if admission.unlinked != before {
             self.changed.notify_one();
         }
         done
@@ -219,17 +214,17 @@ impl SharedLeading {
 
     /// Lets people change and remove the directories from now on.
     pub(super) fn release(&self) {
-        let mut leading = self.lock();
-        leading.released = true;
-        leading.release();
+        let mut admission = self.lock();
+        admission.released = true;
+        admission.release();
     }
 
-    pub(super) fn unled(&self) -> Unled {
-        self.lock().unled.clone()
+    pub(super) fn unlinked(&self) -> Unlinked {
+        self.lock().unlinked.clone()
     }
 
-    pub(super) fn take_news(&self) -> LinkNews {
-        std::mem::take(&mut self.lock().news)
+    pub(super) fn take_events(&self) -> LinkEvents {
+        std::mem::take(&mut self.lock().events)
     }
 
     /// The directory of the directories of slices that lead to the control daemon.
@@ -239,26 +234,26 @@ impl SharedLeading {
 
     /// The links that could not be taken away at the last attempt, in words.
     pub(super) fn stuck(&self) -> BTreeSet<String> {
-        self.lock().news.stuck.clone()
+        self.lock().events.stuck.clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Leading> {
-        self.leading.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Admission> {
+        self.admission.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Takes the links of drained slices away from a control daemon that no supervisor has. The error says which link stays.
 pub(crate) fn close_unsupervised(running: &Running, drained: &Drained) -> Result<(), String> {
-    let mut leading = Leading::new(None, Some(running.clone()));
-    leading.apply(drained).map_err(|bad| bad.to_string())?;
-    if leading.news.stuck.is_empty() {
+    let mut admission = Admission::new(None, Some(running.clone()));
+    admission.apply(drained).map_err(|bad| bad.to_string())?;
+    if admission.events.stuck.is_empty() {
         return Ok(());
     }
-    Err(leading.news.stuck.into_iter().collect::<Vec<_>>().join("; "))
+    Err(admission.events.stuck.into_iter().collect::<Vec<_>>().join("; "))
 }
 
-impl Leading {
-    fn new(wanted: Option<Wanted>, running: Option<Running>) -> Self {
+impl Admission {
+    fn new(wanted: Option<WantedLinks>, running: Option<Running>) -> Self {
         Self {
             wanted,
             running,
@@ -267,8 +262,8 @@ impl Leading {
             lead: BTreeSet::new(),
             made: false,
             released: false,
-            unled: Unled::default(),
-            news: LinkNews::default(),
+            unlinked: Unlinked::default(),
+            events: LinkEvents::default(),
         }
     }
 
@@ -294,8 +289,8 @@ impl Leading {
 
     /// Makes and takes away links. The last pass changes nothing: the links were there when nobody else could change them.
     fn apply(&mut self, drained: &Drained) -> Result<(), BadDirectory> {
-        self.unled = Unled::default();
-        self.news.stuck.clear();
+        self.unlinked = Unlinked::default();
+        self.events.stuck.clear();
         let Some(running) = self.running.clone() else { return Ok(()) };
         let slices = self.slice_directories();
         if running.private_directory.is_none() && slices.is_none() {
@@ -318,8 +313,8 @@ impl Leading {
         slices: Option<&Path>,
         drained: &Drained,
     ) -> Result<(), BadDirectory> {
-        self.unled = Unled::default();
-        let found = Socket::of(running.control_directory());
+        self.unlinked = Unlinked::default();
+        let found = Socket::find(running.control_directory());
         if let Ok(Some(socket)) = &found {
             self.socket = Some(socket.id);
         }
@@ -330,11 +325,11 @@ impl Leading {
         }
         if let Some(parent) = slices {
             self.apply_to_slices(parent, &running.gpus, socket, drained, &mut lead);
-        } else if let Some(why) = &self.unled.pipe {
+        } else if let Some(why) = &self.unlinked.pipe {
             // Its slices have no other way.
             let all = self.wanted.iter().flat_map(|wanted| wanted.slices.values());
-            let open = all.filter(|slice| !is_drained(&slice.name, drained));
-            self.unled.slices = open.map(|slice| (slice.name.clone(), why.clone())).collect();
+            let open = all.filter(|slice| !drained.has(slice.id));
+            self.unlinked.slices = open.map(|slice| (slice.id, why.clone())).collect();
         }
         if self.keeps() && running.private_directory.is_some() {
             links::keep_pipe(&running.pipe_directory, &running.log_directory);
@@ -353,15 +348,15 @@ impl Leading {
         let pipe = &running.pipe_directory;
         if !pipe_leads(self.wanted.as_ref(), drained) {
             if let Some(Err(stuck)) = self.socket.map(|socket| close_pipe(pipe, socket)) {
-                self.news.stuck.insert(stuck.to_string());
+                self.events.stuck.insert(stuck.to_string());
             }
             return;
         }
-        match socket.map(|socket| socket.lead_from_pipe(pipe, &mut self.news.moved)) {
+        match socket.map(|socket| socket.lead_from_pipe(pipe, &mut self.events.moved)) {
             Some(Ok(made)) => self.leads(pipe, made, lead),
-            Some(Err(bad)) => self.unled.pipe = Some(bad.to_string()),
+            Some(Err(bad)) => self.unlinked.pipe = Some(bad.to_string()),
             None if self.lead.contains(pipe) => _ = lead.insert(pipe.clone()),
-            None => self.unled.pipe = Some(format!("{} leads to no control daemon yet", pipe.display())),
+            None => self.unlinked.pipe = Some(format!("{} leads to no control daemon yet", pipe.display())),
         }
     }
 
@@ -374,7 +369,7 @@ impl Leading {
         lead: &mut BTreeSet<PathBuf>,
     ) {
         let found = match socket {
-            Some(_) => SliceDirectories::make(parent, &mut self.news.moved).map(Some),
+            Some(_) => SliceDirectories::make(parent, &mut self.events.moved).map(Some),
             None => SliceDirectories::existing(parent),
         };
         let found = found.map_err(|bad| bad.to_string());
@@ -384,21 +379,21 @@ impl Leading {
         for name in &names {
             let path = parent.join(name);
             let led = match (fate(name, wanted.as_ref(), gpus, drained), &found) {
-                (Fate::Leads, Err(bad)) => Err(bad.clone()),
-                (Fate::Leads, Ok(_)) => self.lead_slice(&path, directories.zip(socket), lead),
-                (Fate::Closed, Err(bad)) => {
-                    self.news.stuck.insert(bad.clone());
+                (LinkTarget::Leads, Err(bad)) => Err(bad.clone()),
+                (LinkTarget::Leads, Ok(_)) => self.lead_slice(&path, directories.zip(socket), lead),
+                (LinkTarget::Closed, Err(bad)) => {
+                    self.events.stuck.insert(bad.clone());
                     Ok(())
                 }
                 (fate, Ok(Some(directories))) => {
                     self.close_slice(name, fate, directories);
                     Ok(())
                 }
-                (Fate::Closed | Fate::NotHere, _) => Ok(()),
+                (LinkTarget::Closed | LinkTarget::NotHere, _) => Ok(()),
             };
             let slice = wanted.as_ref().and_then(|wanted| wanted.slices.get(name));
             if let (Err(why), Some(slice)) = (led, slice) {
-                self.unled.slices.insert(slice.name.clone(), why);
+                self.unlinked.slices.insert(slice.id, why);
             }
         }
         if let Some(directories) = directories.filter(|_| self.keeps()) {
@@ -427,7 +422,7 @@ impl Leading {
         lead: &mut BTreeSet<PathBuf>,
     ) -> Result<(), String> {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        match way.map(|(directories, socket)| directories.lead(name, socket, &mut self.news.moved)) {
+        match way.map(|(directories, socket)| directories.lead(name, socket, &mut self.events.moved)) {
             Some(Ok(made)) => self.leads(path, made, lead),
             Some(Err(bad)) => return Err(bad.to_string()),
             None if self.lead.contains(path) => _ = lead.insert(path.to_owned()),
@@ -436,16 +431,16 @@ impl Leading {
         Ok(())
     }
 
-    fn close_slice(&mut self, name: &str, fate: Fate, directories: &SliceDirectories) {
+    fn close_slice(&mut self, name: &str, fate: LinkTarget, directories: &SliceDirectories) {
         // Whichever control daemon the link of a drained slice leads to, it goes.
-        let only = (fate != Fate::Closed).then_some(self.socket);
+        let only = (fate != LinkTarget::Closed).then_some(self.socket);
         let closed = match only {
             None => directories.close(name, None),
             Some(Some(socket)) => directories.close(name, Some(socket)),
             Some(None) => Ok(()),
         };
         if let Err(stuck) = closed {
-            self.news.stuck.insert(stuck.to_string());
+            self.events.stuck.insert(stuck.to_string());
         }
     }
 
@@ -453,7 +448,7 @@ impl Leading {
     fn leads(&mut self, path: &Path, made: bool, lead: &mut BTreeSet<PathBuf>) {
         self.made |= made;
         if made && self.lead.contains(path) {
-            self.news.renewed.insert(path.to_owned());
+            self.events.renewed.insert(path.to_owned());
         }
         lead.insert(path.to_owned());
     }
@@ -461,32 +456,34 @@ impl Leading {
 
 #[cfg(test)]
 mod tests {
+    use common::host::device_name::GpuId;
+
     use super::*;
 
     const DIRECTORY: &str = "00_06.0-1";
 
     const GPU: &str = "GPU-1";
 
-    fn wanted(retiring: bool) -> Wanted {
-        let slice = |name: &str| WantedSlice { name: name.to_owned(), gpu_uuid: GPU.to_owned() };
-        let slices = ["00:06.0-0", "00:06.0-1"].map(|name| (name.replace(':', "_"), slice(name)));
-        Wanted {
+    fn wanted(retiring: bool) -> WantedLinks {
+        let slice = |id: SliceId| WantedSlice { id, gpu_uuid: GPU.to_owned() };
+        let slices = "00:06.0".parse::<GpuId>().unwrap().slices(2).map(|id| (id.directory_name(), slice(id)));
+        WantedLinks {
             pipe_directory: "/mps/pipe".into(),
             slice_directories: Some("/mps/pipe/slices".into()),
-            slices: BTreeMap::from(slices),
+            slices: slices.collect(),
             retiring,
         }
     }
 
     /// The fate where the control daemon has the GPU.
-    fn fate_there(directory: &str, wanted: Option<&Wanted>, drained: &Drained) -> Fate {
+    fn fate_there(directory: &str, wanted: Option<&WantedLinks>, drained: &Drained) -> LinkTarget {
         fate(directory, wanted, &[GPU.to_owned()], drained)
     }
 
     fn drained(names: &[&str]) -> Drained {
         let mut drained = Drained::default();
         if !names.is_empty() {
-            drained.drain(&names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>());
+            drained.drain(&names.iter().map(|name| name.parse().unwrap()).collect::<Vec<_>>());
         }
         drained
     }
@@ -496,37 +493,41 @@ mod tests {
         let (serving, retiring) = (wanted(false), wanted(true));
         let other = drained(&["00:06.0-0"]);
         let table = [
-            (Some(&serving), Fate::Leads),
-            (Some(&retiring), Fate::NotHere),
+            (Some(&serving), LinkTarget::Leads),
+            (Some(&retiring), LinkTarget::NotHere),
             // Nobody has an order for it: its links stay.
-            (None, Fate::Leads),
+            (None, LinkTarget::Leads),
         ];
         for (wanted, open) in table {
             let row = format!("{wanted:?}");
             assert_eq!(fate_there(DIRECTORY, wanted, &other), open, "{row}");
             for names in [&["00:06.0-1"], &["00:06.0"]] {
-                assert_eq!(fate_there(DIRECTORY, wanted, &drained(names)), Fate::Closed, "{row}");
+                assert_eq!(fate_there(DIRECTORY, wanted, &drained(names)), LinkTarget::Closed, "{row}");
             }
             let mut all = Drained::default();
             all.drain(&[]);
-            assert_eq!(fate_there(DIRECTORY, wanted, &all), Fate::Closed, "{row}");
+            assert_eq!(fate_there(DIRECTORY, wanted, &all), LinkTarget::Closed, "{row}");
             assert!(!pipe_leads(wanted, &all), "{row}");
         }
         assert_eq!(
             fate_there("00_06.0-2", Some(&serving), &other),
-            Fate::NotHere,
+            LinkTarget::NotHere,
             "a slice of an earlier order"
         );
         for name in ["file", "00_06.0-1.refused-1", "00:06.0-1", ".control.new"] {
-            assert_eq!(fate_there(name, Some(&serving), &drained(&["00:06.0"])), Fate::NotHere, "{name}");
+            assert_eq!(
+                fate_there(name, Some(&serving), &drained(&["00:06.0"])),
+                LinkTarget::NotHere,
+                "{name}"
+            );
         }
     }
 
     #[test]
     fn a_slice_of_a_gpu_that_another_control_daemon_has_does_not_lead_here() {
         let gpus = ["GPU-2".to_owned()];
-        assert_eq!(fate(DIRECTORY, Some(&wanted(false)), &gpus, &drained(&[])), Fate::NotHere);
-        assert_eq!(fate(DIRECTORY, Some(&wanted(false)), &gpus, &drained(&["00:06.0"])), Fate::Closed);
+        assert_eq!(fate(DIRECTORY, Some(&wanted(false)), &gpus, &drained(&[])), LinkTarget::NotHere);
+        assert_eq!(fate(DIRECTORY, Some(&wanted(false)), &gpus, &drained(&["00:06.0"])), LinkTarget::Closed);
     }
 
     #[test]

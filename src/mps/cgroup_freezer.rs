@@ -15,14 +15,14 @@ const FREEZER: &str = "/sys/fs/cgroup/freezer";
 
 /// A kind of hierarchy, with its own files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum Hierarchy {
     /// Control groups, version 2.
     Unified,
     /// The freezer of control groups, version 1.
     Freezer,
 }
 
-impl Kind {
+impl Hierarchy {
     /// Whether the processes of a group are frozen, by this group or by one of its parents.
     fn is_held(self, group: &Path) -> bool {
         let says = |file: &str| fs::read_to_string(group.join(file)).unwrap_or_default();
@@ -54,12 +54,12 @@ impl Kind {
 
 /// A control group that freezes its processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Frozen {
-    kind: Kind,
+pub(super) struct FrozenGroup {
+    kind: Hierarchy,
     group: PathBuf,
 }
 
-impl Frozen {
+impl FrozenGroup {
     /// Thaws the group until the entry that this adds to `thawed` is dropped.
     ///
     /// # Errors
@@ -75,7 +75,7 @@ impl Frozen {
 }
 
 /// The innermost control group that freezes this process, if there is one.
-pub(super) fn holds(pid: u32) -> Option<Frozen> {
+pub(super) fn holds(pid: u32) -> Option<FrozenGroup> {
     let own = proc::cgroups(pid).ok()?;
     own.split(|byte| *byte == b'\n').flat_map(groups).find_map(|(kind, root, group)| {
         if !kind.is_held(&group) {
@@ -83,13 +83,13 @@ pub(super) fn holds(pid: u32) -> Option<Frozen> {
         }
         let around = group.ancestors().take_while(|around| around.starts_with(&root) && *around != root);
         let mut holding = around.filter(|around| kind.holds(around));
-        holding.next().map(|group| Frozen { kind, group: group.to_owned() })
+        holding.next().map(|group| FrozenGroup { kind, group: group.to_owned() })
     })
 }
 
 /// The control groups in a line of /proc/PID/cgroup that may freeze the process, each with its kind and its hierarchy's
 /// root.
-fn groups(line: &[u8]) -> Vec<(Kind, PathBuf, PathBuf)> {
+fn groups(line: &[u8]) -> Vec<(Hierarchy, PathBuf, PathBuf)> {
     let mut fields = line.splitn(3, |byte| *byte == b':').skip(1);
     let (Some(controllers), Some([b'/', path @ ..])) = (fields.next(), fields.next()) else {
         return Vec::new();
@@ -97,9 +97,9 @@ fn groups(line: &[u8]) -> Vec<(Kind, PathBuf, PathBuf)> {
     let path = Path::new(OsStr::from_bytes(path));
     let below = |kind, root: &str| (kind, PathBuf::from(root), Path::new(root).join(path));
     if controllers.is_empty() {
-        UNIFIED.iter().map(|root| below(Kind::Unified, root)).collect()
+        UNIFIED.iter().map(|root| below(Hierarchy::Unified, root)).collect()
     } else if controllers.split(|byte| *byte == b',').any(|controller| controller == b"freezer") {
-        vec![below(Kind::Freezer, FREEZER)]
+        vec![below(Hierarchy::Freezer, FREEZER)]
     } else {
         Vec::new()
     }
@@ -108,7 +108,7 @@ fn groups(line: &[u8]) -> Vec<(Kind, PathBuf, PathBuf)> {
 /// A control group that is thawed for a while. It is frozen again when this value is dropped, since another program
 /// wanted it frozen.
 #[derive(Debug)]
-pub(super) struct Thawed(Frozen);
+pub(super) struct Thawed(FrozenGroup);
 
 impl Drop for Thawed {
     fn drop(&mut self) {
@@ -126,7 +126,7 @@ mod tests {
     fn only_the_unified_and_the_freezer_hierarchies_freeze() {
         assert_eq!(
             groups(b"7:freezer:/docker/a"),
-            [(Kind::Freezer, FREEZER.into(), "/sys/fs/cgroup/freezer/docker/a".into())]
+            [(Hierarchy::Freezer, FREEZER.into(), "/sys/fs/cgroup/freezer/docker/a".into())]
         );
         assert_eq!(groups(b"3:cpu,cpuacct:/docker/a"), []);
         assert_eq!(groups(b"1:name=systemd:/docker/a"), []);

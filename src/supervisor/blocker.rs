@@ -1,4 +1,4 @@
-//! The hindrances of a control daemon that runs: each keeps it from serving its order. Each says who clears it and
+//! The blockers of a control daemon that runs: each keeps it from serving its order. Each says who clears it and
 //! which state is shown. Nothing here asks a process or a clock. `docs/architecture.md` has the diagram.
 
 use std::collections::BTreeMap;
@@ -12,39 +12,42 @@ use super::fault::Fault;
 /// After so many looks in a row without an answer, a control daemon counts as hung.
 const MISSES: u32 = 5;
 
-/// Something that keeps a control daemon that runs from serving its order. [`Hindrance::cleared_by`] says who clears it.
+/// Something that keeps a control daemon that runs from serving its order. [`Blocker::cleared_by`] says who clears it.
 #[derive(Debug)]
-pub(super) enum Hindrance {
-    /// A server met a fatal GPU error. Healing clears it when the server is well again or has ended.
+pub(super) enum Blocker {
+    /// A server met a fatal GPU error. Healing clears it when the server has recovered or has ended.
     Faulted(Fault),
     /// Another control daemon, with this PID, answers in its directory. A check clears it when ours answers there.
     PlaceTaken(u32),
     /// Its directory was removed or replaced. A check clears it when the control daemon can be reached.
     DirectoryGone(String),
-    /// Clients of other users can't get to its socket. A check clears it when they can.
-    BadDirectory(String),
     /// It has not answered for so many looks that it is ended once it has no clients. A check clears it with an answer.
     Hung { looks: u32, error: String },
     /// It has not answered for this number of looks in a row. A check clears it with an answer.
     Silent { looks: u32, error: String },
+    /// Clients of other users can't get to its socket. A check clears it when they can.
+    BadDirectory(String),
     /// Its server has ended, and the next one is to be started later. Revival clears it by starting one.
     ServerEnded { reason: String, revive_at: Instant },
     /// The order needs a control daemon unlike the present one. An order that fits the present one clears it.
     Misfit(String),
 }
 
-/// The part of the code that clears a hindrance. Each has one hindrance at most, and leaves the others alone. The gravest
+/// The part of the code that clears a blocker. Each has one blocker at most, and leaves the others alone. The gravest
 /// comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     Healing,
-    Check,
+    /// The look at who answers, the first part of each check.
+    Look,
+    /// The look at the directories, the second part of each check.
+    Access,
     Revival,
     /// The order, compared with what runs.
     Order,
 }
 
-impl Hindrance {
+impl Blocker {
     /// The result of a look without an answer.
     pub(super) fn no_answer(error: String) -> Self {
         Self::unanswered(1, error)
@@ -58,11 +61,10 @@ impl Hindrance {
     pub(super) fn cleared_by(&self) -> ClearedBy {
         match self {
             Self::Faulted(_) => ClearedBy::Healing,
-            Self::PlaceTaken(_)
-            | Self::DirectoryGone(_)
-            | Self::BadDirectory(_)
-            | Self::Hung { .. }
-            | Self::Silent { .. } => ClearedBy::Check,
+            Self::PlaceTaken(_) | Self::DirectoryGone(_) | Self::Hung { .. } | Self::Silent { .. } => {
+                ClearedBy::Look
+            }
+            Self::BadDirectory(_) => ClearedBy::Access,
             Self::ServerEnded { .. } => ClearedBy::Revival,
             Self::Misfit(_) => ClearedBy::Order,
         }
@@ -85,8 +87,8 @@ impl Hindrance {
         matches!(self, Self::Silent { .. } | Self::Hung { .. } | Self::PlaceTaken(_) | Self::DirectoryGone(_))
     }
 
-    /// The hindrance in words, for people.
-    fn in_words(&self) -> String {
+    /// The blocker in words, for people.
+    fn describe(&self) -> String {
         match self {
             Self::Faulted(fault) => fault.reason(),
             Self::PlaceTaken(by) => format!("another control daemon (PID {by}) has taken its directory"),
@@ -102,7 +104,7 @@ impl Hindrance {
 
 /// The change that a look has brought.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum News {
+pub(super) enum Change {
     /// Nothing that is told.
     None,
     /// It has answered until now.
@@ -111,13 +113,13 @@ pub(super) enum News {
     AnswersAgain,
 }
 
-/// All that hinders a control daemon at present.
+/// All that blocks a control daemon at present.
 #[derive(Debug, Default)]
-pub(super) struct Hindrances(BTreeMap<ClearedBy, Hindrance>);
+pub(super) struct Blockers(BTreeMap<ClearedBy, Blocker>);
 
-impl Hindrances {
-    pub(super) fn put(&mut self, hindrance: Hindrance) {
-        self.0.insert(hindrance.cleared_by(), hindrance);
+impl Blockers {
+    pub(super) fn put(&mut self, blocker: Blocker) {
+        self.0.insert(blocker.cleared_by(), blocker);
     }
 
     /// To be called by the one who clears them.
@@ -129,50 +131,55 @@ impl Hindrances {
         self.0.contains_key(&by)
     }
 
-    /// Takes in a look at the control daemon: None if it answers as it should.
-    pub(super) fn take_in(&mut self, look: Option<Hindrance>) -> News {
-        let before = self.0.remove(&ClearedBy::Check);
-        let news = match (&look, &before) {
-            (None, Some(before)) if before.is_unreached() => News::AnswersAgain,
-            (Some(Hindrance::Silent { .. }), None) => News::FirstMiss,
-            _ => News::None,
+    /// Records who answers in its place: a blocker, or None if the control daemon does, as it should.
+    pub(super) fn observe(&mut self, look: Option<Blocker>) -> Change {
+        let before = self.0.remove(&ClearedBy::Look);
+        let change = match (&look, &before) {
+            (None, Some(before)) if before.is_unreached() => Change::AnswersAgain,
+            (Some(Blocker::Silent { .. }), None) => Change::FirstMiss,
+            _ => Change::None,
         };
         let after = match (look, before) {
             (
-                Some(Hindrance::Silent { error, .. }),
-                Some(Hindrance::Silent { looks, .. } | Hindrance::Hung { looks, .. }),
-            ) => Some(Hindrance::unanswered(looks + 1, error)),
+                Some(Blocker::Silent { error, .. }),
+                Some(Blocker::Silent { looks, .. } | Blocker::Hung { looks, .. }),
+            ) => Some(Blocker::unanswered(looks + 1, error)),
             // It is ended when it has no clients, whether or not it answers.
-            (Some(Hindrance::Silent { .. }), Some(graver)) => Some(graver),
+            (Some(Blocker::Silent { .. }), Some(graver)) => Some(graver),
             (found, _) => found,
         };
         if let Some(after) = after {
             self.put(after);
         }
-        news
+        change
+    }
+
+    /// True if the last check has found something.
+    pub(super) fn has_failed_check(&self) -> bool {
+        self.has(ClearedBy::Look) || self.has(ClearedBy::Access)
     }
 
     /// True if it does not answer.
     pub(super) fn is_silent(&self) -> bool {
-        let check = self.0.get(&ClearedBy::Check);
-        matches!(check, Some(Hindrance::Silent { .. } | Hindrance::Hung { .. }))
+        let look = self.0.get(&ClearedBy::Look);
+        matches!(look, Some(Blocker::Silent { .. } | Blocker::Hung { .. }))
     }
 
     /// True if commands can't reach it.
     pub(super) fn is_unreached(&self) -> bool {
-        self.0.get(&ClearedBy::Check).is_some_and(Hindrance::is_unreached)
+        self.0.get(&ClearedBy::Look).is_some_and(Blocker::is_unreached)
     }
 
     pub(super) fn fault(&self) -> Option<&Fault> {
         match self.0.get(&ClearedBy::Healing) {
-            Some(Hindrance::Faulted(fault)) => Some(fault),
+            Some(Blocker::Faulted(fault)) => Some(fault),
             _ => None,
         }
     }
 
     pub(super) fn fault_mut(&mut self) -> Option<&mut Fault> {
         match self.0.get_mut(&ClearedBy::Healing) {
-            Some(Hindrance::Faulted(fault)) => Some(fault),
+            Some(Blocker::Faulted(fault)) => Some(fault),
             _ => None,
         }
     }
@@ -180,43 +187,42 @@ impl Hindrances {
     /// When the next server is to be started, and why.
     pub(super) fn revival(&self) -> Option<(Instant, &str)> {
         match self.0.get(&ClearedBy::Revival) {
-            Some(Hindrance::ServerEnded { reason, revive_at }) => Some((*revive_at, reason)),
+            Some(Blocker::ServerEnded { reason, revive_at }) => Some((*revive_at, reason)),
             _ => None,
         }
     }
 
     /// True if the control daemon is to be ended as soon as it has no client.
     pub(super) fn ends_when_idle(&self) -> bool {
-        self.0.values().any(Hindrance::ends_when_idle)
+        self.0.values().any(Blocker::ends_when_idle)
     }
 
     /// The reason to end it as soon as it has no client.
     pub(super) fn why_it_ends(&self) -> Option<String> {
-        self.0.values().rev().find(|hindrance| hindrance.ends_when_idle()).map(Hindrance::in_words)
+        self.0.values().rev().find(|blocker| blocker.ends_when_idle()).map(Blocker::describe)
     }
 
     /// The state that is shown of a control daemon that runs. None leaves the state from before.
-    pub(super) fn shown(&self, progress: Progress) -> Option<Shown> {
+    pub(super) fn shown(&self, progress: Progress) -> Option<ShownState> {
         let Progress { configured, in_place, retiring } = progress;
         let ended = if retiring { "ended" } else { "restarted" };
         let gravest = self.0.values().next();
         let (state, then) = match gravest {
             None if !configured => return None,
             None => (ControlDaemonState::Ready, String::new()),
-            Some(Hindrance::Faulted(_)) => (ControlDaemonState::Faulted, String::new()),
-            Some(Hindrance::ServerEnded { .. }) => (ControlDaemonState::Backoff, String::new()),
+            Some(Blocker::Faulted(_)) => (ControlDaemonState::Faulted, String::new()),
+            Some(Blocker::ServerEnded { .. }) => (ControlDaemonState::Backoff, String::new()),
             Some(
-                Hindrance::PlaceTaken(_)
-                | Hindrance::DirectoryGone(_)
-                | Hindrance::BadDirectory(_)
-                | Hindrance::Hung { .. },
+                Blocker::PlaceTaken(_)
+                | Blocker::DirectoryGone(_)
+                | Blocker::BadDirectory(_)
+                | Blocker::Hung { .. },
             ) => (ControlDaemonState::Waiting, format!("; it is {ended} when its clients have ended")),
-            Some(Hindrance::Silent { .. }) => {
-                let then =
-                    format!("; it is asked again and again, and {ended} if it stays so and has no clients");
+            Some(Blocker::Silent { .. }) => {
+                let then = format!("; it is asked repeatedly, and {ended} if it stays so and has no clients");
                 (ControlDaemonState::Waiting, then)
             }
-            Some(Hindrance::Misfit(_)) => {
+            Some(Blocker::Misfit(_)) => {
                 let then =
                     if retiring { " and ends" } else { ", for which the control daemon has to restart" };
                 let force = "`yunion-mpsctl apply --force` ends them";
@@ -224,10 +230,10 @@ impl Hindrances {
             }
         };
         // With a misfit, clients are served, and nobody has asked yet whether there are any.
-        let misfit = matches!(gravest, Some(Hindrance::Misfit(_)));
+        let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let serving = in_place && (misfit || gravest.is_none());
-        let reason = gravest.map(Hindrance::in_words).unwrap_or_default() + &then;
-        Some(Shown { state, serving, settled: !misfit, reason })
+        let reason = gravest.map(Blocker::describe).unwrap_or_default() + &then;
+        Some(ShownState { state, serving, settled: !misfit, reason })
     }
 }
 
@@ -244,7 +250,7 @@ pub(super) struct Progress {
 
 /// The state of a control daemon as it is shown.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Shown {
+pub(super) struct ShownState {
     pub(super) state: ControlDaemonState,
     /// True if a client that comes now is served as planned.
     pub(super) serving: bool,
@@ -257,104 +263,115 @@ pub(super) struct Shown {
 mod tests {
     use super::*;
 
-    fn silent(looks: u32) -> Hindrance {
-        Hindrance::Silent { looks, error: "no answer".to_owned() }
+    fn silent(looks: u32) -> Blocker {
+        Blocker::Silent { looks, error: "no answer".to_owned() }
     }
 
-    fn hung(looks: u32) -> Hindrance {
-        Hindrance::Hung { looks, error: "no answer".to_owned() }
+    fn hung(looks: u32) -> Blocker {
+        Blocker::Hung { looks, error: "no answer".to_owned() }
     }
 
-    fn directory_gone() -> Hindrance {
-        Hindrance::DirectoryGone("gone".to_owned())
+    fn directory_gone() -> Blocker {
+        Blocker::DirectoryGone("gone".to_owned())
     }
 
-    fn bad_directory() -> Hindrance {
-        Hindrance::BadDirectory("mode 0700".to_owned())
+    fn bad_directory() -> Blocker {
+        Blocker::BadDirectory("mode 0700".to_owned())
     }
 
-    fn misfit() -> Hindrance {
-        Hindrance::Misfit("it has other GPUs".to_owned())
+    fn misfit() -> Blocker {
+        Blocker::Misfit("it has other GPUs".to_owned())
     }
 
-    fn server_ended() -> Hindrance {
-        Hindrance::ServerEnded { reason: "server 9 has ended".to_owned(), revive_at: Instant::now() }
+    fn server_ended() -> Blocker {
+        Blocker::ServerEnded { reason: "server 9 has ended".to_owned(), revive_at: Instant::now() }
     }
 
-    fn of(hindrances: impl IntoIterator<Item = Hindrance>) -> Hindrances {
-        let mut all = Hindrances::default();
-        hindrances.into_iter().for_each(|hindrance| all.put(hindrance));
+    fn all_of(blockers: impl IntoIterator<Item = Blocker>) -> Blockers {
+        let mut all = Blockers::default();
+        blockers.into_iter().for_each(|blocker| all.put(blocker));
         all
     }
 
     #[test]
-    fn a_look_leads_from_each_hindrance_to_the_next() {
-        let taken = || Hindrance::PlaceTaken(7);
-        let no_answer = || Some(Hindrance::no_answer("no answer".to_owned()));
+    fn a_look_leads_from_each_blocker_to_the_next() {
+        let taken = || Blocker::PlaceTaken(7);
+        let no_answer = || Some(Blocker::no_answer("no answer".to_owned()));
         let answers = || None;
         let table = [
-            (None, answers(), None, News::None),
-            (None, no_answer(), Some(silent(1)), News::FirstMiss),
-            (Some(silent(1)), no_answer(), Some(silent(2)), News::None),
-            (Some(silent(MISSES - 1)), no_answer(), Some(hung(MISSES)), News::None),
-            (Some(hung(MISSES)), no_answer(), Some(hung(MISSES + 1)), News::None),
-            (Some(silent(1)), answers(), None, News::AnswersAgain),
-            (Some(hung(MISSES)), answers(), None, News::AnswersAgain),
-            (None, Some(taken()), Some(taken()), News::None),
-            (Some(silent(3)), Some(taken()), Some(taken()), News::None),
-            (Some(taken()), no_answer(), Some(taken()), News::None),
-            (Some(taken()), answers(), None, News::AnswersAgain),
-            (None, Some(directory_gone()), Some(directory_gone()), News::None),
-            (Some(silent(1)), Some(directory_gone()), Some(directory_gone()), News::None),
-            (Some(directory_gone()), no_answer(), Some(directory_gone()), News::None),
-            (Some(directory_gone()), answers(), None, News::AnswersAgain),
-            (None, Some(bad_directory()), Some(bad_directory()), News::None),
-            (Some(bad_directory()), no_answer(), Some(bad_directory()), News::None),
-            (Some(bad_directory()), answers(), None, News::None),
+            (None, answers(), None, Change::None),
+            (None, no_answer(), Some(silent(1)), Change::FirstMiss),
+            (Some(silent(1)), no_answer(), Some(silent(2)), Change::None),
+            (Some(silent(MISSES - 1)), no_answer(), Some(hung(MISSES)), Change::None),
+            (Some(hung(MISSES)), no_answer(), Some(hung(MISSES + 1)), Change::None),
+            (Some(silent(1)), answers(), None, Change::AnswersAgain),
+            (Some(hung(MISSES)), answers(), None, Change::AnswersAgain),
+            (None, Some(taken()), Some(taken()), Change::None),
+            (Some(silent(3)), Some(taken()), Some(taken()), Change::None),
+            (Some(taken()), no_answer(), Some(taken()), Change::None),
+            (Some(taken()), answers(), None, Change::AnswersAgain),
+            (None, Some(directory_gone()), Some(directory_gone()), Change::None),
+            (Some(silent(1)), Some(directory_gone()), Some(directory_gone()), Change::None),
+            (Some(directory_gone()), no_answer(), Some(directory_gone()), Change::None),
+            (Some(directory_gone()), answers(), None, Change::AnswersAgain),
         ];
-        for (before, look, after, news) in table {
+        for (before, look, after, change) in table {
             let row = format!("{before:?}, then {look:?}");
-            let mut hindrances = of(before);
-            assert_eq!(hindrances.take_in(look), news, "{row}");
-            assert_eq!(format!("{:?}", hindrances.0.into_values().next()), format!("{after:?}"), "{row}");
+            let mut blockers = all_of(before);
+            assert_eq!(blockers.observe(look), change, "{row}");
+            assert_eq!(format!("{:?}", blockers.0.into_values().next()), format!("{after:?}"), "{row}");
         }
     }
 
     #[test]
     fn each_is_cleared_by_its_own_alone() {
-        let all = || of([Hindrance::Faulted(Fault::new(9)), hung(MISSES), server_ended(), misfit()]);
-        let mut hindrances = all();
-        hindrances.take_in(None);
-        let left: Vec<_> = hindrances.0.keys().copied().collect();
-        assert_eq!(left, [ClearedBy::Healing, ClearedBy::Revival, ClearedBy::Order]);
-        for by in [ClearedBy::Healing, ClearedBy::Check, ClearedBy::Revival, ClearedBy::Order] {
-            let mut hindrances = all();
-            hindrances.clear(by);
-            assert!(!hindrances.has(by) && hindrances.0.len() == 3, "{by:?}");
+        use ClearedBy::{Access, Healing, Look, Order, Revival};
+        let faulted = Blocker::Faulted(Fault::new(9));
+        let mut all = all_of([faulted, hung(MISSES), bad_directory(), server_ended(), misfit()]);
+        let kept = |blockers: &Blockers| blockers.0.keys().copied().collect::<Vec<_>>();
+        assert_eq!(kept(&all), [Healing, Look, Access, Revival, Order], "none takes the place of another");
+        all.observe(None);
+        assert_eq!(kept(&all), [Healing, Access, Revival, Order]);
+        for by in [Healing, Access, Revival, Order] {
+            let before = kept(&all).len();
+            all.clear(by);
+            assert!(!all.has(by) && kept(&all).len() == before - 1, "{by:?}");
         }
+    }
+
+    /// The directory of a control daemon may be bad while it hangs: it must still be known that nothing can be told to it.
+    #[test]
+    fn a_bad_directory_hides_no_silence() {
+        let mut blockers = all_of([bad_directory()]);
+        for _ in 0..MISSES {
+            blockers.observe(Some(Blocker::no_answer("no answer".to_owned())));
+        }
+        assert!(blockers.is_unreached() && blockers.is_silent());
+        blockers.observe(None);
+        assert!(!blockers.is_unreached() && blockers.has(ClearedBy::Access));
     }
 
     #[test]
     fn what_is_shown_is_the_gravest() {
         use ControlDaemonState::{Backoff, Faulted, Ready, Waiting};
-        let taken = Hindrance::PlaceTaken(7);
-        let table: [(Vec<Hindrance>, _, bool, bool, &str); 11] = [
+        let taken = Blocker::PlaceTaken(7);
+        let table: [(Vec<Blocker>, _, bool, bool, &str); 11] = [
             (vec![], Some(Ready), true, true, ""),
             (vec![misfit()], Some(Waiting), true, false, "for which the control daemon has to restart"),
             (vec![misfit(), server_ended()], Some(Backoff), false, true, "server 9 has ended"),
-            (vec![silent(1), server_ended()], Some(Waiting), false, true, "it is asked again and again"),
+            (vec![silent(1), server_ended()], Some(Waiting), false, true, "it is asked repeatedly"),
             (vec![hung(5)], Some(Waiting), false, true, "no answer, 5 times in a row; it is restarted"),
             (vec![taken], Some(Waiting), false, true, "another control daemon (PID 7) has taken"),
             (vec![directory_gone()], Some(Waiting), false, true, "was removed or replaced (gone)"),
             (vec![bad_directory(), misfit()], Some(Waiting), false, true, "mode 0700; it is restarted"),
-            (vec![Hindrance::Faulted(Fault::new(9))], Some(Faulted), false, true, "server 9 met a fatal"),
-            (vec![Hindrance::Faulted(Fault::new(9)), silent(1)], Some(Faulted), false, true, "server 9 met"),
-            (vec![Hindrance::Faulted(Fault::new(9)), misfit()], Some(Faulted), false, true, "server 9 met"),
+            (vec![Blocker::Faulted(Fault::new(9))], Some(Faulted), false, true, "server 9 met a fatal"),
+            (vec![Blocker::Faulted(Fault::new(9)), silent(1)], Some(Faulted), false, true, "server 9 met"),
+            (vec![Blocker::Faulted(Fault::new(9)), misfit()], Some(Faulted), false, true, "server 9 met"),
         ];
-        for (hindrances, state, serving, settled, words) in table {
-            let row = format!("{hindrances:?}");
+        for (blockers, state, serving, settled, words) in table {
+            let row = format!("{blockers:?}");
             let progress = Progress { configured: true, in_place: true, retiring: false };
-            let shown = of(hindrances).shown(progress).unwrap();
+            let shown = all_of(blockers).shown(progress).unwrap();
             assert_eq!((Some(shown.state), shown.serving, shown.settled), (state, serving, settled), "{row}");
             assert!(shown.reason.contains(words), "{row}: {}", shown.reason);
         }
@@ -363,45 +380,44 @@ mod tests {
     #[test]
     fn progress_decides_who_is_served() {
         let progress = |configured, in_place, retiring| Progress { configured, in_place, retiring };
-        assert_eq!(of([]).shown(progress(false, true, false)), None, "it is on its way");
-        let ready = of([]).shown(progress(true, true, false)).unwrap();
+        assert_eq!(all_of([]).shown(progress(false, true, false)), None, "it is on its way");
+        let ready = all_of([]).shown(progress(true, true, false)).unwrap();
         assert!(ready.serving && ready.reason.is_empty());
-        assert!(!of([]).shown(progress(true, false, false)).unwrap().serving);
-        assert!(!of([misfit()]).shown(progress(true, false, false)).unwrap().serving);
-        let retiring = of([misfit()]).shown(progress(true, true, true)).unwrap().reason;
+        assert!(!all_of([]).shown(progress(true, false, false)).unwrap().serving);
+        assert!(!all_of([misfit()]).shown(progress(true, false, false)).unwrap().serving);
+        let retiring = all_of([misfit()]).shown(progress(true, true, true)).unwrap().reason;
         assert!(retiring.starts_with("it has other GPUs and ends when its clients have ended"), "{retiring}");
-        let retiring = of([hung(5)]).shown(progress(true, true, true)).unwrap().reason;
+        let retiring = all_of([hung(5)]).shown(progress(true, true, true)).unwrap().reason;
         assert!(retiring.ends_with("it is ended when its clients have ended"), "{retiring}");
     }
 
     #[test]
     fn it_ends_when_idle_for_some_alone() {
-        let ends = [directory_gone(), bad_directory(), hung(MISSES), Hindrance::PlaceTaken(7), misfit()];
-        for hindrance in ends {
-            let row = format!("{hindrance:?}");
-            let hindrances = of([silent(1), hindrance]);
-            assert!(hindrances.ends_when_idle() && hindrances.why_it_ends().is_some(), "{row}");
+        let ends = [directory_gone(), bad_directory(), hung(MISSES), Blocker::PlaceTaken(7), misfit()];
+        for blocker in ends {
+            let row = format!("{blocker:?}");
+            let blockers = all_of([silent(1), blocker]);
+            assert!(blockers.ends_when_idle() && blockers.why_it_ends().is_some(), "{row}");
         }
-        let stays = of([Hindrance::Faulted(Fault::new(9)), silent(MISSES - 1), server_ended()]);
+        let stays = all_of([Blocker::Faulted(Fault::new(9)), silent(MISSES - 1), server_ended()]);
         assert!(!stays.ends_when_idle() && stays.why_it_ends().is_none());
-        assert_eq!(of([hung(MISSES), misfit()]).why_it_ends().as_deref(), Some("it has other GPUs"));
+        assert_eq!(all_of([hung(MISSES), misfit()]).why_it_ends().as_deref(), Some("it has other GPUs"));
     }
 
     #[test]
     fn the_document_has_the_same_table() {
         const DOCUMENT: &str = include_str!("../../docs/architecture.md");
-        let taken = Hindrance::PlaceTaken(7);
-        let fault = Hindrance::Faulted(Fault::new(9));
+        let taken = Blocker::PlaceTaken(7);
+        let fault = Blocker::Faulted(Fault::new(9));
         let in_order =
-            [fault, taken, directory_gone(), bad_directory(), hung(5), silent(1), server_ended(), misfit()];
+            [fault, taken, directory_gone(), hung(5), silent(1), bad_directory(), server_ended(), misfit()];
         let section = DOCUMENT.split("## States of a control daemon").nth(1).unwrap();
         let mut rows = section.lines().skip_while(|line| !line.starts_with("|---")).skip(1);
-        for hindrance in in_order {
-            let (debug, by, ends) =
-                (format!("{hindrance:?}"), hindrance.cleared_by(), hindrance.ends_when_idle());
+        for blocker in in_order {
+            let (debug, by, ends) = (format!("{blocker:?}"), blocker.cleared_by(), blocker.ends_when_idle());
             let name = debug.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap();
             let progress = Progress { configured: true, in_place: true, retiring: false };
-            let state = of([hindrance]).shown(progress).unwrap().state.as_str();
+            let state = all_of([blocker]).shown(progress).unwrap().state.as_str();
             let row = format!("| `{name}` | `{by:?}` | {state} | {} | ", if ends { "yes" } else { "no" });
             let found = rows.next().unwrap_or_default();
             assert!(found.starts_with(&row), "{found}: {row}");

@@ -22,30 +22,30 @@ const KEPT_OF_A_USER: usize = 16;
 
 /// The clients that are known to wait.
 #[derive(Debug, Default)]
-pub(super) struct Pending {
-    waiting: BTreeMap<u32, Waiting>,
+pub(super) struct WaitingClients {
+    waiting: BTreeMap<u32, WaitingClient>,
     /// The users that were told of.
     told: BTreeSet<u32>,
     /// The time of the next look.
-    pub(super) look_at: Option<Instant>,
+    pub(super) due: Option<Instant>,
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct WaitingClient {
     process: Identity,
     uid: u32,
     since: Instant,
 }
 
-impl Pending {
-    pub(super) fn take_in(&mut self, meaning: &Meaning) {
+impl WaitingClients {
+    pub(super) fn observe(&mut self, meaning: &Meaning) {
         match meaning {
             Meaning::ClientPending { client, uid } => self.add(*client, *uid),
             Meaning::ClientAdmitted(client) => {
                 let gone = self.waiting.remove(client);
                 // A client that was shown is taken back at once.
                 let told = gone.filter(|one| one.since.elapsed() >= PATIENCE);
-                self.look_at = told.map(|_| Instant::now()).or(self.look_at);
+                self.due = told.map(|_| Instant::now()).or(self.due);
             }
             _ => {}
         }
@@ -57,19 +57,20 @@ impl Pending {
             return;
         }
         // The line may be an old one, and the PID somebody else's by now.
-        let Some(process) = Identity::of(client).ok().filter(|_| runs_as(client, uid)) else { return };
+        let Some(process) = Identity::read(client).ok().filter(|_| runs_as(client, uid)) else { return };
         let since = Instant::now();
-        self.waiting.entry(client).or_insert(Waiting { process, uid, since });
-        self.look_at = Some(self.look_at.unwrap_or(since + PATIENCE));
+        self.waiting.entry(client).or_insert(WaitingClient { process, uid, since });
+        self.due = Some(self.due.unwrap_or(since + PATIENCE));
     }
 
     /// Forgets the clients that have ended. Returns the clients that have waited long, with their users.
-    fn look(&mut self) -> Vec<(Identity, u32)> {
-        self.waiting.retain(|pid, one| Identity::of(*pid).is_ok_and(|now| now == one.process));
+    fn take_long_waiting(&mut self) -> Vec<(Identity, u32)> {
+        self.waiting.retain(|pid, one| Identity::read(*pid).is_ok_and(|now| now == one.process));
         let now = Instant::now();
-        let next =
-            |one: &Waiting| if one.since + PATIENCE > now { one.since + PATIENCE } else { now + PATIENCE };
-        self.look_at = self.waiting.values().map(next).min();
+        let next = |one: &WaitingClient| {
+            if one.since + PATIENCE > now { one.since + PATIENCE } else { now + PATIENCE }
+        };
+        self.due = self.waiting.values().map(next).min();
         let long = self.waiting.values().filter(|one| one.since.elapsed() >= PATIENCE);
         long.map(|one| (one.process, one.uid)).collect()
     }
@@ -82,13 +83,13 @@ fn runs_as(pid: u32, uid: u32) -> bool {
 
 impl Serving<'_> {
     /// Finds the clients that still wait, and tells of them once for each user.
-    pub(super) fn look_at_pending(&mut self) {
+    pub(super) fn check_waiting_clients(&mut self) {
         let run = &mut *self.run;
-        let waiting = run.pending.look();
+        let waiting = run.waiting_clients.take_long_waiting();
         let uids: BTreeSet<u32> = waiting.iter().map(|(_, uid)| *uid).collect();
-        run.pending.told.retain(|uid| uids.contains(uid));
+        run.waiting_clients.told.retain(|uid| uids.contains(uid));
         for (process, uid) in &waiting {
-            if !run.pending.told.insert(*uid) {
+            if !run.waiting_clients.told.insert(*uid) {
                 continue;
             }
             let (pid, command) = (process.pid, proc::name(process.pid).unwrap_or_default());
@@ -113,28 +114,28 @@ mod tests {
     #[test]
     fn of_each_user_only_so_many_are_kept() {
         let own = rustix::process::geteuid().as_raw();
-        let mut pending = Pending::default();
-        let process = Identity::of(std::process::id()).unwrap();
+        let mut pending = WaitingClients::default();
+        let process = Identity::read(std::process::id()).unwrap();
         for pid in 1..=100_000_u32 {
             let uid = pid % 2;
             let (since, of_user) =
                 (Instant::now(), pending.waiting.values().filter(|one| one.uid == uid).count());
             if of_user < KEPT_OF_A_USER {
-                pending.waiting.insert(u32::MAX - pid, Waiting { process, uid, since });
+                pending.waiting.insert(u32::MAX - pid, WaitingClient { process, uid, since });
             } else {
                 break;
             }
         }
-        pending.take_in(&Meaning::ClientPending { client: process.pid, uid: own });
+        pending.observe(&Meaning::ClientPending { client: process.pid, uid: own });
         let kept = pending.waiting.values().filter(|one| one.uid == own).count();
         assert!(kept <= KEPT_OF_A_USER, "{kept}");
         // A PID without a process is nobody.
-        assert_eq!(pending.look(), []);
-        pending.take_in(&Meaning::ClientPending { client: process.pid, uid: own });
+        assert_eq!(pending.take_long_waiting(), []);
+        pending.observe(&Meaning::ClientPending { client: process.pid, uid: own });
         assert_eq!(pending.waiting.len(), 1);
-        pending.take_in(&Meaning::ClientPending { client: process.pid, uid: own + 1 });
+        pending.observe(&Meaning::ClientPending { client: process.pid, uid: own + 1 });
         assert_eq!(pending.waiting.len(), 1, "a process of another user is not the one that waits");
-        pending.take_in(&Meaning::ClientAdmitted(process.pid));
+        pending.observe(&Meaning::ClientAdmitted(process.pid));
         assert_eq!(pending.waiting.len(), 0);
     }
 }

@@ -5,10 +5,10 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::Daemon;
-use crate::message::{About, Message};
+use crate::message::{Message, Subject};
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::tenants::clients::{self, Serving};
-use crate::tenants::in_words::{Whose, in_words as clients_in_words};
+use crate::tenants::clients::{self, ServingDaemon};
+use crate::tenants::describe::{Whose, describe as describe_clients};
 use common::host::blocking::Blocking;
 use common::membership::Slices;
 use common::published::client::ClientView;
@@ -18,7 +18,7 @@ use common::published::client::ClientView;
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// A control daemon that ends with its clients: its id, and the way to list them or the reason why there is none.
-pub(super) type Doomed = (String, Result<Serving, String>);
+pub(super) type Doomed = (String, Result<ServingDaemon, String>);
 
 impl Daemon {
     /// Names the clients of these control daemons in the journal, in an event and in the status line, if there are any.
@@ -30,10 +30,10 @@ impl Daemon {
             self.keep_event(continued);
         }
         let (clients, unknown) = list(doomed, &self.fleet.slices(), self.fleet.compute_modes()).await;
-        let Some(farewell) = in_words(cause, &clients, &unknown) else { return };
-        Message::ClientsEnd.log(About::default(), &farewell);
-        self.keep_event(farewell.clone());
-        self.farewell = farewell;
+        let Some(shutdown_report) = describe(cause, &clients, &unknown) else { return };
+        Message::ClientsEnd.log(Subject::default(), &shutdown_report);
+        self.keep_event(shutdown_report.clone());
+        self.shutdown_report = shutdown_report;
         self.tell_service_manager(false);
     }
 }
@@ -70,8 +70,8 @@ async fn list(
 }
 
 /// None if nobody loses anything.
-fn in_words(cause: &str, clients: &[ClientView], unknown: &[(String, String)]) -> Option<String> {
-    let named = clients_in_words(clients.iter().map(Whose::from));
+fn describe(cause: &str, clients: &[ClientView], unknown: &[(String, String)]) -> Option<String> {
+    let named = describe_clients(clients.iter().map(Whose::from));
     let unknown = unknown.first().map(|(id, reason)| {
         let others = match unknown.len() {
             1 => String::new(),
@@ -113,7 +113,7 @@ mod tests {
         let silent = |ids: &[&str]| -> Vec<(String, String)> {
             ids.iter().map(|id| ((*id).to_owned(), "no answer".to_owned())).collect()
         };
-        assert_eq!(in_words("the stop", &[], &[]), None);
+        assert_eq!(describe("the stop", &[], &[]), None);
         for (clients, unknown, expected) in [
             (vec![client(7)], silent(&[]), "the stop ends the work of 1 client: PID 7 of user root"),
             (
@@ -129,7 +129,7 @@ mod tests {
                  more could not be listed: no answer",
             ),
         ] {
-            assert_eq!(in_words("the stop", &clients, &unknown).as_deref(), Some(expected));
+            assert_eq!(describe("the stop", &clients, &unknown).as_deref(), Some(expected));
         }
     }
 }

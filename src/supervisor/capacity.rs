@@ -21,43 +21,43 @@ const PERIOD: Duration = Duration::from_secs(5);
 
 /// Which GPUs are full.
 #[derive(Debug, Default)]
-pub(super) struct Places {
-    /// The capacity of a server that has turned a client away, until one of its clients has left.
+pub(super) struct Capacity {
+    /// The capacity of a server that has refused a client, until one of its clients has left.
     refused_at: Option<u32>,
     /// The number of clients on each full GPU, by UUID.
     full: BTreeMap<String, u32>,
     /// The number of processes that are clients, on each GPU on which NVML lists none, by UUID.
     unlisted: BTreeMap<String, u32>,
     /// When the clients are to be counted next.
-    pub(super) look_at: Option<Instant>,
+    pub(super) due: Option<Instant>,
 }
 
-impl Places {
-    /// Takes in a line of the log, which alone tells of the clients on these GPUs if NVML lists none. True if the line
+impl Capacity {
+    /// Reads a line of the log, which alone tells of the clients on these GPUs if NVML lists none. True if the line
     /// tells, for the first time, that a client was turned away.
-    pub(super) fn take_in(&mut self, meaning: &Meaning, gpus: &[ServedGpu]) -> bool {
+    pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[ServedGpu]) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
             Meaning::ClientRefused { capacity, .. } if self.refused_at.is_none() => {
                 self.refused_at = Some(*capacity);
-                self.look_by(Instant::now());
+                self.set_due(Instant::now());
                 true
             }
             Meaning::ClientAdmitted(_) if unlisted => {
-                self.look_by(Instant::now() + CLIENT_LEFT_PAUSE);
+                self.set_due(Instant::now() + CLIENT_LEFT_PAUSE);
                 false
             }
             Meaning::ClientLeft(_) if unlisted || self.refused_at.is_some() || !self.full.is_empty() => {
                 self.refused_at = None;
-                self.look_by(Instant::now() + CLIENT_LEFT_PAUSE);
+                self.set_due(Instant::now() + CLIENT_LEFT_PAUSE);
                 false
             }
             _ => false,
         }
     }
 
-    fn look_by(&mut self, at: Instant) {
-        self.look_at = Some(self.look_at.map_or(at, |before| before.min(at)));
+    fn set_due(&mut self, at: Instant) {
+        self.due = Some(self.due.map_or(at, |before| before.min(at)));
     }
 
     /// Has the clients counted if the driver knows of as many as a GPU can hold, or knows of none at all.
@@ -65,18 +65,18 @@ impl Places {
         let many = |gpu: &ServedGpu| {
             let there = processes.get(&gpu.uuid).map(Vec::as_slice).unwrap_or_default();
             !gpu.clients_listed
-                || there.iter().filter(|process| process.via_mps).count() >= gpu.places as usize
+                || there.iter().filter(|process| process.via_mps).count() >= gpu.capacity as usize
         };
         if gpus.iter().any(many) {
-            self.look_by(Instant::now());
+            self.set_due(Instant::now());
         }
     }
 
     /// Why a GPU takes no more clients, in words; empty if it takes some.
     pub(super) fn full(&self, uuid: &str) -> String {
-        let in_words =
+        let describe =
             |most: &u32| format!("full: all {most} places are taken; the next client gets CUDA error 46");
-        self.full.get(uuid).map(in_words).unwrap_or_default()
+        self.full.get(uuid).map(describe).unwrap_or_default()
     }
 
     /// The number of clients of a GPU on which NVML lists none, once they were counted.
@@ -98,7 +98,9 @@ impl Places {
                 self.unlisted.insert(gpu.uuid.clone(), count);
             }
             let there = there().count();
-            if let Some(most) = refused_at.or_else(|| (there >= gpu.places as usize).then_some(gpu.places)) {
+            if let Some(most) =
+                refused_at.or_else(|| (there >= gpu.capacity as usize).then_some(gpu.capacity))
+            {
                 self.full.insert(gpu.uuid.clone(), most);
             }
             let is_full = self.full.contains_key(&gpu.uuid);
@@ -106,16 +108,16 @@ impl Places {
                 changed.push((gpu.clone(), is_full));
             }
         }
-        self.look_at = (!self.full.is_empty()).then(|| Instant::now() + PERIOD);
+        self.due = (!self.full.is_empty()).then(|| Instant::now() + PERIOD);
         changed
     }
 }
 
 impl Serving<'_> {
-    /// Counts the clients on each GPU. A control daemon that can't say them is the regular check's business, unless it says
+    /// Counts the clients on each GPU. A control daemon that can't say them is the health check's business, unless it says
     /// nothing at all.
-    pub(super) async fn look_at_places(&mut self) -> Result<(), Failure> {
-        self.run.places.look_at = None;
+    pub(super) async fn check_capacity(&mut self) -> Result<(), Failure> {
+        self.run.capacity.due = None;
         let clients = match self.run.control.clients(&self.run.servers.alive()).await.map_err(Failure::from) {
             Ok(clients) => clients,
             Err(silence @ Failure::Silent(_)) => return Err(silence),
@@ -124,10 +126,10 @@ impl Serving<'_> {
                 return Ok(());
             }
         };
-        for (gpu, is_full) in self.run.places.count(&self.worker.order.plan.gpus, &clients) {
-            let name = gpu.pci.short();
+        for (gpu, is_full) in self.run.capacity.count(&self.worker.order.plan.gpus, &clients) {
+            let name = gpu.name();
             let text = if is_full {
-                format!("GPU {name} is {}", self.run.places.full(&gpu.uuid))
+                format!("GPU {name} is {}", self.run.capacity.full(&gpu.uuid))
             } else {
                 format!("GPU {name} has a place for a client again")
             };
@@ -142,17 +144,16 @@ impl Serving<'_> {
 mod tests {
     use super::*;
 
-    fn gpu(uuid: &str, places: u32) -> ServedGpu {
-        let pci = "00:06.0".parse().unwrap();
+    fn gpu(uuid: &str, capacity: u32) -> ServedGpu {
         ServedGpu {
             uuid: uuid.to_owned(),
-            pci,
+            id: Some("00:06.0".parse().unwrap()),
             slices: 4,
             memory_limit_mib: 0,
             slice_memory_mib: 0,
             slice_thread_percentage: 100,
             limits_enforced: true,
-            places,
+            capacity,
             clients_listed: true,
         }
     }
@@ -169,47 +170,47 @@ mod tests {
     #[test]
     fn each_gpu_has_its_own_places() {
         let gpus = [gpu("GPU-1", 3), gpu("GPU-2", 2)];
-        let mut places = Places::default();
-        assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]))), []);
-        assert_eq!(places.look_at, None);
+        let mut capacity = Capacity::default();
+        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]))), []);
+        assert_eq!(capacity.due, None);
         let two_full = [("GPU-2".to_owned(), true)];
-        assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 2)]))), two_full);
-        assert!(places.full("GPU-2").starts_with("full: all 2 places") && places.look_at.is_some());
-        assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 3)]))), [], "no news");
+        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 2)]))), two_full);
+        assert!(capacity.full("GPU-2").starts_with("full: all 2 places") && capacity.due.is_some());
+        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 3)]))), [], "no news");
         let no_more = [("GPU-2".to_owned(), false)];
-        assert_eq!(changed(places.count(&gpus, &clients(&[("GPU-2", 1)]))), no_more);
-        assert_eq!(places.full("GPU-2"), "");
+        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-2", 1)]))), no_more);
+        assert_eq!(capacity.full("GPU-2"), "");
     }
 
     #[test]
     fn a_client_that_was_turned_away_is_believed_until_another_has_left() {
         let gpus = [gpu("GPU-1", 60)];
-        let mut places = Places::default();
-        assert!(!places.take_in(&Meaning::ClientLeft(7), &gpus) && places.look_at.is_none());
+        let mut capacity = Capacity::default();
+        assert!(!capacity.observe(&Meaning::ClientLeft(7), &gpus) && capacity.due.is_none());
         let refused = Meaning::ClientRefused { server: 9, capacity: 48 };
-        assert!(places.take_in(&refused, &gpus));
-        assert!(!places.take_in(&refused, &gpus), "once is enough");
-        places.count(&gpus, &clients(&[("GPU-1", 47)]));
-        assert!(places.full("GPU-1").starts_with("full: all 48 places"));
-        places.take_in(&Meaning::ClientLeft(7), &gpus);
-        places.count(&gpus, &clients(&[("GPU-1", 46)]));
-        assert_eq!(places.full("GPU-1"), "");
+        assert!(capacity.observe(&refused, &gpus));
+        assert!(!capacity.observe(&refused, &gpus), "once is enough");
+        capacity.count(&gpus, &clients(&[("GPU-1", 47)]));
+        assert!(capacity.full("GPU-1").starts_with("full: all 48 places"));
+        capacity.observe(&Meaning::ClientLeft(7), &gpus);
+        capacity.count(&gpus, &clients(&[("GPU-1", 46)]));
+        assert_eq!(capacity.full("GPU-1"), "");
     }
 
     #[test]
     fn the_control_daemon_counts_where_nvml_lists_no_clients() {
         let gpus = [ServedGpu { clients_listed: false, ..gpu("GPU-1", 16) }, gpu("GPU-2", 48)];
-        let mut places = Places::default();
-        assert!(!places.take_in(&Meaning::ClientAdmitted(7), &gpus[1..]) && places.look_at.is_none());
-        assert!(!places.take_in(&Meaning::ClientAdmitted(7), &gpus) && places.look_at.is_some());
-        assert_eq!(places.unlisted("GPU-1"), None, "not counted yet");
-        places.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]));
-        assert_eq!(places.unlisted("GPU-1"), Some(1), "two contexts of one process");
-        assert_eq!(places.unlisted("GPU-2"), None, "NVML lists them");
-        assert_eq!(places.look_at, None);
-        places.suspect(&gpus, &BTreeMap::new());
-        assert!(places.look_at.is_some());
-        places.count(&gpus, &[]);
-        assert_eq!(places.unlisted("GPU-1"), Some(0));
+        let mut capacity = Capacity::default();
+        assert!(!capacity.observe(&Meaning::ClientAdmitted(7), &gpus[1..]) && capacity.due.is_none());
+        assert!(!capacity.observe(&Meaning::ClientAdmitted(7), &gpus) && capacity.due.is_some());
+        assert_eq!(capacity.unlisted("GPU-1"), None, "not counted yet");
+        capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]));
+        assert_eq!(capacity.unlisted("GPU-1"), Some(1), "two contexts of one process");
+        assert_eq!(capacity.unlisted("GPU-2"), None, "NVML lists them");
+        assert_eq!(capacity.due, None);
+        capacity.suspect(&gpus, &BTreeMap::new());
+        assert!(capacity.due.is_some());
+        capacity.count(&gpus, &[]);
+        assert_eq!(capacity.unlisted("GPU-1"), Some(0));
     }
 }

@@ -1,24 +1,24 @@
-//! The regular check of a control daemon that serves, and its consequences.
+//! The health check of a control daemon that serves, and its consequences.
 
 use crate::mps::control::{ControlError, ServerStatus};
 use crate::mps::process;
 use common::directories;
 use common::host::cpus::Cpus;
 
+use super::blocker::{Blocker, Change, ClearedBy, Progress};
 use super::heal::still_faulted;
-use super::hindrance::{ClearedBy, Hindrance, News, Progress};
 use super::{Ended, Failure, Serving};
 
 impl Serving<'_> {
-    /// The regular check: the answers, servers, limits, compute modes and files of the control daemon.
+    /// The health check: the answers, servers, limits, compute modes and files of the control daemon.
     pub(super) async fn check(&mut self) -> Result<Option<Ended>, Failure> {
         self.continue_if_stopped();
         self.show_cpus();
         let mut answer = None;
-        match self.look().await {
+        match self.inspect().await {
             Ok(_) if self.place_is_taken() => {}
             Ok(look) => {
-                let news = self.run.hindrances.take_in(None);
+                let change = self.run.blockers.observe(None);
                 self.run.servers.keep(&look.servers);
                 for server in &look.servers {
                     self.watch_server(*server);
@@ -28,11 +28,12 @@ impl Serving<'_> {
                         self.fault_seen(server);
                     }
                 }
+                self.run.blockers.clear(ClearedBy::Access);
                 self.let_users_in();
                 if self.run.configured {
                     self.keep_links();
                 }
-                if news == News::AnswersAgain {
+                if change == Change::AnswersAgain {
                     self.worker.reporter.event("the control daemon answers again".to_owned());
                     // It may have missed a command meanwhile.
                     return Ok(Some(Ended::Again));
@@ -44,26 +45,26 @@ impl Serving<'_> {
             }
             Err(error @ ControlError::NoDaemon { .. }) => {
                 // It lives, so its sockets have gone: it can't make them again.
-                self.run.hindrances.take_in(Some(Hindrance::DirectoryGone(error.to_string())));
+                self.run.blockers.observe(Some(Blocker::DirectoryGone(error.to_string())));
             }
             Err(error) => return Err(error.into()),
         }
         if let Some(look) = &answer
-            && !self.run.hindrances.has(ClearedBy::Check)
+            && !self.run.blockers.has_failed_check()
         {
             self.keep_limits(look).await?;
         }
-        let processes = self.look_at_gpus().await?;
+        let processes = self.read_gpus().await?;
         let in_use = processes.values().flatten().any(|process| process.via_mps);
         if in_use || self.run.in_use {
             self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.checked);
         }
         self.run.in_use = in_use;
-        self.run.places.suspect(&self.worker.order.plan.gpus, &processes);
+        self.run.capacity.suspect(&self.worker.order.plan.gpus, &processes);
         self.keep_compute_modes().await;
         // After a fatal error, a server's clients are not reliably listed.
-        if answer.is_some() && !self.run.hindrances.has(ClearedBy::Healing) {
-            self.worker.look_for_bypasses(Some(self.run), processes).await;
+        if answer.is_some() && !self.run.blockers.has(ClearedBy::Healing) {
+            self.worker.find_bypasses(Some(self.run), processes).await;
         }
         self.find_misfit();
         self.compare_servers();
@@ -79,7 +80,7 @@ impl Serving<'_> {
         let own = self.run.running.process.pid;
         let other = self.run.control.daemon_pid().filter(|listener| *listener != own);
         if let Some(other) = other {
-            self.run.hindrances.take_in(Some(Hindrance::PlaceTaken(other)));
+            self.run.blockers.observe(Some(Blocker::PlaceTaken(other)));
         }
         other.is_some()
     }
@@ -90,10 +91,10 @@ impl Serving<'_> {
         match directories::let_users_in(&running.pipe_directory, running.control_directory()) {
             Ok(repaired) => {
                 for what in repaired {
-                    self.worker.reporter.warning(format!("{what}; clients of other users were kept out"));
+                    self.worker.reporter.warning(format!("{what}; it kept clients of other users out"));
                 }
             }
-            Err(bad) => _ = self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
+            Err(bad) => self.run.blockers.put(Blocker::BadDirectory(bad.to_string())),
         }
         let Some(private) = &self.run.running.private_directory else { return };
         match directories::keep_others_out(private) {
@@ -101,7 +102,7 @@ impl Serving<'_> {
             Ok(Some(what)) => {
                 self.worker.reporter.warning(format!("{what}; others could command the control daemon"));
             }
-            Err(bad) => _ = self.run.hindrances.take_in(Some(Hindrance::BadDirectory(bad.to_string()))),
+            Err(bad) => self.run.blockers.put(Blocker::BadDirectory(bad.to_string())),
         }
     }
 
@@ -119,7 +120,7 @@ impl Serving<'_> {
     pub(super) fn keep_state_file(&mut self) {
         let run = &mut *self.run;
         run.log.watch_again();
-        let trouble = run.log.trouble().filter(|_| !run.hindrances.has(ClearedBy::Order));
+        let trouble = run.log.trouble().filter(|_| !run.blockers.has(ClearedBy::Order));
         if trouble != run.log_trouble {
             run.log_trouble = trouble;
             let path = run.log.path().display();
@@ -137,7 +138,7 @@ impl Serving<'_> {
         {
             Ok(false) => {}
             Ok(true) => {
-                self.worker.reporter.warning("the state file was lost or damaged; written again".to_owned());
+                self.worker.reporter.warning("the state file was lost or damaged; rewritten".to_owned());
             }
             Err(error) => self.worker.reporter.warning(format!("the state file can't be written: {error}")),
         }
@@ -145,7 +146,7 @@ impl Serving<'_> {
 
     /// Shows the CPUs on which the control daemon may run. Somebody else may have bound it, or its control group.
     pub(super) fn show_cpus(&self) {
-        let cpus = Cpus::of(self.run.process.identity().pid).map(Cpus::in_words);
+        let cpus = Cpus::allowed_for(self.run.process.identity().pid).map(Cpus::describe);
         self.worker.reporter.update(|status| status.view.cpus = cpus);
     }
 
@@ -186,8 +187,8 @@ impl Serving<'_> {
                     (Some(_), Some(difference)) => difference.clone(),
                     (Some(_), None) => String::new(),
                 };
-                gpu.full = run.places.full(uuid);
-                gpu.unlisted_clients = run.places.unlisted(uuid);
+                gpu.full = run.capacity.full(uuid);
+                gpu.unlisted_clients = run.capacity.unlisted(uuid);
             }
         });
         difference.is_some()
@@ -201,12 +202,12 @@ impl Serving<'_> {
             in_place: run.running.pipe_directory == self.worker.order.plan.pipe_directory,
             retiring: self.worker.retiring,
         };
-        let ends_when_idle = run.hindrances.ends_when_idle();
+        let ends_when_idle = run.blockers.ends_when_idle();
         self.worker.reporter.update(|status| status.ends_when_idle = ends_when_idle);
         if !ends_when_idle {
             run.clients_unknown = None;
         }
-        let Some(shown) = run.hindrances.shown(progress) else { return };
+        let Some(shown) = run.blockers.shown(progress) else { return };
         let unknown = run.clients_unknown.as_ref().map_or(String::new(), |why| {
             format!(
                 "; its clients are not known ({why}), and `yunion-mpsctl apply --force` ends it with them"

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use rustix::process::Signal;
 
-use crate::support::client::{Client, in_words, own_user};
+use crate::support::client::{Client, describe, own_user};
 use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
 use crate::support::host::{Host, control_pid, text};
 use crate::support::service_manager::ServiceManager;
@@ -48,7 +48,7 @@ fn the_stop_names_the_clients() {
             String::new()
         }
     };
-    let words = in_words(&[
+    let words = describe(&[
         (one.id(), &user, ", slice 00:06.0-1"),
         (two.id(), &user, &format!(", slice 00:06.0-2{inside}")),
     ]);
@@ -73,7 +73,7 @@ fn the_clients_of_another_user_are_named_as_theirs() {
     let theirs = Client::start(command.envs(host.environment_of("00:06.0-2")).args(["hold", "600"]));
     host.wait_until_listed(theirs.id());
     let words =
-        in_words(&[(own.id(), "root", ", slice 00:06.0-1"), (theirs.id(), "nobody", ", slice 00:06.0-2")]);
+        describe(&[(own.id(), "root", ", slice 00:06.0-1"), (theirs.id(), "nobody", ", slice 00:06.0-2")]);
     assert_eq!(host.stop().code(), Some(0));
     assert_warned(&host, &format!("the stop ends the work of {words}"), control_daemon);
     drop((own, theirs));
@@ -115,7 +115,7 @@ fn a_forced_change_names_the_clients() {
     let client = host.client_of("00:06.0-1");
     let user = own_user();
     let expected =
-        format!("apply --force ends the work of {}", in_words(&[(client.id(), &user, ", slice 00:06.0-1")]));
+        format!("apply --force ends the work of {}", describe(&[(client.id(), &user, ", slice 00:06.0-1")]));
     host.configure("cuda_mps_topology: per_gpu");
     assert!(host.call("Control.Reload").status.success());
     let refused = host.mpsctl(&["apply"]);
@@ -145,7 +145,7 @@ fn a_configuration_that_disables_names_the_clients() {
     let user = own_user();
     let expected = format!(
         "enable_cuda_mps: false ends the work of {}",
-        in_words(&[(client.id(), &user, ", slice 00:06.0-3")])
+        describe(&[(client.id(), &user, ", slice 00:06.0-3")])
     );
     host.configure("enable_cuda_mps: false");
     assert!(host.call("Control.Reload").status.success());
@@ -194,7 +194,7 @@ fn the_clients_of_a_control_daemon_that_was_not_taken_over_are_named() {
     host.start();
     host.wait_for_state("failed");
     assert_eq!(host.stop().code(), Some(0));
-    let words = in_words(&[(client.id(), &user, ", slice 00:06.0-1")]);
+    let words = describe(&[(client.id(), &user, ", slice 00:06.0-1")]);
     let expected = format!("the stop ends the work of {words}");
     assert!(host.log().contains(&expected), "{expected}\n{}", host.log());
     drop(client);

@@ -25,7 +25,7 @@ pub(crate) struct Limits {
 
 /// A control daemon and its servers at one moment.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Look {
+pub(crate) struct Inspection {
     /// The PIDs of the servers.
     pub(crate) servers: Vec<u32>,
     statuses: BTreeMap<u32, ServerStatus>,
@@ -33,7 +33,7 @@ pub(crate) struct Look {
     pub(crate) differences: BTreeMap<Option<u32>, String>,
 }
 
-impl Look {
+impl Inspection {
     /// The status of a server that was asked about.
     pub(crate) fn status(&self, server: u32) -> ServerStatus {
         self.statuses.get(&server).copied().unwrap_or(ServerStatus::Gone)
@@ -56,7 +56,7 @@ fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usiz
     [(None, limits.memory_mib.clone())].into_iter().chain(of_servers).collect()
 }
 
-/// See [`super::Control::look`].
+/// See [`super::Control::inspect`].
 pub(super) fn commands(at: &[u32], limits: Option<&Limits>) -> String {
     let mut commands: String = at.iter().map(|server| format!("get_server_status {server}\n")).collect();
     for (server, memory_mib) in asked(at, limits) {
@@ -81,7 +81,7 @@ fn target(server: Option<u32>) -> (&'static str, String) {
 }
 
 /// The answer to [`commands`]. None if it is none.
-pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option<Look> {
+pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option<Inspection> {
     let mut lines = lines(answer);
     let statuses: Option<_> = at.iter().map(|server| Some((*server, parse_status(lines.next()?)?))).collect();
     let mut differences = BTreeMap::new();
@@ -91,7 +91,7 @@ pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option
             differences.insert(server, found.join(", "));
         }
     }
-    Some(Look { servers: pids(lines)?, statuses: statuses?, differences })
+    Some(Inspection { servers: pids(lines)?, statuses: statuses?, differences })
 }
 
 /// See [`super::Control::set_limits`]. The percentage is answered with the value that now applies, a memory limit with

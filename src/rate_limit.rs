@@ -14,17 +14,17 @@ pub(crate) struct Rate {
 
 /// What may be told now, and the number of things that were not.
 #[derive(Debug, Clone)]
-pub(crate) struct Allowance {
+pub(crate) struct RateLimit {
     rate: Rate,
     left: u32,
     /// The beginning of the present period. It has no meaning while none is missing.
     since: Instant,
-    untold: usize,
+    suppressed: usize,
 }
 
-impl Allowance {
+impl RateLimit {
     pub(crate) fn new(rate: Rate) -> Self {
-        Self { rate, left: rate.most, since: Instant::now(), untold: 0 }
+        Self { rate, left: rate.most, since: Instant::now(), suppressed: 0 }
     }
 
     /// True if there may be one more message now, about `count` things. Otherwise these are counted.
@@ -36,21 +36,21 @@ impl Allowance {
         let taken = self.left > 0;
         self.left = self.left.saturating_sub(1);
         if !taken {
-            self.untold += count;
+            self.suppressed += count;
         }
         taken
     }
 
     /// The number of things that were not told since this was asked last, if there are any.
-    pub(crate) fn untold(&mut self) -> Option<usize> {
-        let untold = std::mem::take(&mut self.untold);
-        (untold > 0).then_some(untold)
+    pub(crate) fn suppressed(&mut self) -> Option<usize> {
+        let suppressed = std::mem::take(&mut self.suppressed);
+        (suppressed > 0).then_some(suppressed)
     }
 
     /// The same once something may be told again.
-    pub(crate) fn untold_before(&mut self, now: Instant) -> Option<usize> {
+    pub(crate) fn suppressed_before(&mut self, now: Instant) -> Option<usize> {
         self.refill(now);
-        if self.left > 0 { self.untold() } else { None }
+        if self.left > 0 { self.suppressed() } else { None }
     }
 
     /// When the next message may be written.
@@ -75,33 +75,33 @@ mod tests {
 
     #[test]
     fn what_is_too_much_is_counted_and_told_once() {
-        let mut allowance = Allowance::new(Rate { most: 500, more: 500, period: PERIOD });
+        let mut rate_limit = RateLimit::new(Rate { most: 500, more: 500, period: PERIOD });
         let start = Instant::now();
-        let passed = |allowance: &mut Allowance, lines: usize, now| {
-            (0..lines).filter(|_| allowance.take(1, now)).count()
+        let passed = |rate_limit: &mut RateLimit, lines: usize, now| {
+            (0..lines).filter(|_| rate_limit.take(1, now)).count()
         };
-        assert_eq!(passed(&mut allowance, 507, start), 500);
-        assert_eq!(allowance.untold_before(start + PERIOD / 2), None, "the period is not over");
-        assert_eq!(allowance.untold_before(start + PERIOD), Some(7));
-        assert_eq!(passed(&mut allowance, 503, start + PERIOD), 500);
-        assert_eq!(allowance.untold(), Some(3));
-        assert!(!allowance.take(1, start + PERIOD), "another run gets no more");
-        assert_eq!(allowance.untold(), Some(1));
-        assert_eq!(allowance.untold_before(start + 2 * PERIOD), None);
+        assert_eq!(passed(&mut rate_limit, 507, start), 500);
+        assert_eq!(rate_limit.suppressed_before(start + PERIOD / 2), None, "the period is not over");
+        assert_eq!(rate_limit.suppressed_before(start + PERIOD), Some(7));
+        assert_eq!(passed(&mut rate_limit, 503, start + PERIOD), 500);
+        assert_eq!(rate_limit.suppressed(), Some(3));
+        assert!(!rate_limit.take(1, start + PERIOD), "another run gets no more");
+        assert_eq!(rate_limit.suppressed(), Some(1));
+        assert_eq!(rate_limit.suppressed_before(start + 2 * PERIOD), None);
     }
 
     #[test]
     fn after_a_burst_there_is_one_in_each_period() {
-        let mut allowance = Allowance::new(Rate { most: 4, more: 1, period: PERIOD });
+        let mut rate_limit = RateLimit::new(Rate { most: 4, more: 1, period: PERIOD });
         let start = Instant::now();
-        let hour = (0..360).filter(|second| allowance.take(2, start + *second * PERIOD / 10)).count();
+        let hour = (0..360).filter(|second| rate_limit.take(2, start + *second * PERIOD / 10)).count();
         assert_eq!(hour, 4 + 35);
-        assert_eq!(allowance.untold(), Some(2 * (360 - 39)));
+        assert_eq!(rate_limit.suppressed(), Some(2 * (360 - 39)));
         let now = start + 36 * PERIOD - PERIOD / 10;
-        assert_eq!(allowance.next(now), start + 36 * PERIOD);
+        assert_eq!(rate_limit.next(now), start + 36 * PERIOD);
         // After a quiet while, there are as many messages as at first.
         let quiet = start + 1000 * PERIOD;
-        assert_eq!(allowance.next(quiet), quiet);
-        assert_eq!((0..10).filter(|_| allowance.take(1, quiet)).count(), 4);
+        assert_eq!(rate_limit.next(quiet), quiet);
+        assert_eq!((0..10).filter(|_| rate_limit.take(1, quiet)).count(), 4);
     }
 }

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::budget::{self, Budget, Member};
 use super::terminate::{Connections, end_client, list_clients};
-use crate::mps::control::{Control, ControlError, ServerStatus, Terminated};
+use crate::mps::control::{Control, ControlError, ServerStatus, TerminateAnswer};
 use crate::mps::process::Held;
 use common::host::identity::Identity;
 
@@ -27,7 +27,7 @@ pub(super) struct OverBudget {
 
 /// The fate of a client that was to be ended.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum EnforcementOutcome {
     Ended,
     /// It could not be ended, for this reason. It is left alone for a while.
     Stays(String),
@@ -39,7 +39,7 @@ pub(super) struct Victim {
     /// The ordinal of its slice.
     pub slice: u32,
     pub process: Identity,
-    pub fate: Fate,
+    pub fate: EnforcementOutcome,
 }
 
 /// A client of the control daemons: the server that it has its connections to.
@@ -102,7 +102,7 @@ impl Cutter {
                         return victims;
                     }
                 };
-                if let Some(Fate::Stays(_)) = fate {
+                if let Some(EnforcementOutcome::Stays(_)) = fate {
                     // The next newest goes in its place.
                     members.iter_mut().filter(|one| one.process == process).for_each(|one| one.stays = true);
                 } else {
@@ -130,10 +130,14 @@ impl Cutter {
 
     /// Ends the work of a client at all its servers. None if the client has just gone. It is an error if no other client
     /// may be touched either.
-    async fn end(&mut self, process: Identity, servers: &[Connected<'_>]) -> Result<Option<Fate>, String> {
+    async fn end(
+        &mut self,
+        process: Identity,
+        servers: &[Connected<'_>],
+    ) -> Result<Option<EnforcementOutcome>, String> {
         let words = |error: ControlError| error.to_string();
         let held = match Held::open(process.pid) {
-            Ok(Some(held)) if Identity::of(process.pid).ok() == Some(process) => held,
+            Ok(Some(held)) if Identity::read(process.pid).ok() == Some(process) => held,
             Ok(_) => return Ok(None),
             Err(error) => return Ok(Some(self.stays(process, error.to_string()))),
         };
@@ -143,8 +147,8 @@ impl Cutter {
                 return Err(format!("server {server} handles a fault"));
             }
             match end_client(control, *server, process.pid, &held).await {
-                Ok(Some(Terminated::Done)) => ended.extend(*connections),
-                Ok(Some(Terminated::NoSuchClient | Terminated::NoSuchServer)) => {}
+                Ok(Some(TerminateAnswer::Done)) => ended.extend(*connections),
+                Ok(Some(TerminateAnswer::NoSuchClient | TerminateAnswer::NoSuchServer)) => {}
                 Ok(None) => return Ok(Some(self.stays(process, "it can't be continued".to_owned()))),
                 Err(error) => {
                     self.stays(process, String::new());
@@ -157,14 +161,14 @@ impl Cutter {
         }
         self.stubborn.remove(&process.pid);
         self.ended.insert(process.pid, (held, ended));
-        Ok(Some(Fate::Ended))
+        Ok(Some(EnforcementOutcome::Ended))
     }
 
     /// Leaves a client alone for a while, and longer each time.
-    fn stays(&mut self, process: Identity, reason: String) -> Fate {
+    fn stays(&mut self, process: Identity, reason: String) -> EnforcementOutcome {
         let before = self.stubborn.get(&process.pid).filter(|(known, ..)| *known == process);
         let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));
         self.stubborn.insert(process.pid, (process, Instant::now() + pause, pause));
-        Fate::Stays(reason)
+        EnforcementOutcome::Stays(reason)
     }
 }
