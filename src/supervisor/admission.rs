@@ -197,7 +197,7 @@ impl SharedAdmission {
             links::release(&running.pipe_directory, running.slice_directories.as_deref());
         }
         let (wanted, events) = (admission.wanted.take(), std::mem::take(&mut admission.events));
-        *admission = Admission { events: events, ..Admission::new(wanted, None) };
+        *admission = Admission { events, ..Admission::new(wanted, None) };
     }
 
     /// Makes and takes away links, as the state file has slices drained. The error is the control daemon's own directory.

@@ -12,7 +12,7 @@ use crate::arguments::Arguments;
 use crate::bus::proxy::{ACCESS_DENIED, BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::device_name;
-use crate::host::gpu::PciAddress;
+use crate::host::pci_address::PciAddress;
 use crate::host::proc;
 
 /// The time that the daemon may take to report its state, which it always knows. A daemon that is stopped or hangs gets

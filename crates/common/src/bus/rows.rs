@@ -17,6 +17,7 @@ use super::ROOT;
 use super::error::RequestError;
 use crate::host::gpu::PcieLink;
 use crate::host::variant::json;
+use crate::membership::Membership;
 use crate::published::client::ClientView;
 use crate::published::control_daemon::{self, ControlDaemonView};
 use crate::published::snapshot::{GpuView, Snapshot};
@@ -340,7 +341,7 @@ row! {
         bypass: bool = client.bypass;
         command: String = client.command.clone();
         container_id: Option<String> = client.container_id.clone();
-        device: Option<String> = client.slices.as_ref().map(|known| known.names());
+        device: Option<String> = client.slices.as_ref().map(Membership::names);
         gpu: String = client.gpu_uuid.clone();
         known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.as_str().to_owned());
         may_command: Option<String> = client.may_command.map(|may| may.as_str().to_owned());

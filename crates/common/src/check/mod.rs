@@ -12,6 +12,7 @@ use crate::config::agent::Trouble;
 use crate::config::{self, Loaded, Refused, Sources};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::Driver;
+use crate::plan::ServedGpu;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 use crate::problem::{LocatedProblem, Problem};
 
@@ -193,7 +194,7 @@ fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
         write_gpu(gpu, out)?;
     }
     for control_daemon in &plan.control_daemons {
-        let gpus: Vec<String> = control_daemon.gpus.iter().map(|gpu| gpu.name()).collect();
+        let gpus: Vec<String> = control_daemon.gpus.iter().map(ServedGpu::name).collect();
         writeln!(
             out,
             "control daemon {}: GPUs {}; active thread percentage {}; {}; {}pipe directory {}; log directory {}",

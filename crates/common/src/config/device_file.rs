@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, MpsEntry};
 use super::{most_clients, percentage, slices};
-use crate::host::gpu::PciAddress;
+use crate::host::pci_address::PciAddress;
 use crate::problem::{LocatedProblem, Origin};
 
 /// The type of the entries that this service serves. The host agent compares it exactly.

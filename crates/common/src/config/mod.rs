@@ -122,9 +122,9 @@ pub struct MpsEntry {
 pub enum DevicePath {
     RenderNode(PathBuf),
     /// A PCI address with its domain.
-    Pci(crate::host::gpu::PciAddress),
+    Pci(crate::host::pci_address::PciAddress),
     /// A PCI address without a domain: the GPU in domain 0000, or the only GPU with this address in any domain.
-    ShortPci(crate::host::gpu::PciAddress),
+    ShortPci(crate::host::pci_address::PciAddress),
     /// A GPU UUID, `GPU-` and 36 characters, lower case.
     Uuid(String),
     /// `/dev/nvidiaN`, by its N.

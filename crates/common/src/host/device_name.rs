@@ -7,7 +7,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::gpu::{BadPciAddress, PciAddress};
+use super::pci_address::{BadPciAddress, PciAddress};
 
 /// The directory of the directories of slices, in the configured pipe directory.
 pub const DIRECTORIES: &str = "slices";

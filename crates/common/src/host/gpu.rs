@@ -2,95 +2,14 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use super::cpus::Cpus;
 use super::device_name::GpuId;
+use super::pci_address::PciAddress;
 use crate::problem::Problem;
 
 /// NVIDIA's PCI vendor number.
 pub const NVIDIA: u16 = 0x10de;
-
-/// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct PciAddress {
-    /// The domain. Above 0xffff behind some host bridges.
-    pub domain: u32,
-    /// The bus.
-    pub bus: u8,
-    /// The device, 0 to 31.
-    pub device: u8,
-    /// The function, 0 to 7.
-    pub function: u8,
-}
-
-impl PciAddress {
-    /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`. The name of a GPU is made of it in `device_name`.
-    pub fn short(self) -> String {
-        if self.domain == 0 {
-            format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
-        } else {
-            self.to_string()
-        }
-    }
-
-    /// Finds the address among `all` that is meant by this one, which is written without a domain: the same address in
-    /// domain 0000, or the only address that differs in nothing but the domain. If there is none, it returns the
-    /// address itself.
-    ///
-    /// # Errors
-    /// Several addresses differ only in the domain.
-    pub fn in_any_domain(self, all: impl Iterator<Item = Self>) -> Result<Self, Vec<Self>> {
-        let same: Vec<Self> = all.filter(|one| Self { domain: self.domain, ..*one } == self).collect();
-        match same.as_slice() {
-            [] => Ok(self),
-            [one] => Ok(*one),
-            several if several.contains(&self) => Ok(self),
-            _ => Err(same),
-        }
-    }
-
-    /// Whether an address is written without its domain, such as `00:06.0`.
-    pub fn is_short(text: &str) -> bool {
-        text.matches(':').count() == 1
-    }
-}
-
-impl fmt::Display for PciAddress {
-    /// The full form, `0000:00:06.0`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:04x}:{:02x}:{:02x}.{:x}", self.domain, self.bus, self.device, self.function)
-    }
-}
-
-/// The text is no PCI address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a PCI address like 0000:00:06.0 or 00:06.0")]
-pub struct BadPciAddress;
-
-impl FromStr for PciAddress {
-    type Err = BadPciAddress;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let hex = |part: &str, widths: std::ops::RangeInclusive<usize>| {
-            let plain = widths.contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
-            if plain { u32::from_str_radix(part, 16).map_err(|_| BadPciAddress) } else { Err(BadPciAddress) }
-        };
-        let (slot, function) = text.rsplit_once('.').ok_or(BadPciAddress)?;
-        let (bus, device) = slot.rsplit_once(':').ok_or(BadPciAddress)?;
-        let (domain, bus) = match bus.rsplit_once(':') {
-            Some((domain, bus)) => (hex(domain, 4..=8)?, bus),
-            None => (0, bus),
-        };
-        let address = Self {
-            domain,
-            bus: u8::try_from(hex(bus, 2..=2)?).map_err(|_| BadPciAddress)?,
-            device: u8::try_from(hex(device, 2..=2)?).map_err(|_| BadPciAddress)?,
-            function: u8::try_from(hex(function, 1..=1)?).map_err(|_| BadPciAddress)?,
-        };
-        if address.device > 0x1f || address.function > 7 { Err(BadPciAddress) } else { Ok(address) }
-    }
-}
 
 /// The mode in which only an MPS server can open a GPU, so that no program slips past it.
 pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
@@ -293,25 +212,5 @@ mod tests {
             }
         }
         assert_eq!(PcieLink { rate: "8GT/s".to_owned(), width: 0 }.throughput(), "0.00 GB/s");
-    }
-
-    #[test]
-    fn addresses_are_numbers() {
-        let golden = [
-            ("0000:00:06.0", "00:06.0", "0000:00:06.0"),
-            ("00:06.0", "00:06.0", "0000:00:06.0"),
-            ("00000000:1A:00.0", "1a:00.0", "0000:1a:00.0"),
-            ("0001:1A:00.0", "0001:1a:00.0", "0001:1a:00.0"),
-            ("10000:e1:00.0", "10000:e1:00.0", "10000:e1:00.0"),
-        ];
-        for (text, short, full) in golden {
-            assert_eq!(text.parse::<PciAddress>().unwrap().short(), short);
-            assert_eq!(text.parse::<PciAddress>().unwrap().to_string(), full);
-        }
-        for text in
-            ["", ".", ":.", "06.0", "0:06.0", "00:06", "00:20.0", "00:06.8", "+0:06.0", "00:06.0 ", "x"]
-        {
-            assert_eq!(text.parse::<PciAddress>(), Err(BadPciAddress), "{text:?}");
-        }
     }
 }

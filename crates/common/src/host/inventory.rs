@@ -5,7 +5,8 @@ use std::path::Path;
 
 use super::cpus::Cpus;
 use super::driver::Series;
-use super::gpu::{Gpu, NVIDIA, NvmlFacts, PciAddress, PciDevice};
+use super::gpu::{Gpu, NVIDIA, NvmlFacts, PciDevice};
+use super::pci_address::PciAddress;
 use super::{nvml, pci_ids, sysfs};
 use crate::problem::Problem;
 

@@ -12,6 +12,7 @@ pub mod inventory;
 pub mod mounts;
 pub mod nvml;
 pub mod oom;
+pub mod pci_address;
 mod pci_ids;
 pub mod proc;
 pub mod program;

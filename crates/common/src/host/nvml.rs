@@ -17,8 +17,9 @@ use rustix::io::Errno;
 use rustix::process::Resource;
 
 use super::driver::NVML_LISTS_CLIENTS;
-use super::gpu::{ComputeMode, NvmlFacts, PciAddress};
+use super::gpu::{ComputeMode, NvmlFacts};
 use super::gpu_processes::Contexts;
+use super::pci_address::PciAddress;
 use crate::host::proc;
 use crate::problem::Problem;
 

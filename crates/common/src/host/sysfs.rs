@@ -6,7 +6,8 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use super::cpus::Cpus;
-use super::gpu::{PciAddress, PciDevice, PcieLink};
+use super::gpu::{PciDevice, PcieLink};
+use super::pci_address::PciAddress;
 
 /// The PCI base class of display controllers.
 const DISPLAY: u32 = 0x03;

@@ -117,7 +117,7 @@ impl ControlDaemonPlan {
 
     /// Its slices.
     pub fn slices(&self) -> impl Iterator<Item = SliceId> {
-        self.gpus.iter().flat_map(|gpu| gpu.slices())
+        self.gpus.iter().flat_map(ServedGpu::slices)
     }
 
     /// The memory limit and the thread percentage of the slices of one of its GPUs.

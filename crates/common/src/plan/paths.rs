@@ -3,8 +3,9 @@
 use std::path::Path;
 
 use crate::config::{DeviceEntry, DevicePath};
-use crate::host::gpu::{Gpu, NVIDIA, NvmlFacts, PciAddress, PciDevice};
+use crate::host::gpu::{Gpu, NVIDIA, NvmlFacts, PciDevice};
 use crate::host::inventory::Inventory;
+use crate::host::pci_address::PciAddress;
 use crate::problem::Problem;
 
 /// The reason why a path leads to no NVIDIA GPU.

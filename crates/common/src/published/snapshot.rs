@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::host::device_name::{self, DeviceName};
-use crate::host::gpu::{ComputeMode, PciAddress};
+use crate::host::gpu::ComputeMode;
+use crate::host::pci_address::PciAddress;
 use crate::plan::GpuPlan;
 use crate::problem::Problem;
 use crate::published::control_daemon::{ControlDaemonView, Event};

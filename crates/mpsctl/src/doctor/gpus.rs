@@ -23,7 +23,7 @@ fn planned(facts: &Facts) -> Result<&[GpuPlan], String> {
 
 fn names(gpu: &Gpu) -> String {
     match &gpu.nvml {
-        Ok(facts) => format!("{} ({})", gpu.id().to_string(), facts.uuid),
+        Ok(facts) => format!("{} ({})", gpu.id(), facts.uuid),
         Err(_) => gpu.id().to_string(),
     }
 }
@@ -98,7 +98,7 @@ fn bypassing(facts: &Facts) -> Outcome {
                 format!(
                     "end them (kill {}) and start them as clients: yunion-mpsctl run {}-0 -- PROGRAM",
                     pids.join(" "),
-                    gpu.id().to_string()
+                    gpu.id()
                 ),
             )
         })

@@ -68,11 +68,11 @@ impl HostGpus {
         for group in &self.groups {
             for gpu in &group.gpus {
                 let memory = group.memory_mib.map(|mib| format!(", {mib} MiB")).unwrap_or_default();
-                lines.push(format!("  {} {}{memory}", gpu.id().to_string(), group.model));
+                lines.push(format!("  {} {}{memory}", gpu.id(), group.model));
             }
         }
         for (gpu, reason) in &self.left_out {
-            lines.push(format!("  {} {}: left out: {reason}", gpu.id().to_string(), gpu.model()));
+            lines.push(format!("  {} {}: left out: {reason}", gpu.id(), gpu.model()));
         }
         if self.inventory.gpus.is_empty() {
             lines.push("  none of NVIDIA".to_owned());
