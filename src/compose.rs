@@ -8,6 +8,7 @@ use crate::supervisor::{GpuStatus, Status};
 use common::config::Settings;
 use common::counted::counted;
 use common::drained::Drained;
+use common::host::gpu::GpuState;
 use common::plan::{GpuPlan, Plan};
 use common::published::control_daemon::{ControlDaemonState, EVENTS_KEPT, Event};
 use common::published::snapshot::{GpuView, Snapshot, State};
@@ -104,9 +105,8 @@ fn listed(gpu: &GpuView) -> GpuView {
     gpu.in_use = None;
     gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
     if let Ok(facts) = gpu.plan.gpu.nvml.as_mut() {
-        // The plan has them as they were when it was made. The view has them as they are now.
-        facts.compute_mode = None;
-        facts.foreign_processes.clear();
+        // The plan has it as it was when the plan was made. The view has its compute mode as it is now.
+        facts.state = GpuState::default();
     }
     gpu
 }
@@ -142,7 +142,9 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
             let warnings = plan.warnings.iter().map(|warning| warning.problem.found.clone());
             bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
         }),
-        compute_mode: gpu.and_then(|gpu| gpu.compute_mode).or(facts.and_then(|facts| facts.compute_mode)),
+        compute_mode: gpu
+            .and_then(|gpu| gpu.compute_mode)
+            .or(facts.and_then(|facts| facts.state.compute_mode)),
         control_daemon: served.map(|(status, _)| status.view.id.clone()).unwrap_or_default(),
         confirmed_thread_percentage: gpu.and_then(|gpu| gpu.thread_percentage),
         confirmed_memory_limit_mib: gpu.and_then(|gpu| gpu.memory_limit_mib),

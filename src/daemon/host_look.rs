@@ -153,7 +153,7 @@ fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
     let up = proc::uptime()?;
     let mut first: Option<Duration> = None;
     for facts in inventory.gpus.iter_mut().filter_map(|gpu| gpu.nvml.as_mut().ok()) {
-        facts.foreign_processes.retain(|(pid, _)| {
+        facts.state.foreign_processes.retain(|(pid, _)| {
             let left =
                 proc::started(*pid).and_then(|started| OF_NEWCOMERS.checked_sub(up.checked_sub(started)?));
             let left = left.filter(|left| !left.is_zero());
@@ -176,13 +176,13 @@ mod tests {
         let mut new = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let mut view = gpu("00:06.0", "GPU-1").plan.gpu;
         let facts = view.nvml.as_mut().unwrap();
-        facts.foreign_processes = vec![(new.id(), "cat".to_owned()), (1, "init".to_owned())];
+        facts.state.foreign_processes = vec![(new.id(), "cat".to_owned()), (1, "init".to_owned())];
         let mut inventory =
             Inventory { driver: Ok(String::new()), gpus: vec![view], others: Vec::new(), cpus: None };
         let left = pass_over(&mut inventory).unwrap();
         assert!(left > Duration::ZERO && left <= OF_NEWCOMERS, "{left:?}");
         let there =
-            |inventory: &Inventory| inventory.gpus[0].nvml.as_ref().unwrap().foreign_processes.clone();
+            |inventory: &Inventory| inventory.gpus[0].nvml.as_ref().unwrap().state.foreign_processes.clone();
         assert_eq!(there(&inventory), [(1, "init".to_owned())]);
         assert_eq!(pass_over(&mut inventory), None);
         assert_eq!(there(&inventory).len(), 1);

@@ -115,7 +115,14 @@ pub struct NvmlFacts {
     pub memory_total_mib: Option<u64>,
     /// The compute capability, major and minor.
     pub compute_capability: Option<(u32, u32)>,
-    /// The compute mode at the time of the query.
+    /// The rest, which changes.
+    pub state: GpuState,
+}
+
+/// The state of a GPU at the moment of the query. The plan is made by it; nothing else may show it, since it ages.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct GpuState {
+    /// The compute mode.
     pub compute_mode: Option<ComputeMode>,
     /// Whether MIG mode is enabled.
     pub mig_enabled: bool,

@@ -125,7 +125,7 @@ impl Inventory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::gpu::ComputeMode;
+    use crate::host::gpu::{ComputeMode, GpuState};
 
     fn address(text: &str) -> PciAddress {
         text.parse().unwrap()
@@ -139,9 +139,7 @@ mod tests {
             minor: Some(index),
             memory_total_mib: Some(23040),
             compute_capability: Some((6, 1)),
-            compute_mode: Some(ComputeMode::Default),
-            mig_enabled: false,
-            foreign_processes: Vec::new(),
+            state: GpuState { compute_mode: Some(ComputeMode::Default), ..GpuState::default() },
         }
     }
 

@@ -17,7 +17,7 @@ use rustix::io::Errno;
 use rustix::process::Resource;
 
 use super::driver::NVML_LISTS_CLIENTS;
-use super::gpu::{ComputeMode, NvmlFacts};
+use super::gpu::{ComputeMode, GpuState, NvmlFacts};
 use super::gpu_processes::Contexts;
 use super::pci_address::PciAddress;
 use crate::host::proc;
@@ -253,9 +253,11 @@ fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, Problem> {
         minor: known("minor number", device.minor_number())?,
         memory_total_mib: known("memory", device.memory_info())?.map(|memory| memory.total / MIB),
         compute_capability: compute_capability.as_ref().and_then(numbers),
-        compute_mode: known("compute mode", device.compute_mode())?.map(ours),
-        mig_enabled: known("MIG mode", device.mig_mode())?.is_some_and(|mode| mode.current == 1),
-        foreign_processes: known("processes", foreign_processes(device))?.unwrap_or_default(),
+        state: GpuState {
+            compute_mode: known("compute mode", device.compute_mode())?.map(ours),
+            mig_enabled: known("MIG mode", device.mig_mode())?.is_some_and(|mode| mode.current == 1),
+            foreign_processes: known("processes", foreign_processes(device))?.unwrap_or_default(),
+        },
     })
 }
 

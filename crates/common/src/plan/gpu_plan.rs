@@ -66,7 +66,7 @@ impl GpuPlan {
     /// The processes without MPS, if they alone keep the GPU from being served.
     pub fn holders(&self) -> &[(u32, String)] {
         match (&self.gpu.nvml, self.obstacles.as_slice()) {
-            (Ok(facts), [NamedProblem { name: HELD, .. }]) => &facts.foreign_processes,
+            (Ok(facts), [NamedProblem { name: HELD, .. }]) => &facts.state.foreign_processes,
             _ => &[],
         }
     }
@@ -85,14 +85,14 @@ pub(super) fn obstacles(gpu: &Gpu) -> Vec<NamedProblem> {
 fn settings(gpu: &Gpu, facts: &NvmlFacts) -> Vec<NamedProblem> {
     let mut obstacles = Vec::new();
     let address = gpu.pci.address;
-    if facts.mig_enabled {
+    if facts.state.mig_enabled {
         let remedy = format!(
             "turn it off with nvidia-smi -i {address} -mig 0 once nothing runs on it, and before Hopper reset it then \
              (nvidia-smi -i {address} --gpu-reset)"
         );
         obstacles.push(NamedProblem::new("mig-enabled", "MIG is on", remedy));
     }
-    if facts.compute_mode == Some(ComputeMode::Prohibited) {
+    if facts.state.compute_mode == Some(ComputeMode::Prohibited) {
         let remedy = format!("change it with nvidia-smi -i {address} -c DEFAULT");
         let found = "compute mode Prohibited lets no process in";
         obstacles.push(NamedProblem::new("compute-mode-prohibited", found, remedy));

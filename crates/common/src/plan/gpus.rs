@@ -29,7 +29,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     let obstacles = match gone {
         Some(problem) => {
             // The processes that used the GPU must not be ended any more.
-            gpu.nvml.as_mut().into_iter().for_each(|facts| facts.foreign_processes.clear());
+            gpu.nvml.as_mut().into_iter().for_each(|facts| facts.state.foreign_processes.clear());
             vec![NamedProblem { name: "gpu-gone", problem: problem.clone() }]
         }
         None => {
@@ -61,12 +61,15 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
 
 /// The obstacle if processes would keep an MPS server from starting.
 fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
-    let exclusive =
-        matches!(facts.compute_mode, Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread));
-    if facts.foreign_processes.is_empty() || !(settings.set_compute_mode || exclusive) {
+    let exclusive = matches!(
+        facts.state.compute_mode,
+        Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread)
+    );
+    if facts.state.foreign_processes.is_empty() || !(settings.set_compute_mode || exclusive) {
         return None;
     }
     let (holders, pids): (Vec<_>, Vec<_>) = facts
+        .state
         .foreign_processes
         .iter()
         .map(|(pid, command)| (format!("{pid} ({command})"), pid.to_string()))
@@ -109,17 +112,17 @@ mod tests {
         let ailments: [(Ailment, &str); 5] = [
             (|all| all.gpus[1].nvml = Err("GPU is lost".into()), "GPU is lost"),
             (
-                |all| facts(all, 1).mig_enabled = true,
+                |all| facts(all, 1).state.mig_enabled = true,
                 "MIG is on; turn it off with nvidia-smi -i 0000:1b:00.0 -mig 0 once nothing runs on it, and before Hopper \
                  reset it then (nvidia-smi -i 0000:1b:00.0 --gpu-reset)",
             ),
             (
-                |all| facts(all, 1).compute_mode = Some(ComputeMode::Prohibited),
+                |all| facts(all, 1).state.compute_mode = Some(ComputeMode::Prohibited),
                 "compute mode Prohibited lets no process in; change it with nvidia-smi -i 0000:1b:00.0 -c DEFAULT",
             ),
             (
                 |all| {
-                    facts(all, 1).foreign_processes =
+                    facts(all, 1).state.foreign_processes =
                         vec![(4711, "python3".to_owned()), (12, "x".to_owned())];
                 },
                 "held by processes that do not go through MPS: 4711 (python3), 12 (x); end them: kill 4711 12",
@@ -158,7 +161,7 @@ mod tests {
     #[test]
     fn all_reasons_of_an_unusable_gpu_are_given_at_once() {
         let mut inventory = p40();
-        facts(&mut inventory, 0).mig_enabled = true;
+        facts(&mut inventory, 0).state.mig_enabled = true;
         facts(&mut inventory, 0).memory_total_mib = None;
         let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
         let reason = plan.gpus[0].unusable().unwrap();
@@ -169,10 +172,10 @@ mod tests {
     fn foreign_processes_matter_if_the_mode_is_or_becomes_exclusive() {
         let mut settings = with(vec![(node(128), 4)]);
         let mut inventory = p40();
-        facts(&mut inventory, 0).foreign_processes = vec![(4711, "python3".to_owned())];
+        facts(&mut inventory, 0).state.foreign_processes = vec![(4711, "python3".to_owned())];
         let mut unusable = |set, mode| {
             settings.set_compute_mode = set;
-            facts(&mut inventory, 0).compute_mode = mode;
+            facts(&mut inventory, 0).state.compute_mode = mode;
             plan(&settings, &inventory).unwrap().gpus[0].unusable().is_some()
         };
         assert!(unusable(true, Some(ComputeMode::Default)));

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
 use crate::host::cpus::Cpus;
 use crate::host::driver::Series;
-use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice};
+use crate::host::gpu::{ComputeMode, Gpu, GpuState, NvmlFacts, PciDevice};
 use crate::host::inventory::Inventory;
 use crate::plan::{Configured, ControlDaemonPlan, GpuPlan, Plan, PlanError, ServedGpu, warnings};
 use crate::problem::Origin;
@@ -93,9 +93,7 @@ pub(super) fn gpu(address: &str, node: u32, uuid: &str, memory: u64, capability:
             minor: Some(node - 128),
             memory_total_mib: Some(memory),
             compute_capability: Some(capability),
-            compute_mode: Some(ComputeMode::Default),
-            mig_enabled: false,
-            foreign_processes: Vec::new(),
+            state: GpuState { compute_mode: Some(ComputeMode::Default), ..GpuState::default() },
         }),
     }
 }
@@ -220,7 +218,7 @@ fn a_gpu_with_an_unknown_uuid_may_be_configured() {
     assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
     // A GPU that foreign processes hold is named as well.
     let mut inventory = h200s();
-    facts(&mut inventory, 1).foreign_processes = vec![(7, "x".to_owned())];
+    facts(&mut inventory, 1).state.foreign_processes = vec![(7, "x".to_owned())];
     let held = plan(&settings, &inventory).unwrap();
     assert_eq!(told(&held.configured), [true, true, false, false]);
     assert_eq!((held.gpus[0].holders().len(), held.gpus[1].holders().len()), (0, 1));

@@ -393,14 +393,14 @@ mod tests {
             device: "00:07.0-1".to_owned(),
             reason: "the reason".to_owned(),
         });
-        assert_eq!(with(&|facts| facts.mig_enabled = true), refused);
+        assert_eq!(with(&|facts| facts.state.mig_enabled = true), refused);
         assert_eq!(with(&|facts| facts.memory_total_mib = None), refused);
         assert_eq!(
-            with(&|facts| facts.compute_mode = Some(crate::host::gpu::ComputeMode::Prohibited)),
+            with(&|facts| facts.state.compute_mode = Some(crate::host::gpu::ComputeMode::Prohibited)),
             refused
         );
         // A program without MPS ends some day, and a container that starts after that needs the answer.
-        assert!(with(&|facts| facts.foreign_processes = vec![(7, "job".to_owned())]).is_ok());
+        assert!(with(&|facts| facts.state.foreign_processes = vec![(7, "job".to_owned())]).is_ok());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::snapshot::{GpuView, Snapshot, State};
-use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts, PciDevice};
+use crate::host::gpu::{ComputeMode, Gpu, GpuState, NvmlFacts, PciDevice};
 use crate::plan::GpuPlan;
 
 /// A GPU with four slices of 5760 MiB and 25 %.
@@ -19,9 +19,7 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
         minor: Some(0),
         memory_total_mib: Some(23040),
         compute_capability: Some((6, 1)),
-        compute_mode: Some(ComputeMode::ExclusiveProcess),
-        mig_enabled: false,
-        foreign_processes: Vec::new(),
+        state: GpuState { compute_mode: Some(ComputeMode::ExclusiveProcess), ..GpuState::default() },
     };
     let pci = PciDevice {
         driver: None,

@@ -52,7 +52,7 @@ fn served(facts: &Facts, uuid: &str) -> bool {
 fn compute_modes(facts: &Facts) -> Outcome {
     let sets_mode = facts.loaded()?.settings.set_compute_mode;
     let of = |(gpu, known): (&Gpu, &NvmlFacts)| {
-        let (mode, address) = (known.compute_mode?, gpu.pci.address);
+        let (mode, address) = (known.state.compute_mode?, gpu.pci.address);
         let serving = served(facts, &known.uuid);
         let open =
             || format!("its compute mode is {mode}, so programs can use it without MPS and without limits");
