@@ -49,7 +49,7 @@ impl Serving<'_> {
         }
         // A stopped control daemon would answer nothing.
         self.continue_if_stopped();
-        if !self.worker.order.set_compute_mode {
+        if !self.worker.order.supervision.set_compute_mode {
             for uuid in &running.gpus {
                 self.worker.give_up_compute_mode(uuid).await;
             }

@@ -116,7 +116,7 @@ impl Worker {
 
     /// Sets the compute mode of a GPU, if that is ours to do.
     async fn take_compute_mode(&self, uuid: &str) -> Result<(), LeftOut> {
-        if self.order.set_compute_mode {
+        if self.order.supervision.set_compute_mode {
             self.tools.compute_modes.take(uuid).await.map_err(LeftOut::ModeRefused)?;
             self.reporter.update_gpu(uuid, |status| status.compute_mode = Some(SERVED));
         }
@@ -154,7 +154,7 @@ impl Serving<'_> {
 
     /// Sets a compute mode again that somebody else has changed.
     pub(super) async fn keep_compute_modes(&mut self) {
-        if !self.worker.order.set_compute_mode {
+        if !self.worker.order.supervision.set_compute_mode {
             return;
         }
         let status = self.worker.reporter.status();

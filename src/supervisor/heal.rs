@@ -103,7 +103,7 @@ impl Serving<'_> {
             ServerStatus::Unsupported => self.wait_for_those_hit(server).await?,
             ServerStatus::Gone => self.server_gone(server).await,
             ServerStatus::Initializing => {}
-            ServerStatus::Fault if since.elapsed() < self.worker.order.fault_grace => {}
+            ServerStatus::Fault if since.elapsed() < self.worker.order.supervision.fault_grace => {}
             ServerStatus::Fault => self.move_clients_out(server).await?,
         }
         self.show_state();

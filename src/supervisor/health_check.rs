@@ -159,8 +159,8 @@ impl Serving<'_> {
                     format!("{} was rotated, and the old one is not kept: {error}", log.path().display());
                 self.worker.reporter.warning(text);
             }
-            None if log.offset() > self.worker.order.log_max_bytes => {
-                log.rotate(self.worker.order.log_max_bytes);
+            None if log.offset() > self.worker.order.supervision.log_max_bytes => {
+                log.rotate(self.worker.order.supervision.log_max_bytes);
             }
             None => {}
         }

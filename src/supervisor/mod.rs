@@ -48,6 +48,7 @@ use crate::rate_limit::{Rate, RateLimit};
 use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
+use common::config::Supervision;
 use common::plan::ControlDaemonPlan;
 
 use admission::SharedAdmission;
@@ -92,14 +93,7 @@ const LINES: Rate = Rate { most: 500, more: 500, period: Duration::from_secs(10)
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Order {
     pub plan: ControlDaemonPlan,
-    /// True if we set the compute mode of its GPUs.
-    pub set_compute_mode: bool,
-    /// The time between `quit` and SIGTERM.
-    pub quit_timeout: Duration,
-    /// The time that the clients of a faulted server have before the server is ended with them.
-    pub fault_grace: Duration,
-    /// The size at which its log is moved away and a new one begun.
-    pub log_max_bytes: u64,
+    pub supervision: Supervision,
     /// The GPUs of the plan that other control daemons still have, each with the id of that control daemon. The order is
     /// carried out without them until they are free.
     pub held: BTreeMap<String, String>,

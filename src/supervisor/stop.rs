@@ -200,7 +200,7 @@ impl Serving<'_> {
         self.continue_if_stopped();
         let run = &mut *self.run;
         tracing::debug!(step = "quit", "control daemon {} is asked to end", run.running.process.pid);
-        if process::stop(&mut run.process, &run.control, self.worker.order.quit_timeout).await {
+        if process::stop(&mut run.process, &run.control, self.worker.order.supervision.quit_timeout).await {
             self.say_how_it_ended(Stopped::Quit);
             return true;
         }

@@ -60,7 +60,7 @@ impl Fleet {
 
     /// Makes the control daemons match a plan.
     pub(super) fn pursue(&mut self, plan: &Plan, settings: &Settings) {
-        let ours = settings.enabled && settings.set_compute_mode;
+        let ours = settings.enabled && settings.supervision.set_compute_mode;
         self.kept.send_replace(if ours { plan.configured.clone() } else { Configured::default() });
         self.pending.clear();
         self.forget_ended();
@@ -98,7 +98,7 @@ impl Fleet {
         for (pid, _) in held().flat_map(plan::GpuPlan::holders).take(HOLDERS) {
             self.holders.spawn(process::ended(*pid));
         }
-        if !settings.set_compute_mode {
+        if !settings.supervision.set_compute_mode {
             return;
         }
         for uuid in held().filter_map(|gpu| gpu.gpu.uuid().map(str::to_owned)) {
@@ -349,14 +349,7 @@ fn busy(id: &str) -> String {
 }
 
 fn order(plan: plan::ControlDaemonPlan, settings: &Settings, held: BTreeMap<String, String>) -> Order {
-    Order {
-        plan,
-        set_compute_mode: settings.set_compute_mode,
-        quit_timeout: settings.quit_timeout,
-        fault_grace: settings.fault_grace,
-        log_max_bytes: settings.log_max_bytes,
-        held,
-    }
+    Order { plan, supervision: settings.supervision, held }
 }
 
 /// The plan of a control daemon that runs and has no place in any plan, as far as it is known.

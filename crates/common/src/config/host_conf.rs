@@ -69,23 +69,24 @@ const KEYS: [(&str, Setter); 19] = [
     ("cuda_mps_multiuser", |draft, value| multiuser(value).map(|choice| draft.settings.multiuser = choice)),
     ("cuda_mps_prewarm", |draft, value| boolean(value).map(|on| draft.settings.prewarm = on)),
     ("cuda_mps_set_compute_mode", |draft, value| {
-        boolean(value).map(|on| draft.settings.set_compute_mode = on)
+        boolean(value).map(|on| draft.settings.supervision.set_compute_mode = on)
     }),
     ("cuda_mps_cpu_affinity", |draft, value| {
         cpu_affinity(value).map(|cpus| draft.settings.cpu_affinity = cpus)
     }),
     ("cuda_mps_quit_timeout", |draft, value| {
-        seconds(value, 1..=600).map(|time| draft.settings.quit_timeout = time)
+        seconds(value, 1..=600).map(|time| draft.settings.supervision.quit_timeout = time)
     }),
     ("cuda_mps_fault_grace", |draft, value| {
-        seconds(value, 0..=3600).map(|time| draft.settings.fault_grace = time)
+        seconds(value, 0..=3600).map(|time| draft.settings.supervision.fault_grace = time)
     }),
     ("cuda_mps_overuse", |draft, value| overuse(value).map(|answer| draft.settings.on_overuse = answer)),
     ("cuda_mps_may_terminate", |draft, value| {
         may_terminate(value).map(|who| draft.settings.may_terminate = who)
     }),
     ("cuda_mps_log_max_size", |draft, value| {
-        whole(value, 1..=1024, "MiB").map(|mib: u64| draft.settings.log_max_bytes = mib * 1024 * 1024)
+        whole(value, 1..=1024, "MiB")
+            .map(|mib: u64| draft.settings.supervision.log_max_bytes = mib * 1024 * 1024)
     }),
     ("cuda_mps_cdi_directory", |draft, value| {
         optional(value, directory).map(|path| draft.settings.cdi_directory = path)
@@ -445,6 +446,7 @@ mod tests {
 
     use super::super::text_of;
     use super::*;
+    use crate::config::Supervision;
 
     const FILE: &str = "/etc/yunion/host.conf";
 
@@ -728,13 +730,15 @@ mod tests {
             thread_policy: ThreadPolicy::Balanced,
             multiuser: MultiUser::Off,
             prewarm: false,
-            set_compute_mode: false,
             cpu_affinity: CpuAffinity::Auto,
-            quit_timeout: Duration::from_secs(20),
-            fault_grace: Duration::ZERO,
+            supervision: Supervision {
+                set_compute_mode: false,
+                quit_timeout: Duration::from_secs(20),
+                fault_grace: Duration::ZERO,
+                log_max_bytes: 2 * 1024 * 1024,
+            },
             on_overuse: OnOveruse::Terminate,
             may_terminate: MayTerminate::Owner,
-            log_max_bytes: 2 * 1024 * 1024,
             cdi_directory: Some(PathBuf::from("/var/run/cdi")),
             ..Settings::default()
         };
@@ -873,13 +877,15 @@ mod tests {
                 thread_policy,
                 multiuser,
                 prewarm,
-                set_compute_mode,
                 cpu_affinity,
-                quit_timeout: Duration::from_secs(quit_timeout),
-                fault_grace: Duration::from_secs(fault_grace),
+                supervision: Supervision {
+                    set_compute_mode,
+                    quit_timeout: Duration::from_secs(quit_timeout),
+                    fault_grace: Duration::from_secs(fault_grace),
+                    log_max_bytes: log_max_mib * 1024 * 1024,
+                },
                 on_overuse,
                 may_terminate,
-                log_max_bytes: log_max_mib * 1024 * 1024,
                 cdi_directory,
                 devices: Vec::new(),
                 sources: Vec::new(),
@@ -917,13 +923,13 @@ mod tests {
                 .to_owned(),
             ),
             ("cuda_mps_prewarm", settings.prewarm.to_string()),
-            ("cuda_mps_set_compute_mode", settings.set_compute_mode.to_string()),
+            ("cuda_mps_set_compute_mode", settings.supervision.set_compute_mode.to_string()),
             ("cuda_mps_cpu_affinity", format!("{:?}", settings.cpu_affinity).to_lowercase()),
-            ("cuda_mps_quit_timeout", settings.quit_timeout.as_secs().to_string()),
-            ("cuda_mps_fault_grace", settings.fault_grace.as_secs().to_string()),
+            ("cuda_mps_quit_timeout", settings.supervision.quit_timeout.as_secs().to_string()),
+            ("cuda_mps_fault_grace", settings.supervision.fault_grace.as_secs().to_string()),
             ("cuda_mps_overuse", format!("{:?}", settings.on_overuse).to_lowercase()),
             ("cuda_mps_may_terminate", format!("{:?}", settings.may_terminate).to_lowercase()),
-            ("cuda_mps_log_max_size", (settings.log_max_bytes / 1024 / 1024).to_string()),
+            ("cuda_mps_log_max_size", (settings.supervision.log_max_bytes / 1024 / 1024).to_string()),
         ];
         lines.extend(
             settings.cdi_directory.as_deref().map(|directory| ("cuda_mps_cdi_directory", path(directory))),

@@ -38,17 +38,10 @@ pub struct Settings {
     pub multiuser: MultiUser,
     /// `cuda_mps_prewarm`: start the server before the first client comes.
     pub prewarm: bool,
-    /// `cuda_mps_set_compute_mode`. If it is false, the compute mode is left alone.
-    pub set_compute_mode: bool,
     pub cpu_affinity: CpuAffinity,
-    /// `cuda_mps_quit_timeout`: the time between `quit` and SIGTERM.
-    pub quit_timeout: Duration,
-    /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
-    pub fault_grace: Duration,
+    pub supervision: Supervision,
     pub on_overuse: OnOveruse,
     pub may_terminate: MayTerminate,
-    /// `cuda_mps_log_max_size`, in bytes (the key is in MiB).
-    pub log_max_bytes: u64,
     /// `cuda_mps_cdi_directory`.
     pub cdi_directory: Option<PathBuf>,
     /// The entries of the device file. Empty if `container_device_config_file` is not set.
@@ -70,16 +63,38 @@ impl Default for Settings {
             thread_policy: ThreadPolicy::default(),
             multiuser: MultiUser::default(),
             prewarm: true,
-            set_compute_mode: true,
             cpu_affinity: CpuAffinity::default(),
-            quit_timeout: Duration::from_secs(10),
-            fault_grace: Duration::from_secs(30),
+            supervision: Supervision::default(),
             on_overuse: OnOveruse::default(),
             may_terminate: MayTerminate::default(),
-            log_max_bytes: 16 * 1024 * 1024,
             cdi_directory: None,
             devices: Vec::new(),
             sources: Vec::new(),
+        }
+    }
+}
+
+/// The settings that a supervisor of a control daemon goes by, beside the plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Supervision {
+    /// `cuda_mps_set_compute_mode`. If it is false, the compute mode is left alone.
+    pub set_compute_mode: bool,
+    /// `cuda_mps_quit_timeout`: the time between `quit` and SIGTERM.
+    pub quit_timeout: Duration,
+    /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
+    pub fault_grace: Duration,
+    /// `cuda_mps_log_max_size`, in bytes (the key is in MiB): the size at which the control daemon's log is moved away and
+    /// a new one begun.
+    pub log_max_bytes: u64,
+}
+
+impl Default for Supervision {
+    fn default() -> Self {
+        Self {
+            set_compute_mode: true,
+            quit_timeout: Duration::from_secs(10),
+            fault_grace: Duration::from_secs(30),
+            log_max_bytes: 16 * 1024 * 1024,
         }
     }
 }

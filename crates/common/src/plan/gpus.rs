@@ -65,7 +65,7 @@ fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
         facts.state.compute_mode,
         Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread)
     );
-    if facts.state.foreign_processes.is_empty() || !(settings.set_compute_mode || exclusive) {
+    if facts.state.foreign_processes.is_empty() || !(settings.supervision.set_compute_mode || exclusive) {
         return None;
     }
     let (holders, pids): (Vec<_>, Vec<_>) = facts
@@ -174,7 +174,7 @@ mod tests {
         let mut inventory = p40();
         facts(&mut inventory, 0).state.foreign_processes = vec![(4711, "python3".to_owned())];
         let mut unusable = |set, mode| {
-            settings.set_compute_mode = set;
+            settings.supervision.set_compute_mode = set;
             facts(&mut inventory, 0).state.compute_mode = mode;
             plan(&settings, &inventory).unwrap().gpus[0].unusable().is_some()
         };

@@ -128,7 +128,7 @@ fn loaded(facts: &Facts) -> Outcome {
 fn programs(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let finds_by_itself =
-        settings.pipe_directory == Path::new(WHERE_CUDA_LOOKS) || !settings.set_compute_mode;
+        settings.pipe_directory == Path::new(WHERE_CUDA_LOOKS) || !settings.supervision.set_compute_mode;
     if finds_by_itself || platform::is_here(&facts.sources.sysroot, facts.loaded()?) {
         return Ok(Vec::new());
     }

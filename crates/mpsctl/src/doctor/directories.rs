@@ -222,7 +222,7 @@ fn socket(directory: &Path, pid: u32) -> Option<Finding> {
 }
 
 fn log_size(facts: &Facts) -> Outcome {
-    let most = facts.enabled()?.log_max_bytes;
+    let most = facts.enabled()?.supervision.log_max_bytes;
     let of = |(_, directory): (PathBuf, PathBuf)| {
         let file = directory.join("control.log");
         let size = fs::metadata(&file).ok()?.len();

@@ -50,7 +50,7 @@ fn served(facts: &Facts, uuid: &str) -> bool {
 }
 
 fn compute_modes(facts: &Facts) -> Outcome {
-    let sets_mode = facts.loaded()?.settings.set_compute_mode;
+    let sets_mode = facts.loaded()?.settings.supervision.set_compute_mode;
     let of = |(gpu, known): (&Gpu, &NvmlFacts)| {
         let (mode, address) = (known.state.compute_mode?, gpu.pci.address);
         let serving = served(facts, &known.uuid);
