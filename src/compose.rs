@@ -8,7 +8,7 @@ use crate::supervisor::{GpuStatus, Status};
 use common::config::Settings;
 use common::counted::counted;
 use common::drained::Drained;
-use common::host::gpu::GpuState;
+use common::host::nvml::facts::GpuState;
 use common::plan::{GpuPlan, Plan};
 use common::published::control_daemon::{ControlDaemonState, EVENTS_KEPT, Event};
 use common::published::snapshot::{GpuView, Snapshot, State};

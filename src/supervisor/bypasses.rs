@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use crate::message::{Message, Subject};
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
-use common::host::gpu::SERVED;
+use common::host::compute_mode::SERVED;
 use common::host::nvml::GpuProcess;
 use common::membership::Slices;
 

@@ -1,6 +1,6 @@
 //! The compute mode of GPUs that are served: taken to `EXCLUSIVE_PROCESS`, kept there, put back.
 
-use common::host::gpu::SERVED;
+use common::host::compute_mode::SERVED;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 
 use crate::supervisor::state_file::SharedStateFile;
 use common::host::blocking::Blocking;
-use common::host::gpu::ComputeMode;
+use common::host::compute_mode::ComputeMode;
 use common::host::nvml::{Driver, GpuProcess};
 use common::plan::Configured;
 

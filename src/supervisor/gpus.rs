@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::mem::discriminant;
 
 use crate::message::{Message, Subject};
-use common::host::gpu::SERVED;
+use common::host::compute_mode::SERVED;
 use common::host::nvml::GpuProcess;
 
 use super::{Failure, Serving, Worker};

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use common::drained::Drained;
-use common::host::gpu::ComputeMode;
+use common::host::compute_mode::ComputeMode;
 use common::plan::ControlDaemonPlan;
 use common::whole_file;
 

@@ -9,7 +9,7 @@ use tokio::sync::{Notify, watch};
 use crate::message::{Message, Subject};
 use crate::supervisor::admission::Unlinked;
 use crate::supervisor::bypass::Bypass;
-use common::host::gpu::ComputeMode;
+use common::host::compute_mode::ComputeMode;
 use common::host::identity::Identity;
 use common::plan::ControlDaemonPlan;
 use common::published::control_daemon::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};

@@ -13,7 +13,7 @@ const CRATES: [&str; 3] = ["crates/common/src", "src", "crates/mpsctl/src"];
 
 /// Words that stand in the code of few files only, with the beginnings of these files' paths.
 const HOMES: [(&str, &[&str]); 19] = [
-    ("nvml_wrapper", &["crates/common/src/host/nvml.rs"]),
+    ("nvml_wrapper", &["crates/common/src/host/nvml/"]),
     ("serde_yaml", &["crates/common/src/config/"]),
     ("tempfile", &["crates/common/src/whole_file.rs"]),
     (

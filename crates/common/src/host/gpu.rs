@@ -1,43 +1,15 @@
 //! A GPU as plain data.
 
-use std::fmt;
 use std::path::PathBuf;
 
 use super::cpus::Cpus;
 use super::device_name::GpuId;
+use super::nvml::facts::NvmlFacts;
 use super::pci_address::PciAddress;
 use crate::problem::Problem;
 
 /// NVIDIA's PCI vendor number.
 pub const NVIDIA: u16 = 0x10de;
-
-/// The mode in which only an MPS server can open a GPU, so that no program slips past it.
-pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
-
-/// The mode that decides which processes may open a context on a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ComputeMode {
-    /// Any number of processes may.
-    Default,
-    /// One thread may. NVIDIA has deprecated this mode.
-    ExclusiveThread,
-    /// No process may.
-    Prohibited,
-    /// One process may, such as an MPS server.
-    ExclusiveProcess,
-}
-
-impl fmt::Display for ComputeMode {
-    /// The text that `nvidia-smi --query-gpu=compute_mode` prints.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Default => "Default",
-            Self::ExclusiveThread => "Exclusive_Thread",
-            Self::Prohibited => "Prohibited",
-            Self::ExclusiveProcess => "Exclusive_Process",
-        })
-    }
-}
 
 /// The capability of a GPU's PCI Express link, not its state of the moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -98,37 +70,6 @@ pub struct PciDevice {
     pub link: Option<PcieLink>,
     /// The marketing name from pci.ids: the text in its square brackets, such as `Tesla P40`.
     pub pci_ids_name: Option<String>,
-}
-
-/// The facts that NVML reports about a GPU. If one value can't be read, the others are still there.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NvmlFacts {
-    /// The GPU's UUID, `GPU-` and 36 characters.
-    pub uuid: String,
-    /// NVML's name, such as `NVIDIA H200`.
-    pub name: String,
-    /// The index that nvidia-smi shows.
-    pub index: u32,
-    /// The N of `/dev/nvidiaN`.
-    pub minor: Option<u32>,
-    /// The memory in MiB, with the reserved part. None if NVML reports `[N/A]`, as on GPUs with unified memory.
-    pub memory_total_mib: Option<u64>,
-    /// The compute capability, major and minor.
-    pub compute_capability: Option<(u32, u32)>,
-    /// The rest, which changes.
-    pub state: GpuState,
-}
-
-/// The state of a GPU at the moment of the query. The plan is made by it; nothing else may show it, since it ages.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct GpuState {
-    /// The compute mode.
-    pub compute_mode: Option<ComputeMode>,
-    /// Whether MIG mode is enabled.
-    pub mig_enabled: bool,
-    /// The processes that would keep an MPS server from starting, each with PID and command: they have a context on the
-    /// GPU, they are no MPS clients, and no server is there yet.
-    pub foreign_processes: Vec<(u32, String)>,
 }
 
 impl PciDevice {

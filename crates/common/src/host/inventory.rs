@@ -5,7 +5,8 @@ use std::path::Path;
 
 use super::cpus::Cpus;
 use super::driver::Series;
-use super::gpu::{Gpu, NVIDIA, NvmlFacts, PciDevice};
+use super::gpu::{Gpu, NVIDIA, PciDevice};
+use super::nvml::facts::NvmlFacts;
 use super::pci_address::PciAddress;
 use super::{nvml, pci_ids, sysfs};
 use crate::problem::Problem;
@@ -125,7 +126,8 @@ impl Inventory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::gpu::{ComputeMode, GpuState};
+    use crate::host::compute_mode::ComputeMode;
+    use crate::host::nvml::facts::GpuState;
 
     fn address(text: &str) -> PciAddress {
         text.parse().unwrap()

@@ -1,6 +1,7 @@
 //! The host: its GPUs, as the PCI bus and NVIDIA's driver report them, its processes and its service manager.
 
 pub mod blocking;
+pub mod compute_mode;
 pub mod cpus;
 pub mod device_name;
 pub mod driver;

@@ -9,8 +9,8 @@ use crate::config::{self, MultiUser, Settings, Topology};
 use crate::host::cpus::Cpus;
 use crate::host::device_name::{self, GpuId, SliceId};
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
-use crate::host::gpu::NvmlFacts;
 use crate::host::inventory::Inventory;
+use crate::host::nvml::facts::NvmlFacts;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControlDaemonPlan {

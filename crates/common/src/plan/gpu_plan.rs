@@ -2,9 +2,11 @@
 
 use std::path::PathBuf;
 
+use crate::host::compute_mode::ComputeMode;
 use crate::host::cpus::Cpus;
 use crate::host::device_name::SliceId;
-use crate::host::gpu::{ComputeMode, Gpu, NvmlFacts};
+use crate::host::gpu::Gpu;
+use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
 /// One configured GPU.

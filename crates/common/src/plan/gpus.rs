@@ -8,9 +8,10 @@ use super::limits;
 use super::paths;
 use super::warnings;
 use crate::config::{CpuAffinity, DeviceEntry, Settings, Topology};
+use crate::host::compute_mode::ComputeMode;
 use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
-use crate::host::gpu::{ComputeMode, NvmlFacts};
 use crate::host::inventory::Inventory;
+use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
 pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {

@@ -3,8 +3,9 @@
 use std::path::Path;
 
 use crate::config::{DeviceEntry, DevicePath};
-use crate::host::gpu::{Gpu, NVIDIA, NvmlFacts, PciDevice};
+use crate::host::gpu::{Gpu, NVIDIA, PciDevice};
 use crate::host::inventory::Inventory;
+use crate::host::nvml::facts::NvmlFacts;
 use crate::host::pci_address::PciAddress;
 use crate::problem::Problem;
 

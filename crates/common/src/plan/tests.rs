@@ -3,10 +3,12 @@
 use std::num::NonZeroU32;
 
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
+use crate::host::compute_mode::ComputeMode;
 use crate::host::cpus::Cpus;
 use crate::host::driver::Series;
-use crate::host::gpu::{ComputeMode, Gpu, GpuState, NvmlFacts, PciDevice};
+use crate::host::gpu::{Gpu, PciDevice};
 use crate::host::inventory::Inventory;
+use crate::host::nvml::facts::{GpuState, NvmlFacts};
 use crate::plan::{Configured, ControlDaemonPlan, GpuPlan, Plan, PlanError, ServedGpu, warnings};
 use crate::problem::Origin;
 

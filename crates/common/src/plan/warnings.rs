@@ -4,8 +4,8 @@ use std::num::NonZeroU32;
 
 use crate::config::DeviceEntry;
 use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
-use crate::host::gpu::NvmlFacts;
 use crate::host::inventory::Inventory;
+use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
 /// The warnings that follow from the GPU itself.

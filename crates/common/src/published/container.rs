@@ -382,7 +382,7 @@ mod tests {
 
     #[test]
     fn a_gpu_that_can_not_be_served_is_given_to_nobody() {
-        let with = |change: &dyn Fn(&mut crate::host::gpu::NvmlFacts)| {
+        let with = |change: &dyn Fn(&mut crate::host::nvml::facts::NvmlFacts)| {
             let mut view = gpu("00:07.0", "GPU-2");
             change(view.plan.gpu.nvml.as_mut().unwrap());
             view.plan.obstacles = vec![NamedProblem::new("mig-enabled", "the reason", "")];
@@ -396,7 +396,7 @@ mod tests {
         assert_eq!(with(&|facts| facts.state.mig_enabled = true), refused);
         assert_eq!(with(&|facts| facts.memory_total_mib = None), refused);
         assert_eq!(
-            with(&|facts| facts.state.compute_mode = Some(crate::host::gpu::ComputeMode::Prohibited)),
+            with(&|facts| facts.state.compute_mode = Some(crate::host::compute_mode::ComputeMode::Prohibited)),
             refused
         );
         // A program without MPS ends some day, and a container that starts after that needs the answer.

@@ -7,7 +7,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::snapshot::{GpuView, Snapshot, State};
-use crate::host::gpu::{ComputeMode, Gpu, GpuState, NvmlFacts, PciDevice};
+use crate::host::compute_mode::ComputeMode;
+use crate::host::gpu::{Gpu, PciDevice};
+use crate::host::nvml::facts::{GpuState, NvmlFacts};
 use crate::plan::GpuPlan;
 
 /// A GPU with four slices of 5760 MiB and 25 %.

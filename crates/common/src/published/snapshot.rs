@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::host::compute_mode::ComputeMode;
 use crate::host::device_name::{self, DeviceName};
-use crate::host::gpu::ComputeMode;
 use crate::host::pci_address::PciAddress;
 use crate::plan::GpuPlan;
 use crate::problem::Problem;

@@ -3,7 +3,9 @@
 use super::facts::Facts;
 use super::serving::named;
 use super::{Check, Outcome, Severity, error, finding, info, warning};
-use common::host::gpu::{Gpu, NvmlFacts, SERVED};
+use common::host::compute_mode::SERVED;
+use common::host::gpu::Gpu;
+use common::host::nvml::facts::NvmlFacts;
 use common::plan::{GpuPlan, HELD, WORTH_KNOWING};
 use common::problem::NamedProblem;
 

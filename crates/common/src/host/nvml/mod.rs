@@ -1,4 +1,4 @@
-//! NVIDIA's driver, asked through NVML. Only this module names `nvml_wrapper`. All errors are in words for an
+//! NVIDIA's driver, asked through NVML. Only this folder names `nvml_wrapper`. All errors are in words for an
 //! administrator.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,19 +11,22 @@ use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::struct_wrappers::device::ProcessInfo;
-use nvml_wrapper::structs::device::CudaComputeCapability;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use rustix::io::Errno;
 use rustix::process::Resource;
 
+use super::compute_mode::ComputeMode;
 use super::driver::NVML_LISTS_CLIENTS;
-use super::gpu::{ComputeMode, GpuState, NvmlFacts};
 use super::gpu_processes::Contexts;
 use super::pci_address::PciAddress;
 use crate::host::proc;
 use crate::problem::Problem;
 
 pub use super::gpu_processes::GpuProcess;
+
+pub mod facts;
+
+use facts::{NvmlFacts, numbers};
 
 /// The library's name that every driver installs. The name without a number comes only with development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -114,7 +117,7 @@ impl Driver {
             error => words(&error),
         })?;
         let index = device.index().map_err(|error| words(&error).prefixed("its index can't be read"))?;
-        facts_of(&device, index)
+        NvmlFacts::read(&device, index)
     }
 
     /// The compute mode of the GPU with this UUID.
@@ -236,64 +239,16 @@ fn listed_as(device: &Device<'_>, index: u32) -> Result<ListedGpu, String> {
         address,
         vendor: u16::from_le_bytes([vendor_low, vendor_high]),
         device: u16::from_le_bytes([device_low, device_high]),
-        facts: facts_of(device, index),
+        facts: NvmlFacts::read(device, index),
     })
-}
-
-fn facts_of(device: &Device<'_>, index: u32) -> Result<NvmlFacts, Problem> {
-    let uuid = device.uuid().map_err(|error| match error {
-        error if is_gone(&error) => words(&error),
-        error => words(&error).prefixed("its UUID can't be read"),
-    })?;
-    let compute_capability = known("compute capability", device.cuda_compute_capability())?;
-    Ok(NvmlFacts {
-        uuid,
-        name: known("name", device.name())?.unwrap_or_default(),
-        index,
-        minor: known("minor number", device.minor_number())?,
-        memory_total_mib: known("memory", device.memory_info())?.map(|memory| memory.total / MIB),
-        compute_capability: compute_capability.as_ref().and_then(numbers),
-        state: GpuState {
-            compute_mode: known("compute mode", device.compute_mode())?.map(ours),
-            mig_enabled: known("MIG mode", device.mig_mode())?.is_some_and(|mode| mode.current == 1),
-            foreign_processes: known("processes", foreign_processes(device))?.unwrap_or_default(),
-        },
-    })
-}
-
-/// Major and minor.
-fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> {
-    Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
 }
 
 fn read<T>(what: &str, value: Result<T, NvmlError>) -> Result<T, String> {
     value.map_err(|error| format!("{what} can't be read: {}", words(&error)))
 }
 
-/// The value, or None if only this value can't be read. An error if the whole GPU is gone.
-fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Problem> {
-    match value {
-        Ok(value) => Ok(Some(value)),
-        Err(error) if is_gone(&error) => Err(words(&error)),
-        Err(error) => {
-            tracing::debug!("NVML does not say the {what}: {error}");
-            Ok(None)
-        }
-    }
-}
-
 fn is_gone(error: &NvmlError) -> bool {
     matches!(error, NvmlError::GpuLost | NvmlError::ResetRequired)
-}
-
-fn foreign_processes(device: &Device<'_>) -> Result<Vec<(u32, String)>, NvmlError> {
-    let mut foreign = contexts(device)?.foreign(proc::name);
-    if !foreign.is_empty() {
-        // A client that ends between the two lists looks foreign for a moment.
-        let still = list(|| device.running_compute_processes())?;
-        foreign.retain(|(pid, _)| still.contains_key(pid));
-    }
-    Ok(foreign)
 }
 
 fn contexts(device: &Device<'_>) -> Result<Contexts, NvmlError> {
@@ -451,17 +406,6 @@ mod tests {
         });
         assert_eq!(answer.unwrap(), BTreeMap::from([(7, Some(580))]));
         assert!(list(|| Err(NvmlError::InsufficientSize(None))).is_err());
-    }
-
-    #[test]
-    fn a_value_fails_alone_and_a_lost_gpu_as_a_whole() {
-        assert_eq!(known("name", Ok(1)), Ok(Some(1)));
-        assert_eq!(known::<u32>("memory", Err(NvmlError::NotSupported)), Ok(None));
-        assert_eq!(known::<u32>("memory", Err(NvmlError::FailedToLoadSymbol("x".to_owned()))), Ok(None));
-        assert!(known::<u32>("memory", Err(NvmlError::GpuLost)).unwrap_err().remedy.contains("reboot"));
-        assert!(
-            known::<u32>("memory", Err(NvmlError::ResetRequired)).unwrap_err().found.contains("gpu-reset")
-        );
     }
 
     #[test]

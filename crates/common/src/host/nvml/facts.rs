@@ -1,0 +1,108 @@
+//! The facts about a GPU that NVML tells.
+
+use nvml_wrapper::Device;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::structs::device::CudaComputeCapability;
+
+use super::{MIB, contexts, is_gone, list, ours, words};
+use crate::host::compute_mode::ComputeMode;
+use crate::host::proc;
+use crate::problem::Problem;
+
+/// The facts that NVML reports about a GPU. If one value can't be read, the others are still there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NvmlFacts {
+    /// The GPU's UUID, `GPU-` and 36 characters.
+    pub uuid: String,
+    /// NVML's name, such as `NVIDIA H200`.
+    pub name: String,
+    /// The index that nvidia-smi shows.
+    pub index: u32,
+    /// The N of `/dev/nvidiaN`.
+    pub minor: Option<u32>,
+    /// The memory in MiB, with the reserved part. None if NVML reports `[N/A]`, as on GPUs with unified memory.
+    pub memory_total_mib: Option<u64>,
+    /// The compute capability, major and minor.
+    pub compute_capability: Option<(u32, u32)>,
+    /// The rest, which changes.
+    pub state: GpuState,
+}
+
+/// The state of a GPU at the moment of the query. The plan is made by it; nothing else may show it, since it ages.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct GpuState {
+    /// The compute mode.
+    pub compute_mode: Option<ComputeMode>,
+    /// Whether MIG mode is enabled.
+    pub mig_enabled: bool,
+    /// The processes that would keep an MPS server from starting, each with PID and command: they have a context on the
+    /// GPU, they are no MPS clients, and no server is there yet.
+    pub foreign_processes: Vec<(u32, String)>,
+}
+
+impl NvmlFacts {
+    /// Asks for them. An error if the whole GPU is gone.
+    pub(super) fn read(device: &Device<'_>, index: u32) -> Result<Self, Problem> {
+        let uuid = device.uuid().map_err(|error| match error {
+            error if is_gone(&error) => words(&error),
+            error => words(&error).prefixed("its UUID can't be read"),
+        })?;
+        let compute_capability = known("compute capability", device.cuda_compute_capability())?;
+        Ok(Self {
+            uuid,
+            name: known("name", device.name())?.unwrap_or_default(),
+            index,
+            minor: known("minor number", device.minor_number())?,
+            memory_total_mib: known("memory", device.memory_info())?.map(|memory| memory.total / MIB),
+            compute_capability: compute_capability.as_ref().and_then(numbers),
+            state: GpuState {
+                compute_mode: known("compute mode", device.compute_mode())?.map(ours),
+                mig_enabled: known("MIG mode", device.mig_mode())?.is_some_and(|mode| mode.current == 1),
+                foreign_processes: known("processes", foreign_processes(device))?.unwrap_or_default(),
+            },
+        })
+    }
+}
+
+/// Major and minor.
+pub(super) fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> {
+    Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
+}
+
+/// The value, or None if only this value can't be read. An error if the whole GPU is gone.
+fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Problem> {
+    match value {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if is_gone(&error) => Err(words(&error)),
+        Err(error) => {
+            tracing::debug!("NVML does not say the {what}: {error}");
+            Ok(None)
+        }
+    }
+}
+
+fn foreign_processes(device: &Device<'_>) -> Result<Vec<(u32, String)>, NvmlError> {
+    let mut foreign = contexts(device)?.foreign(proc::name);
+    if !foreign.is_empty() {
+        // A client that ends between the two lists looks foreign for a moment.
+        let still = list(|| device.running_compute_processes())?;
+        foreign.retain(|(pid, _)| still.contains_key(pid));
+    }
+    Ok(foreign)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_fails_alone_and_a_lost_gpu_as_a_whole() {
+        assert_eq!(known("name", Ok(1)), Ok(Some(1)));
+        assert_eq!(known::<u32>("memory", Err(NvmlError::NotSupported)), Ok(None));
+        assert_eq!(known::<u32>("memory", Err(NvmlError::FailedToLoadSymbol("x".to_owned()))), Ok(None));
+        assert!(known::<u32>("memory", Err(NvmlError::GpuLost)).unwrap_err().remedy.contains("reboot"));
+        assert!(
+            known::<u32>("memory", Err(NvmlError::ResetRequired)).unwrap_err().found.contains("gpu-reset")
+        );
+    }
+}
