@@ -35,17 +35,10 @@ impl Line {
             Meaning::Ordinary | Meaning::Noise | Meaning::ClientAdmitted(_) | Meaning::ClientLeft(_) => {
                 Level::DEBUG
             }
-            Meaning::ServerStarting { .. }
-            | Meaning::ServerReady(_)
-            | Meaning::ThreadPercentage { .. }
-            | Meaning::MemoryLimit { .. }
-            | Meaning::ClientPending { .. }
-            | Meaning::ServerExited { status: 0, .. }
-            // The supervisor tells the fault once for each GPU, with all that these lines say.
-            | Meaning::Fault { .. }
-            | Meaning::FaultHandling { .. }
-            | Meaning::TornDown { .. } => Level::INFO,
+            Meaning::ServerExited { status: 0, .. } => Level::INFO,
             Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
+            // A fault is among these: the supervisor tells it once for each GPU, with all that its lines say.
+            _ => Level::INFO,
         }
     }
 
