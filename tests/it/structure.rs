@@ -286,6 +286,34 @@ fn what_has_a_home_is_named_nowhere_else() {
 }
 
 /// The rules see what they are for.
+/// A newcomer looks for a word of the page in the code, and finds it under this name; and each file that the page names.
+#[test]
+fn the_words_of_the_architecture_page_are_in_the_code() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("docs/architecture.md")).unwrap();
+    let crates = CRATES.map(Crate::read);
+    let sources = || crates.iter().flat_map(|house| &house.sources);
+    let words = page.split("## Words").nth(1).unwrap().split("\n## ").next().unwrap();
+    let named = Regex::new(r"(?m)^\| ([^|]+) \|[^|]+\|.*?`(\w+)`(?: in `([\w.]+)`)? \|$").unwrap();
+    let names: Vec<_> = named.captures_iter(words).collect();
+    assert!(names.len() > 15, "{words}");
+    for name in names {
+        let declared = Regex::new(&format!(r"(?-u)\b(struct|enum|trait|type|fn) {}\b", &name[2])).unwrap();
+        let file = name.get(3).map_or("", |file| file.as_str());
+        let is_there = |source: &Source| {
+            source.path.ends_with(file) && source.code().any(|(_, line)| declared.is_match(line))
+        };
+        assert!(sources().any(is_there), "{}: no {} in the code {file}", &name[1], &name[2]);
+    }
+    let file = Regex::new(r"`((?:[\w-]+/)*\w+\.rs)`").unwrap();
+    let files: Vec<_> = file.captures_iter(&page).map(|file| file[1].to_owned()).collect();
+    assert!(files.len() > 10, "{files:?}");
+    for file in files {
+        let is_there = sources().any(|source| source.path.ends_with(&file)) || root.join(&file).exists();
+        assert!(is_there, "docs/architecture.md names {file}, which is not there");
+    }
+}
+
 #[test]
 fn a_breach_is_named_with_file_and_line() {
     let source = |below: &str, text: &str| Source::new("src", below, text.to_owned());
