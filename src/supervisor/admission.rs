@@ -119,7 +119,7 @@ impl WantedLinks {
 }
 
 /// What shall become of the link in the directory of this name, where a control daemon has these GPUs.
-fn fate(directory: &str, wanted: Option<&WantedLinks>, gpus: &[String], drained: &Drained) -> LinkTarget {
+fn target(directory: &str, wanted: Option<&WantedLinks>, gpus: &[String], drained: &Drained) -> LinkTarget {
     let wants = |wanted: &WantedLinks| wanted.leads(directory, gpus);
     match SliceId::with_directory_name(directory) {
         Some(slice) if drained.has(slice) => LinkTarget::Closed,
@@ -378,15 +378,15 @@ impl Admission {
         let names = self.names(parent, directories);
         for name in &names {
             let path = parent.join(name);
-            let led = match (fate(name, wanted.as_ref(), gpus, drained), &found) {
+            let led = match (target(name, wanted.as_ref(), gpus, drained), &found) {
                 (LinkTarget::Leads, Err(bad)) => Err(bad.clone()),
                 (LinkTarget::Leads, Ok(_)) => self.lead_slice(&path, directories.zip(socket), lead),
                 (LinkTarget::Closed, Err(bad)) => {
                     self.events.stuck.insert(bad.clone());
                     Ok(())
                 }
-                (fate, Ok(Some(directories))) => {
-                    self.close_slice(name, fate, directories);
+                (target, Ok(Some(directories))) => {
+                    self.close_slice(name, target, directories);
                     Ok(())
                 }
                 (LinkTarget::Closed | LinkTarget::NotHere, _) => Ok(()),
@@ -431,9 +431,9 @@ impl Admission {
         Ok(())
     }
 
-    fn close_slice(&mut self, name: &str, fate: LinkTarget, directories: &SliceDirectories) {
+    fn close_slice(&mut self, name: &str, target: LinkTarget, directories: &SliceDirectories) {
         // Whichever control daemon the link of a drained slice leads to, it goes.
-        let only = (fate != LinkTarget::Closed).then_some(self.socket);
+        let only = (target != LinkTarget::Closed).then_some(self.socket);
         let closed = match only {
             None => directories.close(name, None),
             Some(Some(socket)) => directories.close(name, Some(socket)),
@@ -475,9 +475,9 @@ mod tests {
         }
     }
 
-    /// The fate where the control daemon has the GPU.
-    fn fate_there(directory: &str, wanted: Option<&WantedLinks>, drained: &Drained) -> LinkTarget {
-        fate(directory, wanted, &[GPU.to_owned()], drained)
+    /// The target where the control daemon has the GPU.
+    fn target_there(directory: &str, wanted: Option<&WantedLinks>, drained: &Drained) -> LinkTarget {
+        target(directory, wanted, &[GPU.to_owned()], drained)
     }
 
     fn drained(names: &[&str]) -> Drained {
@@ -500,23 +500,23 @@ mod tests {
         ];
         for (wanted, open) in table {
             let row = format!("{wanted:?}");
-            assert_eq!(fate_there(DIRECTORY, wanted, &other), open, "{row}");
+            assert_eq!(target_there(DIRECTORY, wanted, &other), open, "{row}");
             for names in [&["00:06.0-1"], &["00:06.0"]] {
-                assert_eq!(fate_there(DIRECTORY, wanted, &drained(names)), LinkTarget::Closed, "{row}");
+                assert_eq!(target_there(DIRECTORY, wanted, &drained(names)), LinkTarget::Closed, "{row}");
             }
             let mut all = Drained::default();
             all.drain(&[]);
-            assert_eq!(fate_there(DIRECTORY, wanted, &all), LinkTarget::Closed, "{row}");
+            assert_eq!(target_there(DIRECTORY, wanted, &all), LinkTarget::Closed, "{row}");
             assert!(!pipe_leads(wanted, &all), "{row}");
         }
         assert_eq!(
-            fate_there("00_06.0-2", Some(&serving), &other),
+            target_there("00_06.0-2", Some(&serving), &other),
             LinkTarget::NotHere,
             "a slice of an earlier order"
         );
         for name in ["file", "00_06.0-1.refused-1", "00:06.0-1", ".control.new"] {
             assert_eq!(
-                fate_there(name, Some(&serving), &drained(&["00:06.0"])),
+                target_there(name, Some(&serving), &drained(&["00:06.0"])),
                 LinkTarget::NotHere,
                 "{name}"
             );
@@ -526,8 +526,11 @@ mod tests {
     #[test]
     fn a_slice_of_a_gpu_that_another_control_daemon_has_does_not_lead_here() {
         let gpus = ["GPU-2".to_owned()];
-        assert_eq!(fate(DIRECTORY, Some(&wanted(false)), &gpus, &drained(&[])), LinkTarget::NotHere);
-        assert_eq!(fate(DIRECTORY, Some(&wanted(false)), &gpus, &drained(&["00:06.0"])), LinkTarget::Closed);
+        assert_eq!(target(DIRECTORY, Some(&wanted(false)), &gpus, &drained(&[])), LinkTarget::NotHere);
+        assert_eq!(
+            target(DIRECTORY, Some(&wanted(false)), &gpus, &drained(&["00:06.0"])),
+            LinkTarget::Closed
+        );
     }
 
     #[test]

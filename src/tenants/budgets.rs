@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::budget::{self, Budget, Member, Part};
 use super::clients::{owner, users};
 use super::describe::{Whose, describe};
-use super::enforcement::{Cutter, EnforcementOutcome, OverBudget, Victim};
+use super::enforcement::{Ending, Enforcer, OverBudget, Victim};
 use super::members::{Members, SlicedGpu};
 use super::overuse::{MESSAGES, ShownOveruse};
 use crate::mps::control::Control;
@@ -175,7 +175,7 @@ impl Budgets {
             due: Some(now),
             busy: false,
             attempt: Attempt { at: now, pause: PERIOD },
-            cutter: Some(Cutter::default()),
+            enforcer: Some(Enforcer::default()),
         };
         let task = tokio::spawn(watch.run(received, Arc::clone(&bell)));
         WatchHandle { budget: sender, uses: uses_seen, looked: looked_seen, bell, task }
@@ -230,7 +230,7 @@ impl SliceMessages {
 }
 
 /// The end of an attempt, with the owners of the clients that were there at its beginning.
-type Attempted = (Cutter, Vec<Victim>, BTreeMap<u32, Whose>);
+type Attempted = (Enforcer, Vec<Victim>, BTreeMap<u32, Whose>);
 
 struct GpuWatch {
     uuid: String,
@@ -254,7 +254,7 @@ struct GpuWatch {
     busy: bool,
     attempt: Attempt,
     /// None while clients are being ended.
-    cutter: Option<Cutter>,
+    enforcer: Option<Enforcer>,
 }
 
 impl GpuWatch {
@@ -409,35 +409,34 @@ impl GpuWatch {
         }
         let pids = over.iter().flat_map(|slice| &slice.members).map(|member| member.process.pid).collect();
         let owners = self.owners(pids).await;
-        let mut cutter = self.cutter.take()?;
+        let mut enforcer = self.enforcer.take()?;
         let events = self.events.clone();
         // Beside the looks: the control daemon waits for each client that it ends.
         Some(tokio::spawn(async move {
             let (reply, answer) = oneshot::channel();
             let _ = events.send(BudgetEvent::Controls(reply)).await;
             let controls = answer.await.unwrap_or_default();
-            let victims = cutter.cut_back(&controls, over).await;
-            (cutter, victims, owners)
+            let victims = enforcer.enforce(&controls, over).await;
+            (enforcer, victims, owners)
         }))
     }
 
     /// Takes note of the end of an attempt, and tells which clients have lost their work. None: the attempt has failed.
     async fn has_attempted(&mut self, attempted: Option<Attempted>) {
-        let (cutter, victims, owners) = attempted.unwrap_or_default();
-        self.cutter = Some(cutter);
+        let (enforcer, victims, owners) = attempted.unwrap_or_default();
+        self.enforcer = Some(enforcer);
         let now = Instant::now();
-        let ended_one = victims.iter().any(|victim| victim.fate == EnforcementOutcome::Ended);
+        let ended_one = victims.iter().any(|victim| victim.ending == Ending::Ended);
         self.attempt.pause = if ended_one { PERIOD } else { (self.attempt.pause * 2).min(LAST_PAUSE) };
         self.attempt.at = now + self.attempt.pause;
         let slices: BTreeSet<u32> = victims.iter().map(|victim| victim.slice).collect();
         for slice in slices {
             let of_slice = || victims.iter().filter(|victim| victim.slice == slice);
             let owner = |victim: &Victim| owners.get(&victim.process.pid).cloned();
-            let ended =
-                of_slice().filter(|victim| victim.fate == EnforcementOutcome::Ended).filter_map(owner);
-            let stay = of_slice().find_map(|victim| match &victim.fate {
-                EnforcementOutcome::Stays(reason) => Some((owner(victim)?, reason)),
-                EnforcementOutcome::Ended => None,
+            let ended = of_slice().filter(|victim| victim.ending == Ending::Ended).filter_map(owner);
+            let stay = of_slice().find_map(|victim| match &victim.ending {
+                Ending::Stays(reason) => Some((owner(victim)?, reason)),
+                Ending::Ended => None,
             });
             let told = self.slices.entry(slice).or_insert_with(SliceMessages::new);
             if !told.endings.take(ended.clone().count(), now) {

@@ -25,9 +25,9 @@ pub(super) struct OverBudget {
     pub members: Vec<Member>,
 }
 
-/// The fate of a client that was to be ended.
+/// The result for a client that was to be ended.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum EnforcementOutcome {
+pub(super) enum Ending {
     Ended,
     /// It could not be ended, for this reason. It is left alone for a while.
     Stays(String),
@@ -39,7 +39,7 @@ pub(super) struct Victim {
     /// The ordinal of its slice.
     pub slice: u32,
     pub process: Identity,
-    pub fate: EnforcementOutcome,
+    pub ending: Ending,
 }
 
 /// A client of the control daemons: the server that it has its connections to.
@@ -52,7 +52,7 @@ struct Connected<'c> {
 /// Knows the clients that it has ended and the clients that could not be ended, so that it tries nothing again without
 /// need.
 #[derive(Debug, Default)]
-pub(super) struct Cutter {
+pub(super) struct Enforcer {
     /// The processes without work any more, by PID, with the connections that they had. Each is held, so that no other
     /// process with its PID is taken for it.
     ended: BTreeMap<u32, (Held, Connections)>,
@@ -60,10 +60,10 @@ pub(super) struct Cutter {
     stubborn: BTreeMap<u32, (Identity, Instant, Duration)>,
 }
 
-impl Cutter {
+impl Enforcer {
     /// Ends the work of the newest members of each slice until the rest fits. A member that was ended before counts as
     /// gone while it has no new connection, and so does a process without any connection.
-    pub(super) async fn cut_back(
+    pub(super) async fn enforce(
         &mut self,
         controls: &[Arc<Control>],
         slices: Vec<OverBudget>,
@@ -71,7 +71,7 @@ impl Cutter {
         let (listed, silent) = list_clients(controls).await;
         if let Some(error) = &silent {
             // A client that is not listed counts as gone, so fewer are ended.
-            tracing::debug!("slices are cut back, and not all clients are known: {error}");
+            tracing::debug!("budgets are enforced, and not all clients are known: {error}");
         }
         let mut connected: BTreeMap<u32, Vec<Connected<'_>>> = BTreeMap::new();
         for (control, clients) in &listed {
@@ -94,21 +94,21 @@ impl Cutter {
             }
             while let Some(process) = budget::victims(budget, &members).first().copied() {
                 let servers = connected.get(&process.pid).map(Vec::as_slice).unwrap_or_default();
-                let fate = match self.end(process, servers).await {
-                    Ok(fate) => fate,
+                let ending = match self.end(process, servers).await {
+                    Ok(ending) => ending,
                     // After a fault, and with a control daemon that does not answer, nobody is touched.
                     Err(reason) => {
-                        tracing::debug!("no slice is cut back any further: {reason}");
+                        tracing::debug!("no budget is enforced any further: {reason}");
                         return victims;
                     }
                 };
-                if let Some(EnforcementOutcome::Stays(_)) = fate {
+                if let Some(Ending::Stays(_)) = ending {
                     // The next newest goes in its place.
                     members.iter_mut().filter(|one| one.process == process).for_each(|one| one.stays = true);
                 } else {
                     members.retain(|one| one.process != process);
                 }
-                victims.extend(fate.map(|fate| Victim { slice, process, fate }));
+                victims.extend(ending.map(|ending| Victim { slice, process, ending }));
             }
         }
         victims
@@ -130,11 +130,7 @@ impl Cutter {
 
     /// Ends the work of a client at all its servers. None if the client has just gone. It is an error if no other client
     /// may be touched either.
-    async fn end(
-        &mut self,
-        process: Identity,
-        servers: &[Connected<'_>],
-    ) -> Result<Option<EnforcementOutcome>, String> {
+    async fn end(&mut self, process: Identity, servers: &[Connected<'_>]) -> Result<Option<Ending>, String> {
         let words = |error: ControlError| error.to_string();
         let held = match Held::open(process.pid) {
             Ok(Some(held)) if Identity::read(process.pid).ok() == Some(process) => held,
@@ -161,14 +157,14 @@ impl Cutter {
         }
         self.stubborn.remove(&process.pid);
         self.ended.insert(process.pid, (held, ended));
-        Ok(Some(EnforcementOutcome::Ended))
+        Ok(Some(Ending::Ended))
     }
 
     /// Leaves a client alone for a while, and longer each time.
-    fn stays(&mut self, process: Identity, reason: String) -> EnforcementOutcome {
+    fn stays(&mut self, process: Identity, reason: String) -> Ending {
         let before = self.stubborn.get(&process.pid).filter(|(known, ..)| *known == process);
         let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));
         self.stubborn.insert(process.pid, (process, Instant::now() + pause, pause));
-        EnforcementOutcome::Stays(reason)
+        Ending::Stays(reason)
     }
 }
