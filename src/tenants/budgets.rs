@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::budget::{self, Budget, Member, Part};
 use super::clients::{owner, users};
 use super::describe::{Whose, describe};
-use super::enforcement::{Ending, Enforcer, OverBudget, Victim};
+use super::enforcement::{Enforcer, OverBudget, Victim, VictimState};
 use super::members::{Members, SlicedGpu};
 use super::overuse::{MESSAGES, ShownOveruse};
 use crate::mps::control::Control;
@@ -426,17 +426,17 @@ impl GpuWatch {
         let (enforcer, victims, owners) = attempted.unwrap_or_default();
         self.enforcer = Some(enforcer);
         let now = Instant::now();
-        let ended_one = victims.iter().any(|victim| victim.ending == Ending::Ended);
+        let ended_one = victims.iter().any(|victim| victim.state == VictimState::Ended);
         self.attempt.pause = if ended_one { PERIOD } else { (self.attempt.pause * 2).min(LAST_PAUSE) };
         self.attempt.at = now + self.attempt.pause;
         let slices: BTreeSet<u32> = victims.iter().map(|victim| victim.slice).collect();
         for slice in slices {
             let of_slice = || victims.iter().filter(|victim| victim.slice == slice);
             let owner = |victim: &Victim| owners.get(&victim.process.pid).cloned();
-            let ended = of_slice().filter(|victim| victim.ending == Ending::Ended).filter_map(owner);
-            let stay = of_slice().find_map(|victim| match &victim.ending {
-                Ending::Stays(reason) => Some((owner(victim)?, reason)),
-                Ending::Ended => None,
+            let ended = of_slice().filter(|victim| victim.state == VictimState::Ended).filter_map(owner);
+            let stay = of_slice().find_map(|victim| match &victim.state {
+                VictimState::Stays(reason) => Some((owner(victim)?, reason)),
+                VictimState::Ended => None,
             });
             let told = self.slices.entry(slice).or_insert_with(SliceMessages::new);
             if !told.endings.take(ended.clone().count(), now) {

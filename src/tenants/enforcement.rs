@@ -25,9 +25,9 @@ pub(super) struct OverBudget {
     pub members: Vec<Member>,
 }
 
-/// The result for a client that was to be ended.
+/// The state of a client after the attempt to end it.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Ending {
+pub(super) enum VictimState {
     Ended,
     /// It could not be ended, for this reason. It is left alone for a while.
     Stays(String),
@@ -39,7 +39,7 @@ pub(super) struct Victim {
     /// The ordinal of its slice.
     pub slice: u32,
     pub process: Identity,
-    pub ending: Ending,
+    pub state: VictimState,
 }
 
 /// A client of the control daemons: the server that it has its connections to.
@@ -94,21 +94,21 @@ impl Enforcer {
             }
             while let Some(process) = budget::victims(budget, &members).first().copied() {
                 let servers = connected.get(&process.pid).map(Vec::as_slice).unwrap_or_default();
-                let ending = match self.end(process, servers).await {
-                    Ok(ending) => ending,
+                let state = match self.end(process, servers).await {
+                    Ok(state) => state,
                     // After a fault, and with a control daemon that does not answer, nobody is touched.
                     Err(reason) => {
                         tracing::debug!("no budget is enforced any further: {reason}");
                         return victims;
                     }
                 };
-                if let Some(Ending::Stays(_)) = ending {
+                if let Some(VictimState::Stays(_)) = state {
                     // The next newest goes in its place.
                     members.iter_mut().filter(|one| one.process == process).for_each(|one| one.stays = true);
                 } else {
                     members.retain(|one| one.process != process);
                 }
-                victims.extend(ending.map(|ending| Victim { slice, process, ending }));
+                victims.extend(state.map(|state| Victim { slice, process, state }));
             }
         }
         victims
@@ -130,7 +130,11 @@ impl Enforcer {
 
     /// Ends the work of a client at all its servers. None if the client has just gone. It is an error if no other client
     /// may be touched either.
-    async fn end(&mut self, process: Identity, servers: &[Connected<'_>]) -> Result<Option<Ending>, String> {
+    async fn end(
+        &mut self,
+        process: Identity,
+        servers: &[Connected<'_>],
+    ) -> Result<Option<VictimState>, String> {
         let words = |error: ControlError| error.to_string();
         let held = match Held::open(process.pid) {
             Ok(Some(held)) if Identity::read(process.pid).ok() == Some(process) => held,
@@ -157,14 +161,14 @@ impl Enforcer {
         }
         self.stubborn.remove(&process.pid);
         self.ended.insert(process.pid, (held, ended));
-        Ok(Some(Ending::Ended))
+        Ok(Some(VictimState::Ended))
     }
 
     /// Leaves a client alone for a while, and longer each time.
-    fn stays(&mut self, process: Identity, reason: String) -> Ending {
+    fn stays(&mut self, process: Identity, reason: String) -> VictimState {
         let before = self.stubborn.get(&process.pid).filter(|(known, ..)| *known == process);
         let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));
         self.stubborn.insert(process.pid, (process, Instant::now() + pause, pause));
-        Ending::Stays(reason)
+        VictimState::Stays(reason)
     }
 }

@@ -286,6 +286,26 @@ fn what_has_a_home_is_named_nowhere_else() {
 }
 
 /// The rules see what they are for.
+/// A type name has one meaning. Subcommands have their arguments, and a proxy is called as the object that it stands for.
+#[test]
+fn no_two_types_have_one_name() {
+    const SHARED: [&str; 3] = ["Arguments", "Control", "Manager"];
+    let declared = Regex::new(r"^(?:pub(?:\([a-z:]+\))? )?(?:struct|enum|type|trait) (\w+)").unwrap();
+    let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for house in CRATES.map(Crate::read) {
+        for source in &house.sources {
+            for (number, line) in source.code() {
+                if let Some(name) = declared.captures(line) {
+                    places.entry(name[1].to_owned()).or_default().push(format!("{}:{number}", source.path));
+                }
+            }
+        }
+    }
+    assert!(places.len() > 300, "{}", places.len());
+    places.retain(|name, at| at.len() > 1 && !SHARED.contains(&name.as_str()));
+    assert!(places.is_empty(), "{places:#?}");
+}
+
 /// A newcomer looks for a word of the page in the code, and finds it under this name; and each file that the page names.
 #[test]
 fn the_words_of_the_architecture_page_are_in_the_code() {

@@ -11,9 +11,9 @@ use super::Error;
 use common::host::proc;
 
 /// Signals that no longer end this process.
-pub(super) struct Signals(Vec<(Signal, unix::Signal)>);
+pub(super) struct CaughtSignals(Vec<(Signal, unix::Signal)>);
 
-impl Signals {
+impl CaughtSignals {
     /// Catches signals. A signal that was ignored when this process started stays ignored, as nohup and a shell's `&` want
     /// it, for us and for the processes that we start.
     pub(super) fn catch(signals: &[Signal]) -> Result<Self, Error> {

@@ -49,7 +49,7 @@ pub trait Object: Interface + Clone {
 }
 
 /// The value of a key.
-trait Value {
+trait OnBus {
     /// The type on the bus.
     type Wire: Into<Variant<'static>>;
 
@@ -59,7 +59,7 @@ trait Value {
 
 macro_rules! values {
     ($($plain:ty),*) => { $(
-        impl Value for $plain {
+        impl OnBus for $plain {
             type Wire = Self;
 
             fn wire(&self) -> Option<Self> {
@@ -71,7 +71,7 @@ macro_rules! values {
 
 values!(bool, i32, i64, u32, u64, Vec<u32>);
 
-impl Value for String {
+impl OnBus for String {
     type Wire = Self;
 
     fn wire(&self) -> Option<Self> {
@@ -79,7 +79,7 @@ impl Value for String {
     }
 }
 
-impl Value for Vec<String> {
+impl OnBus for Vec<String> {
     type Wire = Self;
 
     fn wire(&self) -> Option<Self> {
@@ -87,7 +87,7 @@ impl Value for Vec<String> {
     }
 }
 
-impl<T: Value> Value for Option<T> {
+impl<T: OnBus> OnBus for Option<T> {
     type Wire = T::Wire;
 
     fn wire(&self) -> Option<T::Wire> {
@@ -95,7 +95,7 @@ impl<T: Value> Value for Option<T> {
     }
 }
 
-impl Value for PcieInfo {
+impl OnBus for PcieInfo {
     type Wire = Dict;
 
     fn wire(&self) -> Option<Dict> {
@@ -151,7 +151,7 @@ macro_rules! object {
         impl $object {
             $(
                 #[zbus(property $((emits_changed_signal = $emits))?)]
-                fn $key(&self) -> Result<<$ty as Value>::Wire, RequestError> {
+                fn $key(&self) -> Result<<$ty as OnBus>::Wire, RequestError> {
                     let unknown = || RequestError::Failed(concat!(stringify!($key), " is not known").to_owned());
                     #[allow(unused_variables, reason = "some values are the same for all")]
                     let $parts = self;

@@ -13,7 +13,7 @@ use crate::complete;
 use crate::screen::Passing;
 use crate::show::columns::{WAITED_FOR, short_id, slice_or_not_known, table_of};
 use crate::show::table::{Shown, is_drawn_on, prose};
-use crate::signals::Signals;
+use crate::signals::CaughtSignals;
 use crate::{Error, FAILED};
 use common::bus::answers::{given, is_called, published_name};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
@@ -72,7 +72,7 @@ async fn drain_and_wait(
     let names = &arguments.what.names;
     // Caught first: the end of the waiting is said at any time.
     let signals = if arguments.wait { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
-    let mut signals = Signals::catch(signals)?;
+    let mut signals = CaughtSignals::catch(signals)?;
     daemon.drain(names).await?;
     let scope = Scope::new(daemon, names).await?;
     let drained = subject(names, "is", "are");

@@ -26,7 +26,7 @@ use tokio::time::timeout;
 use crate::chosen::Devices;
 use crate::screen::say;
 use crate::show::env::{host_environment, quoted, warn_of_several};
-use crate::signals::Signals;
+use crate::signals::CaughtSignals;
 use crate::{Error, FAILED};
 use common::bus::proxy::{BusError, DaemonProxy};
 use common::host::device_name::{self, GpuId};
@@ -66,7 +66,7 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
     drop(daemon);
     // Caught first: a signal that arrives while the command starts must not end us alone.
-    let mut signals = Signals::catch(&CAUGHT)?;
+    let mut signals = CaughtSignals::catch(&CAUGHT)?;
     let mut child = Command::new(proc::OWN_PROGRAM)
         .arg(BECOME)
         .args(&arguments.command)

@@ -9,13 +9,13 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use crate::complete;
-use crate::measure::bench_report::{Measured, Results, Row, document, print, slowest};
+use crate::measure::bench_report::{Measured, Results, Round, document, print, slowest};
 use crate::measure::cuda_client::{CudaClient, CudaRequest, Environment, Work};
 use crate::measure::probe::refuse_to_queue;
 use crate::screen::Passing;
 use crate::show::health;
 use crate::show::table::Shown;
-use crate::signals::Signals;
+use crate::signals::CaughtSignals;
 use crate::{Error, FAILED, print_json};
 use common::bus::answers::published_name;
 use common::bus::proxy::{DaemonProxy, Listed};
@@ -87,7 +87,7 @@ pub(crate) async fn bench(
         running: Vec::new(),
         step: Passing::default(),
     };
-    let mut signals = Signals::catch(&[Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT])?;
+    let mut signals = CaughtSignals::catch(&[Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT])?;
     let ended = tokio::select! {
         measured = bench.measure() => measured.map(Ok),
         signal = signals.next() => Ok(Err(signal)),
@@ -215,7 +215,7 @@ impl Bench {
                 } else {
                     None
                 };
-                rows.push(Row { processes, with_mps, without_mps });
+                rows.push(Round { processes, with_mps, without_mps });
             }
             kernels.push(Measured { kernel, work, rows });
         }

@@ -22,11 +22,11 @@ pub(crate) struct Results {
 pub(crate) struct Measured {
     pub(crate) kernel: &'static str,
     pub(crate) work: Work,
-    pub(crate) rows: Vec<Row>,
+    pub(crate) rows: Vec<Round>,
 }
 
 /// The seconds that each of so many processes took, all at once.
-pub(crate) struct Row {
+pub(crate) struct Round {
     pub(crate) processes: u32,
     pub(crate) with_mps: Vec<f64>,
     /// None if processes without MPS can't run.
@@ -68,7 +68,7 @@ pub(crate) fn document(slices: &[&Device], why_not: Option<&str>, result: &Resul
     let first = slices.first();
     let mut kernels = Map::new();
     for measured in &result.kernels {
-        let row = |row: &Row| {
+        let row = |row: &Round| {
             json!({
                 "processes": row.processes,
                 "with_mps": measured.document(&row.with_mps),
@@ -199,7 +199,7 @@ mod tests {
     fn measured() -> Measured {
         let row = |processes, with: f64, without: f64| {
             let count = usize::try_from(processes).unwrap();
-            Row { processes, with_mps: vec![with; count], without_mps: Some(vec![without; count]) }
+            Round { processes, with_mps: vec![with; count], without_mps: Some(vec![without; count]) }
         };
         Measured {
             kernel: "narrow",

@@ -9,7 +9,7 @@ use super::{ReconnectingProxy, describe, in_time, reader_has_gone};
 use crate::screen::say;
 use crate::show::table::Shown;
 use crate::show::time;
-use crate::signals::Signals;
+use crate::signals::CaughtSignals;
 use crate::{Error, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Event;
@@ -37,7 +37,7 @@ pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result
         }
         return print(&events, false, out);
     }
-    let mut interrupted = Signals::catch(&[Signal::INT])?;
+    let mut interrupted = CaughtSignals::catch(&[Signal::INT])?;
     tokio::select! {
         followed = follow(arguments.json, out) => followed,
         _ = interrupted.next() => Ok(()),

@@ -12,7 +12,7 @@ use crate::screen::{Screen, say, size};
 use crate::show::status::{Arguments, status};
 use crate::show::table::is_drawn_on;
 use crate::show::time;
-use crate::signals::Signals;
+use crate::signals::CaughtSignals;
 use common::counted::counted;
 use common::text::escaped;
 
@@ -23,7 +23,7 @@ pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<
                 .to_owned(),
         ));
     }
-    let mut interrupted = Signals::catch(&[Signal::INT])?;
+    let mut interrupted = CaughtSignals::catch(&[Signal::INT])?;
     tokio::select! {
         followed = follow(arguments, out) => followed,
         _ = interrupted.next() => {

@@ -14,7 +14,7 @@ use self::state::{Action, TopState};
 use self::terminal::Entered;
 use crate::screen::{Screen, size};
 use crate::show::table::{colour, is_drawn_on};
-use crate::signals::Signals;
+use crate::signals::CaughtSignals;
 use crate::{Error, FAILED};
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::Client;
@@ -48,7 +48,8 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
                 .to_owned(),
         ));
     }
-    let mut signals = Signals::catch(&[Signal::TERM, Signal::HUP, Signal::INT, Signal::QUIT, Signal::CONT])?;
+    let mut signals =
+        CaughtSignals::catch(&[Signal::TERM, Signal::HUP, Signal::INT, Signal::QUIT, Signal::CONT])?;
     let _entered = Entered::enter()?;
     let mut screen = Screen::default();
     let (sender, mut events) = unbounded_channel();
