@@ -123,16 +123,7 @@ impl ComputeModes {
                 return looks;
             }
         }
-        // All at once: several GPUs that hang take no longer than one.
-        let mut asked = JoinSet::new();
-        for uuid in gpus {
-            let own = self.clone();
-            asked.spawn(async move {
-                let found = own.ask(&uuid, read_gpu).await;
-                (uuid, found)
-            });
-        }
-        asked.join_all().await.into_iter().collect()
+        self.ask_each(&gpus, read_gpu).await
     }
 
     /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.
@@ -140,9 +131,37 @@ impl ComputeModes {
         self.ask(uuid, Driver::processes).await
     }
 
-    /// The PIDs of the MPS clients on a GPU, as the driver knows them. An error if it does not list them.
-    pub(crate) async fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, String> {
-        self.ask(uuid, Driver::mps_clients).await
+    /// The same of each of these GPUs.
+    pub(crate) async fn all_processes(
+        &self,
+        gpus: &[String],
+    ) -> BTreeMap<String, Result<Vec<GpuProcess>, String>> {
+        self.ask_each(gpus, Driver::processes).await
+    }
+
+    /// The PIDs of the MPS clients on each of these GPUs, as the driver knows them. An error if it does not list them.
+    pub(crate) async fn mps_clients(
+        &self,
+        gpus: &[String],
+    ) -> BTreeMap<String, Result<BTreeSet<u32>, String>> {
+        self.ask_each(gpus, Driver::mps_clients).await
+    }
+
+    /// Asks about each of these GPUs, all at once: several GPUs that hang take no longer than one.
+    async fn ask_each<T: Send + 'static>(
+        &self,
+        gpus: &[String],
+        question: fn(&Driver, &str) -> Result<T, String>,
+    ) -> BTreeMap<String, Result<T, String>> {
+        let mut asked = JoinSet::new();
+        for uuid in gpus.iter().cloned() {
+            let own = self.clone();
+            asked.spawn(async move {
+                let answer = own.ask(&uuid, question).await;
+                (uuid, answer)
+            });
+        }
+        asked.join_all().await.into_iter().collect()
     }
 
     async fn ask<T: Send + 'static>(

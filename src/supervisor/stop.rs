@@ -134,10 +134,10 @@ impl Serving<'_> {
         let run = &*self.run;
         let servers = run.servers.alive();
         let mut holders = Vec::new();
-        for uuid in &run.running.gpus {
-            let mut there = self.worker.tools.compute_modes.processes(uuid).await.unwrap_or_default();
+        for (uuid, there) in self.worker.tools.compute_modes.all_processes(&run.running.gpus).await {
+            let mut there = there.unwrap_or_default();
             there.retain(|process| !process.via_mps);
-            holders.extend(find(uuid, &there, &servers, &BTreeSet::new()));
+            holders.extend(find(&uuid, &there, &servers, &BTreeSet::new()));
         }
         holders
     }
@@ -158,8 +158,8 @@ impl Serving<'_> {
         }
         let mut clients = BTreeSet::new();
         let mut unknown = None;
-        for uuid in &self.run.running.gpus {
-            match self.worker.tools.compute_modes.mps_clients(uuid).await {
+        for there in self.worker.tools.compute_modes.mps_clients(&self.run.running.gpus).await.into_values() {
+            match there {
                 Ok(there) => clients.extend(there),
                 Err(error) => unknown = Some(error),
             }
