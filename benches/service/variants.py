@@ -54,7 +54,7 @@ def base(revision, directory):
             # The folder of what is built stays, so that the next base has little to build.
             target = directory / "base" / "target"
             environment = {**os.environ, "CARGO_TARGET_DIR": target}
-            build = ["cargo", "build", "--release", "--locked", "--package", "yunion-mps-daemon"]
+            build = ["cargo", "build", "--release", "--locked", "--workspace", "--bins"]
             subprocess.run(build, cwd=tree, env=environment, check=True)
             programs.mkdir(parents=True, exist_ok=True)
             for program in ("yunion-mps-daemon", "yunion-mpsctl"):
