@@ -256,8 +256,10 @@ fn a_claim_in_the_environment_ends_nobody() {
     let container = Container::new(&host, SLICE);
     // It claims the neighbour's slice.
     let tenant = container.claiming(&host, NEIGHBOUR, 20_000, &[]);
-    let device = wait_for_device(&host, SLICE, "both clients", |device| device["clients"] == 2);
-    assert_eq!(device["memory_used"], 40_000);
+    // A client is there before it has its memory.
+    wait_for_device(&host, SLICE, "both clients with their memory", |device| {
+        device["clients"] == 2 && device["memory_used"] == 40_000
+    });
     assert_eq!(device_of(&host, NEIGHBOUR)["clients"], 0, "the claim counts for nothing");
     let told = wait_for_event(&host, "over its budget");
     let reason = format!("only the environment of process {} says that it has this slice", forged.id());
