@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::host::device_name::{DeviceName, GpuId, SliceId};
 
@@ -15,7 +15,15 @@ pub type SliceCounts = BTreeMap<GpuId, u32>;
 pub struct Drained {
     /// Everything, also a GPU that comes later.
     all: bool,
+    #[serde(deserialize_with = "readable")]
     names: BTreeSet<DeviceName>,
+}
+
+/// The names that can be read. Another one stands for nothing on this host, and must not cost the rest of the state file,
+/// which says which control daemons are ours.
+fn readable<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<DeviceName>, D::Error> {
+    let names = BTreeSet::<String>::deserialize(deserializer)?;
+    Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
 }
 
 impl Drained {
@@ -86,6 +94,14 @@ mod tests {
     fn slices(drained: &Drained) -> Vec<String> {
         let all = there().into_iter().flat_map(|(gpu, number)| gpu.slices(number));
         all.filter(|slice| drained.has(*slice)).map(|slice| slice.to_string()).collect()
+    }
+
+    #[test]
+    fn a_name_that_cannot_be_read_costs_no_other() {
+        let text = r#"{"all":false,"names":["00:06.0-1","mine","00:06.0-99999","0001:1a:00.0"]}"#;
+        let mut expected = Drained::default();
+        expected.drain(&names(&["00:06.0-1", "0001:1a:00.0"]));
+        assert_eq!(serde_json::from_str::<Drained>(text).unwrap(), expected);
     }
 
     #[test]

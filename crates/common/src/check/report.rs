@@ -8,7 +8,7 @@ use crate::bus::answers::BusAnswer;
 use crate::config::Sources;
 use crate::plan::{GpuPlan, Plan};
 
-/// What a start or a reload would do.
+/// The outcome of a start or a reload, before it is made.
 #[derive(Debug)]
 pub struct CheckReport {
     checked: Checked,

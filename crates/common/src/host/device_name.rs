@@ -5,7 +5,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::pci_address::{BadPciAddress, PciAddress};
 
@@ -85,8 +85,8 @@ impl fmt::Display for SliceId {
 }
 
 /// A name that stands for a slice, or for a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(into = "String")]
 pub enum DeviceName {
     Gpu(GpuId),
     Slice(SliceId),
@@ -127,14 +127,6 @@ impl FromStr for DeviceName {
             None => Ok(Self::Gpu(gpu)),
             Some(text) => Ok(Self::Slice(gpu.slice(ordinal(text).ok_or(BadName)?))),
         }
-    }
-}
-
-impl TryFrom<String> for DeviceName {
-    type Error = BadName;
-
-    fn try_from(name: String) -> Result<Self, BadName> {
-        name.parse()
     }
 }
 
