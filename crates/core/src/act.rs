@@ -1,0 +1,77 @@
+//! Everything that is to be done. Nobody who does it decides anything.
+
+use alloc::collections::BTreeMap;
+
+use crate::{Gpu, Id, Moment, Order};
+
+/// Something that is to be done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Act<P> {
+    /// About one control daemon. One such act at a time is under way for an id, and comes back as
+    /// [`crate::CoreEvent::Done`]; [`DaemonAct::Rest`] alone does not.
+    Daemon {
+        /// Its id.
+        id: Id,
+        /// Its order at this moment.
+        order: Order<P>,
+        /// It is not wanted any more, and only its clients still need it.
+        retiring: bool,
+        /// The GPUs of the order that it has to do without, each with the id of the control daemon that has it.
+        held: BTreeMap<Gpu, Id>,
+        /// The act.
+        act: DaemonAct,
+    },
+    /// Break off the act that is under way for this id, at once. It comes back as interrupted, or as it has just ended.
+    Interrupt {
+        /// The id.
+        id: Id,
+    },
+    /// Nobody has to look after the control daemon with this id any more.
+    Release {
+        /// The id.
+        id: Id,
+    },
+    /// Set the compute mode of this GPU to the service's, the former one written down before. It comes back as
+    /// [`crate::CoreEvent::ModeDone`].
+    TakeMode(Gpu),
+    /// Put the compute mode of this GPU back, unless others have changed it since or it was never changed. It comes back as
+    /// [`crate::CoreEvent::ModeDone`].
+    PutModeBack(Gpu),
+}
+
+/// Something that is to be done about one control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DaemonAct {
+    /// Hold the process that the state file has under this id. If it has ended, the state file forgets it.
+    TakeOver,
+    /// Start one with the GPUs of the order that are not held.
+    Start,
+    /// Give it its order, and watch it until it ends, fails, or has to end.
+    Serve,
+    /// Find out who uses it, after it has failed.
+    Judge,
+    /// End it.
+    End(End),
+    /// Show why it does not serve, and that it is tried again after this time.
+    Rest(Moment),
+    /// Write down what the next service needs to take it over.
+    Leave,
+}
+
+/// The end of a control daemon: the acts that may end somebody's work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// It has no client. If one comes in between, it lives until that one has ended: nobody is hit.
+    Idle,
+    /// With its clients, for this reason: all of them lose their work.
+    WithClients(Cause),
+}
+
+/// Why clients lose their work with their control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cause {
+    /// An administrator stops the service for good.
+    Stop,
+    /// An administrator disables MPS.
+    Disabled,
+}

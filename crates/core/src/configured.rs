@@ -1,0 +1,21 @@
+//! The GPUs that a configuration names.
+
+use alloc::collections::BTreeSet;
+
+use crate::Gpu;
+
+/// The GPUs that a configuration names, as far as their UUIDs are known.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Configured {
+    /// The GPUs that it names for certain.
+    pub certainly: BTreeSet<Gpu>,
+    /// Set while some entry's GPU has no known UUID: the GPUs that are certainly not that GPU. None if all are known.
+    pub others: Option<BTreeSet<Gpu>>,
+}
+
+impl Configured {
+    /// Whether the configuration names the GPU with this UUID, or may name it.
+    pub fn may_have(&self, uuid: &str) -> bool {
+        self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
+    }
+}

@@ -1,0 +1,195 @@
+//! The whole host: which control daemons there are, and which of them has which GPU.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::vec::Vec;
+
+use crate::event::Held;
+use crate::lifecycle::{Lifecycle, Next};
+use crate::modes::Modes;
+use crate::{Act, Cause, CoreEvent, DaemonAct, Demand, Goal, Gpu, Id, Moment, Order, RunningDaemon};
+
+/// All that decisions go by.
+#[derive(Debug, Clone)]
+pub struct Core<P> {
+    /// By id, so that a control daemon never has two. Some are on the way out, and others get their GPUs.
+    lifecycles: BTreeMap<Id, Lifecycle<P>>,
+    /// The control daemons that the state file has and nobody looks after, dead or alive.
+    left: BTreeMap<Id, RunningDaemon>,
+    modes: Modes,
+    /// The control daemons stay for the next service, and their GPUs' compute modes with them.
+    leaving: bool,
+}
+
+impl<P: Clone + PartialEq> Core<P> {
+    /// The core of a service that has just started, with the control daemons that the state file has, and the GPUs with a
+    /// compute mode that an earlier service has changed.
+    pub fn new(left: BTreeMap<Id, RunningDaemon>, changed: BTreeSet<Gpu>) -> Self {
+        Self {
+            lifecycles: BTreeMap::new(),
+            left,
+            modes: Modes::new(changed),
+            leaving: false,
+        }
+    }
+
+    /// Takes note of something that has happened, and says what is to be done.
+    pub fn on(&mut self, event: CoreEvent<P>, now: Moment) -> Vec<Act<P>> {
+        match event {
+            CoreEvent::Pursue(demand) => self.pursue(demand),
+            CoreEvent::Stop { left } => self.stop(left),
+            CoreEvent::Leave => self.leave(),
+            CoreEvent::Done { id, written, watched, outcome } => {
+                if let Some(one) = self.lifecycles.get_mut(&id) {
+                    one.done(written, watched, outcome, now);
+                }
+            }
+            CoreEvent::ModeDone { gpu, outcome } => self.modes.done(&gpu, outcome),
+            CoreEvent::Due => {}
+        }
+        let mut acts = Vec::new();
+        loop {
+            let before = acts.len();
+            self.move_on(now, &mut acts);
+            self.see_to_modes(&mut acts);
+            if acts.len() == before {
+                return acts;
+            }
+        }
+    }
+
+    /// The next moment when time alone is an event.
+    pub fn due(&self) -> Option<Moment> {
+        self.lifecycles.values().filter_map(Lifecycle::due).min()
+    }
+
+    fn pursue(&mut self, demand: Demand<P>) {
+        self.modes.pursue(demand.kept, demand.closed);
+        // Clients keep a GPU that goes elsewhere until they are done. Without MPS, nobody waits for them.
+        let end = if demand.enabled { Goal::Retire } else { Goal::Stop(Cause::Disabled) };
+        let wanted: BTreeSet<&Id> = demand.orders.iter().map(|order| &order.id).collect();
+        for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
+            // Also one that is about to end with its clients, since MPS was disabled before: nobody asks for that any more.
+            one.pursue(end, None);
+        }
+        for order in demand.orders {
+            match self.lifecycles.get_mut(&order.id) {
+                // If it is leaving, it is called back: a change that is taken back must not wait for clients.
+                Some(one) => one.pursue(Goal::Serve, Some(order)),
+                None => self.look_after(order, Goal::Serve),
+            }
+        }
+        self.look_after_left(demand.left, end);
+    }
+
+    fn stop(&mut self, left: Vec<Order<P>>) {
+        self.modes.give_up();
+        self.lifecycles.values_mut().for_each(|one| one.pursue(Goal::Stop(Cause::Stop), None));
+        self.look_after_left(left, Goal::Stop(Cause::Stop));
+    }
+
+    fn leave(&mut self) {
+        self.leaving = true;
+        self.lifecycles.values_mut().for_each(|one| one.pursue(Goal::Leave, None));
+    }
+
+    fn look_after_left(&mut self, orders: Vec<Order<P>>, goal: Goal) {
+        for order in orders {
+            if self.left.contains_key(&order.id) {
+                self.look_after(order, goal);
+            }
+        }
+    }
+
+    fn look_after(&mut self, order: Order<P>, goal: Goal) {
+        let written = self.left.remove(&order.id);
+        self.lifecycles.insert(order.id.clone(), Lifecycle::new(order, goal, written));
+    }
+
+    /// The next act of each control daemon.
+    fn move_on(&mut self, now: Moment, acts: &mut Vec<Act<P>>) {
+        for id in self.lifecycles.keys().cloned().collect::<Vec<_>>() {
+            let held = self.held(&id);
+            let Some(one) = self.lifecycles.get_mut(&id) else { continue };
+            let modes_change = one.gpus(&held).any(|gpu| self.modes.is_under_way(gpu));
+            match one.next(&held, modes_change, now) {
+                None => {}
+                Some(Next::Interrupt) => acts.push(Act::Interrupt { id }),
+                Some(Next::Act(act)) => {
+                    let (order, retiring) = (one.order().clone(), one.goal() == Goal::Retire);
+                    if order.sets_modes && matches!(act, DaemonAct::Start | DaemonAct::Serve) {
+                        self.modes.may_be_set(one.gpus(&held).cloned());
+                    }
+                    acts.push(Act::Daemon { id, order, retiring, held, act });
+                }
+                Some(Next::Release) => {
+                    let released = self.lifecycles.remove(&id);
+                    if let Some(written) = released.as_ref().and_then(|one| one.written().cloned()) {
+                        self.left.insert(id.clone(), written);
+                    }
+                    acts.push(Act::Release { id });
+                }
+            }
+        }
+    }
+
+    fn see_to_modes(&mut self, acts: &mut Vec<Act<P>>) {
+        if self.leaving {
+            return;
+        }
+        let to_put_back = self.modes.to_put_back(|gpu| {
+            self.lifecycles.values().any(|one| one.keeps_mode(gpu))
+                || self.left.values().any(|one| one.gpus.contains(gpu))
+        });
+        for gpu in to_put_back {
+            self.modes.begin(&gpu);
+            acts.push(Act::PutModeBack(gpu));
+        }
+        for gpu in self.modes.to_take() {
+            self.modes.begin(&gpu);
+            acts.push(Act::TakeMode(gpu));
+        }
+    }
+
+    /// The GPUs of the order with this id that other control daemons have, each with the id of that one.
+    pub fn held(&self, id: &str) -> Held {
+        let gpus = self.lifecycles.get(id).into_iter().flat_map(|one| &one.order().gpus);
+        let holder = |gpu: &Gpu| {
+            let mut others = self.lifecycles.iter().filter(|(other, one)| *other != id && one.has(gpu));
+            let left = || self.left.iter().find(|(_, one)| one.gpus.contains(gpu)).map(|(id, _)| id);
+            others.next().map(|(other, _)| other).or_else(left).cloned()
+        };
+        gpus.filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
+    }
+
+    /// The aim of the control daemon with this id. None: nobody looks after it.
+    pub fn goal(&self, id: &str) -> Option<Goal> {
+        self.lifecycles.get(id).map(Lifecycle::goal)
+    }
+
+    /// The orders that wait until other control daemons have left their GPUs.
+    pub fn pending(&self) -> impl Iterator<Item = &Order<P>> {
+        self.lifecycles.values().filter(|one| one.is_pending()).map(Lifecycle::order)
+    }
+
+    /// The GPUs that control daemons on the way out still have, each with the id of that control daemon.
+    pub fn held_by_leaving(&self) -> Held {
+        let leaving = self.lifecycles.iter().filter(|(_, one)| one.goal() != Goal::Serve);
+        let with_gpus = leaving.filter_map(|(id, one)| Some((id, &one.written()?.gpus)));
+        with_gpus.flat_map(|(id, gpus)| gpus.iter().map(move |gpu| (gpu.clone(), id.clone()))).collect()
+    }
+
+    /// Whether a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs. The
+    /// end of some is put off until their clients have ended, or some trouble is over.
+    pub fn is_starting(&self, is_put_off: impl Fn(&Id) -> bool) -> bool {
+        let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
+        serving.into_iter().any(|(id, one)| {
+            let held = self.held(id);
+            if one.is_pending() { !held.values().any(&is_put_off) } else { !held.values().all(&is_put_off) }
+        })
+    }
+
+    /// Whether nobody is looked after, and no compute mode is being changed: the service that ends can go.
+    pub fn is_at_rest(&self) -> bool {
+        self.lifecycles.is_empty() && self.modes.is_quiet()
+    }
+}

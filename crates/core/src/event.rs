@@ -1,0 +1,135 @@
+//! Everything that happens, as far as decisions depend on it.
+
+use alloc::collections::BTreeMap;
+use alloc::vec::Vec;
+
+use crate::{Configured, Gpu, Id};
+
+/// Something that has happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum CoreEvent<P> {
+    /// A plan is to be in force from now on.
+    Pursue(Demand<P>),
+    /// The service ends: for good, with all control daemons and their clients, whoever has started them for us.
+    Stop {
+        /// An order for each control daemon that the state file has and nobody looks after.
+        left: Vec<Order<P>>,
+    },
+    /// The service ends, and the next one takes the control daemons over.
+    Leave,
+    /// The act about a control daemon has come back.
+    Done {
+        /// Its id.
+        id: Id,
+        /// What the state file has under this id now.
+        written: Option<RunningDaemon>,
+        /// Whether its process is held, so that its end becomes known.
+        watched: bool,
+        /// What came of the act.
+        outcome: Outcome,
+    },
+    /// An act about a compute mode has come back.
+    ModeDone {
+        /// The GPU's UUID.
+        gpu: Gpu,
+        /// What came of the act.
+        outcome: ModeOutcome,
+    },
+    /// The moment that [`crate::Core::due`] named has come.
+    Due,
+}
+
+/// All that a plan asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Demand<P> {
+    /// The control daemons that shall run.
+    pub orders: Vec<Order<P>>,
+    /// An order for each control daemon that the state file has, that no order is for, and that nobody looks after.
+    pub left: Vec<Order<P>>,
+    /// False: MPS is disabled, and control daemons end with their clients. Otherwise one that is not wanted any more ends
+    /// once it has no client.
+    pub enabled: bool,
+    /// The GPUs that keep the service's compute mode, served at the moment or not. None, if compute modes are not ours to set.
+    pub kept: Configured,
+    /// GPUs that programs without MPS hold: their compute mode is set, so that no more of them come.
+    pub closed: Vec<Gpu>,
+}
+
+/// The order for one control daemon.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Order<P> {
+    /// Its id. No two orders have the same.
+    pub id: Id,
+    /// Its GPUs. No two orders have one in common.
+    pub gpus: Vec<Gpu>,
+    /// Whether it sets the compute modes of its GPUs.
+    pub sets_modes: bool,
+    /// The rest, which no decision here depends on, but for whether it is the same as before.
+    pub payload: P,
+}
+
+/// A control daemon of ours that runs, or has run, as the state file has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RunningDaemon {
+    /// Its PID and start time: another process may get the PID, and not both.
+    pub process: (u32, u64),
+    /// The GPUs that it was started with.
+    pub gpus: Vec<Gpu>,
+}
+
+/// What came of an act about a control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It is done: taken over or found gone, started, left.
+    Done,
+    /// It served until it was ended since it has to be another one, or has no client and is not wanted.
+    Ended,
+    /// It has to be told its order again.
+    Again,
+    /// It did not work.
+    Failed(Trouble),
+    /// Who uses it, as [`crate::DaemonAct::Judge`] has asked.
+    Used(RunUse),
+    /// It was to be ended, and lives.
+    Lives,
+    /// The act was broken off, as [`crate::Act::Interrupt`] has asked.
+    Interrupted,
+}
+
+/// Why an act did not work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trouble {
+    /// The process has ended.
+    Gone,
+    /// It does not do what it should, or something outside is in the way.
+    Ill,
+    /// It answers in words that are not known. Another one would answer the same.
+    NotUnderstood,
+}
+
+/// Who uses a control daemon that does not serve as it should.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunUse {
+    /// It has ended meanwhile.
+    Gone,
+    /// Nobody.
+    Idle,
+    /// Nobody, and programs without MPS keep its server out: without it the next of them would slip in too.
+    KeptOut,
+    /// It has clients, or nobody knows.
+    Clients,
+}
+
+/// What came of an act about a compute mode.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ModeOutcome {
+    /// It is set to the service's mode, or stays as it is for a reason that was logged.
+    Taken,
+    /// It is as it was before the service changed it, or others have changed it since.
+    PutBack,
+    /// It can't be put back now.
+    Stays,
+}
+
+/// The GPUs of an order that other control daemons have, each with the id of that one.
+pub(crate) type Held = BTreeMap<Gpu, Id>;

@@ -1,0 +1,47 @@
+//! The decisions of the service, without input and output: which control daemon is taken over, started, served, ended or
+//! left, who has which GPU, and which compute modes are put back.
+//!
+//! Something happens ([`CoreEvent`]), and [`Core::on`] answers with what is to be done ([`Act`]). Whoever carries the acts out
+//! decides nothing, and each act comes back as an event. [`Core::due`] is the next moment when time alone is an event.
+//! There is one core for the whole host, so that a decision about one control daemon sees the others.
+//!
+//! The crate has no standard library: files, processes, sockets, threads and clocks can't be named here. So histories of
+//! hundreds of events are tried by the ten thousand (`tests/histories.rs`), in a world that lives in memory.
+//!
+//! | file | its job |
+//! |---|---|
+//! | `event.rs` | everything that happens |
+//! | `act.rs` | everything that is to be done; the acts that may end work are a type of their own |
+//! | `core.rs` | the whole host: orders, and who has which GPU |
+//! | `lifecycle.rs` | one control daemon, from its order to its end |
+//! | `modes.rs` | the compute modes that are put back |
+//! | `configured.rs` | the GPUs that a configuration names |
+
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+mod act;
+mod configured;
+mod core;
+mod event;
+mod lifecycle;
+mod modes;
+
+use alloc::string::String;
+
+pub use act::{Act, Cause, DaemonAct, End};
+pub use configured::Configured;
+pub use core::Core;
+pub use event::{CoreEvent, Demand, ModeOutcome, Order, Outcome, RunUse, RunningDaemon, Trouble};
+pub use lifecycle::{Goal, HEALTHY_AGAIN, HELD_PAUSE, LAST_PAUSE};
+
+/// The UUID of a GPU.
+pub type Gpu = String;
+
+/// The name of a control daemon: `shared`, or the UUID of its GPU.
+pub type Id = String;
+
+/// A moment, as the time since a moment that never changes. It does not go back.
+pub type Moment = ::core::time::Duration;

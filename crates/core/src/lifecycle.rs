@@ -1,0 +1,264 @@
+//! One control daemon, from its order to its end: which act comes next.
+
+use alloc::vec::Vec;
+use core::mem;
+use core::time::Duration;
+
+use crate::event::Held;
+use crate::{Cause, DaemonAct, End, Gpu, Moment, Order, Outcome, RunUse, RunningDaemon, Trouble};
+
+/// The pauses after failures: none after the first failure, then this one, which doubles up to the last.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// The longest pause after a failure.
+pub const LAST_PAUSE: Duration = Duration::from_secs(30);
+
+/// The longest pause while programs without MPS keep the server out. They may end at any moment.
+pub const HELD_PAUSE: Duration = Duration::from_secs(1);
+
+/// After so long in health, the pauses begin with the first one again.
+pub const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
+
+/// The aim of a control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Goal {
+    /// It serves its order.
+    Serve,
+    /// It ends once it has no client.
+    Retire,
+    /// It ends now, with its clients.
+    Stop(Cause),
+    /// It stays as it is, with its clients: the next service takes it over.
+    Leave,
+}
+
+/// What a control daemon is at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Phase {
+    /// The next act follows from the goal.
+    Open,
+    /// This act comes next.
+    Then(DaemonAct),
+    /// This act is under way since this moment.
+    Busy { act: DaemonAct, since: Moment, interrupted: bool },
+    /// After a failure nothing is done before this moment, unless something changes.
+    Resting { until: Moment },
+}
+
+/// What an act was told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Told {
+    revision: u64,
+    held: Held,
+    /// The GPUs that were left to it. The order may have others by now.
+    gpus: Vec<Gpu>,
+    sets_modes: bool,
+}
+
+impl Told {
+    fn has(&self, gpu: &str) -> bool {
+        self.gpus.iter().any(|one| one == gpu)
+    }
+}
+
+/// What is next for a control daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Next {
+    Act(DaemonAct),
+    Interrupt,
+    Release,
+}
+
+/// One control daemon: its order, and what is known of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Lifecycle<P> {
+    order: Order<P>,
+    goal: Goal,
+    /// It grows with each change of order or goal.
+    revision: u64,
+    /// What the last act was told.
+    told: Option<Told>,
+    /// What the state file has.
+    written: Option<RunningDaemon>,
+    /// Its process is held, so that its end becomes known.
+    watched: bool,
+    /// It has run under this order's id before. A new one waits until all of its GPUs are free: it would have to restart for
+    /// a GPU that it began without, and clients of its other GPUs could keep it from that for ever.
+    has_run: bool,
+    /// It was to be ended, and can't be.
+    given_up: bool,
+    phase: Phase,
+    pause: Duration,
+}
+
+impl<P: Clone + PartialEq> Lifecycle<P> {
+    pub(crate) fn new(order: Order<P>, goal: Goal, written: Option<RunningDaemon>) -> Self {
+        Self {
+            order,
+            goal,
+            revision: 0,
+            told: None,
+            has_run: written.is_some(),
+            written,
+            watched: false,
+            given_up: false,
+            phase: Phase::Open,
+            pause: Duration::ZERO,
+        }
+    }
+
+    pub(crate) fn order(&self) -> &Order<P> {
+        &self.order
+    }
+
+    pub(crate) fn goal(&self) -> Goal {
+        self.goal
+    }
+
+    pub(crate) fn written(&self) -> Option<&RunningDaemon> {
+        self.written.as_ref()
+    }
+
+    /// The GPUs that it has or is to have, some of them twice, but for these.
+    pub(crate) fn gpus<'g>(&'g self, held: &'g Held) -> impl Iterator<Item = &'g Gpu> {
+        let running = self.written.iter().flat_map(|run| &run.gpus);
+        running.chain(&self.order.gpus).filter(|gpu| !held.contains_key(*gpu))
+    }
+
+    /// Whether nothing was done for it yet, and nothing runs.
+    pub(crate) fn is_pending(&self) -> bool {
+        self.told.is_none() && self.written.is_none()
+    }
+
+    /// Gives it another goal. The same again changes nothing.
+    pub(crate) fn pursue(&mut self, goal: Goal, order: Option<Order<P>>) {
+        let order = order.filter(|order| *order != self.order);
+        if self.goal == goal && order.is_none() {
+            return;
+        }
+        self.goal = goal;
+        self.order = order.unwrap_or_else(|| self.order.clone());
+        self.revision += 1;
+        self.given_up = false;
+        self.pause = Duration::ZERO;
+    }
+
+    /// Whether it has this GPU, or is being started with it.
+    pub(crate) fn has(&self, gpu: &str) -> bool {
+        let runs_with = self.written.as_ref().is_some_and(|run| run.gpus.iter().any(|one| one == gpu));
+        let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
+        runs_with || (starts && self.told.as_ref().is_some_and(|told| told.has(gpu)))
+    }
+
+    /// Whether the compute mode of this GPU is kept for it: by its order, or by the order of before, which the act under way
+    /// still goes by.
+    pub(crate) fn keeps_mode(&self, gpu: &str) -> bool {
+        let sets = matches!(self.phase, Phase::Busy { act: DaemonAct::Start | DaemonAct::Serve, .. });
+        let still_sets = || self.told.as_ref().is_some_and(|told| told.sets_modes && told.has(gpu));
+        (self.order.sets_modes && self.has(gpu)) || (sets && still_sets())
+    }
+
+    /// Whether order or goal have changed since the last act was told.
+    fn is_stale(&self) -> bool {
+        self.told.as_ref().is_none_or(|told| told.revision != self.revision)
+    }
+
+    /// The moment from which on something is to be done for it.
+    pub(crate) fn due(&self) -> Option<Moment> {
+        match self.phase {
+            Phase::Resting { until } => Some(until),
+            _ => None,
+        }
+    }
+
+    /// What is next for it, where other control daemons have these of its GPUs. No act that may set a compute mode comes
+    /// while `modes_change`: both would believe that the other's mode is the one of before.
+    pub(crate) fn next(&mut self, held: &Held, modes_change: bool, now: Moment) -> Option<Next> {
+        let has_other_order = self.is_stale();
+        let has_other_gpus = self.told.as_ref().is_none_or(|told| told.held != *held);
+        let act = match &mut self.phase {
+            Phase::Busy { act, interrupted, .. } => {
+                let is_stale = match act {
+                    DaemonAct::TakeOver | DaemonAct::Start => has_other_order,
+                    DaemonAct::Serve => has_other_order || has_other_gpus,
+                    _ => false,
+                };
+                let interrupts = is_stale && !mem::replace(interrupted, *interrupted || is_stale);
+                return interrupts.then_some(Next::Interrupt);
+            }
+            Phase::Resting { until } if now < *until && !has_other_order && !has_other_gpus => return None,
+            Phase::Then(act) => *act,
+            Phase::Open | Phase::Resting { .. } => match self.choose(held)? {
+                Next::Act(DaemonAct::Start | DaemonAct::Serve) if modes_change => return None,
+                Next::Act(act) => act,
+                other => return Some(other),
+            },
+        };
+        if let DaemonAct::Rest(pause) = act {
+            self.phase = Phase::Resting { until: now + pause };
+        } else {
+            self.phase = Phase::Busy { act, since: now, interrupted: false };
+            let gpus = self.gpus(held).cloned().collect();
+            self.told = Some(Told { revision: self.revision, held: held.clone(), gpus, sets_modes: self.order.sets_modes });
+        }
+        Some(Next::Act(act))
+    }
+
+    /// What follows from the goal. None: it waits for GPUs that others have.
+    fn choose(&self, held: &Held) -> Option<Next> {
+        let is_left = self.written.is_some() && !self.given_up;
+        Some(Next::Act(match self.goal {
+            Goal::Stop(cause) if self.watched => DaemonAct::End(End::WithClients(cause)),
+            Goal::Leave if self.watched => DaemonAct::Leave,
+            Goal::Serve | Goal::Retire if self.watched => DaemonAct::Serve,
+            Goal::Serve | Goal::Retire | Goal::Stop(_) if is_left => DaemonAct::TakeOver,
+            Goal::Serve if self.has_run || held.is_empty() => DaemonAct::Start,
+            Goal::Serve => return None,
+            Goal::Retire | Goal::Stop(_) | Goal::Leave => return Some(Next::Release),
+        }))
+    }
+
+    /// Takes note of what came of the act that was under way.
+    pub(crate) fn done(
+        &mut self,
+        written: Option<RunningDaemon>,
+        watched: bool,
+        outcome: Outcome,
+        now: Moment,
+    ) {
+        let Phase::Busy { act, since, .. } = self.phase else { return };
+        (self.written, self.watched, self.phase) = (written, watched, Phase::Open);
+        self.has_run |= watched;
+        let is_stale = self.is_stale();
+        match (self.goal, outcome) {
+            // The new order is tried at once.
+            _ if is_stale => {}
+            (Goal::Leave, _) => self.watched = false,
+            // Nothing more can be done: the next service finds it in the state file.
+            (Goal::Stop(Cause::Stop), Outcome::Lives) => (self.watched, self.given_up) = (false, true),
+            (Goal::Stop(Cause::Stop), Outcome::Failed(_)) => self.given_up = true,
+            (Goal::Stop(_), Outcome::Failed(_)) if watched => {}
+            (_, Outcome::Failed(trouble)) => {
+                if act == DaemonAct::Serve && now.saturating_sub(since) >= HEALTHY_AGAIN {
+                    self.pause = Duration::ZERO;
+                }
+                if trouble == Trouble::Ill && watched {
+                    self.phase = Phase::Then(DaemonAct::Judge);
+                } else {
+                    self.rest(LAST_PAUSE);
+                }
+            }
+            (_, Outcome::Used(RunUse::Idle)) => self.phase = Phase::Then(DaemonAct::End(End::Idle)),
+            (_, Outcome::Used(RunUse::KeptOut)) => self.rest(HELD_PAUSE),
+            (_, Outcome::Used(RunUse::Gone | RunUse::Clients) | Outcome::Lives) => self.rest(LAST_PAUSE),
+            (_, Outcome::Ended) if act == DaemonAct::End(End::Idle) => self.rest(LAST_PAUSE),
+            (_, Outcome::Done | Outcome::Ended | Outcome::Again | Outcome::Interrupted) => {}
+        }
+    }
+
+    /// Does nothing for a pause, which is longer each time.
+    fn rest(&mut self, longest: Duration) {
+        self.phase = Phase::Then(DaemonAct::Rest(self.pause.min(longest)));
+        self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE);
+    }
+}

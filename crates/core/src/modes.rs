@@ -1,0 +1,86 @@
+//! The compute modes that the service has changed: kept while a GPU is ours, put back afterwards, and only then.
+
+use alloc::collections::BTreeSet;
+use alloc::vec::Vec;
+
+use crate::{Configured, Gpu, ModeOutcome};
+
+/// What is known of compute modes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Modes {
+    /// The GPUs that keep our mode, served or not.
+    kept: Configured,
+    /// The GPUs with a mode that may have to be put back.
+    touched: BTreeSet<Gpu>,
+    /// The GPUs with a mode that is just being set or put back.
+    under_way: BTreeSet<Gpu>,
+    /// The GPUs with a mode that could not be put back. It is tried again with the next plan.
+    stuck: BTreeSet<Gpu>,
+    /// The GPUs with a mode that is to be set, though nobody serves them.
+    to_close: BTreeSet<Gpu>,
+}
+
+impl Modes {
+    pub(crate) fn new(touched: BTreeSet<Gpu>) -> Self {
+        Self {
+            kept: Configured::default(),
+            touched,
+            under_way: BTreeSet::new(),
+            stuck: BTreeSet::new(),
+            to_close: BTreeSet::new(),
+        }
+    }
+
+    /// Goes by a new plan, and tries again whatever could not be put back.
+    pub(crate) fn pursue(&mut self, kept: Configured, closed: Vec<Gpu>) {
+        self.kept = kept;
+        self.to_close = closed.into_iter().collect();
+        self.stuck.clear();
+    }
+
+    /// Keeps no mode any longer than a control daemon of ours has the GPU.
+    pub(crate) fn give_up(&mut self) {
+        self.pursue(Configured::default(), Vec::new());
+    }
+
+    /// The modes of these GPUs are set for a control daemon.
+    pub(crate) fn may_be_set(&mut self, gpus: impl Iterator<Item = Gpu>) {
+        self.touched.extend(gpus);
+    }
+
+    pub(crate) fn begin(&mut self, gpu: &Gpu) {
+        self.touched.insert(gpu.clone());
+        self.under_way.insert(gpu.clone());
+        self.to_close.remove(gpu);
+    }
+
+    pub(crate) fn done(&mut self, gpu: &Gpu, outcome: ModeOutcome) {
+        self.under_way.remove(gpu);
+        match outcome {
+            ModeOutcome::Taken => {}
+            ModeOutcome::PutBack => _ = self.touched.remove(gpu),
+            ModeOutcome::Stays => _ = self.stuck.insert(gpu.clone()),
+        }
+    }
+
+    /// Whether nobody else may set the mode of this GPU at this moment.
+    pub(crate) fn is_under_way(&self, gpu: &Gpu) -> bool {
+        self.under_way.contains(gpu)
+    }
+
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.under_way.is_empty()
+    }
+
+    /// The GPUs with a mode that is to be put back now: no control daemon of ours keeps it, as `is_used` says, and the
+    /// configuration does not name them. Earlier, everybody would get in, with no limit.
+    pub(crate) fn to_put_back(&self, is_used: impl Fn(&Gpu) -> bool) -> Vec<Gpu> {
+        let left = self.touched.difference(&self.under_way).filter(|gpu| !self.stuck.contains(*gpu));
+        left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()
+    }
+
+    /// The GPUs with a mode that is to be set now, though nobody serves them.
+    pub(crate) fn to_take(&self) -> Vec<Gpu> {
+        self.to_close.difference(&self.under_way).cloned().collect()
+    }
+}

@@ -1,0 +1,106 @@
+//! Histories of a host, by seeds: whatever happens, in whatever order, what must hold holds (`world/truths.rs`).
+//!
+//! `HISTORIES` says how many are tried, `MODEL_SEED` where they begin, and `MODEL_SECONDS` for how long it goes on instead.
+//! A failure prints its seed, and the shortest history that still fails, as a story.
+
+mod world;
+
+use std::panic::{self, AssertUnwindSafe};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use world::{World, mixed};
+
+/// The histories of `make test`.
+const HISTORIES: u64 = 50_000;
+
+/// Where they begin, if nobody says.
+const SEED: u64 = 1;
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+}
+
+/// 100 to 500 steps.
+fn history(seed: u64) -> Vec<u64> {
+    let length = 100 + mixed(seed) % 401;
+    (1..=length).map(|step| mixed(seed.wrapping_mul(0x0100_0000_01b3).wrapping_add(step))).collect()
+}
+
+/// Plays a history, and returns what does not hold.
+fn play(steps: &[u64], tells: bool) -> Result<(), (String, String)> {
+    let mut world = World::new(tells);
+    let played = panic::catch_unwind(AssertUnwindSafe(|| {
+        for step in steps {
+            world.step(*step);
+            world.check();
+        }
+        world.check_all_is_served_in_the_end();
+    }));
+    played.map_err(|why| {
+        let why = why.downcast_ref::<String>().cloned();
+        let why = why.unwrap_or_else(|| "a panic without words".to_owned());
+        (why, world.story().to_owned())
+    })
+}
+
+/// The shortest history that still fails: steps are left out as long as it does.
+fn shortest(mut steps: Vec<u64>) -> Vec<u64> {
+    let mut width = steps.len() / 2;
+    while width > 0 {
+        let mut begin = 0;
+        while begin < steps.len() {
+            let end = (begin + width).min(steps.len());
+            let fewer: Vec<u64> = steps[..begin].iter().chain(&steps[end..]).copied().collect();
+            if play(&fewer, false).is_err() {
+                steps = fewer;
+            } else {
+                begin = end;
+            }
+        }
+        width = if width == 1 { 0 } else { width.div_ceil(2) };
+    }
+    steps
+}
+
+fn shortest_story(seed: u64) -> String {
+    let steps = shortest(history(seed));
+    let (why, story) = play(&steps, true).unwrap_err();
+    format!("{why}\n{} steps are enough:\n{story}", steps.len())
+}
+
+#[test]
+fn what_must_hold_holds_in_every_history() {
+    let first = number("MODEL_SEED").unwrap_or(SEED);
+    let until = number("MODEL_SECONDS").map(|seconds| Instant::now() + Duration::from_secs(seconds));
+    let most = number("HISTORIES").unwrap_or(if until.is_some() { u64::MAX } else { HISTORIES });
+    // Each failure of many would be told.
+    panic::set_hook(Box::new(|_| {}));
+    let threads = thread::available_parallelism().map_or(1, |threads| threads.get() as u64);
+    let tried = thread::scope(|scope| {
+        let share = |thread: u64| {
+            move || {
+                let mut tried = 0;
+                for seed in (thread..most).step_by(threads as usize).map(|number| first.wrapping_add(number)) {
+                    if until.is_some_and(|until| Instant::now() >= until) {
+                        break;
+                    }
+                    if play(&history(seed), false).is_err() {
+                        return Err(seed);
+                    }
+                    tried += 1;
+                }
+                Ok(tried)
+            }
+        };
+        let running: Vec<_> = (0..threads).map(|thread| scope.spawn(share(thread))).collect();
+        running.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<Result<u64, u64>>>()
+    });
+    let failed = tried.iter().find_map(|share| share.err()).map(|seed| (seed, shortest_story(seed)));
+    let _ = panic::take_hook();
+    if let Some((seed, story)) = failed {
+        panic!("MODEL_SEED={seed}: {story}");
+    }
+    println!("{} histories", tried.iter().filter_map(|share| share.as_ref().ok()).sum::<u64>());
+}

@@ -1,0 +1,168 @@
+//! Administrators, tenants and accidents.
+
+use std::collections::BTreeSet;
+
+use mps_core::{Configured, Core, CoreEvent, Demand, Order};
+
+use super::{Dice, Ending, GPUS, Mode, Service, World};
+
+pub(crate) fn nothing() -> Demand<u32> {
+    Demand {
+        orders: Vec::new(),
+        left: Vec::new(),
+        enabled: false,
+        kept: Configured::default(),
+        closed: Vec::new(),
+    }
+}
+
+impl World {
+    /// Any configuration.
+    pub(super) fn any_demand(&mut self, dice: &mut Dice) -> Demand<u32> {
+        self.version += 1;
+        let sets_modes = !dice.one_in(8);
+        if dice.one_in(12) {
+            return nothing();
+        }
+        let mut chosen: Vec<String> = GPUS.iter().map(|gpu| (*gpu).to_owned()).collect();
+        chosen.retain(|_| !dice.one_in(3));
+        // Programs without MPS hold this one.
+        let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
+        let payload = if dice.one_in(3) { self.version } else { 0 };
+        let order = |id: &str, gpus: &[String]| Order { id: id.to_owned(), gpus: gpus.to_vec(), sets_modes, payload };
+        let orders = if chosen.is_empty() {
+            Vec::new()
+        } else if dice.one_in(2) {
+            vec![order("shared", &chosen)]
+        } else {
+            chosen.iter().map(|gpu| order(gpu, std::slice::from_ref(gpu))).collect()
+        };
+        closed.retain(|_| sets_modes);
+        let certainly = if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
+        let kept = Configured { certainly, others: None };
+        Demand { orders, left: Vec::new(), enabled: true, kept, closed }
+    }
+
+    pub(super) fn reload(&mut self, dice: &mut Dice) {
+        let is_ending = self.service.as_ref().is_some_and(|service| service.ending.is_some());
+        if is_ending {
+            return;
+        }
+        self.demand = self.any_demand(dice);
+        self.pursue();
+    }
+
+    pub(super) fn pursue(&mut self) {
+        if self.service.is_none() {
+            return;
+        }
+        let demand = Demand { left: self.left(), ..self.demand.clone() };
+        self.tell(|| {
+            let orders: Vec<String> =
+                demand.orders.iter().map(|one| format!("{} {:?}", one.id, one.gpus)).collect();
+            let sets = demand.orders.iter().all(|order| order.sets_modes);
+            let modes = if sets { "" } else { ", without compute modes" };
+            let mps = if demand.enabled { "" } else { "MPS is disabled " };
+            format!("reload: {mps}{}{modes}; held by others: {:?}", orders.join(", "), demand.closed)
+        });
+        self.on(CoreEvent::Pursue(demand));
+    }
+
+    /// An order for each control daemon in the state file that no order is for.
+    fn left(&self) -> Vec<Order<u32>> {
+        let written = self.state_file.daemons.iter();
+        let left = written.filter(|(id, _)| !self.demand.orders.iter().any(|order| order.id == **id));
+        left.map(|(id, one)| Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }).collect()
+    }
+
+    pub(super) fn kill_service(&mut self) {
+        let Some(service) = self.service.take() else { return };
+        self.tell(|| "the service is killed".to_owned());
+        drop(service);
+        self.daemons.retain(|_, one| !one.is_paused);
+    }
+
+    pub(super) fn start_service(&mut self) {
+        if self.service.is_some() {
+            return;
+        }
+        self.tell(|| "the service starts".to_owned());
+        let changed = self.state_file.modes.keys().cloned().collect();
+        self.service = Some(Service {
+            core: Core::new(self.state_file.daemons.clone(), changed),
+            tasks: Default::default(),
+            watched: Default::default(),
+            modes: Default::default(),
+            ending: None,
+        });
+        self.pursue();
+    }
+
+    /// `systemctl stop`, or `systemctl restart`.
+    pub(super) fn end_service(&mut self, dice: &mut Dice) {
+        let ending = if dice.one_in(2) { Ending::ForGood } else { Ending::ForRestart };
+        self.end_service_for(ending);
+    }
+
+    pub(super) fn end_service_for(&mut self, ending: Ending) {
+        let Some(service) = self.service.as_mut().filter(|service| service.ending.is_none()) else { return };
+        service.ending = Some(ending);
+        self.tell(|| format!("the service ends {ending:?}"));
+        let left = self.left_at_stop();
+        self.on(match ending {
+            Ending::ForGood => CoreEvent::Stop { left },
+            Ending::ForRestart => CoreEvent::Leave,
+        });
+    }
+
+    fn left_at_stop(&self) -> Vec<Order<u32>> {
+        let written = self.state_file.daemons.iter();
+        written.map(|(id, one)| Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }).collect()
+    }
+
+    pub(super) fn client_comes(&mut self, dice: &mut Dice) {
+        let running: Vec<u32> = self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
+        let Some(pid) = dice.of(&running).copied() else { return };
+        self.tell(|| format!("a client comes to {pid}"));
+        if let Some(one) = self.daemons.get_mut(&pid) {
+            one.clients += 1;
+        }
+    }
+
+    pub(super) fn client_leaves(&mut self, dice: &mut Dice) {
+        let used: Vec<u32> = self.daemons.iter().filter(|(_, one)| one.clients > 0).map(|(pid, _)| *pid).collect();
+        let Some(pid) = dice.of(&used).copied() else { return };
+        self.tell(|| format!("a client of {pid} leaves"));
+        if let Some(one) = self.daemons.get_mut(&pid) {
+            one.clients -= 1;
+        }
+    }
+
+    pub(super) fn all_clients_leave(&mut self) {
+        self.tell(|| "all clients leave".to_owned());
+        self.daemons.values_mut().for_each(|one| one.clients = 0);
+    }
+
+    pub(super) fn daemon_dies(&mut self, dice: &mut Dice) {
+        let pids: Vec<u32> = self.daemons.keys().copied().collect();
+        let Some(pid) = dice.of(&pids).copied() else { return };
+        self.tell(|| format!("control daemon {pid} dies"));
+        self.daemons.remove(&pid);
+    }
+
+    /// An administrator sets a compute mode. One that the service has to keep is set again with the next check.
+    pub(super) fn mode_is_changed(&mut self, dice: &mut Dice) {
+        let gpu = (*dice.of(&GPUS).unwrap()).to_owned();
+        let mode = if dice.one_in(2) { Mode::Default } else { Mode::Prohibited };
+        self.tell(|| format!("an administrator sets the compute mode of {gpu} to {mode:?}"));
+        let is_written = self.state_file.modes.contains_key(&gpu);
+        let Some(state) = self.gpus.get_mut(&gpu) else { return };
+        state.mode = mode;
+        if is_written {
+            // The service keeps the mode of before, or takes the new one for it: both are right.
+            self.strange.insert(gpu);
+        } else {
+            state.own = mode;
+        }
+    }
+}

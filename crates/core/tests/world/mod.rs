@@ -1,0 +1,284 @@
+//! A host in memory: GPUs with compute modes, control daemons with clients, the state file, and the service's shell, which
+//! carries out what the core says, step by step as the service does. The service can be killed between any two steps.
+
+mod admin;
+mod shell;
+mod truths;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::time::Duration;
+
+use mps_core::{Act, Core, CoreEvent, DaemonAct, Demand, End, ModeOutcome, Order, Outcome, RunningDaemon};
+
+/// The GPUs of the host.
+const GPUS: [&str; 3] = ["A", "B", "C"];
+
+/// A number from a seed: SplitMix64.
+pub(crate) fn mixed(seed: u64) -> u64 {
+    let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Choices that all follow from one number, so that a history without some of its steps is a history too.
+#[derive(Clone, Copy)]
+pub(crate) struct Dice(u64);
+
+impl Dice {
+    pub(crate) fn new(draw: u64) -> Self {
+        Self(draw)
+    }
+
+    /// A number below `most`.
+    pub(crate) fn below(&mut self, most: usize) -> usize {
+        self.0 = mixed(self.0);
+        usize::try_from(self.0 % most as u64).unwrap()
+    }
+
+    pub(crate) fn one_in(&mut self, most: usize) -> bool {
+        self.below(most) == 0
+    }
+
+    fn of<'l, T>(&mut self, list: &'l [T]) -> Option<&'l T> {
+        if list.is_empty() { None } else { list.get(self.below(list.len())) }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Default,
+    Prohibited,
+    Exclusive,
+}
+
+#[derive(Debug, Clone)]
+struct GpuState {
+    mode: Mode,
+    /// The mode that an administrator has given it last.
+    own: Mode,
+}
+
+/// A control daemon of ours.
+#[derive(Debug, Clone)]
+struct ControlDaemon {
+    gpus: Vec<String>,
+    clients: usize,
+    /// The payload of the order that it was told last.
+    told: Option<u32>,
+    /// It waits for the word to become the control daemon, and ends with the service.
+    is_paused: bool,
+}
+
+#[derive(Debug, Clone, Default)]
+struct StateFile {
+    daemons: BTreeMap<String, RunningDaemon>,
+    modes: BTreeMap<String, Mode>,
+}
+
+/// An act about a control daemon that is under way.
+#[derive(Debug, Clone)]
+struct Task {
+    order: Order<u32>,
+    retiring: bool,
+    held: BTreeSet<String>,
+    act: DaemonAct,
+    step: usize,
+    /// It is to be broken off.
+    is_interrupted: bool,
+}
+
+/// The service while it runs.
+struct Service {
+    core: Core<u32>,
+    tasks: BTreeMap<String, Task>,
+    /// The processes that the supervisors hold.
+    watched: BTreeMap<String, u32>,
+    /// The compute modes that are being set (true) or put back, and the steps done.
+    modes: BTreeMap<String, (bool, usize)>,
+    ending: Option<Ending>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    ForGood,
+    ForRestart,
+}
+
+pub(crate) struct World {
+    now: Duration,
+    gpus: BTreeMap<String, GpuState>,
+    /// By PID. One that has ended is gone.
+    daemons: BTreeMap<u32, ControlDaemon>,
+    next_pid: u32,
+    state_file: StateFile,
+    service: Option<Service>,
+    /// The configuration.
+    demand: Demand<u32>,
+    version: u32,
+    /// Nothing goes wrong any more.
+    is_calm: bool,
+    /// A GPU with a mode that could not be put back, or was changed by others.
+    strange: BTreeSet<String>,
+    /// The number of acts so far.
+    acts: usize,
+    /// The history as a story, if somebody reads it.
+    story: Option<String>,
+}
+
+impl World {
+    pub(crate) fn new(tells: bool) -> Self {
+        let mut world = Self {
+            now: Duration::from_secs(1),
+            gpus: GPUS
+                .iter()
+                .map(|gpu| ((*gpu).to_owned(), GpuState { mode: Mode::Default, own: Mode::Default }))
+                .collect(),
+            daemons: BTreeMap::new(),
+            next_pid: 100,
+            state_file: StateFile::default(),
+            service: None,
+            demand: admin::nothing(),
+            version: 0,
+            is_calm: false,
+            strange: BTreeSet::new(),
+            acts: 0,
+            story: tells.then(String::new),
+        };
+        world.demand = world.any_demand(&mut Dice::new(1));
+        world.start_service();
+        world
+    }
+
+    pub(crate) fn story(&self) -> &str {
+        self.story.as_deref().unwrap_or_default()
+    }
+
+    fn tell(&mut self, text: impl FnOnce() -> String) {
+        let now = self.now.as_secs_f64();
+        if let Some(story) = &mut self.story {
+            writeln!(story, "{now:9.1} s  {}", text()).unwrap();
+        }
+    }
+
+    /// One step of a history.
+    pub(crate) fn step(&mut self, draw: u64) {
+        let mut dice = Dice::new(draw);
+        match dice.below(40) {
+            0..20 => self.carry_on(&mut dice),
+            20..24 => self.client_comes(&mut dice),
+            24..27 => self.client_leaves(&mut dice),
+            27..30 => self.reload(&mut dice),
+            30 => self.daemon_dies(&mut dice),
+            31 => self.mode_is_changed(&mut dice),
+            32 => self.kill_service(),
+            33 => self.end_service(&mut dice),
+            34..37 => self.start_service(),
+            _ => self.time_passes(&mut dice),
+        }
+    }
+
+    fn time_passes(&mut self, dice: &mut Dice) {
+        let due = self.service.as_ref().and_then(|service| service.core.due());
+        let wait = [0, 1, 50, 1000, 20_000, 100_000].map(Duration::from_millis);
+        self.now = match due {
+            Some(due) if dice.one_in(2) => due.max(self.now),
+            _ => self.now + *dice.of(&wait).unwrap(),
+        };
+        if due.is_some_and(|due| due <= self.now) {
+            self.on(CoreEvent::Due);
+        }
+    }
+
+    /// Tells the core of an event, and begins what it wants.
+    fn on(&mut self, event: CoreEvent<u32>) {
+        let now = self.now;
+        let Some(service) = &mut self.service else { return };
+        let acts = service.core.on(event, now);
+        self.acts += acts.len();
+        for act in acts {
+            self.begin(act);
+        }
+        let Some(service) = &self.service else { return };
+        if service.ending.is_some() && service.core.is_at_rest() {
+            assert!(service.tasks.is_empty() && service.modes.is_empty(), "it is at rest, and acts are under way");
+            self.tell(|| "the service has ended".to_owned());
+            if self.service.take().is_some_and(|service| service.ending == Some(Ending::ForGood)) {
+                self.check_stopped();
+            }
+        }
+    }
+
+    fn begin(&mut self, act: Act<u32>) {
+        self.tell(|| format!("  -> {}", describe(&act)));
+        self.check_act(&act);
+        let Some(service) = &mut self.service else { return };
+        match act {
+            Act::Daemon { act: DaemonAct::Rest(_), .. } => {}
+            Act::Daemon { id, order, retiring, held, act } => {
+                let task = Task { order, retiring, held: held.into_keys().collect(), act, step: 0, is_interrupted: false };
+                let other = service.tasks.insert(id, task);
+                assert!(other.is_none(), "two acts at a time: {other:?}");
+            }
+            Act::Interrupt { id } => {
+                let task = service.tasks.get_mut(&id).expect("nothing is there to be broken off");
+                let breaks_off = matches!(task.act, DaemonAct::TakeOver | DaemonAct::Start | DaemonAct::Serve);
+                assert!(breaks_off && !task.is_interrupted, "{:?} is broken off", task.act);
+                task.is_interrupted = true;
+            }
+            Act::Release { id } => {
+                assert!(!service.tasks.contains_key(&id), "{id} is released while something is under way");
+                service.watched.remove(&id);
+            }
+            Act::TakeMode(gpu) => _ = service.modes.insert(gpu, (true, 0)),
+            Act::PutModeBack(gpu) => _ = service.modes.insert(gpu, (false, 0)),
+        }
+    }
+
+    /// The act about this control daemon has come back.
+    fn finish(&mut self, id: &str, outcome: Outcome) {
+        self.tell(|| format!("  <- {id}: {outcome:?}"));
+        let written = self.state_file.daemons.get(id).cloned();
+        let Some(service) = &mut self.service else { return };
+        let task = service.tasks.remove(id).expect("no act is under way");
+        if task.act == DaemonAct::Start
+            && let Some(pid) = written.as_ref().map(|written| written.process.0)
+            && self.daemons.get(&pid).is_some_and(|one| one.is_paused)
+        {
+            self.daemons.remove(&pid);
+        }
+        let watched = service.watched.contains_key(id);
+        self.on(CoreEvent::Done { id: id.to_owned(), written, watched, outcome });
+    }
+
+    fn mode_done(&mut self, gpu: &str, outcome: ModeOutcome) {
+        self.tell(|| format!("  <- compute mode of {gpu}: {outcome:?}"));
+        if let Some(service) = &mut self.service {
+            service.modes.remove(gpu);
+        }
+        self.on(CoreEvent::ModeDone { gpu: gpu.to_owned(), outcome });
+    }
+
+    /// The control daemon of ours that lives with this id.
+    fn living(&self, id: &str) -> Option<(u32, &ControlDaemon)> {
+        let pid = self.state_file.daemons.get(id)?.process.0;
+        Some((pid, self.daemons.get(&pid)?))
+    }
+}
+
+fn describe(act: &Act<u32>) -> String {
+    match act {
+        Act::Daemon { id, order, retiring, held, act } => {
+            let held = if held.is_empty() { String::new() } else { format!(" without {held:?}") };
+            let retiring = if *retiring { ", retiring" } else { "" };
+            format!("{id}: {act:?} {:?}{held} (order {}{retiring})", order.gpus, order.payload)
+        }
+        other => format!("{other:?}"),
+    }
+}
+
+/// Whether an act ends the work of clients, if there are any.
+fn ends_clients(act: &Act<u32>) -> bool {
+    matches!(act, Act::Daemon { act: DaemonAct::End(End::WithClients(_)), .. })
+}

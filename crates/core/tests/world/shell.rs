@@ -1,0 +1,226 @@
+//! The service's shell: it carries out one act, step by step, and anything can go wrong in between.
+
+use mps_core::{DaemonAct, End, ModeOutcome, Outcome, RunUse, RunningDaemon, Trouble};
+
+use super::{ControlDaemon, Dice, Mode, Task, World};
+
+impl World {
+    /// Some act that is under way comes on by a step.
+    pub(super) fn carry_on(&mut self, dice: &mut Dice) {
+        let Some(service) = &self.service else { return };
+        let tasks: Vec<(String, Task)> = service.tasks.iter().map(|(id, task)| (id.clone(), task.clone())).collect();
+        let modes: Vec<(String, (bool, usize))> =
+            service.modes.iter().map(|(gpu, mode)| (gpu.clone(), *mode)).collect();
+        if !modes.is_empty() && (tasks.is_empty() || dice.one_in(3)) {
+            let (gpu, (takes, step)) = dice.of(&modes).cloned().unwrap();
+            return if takes { self.take_mode_by_itself(&gpu, step) } else { self.put_mode_back(&gpu, step, dice) };
+        }
+        let Some((id, task)) = dice.of(&tasks).cloned() else { return };
+        // An act may end by itself before it is broken off.
+        if task.is_interrupted && !dice.one_in(4) {
+            return self.finish(&id, Outcome::Interrupted);
+        }
+        if let Some(outcome) = self.step_of(&id, &task, dice) {
+            self.finish(&id, outcome);
+        } else if let Some(task) = self.service.as_mut().and_then(|service| service.tasks.get_mut(&id)) {
+            task.step += 1;
+        }
+    }
+
+    fn step_of(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<Outcome> {
+        match task.act {
+            DaemonAct::TakeOver => Some(self.take_over(id, dice)),
+            DaemonAct::Start => self.start(id, task, dice),
+            DaemonAct::Serve => self.serve(id, task, dice),
+            DaemonAct::Judge => Some(Outcome::Used(self.judge(id, dice))),
+            DaemonAct::End(End::Idle) => Some(self.end(id, |one| one.clients == 0, dice)),
+            DaemonAct::End(End::WithClients(_)) => Some(self.end(id, |_| true, dice)),
+            DaemonAct::Leave | DaemonAct::Rest(_) => Some(Outcome::Done),
+        }
+    }
+
+    fn goes_wrong(&self, dice: &mut Dice) -> bool {
+        !self.is_calm && dice.one_in(8)
+    }
+
+    fn forget(&mut self, id: &str, dice: &mut Dice) {
+        if let Some(service) = &mut self.service {
+            service.watched.remove(id);
+        }
+        // The disk may be full.
+        if !self.goes_wrong(dice) {
+            self.state_file.daemons.remove(id);
+        }
+    }
+
+    fn watch(&mut self, id: &str, pid: u32) {
+        if let Some(service) = &mut self.service {
+            service.watched.insert(id.to_owned(), pid);
+        }
+    }
+
+    fn take_over(&mut self, id: &str, dice: &mut Dice) -> Outcome {
+        if self.goes_wrong(dice) {
+            // No file descriptor is left, or the process is held and does not answer.
+            if let Some((pid, _)) = self.living(id)
+                && dice.one_in(2)
+            {
+                self.watch(id, pid);
+            }
+            return Outcome::Failed(Trouble::Ill);
+        }
+        match self.living(id).map(|(pid, _)| pid) {
+            Some(pid) => self.watch(id, pid),
+            None => self.forget(id, dice),
+        }
+        Outcome::Done
+    }
+
+    /// The compute modes one by one, then the entry in the state file, the word for the process, and its first answer.
+    fn start(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<Outcome> {
+        let gpus: Vec<String> = task.order.gpus.iter().filter(|gpu| !task.held.contains(*gpu)).cloned().collect();
+        if gpus.is_empty() || self.goes_wrong(dice) && self.living(id).is_none() {
+            return Some(Outcome::Failed(Trouble::Ill));
+        }
+        let with_modes = if task.order.sets_modes { gpus.len() * 2 } else { 0 };
+        if task.step < with_modes {
+            self.take_mode(gpus.get(task.step / 2).unwrap(), task.step % 2);
+            return None;
+        }
+        match task.step - with_modes {
+            0 => {
+                self.next_pid += 1;
+                let process = (self.next_pid, u64::from(self.next_pid));
+                self.tell(|| format!("     control daemon {} is written down for {id}", process.0));
+                self.state_file.daemons.insert(id.to_owned(), RunningDaemon { process, gpus: gpus.clone() });
+                let one = ControlDaemon { gpus, clients: 0, told: None, is_paused: true };
+                self.daemons.insert(process.0, one);
+                None
+            }
+            1 => {
+                let pid = self.state_file.daemons.get(id)?.process.0;
+                match self.daemons.get_mut(&pid) {
+                    Some(one) => {
+                        one.is_paused = false;
+                        self.watch(id, pid);
+                        None
+                    }
+                    None => Some(Outcome::Failed(Trouble::Ill)),
+                }
+            }
+            _ if self.living(id).is_none() => {
+                self.forget(id, dice);
+                Some(Outcome::Failed(Trouble::Gone))
+            }
+            _ if self.goes_wrong(dice) => Some(Outcome::Failed(Trouble::Ill)),
+            _ => Some(Outcome::Done),
+        }
+    }
+
+    /// Serves until something happens.
+    fn serve(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<Outcome> {
+        let Some((pid, one)) = self.living(id) else {
+            self.forget(id, dice);
+            return Some(Outcome::Failed(Trouble::Gone));
+        };
+        let wanted = task.order.gpus.iter().filter(|gpu| !task.held.contains(*gpu));
+        let fits = !task.retiring && wanted.eq(one.gpus.iter());
+        let (gpus, is_idle) = (one.gpus.clone(), one.clients == 0);
+        if self.goes_wrong(dice) {
+            let trouble = if dice.one_in(3) { Trouble::NotUnderstood } else { Trouble::Ill };
+            return Some(Outcome::Failed(trouble));
+        }
+        if task.order.sets_modes {
+            gpus.iter().for_each(|gpu| self.take_mode(gpu, 0));
+            gpus.iter().for_each(|gpu| self.take_mode(gpu, 1));
+        }
+        // Only an administrator's order ends one that has clients.
+        if !fits && (is_idle || self.is_forced(dice)) {
+            self.daemons.remove(&pid);
+            self.forget(id, dice);
+            return Some(Outcome::Ended);
+        }
+        if let Some(one) = self.daemons.get_mut(&pid).filter(|_| !task.retiring) {
+            one.told = Some(task.order.payload);
+        }
+        self.goes_wrong(dice).then_some(Outcome::Again)
+    }
+
+    fn is_forced(&mut self, dice: &mut Dice) -> bool {
+        let is_forced = !self.is_calm && dice.one_in(12);
+        if is_forced {
+            self.tell(|| "apply --force".to_owned());
+        }
+        is_forced
+    }
+
+    fn judge(&mut self, id: &str, dice: &mut Dice) -> RunUse {
+        let Some((_, one)) = self.living(id) else {
+            self.forget(id, dice);
+            return RunUse::Gone;
+        };
+        match one.clients {
+            _ if self.goes_wrong(dice) => RunUse::Clients,
+            0 if self.goes_wrong(dice) => RunUse::KeptOut,
+            0 => RunUse::Idle,
+            _ => RunUse::Clients,
+        }
+    }
+
+    fn end(&mut self, id: &str, may_end: fn(&ControlDaemon) -> bool, dice: &mut Dice) -> Outcome {
+        let Some((pid, one)) = self.living(id) else {
+            self.forget(id, dice);
+            return Outcome::Ended;
+        };
+        if !may_end(one) || self.goes_wrong(dice) {
+            return Outcome::Lives;
+        }
+        self.daemons.remove(&pid);
+        self.forget(id, dice);
+        Outcome::Ended
+    }
+
+    /// Half of the work: first the mode of before is written down, then the service's is set.
+    fn take_mode(&mut self, gpu: &str, half: usize) {
+        let Some(state) = self.gpus.get_mut(gpu) else { return };
+        if state.mode == Mode::Exclusive {
+            return;
+        }
+        if half == 0 {
+            self.state_file.modes.entry(gpu.to_owned()).or_insert(state.mode);
+        } else {
+            state.mode = Mode::Exclusive;
+        }
+    }
+
+    fn take_mode_by_itself(&mut self, gpu: &str, step: usize) {
+        self.take_mode(gpu, step);
+        self.mode_step(gpu, step, ModeOutcome::Taken);
+    }
+
+    /// First the mode is set, then the one of before is forgotten.
+    fn put_mode_back(&mut self, gpu: &str, step: usize, dice: &mut Dice) {
+        let Some(before) = self.state_file.modes.get(gpu).copied() else {
+            return self.mode_done(gpu, ModeOutcome::PutBack);
+        };
+        if self.goes_wrong(dice) {
+            self.strange.insert(gpu.to_owned());
+            return self.mode_done(gpu, ModeOutcome::Stays);
+        }
+        if step > 0 {
+            self.state_file.modes.remove(gpu);
+        } else if let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode == Mode::Exclusive) {
+            state.mode = before;
+        }
+        self.mode_step(gpu, step, ModeOutcome::PutBack);
+    }
+
+    fn mode_step(&mut self, gpu: &str, step: usize, outcome: ModeOutcome) {
+        if step > 0 {
+            return self.mode_done(gpu, outcome);
+        }
+        if let Some(mode) = self.service.as_mut().and_then(|service| service.modes.get_mut(gpu)) {
+            mode.1 += 1;
+        }
+    }
+}

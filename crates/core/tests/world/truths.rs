@@ -1,0 +1,158 @@
+//! What must hold, each with a name of its own; docs/architecture.md has the same names.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use mps_core::{Act, Cause, DaemonAct, End};
+
+use super::{Dice, Ending, Mode, World, ends_clients};
+
+/// The most acts until everything is served, once nothing goes wrong any more.
+const MOST_ACTS: usize = 60;
+
+impl World {
+    /// What must hold after each step.
+    pub(crate) fn check(&self) {
+        self.check_one_has_a_gpu();
+        self.check_who_runs_is_written_down();
+    }
+
+    /// One has a GPU: no two control daemons of ours that run have the same.
+    fn check_one_has_a_gpu(&self) {
+        let mut taken = BTreeSet::new();
+        for gpu in self.daemons.values().flat_map(|one| &one.gpus) {
+            assert!(taken.insert(gpu), "one-has-a-gpu: two control daemons have {gpu}");
+        }
+    }
+
+    /// Who runs is written down: once, with its GPUs.
+    fn check_who_runs_is_written_down(&self) {
+        for (pid, one) in &self.daemons {
+            let mut entries = self.state_file.daemons.values().filter(|entry| entry.process.0 == *pid);
+            let entry = entries.next();
+            assert!(
+                entry.is_some_and(|entry| entry.gpus == one.gpus),
+                "who-runs-is-written-down: {pid} is not in the state file"
+            );
+            assert!(entries.next().is_none(), "who-runs-is-written-down: {pid} is in the state file twice");
+        }
+    }
+
+    /// What must hold for an act that is about to begin.
+    pub(super) fn check_act(&self, act: &Act<u32>) {
+        self.check_work_is_safe(act);
+        self.check_modes_stay(act);
+        if let Act::Daemon { id, order, held, act: DaemonAct::Start, .. } = act {
+            assert!(self.living(id).is_none(), "one-has-a-gpu: {id} is started, and runs");
+            for gpu in order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)) {
+                let other = self.daemons.iter().find(|(_, one)| one.gpus.contains(gpu));
+                assert!(other.is_none(), "one-has-a-gpu: {id} is started with {gpu}, which {other:?} has");
+            }
+        }
+    }
+
+    /// Work is safe: nothing ends clients but a stop, and MPS disabled.
+    fn check_work_is_safe(&self, act: &Act<u32>) {
+        if !ends_clients(act) {
+            return;
+        }
+        let Act::Daemon { id, act: DaemonAct::End(End::WithClients(cause)), .. } = act else { return };
+        let ending = self.service.as_ref().and_then(|service| service.ending);
+        let is_asked_for = match cause {
+            Cause::Stop => ending == Some(Ending::ForGood),
+            Cause::Disabled => ending != Some(Ending::ForRestart) && !self.demand.enabled,
+        };
+        assert!(is_asked_for, "work-is-safe: {id} is ended with its clients ({cause:?}), and nobody has asked for it");
+    }
+
+    /// Modes stay: the compute mode of a GPU is not put back while it is ours.
+    fn check_modes_stay(&self, act: &Act<u32>) {
+        let Act::PutModeBack(gpu) = act else { return };
+        let ending = self.service.as_ref().and_then(|service| service.ending);
+        let is_kept = ending.is_none() && self.demand.kept.may_have(gpu);
+        assert!(!is_kept, "modes-stay: the mode of {gpu} is put back, which the configuration names");
+        let has = |id: &String| self.living(id).is_some_and(|(_, one)| one.gpus.contains(gpu));
+        let serving = self.demand.orders.iter().filter(|order| order.sets_modes && ending.is_none());
+        let mut holders = serving.filter(|order| has(&order.id));
+        assert_eq!(holders.next(), None, "modes-stay: the mode of {gpu} is put back, which is served");
+    }
+
+    /// Modes come back: after a stop for good, each GPU has the mode of before.
+    pub(super) fn check_stopped(&self) {
+        for (gpu, state) in &self.gpus {
+            let still_ours = self.daemons.values().any(|one| one.gpus.contains(gpu))
+                || self.state_file.daemons.values().any(|one| one.gpus.contains(gpu));
+            assert!(
+                state.mode == state.own || still_ours || self.strange.contains(gpu),
+                "modes-come-back: {gpu} has {:?} after a stop, and had {:?}",
+                state.mode,
+                state.own
+            );
+        }
+    }
+
+    /// All is served in the end: from any state, once nothing goes wrong any more, everything that can be served is served,
+    /// nothing else runs, and it takes a bounded number of acts.
+    pub(crate) fn check_all_is_served_in_the_end(&mut self) {
+        self.is_calm = true;
+        self.tell(|| "from now on nothing goes wrong".to_owned());
+        self.start_service_again();
+        self.all_clients_leave();
+        let before = self.acts;
+        let mut dice = Dice::new(self.acts as u64);
+        for _ in 0..2000 {
+            if self.is_settled() {
+                return self.check_served();
+            }
+            match self.service.as_ref().and_then(|service| service.core.due()) {
+                Some(due) if due > self.now && dice.one_in(4) => {
+                    self.now = due.max(self.now + Duration::from_millis(1));
+                    self.on(mps_core::CoreEvent::Due);
+                }
+                _ => self.carry_on(&mut dice),
+            }
+            self.check();
+            assert!(self.acts - before < MOST_ACTS, "all-is-served-in-the-end: too many acts");
+        }
+        panic!("all-is-served-in-the-end: it never comes to rest");
+    }
+
+    /// A service that ends is started again.
+    fn start_service_again(&mut self) {
+        let mut dice = Dice::new(7);
+        for _ in 0..2000 {
+            let is_ending = self.service.as_ref().is_some_and(|service| service.ending.is_some());
+            if !is_ending {
+                return self.start_service();
+            }
+            self.carry_on(&mut dice);
+        }
+        panic!("all-is-served-in-the-end: the service does not end");
+    }
+
+    /// Each control daemon is told its order, and nothing else is to be done.
+    fn is_settled(&self) -> bool {
+        let Some(service) = &self.service else { return false };
+        let serve = |(id, task): (&String, &super::Task)| {
+            let told = self.living(id).and_then(|(_, one)| one.told);
+            task.act == DaemonAct::Serve && !task.retiring && told == Some(task.order.payload) && task.held.is_empty()
+        };
+        let orders = &self.demand.orders;
+        let served = orders.iter().filter(|order| order.sets_modes).flat_map(|order| &order.gpus);
+        let has_mode = |gpu: &String| self.gpus.get(gpu).is_some_and(|state| state.mode == Mode::Exclusive);
+        service.core.due().is_none()
+            && service.modes.is_empty()
+            && served.into_iter().all(has_mode)
+            && service.tasks.len() == orders.len()
+            && service.tasks.iter().all(serve)
+            && orders.iter().all(|order| self.living(&order.id).is_some_and(|(_, one)| one.gpus == order.gpus))
+    }
+
+    fn check_served(&self) {
+        assert_eq!(
+            self.daemons.len(),
+            self.demand.orders.len(),
+            "all-is-served-in-the-end: a control daemon runs that nobody wants"
+        );
+    }
+}
