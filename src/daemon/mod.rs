@@ -32,13 +32,13 @@ use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
-use crate::supervisor::{self, ClientFault, Goal, Tools};
+use crate::supervisor::{self, ClientFault, Tools};
 use crate::tenants::budgets::{BudgetEvent, Budgets, OverUse};
 use cdi_spec::CdiSpec;
 use common::config::{Settings, Sources};
 use common::host::inventory::Inventory;
 use common::host::systemd::{self, Stopping};
-use common::plan::{self, Configured, Plan, PlanError};
+use common::plan::{self, Plan, PlanError};
 use common::problem::LocatedProblem;
 use common::published::control_daemon::{EVENTS_KEPT, Event};
 use common::published::snapshot::Snapshot;
@@ -116,8 +116,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     let (terminated, terminated_seen) = mpsc::channel(REQUESTS);
     let (budget_events, budget_events_seen) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
-    let (kept, kept_seen) = watch::channel(Configured::default());
-    let compute_modes = ComputeModes::new(driver_seen, state_file.clone(), kept_seen);
+    let compute_modes = ComputeModes::new(driver_seen, state_file.clone());
     let tools = tools(compute_modes, state_file.clone(), Arc::clone(&changed), faults);
     let mut daemon = Daemon {
         look: HostLook::new(options.sources.sysroot.clone(), driver, xids),
@@ -133,7 +132,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
             budget_events,
         ),
         overuses,
-        fleet: Fleet::new(tools, kept),
+        fleet: Fleet::new(tools),
         cdi_spec: CdiSpec::new(state_file.clone()),
         state_file,
         changed,
@@ -267,7 +266,7 @@ impl Daemon {
             if self.fleet.has_leftovers() {
                 // This opens the driver, which restores compute modes.
                 self.look.read().await;
-                self.fleet.end_leftovers(&Plan::default(), &self.settings, &Goal::Retire);
+                self.fleet.retire_leftovers(&self.settings);
             }
             self.plan = Ok(Plan::default());
             return Ok(());
@@ -372,14 +371,15 @@ impl Daemon {
             let doomed = self.fleet.ended_by_stop();
             self.name_clients("the stop", doomed).await;
         }
-        let goal = if ending == Ending::ForGood { Goal::Stop } else { Goal::Leave };
-        self.fleet.stop(&goal, &self.settings).await;
+        match ending {
+            Ending::ForGood => self.fleet.stop(&self.settings),
+            Ending::ForRestart | Ending::Interrupted => self.fleet.leave(),
+        }
     }
 
     /// Draws the conclusions from the news: control daemons start if their GPUs are free, and the new state is
     /// published.
     fn settle(&mut self) {
-        self.fleet.move_on();
         if self.ending.is_none() && !self.fleet.is_ending_one() {
             self.shutdown_report.clear();
         }

@@ -12,7 +12,6 @@ use crate::supervisor::state_file::SharedStateFile;
 use common::host::blocking::Blocking;
 use common::host::compute_mode::ComputeMode;
 use common::host::nvml::{Driver, GpuProcess};
-use common::plan::Configured;
 
 /// The most questions about one GPU at a time. A check and a list of the clients may meet.
 const QUESTIONS: usize = 4;
@@ -26,8 +25,6 @@ pub(crate) struct ComputeModes {
     /// The driver as it is found at the moment; it may come late, or go.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     state_file: SharedStateFile,
-    /// The GPUs that keep the service's mode, served at the moment or not.
-    kept: watch::Receiver<Configured>,
     /// By the UUIDs in question: a GPU that does not answer must not keep others from being asked about.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
@@ -45,13 +42,9 @@ fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
 }
 
 impl ComputeModes {
-    /// Through this driver, with the previous modes in this state file. Nobody puts back the mode of a GPU that is `kept`.
-    pub(crate) fn new(
-        driver: watch::Receiver<Option<Arc<Driver>>>,
-        state_file: SharedStateFile,
-        kept: watch::Receiver<Configured>,
-    ) -> Self {
-        Self { driver, state_file, kept, questions: Arc::default() }
+    /// Through this driver, with the previous modes in this state file.
+    pub(crate) fn new(driver: watch::Receiver<Option<Arc<Driver>>>, state_file: SharedStateFile) -> Self {
+        Self { driver, state_file, questions: Arc::default() }
     }
 
     /// Takes a GPU to [`SERVED`] if it isn't there, and says whether that was needed.
@@ -73,17 +66,8 @@ impl ComputeModes {
         .await
     }
 
-    /// Puts a GPU's previous mode back. Not while it is to be served, even if it can't be now, and not while a control
-    /// daemon of ours has it: everybody would get in, with no limit.
-    pub(crate) async fn restore(&self, uuid: &str) -> Result<(), String> {
-        if self.kept.borrow().may_have(uuid) || self.state_file.lock().is_in_our_hands(uuid) {
-            return Ok(());
-        }
-        self.give_up(uuid).await
-    }
-
-    /// Puts a GPU's previous mode back, served or not, unless it was not changed by us or has been changed by others since.
-    pub(crate) async fn give_up(&self, uuid: &str) -> Result<(), String> {
+    /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since.
+    pub(crate) async fn put_back(&self, uuid: &str) -> Result<(), String> {
         let Some(previous) = self.state_file.lock().previous_compute_mode(uuid) else {
             return Ok(());
         };

@@ -49,12 +49,6 @@ impl Serving<'_> {
         }
         // A stopped control daemon would answer nothing.
         self.continue_if_stopped();
-        if !self.worker.order.supervision.set_compute_mode {
-            for uuid in &running.gpus {
-                self.worker.give_up_compute_mode(uuid).await;
-            }
-        }
-        self.give_back_gpus().await;
         self.find_misfit();
         if self.place_is_taken() {
             self.show_state();
@@ -62,7 +56,7 @@ impl Serving<'_> {
         }
         self.let_users_in();
         let limits = self.limits();
-        if self.worker.retiring {
+        if self.worker.is_retiring() {
             // Clients that come until it ends get the same limits as the clients before.
             self.show_state();
             return Ok(());
@@ -170,7 +164,7 @@ impl Serving<'_> {
     /// Finds out whether the control daemon that runs can serve the order.
     pub(super) fn find_misfit(&mut self) {
         let running = &self.run.running;
-        let misfit = if self.worker.retiring {
+        let misfit = if self.worker.is_retiring() {
             Some("it is not needed any more".to_owned())
         } else {
             let present = Present {

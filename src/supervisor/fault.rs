@@ -3,9 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use mps_core::next_pause;
 use tokio::time::Instant;
-
-use super::next_pause;
 
 /// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
 pub(super) const FAULT_PAUSE: Duration = Duration::from_millis(250);

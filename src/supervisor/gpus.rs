@@ -42,10 +42,10 @@ impl Worker {
                 mode
             });
             self.reporter.update_gpu(&uuid, |status| status.compute_mode = found.as_ref().ok().copied());
-            let why = match (self.order.held.get(&uuid), found, self.left_out.get(&uuid)) {
+            let why = match (self.held.get(&uuid), found, self.left_out.get(&uuid)) {
                 (Some(id), _, _) => Some(LeftOut::InOtherHands(id.clone())),
                 (None, Err(error), _) => Some(LeftOut::Unreachable(error)),
-                (None, Ok(_), Some(LeftOut::ModeRefused(_))) if !self.retiring => {
+                (None, Ok(_), Some(LeftOut::ModeRefused(_))) if !self.is_retiring() => {
                     self.take_compute_mode(&uuid).await.err()
                 }
                 (None, Ok(_), _) => None,
@@ -122,24 +122,6 @@ impl Worker {
         }
         Ok(())
     }
-
-    pub(super) async fn restore_compute_mode(&mut self, uuid: &str) {
-        let restored = self.tools.compute_modes.restore(uuid).await;
-        self.tell_if_it_stays(uuid, restored);
-    }
-
-    /// Puts the compute mode of a GPU back that is served: compute modes are not ours to set any more.
-    pub(super) async fn give_up_compute_mode(&mut self, uuid: &str) {
-        let given_up = self.tools.compute_modes.give_up(uuid).await;
-        self.tell_if_it_stays(uuid, given_up);
-    }
-
-    fn tell_if_it_stays(&self, uuid: &str, put_back: Result<(), String>) {
-        if let Err(error) = put_back {
-            let text = format!("compute mode of {uuid} can't be restored: {error}");
-            self.reporter.report(Message::ComputeModeStays, Subject::gpu(uuid), text);
-        }
-    }
 }
 
 impl Serving<'_> {
@@ -173,17 +155,5 @@ impl Serving<'_> {
                 Err(error) => self.worker.reporter.warning(format!("compute mode of {uuid}: {error}")),
             }
         }
-    }
-
-    /// Puts back the compute modes of GPUs that neither the control daemon nor the order has any more.
-    pub(super) async fn give_back_gpus(&mut self) {
-        let (worker, present) = (&mut *self.worker, &self.run.running.gpus);
-        let wanted = |uuid: &String| worker.order.plan.gpus.iter().any(|gpu| gpu.uuid == *uuid);
-        let former = worker.former_gpus.iter().filter(|uuid| !wanted(uuid) && !present.contains(uuid));
-        for uuid in former.cloned().collect::<Vec<_>>() {
-            worker.restore_compute_mode(&uuid).await;
-            worker.former_gpus.remove(&uuid);
-        }
-        worker.former_gpus.extend(present.iter().cloned());
     }
 }

@@ -1,114 +1,111 @@
-//! A supervisor in the hands of the loop: its goal, its status, and the commands to it.
+//! A supervisor in the hands of the fleet: the acts that it is to carry out, its status, and the commands to it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use mps_core::{CoreEvent, DaemonAct, Goal, Order};
 use tokio::sync::{mpsc, oneshot, watch as channel};
-use tokio::task::JoinHandle;
 
 use crate::mps::control::{Control, FrontEnds};
 use crate::rate_limit::RateLimit;
-use common::plan::ControlDaemonPlan;
 
 use super::admission::SharedAdmission;
 use super::bypasses::Bypasses;
 use super::status::{Reporter, Status};
-use super::{Goal, LINES, Machine, Order, SupervisorCommand, Tools, Worker, run};
+use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, Worker, run};
 
 /// A supervised control daemon. Dropped, it is left as it is, with its clients.
 #[derive(Debug)]
 pub(crate) struct Supervisor {
-    goal: channel::Sender<(Goal, Order)>,
+    order: Instructions,
+    assignments: mpsc::UnboundedSender<Assignment>,
+    /// Breaks off the act that is under way.
+    interrupt: Option<oneshot::Sender<()>>,
     status: channel::Receiver<Status>,
     control: channel::Receiver<Option<Arc<Control>>>,
     front_ends: FrontEnds,
     commands: mpsc::Sender<SupervisorCommand>,
     admission: SharedAdmission,
-    task: JoinHandle<()>,
 }
 
 impl Supervisor {
-    /// Starts to make `order` true, or with another goal than to serve, to end what of it still runs.
-    pub(crate) fn start(order: Order, goal: Goal, tools: Tools) -> Self {
+    /// Waits for acts, and tells the core what comes of each.
+    pub(crate) fn new(
+        order: &Instructions,
+        goal: Goal,
+        tools: Tools,
+        events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
+    ) -> Self {
         let (reporter, status) = Reporter::new(&order.plan, Arc::clone(&tools.changed));
         let (control_sender, control) = channel::channel(None);
         let front_ends = tools.front_ends.clone();
         let (commands, commands_received) = mpsc::channel(4);
+        let (assignments, assigned) = mpsc::unbounded_channel();
         let (state_file, changed) = (tools.state_file.clone(), Arc::clone(&tools.changed));
         let admission = SharedAdmission::new(&order.plan, goal == Goal::Retire, state_file, changed);
         let worker = Worker {
             order: order.clone(),
+            goal,
+            held: BTreeMap::new(),
             tools,
             reporter,
             control: control_sender,
-            retiring: false,
             has_run: false,
             has_served: false,
             multiuser_refused: false,
             left_out: BTreeMap::new(),
-            former_gpus: BTreeSet::new(),
             bypasses: Bypasses::default(),
             rate_limit: RateLimit::new(LINES),
             admission: admission.clone(),
             links_stuck: BTreeSet::new(),
             not_beside: None,
         };
-        let (goal, goals) = channel::channel((goal, order));
-        let machine = Machine { worker, run: None };
-        let task = tokio::spawn(run(goals, commands_received, machine));
-        Self { goal, status, control, front_ends, commands, admission, task }
+        let machine = Machine { worker, run: None, has_just_started: false, failing: None };
+        tokio::spawn(run(assigned, commands_received, machine, events));
+        let order = order.clone();
+        Self { order, assignments, interrupt: None, status, control, front_ends, commands, admission }
     }
 
-    /// Gives it another goal. The same again changes nothing.
-    pub(crate) fn pursue(&self, goal: Goal, order: Order) {
+    /// Has an act carried out, after the one before.
+    pub(crate) fn carry_out(
+        &mut self,
+        order: Order<Instructions>,
+        goal: Goal,
+        held: BTreeMap<String, String>,
+        act: DaemonAct,
+    ) {
+        let (sender, interrupt) = oneshot::channel();
+        self.interrupt = Some(sender);
+        // An error means that the service ends.
+        let _ = self.assignments.send(Assignment { order: order.payload, goal, held, act, interrupt });
+    }
+
+    /// Breaks off the act that is under way.
+    pub(crate) fn interrupt(&mut self) {
+        if let Some(interrupt) = self.interrupt.take() {
+            let _ = interrupt.send(());
+        }
+    }
+
+    /// Shows another order, and opens and closes the directories as it says, whatever is under way.
+    pub(crate) fn follow(&mut self, order: &Instructions, goal: Goal) {
         match goal {
             Goal::Serve | Goal::Retire => self.admission.pursue(&order.plan, goal == Goal::Retire),
             // A link to a control daemon that ends harms nobody, and a control daemon that is left needs its links.
-            Goal::Stop | Goal::Leave => {}
+            Goal::Stop(_) | Goal::Leave => {}
         }
-        self.goal.send_if_modified(|current| {
-            let new = (goal, order);
-            let modified = *current != new;
-            *current = new;
-            modified
-        });
+        self.order.clone_from(order);
     }
 
-    /// Gives it another goal with the order that it has.
-    pub(crate) fn end(&self, goal: Goal) {
-        let order = self.goal.borrow().1.clone();
-        self.pursue(goal, order);
-    }
-
-    /// Tells it which GPUs of its order other control daemons still have.
-    pub(crate) fn go_without(&self, held: impl FnOnce(&ControlDaemonPlan) -> BTreeMap<String, String>) {
-        self.goal.send_if_modified(|(_, order)| {
-            let held = held(&order.plan);
-            let modified = order.held != held;
-            order.held = held;
-            modified
-        });
-    }
-
-    /// True if it is to serve. Otherwise it is on the way out.
-    pub(crate) fn serves(&self) -> bool {
-        self.goal.borrow().0 == Goal::Serve
-    }
-
-    /// True if it is to end now, with its clients.
-    pub(crate) fn stops(&self) -> bool {
-        self.goal.borrow().0 == Goal::Stop
-    }
-
-    /// True once it has ended.
-    pub(crate) fn ended(&self) -> bool {
-        self.task.is_finished()
+    /// Lets people change and remove the directories: nobody looks after the control daemon any more.
+    pub(crate) fn release(&self) {
+        self.admission.release();
     }
 
     /// The status as of this moment. It is about the last order, even if the supervisor has not read that yet.
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
-        status.take(&self.goal.borrow().1.plan);
+        status.take(&self.order.plan);
         status.unlinked = self.admission.unlinked();
         status
     }

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use mps_core::HEALTHY_AGAIN;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -18,7 +19,7 @@ use super::blocker::{Blocker, ClearedBy};
 use super::fault::{FAULT_PAUSE, Fault};
 use super::run::Run;
 use super::status::Reporter;
-use super::{ClientFault, Failure, HEALTHY_AGAIN, Serving, tried_again};
+use super::{ClientFault, Failure, Serving, tried_again};
 
 /// The time after the first line of a fault in which the log may still name clients that were hit. The server writes
 /// one after the other.
@@ -242,7 +243,7 @@ impl Serving<'_> {
         let run = &mut *self.run;
         // Its clients have gone with it.
         run.client_left = true;
-        let wanted = !self.worker.retiring && self.worker.order.plan.prewarm && run.running.multiuser;
+        let wanted = !self.worker.is_retiring() && self.worker.order.plan.prewarm && run.running.multiuser;
         if wanted && run.servers.alive().is_empty() {
             if run.revival.last_success.elapsed() >= HEALTHY_AGAIN {
                 run.revival.pause = Duration::ZERO;

@@ -200,7 +200,7 @@ impl Serving<'_> {
         let progress = Progress {
             configured: run.configured,
             in_place: run.running.pipe_directory == self.worker.order.plan.pipe_directory,
-            retiring: self.worker.retiring,
+            retiring: self.worker.is_retiring(),
         };
         let ends_when_idle = run.blockers.ends_when_idle();
         self.worker.reporter.update(|status| status.ends_when_idle = ends_when_idle);

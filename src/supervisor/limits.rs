@@ -33,7 +33,7 @@ impl Serving<'_> {
 
     /// Sets the limits again that others have changed.
     pub(super) async fn keep_limits(&mut self, look: &Inspection) -> Result<(), Failure> {
-        if self.worker.retiring || !self.run.configured {
+        if self.worker.is_retiring() || !self.run.configured {
             return Ok(());
         }
         let limits = self.limits();

@@ -1,9 +1,10 @@
-//! One state machine per control daemon: from a plan to a process that serves it, and back.
+//! Carries out what the core says about one control daemon: from a plan to a process that serves it, and back.
 //!
 //! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` when something else must
 //! happen first, `stopping` at the end. Nothing is reported before it is confirmed, and no client is ended unless
 //! somebody asked for it: a control daemon that has clients is left to them until they are done.
 //!
+//! The core (`crates/core`) says what is done next, and `run` carries that out.
 //! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
 
 pub(crate) mod admission;
@@ -39,8 +40,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::{CoreEvent, DaemonAct, Goal, Outcome, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
-use tokio::time::Instant;
 
 use crate::mps::changes::FileChanges;
 use crate::mps::control::{Control, ControlError, FrontEnds};
@@ -50,6 +51,8 @@ use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
 use common::config::Supervision;
 use common::plan::ControlDaemonPlan;
+use common::published::control_daemon::ControlDaemonState;
+use common::state_file::Running;
 
 use admission::SharedAdmission;
 use bypasses::Bypasses;
@@ -62,14 +65,6 @@ pub(crate) use status::{GpuStatus, Status};
 /// The program, as every driver package installs it.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 
-/// The pauses after failures: none after the first failure, then this one, which doubles up to the last.
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
-const LAST_PAUSE: Duration = Duration::from_secs(30);
-
-fn next_pause(pause: Duration) -> Duration {
-    (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE)
-}
-
 /// A pause as the end of a sentence.
 fn tried_again(pause: Duration) -> String {
     if pause.is_zero() {
@@ -79,39 +74,18 @@ fn tried_again(pause: Duration) -> String {
     }
 }
 
-/// The longest pause while programs without MPS keep the server out. They may end at any moment.
-const HELD_PAUSE: Duration = Duration::from_secs(1);
-
-/// After so long in health, the pauses begin with the first one again.
-const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
-
 /// The lines of a control daemon's log that are passed on. A server's start writes 20, a fault 10 for each client; tenants can
 /// have lines written as fast as they like.
 const LINES: Rate = Rate { most: 500, more: 500, period: Duration::from_secs(10) };
 
-/// The control daemon that is wanted.
+/// An order in full. The core knows its id and its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Order {
+pub(crate) struct Instructions {
     pub plan: ControlDaemonPlan,
     pub supervision: Supervision,
-    /// The GPUs of the plan that other control daemons still have, each with the id of that control daemon. The order is
-    /// carried out without them until they are free.
-    pub held: BTreeMap<String, String>,
 }
 
-/// The aim of a supervisor.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Goal {
-    Serve,
-    /// End once it has no clients, and put the compute modes back.
-    Retire,
-    /// End now, and put the compute modes back.
-    Stop,
-    /// Leave it as it is, with its clients: the next service takes it over.
-    Leave,
-}
-
-/// A request to a supervisor beside its goal. The answers are for people.
+/// A request to a supervisor beside its acts. The answers are for people.
 #[derive(Debug)]
 enum SupervisorCommand {
     /// Make a change that waits for clients to end: now if `force`, or if there are none.
@@ -153,6 +127,12 @@ pub(crate) struct Tools {
     pub bells: Bells,
     /// Tells of changes of files.
     pub changes: FileChanges,
+}
+
+/// What the core knows of a control daemon in the state file.
+pub(crate) fn written(running: &Running) -> RunningDaemon {
+    let process = (running.process.pid, running.process.start_time);
+    RunningDaemon { process, gpus: running.gpus.clone() }
 }
 
 /// Why a control daemon does not serve.
@@ -198,73 +178,50 @@ impl Failure {
 #[derive(Debug)]
 enum Ended {
     Failure(Failure),
-    /// It has to be told its order again, or an order begins again at once.
+    /// It has to be told its order again.
     Again,
     /// We have ended it.
     Stopped,
-    /// It was to retire, and has.
-    Retired,
 }
 
+/// Why a control daemon does not serve, for people.
+#[derive(Debug)]
+struct Failing {
+    state: ControlDaemonState,
+    reason: String,
+}
+
+/// An act, as the core wants it carried out.
+#[derive(Debug)]
+struct Assignment {
+    order: Instructions,
+    goal: Goal,
+    /// The GPUs of the order that other control daemons have, each with the id of that control daemon.
+    held: BTreeMap<String, String>,
+    act: DaemonAct,
+    /// Breaks the act off.
+    interrupt: oneshot::Receiver<()>,
+}
+
+/// Carries acts out, one after the other, and tells the core what comes of each.
 async fn run(
-    mut goals: channel::Receiver<(Goal, Order)>,
+    mut assignments: mpsc::UnboundedReceiver<Assignment>,
     mut commands: mpsc::Receiver<SupervisorCommand>,
     mut machine: Machine,
+    events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
 ) {
-    let mut pause = Duration::ZERO;
-    let mut retired = false;
-    loop {
-        let (goal, order) = goals.borrow_and_update().clone();
-        machine.worker.take_order(order);
-        match goal {
-            // Nothing is left of it, and it was not called back meanwhile.
-            Goal::Retire | Goal::Stop if retired => break,
-            Goal::Serve | Goal::Retire => {}
-            Goal::Stop => {
-                machine.end().await;
-                retired = true;
-                continue;
-            }
-            Goal::Leave => {
-                if let Some(mut serving) = machine.serving() {
-                    serving.keep_state_file();
-                }
-                break;
-            }
-        }
-        retired = false;
-        let begun = Instant::now();
-        tokio::select! {
-            ended = machine.serve(&goal, &mut commands) => match ended {
-                Ended::Retired => {
-                    machine.end().await;
-                    retired = true;
-                }
-                Ended::Again | Ended::Stopped => {}
-                Ended::Failure(failure) => {
-                    if begun.elapsed() >= HEALTHY_AGAIN {
-                        pause = Duration::ZERO;
-                    }
-                    let held = machine.failed(failure, pause).await;
-                    let rest = if held { pause.min(HELD_PAUSE) } else { pause };
-                    let rest = tokio::time::timeout(rest, goals.changed()).await;
-                    pause = next_pause(pause);
-                    if matches!(rest, Ok(Err(_))) {
-                        return;
-                    }
-                }
-            },
-            changed = goals.changed() => {
-                if changed.is_err() {
-                    return;
-                }
-                pause = Duration::ZERO;
-            }
+    while let Some(Assignment { order, goal, held, act, interrupt }) = assignments.recv().await {
+        machine.worker.take_order(order, goal, held);
+        let outcome = tokio::select! {
+            biased;
+            Ok(()) = interrupt => Outcome::Interrupted,
+            outcome = machine.carry_out(act, &mut commands) => outcome,
+        };
+        if !matches!(act, DaemonAct::Rest(_)) {
+            // An error means that the service ends.
+            let _ = events.send(machine.done(outcome));
         }
     }
-    machine.worker.admission.release();
-    // The end changes no status, and the loop has to hear of it.
-    machine.worker.tools.changed.notify_one();
 }
 
 /// The supervisor of one control daemon: what it shall be, and what is known of it beyond one run.
@@ -272,14 +229,15 @@ async fn run(
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 struct Worker {
-    order: Order,
+    order: Instructions,
+    goal: Goal,
+    /// The GPUs of the order that other control daemons have, each with the id of that control daemon.
+    held: BTreeMap<String, String>,
     tools: Tools,
     reporter: Reporter,
     /// The front end of the control daemon that runs, for all who ask it something: there once it was found to answer, or
     /// is known to have clients.
     control: channel::Sender<Option<Arc<Control>>>,
-    /// Only its clients still need it.
-    retiring: bool,
     /// There was a control daemon of ours before: the next one is a restart.
     has_run: bool,
     /// There was a server of ours before: the next one is a restart.
@@ -288,8 +246,6 @@ struct Worker {
     multiuser_refused: bool,
     /// The GPUs of the order that a control daemon goes without for now, by UUID.
     left_out: BTreeMap<String, LeftOut>,
-    /// The GPUs that control daemons of ours have had. When a GPU leaves, its compute mode is put back.
-    former_gpus: BTreeSet<String>,
     /// The processes that use its GPUs without its servers. They outlive it.
     bypasses: Bypasses,
     /// The number of log lines that may still be passed on.
@@ -302,11 +258,15 @@ struct Worker {
     not_beside: Option<PathBuf>,
 }
 
-/// The state machine: a worker, and the control daemon that runs, if one does.
+/// A worker, and the control daemon that runs, if one does.
 #[derive(Debug)]
 struct Machine {
     worker: Worker,
     run: Option<Run>,
+    /// The GPUs were looked at for the start that has just succeeded.
+    has_just_started: bool,
+    /// The last failure, until it is shown.
+    failing: Option<Failing>,
 }
 
 /// A worker with the control daemon that runs. Everything that needs a control daemon is a method of this.
@@ -317,39 +277,54 @@ struct Serving<'m> {
 }
 
 impl Machine {
-    /// Serves until it can't any more, is to serve something else, or has retired.
-    async fn serve(&mut self, goal: &Goal, commands: &mut mpsc::Receiver<SupervisorCommand>) -> Ended {
-        self.worker.retiring = *goal == Goal::Retire;
-        let ended = self.try_to_serve(commands).await.unwrap_or_else(Ended::Failure);
-        match ended {
+    async fn carry_out(
+        &mut self,
+        act: DaemonAct,
+        commands: &mut mpsc::Receiver<SupervisorCommand>,
+    ) -> Outcome {
+        let done = match act {
+            DaemonAct::TakeOver => self.take_over().await.map(|()| Outcome::Done),
+            DaemonAct::Start => self.start().await.map(|()| Outcome::Done),
+            DaemonAct::Serve => self.serve(commands).await,
+            DaemonAct::Judge => Ok(Outcome::Used(self.judge().await)),
+            DaemonAct::End(end) => Ok(self.end(end).await),
+            DaemonAct::Rest(pause) => {
+                self.rest(pause);
+                Ok(Outcome::Done)
+            }
+            DaemonAct::Leave => {
+                if let Some(mut serving) = self.serving() {
+                    serving.keep_state_file();
+                }
+                Ok(Outcome::Done)
+            }
+        };
+        done.unwrap_or_else(|failure| Outcome::Failed(self.failed(failure)))
+    }
+
+    /// What the core has to know after an act.
+    fn done(&self, outcome: Outcome) -> CoreEvent<Instructions> {
+        let id = self.worker.order.plan.id.clone();
+        let written = self.worker.tools.state_file.lock().control_daemon(&id).map(written);
+        CoreEvent::Done { id, written, watched: self.run.is_some(), outcome }
+    }
+
+    /// Gives the control daemon that runs its order, and watches it until something else has to be done.
+    async fn serve(&mut self, commands: &mut mpsc::Receiver<SupervisorCommand>) -> Result<Outcome, Failure> {
+        if !std::mem::take(&mut self.has_just_started) {
+            self.worker.read_gpus().await;
+        }
+        let Some(mut serving) = self.serving() else { return Ok(Outcome::Ended) };
+        serving.configure().await?;
+        match serving.watch(commands).await {
+            Ended::Failure(failure) => Err(failure),
+            Ended::Again => Ok(Outcome::Again),
             Ended::Stopped => {
                 self.end_run();
                 self.worker.reporter.update(|status| status.settled = false);
-                if self.worker.retiring { Ended::Retired } else { Ended::Stopped }
+                Ok(Outcome::Ended)
             }
-            Ended::Failure(Failure::Ended { .. }) => {
-                self.end_run();
-                ended
-            }
-            other => other,
         }
-    }
-
-    async fn try_to_serve(
-        &mut self,
-        commands: &mut mpsc::Receiver<SupervisorCommand>,
-    ) -> Result<Ended, Failure> {
-        if self.run.is_none() {
-            self.take_over().await?;
-        }
-        if self.run.is_none() && !self.worker.retiring {
-            self.start().await?;
-        } else {
-            self.worker.read_gpus().await;
-        }
-        let Some(mut serving) = self.serving() else { return Ok(Ended::Retired) };
-        serving.configure().await?;
-        Ok(serving.watch(commands).await)
     }
 
     /// The control daemon that runs.
@@ -364,10 +339,15 @@ impl Machine {
 }
 
 impl Worker {
-    fn take_order(&mut self, order: Order) {
+    /// Whether only its clients still need the control daemon.
+    fn is_retiring(&self) -> bool {
+        self.goal == Goal::Retire
+    }
+
+    fn take_order(&mut self, order: Instructions, goal: Goal, held: BTreeMap<String, String>) {
         // If the plan is the same, nothing changes for clients.
         self.reporter.update(|status| status.take(&order.plan));
-        self.order = order;
+        (self.order, self.goal, self.held) = (order, goal, held);
         let plan = &mut self.order.plan;
         let Some(private) = give_up_private_directory(plan) else { return };
         if self.not_beside.as_ref() == Some(&private) {

@@ -24,7 +24,7 @@ use super::fault::Revival;
 use super::known_clients::KnownClients;
 use super::servers::Servers;
 use super::waiting_clients::WaitingClients;
-use super::{Failure, Order, Serving};
+use super::{Failure, Instructions, Serving};
 
 /// The longest part of a line that is kept as last words, in characters.
 const WORDS_MAX: usize = 200;
@@ -135,7 +135,7 @@ impl Run {
     }
 
     /// The limits that the order has for its GPUs, by their ordinals.
-    pub(super) fn limits(&self, order: &Order) -> Limits {
+    pub(super) fn limits(&self, order: &Instructions) -> Limits {
         let planned = |uuid: &String| order.plan.gpus.iter().find(|gpu| gpu.uuid == *uuid);
         let ordinals = self.running.gpus.iter().enumerate();
         let held: Vec<_> = ordinals.filter_map(|(ordinal, uuid)| Some((ordinal, planned(uuid)?))).collect();

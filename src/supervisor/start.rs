@@ -136,6 +136,7 @@ impl Machine {
         }
         tracing::debug!(step = "listens", "the control daemon listens");
         self.worker.control.send_replace(Some(control));
+        self.has_just_started = true;
         if std::mem::replace(&mut self.worker.has_run, true) {
             self.worker.reporter.update(|status| status.view.restarts += 1);
         }
@@ -188,15 +189,11 @@ impl Worker {
         }
     }
 
-    /// Writes a new control daemon down. None is started with a GPU that another control daemon of ours has: the one whose
-    /// server comes second would serve nobody.
+    /// Writes a new control daemon down.
     fn write_down(&self, running: &Running) -> Result<(), Failure> {
-        let mut state_file = self.tools.state_file.lock();
-        let held = state_file.in_other_hands(&self.order.plan);
-        if let Some((uuid, id)) = held.iter().find(|(uuid, _)| running.gpus.contains(*uuid)) {
-            return Err(Failure::Waiting(format!("control daemon {id} still has {uuid}")));
-        }
-        state_file.remember_control_daemon(&self.reporter.id(), running.clone()).map_err(|error| {
+        let written =
+            self.tools.state_file.lock().remember_control_daemon(&self.reporter.id(), running.clone());
+        written.map_err(|error| {
             Failure::Failed(format!(
                 "a new control daemon can't be written down, so none is started: {error}"
             ))

@@ -5,7 +5,7 @@
 //! not a reboot.
 
 use common::state_file::{Contents, FILE, Running, read};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use common::drained::Drained;
 use common::host::compute_mode::ComputeMode;
-use common::plan::ControlDaemonPlan;
 use common::whole_file;
 
 /// The state file in the hands of everybody who keeps something in it.
@@ -75,7 +74,7 @@ impl StateFile {
     }
 
     /// The GPUs with a mode that is to be put back some day.
-    pub(crate) fn changed_gpus(&self) -> Vec<String> {
+    pub(crate) fn changed_gpus(&self) -> BTreeSet<String> {
         self.contents.previous_compute_modes.keys().cloned().collect()
     }
 
@@ -97,18 +96,6 @@ impl StateFile {
     /// All control daemons that were started, dead or alive, by their ids.
     pub(crate) fn control_daemons(&self) -> &BTreeMap<String, Running> {
         &self.contents.control_daemons
-    }
-
-    /// The GPUs of `plan` that control daemons with other ids still have, each with that id.
-    pub(crate) fn in_other_hands(&self, plan: &ControlDaemonPlan) -> BTreeMap<String, String> {
-        let others = || self.contents.control_daemons.iter().filter(|(id, _)| **id != plan.id);
-        let holder = |uuid: &String| {
-            others()
-                .find(|(_, running)| running.gpus.contains(uuid) && running.process.runs())
-                .map(|(id, _)| id)
-        };
-        let held = plan.gpus.iter().filter_map(|gpu| Some((gpu.uuid.clone(), holder(&gpu.uuid)?.clone())));
-        held.collect()
     }
 
     /// Whether a control daemon that was started by us still has a GPU.

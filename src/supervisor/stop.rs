@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use mps_core::{End, Goal, Outcome, RunUse, Trouble};
+
 use crate::message::{Message, Subject};
 use crate::mps::process::{self, Stopped};
 use crate::supervisor::bypass::{Bypass, describe, find};
@@ -10,57 +12,74 @@ use common::counted::counted;
 use common::host::proc;
 use common::published::control_daemon::ControlDaemonState;
 
-use super::{Failure, Machine, Serving, tried_again};
+use super::{Failing, Failure, Machine, Serving, tried_again};
 
 impl Machine {
-    /// Takes note of a failure. A control daemon that nobody uses is ended, to be started again; one that has clients is
-    /// left to them, and one that answers in unknown words is asked again. Whether programs without MPS keep its server out.
-    pub(super) async fn failed(&mut self, failure: Failure, pause: Duration) -> bool {
-        let failure = self.ended_meanwhile().await.unwrap_or(failure);
-        let waiting = matches!(failure, Failure::Waiting(_));
-        let restart_helps = !matches!(failure, Failure::NotUnderstood(_));
-        let mut state = if waiting { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
-        let mut reason = failure.into_text();
-        let mut held = false;
-        let mut ended = false;
-        if let Some(mut serving) = self.serving().filter(|_| restart_helps) {
-            match serving.in_use().await {
-                Ok(0) => match serving.holders().await {
-                    holders if holders.is_empty() => ended = serving.end_idle().await,
-                    // Without a control daemon the next program would slip in, too.
-                    holders => {
-                        held = true;
-                        reason = format!(
-                            "its server is kept out, until they end, by programs without MPS: {}; {reason}",
-                            describe(&holders)
-                        );
-                    }
-                },
-                Ok(clients) => {
-                    state = ControlDaemonState::Waiting;
-                    reason = format!("{reason}; left to its {}", counted(clients, "client"));
-                }
-                Err(error) => {
-                    state = ControlDaemonState::Waiting;
-                    reason = format!("{reason}; left alone, since its clients are not known: {error}");
-                }
-            }
-        }
-        if ended {
+    /// Takes note of a failure, and says what it means for the next step.
+    pub(super) fn failed(&mut self, failure: Failure) -> Trouble {
+        let trouble = match &failure {
+            Failure::Ended { .. } => Trouble::Gone,
+            Failure::NotUnderstood(_) => Trouble::NotUnderstood,
+            _ => Trouble::Ill,
+        };
+        let waits = matches!(failure, Failure::Waiting(_));
+        let state = if waits { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
+        let reason = failure.into_text();
+        if trouble == Trouble::Gone {
             self.end_run();
         }
-        self.worker.reporter.put_off();
-        if self.worker.reporter.reason() != reason {
+        if let Goal::Stop(_) = self.worker.goal {
+            self.worker.reporter.warning(reason.clone());
+        }
+        self.failing = Some(Failing { state, reason });
+        trouble
+    }
+
+    /// Finds out who uses a control daemon that has failed, and adds that to the reason that is shown.
+    pub(super) async fn judge(&mut self) -> RunUse {
+        if let Some(ended) = self.ended_meanwhile().await {
+            self.failed(ended);
+            return RunUse::Gone;
+        }
+        let Some(serving) = self.serving() else { return RunUse::Gone };
+        let (clients, left) = match serving.in_use().await {
+            Ok(0) => {
+                let holders = serving.holders().await;
+                if holders.is_empty() {
+                    return RunUse::Idle;
+                }
+                if let Some(failing) = &mut self.failing {
+                    let holders = describe(&holders);
+                    let held = "its server is kept out, until they end, by programs without MPS";
+                    failing.reason = format!("{held}: {holders}; {}", failing.reason);
+                }
+                return RunUse::KeptOut;
+            }
+            Ok(clients) => (RunUse::Clients, format!("left to its {}", counted(clients, "client"))),
+            Err(error) => (RunUse::Clients, format!("left alone, since its clients are not known: {error}")),
+        };
+        if let Some(failing) = &mut self.failing {
+            failing.state = ControlDaemonState::Waiting;
+            failing.reason = format!("{}; {left}", failing.reason);
+        }
+        clients
+    }
+
+    /// Shows why it does not serve. The same reason again is no news.
+    pub(super) fn rest(&mut self, pause: Duration) {
+        let reporter = &self.worker.reporter;
+        let Some(Failing { state, reason }) = self.failing.take() else { return };
+        reporter.put_off();
+        if reporter.reason() != reason {
             let message = if state == ControlDaemonState::Waiting {
                 Message::ControlDaemonWaits
             } else {
                 Message::ControlDaemonFailed
             };
             let text = format!("{reason}; {}", tried_again(pause));
-            self.worker.reporter.report(message, Subject::default(), text);
+            reporter.report(message, Subject::default(), text);
         }
-        self.worker.reporter.enter(state, false, &reason);
-        held
+        reporter.enter(state, false, &reason);
     }
 
     /// The end of the control daemon, if it has ended while it was asked something: it had been asked to end before, or was
@@ -68,34 +87,24 @@ impl Machine {
     async fn ended_meanwhile(&mut self) -> Option<Failure> {
         let mut serving = self.serving()?;
         let status = serving.run.process.exited_by_now().await?;
-        let failure = serving.ended(status).await;
-        self.end_run();
-        Some(failure)
+        Some(serving.ended(status).await)
     }
 
-    /// Ends everything: the control daemon first, then the compute modes are put back.
-    pub(super) async fn end(&mut self) {
-        self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
-        if self.run.is_none() {
-            // A control daemon of ours is ours to end, even if it was not taken over yet.
-            if let Err(failure) = self.take_over().await {
-                self.worker.reporter.warning(failure.into_text());
-            }
+    /// Ends the control daemon.
+    pub(super) async fn end(&mut self, how: End) -> Outcome {
+        if let End::WithClients(_) = how {
+            self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
         }
-        let mut gpus: BTreeSet<String> =
-            self.worker.order.plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        gpus.extend(self.run.iter().flat_map(|run| run.running.gpus.clone()));
-        // The order may have given up GPUs that no later control daemon came up without.
-        gpus.append(&mut self.worker.former_gpus);
-        if let Some(mut serving) = self.serving() {
-            if !serving.stop().await {
-                return;
-            }
-            self.end_run();
+        let Some(mut serving) = self.serving() else { return Outcome::Ended };
+        let has_ended = match how {
+            End::Idle => serving.end_idle().await,
+            End::WithClients(_) => serving.stop().await,
+        };
+        if !has_ended {
+            return Outcome::Lives;
         }
-        for uuid in gpus {
-            self.worker.restore_compute_mode(&uuid).await;
-        }
+        self.end_run();
+        Outcome::Ended
     }
 
     /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said.
@@ -186,7 +195,7 @@ impl Serving<'_> {
         self.continue_if_stopped();
         let run = &mut *self.run;
         if process::stop_idle(&mut run.process, &run.control).await {
-            let why = if self.worker.retiring { ": it had no client" } else { ", to be restarted" };
+            let why = if self.worker.is_retiring() { ": it had no client" } else { ", to be restarted" };
             let (id, pid) = (self.worker.reporter.id(), run.running.process.pid);
             self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
             return true;

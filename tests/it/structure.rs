@@ -9,7 +9,7 @@ use std::path::Path;
 use regex::Regex;
 
 /// The crates of the product, by the folders of their sources. Cargo holds that none uses one that comes after it.
-const CRATES: [&str; 3] = ["crates/common/src", "src", "crates/mpsctl/src"];
+const CRATES: [&str; 4] = ["crates/core/src", "crates/common/src", "src", "crates/mpsctl/src"];
 
 /// Words that stand in the code of few files only, with the beginnings of these files' paths.
 const HOMES: [(&str, &[&str]); 19] = [

@@ -2,7 +2,7 @@
 
 use alloc::collections::BTreeMap;
 
-use crate::{Gpu, Id, Moment, Order};
+use crate::{Goal, Gpu, Id, Moment, Order};
 
 /// Something that is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,8 +14,8 @@ pub enum Act<P> {
         id: Id,
         /// Its order at this moment.
         order: Order<P>,
-        /// It is not wanted any more, and only its clients still need it.
-        retiring: bool,
+        /// Its aim at this moment.
+        goal: Goal,
         /// The GPUs of the order that it has to do without, each with the id of the control daemon that has it.
         held: BTreeMap<Gpu, Id>,
         /// The act.

@@ -24,12 +24,7 @@ impl<P: Clone + PartialEq> Core<P> {
     /// The core of a service that has just started, with the control daemons that the state file has, and the GPUs with a
     /// compute mode that an earlier service has changed.
     pub fn new(left: BTreeMap<Id, RunningDaemon>, changed: BTreeSet<Gpu>) -> Self {
-        Self {
-            lifecycles: BTreeMap::new(),
-            left,
-            modes: Modes::new(changed),
-            leaving: false,
-        }
+        Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
 
     /// Takes note of something that has happened, and says what is to be done.
@@ -115,11 +110,11 @@ impl<P: Clone + PartialEq> Core<P> {
                 None => {}
                 Some(Next::Interrupt) => acts.push(Act::Interrupt { id }),
                 Some(Next::Act(act)) => {
-                    let (order, retiring) = (one.order().clone(), one.goal() == Goal::Retire);
+                    let (order, goal) = (one.order().clone(), one.goal());
                     if order.sets_modes && matches!(act, DaemonAct::Start | DaemonAct::Serve) {
                         self.modes.may_be_set(one.gpus(&held).cloned());
                     }
-                    acts.push(Act::Daemon { id, order, retiring, held, act });
+                    acts.push(Act::Daemon { id, order, goal, held, act });
                 }
                 Some(Next::Release) => {
                     let released = self.lifecycles.remove(&id);
@@ -164,6 +159,11 @@ impl<P: Clone + PartialEq> Core<P> {
     /// The aim of the control daemon with this id. None: nobody looks after it.
     pub fn goal(&self, id: &str) -> Option<Goal> {
         self.lifecycles.get(id).map(Lifecycle::goal)
+    }
+
+    /// The order of the control daemon with this id. None: nobody looks after it.
+    pub fn order(&self, id: &str) -> Option<&Order<P>> {
+        self.lifecycles.get(id).map(Lifecycle::order)
     }
 
     /// The orders that wait until other control daemons have left their GPUs.

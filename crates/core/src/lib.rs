@@ -35,7 +35,7 @@ pub use act::{Act, Cause, DaemonAct, End};
 pub use configured::Configured;
 pub use core::Core;
 pub use event::{CoreEvent, Demand, ModeOutcome, Order, Outcome, RunUse, RunningDaemon, Trouble};
-pub use lifecycle::{Goal, HEALTHY_AGAIN, HELD_PAUSE, LAST_PAUSE};
+pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause};
 
 /// The UUID of a GPU.
 pub type Gpu = String;

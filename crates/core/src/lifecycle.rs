@@ -11,13 +11,18 @@ use crate::{Cause, DaemonAct, End, Gpu, Moment, Order, Outcome, RunUse, RunningD
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
 /// The longest pause after a failure.
-pub const LAST_PAUSE: Duration = Duration::from_secs(30);
+const LAST_PAUSE: Duration = Duration::from_secs(30);
 
 /// The longest pause while programs without MPS keep the server out. They may end at any moment.
-pub const HELD_PAUSE: Duration = Duration::from_secs(1);
+const HELD_PAUSE: Duration = Duration::from_secs(1);
 
 /// After so long in health, the pauses begin with the first one again.
 pub const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
+
+/// The pause after the next failure.
+pub fn next_pause(pause: Duration) -> Duration {
+    (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE)
+}
 
 /// The aim of a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -199,7 +204,12 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         } else {
             self.phase = Phase::Busy { act, since: now, interrupted: false };
             let gpus = self.gpus(held).cloned().collect();
-            self.told = Some(Told { revision: self.revision, held: held.clone(), gpus, sets_modes: self.order.sets_modes });
+            self.told = Some(Told {
+                revision: self.revision,
+                held: held.clone(),
+                gpus,
+                sets_modes: self.order.sets_modes,
+            });
         }
         Some(Next::Act(act))
     }
@@ -259,6 +269,6 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     /// Does nothing for a pause, which is longer each time.
     fn rest(&mut self, longest: Duration) {
         self.phase = Phase::Then(DaemonAct::Rest(self.pause.min(longest)));
-        self.pause = (self.pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE);
+        self.pause = next_pause(self.pause);
     }
 }

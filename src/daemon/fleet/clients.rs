@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use mps_core::Goal;
 use tokio::sync::watch;
 
 use super::Fleet;
@@ -24,7 +25,7 @@ impl Fleet {
             let (control, gpus) = (supervisor.control(), self.looked_after(&view.id, gpus.into_keys()));
             ServingDaemon { control, gpus, servers: view.servers, bypasses, waiting }
         };
-        self.all().map(serving).collect()
+        self.of_all(serving)
     }
 
     /// The GPUs of a control daemon, and the GPUs that it is to have and no other one has. Nobody who uses these through
@@ -40,8 +41,9 @@ impl Fleet {
     /// The slices of all control daemons, ordered or running. A control daemon that an order
     /// does not fit runs on where it is, as long as it has clients, and their containers have its directories.
     pub(crate) fn slices(&self) -> Slices {
-        let statuses: Vec<Status> = self.all().map(Supervisor::status).collect();
-        let pending = self.pending.iter().map(|order| &order.plan);
+        let statuses = self.of_all(Supervisor::status);
+        let conducted = self.conductor.lock();
+        let pending = conducted.core.pending().map(|order| &order.payload.plan);
         let state_file = self.tools.state_file.lock();
         let running = state_file.control_daemons();
         let directories = running.iter().flat_map(|(id, running)| running.directories_of_clients(id));
@@ -59,12 +61,12 @@ impl Fleet {
     /// The same for a configuration that disables MPS. A control daemon on the way out keeps its clients, and the state
     /// says so.
     pub(crate) fn ended_by_disabling(&self) -> Vec<Doomed> {
-        self.doomed(|id| self.supervisors.get(id).is_none_or(Supervisor::serves))
+        self.doomed(|id| self.conductor.lock().core.goal(id).is_none_or(|goal| goal == Goal::Serve))
     }
 
     /// The same for an order to make the changes that wait for clients to end.
     pub(crate) fn ended_by_force(&self) -> Vec<Doomed> {
-        self.doomed(|id| self.supervisors.get(id).is_some_and(|one| one.status().ends_when_idle))
+        self.doomed(|id| self.status(id).is_some_and(|status| status.ends_when_idle))
     }
 
     fn doomed(&self, ends: impl Fn(&str) -> bool) -> Vec<Doomed> {
@@ -84,7 +86,7 @@ impl Fleet {
         if control.daemon_pid() != Some(running.process.pid) {
             return Err("it does not listen in its pipe directory any more".to_owned());
         }
-        let status = self.supervisors.get(id).map(Supervisor::status);
+        let status = self.status(id);
         let (_, control) = watch::channel(Some(Arc::new(control)));
         Ok(ServingDaemon {
             control,
@@ -99,7 +101,11 @@ impl Fleet {
     /// count only if `unsupervised`: nobody takes them over without a plan.
     pub(crate) fn controls(&self, unsupervised: bool) -> Vec<Arc<Control>> {
         let left = if unsupervised { self.unsupervised() } else { Vec::new() };
-        self.all().filter_map(Supervisor::control_in_place).chain(left).collect()
+        self.of_all(Supervisor::control_in_place).into_iter().flatten().chain(left).collect()
+    }
+
+    fn status(&self, id: &str) -> Option<Status> {
+        self.conductor.lock().supervisors.get(id).map(Supervisor::status)
     }
 
     fn unsupervised(&self) -> Vec<Arc<Control>> {

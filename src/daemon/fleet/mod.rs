@@ -1,24 +1,26 @@
-//! The control daemons of a plan: some serve, some are on the way out, some wait until their GPUs are free.
+//! The control daemons of a plan: some serve, some are on the way out, some wait until their GPUs are free. The core says
+//! which, and the supervisors carry that out.
 
 mod clients;
+mod conductor;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use tokio::sync::watch;
+use mps_core::{CoreEvent, Demand, Goal, Order};
 use tokio::task::{JoinHandle, JoinSet};
 
 use crate::dbus::Reply;
-use crate::message::{Message, Subject};
 use crate::mps::process;
 use crate::supervisor::admission::close_unsupervised;
 use crate::supervisor::compute_modes::ComputeModes;
-use crate::supervisor::{Goal, Order, Status, Supervisor, Tools};
+use crate::supervisor::{Instructions, Status, Supervisor, Tools};
 use common::bus::error::RequestError;
 use common::config::Settings;
 use common::host::driver::Series;
 use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
+use conductor::{Conducted, Conductor};
 
 /// The most processes without MPS that are waited for; the regular look finds the end of the others.
 const HOLDERS: usize = 64;
@@ -27,14 +29,7 @@ const HOLDERS: usize = 64;
 #[derive(Debug)]
 pub(super) struct Fleet {
     tools: Tools,
-    /// By id, so that a control daemon never has two. Some are on the way out: another control daemon gets their GPUs.
-    supervisors: BTreeMap<String, Supervisor>,
-    /// To be started when other control daemons have left their GPUs.
-    pending: Vec<Order>,
-    /// The GPUs that keep our compute mode.
-    kept: watch::Sender<Configured>,
-    /// Compute modes that are being set or put back for GPUs without a supervisor.
-    modes: Vec<JoinHandle<()>>,
+    conductor: Conductor,
     /// Wait for the end of processes that keep a server out.
     holders: JoinSet<()>,
     /// Orders to end control daemons for a change, until they are carried out.
@@ -42,16 +37,9 @@ pub(super) struct Fleet {
 }
 
 impl Fleet {
-    pub(super) fn new(tools: Tools, kept: watch::Sender<Configured>) -> Self {
-        Self {
-            tools,
-            supervisors: BTreeMap::new(),
-            pending: Vec::new(),
-            kept,
-            modes: Vec::new(),
-            holders: JoinSet::new(),
-            forced: Vec::new(),
-        }
+    pub(super) fn new(tools: Tools) -> Self {
+        let conductor = Conductor::new(tools.clone());
+        Self { tools, conductor, holders: JoinSet::new(), forced: Vec::new() }
     }
 
     pub(super) fn compute_modes(&self) -> &ComputeModes {
@@ -60,69 +48,43 @@ impl Fleet {
 
     /// Makes the control daemons match a plan.
     pub(super) fn pursue(&mut self, plan: &Plan, settings: &Settings) {
-        let ours = settings.enabled && settings.supervision.set_compute_mode;
-        self.kept.send_replace(if ours { plan.configured.clone() } else { Configured::default() });
-        self.pending.clear();
-        self.forget_ended();
-        let mut unwanted: BTreeMap<&String, &Supervisor> = self.supervisors.iter().collect();
-        for control_daemon in &plan.control_daemons {
-            let order = order(control_daemon.clone(), settings, self.held(control_daemon));
-            match unwanted.remove(&order.plan.id) {
-                // If it is leaving, it is called back: a change that is taken back must not wait for clients.
-                Some(supervisor) => supervisor.pursue(Goal::Serve, order),
-                None => self.pending.push(order),
-            }
-        }
-        // Clients keep a GPU that goes elsewhere until they are done. Without MPS, nobody waits for them.
-        let end = if settings.enabled { Goal::Retire } else { Goal::Stop };
-        for supervisor in unwanted.into_values().filter(|supervisor| supervisor.serves()) {
-            supervisor.end(end.clone());
-        }
-        self.end_leftovers(plan, settings, &end);
-        self.close_to_others(plan, settings);
-    }
-
-    /// The GPUs of a plan that other control daemons still have, each with the id of that control daemon.
-    fn held(&self, plan: &plan::ControlDaemonPlan) -> BTreeMap<String, String> {
-        self.tools.state_file.lock().in_other_hands(plan)
-    }
-
-    fn forget_ended(&mut self) {
-        self.supervisors.retain(|_, supervisor| !supervisor.ended());
-    }
-
-    /// Closes GPUs that processes without MPS hold to more of them. Such a GPU is served as soon as the last one ends.
-    fn close_to_others(&mut self, plan: &Plan, settings: &Settings) {
-        let held = || plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
+        let sets_modes = settings.enabled && settings.supervision.set_compute_mode;
+        let held = plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
+        // Such a GPU is served as soon as the last of them ends.
         self.holders = JoinSet::new();
-        for (pid, _) in held().flat_map(plan::GpuPlan::holders).take(HOLDERS) {
+        for (pid, _) in held.clone().flat_map(plan::GpuPlan::holders).take(HOLDERS) {
             self.holders.spawn(process::ended(*pid));
         }
-        if !settings.supervision.set_compute_mode {
-            return;
-        }
-        for uuid in held().filter_map(|gpu| gpu.gpu.uuid().map(str::to_owned)) {
-            let compute_modes = self.tools.compute_modes.clone();
-            self.see_to_mode(async move {
-                if let Err(error) = compute_modes.take(&uuid).await {
-                    tracing::warn!(gpu_uuid = uuid, "compute mode of {uuid}: {error}");
-                }
-            });
-        }
+        let closed = held.filter(|_| sets_modes).filter_map(|gpu| gpu.gpu.uuid().map(str::to_owned));
+        self.conductor.on(CoreEvent::Pursue(Demand {
+            orders: plan.control_daemons.iter().map(|one| order(one.clone(), settings)).collect(),
+            left: self.left(plan, settings),
+            enabled: settings.enabled,
+            kept: if sets_modes { plan.configured.clone() } else { Configured::default() },
+            closed: closed.collect(),
+        }));
+    }
+
+    /// Ends what an earlier service has left, control daemons once they have no clients: nobody wants any of it.
+    pub(super) fn retire_leftovers(&mut self, settings: &Settings) {
+        let left = self.left(&Plan::default(), settings);
+        let (orders, kept, closed) = (Vec::new(), Configured::default(), Vec::new());
+        self.conductor.on(CoreEvent::Pursue(Demand { orders, left, enabled: true, kept, closed }));
+    }
+
+    /// An order for each control daemon in the state file that the plan has no use for.
+    fn left(&self, plan: &Plan, settings: &Settings) -> Vec<Order<Instructions>> {
+        let state_file = self.tools.state_file.lock();
+        let unwanted = state_file
+            .control_daemons()
+            .iter()
+            .filter(|(id, _)| !plan.control_daemons.iter().any(|one| one.id == **id));
+        unwanted.map(|(id, running)| order(leftover(id, running, plan), settings)).collect()
     }
 
     /// Resolves when a process that kept a server out has ended.
     pub(super) async fn holder_ended(&mut self) -> Option<()> {
         self.holders.join_next().await.map(|_| ())
-    }
-
-    /// Does something about a compute mode beside the loop, and wakes the loop up at the end.
-    fn see_to_mode(&mut self, what: impl Future<Output = ()> + Send + 'static) {
-        let changed = Arc::clone(&self.tools.changed);
-        self.modes.push(tokio::spawn(async move {
-            what.await;
-            changed.notify_one();
-        }));
     }
 
     /// Whether an earlier service has left control daemons or compute modes.
@@ -131,152 +93,82 @@ impl Fleet {
         !state_file.control_daemons().is_empty() || !state_file.changed_gpus().is_empty()
     }
 
-    /// Ends what an earlier service has left: control daemons that the plan has no use for, and compute modes of GPUs
-    /// that nobody serves any more.
-    pub(super) fn end_leftovers(&mut self, plan: &Plan, settings: &Settings, end: &Goal) {
-        let (left, gpus) = {
-            let state_file = self.tools.state_file.lock();
-            (state_file.control_daemons().clone(), state_file.changed_gpus())
-        };
-        let mut held: Vec<String> =
-            plan.control_daemons.iter().flat_map(|one| &one.gpus).map(|gpu| gpu.uuid.clone()).collect();
-        held.extend(self.leaving().flat_map(|leaving| leaving.status().gpus.into_keys()));
-        for (id, running) in left {
-            held.extend(running.gpus.iter().cloned());
-            let wanted = plan.control_daemons.iter().any(|one| one.id == id);
-            if !wanted && !self.supervisors.contains_key(&id) {
-                let order = order(leftover(&id, &running, plan), settings, BTreeMap::new());
-                self.supervisors.insert(id, Supervisor::start(order, end.clone(), self.tools.clone()));
-            }
-        }
-        for uuid in gpus.into_iter().filter(|uuid| !held.contains(uuid)) {
-            let compute_modes = self.tools.compute_modes.clone();
-            self.see_to_mode(async move {
-                if let Err(error) = compute_modes.restore(&uuid).await {
-                    let text = format_args!("compute mode of {uuid} can't be restored: {error}");
-                    Message::ComputeModeStays.log(Subject::gpu(&uuid), text);
-                }
-            });
-        }
-    }
-
-    /// Starts the control daemons that waited for GPUs which are free now, and tells the others which GPUs are free.
-    pub(super) fn move_on(&mut self) {
-        self.forget_ended();
-        self.modes.retain(|mode| !mode.is_finished());
-        self.forced.retain(|order| !order.is_finished());
-        for supervisor in self.serving_ones() {
-            supervisor.go_without(|plan| self.held(plan));
-        }
-        for mut order in std::mem::take(&mut self.pending) {
-            order.held = self.held(&order.plan);
-            if self.can_begin(&order) {
-                let supervisor = Supervisor::start(order.clone(), Goal::Serve, self.tools.clone());
-                self.supervisors.insert(order.plan.id, supervisor);
-            } else {
-                self.pending.push(order);
-            }
-        }
-    }
-
-    /// Whether an order is to be carried out now. A new control daemon waits until all of its GPUs are free: it would have
-    /// to restart for a GPU that it began without, and clients of its other GPUs could keep it from that for ever.
-    fn can_begin(&self, order: &Order) -> bool {
-        let runs = self.tools.state_file.lock().control_daemon(&order.plan.id).is_some();
-        runs || order.held.is_empty()
-    }
-
-    /// Whether a control daemon that is to leave its GPUs does so only when its clients have ended, or some trouble is over.
-    fn is_put_off(&self, id: &str) -> bool {
-        self.supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off)
-    }
-
     /// Whether a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs.
     pub(super) fn starting(&self) -> bool {
-        let begins = |order: &Order| !self.held(&order.plan).values().any(|id| self.is_put_off(id));
-        let is_freed_soon = |held: &BTreeMap<String, String>| !held.values().all(|id| self.is_put_off(id));
-        self.pending.iter().any(begins)
-            || self.serving_ones().any(|supervisor| is_freed_soon(&self.held(&supervisor.status().plan)))
+        let Conducted { core, supervisors, .. } = &*self.conductor.lock();
+        // One without a supervisor is left to the next plan.
+        core.is_starting(|id| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off))
     }
 
     /// The GPUs that control daemons on the way out still have, each with the id of that control daemon.
     pub(super) fn held_by_leaving(&self) -> BTreeMap<String, String> {
-        let state_file = self.tools.state_file.lock();
-        let leaving = self.supervisors.iter().filter(|(_, supervisor)| !supervisor.serves());
-        let running = leaving.filter_map(|(id, _)| Some((id, state_file.control_daemon(id)?)));
-        let gpus =
-            running.flat_map(|(id, running)| running.gpus.iter().map(move |uuid| (uuid.clone(), id.clone())));
-        gpus.collect()
+        self.conductor.lock().core.held_by_leaving()
     }
 
     /// Whether every plan is in force, or the reason why it is not is known.
     pub(super) fn settled(&self) -> bool {
-        !self.starting() && self.serving_ones().all(|supervisor| supervisor.status().settled)
+        !self.starting() && self.statuses().iter().all(|status| status.settled)
     }
 
     /// The control daemons that are to serve.
     pub(super) fn statuses(&self) -> Vec<Status> {
-        self.serving_ones().map(Supervisor::status).collect()
+        self.of(|goal| goal == Goal::Serve, Supervisor::status)
     }
 
     /// The control daemons on the way out.
     pub(super) fn statuses_of_leaving(&self) -> Vec<Status> {
-        self.leaving().map(Supervisor::status).collect()
+        self.of(|goal| goal != Goal::Serve, Supervisor::status)
     }
 
-    fn all(&self) -> impl Iterator<Item = &Supervisor> {
-        self.supervisors.values()
+    /// What a question says about each supervisor with such a goal.
+    fn of<T>(&self, wanted: impl Fn(Goal) -> bool, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
+        let Conducted { core, supervisors, .. } = &*self.conductor.lock();
+        let wanted = supervisors.iter().filter(|(id, _)| core.goal(id).is_some_and(&wanted));
+        wanted.map(|(_, supervisor)| question(supervisor)).collect()
     }
 
-    fn serving_ones(&self) -> impl Iterator<Item = &Supervisor> {
-        self.all().filter(|supervisor| supervisor.serves())
-    }
-
-    fn leaving(&self) -> impl Iterator<Item = &Supervisor> {
-        self.all().filter(|supervisor| !supervisor.serves())
+    /// The same about every supervisor.
+    fn of_all<T>(&self, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
+        self.of(|_| true, question)
     }
 
     /// Continues every control daemon and server that SIGSTOP has stopped, and says so.
     pub(super) fn continue_stopped(&self) -> Vec<String> {
-        let processes = self.all().flat_map(|supervisor| {
-            let view = supervisor.status().view;
-            view.servers.into_iter().chain(view.pid)
-        });
+        let views = self.of_all(|supervisor| supervisor.status().view);
+        let processes = views.into_iter().flat_map(|view| view.servers.into_iter().chain(view.pid));
         processes.filter_map(process::continue_if_stopped).collect()
     }
 
     /// Has every control daemon checked now.
     pub(super) fn check_all(&self) {
-        self.all().for_each(Supervisor::check);
+        self.of_all(Supervisor::check);
     }
 
     /// Tells the control daemon that serves a GPU of its critical error.
     pub(super) fn met_xid(&self, uuid: &str, xid: u64) {
-        let serves = |supervisor: &&Supervisor| supervisor.status().gpus.contains_key(uuid);
-        self.all().filter(serves).for_each(|supervisor| supervisor.met_xid(xid));
+        self.of_all(|supervisor| {
+            if supervisor.status().gpus.contains_key(uuid) {
+                supervisor.met_xid(xid);
+            }
+        });
     }
 
-    /// Gives every control daemon its last goal.
-    pub(super) async fn stop(&mut self, goal: &Goal, settings: &Settings) {
-        self.pending.clear();
+    /// Ends all control daemons with their clients, taken over or not, and puts the compute modes back.
+    pub(super) fn stop(&mut self, settings: &Settings) {
         self.holders = JoinSet::new();
-        self.kept.send_replace(Configured::default());
-        // A mode that is just being set would not be found to put back.
-        for mode in std::mem::take(&mut self.modes) {
-            let _ = mode.await;
-        }
-        for supervisor in self.all() {
-            supervisor.end(goal.clone());
-        }
-        if *goal == Goal::Stop {
-            // Without a plan nobody has taken them over.
-            self.end_leftovers(&Plan::default(), settings, goal);
-        }
+        let left = self.left(&Plan::default(), settings);
+        self.conductor.on(CoreEvent::Stop { left });
     }
 
-    /// Whether nothing is left to do after [`Fleet::stop`].
+    /// Leaves all control daemons to the next service, with their clients.
+    pub(super) fn leave(&mut self) {
+        self.holders = JoinSet::new();
+        self.conductor.on(CoreEvent::Leave);
+    }
+
+    /// Whether nothing is left to do after [`Fleet::stop`] or [`Fleet::leave`].
     pub(super) fn has_stopped(&self) -> bool {
-        self.supervisors.is_empty() && self.modes.is_empty()
+        self.conductor.lock().core.is_at_rest()
     }
 
     /// The GPUs of control daemons that an earlier service has started, by UUID.
@@ -286,20 +178,22 @@ impl Fleet {
     }
 
     /// Whether a control daemon is being ended with its clients.
-    pub(super) fn is_ending_one(&self) -> bool {
-        !self.forced.is_empty() || self.all().any(Supervisor::stops)
+    pub(super) fn is_ending_one(&mut self) -> bool {
+        self.forced.retain(|order| !order.is_finished());
+        !self.forced.is_empty() || !self.of(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
     }
 
     /// Makes the changes that wait for clients to end. The answer comes beside the loop: control daemons take their time.
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
-        // Where nothing runs, nothing waits.
-        let running = self.all().filter(|one| one.status().view.pid.is_some());
-        let asked: Vec<_> =
-            running.map(|supervisor| (supervisor.status().view.id, supervisor.apply(force))).collect();
+        let asked = self.of_all(|supervisor| {
+            let view = supervisor.status().view;
+            // Where nothing runs, nothing waits.
+            view.pid.map(|_| (view.id, supervisor.apply(force)))
+        });
         let changed = Arc::clone(&self.tools.changed);
         let applied = tokio::spawn(async move {
             let mut in_the_way = Vec::new();
-            for (id, answer) in asked {
+            for (id, answer) in asked.into_iter().flatten() {
                 match answer.await {
                     Ok(Ok(())) => {}
                     Ok(Err(reason)) => in_the_way.push(format!("control daemon {id}: {reason}")),
@@ -323,9 +217,9 @@ impl Fleet {
             let state_file = self.tools.state_file.lock();
             (state_file.control_daemons().clone(), state_file.drained().clone())
         };
-        let mut stuck: BTreeSet<String> = self.all().flat_map(Supervisor::link).collect();
-        let ids: Vec<String> = self.all().map(|supervisor| supervisor.status().view.id).collect();
-        for (_, running) in running.iter().filter(|(id, _)| !ids.contains(id)) {
+        let mut stuck: BTreeSet<String> = self.of_all(Supervisor::link).into_iter().flatten().collect();
+        let conducted = self.conductor.lock();
+        for (_, running) in running.iter().filter(|(id, _)| !conducted.supervisors.contains_key(*id)) {
             stuck.extend(close_unsupervised(running, &drained).err());
         }
         if stuck.is_empty() { Ok(()) } else { Err(stuck.into_iter().collect::<Vec<_>>().join("; ")) }
@@ -333,10 +227,12 @@ impl Fleet {
 
     /// Replaces the server of a control daemon that serves `gpu`.
     pub(super) fn restart_server(&self, id: &str, gpu: &str, reply: Reply<()>) {
-        let Some(supervisor) = self.supervisors.get(id).filter(|supervisor| supervisor.serves()) else {
+        let Conducted { core, supervisors, .. } = &*self.conductor.lock();
+        let serving = supervisors.get(id).filter(|_| core.goal(id) == Some(Goal::Serve));
+        let Some(answer) = serving.map(Supervisor::restart_server) else {
             return drop(reply.send(Err(RequestError::Busy(format!("no control daemon serves {gpu}")))));
         };
-        let (answer, id) = (supervisor.restart_server(), id.to_owned());
+        let id = id.to_owned();
         tokio::spawn(async move {
             let done = answer.await.unwrap_or_else(|_| Err(busy(&id)));
             let _ = reply.send(done.map_err(RequestError::Busy));
@@ -348,8 +244,13 @@ fn busy(id: &str) -> String {
     format!("control daemon {id} has other things to do; ask again")
 }
 
-fn order(plan: plan::ControlDaemonPlan, settings: &Settings, held: BTreeMap<String, String>) -> Order {
-    Order { plan, supervision: settings.supervision, held }
+fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructions> {
+    Order {
+        id: plan.id.clone(),
+        gpus: plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
+        sets_modes: settings.supervision.set_compute_mode,
+        payload: Instructions { plan, supervision: settings.supervision },
+    }
 }
 
 /// The plan of a control daemon that runs and has no place in any plan, as far as it is known.

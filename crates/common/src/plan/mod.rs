@@ -15,10 +15,9 @@ mod warnings;
 
 pub use control_daemons::{ControlDaemonPlan, Present, ServedGpu};
 pub use gpu_plan::{GpuPlan, HELD};
+pub use mps_core::Configured;
 pub use paths::render_node;
 pub use warnings::WORTH_KNOWING;
-
-use std::collections::BTreeSet;
 
 use crate::config::{DevicePath, Settings};
 use crate::host::gpu::Gpu;
@@ -79,33 +78,19 @@ pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> R
     gpus::warn_of_other_claims(&mut gpus, settings, inventory);
     let control_daemons = control_daemons::control_daemons(&mut gpus, settings, inventory);
     control_daemons::warn_of_loose_defaults(&mut gpus, &control_daemons);
-    let configured = Configured::new(&gpus, &missing, inventory);
+    let configured = configured(&gpus, &missing, inventory);
     let nothing = if gpus.is_empty() { entries::why_nothing(settings, inventory) } else { String::new() };
     Ok(Plan { gpus, missing, control_daemons, configured, nothing })
 }
 
 /// The GPUs that a configuration names, as far as their UUIDs are known.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Configured {
-    certainly: BTreeSet<String>,
-    /// Set while some entry's GPU has no known UUID: the GPUs that are certainly not that GPU. None if all are known.
-    others: Option<BTreeSet<String>>,
-}
-
-impl Configured {
-    /// Whether the configuration names the GPU with this UUID, or may name it.
-    pub fn may_have(&self, uuid: &str) -> bool {
-        self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
-    }
-
-    fn new(gpus: &[GpuPlan], missing: &[Missing], inventory: &Inventory) -> Self {
-        let uuid = |gpu: &Gpu| gpu.uuid().map(str::to_owned);
-        let certainly: BTreeSet<String> = gpus.iter().filter_map(|plan| uuid(&plan.gpu)).collect();
-        let told = missing.is_empty() && gpus.iter().all(|plan| plan.gpu.nvml.is_ok());
-        let can_be = |gpu: &Gpu| missing.iter().any(|missing| paths::can_be(&missing.path, gpu));
-        let others = inventory.gpus.iter().filter(|gpu| !can_be(gpu)).filter_map(uuid);
-        Self { others: (!told).then(|| others.collect()), certainly }
-    }
+fn configured(gpus: &[GpuPlan], missing: &[Missing], inventory: &Inventory) -> Configured {
+    let uuid = |gpu: &Gpu| gpu.uuid().map(str::to_owned);
+    let certainly = gpus.iter().filter_map(|plan| uuid(&plan.gpu)).collect();
+    let told = missing.is_empty() && gpus.iter().all(|plan| plan.gpu.nvml.is_ok());
+    let can_be = |gpu: &Gpu| missing.iter().any(|missing| paths::can_be(&missing.path, gpu));
+    let others = inventory.gpus.iter().filter(|gpu| !can_be(gpu)).filter_map(uuid);
+    Configured { others: (!told).then(|| others.collect()), certainly }
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Administrators, tenants and accidents.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::{Configured, Core, CoreEvent, Demand, Order};
 
@@ -29,7 +29,8 @@ impl World {
         // Programs without MPS hold this one.
         let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
         let payload = if dice.one_in(3) { self.version } else { 0 };
-        let order = |id: &str, gpus: &[String]| Order { id: id.to_owned(), gpus: gpus.to_vec(), sets_modes, payload };
+        let order =
+            |id: &str, gpus: &[String]| Order { id: id.to_owned(), gpus: gpus.to_vec(), sets_modes, payload };
         let orders = if chosen.is_empty() {
             Vec::new()
         } else if dice.one_in(2) {
@@ -38,7 +39,8 @@ impl World {
             chosen.iter().map(|gpu| order(gpu, std::slice::from_ref(gpu))).collect()
         };
         closed.retain(|_| sets_modes);
-        let certainly = if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
+        let certainly =
+            if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
         let kept = Configured { certainly, others: None };
         Demand { orders, left: Vec::new(), enabled: true, kept, closed }
     }
@@ -65,6 +67,12 @@ impl World {
             let mps = if demand.enabled { "" } else { "MPS is disabled " };
             format!("reload: {mps}{}{modes}; held by others: {:?}", orders.join(", "), demand.closed)
         });
+        if let Some(service) = &mut self.service {
+            for order in &demand.orders {
+                service.without_modes.remove(&order.id);
+                service.without_modes.extend((!order.sets_modes).then(|| order.id.clone()));
+            }
+        }
         self.on(CoreEvent::Pursue(demand));
     }
 
@@ -72,7 +80,8 @@ impl World {
     fn left(&self) -> Vec<Order<u32>> {
         let written = self.state_file.daemons.iter();
         let left = written.filter(|(id, _)| !self.demand.orders.iter().any(|order| order.id == **id));
-        left.map(|(id, one)| Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }).collect()
+        left.map(|(id, one)| Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 })
+            .collect()
     }
 
     pub(super) fn kill_service(&mut self) {
@@ -90,10 +99,12 @@ impl World {
         let changed = self.state_file.modes.keys().cloned().collect();
         self.service = Some(Service {
             core: Core::new(self.state_file.daemons.clone(), changed),
-            tasks: Default::default(),
-            watched: Default::default(),
-            modes: Default::default(),
+            tasks: BTreeMap::new(),
+            watched: BTreeMap::new(),
+            modes: BTreeMap::new(),
             ending: None,
+            without_modes: BTreeSet::new(),
+            not_ended: BTreeSet::new(),
         });
         self.pursue();
     }
@@ -117,11 +128,14 @@ impl World {
 
     fn left_at_stop(&self) -> Vec<Order<u32>> {
         let written = self.state_file.daemons.iter();
-        written.map(|(id, one)| Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }).collect()
+        written
+            .map(|(id, one)| Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 })
+            .collect()
     }
 
     pub(super) fn client_comes(&mut self, dice: &mut Dice) {
-        let running: Vec<u32> = self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
+        let running: Vec<u32> =
+            self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
         let Some(pid) = dice.of(&running).copied() else { return };
         self.tell(|| format!("a client comes to {pid}"));
         if let Some(one) = self.daemons.get_mut(&pid) {
@@ -130,7 +144,8 @@ impl World {
     }
 
     pub(super) fn client_leaves(&mut self, dice: &mut Dice) {
-        let used: Vec<u32> = self.daemons.iter().filter(|(_, one)| one.clients > 0).map(|(pid, _)| *pid).collect();
+        let used: Vec<u32> =
+            self.daemons.iter().filter(|(_, one)| one.clients > 0).map(|(pid, _)| *pid).collect();
         let Some(pid) = dice.of(&used).copied() else { return };
         self.tell(|| format!("a client of {pid} leaves"));
         if let Some(one) = self.daemons.get_mut(&pid) {

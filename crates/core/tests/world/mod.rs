@@ -9,12 +9,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::time::Duration;
 
-use mps_core::{Act, Core, CoreEvent, DaemonAct, Demand, End, ModeOutcome, Order, Outcome, RunningDaemon};
+use mps_core::{
+    Act, Core, CoreEvent, DaemonAct, Demand, End, Goal, ModeOutcome, Order, Outcome, RunningDaemon,
+};
 
 /// The GPUs of the host.
 const GPUS: [&str; 3] = ["A", "B", "C"];
 
-/// A number from a seed: SplitMix64.
+/// A number from a seed, by the method that is called `SplitMix64`.
 pub(crate) fn mixed(seed: u64) -> u64 {
     let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -67,6 +69,8 @@ struct ControlDaemon {
     clients: usize,
     /// The payload of the order that it was told last.
     told: Option<u32>,
+    /// Whether the order that it was given last sets compute modes.
+    sets_modes: bool,
     /// It waits for the word to become the control daemon, and ends with the service.
     is_paused: bool,
 }
@@ -87,6 +91,8 @@ struct Task {
     step: usize,
     /// It is to be broken off.
     is_interrupted: bool,
+    /// It has begun after the service was told to end.
+    is_for_the_end: bool,
 }
 
 /// The service while it runs.
@@ -98,6 +104,10 @@ struct Service {
     /// The compute modes that are being set (true) or put back, and the steps done.
     modes: BTreeMap<String, (bool, usize)>,
     ending: Option<Ending>,
+    /// The control daemons with a last order that sets no compute modes.
+    without_modes: BTreeSet<String>,
+    /// The control daemons that could not be ended, though the service has tried since it was told to end.
+    not_ended: BTreeSet<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -202,10 +212,13 @@ impl World {
         }
         let Some(service) = &self.service else { return };
         if service.ending.is_some() && service.core.is_at_rest() {
-            assert!(service.tasks.is_empty() && service.modes.is_empty(), "it is at rest, and acts are under way");
+            assert!(
+                service.tasks.is_empty() && service.modes.is_empty(),
+                "it is at rest, and acts are under way"
+            );
             self.tell(|| "the service has ended".to_owned());
-            if self.service.take().is_some_and(|service| service.ending == Some(Ending::ForGood)) {
-                self.check_stopped();
+            if let Some(service) = self.service.take().filter(|one| one.ending == Some(Ending::ForGood)) {
+                self.check_stopped(&service.not_ended);
             }
         }
     }
@@ -216,14 +229,30 @@ impl World {
         let Some(service) = &mut self.service else { return };
         match act {
             Act::Daemon { act: DaemonAct::Rest(_), .. } => {}
-            Act::Daemon { id, order, retiring, held, act } => {
-                let task = Task { order, retiring, held: held.into_keys().collect(), act, step: 0, is_interrupted: false };
+            Act::Daemon { id, order, goal, held, act } => {
+                let retiring = goal == Goal::Retire;
+                if let Some(run) = self.state_file.daemons.get(&id)
+                    && let Some(one) = self.daemons.get_mut(&run.process.0)
+                    && act == DaemonAct::Serve
+                {
+                    one.sets_modes = order.sets_modes;
+                }
+                let task = Task {
+                    order,
+                    retiring,
+                    held: held.into_keys().collect(),
+                    act,
+                    step: 0,
+                    is_interrupted: false,
+                    is_for_the_end: service.ending.is_some(),
+                };
                 let other = service.tasks.insert(id, task);
                 assert!(other.is_none(), "two acts at a time: {other:?}");
             }
             Act::Interrupt { id } => {
                 let task = service.tasks.get_mut(&id).expect("nothing is there to be broken off");
-                let breaks_off = matches!(task.act, DaemonAct::TakeOver | DaemonAct::Start | DaemonAct::Serve);
+                let breaks_off =
+                    matches!(task.act, DaemonAct::TakeOver | DaemonAct::Start | DaemonAct::Serve);
                 assert!(breaks_off && !task.is_interrupted, "{:?} is broken off", task.act);
                 task.is_interrupted = true;
             }
@@ -248,6 +277,9 @@ impl World {
         {
             self.daemons.remove(&pid);
         }
+        if task.is_for_the_end && matches!(outcome, Outcome::Lives | Outcome::Failed(_)) {
+            service.not_ended.insert(id.to_owned());
+        }
         let watched = service.watched.contains_key(id);
         self.on(CoreEvent::Done { id: id.to_owned(), written, watched, outcome });
     }
@@ -269,9 +301,9 @@ impl World {
 
 fn describe(act: &Act<u32>) -> String {
     match act {
-        Act::Daemon { id, order, retiring, held, act } => {
+        Act::Daemon { id, order, goal, held, act } => {
             let held = if held.is_empty() { String::new() } else { format!(" without {held:?}") };
-            let retiring = if *retiring { ", retiring" } else { "" };
+            let retiring = if *goal == Goal::Retire { ", retiring" } else { "" };
             format!("{id}: {act:?} {:?}{held} (order {}{retiring})", order.gpus, order.payload)
         }
         other => format!("{other:?}"),

@@ -8,12 +8,18 @@ impl World {
     /// Some act that is under way comes on by a step.
     pub(super) fn carry_on(&mut self, dice: &mut Dice) {
         let Some(service) = &self.service else { return };
-        let tasks: Vec<(String, Task)> = service.tasks.iter().map(|(id, task)| (id.clone(), task.clone())).collect();
+        let tasks: Vec<(String, Task)> =
+            service.tasks.iter().map(|(id, task)| (id.clone(), task.clone())).collect();
         let modes: Vec<(String, (bool, usize))> =
             service.modes.iter().map(|(gpu, mode)| (gpu.clone(), *mode)).collect();
         if !modes.is_empty() && (tasks.is_empty() || dice.one_in(3)) {
             let (gpu, (takes, step)) = dice.of(&modes).cloned().unwrap();
-            return if takes { self.take_mode_by_itself(&gpu, step) } else { self.put_mode_back(&gpu, step, dice) };
+            if takes {
+                self.take_mode_by_itself(&gpu, step);
+            } else {
+                self.put_mode_back(&gpu, step, dice);
+            }
+            return;
         }
         let Some((id, task)) = dice.of(&tasks).cloned() else { return };
         // An act may end by itself before it is broken off.
@@ -78,7 +84,8 @@ impl World {
 
     /// The compute modes one by one, then the entry in the state file, the word for the process, and its first answer.
     fn start(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<Outcome> {
-        let gpus: Vec<String> = task.order.gpus.iter().filter(|gpu| !task.held.contains(*gpu)).cloned().collect();
+        let gpus: Vec<String> =
+            task.order.gpus.iter().filter(|gpu| !task.held.contains(*gpu)).cloned().collect();
         if gpus.is_empty() || self.goes_wrong(dice) && self.living(id).is_none() {
             return Some(Outcome::Failed(Trouble::Ill));
         }
@@ -93,7 +100,8 @@ impl World {
                 let process = (self.next_pid, u64::from(self.next_pid));
                 self.tell(|| format!("     control daemon {} is written down for {id}", process.0));
                 self.state_file.daemons.insert(id.to_owned(), RunningDaemon { process, gpus: gpus.clone() });
-                let one = ControlDaemon { gpus, clients: 0, told: None, is_paused: true };
+                let sets_modes = task.order.sets_modes;
+                let one = ControlDaemon { gpus, clients: 0, told: None, sets_modes, is_paused: true };
                 self.daemons.insert(process.0, one);
                 None
             }
@@ -131,8 +139,9 @@ impl World {
             return Some(Outcome::Failed(trouble));
         }
         if task.order.sets_modes {
-            gpus.iter().for_each(|gpu| self.take_mode(gpu, 0));
-            gpus.iter().for_each(|gpu| self.take_mode(gpu, 1));
+            for (gpu, half) in gpus.iter().flat_map(|gpu| [(gpu, 0), (gpu, 1)]) {
+                self.take_mode(gpu, half);
+            }
         }
         // Only an administrator's order ends one that has clients.
         if !fits && (is_idle || self.is_forced(dice)) {

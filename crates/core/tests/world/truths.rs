@@ -62,7 +62,10 @@ impl World {
             Cause::Stop => ending == Some(Ending::ForGood),
             Cause::Disabled => ending != Some(Ending::ForRestart) && !self.demand.enabled,
         };
-        assert!(is_asked_for, "work-is-safe: {id} is ended with its clients ({cause:?}), and nobody has asked for it");
+        assert!(
+            is_asked_for,
+            "work-is-safe: {id} is ended with its clients ({cause:?}), and nobody has asked for it"
+        );
     }
 
     /// Modes stay: the compute mode of a GPU is not put back while it is ours.
@@ -71,14 +74,19 @@ impl World {
         let ending = self.service.as_ref().and_then(|service| service.ending);
         let is_kept = ending.is_none() && self.demand.kept.may_have(gpu);
         assert!(!is_kept, "modes-stay: the mode of {gpu} is put back, which the configuration names");
-        let has = |id: &String| self.living(id).is_some_and(|(_, one)| one.gpus.contains(gpu));
-        let serving = self.demand.orders.iter().filter(|order| order.sets_modes && ending.is_none());
-        let mut holders = serving.filter(|order| has(&order.id));
-        assert_eq!(holders.next(), None, "modes-stay: the mode of {gpu} is put back, which is served");
+        let gives_up =
+            |id: &String| self.service.as_ref().is_some_and(|service| service.without_modes.contains(id));
+        let ours = self.state_file.daemons.keys().filter_map(|id| Some((id, self.living(id)?.1)));
+        let mut holders = ours.filter(|(_, one)| one.sets_modes && one.gpus.contains(gpu));
+        let holder = holders.find(|(id, _)| !gives_up(id));
+        assert!(holder.is_none(), "modes-stay: the mode of {gpu} is put back, which {holder:?} has");
     }
 
     /// Modes come back: after a stop for good, each GPU has the mode of before.
-    pub(super) fn check_stopped(&self) {
+    pub(super) fn check_stopped(&self, not_ended: &BTreeSet<String>) {
+        let mut living = self.state_file.daemons.keys().filter(|id| self.living(id).is_some());
+        let forgotten = living.find(|id| !not_ended.contains(*id));
+        assert_eq!(forgotten, None, "a-stop-ends-all: nobody has tried to end it");
         for (gpu, state) in &self.gpus {
             let still_ours = self.daemons.values().any(|one| one.gpus.contains(gpu))
                 || self.state_file.daemons.values().any(|one| one.gpus.contains(gpu));
@@ -135,7 +143,10 @@ impl World {
         let Some(service) = &self.service else { return false };
         let serve = |(id, task): (&String, &super::Task)| {
             let told = self.living(id).and_then(|(_, one)| one.told);
-            task.act == DaemonAct::Serve && !task.retiring && told == Some(task.order.payload) && task.held.is_empty()
+            task.act == DaemonAct::Serve
+                && !task.retiring
+                && told == Some(task.order.payload)
+                && task.held.is_empty()
         };
         let orders = &self.demand.orders;
         let served = orders.iter().filter(|order| order.sets_modes).flat_map(|order| &order.gpus);
@@ -145,7 +156,9 @@ impl World {
             && served.into_iter().all(has_mode)
             && service.tasks.len() == orders.len()
             && service.tasks.iter().all(serve)
-            && orders.iter().all(|order| self.living(&order.id).is_some_and(|(_, one)| one.gpus == order.gpus))
+            && orders
+                .iter()
+                .all(|order| self.living(&order.id).is_some_and(|(_, one)| one.gpus == order.gpus))
     }
 
     fn check_served(&self) {

@@ -1,0 +1,152 @@
+//! The core, and who carries out its acts.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use mps_core::{Act, Core, CoreEvent, Id, ModeOutcome};
+use tokio::sync::{Notify, mpsc};
+use tokio::time::{Instant, sleep_until};
+
+use crate::message::{Message, Subject};
+use crate::supervisor::{Instructions, Supervisor, Tools, written};
+
+/// The core in the hands of everybody who has an event for it. The answers of acts reach it whatever the loop waits for.
+#[derive(Debug, Clone)]
+pub(super) struct Conductor {
+    conducted: Arc<Mutex<Conducted>>,
+    /// Notified when the next moment may be another.
+    moved: Arc<Notify>,
+}
+
+/// The core, and the supervisors that carry out its acts.
+#[derive(Debug)]
+pub(super) struct Conducted {
+    pub(super) core: Core<Instructions>,
+    /// A control daemon that waits for its GPUs has none yet.
+    pub(super) supervisors: BTreeMap<Id, Supervisor>,
+    tools: Tools,
+    events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
+    /// The moments of the core are counted from here.
+    begun: Instant,
+}
+
+impl Conductor {
+    pub(super) fn new(tools: Tools) -> Self {
+        let (events, happened) = mpsc::unbounded_channel();
+        let core = {
+            let state_file = tools.state_file.lock();
+            let left =
+                state_file.control_daemons().iter().map(|(id, running)| (id.clone(), written(running)));
+            Core::new(left.collect(), state_file.changed_gpus())
+        };
+        let changed = Arc::clone(&tools.changed);
+        let conducted =
+            Conducted { core, supervisors: BTreeMap::new(), tools, events, begun: Instant::now() };
+        let conductor = Self { conducted: Arc::new(Mutex::new(conducted)), moved: Arc::default() };
+        tokio::spawn(conductor.clone().pass_on(happened, changed));
+        conductor
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Conducted> {
+        self.conducted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the core of an event, and has its acts carried out.
+    pub(super) fn on(&self, event: CoreEvent<Instructions>) {
+        self.lock().on(event);
+        self.moved.notify_one();
+    }
+
+    /// Tells the core of what comes of its acts, and of the moments that it waits for. The loop draws its conclusions then.
+    async fn pass_on(
+        self,
+        mut happened: mpsc::UnboundedReceiver<CoreEvent<Instructions>>,
+        changed: Arc<Notify>,
+    ) {
+        loop {
+            let due = self.lock().due();
+            let event = tokio::select! {
+                event = happened.recv() => event,
+                () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => Some(CoreEvent::Due),
+                () = self.moved.notified() => continue,
+            };
+            let Some(event) = event else { return };
+            self.lock().on(event);
+            changed.notify_one();
+        }
+    }
+}
+
+impl Conducted {
+    fn due(&self) -> Option<Instant> {
+        self.core.due().map(|due| self.begun + due)
+    }
+
+    fn on(&mut self, event: CoreEvent<Instructions>) {
+        let is_answer = matches!(event, CoreEvent::Done { .. } | CoreEvent::ModeDone { .. } | CoreEvent::Due);
+        let acts = self.core.on(event, self.begun.elapsed());
+        if !is_answer {
+            for (id, supervisor) in &mut self.supervisors {
+                if let (Some(order), Some(goal)) = (self.core.order(id), self.core.goal(id)) {
+                    supervisor.follow(&order.payload, goal);
+                }
+            }
+        }
+        for act in acts {
+            self.carry_out(act);
+        }
+    }
+
+    fn carry_out(&mut self, act: Act<Instructions>) {
+        match act {
+            Act::Daemon { id, order, goal, held, act } => {
+                let new = || Supervisor::new(&order.payload, goal, self.tools.clone(), self.events.clone());
+                self.supervisors.entry(id).or_insert_with(new).carry_out(order, goal, held, act);
+            }
+            Act::Interrupt { id } => {
+                if let Some(supervisor) = self.supervisors.get_mut(&id) {
+                    supervisor.interrupt();
+                }
+            }
+            Act::Release { id } => {
+                if let Some(supervisor) = self.supervisors.remove(&id) {
+                    supervisor.release();
+                }
+            }
+            Act::TakeMode(gpu) => {
+                let compute_modes = self.tools.compute_modes.clone();
+                self.see_to_mode(gpu, async move |gpu| {
+                    if let Err(error) = compute_modes.take(&gpu).await {
+                        tracing::warn!(gpu_uuid = gpu, "compute mode of {gpu}: {error}");
+                    }
+                    ModeOutcome::Taken
+                });
+            }
+            Act::PutModeBack(gpu) => {
+                let compute_modes = self.tools.compute_modes.clone();
+                self.see_to_mode(gpu, async move |gpu| match compute_modes.put_back(&gpu).await {
+                    Ok(()) => ModeOutcome::PutBack,
+                    Err(error) => {
+                        let text = format_args!("compute mode of {gpu} can't be restored: {error}");
+                        Message::ComputeModeStays.log(Subject::gpu(&gpu), text);
+                        ModeOutcome::Stays
+                    }
+                });
+            }
+        }
+    }
+
+    /// Does something about a compute mode beside the loop.
+    fn see_to_mode<F>(&self, gpu: String, what: impl FnOnce(String) -> F)
+    where
+        F: Future<Output = ModeOutcome> + Send + 'static,
+    {
+        let events = self.events.clone();
+        let done = what(gpu.clone());
+        tokio::spawn(async move {
+            let outcome = done.await;
+            // An error means that the service ends.
+            let _ = events.send(CoreEvent::ModeDone { gpu, outcome });
+        });
+    }
+}
