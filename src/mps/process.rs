@@ -8,6 +8,7 @@ use std::os::fd::OwnedFd;
 use std::process::ExitStatus;
 use std::time::Duration;
 
+use mps_core::Permit;
 use rustix::process::Signal;
 use tokio::process::Child;
 
@@ -164,7 +165,12 @@ const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Asks a control daemon to end with its clients, which lets servers end in order, and returns whether it has ended.
 /// `quit -t` can hang for as long as a client runs, so it has a deadline of its own.
-pub(crate) async fn stop(process: &mut Process, control: &Control, quit_timeout: Duration) -> bool {
+pub(crate) async fn stop(
+    process: &mut Process,
+    control: &Control,
+    quit_timeout: Duration,
+    _may_end: Permit,
+) -> bool {
     let patience = if listens(process, control) {
         patience_after(control.quit(quit_timeout).await, process)
     } else {
@@ -174,7 +180,7 @@ pub(crate) async fn stop(process: &mut Process, control: &Control, quit_timeout:
 }
 
 /// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. The caller says before whom that hits.
-pub(crate) async fn end_by_signal(process: &mut Process) -> io::Result<Stopped> {
+pub(crate) async fn end_by_signal(process: &mut Process, _may_end: Permit) -> io::Result<Stopped> {
     process.signal(Signal::TERM)?;
     if process.ends_within(TERMINATE_TIMEOUT).await {
         return Ok(Stopped::Terminated);
@@ -204,7 +210,7 @@ const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Asks a control daemon that seems to have no client to end, and returns whether it has ended. If a client comes in
 /// between, the control daemon stays until that client has ended, so no client is harmed.
-pub(crate) async fn stop_idle(process: &mut Process, control: &Control) -> bool {
+pub(crate) async fn stop_idle(process: &mut Process, control: &Control, _may_end: Permit) -> bool {
     if !listens(process, control) {
         return false;
     }

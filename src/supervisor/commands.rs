@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::Permit;
 use tokio::time::Instant;
 
 use crate::mps::control::ControlError;
@@ -25,12 +26,12 @@ impl Serving<'_> {
                     return None;
                 };
                 let clients = self.in_use().await;
-                if !force && clients != Ok(0) {
+                let Some(may_end) = Permit::for_a_change(force, clients.as_ref().ok().copied()) else {
                     let who = clients.map_or_else(|error| error, |clients| counted(clients, "client"));
                     let _ = reply.send(Err(format!("{change}: in the way: {who}")));
                     return None;
-                }
-                let ended = if force { self.stop().await } else { self.end_idle().await };
+                };
+                let ended = if force { self.stop(may_end).await } else { self.end_idle(may_end).await };
                 let _ = reply.send(if ended { Ok(()) } else { Err("a client came in between".to_owned()) });
                 return ended.then_some(Ended::Stopped);
             }
@@ -50,15 +51,15 @@ impl Serving<'_> {
 
     async fn restart_servers(&mut self) -> Result<(), String> {
         let control = Arc::clone(&self.run.control);
-        match self.in_use().await? {
-            0 => {}
-            clients => return Err(format!("in the way: {}", counted(clients, "client"))),
-        }
+        let clients = self.in_use().await?;
+        let Some(may_end) = Permit::unused(Some(clients)) else {
+            return Err(format!("in the way: {}", counted(clients, "client")));
+        };
         let describe = |error: ControlError| error.to_string();
         let servers = control.servers().await.map_err(describe)?;
         for server in servers.iter().copied() {
             self.watch_server(server);
-            control.shut_down_idle_server(server).await.map_err(describe)?;
+            control.shut_down_idle_server(server, may_end).await.map_err(describe)?;
         }
         let deadline = Instant::now() + IDLE_SERVER_TIMEOUT;
         while control.servers().await.map_err(describe)?.iter().any(|server| servers.contains(server)) {

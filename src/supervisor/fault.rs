@@ -3,11 +3,9 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use mps_core::fault::FAULT_PAUSE;
 use mps_core::next_pause;
 use tokio::time::Instant;
-
-/// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
-pub(super) const FAULT_PAUSE: Duration = Duration::from_millis(250);
 
 /// A fatal GPU error that a server has not got over yet.
 #[derive(Debug)]

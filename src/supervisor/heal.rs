@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use mps_core::HEALTHY_AGAIN;
+use mps_core::fault::{self, AfterGrace, FAULT_PAUSE, FaultyServer, HealStep};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -16,14 +17,10 @@ use common::host::proc;
 use common::membership::Slices;
 
 use super::blocker::{Blocker, ClearedBy};
-use super::fault::{FAULT_PAUSE, Fault};
+use super::fault::Fault;
 use super::run::Run;
 use super::status::Reporter;
 use super::{ClientFault, Failure, Serving, tried_again};
-
-/// The time after the first line of a fault in which the log may still name clients that were hit. The server writes
-/// one after the other.
-const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The most clients that one message names.
 const NAMED: usize = 32;
@@ -97,39 +94,43 @@ impl Serving<'_> {
     pub(super) async fn heal(&mut self) -> Result<(), Failure> {
         self.tell_fault();
         let Some(fault) = self.fault() else { return Ok(()) };
-        fault.due = Instant::now() + FAULT_PAUSE.max(fault.since.elapsed() / 10).min(Duration::from_secs(5));
-        let (server, since) = (fault.server, fault.since);
-        match self.run.control.server_status(server).await? {
-            ServerStatus::Active => self.well_again(server).await,
-            ServerStatus::Unsupported => self.wait_for_those_hit(server).await?,
-            ServerStatus::Gone => self.server_gone(server).await,
-            ServerStatus::Initializing => {}
-            ServerStatus::Fault if since.elapsed() < self.worker.order.supervision.fault_grace => {}
-            ServerStatus::Fault => self.move_clients_out(server).await?,
+        let (server, age) = (fault.server, fault.since.elapsed());
+        fault.due = Instant::now() + fault::next_look(age);
+        let status = match self.run.control.server_status(server).await? {
+            ServerStatus::Active => FaultyServer::Well,
+            ServerStatus::Unsupported => FaultyServer::Unsaid,
+            ServerStatus::Gone => FaultyServer::Gone,
+            ServerStatus::Initializing => FaultyServer::Coming,
+            ServerStatus::Fault => FaultyServer::Faulted,
+        };
+        match fault::next_step(status, age, self.worker.order.supervision.fault_grace) {
+            HealStep::Recovered => self.well_again(server).await,
+            HealStep::ServerGone => self.server_gone(server).await,
+            HealStep::Wait => {}
+            HealStep::LookForThoseHit => self.look_for_those_hit(server).await?,
+            HealStep::LookWhoStays => self.look_who_stays(server).await?,
         }
         self.show_state();
         Ok(())
     }
 
-    /// A control daemon of driver 535 can't say how its server is. It has recovered when nobody who was hit is left. Until
-    /// then it is not ended: it may be well already, and others at work on it.
-    async fn wait_for_those_hit(&mut self, server: u32) -> Result<(), ControlError> {
+    /// A control daemon of driver 535 can't say how its server is.
+    async fn look_for_those_hit(&mut self, server: u32) -> Result<(), ControlError> {
         let mut clients = self.run.control.clients(&[server]).await?;
         self.read_on().await;
         let Some(fault) = self.fault() else { return Ok(()) };
-        if fault.clients.is_empty() && fault.since.elapsed() < NAMES_TIMEOUT {
-            return Ok(());
-        }
-        clients.retain(|client| {
-            client.server == server && fault.clients.iter().any(|(_, pid)| *pid == client.pid)
-        });
-        if clients.is_empty() {
-            self.well_again(server).await;
-        } else {
-            fault.held_up = Some(format!(
-                "still there: {}; end them, since this driver does not say when the server is well",
-                describe(&clients)
-            ));
+        let hit: BTreeSet<u32> = fault.clients.iter().map(|(_, pid)| *pid).collect();
+        clients.retain(|client| client.server == server && hit.contains(&client.pid));
+        let is_left = |pid| clients.iter().any(|client| client.pid == pid);
+        match fault::is_over(&hit, is_left, fault.since.elapsed()) {
+            None => {}
+            Some(true) => self.well_again(server).await,
+            Some(false) => {
+                fault.held_up = Some(format!(
+                    "still there: {}; end them, since this driver does not say when the server is well",
+                    describe(&clients)
+                ));
+            }
         }
         Ok(())
     }
@@ -143,15 +144,6 @@ impl Serving<'_> {
         }
         self.run.blockers.clear(ClearedBy::Healing);
         self.worker.reporter.event(format!("server {server} has recovered"));
-    }
-
-    /// The clients of a server with a fault, first on the GPUs that the log has named, then on other GPUs. If the log
-    /// has named none, all are in the first list.
-    async fn clients_of(&self, server: u32) -> Result<(Vec<Client>, Vec<Client>), ControlError> {
-        let hit = self.gpus_hit();
-        let clients = self.run.control.clients(&[server]).await?;
-        let clients = clients.into_iter().filter(|client| client.server == server);
-        Ok(clients.partition(|client| hit.is_empty() || client.is_on(hit.iter())))
     }
 
     fn clients_hit(&self) -> usize {
@@ -169,38 +161,33 @@ impl Serving<'_> {
         self.run.tell_fault(&self.worker.reporter, &self.worker.tools.faults);
     }
 
-    /// After the grace: ends the server, if it holds nobody but clients of the GPUs in question. Their work is lost
-    /// already. `terminate_client` would be the smaller step, but it waits for the client, which is why we are here,
-    /// and the control daemon does nothing else for anybody meanwhile (measured: 32 s, until the client ended).
-    async fn move_clients_out(&mut self, server: u32) -> Result<(), Failure> {
-        let (staying, elsewhere) = self.clients_of(server).await?;
-        let held_up = if self.gpus_hit().is_empty() && several_gpus(&staying) {
-            // Some of these clients are well, and nobody can say which.
-            Some(format!(
+    /// After the grace: ends the server, if nobody else loses work with it. `terminate_client` would be the smaller step, but
+    /// it waits for the client, which is why we are here, and the control daemon does nothing else for anybody meanwhile
+    /// (measured: 32 s, until the client ended).
+    async fn look_who_stays(&mut self, server: u32) -> Result<(), Failure> {
+        let mut clients = self.run.control.clients(&[server]).await?;
+        clients.retain(|client| client.server == server);
+        let held_up = match fault::after_grace(&self.gpus_hit(), &clients, |client| &client.gpu_prefix) {
+            AfterGrace::End(may_end, stay) => {
+                let stay = describe(stay);
+                let text = format!("server {server} ended: still there long after its fault: {stay}");
+                self.worker.reporter.warning(text);
+                return Ok(self.run.control.shut_down_server(server, may_end).await?);
+            }
+            AfterGrace::GpuNotKnown(stay) => format!(
                 "which GPU it was is not known any more, so the server is left to its clients on several of them: {}; \
                  end the clients that get CUDA error 700",
-                describe(&staying)
-            ))
-        } else if elsewhere.is_empty() {
-            None
-        } else {
-            Some(format!(
+                describe(stay)
+            ),
+            AfterGrace::OthersAreWell(stay, others) => format!(
                 "still there: {}; end them, since the server is left to its {} on GPUs that are well",
-                describe(&staying),
-                counted(elsewhere.len(), "client")
-            ))
+                describe(stay),
+                counted(others, "client")
+            ),
         };
-        if held_up.is_some() {
-            if let Some(fault) = self.fault() {
-                fault.held_up = held_up;
-            }
-            return Ok(());
+        if let Some(fault) = self.fault() {
+            fault.held_up = Some(held_up);
         }
-        let staying = describe(&staying);
-        self.worker
-            .reporter
-            .warning(format!("server {server} ended: still there long after its fault: {staying}"));
-        self.run.control.shut_down_server(server).await?;
         Ok(())
     }
 
@@ -295,15 +282,10 @@ fn shortened(named: &[String]) -> String {
     words.join("; ")
 }
 
-fn several_gpus(clients: &[Client]) -> bool {
-    clients.iter().any(|client| clients.iter().any(|other| other.gpu_prefix != client.gpu_prefix))
-}
-
 /// These clients in words: `1153 (/tmp/work), 1154 (/tmp/work)`.
-fn describe(clients: &[Client]) -> String {
-    let words: Vec<String> =
-        clients.iter().map(|client| format!("{} ({})", client.pid, proc::program(client.pid))).collect();
-    words.join(", ")
+fn describe<'c>(clients: impl IntoIterator<Item = &'c Client>) -> String {
+    let named = clients.into_iter().map(|client| format!("{} ({})", client.pid, proc::program(client.pid)));
+    named.collect::<Vec<_>>().join(", ")
 }
 
 /// True if a server that says FAULT really met a fatal GPU error, though the log tells of none. A server that was

@@ -40,7 +40,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mps_core::{CoreEvent, DaemonAct, Goal, Outcome, RunningDaemon};
+use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 
 use crate::mps::changes::FileChanges;
@@ -214,7 +214,7 @@ async fn run(
         machine.worker.take_order(order, goal, held);
         let outcome = tokio::select! {
             biased;
-            Ok(()) = interrupt => Outcome::Interrupted,
+            Ok(()) = interrupt => ActOutcome::Interrupted,
             outcome = machine.carry_out(act, &mut commands) => outcome,
         };
         if !matches!(act, DaemonAct::Rest(_)) {
@@ -281,48 +281,51 @@ impl Machine {
         &mut self,
         act: DaemonAct,
         commands: &mut mpsc::Receiver<SupervisorCommand>,
-    ) -> Outcome {
+    ) -> ActOutcome {
         let done = match act {
-            DaemonAct::TakeOver => self.take_over().await.map(|()| Outcome::Done),
-            DaemonAct::Start => self.start().await.map(|()| Outcome::Done),
+            DaemonAct::TakeOver => self.take_over().await.map(|()| ActOutcome::Done),
+            DaemonAct::Start => self.start().await.map(|()| ActOutcome::Done),
             DaemonAct::Serve => self.serve(commands).await,
-            DaemonAct::Judge => Ok(Outcome::Used(self.judge().await)),
+            DaemonAct::Judge => Ok(ActOutcome::Used(self.judge().await)),
             DaemonAct::End(end) => Ok(self.end(end).await),
             DaemonAct::Rest(pause) => {
                 self.rest(pause);
-                Ok(Outcome::Done)
+                Ok(ActOutcome::Done)
             }
             DaemonAct::Leave => {
                 if let Some(mut serving) = self.serving() {
                     serving.keep_state_file();
                 }
-                Ok(Outcome::Done)
+                Ok(ActOutcome::Done)
             }
         };
-        done.unwrap_or_else(|failure| Outcome::Failed(self.failed(failure)))
+        done.unwrap_or_else(|failure| ActOutcome::Failed(self.failed(failure)))
     }
 
     /// What the core has to know after an act.
-    fn done(&self, outcome: Outcome) -> CoreEvent<Instructions> {
+    fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
         let id = self.worker.order.plan.id.clone();
         let written = self.worker.tools.state_file.lock().control_daemon(&id).map(written);
         CoreEvent::Done { id, written, watched: self.run.is_some(), outcome }
     }
 
     /// Gives the control daemon that runs its order, and watches it until something else has to be done.
-    async fn serve(&mut self, commands: &mut mpsc::Receiver<SupervisorCommand>) -> Result<Outcome, Failure> {
+    async fn serve(
+        &mut self,
+        commands: &mut mpsc::Receiver<SupervisorCommand>,
+    ) -> Result<ActOutcome, Failure> {
         if !std::mem::take(&mut self.has_just_started) {
             self.worker.read_gpus().await;
         }
-        let Some(mut serving) = self.serving() else { return Ok(Outcome::Ended) };
+        let Some(mut serving) = self.serving() else { return Ok(ActOutcome::Ended) };
         serving.configure().await?;
         match serving.watch(commands).await {
             Ended::Failure(failure) => Err(failure),
-            Ended::Again => Ok(Outcome::Again),
+            Ended::Again => Ok(ActOutcome::Again),
             Ended::Stopped => {
                 self.end_run();
                 self.worker.reporter.update(|status| status.settled = false);
-                Ok(Outcome::Ended)
+                Ok(ActOutcome::Ended)
             }
         }
     }

@@ -4,6 +4,8 @@ use common::host::program;
 use std::path::Path;
 use std::sync::Arc;
 
+use mps_core::Permit;
+
 use crate::mps::control::{Control, ControlError};
 use crate::mps::launch::{Launch, PausedProcess};
 use crate::mps::log::Follower;
@@ -163,15 +165,16 @@ impl Worker {
         let pid = control.daemon_pid();
         let named = pid.map_or("an unknown PID".to_owned(), |pid| format!("PID {pid}"));
         let end_it = format!("end it with `echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}`");
-        match (clients, pid) {
-            (Ok(0), Some(pid)) => {
+        let may_end = Permit::unused(clients.as_ref().ok().copied());
+        match (clients, pid.zip(may_end)) {
+            (_, Some((pid, may_end))) => {
                 let taken = Process::open(pid)
                     .map_err(|error| Failure::Failed(format!("control daemon {named}: {error}")))?;
                 let Some(mut other) = taken else { return Ok(()) };
                 self.reporter.event(format!(
                     "control daemon {named} in {directory} was not started by this service and has no client: replacing it"
                 ));
-                if process::stop_idle(&mut other, control).await {
+                if process::stop_idle(&mut other, control, may_end).await {
                     return Ok(());
                 }
                 Err(Failure::Waiting(format!(

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use mps_core::{End, Goal, Outcome, RunUse, Trouble};
+use mps_core::{ActOutcome, End, Goal, Permit, RunUse, WhyFailed};
 
 use crate::message::{Message, Subject};
 use crate::mps::process::{self, Stopped};
@@ -16,16 +16,16 @@ use super::{Failing, Failure, Machine, Serving, tried_again};
 
 impl Machine {
     /// Takes note of a failure, and says what it means for the next step.
-    pub(super) fn failed(&mut self, failure: Failure) -> Trouble {
+    pub(super) fn failed(&mut self, failure: Failure) -> WhyFailed {
         let trouble = match &failure {
-            Failure::Ended { .. } => Trouble::Gone,
-            Failure::NotUnderstood(_) => Trouble::NotUnderstood,
-            _ => Trouble::Ill,
+            Failure::Ended { .. } => WhyFailed::Gone,
+            Failure::NotUnderstood(_) => WhyFailed::NotUnderstood,
+            _ => WhyFailed::Ill,
         };
         let waits = matches!(failure, Failure::Waiting(_));
         let state = if waits { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let reason = failure.into_text();
-        if trouble == Trouble::Gone {
+        if trouble == WhyFailed::Gone {
             self.end_run();
         }
         if let Goal::Stop(_) = self.worker.goal {
@@ -91,20 +91,20 @@ impl Machine {
     }
 
     /// Ends the control daemon.
-    pub(super) async fn end(&mut self, how: End) -> Outcome {
+    pub(super) async fn end(&mut self, how: End) -> ActOutcome {
         if let End::WithClients(_) = how {
             self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
         }
-        let Some(mut serving) = self.serving() else { return Outcome::Ended };
+        let Some(mut serving) = self.serving() else { return ActOutcome::Ended };
         let has_ended = match how {
-            End::Idle => serving.end_idle().await,
-            End::WithClients(_) => serving.stop().await,
+            End::Idle(may_end) => serving.end_idle(may_end).await,
+            End::WithClients(may_end) => serving.stop(may_end).await,
         };
         if !has_ended {
-            return Outcome::Lives;
+            return ActOutcome::Lives;
         }
         self.end_run();
-        Outcome::Ended
+        ActOutcome::Ended
     }
 
     /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said.
@@ -191,38 +191,42 @@ impl Serving<'_> {
 
     /// Ends a control daemon that nobody uses, without harm to a client that comes this moment: the control daemon then
     /// stays until that client is done. Whether it has ended.
-    pub(super) async fn end_idle(&mut self) -> bool {
+    pub(super) async fn end_idle(&mut self, may_end: Permit) -> bool {
         self.continue_if_stopped();
         let run = &mut *self.run;
-        if process::stop_idle(&mut run.process, &run.control).await {
+        if process::stop_idle(&mut run.process, &run.control, may_end).await {
             let why = if self.worker.is_retiring() { ": it had no client" } else { ", to be restarted" };
             let (id, pid) = (self.worker.reporter.id(), run.running.process.pid);
             self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
             return true;
         }
         // It hangs, or a client has come after all.
-        self.in_use().await == Ok(0) && self.end_by_signal("it has no client, so nobody loses work").await
+        match Permit::unused(self.in_use().await.ok()) {
+            Some(may_end) => self.end_by_signal(may_end).await,
+            None => false,
+        }
     }
 
     /// Ends the control daemon with its clients, which the caller has named. Whether it has ended.
-    pub(super) async fn stop(&mut self) -> bool {
+    pub(super) async fn stop(&mut self, may_end: Permit) -> bool {
         self.continue_if_stopped();
         let run = &mut *self.run;
         tracing::debug!(step = "quit", "control daemon {} is asked to end", run.running.process.pid);
-        if process::stop(&mut run.process, &run.control, self.worker.order.supervision.quit_timeout).await {
+        let quit_timeout = self.worker.order.supervision.quit_timeout;
+        if process::stop(&mut run.process, &run.control, quit_timeout, may_end).await {
             self.say_how_it_ended(Stopped::Quit);
             return true;
         }
-        self.end_by_signal("any client that it still has loses its work").await
+        self.end_by_signal(may_end).await
     }
 
     /// Ends the control daemon by signals, and says before whom that hits. Whether it has ended.
-    async fn end_by_signal(&mut self, whom: &str) -> bool {
+    async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let (id, pid) = (self.worker.reporter.id(), self.run.running.process.pid);
         let reporter = &self.worker.reporter;
         reporter
-            .warning(format!("control daemon {id} (PID {pid}) does not quit and is sent SIGTERM: {whom}"));
-        match process::end_by_signal(&mut self.run.process).await {
+            .warning(format!("control daemon {id} (PID {pid}) does not quit and is sent SIGTERM: {may_end}"));
+        match process::end_by_signal(&mut self.run.process, may_end).await {
             Ok(how) => {
                 self.say_how_it_ended(how);
                 true

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use mps_core::Permit;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -146,7 +147,9 @@ impl Serving<'_> {
     async fn end_if_idle(&mut self) -> Option<Ended> {
         self.run.count_at = Instant::now() + CLIENTS_PERIOD;
         let in_use = self.in_use().await;
-        if in_use == Ok(0) && self.end_idle().await {
+        if let Some(may_end) = Permit::unused(in_use.as_ref().ok().copied())
+            && self.end_idle(may_end).await
+        {
             return Some(Ended::Stopped);
         }
         let unknown = in_use.err();

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::Permit;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -326,8 +327,10 @@ impl GpuWatch {
             }
             let overuse = budget::describe(self.gpu.budget, &shown);
             uses.push(SliceUse { clients: in_use.clients, memory_mib: in_use.memory_mib, overuse });
-            if !exceeded.is_empty() {
-                over.push(OverBudget { slice, budget: self.gpu.budget, members: of_slice });
+            if !exceeded.is_empty()
+                && let Some(may_end) = Permit::over_budget(budget::shared(&of_slice).is_some())
+            {
+                over.push(OverBudget { slice, budget: self.gpu.budget, members: of_slice, may_end });
             }
         }
         self.busy = uses.iter().any(|one| one.clients > 1);
@@ -401,8 +404,7 @@ impl GpuWatch {
     }
 
     /// Begins to end clients of these slices, if that is wanted and it is time.
-    async fn begin_attempt(&mut self, mut over: Vec<OverBudget>) -> Option<JoinHandle<Attempted>> {
-        over.retain(|slice| budget::shared(&slice.members).is_none());
+    async fn begin_attempt(&mut self, over: Vec<OverBudget>) -> Option<JoinHandle<Attempted>> {
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
         if self.gpu.on_overuse != OnOveruse::Terminate || !can_go || Instant::now() < self.attempt.at {
             return None;

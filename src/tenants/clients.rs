@@ -185,9 +185,8 @@ fn views(one: &ServingDaemon, look: &Scan, about: &ListContext) -> Vec<ClientVie
 /// choose a name that adds rows to the control daemon's list. The control daemon knows a client before the driver does.
 fn gpus_of(pid: u32, one: &ServingDaemon, look: &Scan) -> BTreeSet<String> {
     let connections = look.clients.iter().filter(|client| client.pid == pid);
-    let said: Vec<&String> = connections
-        .filter_map(|client| one.gpus.iter().find(|uuid| client.is_on(std::iter::once(*uuid))))
-        .collect();
+    let said: Vec<&String> =
+        connections.filter_map(|client| one.gpus.iter().find(|uuid| client.is_on(uuid))).collect();
     let known = |uuid: &&String| look.process(uuid, pid).is_some();
     let both: BTreeSet<String> = said.iter().copied().filter(known).cloned().collect();
     if !both.is_empty() {

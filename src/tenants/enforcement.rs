@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::Permit;
 use tokio::time::Instant;
 
 use super::budget::{self, Budget, Member};
@@ -23,6 +24,7 @@ pub(super) struct OverBudget {
     pub slice: u32,
     pub budget: Budget,
     pub members: Vec<Member>,
+    pub may_end: Permit,
 }
 
 /// The state of a client after the attempt to end it.
@@ -84,7 +86,7 @@ impl Enforcer {
         self.ended.retain(|pid, (held, _)| may_be_there(pid) && held.alive());
         self.stubborn.retain(|pid, _| may_be_there(pid));
         let mut victims = Vec::new();
-        for OverBudget { slice, budget, mut members } in slices {
+        for OverBudget { slice, budget, mut members, may_end } in slices {
             members.retain(|member| {
                 let pid = member.process.pid;
                 connected.get(&pid).is_some_and(|servers| !self.has_ended(pid, servers))
@@ -94,7 +96,7 @@ impl Enforcer {
             }
             while let Some(process) = budget::victims(budget, &members).first().copied() {
                 let servers = connected.get(&process.pid).map(Vec::as_slice).unwrap_or_default();
-                let state = match self.end(process, servers).await {
+                let state = match self.end(process, servers, may_end).await {
                     Ok(state) => state,
                     // After a fault, and with a control daemon that does not answer, nobody is touched.
                     Err(reason) => {
@@ -134,6 +136,7 @@ impl Enforcer {
         &mut self,
         process: Identity,
         servers: &[Connected<'_>],
+        may_end: Permit,
     ) -> Result<Option<VictimState>, String> {
         let words = |error: ControlError| error.to_string();
         let held = match Held::open(process.pid) {
@@ -146,7 +149,7 @@ impl Enforcer {
             if control.server_status(*server).await.map_err(words)? == ServerStatus::Fault {
                 return Err(format!("server {server} handles a fault"));
             }
-            match end_client(control, *server, process.pid, &held).await {
+            match end_client(control, *server, process.pid, &held, may_end).await {
                 Ok(Some(TerminateAnswer::Done)) => ended.extend(*connections),
                 Ok(Some(TerminateAnswer::NoSuchClient | TerminateAnswer::NoSuchServer)) => {}
                 Ok(None) => return Ok(Some(self.stays(process, "it can't be continued".to_owned()))),

@@ -10,6 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::Permit;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
@@ -234,7 +235,7 @@ async fn end_work(
     if control.server_status(server).await? == ServerStatus::Fault {
         return Ok(Some(TerminateAnswer::Done));
     }
-    end_client(control, server, pid, held).await
+    end_client(control, server, pid, held, Permit::asked_for()).await
 }
 
 /// Ends the GPU work of one client of a server that met no fatal GPU error. The control daemon waits for the client
@@ -247,6 +248,7 @@ pub(super) async fn end_client(
     server: u32,
     pid: u32,
     held: &Held,
+    may_end: Permit,
 ) -> Result<Option<TerminateAnswer>, TerminationError> {
     let mut going_on = match held.go_on().await {
         Ok(going_on) => going_on,
@@ -256,7 +258,7 @@ pub(super) async fn end_client(
         }
     };
     let answer = tokio::select! {
-        answer = control.terminate_client(server, pid) => answer,
+        answer = control.terminate_client(server, pid, may_end) => answer,
         never = going_on.keep() => match never {},
     };
     if going_on.was_held() {

@@ -2,7 +2,7 @@
 
 use alloc::collections::BTreeMap;
 
-use crate::{Goal, Gpu, Id, Moment, Order};
+use crate::{CoreTime, Goal, GpuUuid, Id, Order, Permit};
 
 /// Something that is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub enum Act<P> {
         /// Its aim at this moment.
         goal: Goal,
         /// The GPUs of the order that it has to do without, each with the id of the control daemon that has it.
-        held: BTreeMap<Gpu, Id>,
+        held: BTreeMap<GpuUuid, Id>,
         /// The act.
         act: DaemonAct,
     },
@@ -33,10 +33,10 @@ pub enum Act<P> {
     },
     /// Set the compute mode of this GPU to the service's, the former one written down before. It comes back as
     /// [`crate::CoreEvent::ModeDone`].
-    TakeMode(Gpu),
+    TakeMode(GpuUuid),
     /// Put the compute mode of this GPU back, unless others have changed it since or it was never changed. It comes back as
     /// [`crate::CoreEvent::ModeDone`].
-    PutModeBack(Gpu),
+    PutModeBack(GpuUuid),
 }
 
 /// Something that is to be done about one control daemon.
@@ -53,7 +53,7 @@ pub enum DaemonAct {
     /// End it.
     End(End),
     /// Show why it does not serve, and that it is tried again after this time.
-    Rest(Moment),
+    Rest(CoreTime),
     /// Write down what the next service needs to take it over.
     Leave,
 }
@@ -62,16 +62,7 @@ pub enum DaemonAct {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
     /// It has no client. If one comes in between, it lives until that one has ended: nobody is hit.
-    Idle,
-    /// With its clients, for this reason: all of them lose their work.
-    WithClients(Cause),
-}
-
-/// Why clients lose their work with their control daemon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cause {
-    /// An administrator stops the service for good.
-    Stop,
-    /// An administrator disables MPS.
-    Disabled,
+    Idle(Permit),
+    /// With its clients: all of them lose their work.
+    WithClients(Permit),
 }

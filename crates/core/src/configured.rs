@@ -2,15 +2,15 @@
 
 use alloc::collections::BTreeSet;
 
-use crate::Gpu;
+use crate::GpuUuid;
 
 /// The GPUs that a configuration names, as far as their UUIDs are known.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configured {
     /// The GPUs that it names for certain.
-    pub certainly: BTreeSet<Gpu>,
+    pub certainly: BTreeSet<GpuUuid>,
     /// Set while some entry's GPU has no known UUID: the GPUs that are certainly not that GPU. None if all are known.
-    pub others: Option<BTreeSet<Gpu>>,
+    pub others: Option<BTreeSet<GpuUuid>>,
 }
 
 impl Configured {

@@ -3,10 +3,10 @@
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
-use crate::event::Held;
+use crate::event::HeldGpus;
 use crate::lifecycle::{Lifecycle, Next};
 use crate::modes::Modes;
-use crate::{Act, Cause, CoreEvent, DaemonAct, Demand, Goal, Gpu, Id, Moment, Order, RunningDaemon};
+use crate::{Act, Cause, CoreEvent, CoreTime, DaemonAct, Demand, Goal, GpuUuid, Id, Order, RunningDaemon};
 
 /// All that decisions go by.
 #[derive(Debug, Clone)]
@@ -23,12 +23,12 @@ pub struct Core<P> {
 impl<P: Clone + PartialEq> Core<P> {
     /// The core of a service that has just started, with the control daemons that the state file has, and the GPUs with a
     /// compute mode that an earlier service has changed.
-    pub fn new(left: BTreeMap<Id, RunningDaemon>, changed: BTreeSet<Gpu>) -> Self {
+    pub fn new(left: BTreeMap<Id, RunningDaemon>, changed: BTreeSet<GpuUuid>) -> Self {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
 
     /// Takes note of something that has happened, and says what is to be done.
-    pub fn on(&mut self, event: CoreEvent<P>, now: Moment) -> Vec<Act<P>> {
+    pub fn on(&mut self, event: CoreEvent<P>, now: CoreTime) -> Vec<Act<P>> {
         match event {
             CoreEvent::Pursue(demand) => self.pursue(demand),
             CoreEvent::Stop { left } => self.stop(left),
@@ -53,7 +53,7 @@ impl<P: Clone + PartialEq> Core<P> {
     }
 
     /// The next moment when time alone is an event.
-    pub fn due(&self) -> Option<Moment> {
+    pub fn due(&self) -> Option<CoreTime> {
         self.lifecycles.values().filter_map(Lifecycle::due).min()
     }
 
@@ -63,8 +63,11 @@ impl<P: Clone + PartialEq> Core<P> {
         let end = if demand.enabled { Goal::Retire } else { Goal::Stop(Cause::Disabled) };
         let wanted: BTreeSet<&Id> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
-            // Also one that is about to end with its clients, since MPS was disabled before: nobody asks for that any more.
-            one.pursue(end, None);
+            // Whoever waits for clients goes on with that when MPS is disabled. One that was about to end with its clients for
+            // it waits for them when MPS is enabled again: nobody asks for their end any more.
+            if demand.enabled || one.goal() == Goal::Serve {
+                one.pursue(end, None);
+            }
         }
         for order in demand.orders {
             match self.lifecycles.get_mut(&order.id) {
@@ -101,7 +104,7 @@ impl<P: Clone + PartialEq> Core<P> {
     }
 
     /// The next act of each control daemon.
-    fn move_on(&mut self, now: Moment, acts: &mut Vec<Act<P>>) {
+    fn move_on(&mut self, now: CoreTime, acts: &mut Vec<Act<P>>) {
         for id in self.lifecycles.keys().cloned().collect::<Vec<_>>() {
             let held = self.held(&id);
             let Some(one) = self.lifecycles.get_mut(&id) else { continue };
@@ -146,9 +149,9 @@ impl<P: Clone + PartialEq> Core<P> {
     }
 
     /// The GPUs of the order with this id that other control daemons have, each with the id of that one.
-    pub fn held(&self, id: &str) -> Held {
+    pub fn held(&self, id: &str) -> HeldGpus {
         let gpus = self.lifecycles.get(id).into_iter().flat_map(|one| &one.order().gpus);
-        let holder = |gpu: &Gpu| {
+        let holder = |gpu: &GpuUuid| {
             let mut others = self.lifecycles.iter().filter(|(other, one)| *other != id && one.has(gpu));
             let left = || self.left.iter().find(|(_, one)| one.gpus.contains(gpu)).map(|(id, _)| id);
             others.next().map(|(other, _)| other).or_else(left).cloned()
@@ -172,7 +175,7 @@ impl<P: Clone + PartialEq> Core<P> {
     }
 
     /// The GPUs that control daemons on the way out still have, each with the id of that control daemon.
-    pub fn held_by_leaving(&self) -> Held {
+    pub fn held_by_leaving(&self) -> HeldGpus {
         let leaving = self.lifecycles.iter().filter(|(_, one)| one.goal() != Goal::Serve);
         let with_gpus = leaving.filter_map(|(id, one)| Some((id, &one.written()?.gpus)));
         with_gpus.flat_map(|(id, gpus)| gpus.iter().map(move |gpu| (gpu.clone(), id.clone()))).collect()

@@ -3,7 +3,7 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-use crate::{Configured, Gpu, Id};
+use crate::{Configured, GpuUuid, Id};
 
 /// Something that has happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,12 +26,12 @@ pub enum CoreEvent<P> {
         /// Whether its process is held, so that its end becomes known.
         watched: bool,
         /// What came of the act.
-        outcome: Outcome,
+        outcome: ActOutcome,
     },
     /// An act about a compute mode has come back.
     ModeDone {
         /// The GPU's UUID.
-        gpu: Gpu,
+        gpu: GpuUuid,
         /// What came of the act.
         outcome: ModeOutcome,
     },
@@ -52,7 +52,7 @@ pub struct Demand<P> {
     /// The GPUs that keep the service's compute mode, served at the moment or not. None, if compute modes are not ours to set.
     pub kept: Configured,
     /// GPUs that programs without MPS hold: their compute mode is set, so that no more of them come.
-    pub closed: Vec<Gpu>,
+    pub closed: Vec<GpuUuid>,
 }
 
 /// The order for one control daemon.
@@ -61,7 +61,7 @@ pub struct Order<P> {
     /// Its id. No two orders have the same.
     pub id: Id,
     /// Its GPUs. No two orders have one in common.
-    pub gpus: Vec<Gpu>,
+    pub gpus: Vec<GpuUuid>,
     /// Whether it sets the compute modes of its GPUs.
     pub sets_modes: bool,
     /// The rest, which no decision here depends on, but for whether it is the same as before.
@@ -74,12 +74,12 @@ pub struct RunningDaemon {
     /// Its PID and start time: another process may get the PID, and not both.
     pub process: (u32, u64),
     /// The GPUs that it was started with.
-    pub gpus: Vec<Gpu>,
+    pub gpus: Vec<GpuUuid>,
 }
 
 /// What came of an act about a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
+pub enum ActOutcome {
     /// It is done: taken over or found gone, started, left.
     Done,
     /// It served until it was ended since it has to be another one, or has no client and is not wanted.
@@ -87,7 +87,7 @@ pub enum Outcome {
     /// It has to be told its order again.
     Again,
     /// It did not work.
-    Failed(Trouble),
+    Failed(WhyFailed),
     /// Who uses it, as [`crate::DaemonAct::Judge`] has asked.
     Used(RunUse),
     /// It was to be ended, and lives.
@@ -98,7 +98,7 @@ pub enum Outcome {
 
 /// Why an act did not work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trouble {
+pub enum WhyFailed {
     /// The process has ended.
     Gone,
     /// It does not do what it should, or something outside is in the way.
@@ -132,4 +132,4 @@ pub enum ModeOutcome {
 }
 
 /// The GPUs of an order that other control daemons have, each with the id of that one.
-pub(crate) type Held = BTreeMap<Gpu, Id>;
+pub(crate) type HeldGpus = BTreeMap<GpuUuid, Id>;

@@ -11,9 +11,11 @@
 //! | file | its job |
 //! |---|---|
 //! | `event.rs` | everything that happens |
-//! | `act.rs` | everything that is to be done; the acts that may end work are a type of their own |
+//! | `act.rs` | everything that is to be done |
+//! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
+//! | `fault.rs` | a fatal GPU error of a server, and who may be ended for it |
 //! | `modes.rs` | the compute modes that are put back |
 //! | `configured.rs` | the GPUs that a configuration names |
 
@@ -26,22 +28,25 @@ mod act;
 mod configured;
 mod core;
 mod event;
+pub mod fault;
 mod lifecycle;
 mod modes;
+mod permit;
 
 use alloc::string::String;
 
-pub use act::{Act, Cause, DaemonAct, End};
+pub use act::{Act, DaemonAct, End};
 pub use configured::Configured;
 pub use core::Core;
-pub use event::{CoreEvent, Demand, ModeOutcome, Order, Outcome, RunUse, RunningDaemon, Trouble};
+pub use event::{ActOutcome, CoreEvent, Demand, ModeOutcome, Order, RunUse, RunningDaemon, WhyFailed};
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause};
+pub use permit::{Cause, Permit};
 
 /// The UUID of a GPU.
-pub type Gpu = String;
+pub type GpuUuid = String;
 
 /// The name of a control daemon: `shared`, or the UUID of its GPU.
 pub type Id = String;
 
 /// A moment, as the time since a moment that never changes. It does not go back.
-pub type Moment = ::core::time::Duration;
+pub type CoreTime = ::core::time::Duration;

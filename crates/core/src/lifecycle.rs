@@ -4,8 +4,10 @@ use alloc::vec::Vec;
 use core::mem;
 use core::time::Duration;
 
-use crate::event::Held;
-use crate::{Cause, DaemonAct, End, Gpu, Moment, Order, Outcome, RunUse, RunningDaemon, Trouble};
+use crate::event::HeldGpus;
+use crate::{
+    ActOutcome, Cause, CoreTime, DaemonAct, End, GpuUuid, Order, Permit, RunUse, RunningDaemon, WhyFailed,
+};
 
 /// The pauses after failures: none after the first failure, then this one, which doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -45,18 +47,18 @@ enum Phase {
     /// This act comes next.
     Then(DaemonAct),
     /// This act is under way since this moment.
-    Busy { act: DaemonAct, since: Moment, interrupted: bool },
+    Busy { act: DaemonAct, since: CoreTime, interrupted: bool },
     /// After a failure nothing is done before this moment, unless something changes.
-    Resting { until: Moment },
+    Resting { until: CoreTime },
 }
 
 /// What an act was told.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Told {
     revision: u64,
-    held: Held,
+    held: HeldGpus,
     /// The GPUs that were left to it. The order may have others by now.
-    gpus: Vec<Gpu>,
+    gpus: Vec<GpuUuid>,
     sets_modes: bool,
 }
 
@@ -125,7 +127,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     }
 
     /// The GPUs that it has or is to have, some of them twice, but for these.
-    pub(crate) fn gpus<'g>(&'g self, held: &'g Held) -> impl Iterator<Item = &'g Gpu> {
+    pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flat_map(|run| &run.gpus);
         running.chain(&self.order.gpus).filter(|gpu| !held.contains_key(*gpu))
     }
@@ -169,7 +171,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     }
 
     /// The moment from which on something is to be done for it.
-    pub(crate) fn due(&self) -> Option<Moment> {
+    pub(crate) fn due(&self) -> Option<CoreTime> {
         match self.phase {
             Phase::Resting { until } => Some(until),
             _ => None,
@@ -178,7 +180,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
 
     /// What is next for it, where other control daemons have these of its GPUs. No act that may set a compute mode comes
     /// while `modes_change`: both would believe that the other's mode is the one of before.
-    pub(crate) fn next(&mut self, held: &Held, modes_change: bool, now: Moment) -> Option<Next> {
+    pub(crate) fn next(&mut self, held: &HeldGpus, modes_change: bool, now: CoreTime) -> Option<Next> {
         let has_other_order = self.is_stale();
         let has_other_gpus = self.told.as_ref().is_none_or(|told| told.held != *held);
         let act = match &mut self.phase {
@@ -215,10 +217,10 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     }
 
     /// What follows from the goal. None: it waits for GPUs that others have.
-    fn choose(&self, held: &Held) -> Option<Next> {
+    fn choose(&self, held: &HeldGpus) -> Option<Next> {
         let is_left = self.written.is_some() && !self.given_up;
         Some(Next::Act(match self.goal {
-            Goal::Stop(cause) if self.watched => DaemonAct::End(End::WithClients(cause)),
+            Goal::Stop(cause) if self.watched => DaemonAct::End(End::WithClients(Permit::new(cause))),
             Goal::Leave if self.watched => DaemonAct::Leave,
             Goal::Serve | Goal::Retire if self.watched => DaemonAct::Serve,
             Goal::Serve | Goal::Retire | Goal::Stop(_) if is_left => DaemonAct::TakeOver,
@@ -233,11 +235,17 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         &mut self,
         written: Option<RunningDaemon>,
         watched: bool,
-        outcome: Outcome,
-        now: Moment,
+        outcome: ActOutcome,
+        now: CoreTime,
     ) {
         let Phase::Busy { act, since, .. } = self.phase else { return };
-        (self.written, self.watched, self.phase) = (written, watched, Phase::Open);
+        let is_gone = match outcome {
+            ActOutcome::Ended | ActOutcome::Failed(WhyFailed::Gone) | ActOutcome::Used(RunUse::Gone) => true,
+            ActOutcome::Done => act == DaemonAct::TakeOver && !watched,
+            _ => false,
+        };
+        // The state file may still have it: it can't be written while its disk is full.
+        (self.written, self.watched, self.phase) = (written.filter(|_| !is_gone), watched, Phase::Open);
         self.has_run |= watched;
         let is_stale = self.is_stale();
         match (self.goal, outcome) {
@@ -245,24 +253,28 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             _ if is_stale => {}
             (Goal::Leave, _) => self.watched = false,
             // Nothing more can be done: the next service finds it in the state file.
-            (Goal::Stop(Cause::Stop), Outcome::Lives) => (self.watched, self.given_up) = (false, true),
-            (Goal::Stop(Cause::Stop), Outcome::Failed(_)) => self.given_up = true,
-            (Goal::Stop(_), Outcome::Failed(_)) if watched => {}
-            (_, Outcome::Failed(trouble)) => {
+            (Goal::Stop(Cause::Stop), ActOutcome::Lives) => (self.watched, self.given_up) = (false, true),
+            (Goal::Stop(Cause::Stop), ActOutcome::Failed(_)) => self.given_up = true,
+            (Goal::Stop(_), ActOutcome::Failed(_)) if watched => {}
+            (_, ActOutcome::Failed(trouble)) => {
                 if act == DaemonAct::Serve && now.saturating_sub(since) >= HEALTHY_AGAIN {
                     self.pause = Duration::ZERO;
                 }
-                if trouble == Trouble::Ill && watched {
+                if trouble == WhyFailed::Ill && watched {
                     self.phase = Phase::Then(DaemonAct::Judge);
                 } else {
                     self.rest(LAST_PAUSE);
                 }
             }
-            (_, Outcome::Used(RunUse::Idle)) => self.phase = Phase::Then(DaemonAct::End(End::Idle)),
-            (_, Outcome::Used(RunUse::KeptOut)) => self.rest(HELD_PAUSE),
-            (_, Outcome::Used(RunUse::Gone | RunUse::Clients) | Outcome::Lives) => self.rest(LAST_PAUSE),
-            (_, Outcome::Ended) if act == DaemonAct::End(End::Idle) => self.rest(LAST_PAUSE),
-            (_, Outcome::Done | Outcome::Ended | Outcome::Again | Outcome::Interrupted) => {}
+            (_, ActOutcome::Used(RunUse::Idle)) => {
+                self.phase = Phase::Then(DaemonAct::End(End::Idle(Permit::new(Cause::Unused))));
+            }
+            (_, ActOutcome::Used(RunUse::KeptOut)) => self.rest(HELD_PAUSE),
+            (_, ActOutcome::Used(RunUse::Gone | RunUse::Clients) | ActOutcome::Lives) => {
+                self.rest(LAST_PAUSE);
+            }
+            (_, ActOutcome::Ended) if matches!(act, DaemonAct::End(End::Idle(_))) => self.rest(LAST_PAUSE),
+            (_, ActOutcome::Done | ActOutcome::Ended | ActOutcome::Again | ActOutcome::Interrupted) => {}
         }
     }
 

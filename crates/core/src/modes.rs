@@ -3,7 +3,7 @@
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
 
-use crate::{Configured, Gpu, ModeOutcome};
+use crate::{Configured, GpuUuid, ModeOutcome};
 
 /// What is known of compute modes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,17 +11,17 @@ pub(crate) struct Modes {
     /// The GPUs that keep our mode, served or not.
     kept: Configured,
     /// The GPUs with a mode that may have to be put back.
-    touched: BTreeSet<Gpu>,
+    touched: BTreeSet<GpuUuid>,
     /// The GPUs with a mode that is just being set or put back.
-    under_way: BTreeSet<Gpu>,
+    under_way: BTreeSet<GpuUuid>,
     /// The GPUs with a mode that could not be put back. It is tried again with the next plan.
-    stuck: BTreeSet<Gpu>,
+    stuck: BTreeSet<GpuUuid>,
     /// The GPUs with a mode that is to be set, though nobody serves them.
-    to_close: BTreeSet<Gpu>,
+    to_close: BTreeSet<GpuUuid>,
 }
 
 impl Modes {
-    pub(crate) fn new(touched: BTreeSet<Gpu>) -> Self {
+    pub(crate) fn new(touched: BTreeSet<GpuUuid>) -> Self {
         Self {
             kept: Configured::default(),
             touched,
@@ -32,7 +32,7 @@ impl Modes {
     }
 
     /// Goes by a new plan, and tries again whatever could not be put back.
-    pub(crate) fn pursue(&mut self, kept: Configured, closed: Vec<Gpu>) {
+    pub(crate) fn pursue(&mut self, kept: Configured, closed: Vec<GpuUuid>) {
         self.kept = kept;
         self.to_close = closed.into_iter().collect();
         self.stuck.clear();
@@ -44,17 +44,17 @@ impl Modes {
     }
 
     /// The modes of these GPUs are set for a control daemon.
-    pub(crate) fn may_be_set(&mut self, gpus: impl Iterator<Item = Gpu>) {
+    pub(crate) fn may_be_set(&mut self, gpus: impl Iterator<Item = GpuUuid>) {
         self.touched.extend(gpus);
     }
 
-    pub(crate) fn begin(&mut self, gpu: &Gpu) {
+    pub(crate) fn begin(&mut self, gpu: &GpuUuid) {
         self.touched.insert(gpu.clone());
         self.under_way.insert(gpu.clone());
         self.to_close.remove(gpu);
     }
 
-    pub(crate) fn done(&mut self, gpu: &Gpu, outcome: ModeOutcome) {
+    pub(crate) fn done(&mut self, gpu: &GpuUuid, outcome: ModeOutcome) {
         self.under_way.remove(gpu);
         match outcome {
             ModeOutcome::Taken => {}
@@ -64,7 +64,7 @@ impl Modes {
     }
 
     /// Whether nobody else may set the mode of this GPU at this moment.
-    pub(crate) fn is_under_way(&self, gpu: &Gpu) -> bool {
+    pub(crate) fn is_under_way(&self, gpu: &GpuUuid) -> bool {
         self.under_way.contains(gpu)
     }
 
@@ -74,13 +74,13 @@ impl Modes {
 
     /// The GPUs with a mode that is to be put back now: no control daemon of ours keeps it, as `is_used` says, and the
     /// configuration does not name them. Earlier, everybody would get in, with no limit.
-    pub(crate) fn to_put_back(&self, is_used: impl Fn(&Gpu) -> bool) -> Vec<Gpu> {
+    pub(crate) fn to_put_back(&self, is_used: impl Fn(&GpuUuid) -> bool) -> Vec<GpuUuid> {
         let left = self.touched.difference(&self.under_way).filter(|gpu| !self.stuck.contains(*gpu));
         left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()
     }
 
     /// The GPUs with a mode that is to be set now, though nobody serves them.
-    pub(crate) fn to_take(&self) -> Vec<Gpu> {
+    pub(crate) fn to_take(&self) -> Vec<GpuUuid> {
         self.to_close.difference(&self.under_way).cloned().collect()
     }
 }

@@ -11,17 +11,17 @@ use std::process::Command;
 /// The histories within which a defect must be found.
 const HISTORIES: &str = "10000";
 
-/// A defect: its name, its file, the text of today, and the text that brings the defect back. What must hold is named by the
-/// failure.
+/// A defect: its name, its file, the text of today, the text that brings the defect back, and what does not hold then; empty if
+/// several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 12] = [
+const DEFECTS: [Defect; 14] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
         "runs_with || (starts",
         "false && runs_with || (starts",
-        "one-has-a-gpu",
+        "",
     ),
     (
         "a GPU is given away that a control daemon is just started with",
@@ -41,15 +41,22 @@ const DEFECTS: [Defect; 12] = [
         "one that retires is ended with its clients",
         "lifecycle.rs",
         "Goal::Serve | Goal::Retire if self.watched => DaemonAct::Serve",
-        "Goal::Retire if self.watched => DaemonAct::End(End::WithClients(Cause::Disabled)),\n            \
+        "Goal::Retire if self.watched => DaemonAct::End(End::WithClients(Permit::new(Cause::Disabled))),\n            \
          Goal::Serve if self.watched => DaemonAct::Serve",
         "work-is-safe",
     ),
     (
         "MPS is enabled again, and the end with clients goes on",
         "core.rs",
-        "            one.pursue(end, None);",
-        "            if one.goal() == Goal::Serve { one.pursue(end, None); }",
+        "if demand.enabled || one.goal() == Goal::Serve {",
+        "if one.goal() == Goal::Serve {",
+        "work-is-safe",
+    ),
+    (
+        "MPS is disabled, and whoever waited for clients is ended with them",
+        "core.rs",
+        "if demand.enabled || one.goal() == Goal::Serve {",
+        "if true {",
         "work-is-safe",
     ),
     (
@@ -88,10 +95,17 @@ const DEFECTS: [Defect; 12] = [
         "modes-stay",
     ),
     (
+        "one that the state file can't forget is taken over again and again",
+        "lifecycle.rs",
+        "written.filter(|_| !is_gone)",
+        "written.filter(|_| !is_gone || true)",
+        "nothing-spins",
+    ),
+    (
         "one that could not be ended with MPS is left alone for ever",
         "lifecycle.rs",
-        "(Goal::Stop(Cause::Stop), Outcome::Lives)",
-        "(Goal::Stop(_), Outcome::Lives)",
+        "(Goal::Stop(Cause::Stop), ActOutcome::Lives)",
+        "(Goal::Stop(_), ActOutcome::Lives)",
         "all-is-served-in-the-end",
     ),
     (

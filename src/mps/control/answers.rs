@@ -33,9 +33,9 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Whether the client uses one of these GPUs.
-    pub(crate) fn is_on<'a>(&self, mut uuids: impl Iterator<Item = &'a String>) -> bool {
-        !self.gpu_prefix.is_empty() && uuids.any(|uuid| uuid.starts_with(&self.gpu_prefix))
+    /// Whether the client uses this GPU.
+    pub(crate) fn is_on(&self, uuid: &str) -> bool {
+        !self.gpu_prefix.is_empty() && uuid.starts_with(&self.gpu_prefix)
     }
 }
 
@@ -175,7 +175,7 @@ mod tests {
     fn a_client_without_a_gpu_is_on_none() {
         let on = |gpu_prefix: &str| {
             Client { pid: 1, id: None, server: 2, gpu_prefix: gpu_prefix.to_owned() }
-                .is_on([&"GPU-76aef7ff-372d".to_owned()].into_iter())
+                .is_on("GPU-76aef7ff-372d")
         };
         assert!(on("GPU-76aef7ff") && !on("GPU-86") && !on(""));
     }

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use mps_core::Permit;
 use rustix::io::Errno;
 use tokio::time::timeout;
 
@@ -184,6 +185,7 @@ impl Control {
         &self,
         server: u32,
         client: u32,
+        _may_end: Permit,
     ) -> Result<TerminateAnswer, ControlError> {
         let command = format!("terminate_client {server} {client}");
         let answer = self.ask_for_something(&command).await?;
@@ -248,12 +250,16 @@ impl Control {
     }
 
     /// Ends a server that has no client. A server with clients stays, and the command has no answer either way.
-    pub(crate) async fn shut_down_idle_server(&self, server: u32) -> Result<(), ControlError> {
+    pub(crate) async fn shut_down_idle_server(
+        &self,
+        server: u32,
+        _may_end: Permit,
+    ) -> Result<(), ControlError> {
         self.ask(&format!("shutdown_server {server}")).await.map(|_| ())
     }
 
     /// Ends a server and its clients. The control daemon answers before the server is gone.
-    pub(crate) async fn shut_down_server(&self, server: u32) -> Result<(), ControlError> {
+    pub(crate) async fn shut_down_server(&self, server: u32, _may_end: Permit) -> Result<(), ControlError> {
         self.ask(&format!("shutdown_server {server} -f")).await.map(|_| ())
     }
 

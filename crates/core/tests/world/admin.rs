@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::{Configured, Core, CoreEvent, Demand, Order};
+use mps_core::{Configured, Core, CoreEvent, Demand, Goal, Order};
 
 use super::{Dice, Ending, GPUS, Mode, Service, World};
 
@@ -68,6 +68,9 @@ impl World {
             format!("reload: {mps}{}{modes}; held by others: {:?}", orders.join(", "), demand.closed)
         });
         if let Some(service) = &mut self.service {
+            let waits = |id: &&String| service.core.goal(id) == Some(Goal::Retire);
+            let waiting = self.state_file.daemons.keys().filter(waits).cloned();
+            service.spared = if demand.enabled { BTreeSet::new() } else { waiting.collect() };
             for order in &demand.orders {
                 service.without_modes.remove(&order.id);
                 service.without_modes.extend((!order.sets_modes).then(|| order.id.clone()));
@@ -103,10 +106,16 @@ impl World {
             watched: BTreeMap::new(),
             modes: BTreeMap::new(),
             ending: None,
+            spared: BTreeSet::new(),
             without_modes: BTreeSet::new(),
             not_ended: BTreeSet::new(),
         });
         self.pursue();
+    }
+
+    pub(super) fn disk_is_full(&mut self, is_full: bool) {
+        self.tell(|| format!("the disk of the state file {} full", if is_full { "is" } else { "is not" }));
+        self.is_disk_full = is_full;
     }
 
     /// `systemctl stop`, or `systemctl restart`.

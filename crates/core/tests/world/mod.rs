@@ -10,7 +10,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use mps_core::{
-    Act, Core, CoreEvent, DaemonAct, Demand, End, Goal, ModeOutcome, Order, Outcome, RunningDaemon,
+    Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, End, Goal, ModeOutcome, Order, RunningDaemon,
 };
 
 /// The GPUs of the host.
@@ -104,6 +104,8 @@ struct Service {
     /// The compute modes that are being set (true) or put back, and the steps done.
     modes: BTreeMap<String, (bool, usize)>,
     ending: Option<Ending>,
+    /// The control daemons that waited for their clients when MPS was disabled.
+    spared: BTreeSet<String>,
     /// The control daemons with a last order that sets no compute modes.
     without_modes: BTreeSet<String>,
     /// The control daemons that could not be ended, though the service has tried since it was told to end.
@@ -129,6 +131,10 @@ pub(crate) struct World {
     version: u32,
     /// Nothing goes wrong any more.
     is_calm: bool,
+    /// The state file can't be written.
+    is_disk_full: bool,
+    /// The acts about each control daemon since something came from outside, or time has passed.
+    in_a_row: BTreeMap<String, usize>,
     /// A GPU with a mode that could not be put back, or was changed by others.
     strange: BTreeSet<String>,
     /// The number of acts so far.
@@ -152,6 +158,8 @@ impl World {
             demand: admin::nothing(),
             version: 0,
             is_calm: false,
+            is_disk_full: false,
+            in_a_row: BTreeMap::new(),
             strange: BTreeSet::new(),
             acts: 0,
             story: tells.then(String::new),
@@ -175,8 +183,15 @@ impl World {
     /// One step of a history.
     pub(crate) fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
-        match dice.below(40) {
-            0..20 => self.carry_on(&mut dice),
+        let kind = dice.below(42);
+        if kind > 19 {
+            self.in_a_row.clear();
+        }
+        match kind {
+            0..19 => self.carry_on(&mut dice),
+            19 => (0..60).for_each(|_| self.carry_on(&mut dice)),
+            40 => self.disk_is_full(true),
+            41 => self.disk_is_full(false),
             20..24 => self.client_comes(&mut dice),
             24..27 => self.client_leaves(&mut dice),
             27..30 => self.reload(&mut dice),
@@ -266,7 +281,7 @@ impl World {
     }
 
     /// The act about this control daemon has come back.
-    fn finish(&mut self, id: &str, outcome: Outcome) {
+    fn finish(&mut self, id: &str, outcome: ActOutcome) {
         self.tell(|| format!("  <- {id}: {outcome:?}"));
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };
@@ -277,7 +292,7 @@ impl World {
         {
             self.daemons.remove(&pid);
         }
-        if task.is_for_the_end && matches!(outcome, Outcome::Lives | Outcome::Failed(_)) {
+        if task.is_for_the_end && matches!(outcome, ActOutcome::Lives | ActOutcome::Failed(_)) {
             service.not_ended.insert(id.to_owned());
         }
         let watched = service.watched.contains_key(id);

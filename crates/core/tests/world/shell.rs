@@ -1,6 +1,6 @@
 //! The service's shell: it carries out one act, step by step, and anything can go wrong in between.
 
-use mps_core::{DaemonAct, End, ModeOutcome, Outcome, RunUse, RunningDaemon, Trouble};
+use mps_core::{ActOutcome, DaemonAct, End, ModeOutcome, RunUse, RunningDaemon, WhyFailed};
 
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
@@ -24,7 +24,7 @@ impl World {
         let Some((id, task)) = dice.of(&tasks).cloned() else { return };
         // An act may end by itself before it is broken off.
         if task.is_interrupted && !dice.one_in(4) {
-            return self.finish(&id, Outcome::Interrupted);
+            return self.finish(&id, ActOutcome::Interrupted);
         }
         if let Some(outcome) = self.step_of(&id, &task, dice) {
             self.finish(&id, outcome);
@@ -33,15 +33,15 @@ impl World {
         }
     }
 
-    fn step_of(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<Outcome> {
+    fn step_of(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         match task.act {
             DaemonAct::TakeOver => Some(self.take_over(id, dice)),
             DaemonAct::Start => self.start(id, task, dice),
             DaemonAct::Serve => self.serve(id, task, dice),
-            DaemonAct::Judge => Some(Outcome::Used(self.judge(id, dice))),
-            DaemonAct::End(End::Idle) => Some(self.end(id, |one| one.clients == 0, dice)),
+            DaemonAct::Judge => Some(ActOutcome::Used(self.judge(id, dice))),
+            DaemonAct::End(End::Idle(_)) => Some(self.end(id, |one| one.clients == 0, dice)),
             DaemonAct::End(End::WithClients(_)) => Some(self.end(id, |_| true, dice)),
-            DaemonAct::Leave | DaemonAct::Rest(_) => Some(Outcome::Done),
+            DaemonAct::Leave | DaemonAct::Rest(_) => Some(ActOutcome::Done),
         }
     }
 
@@ -49,12 +49,11 @@ impl World {
         !self.is_calm && dice.one_in(8)
     }
 
-    fn forget(&mut self, id: &str, dice: &mut Dice) {
+    fn forget(&mut self, id: &str) {
         if let Some(service) = &mut self.service {
             service.watched.remove(id);
         }
-        // The disk may be full.
-        if !self.goes_wrong(dice) {
+        if !self.is_disk_full {
             self.state_file.daemons.remove(id);
         }
     }
@@ -65,7 +64,7 @@ impl World {
         }
     }
 
-    fn take_over(&mut self, id: &str, dice: &mut Dice) -> Outcome {
+    fn take_over(&mut self, id: &str, dice: &mut Dice) -> ActOutcome {
         if self.goes_wrong(dice) {
             // No file descriptor is left, or the process is held and does not answer.
             if let Some((pid, _)) = self.living(id)
@@ -73,21 +72,21 @@ impl World {
             {
                 self.watch(id, pid);
             }
-            return Outcome::Failed(Trouble::Ill);
+            return ActOutcome::Failed(WhyFailed::Ill);
         }
         match self.living(id).map(|(pid, _)| pid) {
             Some(pid) => self.watch(id, pid),
-            None => self.forget(id, dice),
+            None => self.forget(id),
         }
-        Outcome::Done
+        ActOutcome::Done
     }
 
     /// The compute modes one by one, then the entry in the state file, the word for the process, and its first answer.
-    fn start(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<Outcome> {
+    fn start(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         let gpus: Vec<String> =
             task.order.gpus.iter().filter(|gpu| !task.held.contains(*gpu)).cloned().collect();
         if gpus.is_empty() || self.goes_wrong(dice) && self.living(id).is_none() {
-            return Some(Outcome::Failed(Trouble::Ill));
+            return Some(ActOutcome::Failed(WhyFailed::Ill));
         }
         let with_modes = if task.order.sets_modes { gpus.len() * 2 } else { 0 };
         if task.step < with_modes {
@@ -95,6 +94,7 @@ impl World {
             return None;
         }
         match task.step - with_modes {
+            0 if self.is_disk_full => Some(ActOutcome::Failed(WhyFailed::Ill)),
             0 => {
                 self.next_pid += 1;
                 let process = (self.next_pid, u64::from(self.next_pid));
@@ -113,30 +113,30 @@ impl World {
                         self.watch(id, pid);
                         None
                     }
-                    None => Some(Outcome::Failed(Trouble::Ill)),
+                    None => Some(ActOutcome::Failed(WhyFailed::Ill)),
                 }
             }
             _ if self.living(id).is_none() => {
-                self.forget(id, dice);
-                Some(Outcome::Failed(Trouble::Gone))
+                self.forget(id);
+                Some(ActOutcome::Failed(WhyFailed::Gone))
             }
-            _ if self.goes_wrong(dice) => Some(Outcome::Failed(Trouble::Ill)),
-            _ => Some(Outcome::Done),
+            _ if self.goes_wrong(dice) => Some(ActOutcome::Failed(WhyFailed::Ill)),
+            _ => Some(ActOutcome::Done),
         }
     }
 
     /// Serves until something happens.
-    fn serve(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<Outcome> {
+    fn serve(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         let Some((pid, one)) = self.living(id) else {
-            self.forget(id, dice);
-            return Some(Outcome::Failed(Trouble::Gone));
+            self.forget(id);
+            return Some(ActOutcome::Failed(WhyFailed::Gone));
         };
         let wanted = task.order.gpus.iter().filter(|gpu| !task.held.contains(*gpu));
         let fits = !task.retiring && wanted.eq(one.gpus.iter());
         let (gpus, is_idle) = (one.gpus.clone(), one.clients == 0);
         if self.goes_wrong(dice) {
-            let trouble = if dice.one_in(3) { Trouble::NotUnderstood } else { Trouble::Ill };
-            return Some(Outcome::Failed(trouble));
+            let trouble = if dice.one_in(3) { WhyFailed::NotUnderstood } else { WhyFailed::Ill };
+            return Some(ActOutcome::Failed(trouble));
         }
         if task.order.sets_modes {
             for (gpu, half) in gpus.iter().flat_map(|gpu| [(gpu, 0), (gpu, 1)]) {
@@ -146,13 +146,13 @@ impl World {
         // Only an administrator's order ends one that has clients.
         if !fits && (is_idle || self.is_forced(dice)) {
             self.daemons.remove(&pid);
-            self.forget(id, dice);
-            return Some(Outcome::Ended);
+            self.forget(id);
+            return Some(ActOutcome::Ended);
         }
         if let Some(one) = self.daemons.get_mut(&pid).filter(|_| !task.retiring) {
             one.told = Some(task.order.payload);
         }
-        self.goes_wrong(dice).then_some(Outcome::Again)
+        (self.goes_wrong(dice) && dice.one_in(4)).then_some(ActOutcome::Again)
     }
 
     fn is_forced(&mut self, dice: &mut Dice) -> bool {
@@ -165,7 +165,7 @@ impl World {
 
     fn judge(&mut self, id: &str, dice: &mut Dice) -> RunUse {
         let Some((_, one)) = self.living(id) else {
-            self.forget(id, dice);
+            self.forget(id);
             return RunUse::Gone;
         };
         match one.clients {
@@ -176,29 +176,28 @@ impl World {
         }
     }
 
-    fn end(&mut self, id: &str, may_end: fn(&ControlDaemon) -> bool, dice: &mut Dice) -> Outcome {
+    fn end(&mut self, id: &str, may_end: fn(&ControlDaemon) -> bool, dice: &mut Dice) -> ActOutcome {
         let Some((pid, one)) = self.living(id) else {
-            self.forget(id, dice);
-            return Outcome::Ended;
+            self.forget(id);
+            return ActOutcome::Ended;
         };
         if !may_end(one) || self.goes_wrong(dice) {
-            return Outcome::Lives;
+            return ActOutcome::Lives;
         }
         self.daemons.remove(&pid);
-        self.forget(id, dice);
-        Outcome::Ended
+        self.forget(id);
+        ActOutcome::Ended
     }
 
     /// Half of the work: first the mode of before is written down, then the service's is set.
     fn take_mode(&mut self, gpu: &str, half: usize) {
-        let Some(state) = self.gpus.get_mut(gpu) else { return };
-        if state.mode == Mode::Exclusive {
+        let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != Mode::Exclusive) else {
             return;
-        }
-        if half == 0 {
-            self.state_file.modes.entry(gpu.to_owned()).or_insert(state.mode);
-        } else {
+        };
+        if half == 1 && self.state_file.modes.contains_key(gpu) {
             state.mode = Mode::Exclusive;
+        } else if half == 0 && !self.is_disk_full {
+            self.state_file.modes.entry(gpu.to_owned()).or_insert(state.mode);
         }
     }
 
@@ -216,7 +215,10 @@ impl World {
             self.strange.insert(gpu.to_owned());
             return self.mode_done(gpu, ModeOutcome::Stays);
         }
-        if step > 0 {
+        if step > 0 && self.is_disk_full {
+            self.strange.insert(gpu.to_owned());
+            return self.mode_done(gpu, ModeOutcome::Stays);
+        } else if step > 0 {
             self.state_file.modes.remove(gpu);
         } else if let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode == Mode::Exclusive) {
             state.mode = before;

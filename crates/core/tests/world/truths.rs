@@ -7,6 +7,9 @@ use mps_core::{Act, Cause, DaemonAct, End};
 
 use super::{Dice, Ending, Mode, World, ends_clients};
 
+/// The most acts about one control daemon without anything that comes from outside, and without a pause.
+const MOST_IN_A_ROW: usize = 20;
+
 /// The most acts until everything is served, once nothing goes wrong any more.
 const MOST_ACTS: usize = 60;
 
@@ -39,7 +42,8 @@ impl World {
     }
 
     /// What must hold for an act that is about to begin.
-    pub(super) fn check_act(&self, act: &Act<u32>) {
+    pub(super) fn check_act(&mut self, act: &Act<u32>) {
+        self.check_nothing_spins(act);
         self.check_work_is_safe(act);
         self.check_modes_stay(act);
         if let Act::Daemon { id, order, held, act: DaemonAct::Start, .. } = act {
@@ -51,16 +55,29 @@ impl World {
         }
     }
 
+    /// Nothing spins: whatever goes wrong for however long, an act that fails is followed by a pause.
+    fn check_nothing_spins(&mut self, act: &Act<u32>) {
+        let Act::Daemon { id, .. } = act else { return };
+        let acts = self.in_a_row.entry(id.clone()).or_default();
+        *acts += 1;
+        assert!(*acts < MOST_IN_A_ROW, "nothing-spins: {id} has had {acts} acts, and nothing has happened");
+    }
+
     /// Work is safe: nothing ends clients but a stop, and MPS disabled.
     fn check_work_is_safe(&self, act: &Act<u32>) {
         if !ends_clients(act) {
             return;
         }
-        let Act::Daemon { id, act: DaemonAct::End(End::WithClients(cause)), .. } = act else { return };
+        let Act::Daemon { id, act: DaemonAct::End(End::WithClients(permit)), .. } = act else { return };
+        let cause = permit.cause();
         let ending = self.service.as_ref().and_then(|service| service.ending);
         let is_asked_for = match cause {
             Cause::Stop => ending == Some(Ending::ForGood),
-            Cause::Disabled => ending != Some(Ending::ForRestart) && !self.demand.enabled,
+            Cause::Disabled => {
+                let spared = self.service.as_ref().is_some_and(|service| service.spared.contains(id));
+                ending != Some(Ending::ForRestart) && !self.demand.enabled && !spared
+            }
+            _ => false,
         };
         assert!(
             is_asked_for,
@@ -103,6 +120,7 @@ impl World {
     /// nothing else runs, and it takes a bounded number of acts.
     pub(crate) fn check_all_is_served_in_the_end(&mut self) {
         self.is_calm = true;
+        self.is_disk_full = false;
         self.tell(|| "from now on nothing goes wrong".to_owned());
         self.start_service_again();
         self.all_clients_leave();

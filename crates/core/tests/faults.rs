@@ -1,0 +1,108 @@
+//! Every small case of a fault, all of them: who was hit may be ended, and never a bystander.
+
+// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+#![allow(clippy::indexing_slicing)]
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use mps_core::fault::{AfterGrace, FaultyServer, HealStep, after_grace, is_over, next_look, next_step};
+use mps_core::{Cause, Permit};
+
+/// The GPUs on which a client may be; nobody knows the last one's.
+const PLACES: [&str; 3] = ["GPU-a", "GPU-b", ""];
+
+/// All lists of up to four clients.
+fn lists() -> impl Iterator<Item = Vec<&'static str>> {
+    (0..=4).flat_map(|length: u32| {
+        (0..3_usize.pow(length)).map(move |mut number| {
+            let digits = (0..length).map(|_| {
+                let digit = number % 3;
+                number /= 3;
+                PLACES[digit]
+            });
+            digits.collect()
+        })
+    })
+}
+
+fn gpus(named: &[&str]) -> BTreeSet<String> {
+    named.iter().map(|gpu| (*gpu).to_owned()).collect()
+}
+
+#[test]
+fn a_bystander_is_never_ended() {
+    let hits = [gpus(&[]), gpus(&["GPU-a-1"]), gpus(&["GPU-b-1"]), gpus(&["GPU-a-1", "GPU-b-1"])];
+    let mut ended = 0;
+    for hit in &hits {
+        for clients in lists() {
+            let was_hit = |client: &str| !client.is_empty() && hit.iter().any(|gpu| gpu.starts_with(client));
+            match after_grace(hit, &clients, |client| client) {
+                AfterGrace::End(permit, stay) => {
+                    ended += 1;
+                    assert_eq!((permit.cause(), stay.len()), (Cause::Fault, clients.len()));
+                    let all_were_hit = clients.iter().all(|client| was_hit(client));
+                    let one_gpu = clients.iter().all(|client| *client == clients[0]);
+                    assert!(if hit.is_empty() { one_gpu } else { all_were_hit }, "{hit:?} {clients:?}");
+                }
+                AfterGrace::GpuNotKnown(stay) => assert!(hit.is_empty() && stay.len() == clients.len()),
+                AfterGrace::OthersAreWell(stay, others) => {
+                    assert_eq!(stay.len() + others, clients.len());
+                    assert!(others > 0 && stay.iter().all(|client| was_hit(client)), "{hit:?} {clients:?}");
+                }
+            }
+        }
+    }
+    assert!(ended > 50, "{ended} of them were ended");
+}
+
+#[test]
+fn nobody_is_looked_at_before_the_grace_is_over() {
+    let [before, after] = [9, 10].map(Duration::from_secs);
+    let step = |server, age| next_step(server, age, after);
+    for age in [before, after] {
+        assert_eq!(step(FaultyServer::Well, age), HealStep::Recovered);
+        assert_eq!(step(FaultyServer::Unsaid, age), HealStep::LookForThoseHit);
+        assert_eq!(step(FaultyServer::Gone, age), HealStep::ServerGone);
+        assert_eq!(step(FaultyServer::Coming, age), HealStep::Wait);
+    }
+    assert_eq!(step(FaultyServer::Faulted, before), HealStep::Wait);
+    assert_eq!(step(FaultyServer::Faulted, after), HealStep::LookWhoStays);
+}
+
+#[test]
+fn a_fault_is_over_when_nobody_who_was_hit_is_left() {
+    let [soon, late] = [4, 5].map(Duration::from_secs);
+    let hit = BTreeSet::from([7, 8]);
+    assert_eq!(is_over(&BTreeSet::new(), |_| false, soon), None, "the log may name them yet");
+    assert_eq!(is_over(&BTreeSet::new(), |_| true, late), Some(true));
+    for age in [soon, late] {
+        assert_eq!(is_over(&hit, |pid| pid == 8, age), Some(false));
+        assert_eq!(is_over(&hit, |pid| pid == 9, age), Some(true), "9 was not hit");
+    }
+}
+
+#[test]
+fn the_pause_between_looks_grows_with_the_fault() {
+    let pauses =
+        [0, 1_000, 10_000, 50_000, 500_000].map(|age| next_look(Duration::from_millis(age)).as_millis());
+    assert_eq!(pauses, [250, 250, 1000, 5000, 5000]);
+}
+
+#[test]
+fn only_a_count_of_nobody_is_nobody() {
+    let cause = |permit: Option<Permit>| permit.map(Permit::cause);
+    assert_eq!(
+        [Some(0), Some(1), None].map(|clients| cause(Permit::unused(clients))),
+        [Some(Cause::Unused), None, None]
+    );
+    for clients in [Some(0), Some(1), None] {
+        assert_eq!(cause(Permit::for_a_change(true, clients)), Some(Cause::Forced));
+        assert_eq!(Permit::for_a_change(false, clients), Permit::unused(clients));
+    }
+    assert_eq!(cause(Permit::over_budget(false)), Some(Cause::OverBudget));
+    assert_eq!(cause(Permit::over_budget(true)), None);
+    assert_eq!(Permit::asked_for().cause(), Cause::Asked);
+    assert!(Permit::unused(Some(0)).is_some_and(|permit| permit.to_string().contains("nobody loses work")));
+    assert!(Permit::asked_for().to_string().contains("loses its work"));
+}
