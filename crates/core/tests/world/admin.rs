@@ -41,7 +41,10 @@ impl World {
         closed.retain(|_| sets_modes);
         let certainly =
             if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
-        let kept = Configured { certainly, others: None };
+        // Sometimes an entry's GPU is not known yet: it may be any but these.
+        let others = GPUS.iter().filter(|_| sets_modes).map(|gpu| (*gpu).to_owned());
+        let others = dice.one_in(6).then(|| others.filter(|_| dice.one_in(2)).collect());
+        let kept = Configured { certainly, others: others.filter(|_| sets_modes) };
         Demand { orders, left: Vec::new(), enabled: true, kept, closed }
     }
 

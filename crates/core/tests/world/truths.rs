@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use mps_core::{Act, Cause, DaemonAct, End};
+use mps_core::{Act, Cause, Configured, DaemonAct, End};
 
 use super::{Dice, Ending, Mode, World, ends_clients};
 
@@ -89,7 +89,7 @@ impl World {
     fn check_modes_stay(&self, act: &Act<u32>) {
         let Act::PutModeBack(gpu) = act else { return };
         let ending = self.service.as_ref().and_then(|service| service.ending);
-        let is_kept = ending.is_none() && self.demand.kept.may_have(gpu);
+        let is_kept = ending.is_none() && self.names(gpu);
         assert!(!is_kept, "modes-stay: the mode of {gpu} is put back, which the configuration names");
         let gives_up =
             |id: &String| self.service.as_ref().is_some_and(|service| service.without_modes.contains(id));
@@ -97,6 +97,12 @@ impl World {
         let mut holders = ours.filter(|(_, one)| one.sets_modes && one.gpus.contains(gpu));
         let holder = holders.find(|(id, _)| !gives_up(id));
         assert!(holder.is_none(), "modes-stay: the mode of {gpu} is put back, which {holder:?} has");
+    }
+
+    /// Whether the configuration names a GPU, or may name it.
+    fn names(&self, gpu: &str) -> bool {
+        let Configured { certainly, others } = &self.demand.kept;
+        certainly.contains(gpu) || others.as_ref().is_some_and(|others| !others.contains(gpu))
     }
 
     /// Modes come back: after a stop for good, each GPU has the mode of before.

@@ -1,0 +1,223 @@
+//! A few histories as stories, to read: what happens, and what is to be done then. And what others ask the core meanwhile.
+
+// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+#![allow(clippy::unwrap_used, clippy::panic, clippy::unnecessary_wraps)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use mps_core::{
+    Act, ActOutcome, Cause, Configured, Core, CoreEvent, DaemonAct, Demand, End, Goal, HEALTHY_AGAIN, Order,
+    RunUse, RunningDaemon, WhyFailed,
+};
+
+const NOW: Duration = Duration::from_secs(1000);
+
+fn order(id: &str, gpus: &[&str]) -> Order<()> {
+    let gpus = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
+    Order { id: id.to_owned(), gpus, sets_modes: true, payload: () }
+}
+
+fn demand(orders: &[Order<()>]) -> CoreEvent<()> {
+    let certainly = orders.iter().flat_map(|order| order.gpus.clone()).collect();
+    let kept = Configured { certainly, others: None };
+    CoreEvent::Pursue(Demand {
+        orders: orders.to_vec(),
+        left: Vec::new(),
+        enabled: true,
+        kept,
+        closed: Vec::new(),
+    })
+}
+
+fn runs(gpus: &[&str]) -> Option<RunningDaemon> {
+    Some(RunningDaemon { process: (7, 7), gpus: gpus.iter().map(|gpu| (*gpu).to_owned()).collect() })
+}
+
+fn done(id: &str, written: Option<RunningDaemon>, outcome: ActOutcome) -> CoreEvent<()> {
+    let watched = written.is_some();
+    CoreEvent::Done { id: id.to_owned(), written, watched, outcome }
+}
+
+/// The acts about control daemons, and the interruptions.
+fn told(acts: &[Act<()>]) -> Vec<String> {
+    let words = acts.iter().map(|act| match act {
+        Act::Daemon { id, act: DaemonAct::End(End::WithClients(permit)), .. } => {
+            format!("{id}: end with clients, {:?}", permit.cause())
+        }
+        Act::Daemon { id, act: DaemonAct::End(End::Idle(_)), .. } => format!("{id}: end idle"),
+        Act::Daemon { id, goal: Goal::Retire, act, .. } => format!("{id}: {act:?}, retiring"),
+        Act::Daemon { id, act, .. } => format!("{id}: {act:?}"),
+        Act::Interrupt { id } => format!("{id}: interrupt"),
+        Act::Release { id } => format!("{id}: release"),
+        Act::TakeMode(gpu) => format!("take the mode of {gpu}"),
+        Act::PutModeBack(gpu) => format!("put the mode of {gpu} back"),
+    });
+    words.collect()
+}
+
+fn core() -> Core<()> {
+    Core::new(BTreeMap::new(), BTreeSet::new())
+}
+
+/// A core with a control daemon that serves these GPUs.
+fn serving(id: &str, gpus: &[&str]) -> Core<()> {
+    let mut core = core();
+    assert_eq!(told(&core.on(demand(&[order(id, gpus)]), NOW)), [format!("{id}: Start")]);
+    assert_eq!(told(&core.on(done(id, runs(gpus), ActOutcome::Done), NOW)), [format!("{id}: Serve")]);
+    core
+}
+
+#[test]
+fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
+    let mut core = serving("A", &["A"]);
+    let both = [order("shared", &["A", "B"])];
+    assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt"]);
+    assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Serve, retiring"]);
+    // What others ask meanwhile:
+    assert_eq!(core.pending().map(|order| order.id.as_str()).collect::<Vec<_>>(), ["shared"]);
+    assert_eq!(core.held("shared"), BTreeMap::from([("A".to_owned(), "A".to_owned())]));
+    assert_eq!(core.held_by_leaving(), core.held("shared"));
+    assert_eq!(
+        (core.goal("A"), core.goal("shared"), core.goal("B")),
+        (Some(Goal::Retire), Some(Goal::Serve), None)
+    );
+    assert_eq!((core.order("A").unwrap().gpus.len(), core.order("B")), (1, None));
+    assert!(core.is_starting(|_| false) && !core.is_starting(|id| id == "A"));
+    assert!(!core.is_at_rest());
+    // The last client has ended.
+    assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release", "shared: Start"]);
+    assert_eq!(core.pending().count(), 0);
+    assert!(core.held_by_leaving().is_empty() && !core.is_starting(|_| false));
+}
+
+#[test]
+fn one_that_runs_goes_without_a_gpu_until_it_is_free() {
+    let mut core = serving("A", &["A"]);
+    core.on(demand(&[order("A", &["A"]), order("shared", &["B"])]), NOW);
+    core.on(done("shared", runs(&["B"]), ActOutcome::Done), NOW);
+    let both = [order("shared", &["A", "B"])];
+    assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt", "shared: interrupt"]);
+    core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+    let acts = core.on(done("shared", runs(&["B"]), ActOutcome::Interrupted), NOW);
+    let [Act::Daemon { held, .. }] = acts.as_slice() else { panic!("{acts:?}") };
+    assert_eq!(held.keys().collect::<Vec<_>>(), ["A"]);
+    assert!(core.is_starting(|_| false) && !core.is_starting(|_| true), "A joins as soon as it is free");
+    assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release", "shared: interrupt"]);
+}
+
+#[test]
+fn pauses_grow_and_begin_again_after_a_minute_of_health() {
+    let mut core = serving("A", &["A"]);
+    let gone = || done("A", None, ActOutcome::Failed(WhyFailed::Gone));
+    assert_eq!(told(&core.on(gone(), NOW)), ["A: Rest(0ns)", "A: Start"]);
+    let mut now = NOW;
+    for pause in [100, 200, 400, 800, 1600, 3200, 6400, 12_800, 25_600, 30_000, 30_000] {
+        let pause = Duration::from_millis(pause);
+        assert_eq!(told(&core.on(gone(), now)), [format!("A: Rest({pause:?})")]);
+        assert_eq!(core.due(), Some(now + pause));
+        assert_eq!(
+            told(&core.on(CoreEvent::Due, (now + pause).saturating_sub(Duration::from_nanos(1)))),
+            [""; 0]
+        );
+        now += pause;
+        assert_eq!(told(&core.on(CoreEvent::Due, now)), ["A: Start"]);
+        assert_eq!(core.due(), None);
+    }
+    core.on(done("A", runs(&["A"]), ActOutcome::Done), now);
+    let almost = (now + HEALTHY_AGAIN).saturating_sub(Duration::from_nanos(1));
+    assert_eq!(told(&core.clone().on(gone(), almost)), ["A: Rest(30s)"]);
+    assert_eq!(told(&core.on(gone(), now + HEALTHY_AGAIN)), ["A: Rest(0ns)", "A: Start"]);
+}
+
+#[test]
+fn one_that_fails_is_ended_only_without_clients() {
+    let ill = || done("A", runs(&["A"]), ActOutcome::Failed(WhyFailed::Ill));
+    let used = |used| done("A", runs(&["A"]), ActOutcome::Used(used));
+    for (found, expected) in [
+        (RunUse::Idle, &["A: end idle"][..]),
+        (RunUse::Clients, &["A: Rest(0ns)", "A: Serve"]),
+        (RunUse::KeptOut, &["A: Rest(0ns)", "A: Serve"]),
+    ] {
+        let mut core = serving("A", &["A"]);
+        assert_eq!(told(&core.on(ill(), NOW)), ["A: Judge"]);
+        assert_eq!(told(&core.on(used(found), NOW)), expected, "{found:?}");
+    }
+    let mut core = serving("A", &["A"]);
+    let not_understood = done("A", runs(&["A"]), ActOutcome::Failed(WhyFailed::NotUnderstood));
+    assert_eq!(
+        told(&core.on(not_understood, NOW)),
+        ["A: Rest(0ns)", "A: Serve"],
+        "another would answer the same"
+    );
+}
+
+#[test]
+fn while_programs_keep_the_server_out_it_is_tried_each_second() {
+    let mut core = serving("A", &["A"]);
+    let mut now = NOW;
+    for pause in [0, 100, 200, 400, 800, 1000, 1000] {
+        core.on(done("A", runs(&["A"]), ActOutcome::Failed(WhyFailed::Ill)), now);
+        let acts = core.on(done("A", runs(&["A"]), ActOutcome::Used(RunUse::KeptOut)), now);
+        let pause = Duration::from_millis(pause);
+        assert_eq!(told(&acts).first(), Some(&format!("A: Rest({pause:?})")));
+        now += pause;
+        core.on(CoreEvent::Due, now);
+    }
+}
+
+#[test]
+fn a_stop_ends_all_and_puts_the_modes_back() {
+    let mut core = serving("A", &["A"]);
+    assert_eq!(told(&core.on(CoreEvent::Stop { left: Vec::new() }, NOW)), ["A: interrupt"]);
+    let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+    assert_eq!(told(&acts), [format!("A: end with clients, {:?}", Cause::Stop)]);
+    let acts = core.on(done("A", None, ActOutcome::Ended), NOW);
+    assert_eq!(told(&acts), ["A: release", "put the mode of A back"]);
+    assert!(!core.is_at_rest(), "the mode is not back yet");
+    core.on(CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::PutBack }, NOW);
+    assert!(core.is_at_rest());
+}
+
+#[test]
+fn a_restart_leaves_all_as_it_is() {
+    let mut core = serving("A", &["A"]);
+    assert_eq!(told(&core.on(CoreEvent::Leave, NOW)), ["A: interrupt"]);
+    assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Leave"]);
+    assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Done), NOW)), ["A: release"]);
+    assert!(core.is_at_rest());
+}
+
+#[test]
+fn a_gpu_that_programs_without_mps_hold_is_closed_to_more_of_them() {
+    let mut core = core();
+    let kept = Configured { certainly: BTreeSet::from(["A".to_owned()]), others: None };
+    let closed = vec!["A".to_owned()];
+    let demand = |kept, closed| {
+        CoreEvent::Pursue(Demand {
+            orders: Vec::<Order<()>>::new(),
+            left: Vec::new(),
+            enabled: true,
+            kept,
+            closed,
+        })
+    };
+    assert_eq!(told(&core.on(demand(kept, closed), NOW)), ["take the mode of A"]);
+    assert!(!core.is_at_rest());
+    let taken = CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::Taken };
+    assert_eq!(told(&core.on(taken, NOW)), [""; 0]);
+    assert_eq!(told(&core.on(demand(Configured::default(), Vec::new()), NOW)), ["put the mode of A back"]);
+    // It can't be put back, and is tried again with the next plan alone.
+    let stays = || CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::Stays };
+    assert_eq!(told(&core.on(stays(), NOW)), [""; 0]);
+    assert_eq!(told(&core.on(demand(Configured::default(), Vec::new()), NOW)), ["put the mode of A back"]);
+}
+
+#[test]
+fn an_order_that_is_the_same_changes_nothing() {
+    let mut core = serving("A", &["A"]);
+    assert_eq!(told(&core.on(demand(&[order("A", &["A"])]), NOW)), [""; 0]);
+    let other = Order { sets_modes: false, ..order("A", &["A"]) };
+    assert_eq!(told(&core.on(demand(std::slice::from_ref(&other)), NOW)), ["A: interrupt"]);
+    assert_eq!(told(&core.on(demand(&[other]), NOW)), [""; 0], "once is enough");
+}
