@@ -23,13 +23,8 @@ const MAX_ENTRIES: usize = 1024;
 
 /// The entries of the file, in its order.
 pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<DeviceEntry> {
-    let (list, items) = match items(file, text, findings) {
-        Ok(items) => items,
-        Err(problem) => {
-            findings.problems.push(problem);
-            return Vec::new();
-        }
-    };
+    let items = items(file, text, findings);
+    let Some((list, items)) = findings.checked(items) else { return Vec::new() };
     let entry = |(index, item): (usize, Node<'_>)| {
         // YAML does not report the line of every entry.
         let origin = Origin { line: item.line.or(list.line), ..list.clone() };
@@ -116,51 +111,31 @@ impl Entry {
 
     /// The entry. None if it is unusable. `findings` has the problem then.
     fn read(self, value: Value<'_>, findings: &mut Findings) -> Option<DeviceEntry> {
-        let pairs = match value {
-            Value::Map(pairs) => pairs,
-            other => {
-                let (found, remedy) = match other {
-                    Value::Null => {
-                        let remedy = "remove it, or write the keys path, type and virtual_number";
-                        ("an empty entry".to_owned(), remedy)
-                    }
-                    other => (other.found(), "write an entry with the keys path, type and virtual_number"),
-                };
-                findings.problems.push(self.problem(self.origin.line, "", found, remedy));
-                return None;
-            }
+        let Value::Map(pairs) = value else {
+            let keys = "the keys path, type and virtual_number";
+            let (found, remedy) = match value {
+                Value::Null => ("an empty entry".to_owned(), format!("remove it, or write {keys}")),
+                other => (other.found(), format!("write an entry with {keys}")),
+            };
+            findings.problems.push(self.problem(self.origin.line, "", found, remedy));
+            return None;
         };
         let (fields, warnings) = self.fields(pairs);
-        let device_type = match self.required(&fields, "type", WRITE_TYPE, device_type) {
-            Ok(device_type) => device_type,
-            Err(problem) => {
-                findings.problems.push(problem);
-                return None;
-            }
-        };
+        let device_type = findings.checked(self.required(&fields, "type", WRITE_TYPE, device_type))?;
         if device_type != MPS_TYPE {
             let path = fields.get("path").and_then(|field| path(&field.value).ok());
-            let Self { name, origin } = self;
-            return Some(DeviceEntry { name, origin, device_type, path, mps: None });
+            return Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path, mps: None });
         }
         findings.warnings.extend(warnings);
-        let path = self.required(&fields, "path", WRITE_PATH, path);
+        let path = findings.checked(self.required(&fields, "path", WRITE_PATH, path));
         let remedy = "write the number of slices of the GPU, 1 to 999";
-        let slices = self.required(&fields, "virtual_number", remedy, slices);
-        let thread_percentage = self.optional(&fields, "thread_percentage", percentage);
-        let max_clients = self.optional(&fields, "max_clients", most_clients);
-        match (path, slices, thread_percentage, max_clients) {
-            (Ok(path), Ok(slices), Ok(thread_percentage), Ok(max_clients)) => {
-                let mps = Some(MpsEntry { slices, thread_percentage, max_clients });
-                let Self { name, origin } = self;
-                Some(DeviceEntry { name, origin, device_type, path: Some(path), mps })
-            }
-            (path, slices, thread_percentage, max_clients) => {
-                let problems = [path.err(), slices.err(), thread_percentage.err(), max_clients.err()];
-                findings.problems.extend(problems.into_iter().flatten());
-                None
-            }
-        }
+        let slices = findings.checked(self.required(&fields, "virtual_number", remedy, slices));
+        let thread_percentage = findings.checked(self.optional(&fields, "thread_percentage", percentage));
+        let max_clients = findings.checked(self.optional(&fields, "max_clients", most_clients));
+        // Only now, so that every problem is reported at once.
+        let (slices, thread_percentage, max_clients) = (slices?, thread_percentage?, max_clients?);
+        let mps = Some(MpsEntry { slices, thread_percentage, max_clients });
+        Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
     /// The keys, and warnings about unknown keys and keys that appear twice.
@@ -187,7 +162,7 @@ impl Entry {
         fields: &Fields<'_>,
         key: &str,
         remedy: &str,
-        read: fn(&Value<'_>) -> Result<T, String>,
+        read: Reader<T>,
     ) -> Result<T, LocatedProblem> {
         let missing = || self.problem(self.origin.line, key, "missing", remedy);
         self.valid(fields.get(key).ok_or_else(missing)?, key, read)
@@ -198,21 +173,19 @@ impl Entry {
         &self,
         fields: &Fields<'_>,
         key: &str,
-        read: fn(&Value<'_>) -> Result<T, String>,
+        read: Reader<T>,
     ) -> Result<Option<T>, LocatedProblem> {
         let set = fields.get(key).filter(|field| field.value != Value::Null);
         set.map(|field| self.valid(field, key, read)).transpose()
     }
 
-    fn valid<T>(
-        &self,
-        field: &Node<'_>,
-        key: &str,
-        read: fn(&Value<'_>) -> Result<T, String>,
-    ) -> Result<T, LocatedProblem> {
+    fn valid<T>(&self, field: &Node<'_>, key: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
         read(&field.value).map_err(|remedy| self.problem(field.line, key, field.value.found(), remedy))
     }
 }
+
+/// Reads a value. The error is the remedy for a wrong one.
+type Reader<T> = fn(&Value<'_>) -> Result<T, String>;
 
 const WRITE_PATH: &str = "name the GPU by its render node, such as /dev/dri/renderD128";
 const WRITE_TYPE: &str = "write a type such as NVIDIA_MPS";

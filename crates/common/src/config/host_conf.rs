@@ -6,12 +6,13 @@
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
+use strum::VariantNames;
+
 use super::yaml::{self, Node, Pair, Value};
-use super::{
-    CpuAffinity, Findings, LogLevel, MayTerminate, MultiUser, OnOveruse, Settings, ThreadPolicy, Topology,
-};
+use super::{Findings, MultiUser, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 use crate::problem::{LocatedProblem, Origin};
 
@@ -61,8 +62,8 @@ const KEYS: [(&str, Setter); 19] = [
     (PIPE_KEY, |draft, value| directory(value).map(|path| draft.settings.pipe_directory = path)),
     (LOG_KEY, |draft, value| directory(value).map(|path| draft.settings.log_directory = path)),
     ("cuda_mps_replicas", |draft, value| slices(value).map(|count| draft.settings.replicas = count)),
-    ("log_level", |draft, value| log_level(value).map(|level| draft.settings.log_level = level)),
-    (TOPOLOGY_KEY, |draft, value| topology(value).map(|kind| draft.settings.topology = kind)),
+    ("log_level", |draft, value| word(value).map(|level| draft.settings.log_level = level)),
+    (TOPOLOGY_KEY, |draft, value| word(value).map(|kind| draft.settings.topology = kind)),
     ("cuda_mps_thread_percentage", |draft, value| {
         thread_policy(value).map(|policy| draft.settings.thread_policy = policy)
     }),
@@ -71,19 +72,15 @@ const KEYS: [(&str, Setter); 19] = [
     ("cuda_mps_set_compute_mode", |draft, value| {
         boolean(value).map(|on| draft.settings.supervision.set_compute_mode = on)
     }),
-    ("cuda_mps_cpu_affinity", |draft, value| {
-        cpu_affinity(value).map(|cpus| draft.settings.cpu_affinity = cpus)
-    }),
+    ("cuda_mps_cpu_affinity", |draft, value| word(value).map(|cpus| draft.settings.cpu_affinity = cpus)),
     ("cuda_mps_quit_timeout", |draft, value| {
         seconds(value, 1..=600).map(|time| draft.settings.supervision.quit_timeout = time)
     }),
     ("cuda_mps_fault_grace", |draft, value| {
         seconds(value, 0..=3600).map(|time| draft.settings.supervision.fault_grace = time)
     }),
-    ("cuda_mps_overuse", |draft, value| overuse(value).map(|answer| draft.settings.on_overuse = answer)),
-    ("cuda_mps_may_terminate", |draft, value| {
-        may_terminate(value).map(|who| draft.settings.may_terminate = who)
-    }),
+    ("cuda_mps_overuse", |draft, value| word(value).map(|answer| draft.settings.on_overuse = answer)),
+    ("cuda_mps_may_terminate", |draft, value| word(value).map(|who| draft.settings.may_terminate = who)),
     ("cuda_mps_log_max_size", |draft, value| {
         whole(value, 1..=1024, "MiB")
             .map(|mib: u64| draft.settings.supervision.log_max_bytes = mib * 1024 * 1024)
@@ -106,9 +103,7 @@ const PRIVATE_SUFFIX: &str = ".private";
 impl Settings {
     /// The place of the directories that only control daemons use, beside the pipe directory.
     pub fn private_directory(&self) -> PathBuf {
-        let mut directory = self.pipe_directory.clone().into_os_string();
-        directory.push(PRIVATE_SUFFIX);
-        directory.into()
+        format!("{}{PRIVATE_SUFFIX}", self.pipe_directory.display()).into()
     }
 }
 
@@ -140,10 +135,7 @@ impl Draft {
     /// Reads one file. Its values override the present ones.
     pub(super) fn overlay(&mut self, file: &Path, text: &str, findings: &mut Findings) {
         self.settings.sources.push(file.to_owned());
-        let (syntax, pairs) = match read(file, text) {
-            Ok(read) => read,
-            Err(problem) => return findings.problems.push(problem),
-        };
+        let Some((syntax, pairs)) = findings.checked(read(file, text)) else { return };
         for Chosen { key, setter, line, value } in ours(file, syntax, pairs, findings) {
             let origin = Origin { file: file.to_owned(), line };
             if value == Value::Null {
@@ -386,27 +378,12 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
     }
 }
 
-/// One of two words.
-fn either<T>(value: &Value<'_>, [(first, one), (second, other)]: [(&str, T); 2]) -> Result<T, String> {
-    match value.text().as_ref() {
-        word if word == first => Ok(one),
-        word if word == second => Ok(other),
-        _ => Err(format!("write {first} or {second}")),
-    }
-}
-
-fn log_level(value: &Value<'_>) -> Result<LogLevel, String> {
-    match value.text().as_ref() {
-        "debug" => Ok(LogLevel::Debug),
-        "info" => Ok(LogLevel::Info),
-        "warn" => Ok(LogLevel::Warn),
-        "error" => Ok(LogLevel::Error),
-        _ => Err("write debug, info, warn or error".to_owned()),
-    }
-}
-
-fn topology(value: &Value<'_>) -> Result<Topology, String> {
-    either(value, [("shared", Topology::Shared), ("per_gpu", Topology::PerGpu)])
+/// One of the words of a choice.
+fn word<T: FromStr + VariantNames>(value: &Value<'_>) -> Result<T, String> {
+    value.text().parse().map_err(|_| match T::VARIANTS {
+        [others @ .., last] => format!("write {} or {last}", others.join(", ")),
+        [] => String::new(),
+    })
 }
 
 fn thread_policy(value: &Value<'_>) -> Result<ThreadPolicy, String> {
@@ -428,25 +405,13 @@ fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
     }
 }
 
-fn cpu_affinity(value: &Value<'_>) -> Result<CpuAffinity, String> {
-    either(value, [("auto", CpuAffinity::Auto), ("none", CpuAffinity::None)])
-}
-
-fn overuse(value: &Value<'_>) -> Result<OnOveruse, String> {
-    either(value, [("report", OnOveruse::Report), ("terminate", OnOveruse::Terminate)])
-}
-
-fn may_terminate(value: &Value<'_>) -> Result<MayTerminate, String> {
-    either(value, [("root", MayTerminate::Root), ("owner", MayTerminate::Owner)])
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::super::text_of;
     use super::*;
-    use crate::config::Supervision;
+    use crate::config::{CpuAffinity, LogLevel, MayTerminate, OnOveruse, Supervision};
 
     const FILE: &str = "/etc/yunion/host.conf";
 

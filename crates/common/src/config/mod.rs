@@ -15,7 +15,10 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::host::regular_file;
+use strum::{EnumString, VariantNames};
+
+use crate::host::pci_address::PciAddress;
+use crate::host::regular_file::{self, Unreadable};
 use crate::problem::{LocatedProblem, Origin, Problem};
 pub use host_conf::has_room_for_sockets;
 use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
@@ -137,9 +140,9 @@ pub struct MpsEntry {
 pub enum DevicePath {
     RenderNode(PathBuf),
     /// A PCI address with its domain.
-    Pci(crate::host::pci_address::PciAddress),
+    Pci(PciAddress),
     /// A PCI address without a domain: the GPU in domain 0000, or the only GPU with this address in any domain.
-    ShortPci(crate::host::pci_address::PciAddress),
+    ShortPci(PciAddress),
     /// A GPU UUID, `GPU-` and 36 characters, lower case.
     Uuid(String),
     /// `/dev/nvidiaN`, by its N.
@@ -163,7 +166,8 @@ impl fmt::Display for DevicePath {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum LogLevel {
     Debug,
     #[default]
@@ -172,7 +176,8 @@ pub enum LogLevel {
     Error,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum Topology {
     /// One control daemon in the pipe directory, for all GPUs.
     #[default]
@@ -208,17 +213,19 @@ pub enum MultiUser {
 }
 
 /// `cuda_mps_cpu_affinity`: the CPUs to which a control daemon is bound.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum CpuAffinity {
+    /// The CPUs near its GPUs.
+    Auto,
     /// It is not bound.
     #[default]
     None,
-    /// The CPUs near its GPUs.
-    Auto,
 }
 
 /// `cuda_mps_overuse`: the answer to a slice with more clients, or more memory in use, than its budget has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum OnOveruse {
     /// Tell of it.
     #[default]
@@ -228,7 +235,8 @@ pub enum OnOveruse {
 }
 
 /// `cuda_mps_may_terminate`: who may end the GPU work of a process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum MayTerminate {
     /// Root alone.
     #[default]
@@ -282,17 +290,22 @@ struct Findings {
     nearly_device_file: Option<LocatedProblem>,
 }
 
+impl Findings {
+    /// The value, or its problem among the others.
+    fn checked<T>(&mut self, read: Result<T, LocatedProblem>) -> Option<T> {
+        read.map_err(|problem| self.problems.push(problem)).ok()
+    }
+}
+
 /// Reads the main file, then the local file that overrides it, then the device file that they name.
 pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let mut findings = Findings::default();
     let mut draft = Draft::new();
     read_main_file(sources, &mut draft, &mut findings);
     if let Some(file) = draft.local_file.clone() {
-        match read_text(&sources.sysroot, &file) {
-            Ok(text) => draft.overlay(&file, &text, &mut findings),
-            // The local file is optional, even if a key names it.
-            Err(ReadFailure::Missing) => {}
-            Err(ReadFailure::Bad(problem)) => findings.problems.push(problem),
+        // The local file is optional, even if a key names it.
+        if let Some(Some(text)) = findings.checked(read_text(&sources.sysroot, &file)) {
+            draft.overlay(&file, &text, &mut findings);
         }
     }
     draft.check_together(&mut findings);
@@ -352,10 +365,10 @@ impl Sources {
 
 fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
     for file in sources.main_files() {
-        match read_text(&sources.sysroot, file) {
-            Ok(text) => return draft.overlay(file, &text, findings),
-            Err(ReadFailure::Missing) => {}
-            Err(ReadFailure::Bad(problem)) => return findings.problems.push(problem),
+        match findings.checked(read_text(&sources.sysroot, file)) {
+            Some(Some(text)) => return draft.overlay(file, &text, findings),
+            Some(None) => {}
+            None => return,
         }
     }
     let (file, list, remedy) = match &sources.config {
@@ -375,7 +388,19 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
         (Some(_), problem) => findings.warnings.extend(problem),
     }
     if let Some(file) = draft.device_file.clone() {
-        read_named_device_file(sources, file, draft, findings);
+        match findings.checked(read_text(&sources.sysroot, &file)) {
+            Some(Some(text)) => {
+                draft.settings.devices = device_file::parse(&file, &text, findings);
+                draft.settings.sources.push(file);
+            }
+            Some(None) => {
+                let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
+                let found = format!("no such file: {}", file.display());
+                let remedy = "create it or correct the path";
+                findings.problems.push(LocatedProblem::new(origin, DEVICE_FILE_KEY, found, remedy));
+            }
+            None => {}
+        }
     }
     // A host without MPS may keep this file for devices of other types, or may have forgotten it, so its problems
     // become warnings. If there is another problem, `enabled` may be false by mistake, so they stay problems.
@@ -384,46 +409,25 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
     }
 }
 
-fn read_named_device_file(sources: &Sources, file: PathBuf, draft: &mut Draft, findings: &mut Findings) {
-    match read_text(&sources.sysroot, &file) {
-        Ok(text) => {
-            draft.settings.devices = device_file::parse(&file, &text, findings);
-            draft.settings.sources.push(file);
-        }
-        Err(ReadFailure::Bad(problem)) => findings.problems.push(problem),
-        Err(ReadFailure::Missing) => {
-            let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
-            let found = format!("no such file: {}", file.display());
-            let remedy = "create it or correct the path";
-            findings.problems.push(LocatedProblem::new(origin, DEVICE_FILE_KEY, found, remedy));
-        }
-    }
-}
-
 /// The largest file that is read. A normal file has a few KiB.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
-enum ReadFailure {
-    Missing,
-    Bad(LocatedProblem),
-}
-
-fn read_text(sysroot: &Path, file: &Path) -> Result<String, ReadFailure> {
-    let bad =
-        |found: String, remedy| ReadFailure::Bad(LocatedProblem::new(Origin::whole(file), "", found, remedy));
-    let bytes = regular_file::read(&below(sysroot, file), MAX_FILE_BYTES).map_err(|error| match error {
-        regular_file::Unreadable::Failed(error)
+/// The text of a file. None if it is missing.
+fn read_text(sysroot: &Path, file: &Path) -> Result<Option<String>, LocatedProblem> {
+    let (found, remedy) = match regular_file::read(&below(sysroot, file), MAX_FILE_BYTES) {
+        Ok(bytes) => return text_of(file, bytes).map(Some),
+        Err(Unreadable::Failed(error))
             if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
         {
-            ReadFailure::Missing
+            return Ok(None);
         }
-        regular_file::Unreadable::TooLarge(_) => {
-            bad("larger than 1 MiB".to_owned(), "this can't be the right file: check the path")
+        Err(Unreadable::TooLarge(_)) => {
+            ("larger than 1 MiB".to_owned(), "this can't be the right file: check the path")
         }
-        error @ regular_file::Unreadable::Failed(_) => bad(error.to_string(), "make it a readable file"),
-        error @ regular_file::Unreadable::NotRegular(_) => bad(error.to_string(), "put a regular file there"),
-    })?;
-    text_of(file, bytes).map_err(ReadFailure::Bad)
+        Err(error @ Unreadable::Failed(_)) => (error.to_string(), "make it a readable file"),
+        Err(error @ Unreadable::NotRegular(_)) => (error.to_string(), "put a regular file there"),
+    };
+    Err(LocatedProblem::new(Origin::whole(file), "", found, remedy))
 }
 
 /// The path below the sysroot. A relative path stays relative if the sysroot is the real root.

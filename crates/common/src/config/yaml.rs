@@ -106,17 +106,10 @@ impl Value<'_> {
             Self::Null => "found nothing".to_owned(),
             Self::List(_) => "found a list".to_owned(),
             Self::Map(_) => "found a mapping".to_owned(),
-            Self::Text { text, .. } => format!("found {}", quoted(text)),
-            Self::Bool(value) => format!("found {value}"),
-            Self::Integer(value) => format!("found {value}"),
-            Self::Float(value) => format!("found {value:?}"),
+            Self::Text { text, .. } => format!("found {:?}", cut(text, SHOWN_CHARS)),
+            Self::Bool(_) | Self::Integer(_) | Self::Float(_) => format!("found {}", self.text()),
         }
     }
-}
-
-/// A text from a file, made safe for a message.
-pub(super) fn quoted(text: &str) -> String {
-    format!("{:?}", cut(text, SHOWN_CHARS))
 }
 
 /// The name of a key from a file, made safe for a message.
@@ -150,12 +143,8 @@ pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, LocatedP
     if let Some((at, line)) = text.lines().enumerate().find(|(_, line)| line.len() > MAX_LINE_BYTES) {
         let found = format!("a line of {} bytes, the limit is {MAX_LINE_BYTES}", line.len());
         let remedy = "no setting needs such a line: correct it, or split it";
-        return Err(LocatedProblem::new(
-            Origin { file: file.to_owned(), line: Some(at + 1) },
-            "",
-            found,
-            remedy,
-        ));
+        let origin = Origin { file: file.to_owned(), line: Some(at + 1) };
+        return Err(LocatedProblem::new(origin, "", found, remedy));
     }
     let Some(document) = serde_yaml::Deserializer::from_str(text).next() else {
         return Ok(Node::without_line(Value::Null));
@@ -606,7 +595,7 @@ mod tests {
     #[test]
     fn findings_are_short_and_printable() {
         let long = "x".repeat(1000);
-        assert_eq!(quoted(&long).chars().count(), SHOWN_CHARS + 5);
+        assert_eq!(text(&long, true).found().chars().count(), "found ".len() + SHOWN_CHARS + 5);
         assert_eq!(text("a\u{1b}[31m\n\"", true).found(), r#"found "a\u{1b}[31m\n\"""#);
         assert_eq!(printable("a\u{1b}[31m'b'\u{85}"), r"a\u{1b}[31m'b'\u{85}");
         let key = "\u{e9}".repeat(1000);

@@ -43,23 +43,14 @@ const CLAIMS: usize = 64;
 /// The most ancestors of a process that are looked at.
 const ANCESTORS: usize = 32;
 
-/// The way in which the slices of a process are known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The way in which the slices of a process are known; in lower case it is the word on D-Bus.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "snake_case")]
 pub enum KnownBy {
     /// By the directories of slices that are mounted in its container.
     Mount,
     /// By its environment, which it can write as it likes.
     Environment,
-}
-
-impl KnownBy {
-    /// The word on D-Bus.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Mount => "mount",
-            Self::Environment => "environment",
-        }
-    }
 }
 
 /// The slices that a process has.

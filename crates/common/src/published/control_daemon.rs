@@ -8,8 +8,9 @@ use crate::host::cpus::Cpus;
 /// The number of events that are kept.
 pub const EVENTS_KEPT: usize = 32;
 
-/// The state of one control daemon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The state of one control daemon; in lower case it is the word on D-Bus.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "snake_case")]
 pub enum ControlDaemonState {
     /// Being started and configured.
     Starting,
@@ -23,20 +24,6 @@ pub enum ControlDaemonState {
     Waiting,
     /// On the way down.
     Stopping,
-}
-
-impl ControlDaemonState {
-    /// The word on D-Bus.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Faulted => "faulted",
-            Self::Backoff => "backoff",
-            Self::Waiting => "waiting",
-            Self::Stopping => "stopping",
-        }
-    }
 }
 
 /// One control daemon as it stands.

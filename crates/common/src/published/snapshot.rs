@@ -17,8 +17,9 @@ use crate::published::usage::SliceUse;
 /// The most slices that the reason of a GPU names.
 const NAMED: usize = 4;
 
-/// The service's state in one word. A reader treats an unknown word as `degraded`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// The service's state in one word, as D-Bus has it. A reader treats an unknown word as `degraded`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, strum::Display)]
+#[strum(serialize_all = "snake_case")]
 pub enum State {
     /// `enable_cuda_mps` is false: nothing is served, nothing is wrong.
     Disabled,
@@ -33,20 +34,6 @@ pub enum State {
     Failed,
     /// On the way down.
     Stopping,
-}
-
-impl State {
-    /// The word on D-Bus.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Disabled => "disabled",
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Degraded => "degraded",
-            Self::Failed => "failed",
-            Self::Stopping => "stopping",
-        }
-    }
 }
 
 /// Everything published, at one generation.
