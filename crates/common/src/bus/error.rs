@@ -1,7 +1,5 @@
 //! The errors of the service on D-Bus.
 
-use std::fmt;
-
 use zbus::DBusError;
 use zbus::message::{Header, Message};
 use zbus::names::ErrorName;
@@ -11,7 +9,8 @@ use crate::text::clean;
 
 /// The error that a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless the
 /// variant says otherwise, and a text for people.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub enum RequestError {
     /// No plan exists yet; ask again.
     NotReady(String),
@@ -27,12 +26,6 @@ pub enum RequestError {
     AccessDenied(String),
     /// Anything else.
     Failed(String),
-}
-
-impl fmt::Display for RequestError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.text())
-    }
 }
 
 // By hand, since one of the names has another prefix.
