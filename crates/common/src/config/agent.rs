@@ -3,8 +3,6 @@
 //! The agent reads the same files itself. Unless it reads D-Bus, it accepts only a render node as the name of a GPU,
 //! and gives every container the configured pipe directory.
 
-use std::path::Path;
-
 use super::host_conf::{EmptyKey, ReadAs};
 use super::{DevicePath, Settings, Topology};
 use crate::problem::{LocatedProblem, Origin, Problem};
@@ -36,13 +34,6 @@ pub struct Trouble {
     pub path: Option<DevicePath>,
 }
 
-impl Trouble {
-    /// Puts the render node into the remedy, once it is known.
-    pub fn name_render_node(&mut self, node: &Path) {
-        self.problem.problem.remedy = format!("name the GPU by its render node, {}", node.display());
-    }
-}
-
 /// All troubles of these settings. If MPS is off, the agent ignores entries of its type, and only the keys without a value
 /// are left.
 pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[EmptyKey]) -> Vec<Trouble> {
@@ -56,12 +47,8 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
              containers {}, where no control daemon listens",
             settings.pipe_directory.display()
         );
-        let problem = LocatedProblem::new(
-            origin.clone(),
-            super::TOPOLOGY_KEY,
-            found,
-            "write cuda_mps_topology: shared",
-        );
+        let remedy = "write cuda_mps_topology: shared";
+        let problem = LocatedProblem::new(origin.clone(), super::TOPOLOGY_KEY, found, remedy);
         troubles.push(Trouble { name: "agent-needs-shared", problem, path: None });
     }
     for entry in &settings.devices {

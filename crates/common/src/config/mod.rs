@@ -125,7 +125,7 @@ impl DeviceEntry {
 }
 
 /// The keys that only an `NVIDIA_MPS` entry has.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MpsEntry {
     /// `virtual_number`: the number of slices of the GPU.
     pub slices: NonZeroU32,

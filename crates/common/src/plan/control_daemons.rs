@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::gpu_plan::GpuPlan;
-use super::limits::{Defaults, Limit};
+use super::limits::{Limit, waits_for_default};
 use super::warnings::loose;
 use crate::config::{self, MultiUser, Settings, Topology};
 use crate::host::cpus::Cpus;
@@ -101,11 +101,8 @@ impl ControlDaemonPlan {
             let moved =
                 self.slice_directories.is_some() && self.slice_directories != before.slice_directories;
             let has_new_slices = self.slice_directories.is_some() && gpu.slices > known.slices;
-            let ((memory, threads), known) = (self.limits(gpu), before.limits(known));
-            memory.waits_for_default(&known.0)
-                || threads.waits_for_default(&known.1)
-                || moved
-                || has_new_slices
+            let mut limits = self.limits(gpu).into_iter().zip(before.limits(known));
+            moved || has_new_slices || limits.any(|(limit, before)| waits_for_default(limit, before))
         };
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
     }
@@ -121,10 +118,9 @@ impl ControlDaemonPlan {
     }
 
     /// The memory limit and the thread percentage of the slices of one of its GPUs.
-    fn limits(&self, gpu: &ServedGpu) -> (Limit, Limit) {
-        let memory = Limit { own: gpu.slice_memory_mib, default: gpu.memory_limit_mib };
-        let own = gpu.slice_thread_percentage.into();
-        (memory, Limit { own, default: self.thread_percentage.into() })
+    fn limits(&self, gpu: &ServedGpu) -> [Limit; 2] {
+        let threads = (gpu.slice_thread_percentage.into(), self.thread_percentage.into());
+        [(gpu.slice_memory_mib, gpu.memory_limit_mib), threads]
     }
 
     /// The part of this plan that a running control daemon can't fulfil, so that another must take its place. A GPU
@@ -185,12 +181,6 @@ pub(super) fn control_daemons(
 /// The longest path of a socket, in bytes, with the zero at its end: `sun_path` of `sockaddr_un`.
 const SOCKET_PATH_BYTES: usize = 108;
 
-/// Whether clients of these GPUs can connect in any directory.
-fn linked(gpus: &[(&GpuPlan, &NvmlFacts)], multiuser: bool, inventory: &Inventory) -> bool {
-    let on = |facts: &NvmlFacts| LINKED_SOCKET.holds(inventory.series(), facts.compute_capability);
-    multiuser && gpus.iter().all(|(_, facts)| on(facts))
-}
-
 /// The private directory of the control daemon with this pipe directory. It is beside the pipe directory of the settings,
 /// since links can't lead to another file system, and since whatever is inside is given to containers.
 fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathBuf> {
@@ -228,19 +218,26 @@ fn control_daemon(
         }
         MultiUser::Off => (false, false),
     };
-    let linked = linked(gpus, multiuser, inventory);
+    // Whether clients of these GPUs can connect in any directory.
+    let series = inventory.series();
+    let linked =
+        multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
     let private_directory = linked.then(|| private_directory(&first.pipe_directory, settings)).flatten();
     let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
-    let defaults = Defaults::largest(gpus.iter().map(|(gpu, _)| *gpu));
+    // The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to that
+    // GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be below the
+    // limit of any slice.
+    let memory_limit_mib = gpus.iter().map(|(gpu, _)| gpu.memory_limit_mib).max().unwrap_or(0);
+    let thread_percentage = gpus.iter().map(|(gpu, _)| gpu.thread_percentage).max().unwrap_or(100);
     let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
         uuid: facts.uuid.clone(),
         id: Some(gpu.gpu.id()),
         slices: gpu.slices,
-        memory_limit_mib: defaults.memory_mib,
+        memory_limit_mib,
         slice_memory_mib: gpu.memory_limit_mib,
         slice_thread_percentage: gpu.thread_percentage,
         limits_enforced: gpu.limits_enforced,
-        capacity: driver::most_clients(inventory.series(), facts.compute_capability),
+        capacity: driver::most_clients(series, facts.compute_capability),
         clients_listed: gpu.max_clients.is_some(),
     };
     Some(ControlDaemonPlan {
@@ -248,8 +245,8 @@ fn control_daemon(
         pipe_directory: first.pipe_directory.clone(),
         log_directory,
         gpus: gpus.iter().map(served).collect(),
-        driver: inventory.series(),
-        thread_percentage: defaults.thread_percentage,
+        driver: series,
+        thread_percentage,
         multiuser,
         // A server of a user's own would have to get into the directory of the control daemon.
         multiuser_optional: multiuser_optional && slice_directories.is_none() && private_directory.is_none(),
@@ -268,14 +265,10 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
             let Some(gpu) = gpus.iter_mut().find(|gpu| Some(gpu.gpu.id()) == served.id) else { continue };
             let (own, own_mib) = (gpu.thread_percentage, gpu.memory_limit_mib);
             let default_mib = served.memory_limit_mib;
-            if own < default {
-                let (default, own) = (format!("{default} %"), format!("{own} %"));
-                gpu.warnings.push(loose(&default, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", &own));
-            }
-            if own_mib < default_mib {
-                let (default, own) = (format!("{default_mib} MiB"), format!("{own_mib} MiB"));
-                gpu.warnings.push(loose(&default, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", &own));
-            }
+            let threads = loose(default, own, "%", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
+            let memory = loose(default_mib, own_mib, "MiB", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
+            gpu.warnings.extend((own < default).then_some(threads));
+            gpu.warnings.extend((own_mib < default_mib).then_some(memory));
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Facts about a GPU that an administrator should know, although the GPU is served.
 
+use std::fmt::Display;
 use std::num::NonZeroU32;
 
 use crate::config::DeviceEntry;
@@ -72,12 +73,13 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
     )
 }
 
-/// A default of the control daemon belongs to another GPU, which has larger slices. The limits have their units.
-pub(super) fn loose(default: &str, variable: &str, own: &str) -> NamedProblem {
+/// A default of the control daemon belongs to another GPU, which has larger slices.
+pub(super) fn loose(default: impl Display, own: impl Display, unit: &str, variable: &str) -> NamedProblem {
     NamedProblem::new(
         "default-limits-loose",
         format!(
-            "the shared control daemon's default is {default}, so only clients that set {variable} keep to {own}"
+            "the shared control daemon's default is {default} {unit}, so only clients that set {variable} keep to \
+             {own} {unit}"
         ),
         "cut the GPUs into slices of the same memory and thread_percentage, or give clients the environment that \
          yunion-mpsctl env NAME prints",

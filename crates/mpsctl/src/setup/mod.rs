@@ -204,7 +204,7 @@ async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Resul
 }
 
 fn say(checked: &Checked, out: &mut dyn Write) -> io::Result<()> {
-    check::words(checked).lines().try_for_each(|line| writeln!(out, "{}", hanging(line)))
+    check::words(checked).iter().try_for_each(|line| writeln!(out, "{}", hanging(line)))
 }
 
 async fn is_running() -> bool {
