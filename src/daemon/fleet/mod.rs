@@ -16,7 +16,6 @@ use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::{Goal, Order, Status, Supervisor, Tools};
 use common::bus::error::RequestError;
 use common::config::Settings;
-use common::host::driver::Series;
 use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 
@@ -374,7 +373,6 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         log_directory: running.log_directory.clone(),
         slice_directories: running.slice_directories.clone(),
         gpus: gpus.collect(),
-        driver: Series::default(),
         thread_percentage: 100,
         multiuser: running.multiuser,
         multiuser_optional: true,

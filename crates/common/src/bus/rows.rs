@@ -186,7 +186,7 @@ macro_rules! gpu_object {
                 mps_memory_limit: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
                 mps_memory_total: Option<i32> = $gpu.plan.gpu.facts().and_then(|nvml| known_mib(nvml.memory_total_mib?));
                 mps_thread_percentage: i32 = $gpu.plan.thread_percentage.into();
-                numa_node: i32 = $gpu.plan.gpu.pci.numa_node;
+                numa_node: i32 = $gpu.plan.gpu.pci.numa_node.unwrap_or(-1);
                 nvidia_index: Option<u32> = $gpu.plan.gpu.facts().map(|nvml| nvml.index);
                 nvidia_minor: Option<u32> = $gpu.plan.gpu.facts().and_then(|nvml| nvml.minor);
                 nvidia_name: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.name.clone());

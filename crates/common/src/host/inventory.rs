@@ -80,11 +80,11 @@ impl Inventory {
     fn merged(
         devices: Vec<PciDevice>,
         version: String,
-        listed: Vec<nvml::ListedGpu>,
+        listed: Vec<Gpu>,
         ask: impl Fn(PciAddress) -> Result<NvmlFacts, Problem>,
     ) -> Self {
-        let mut listed: BTreeMap<PciAddress, nvml::ListedGpu> =
-            listed.into_iter().map(|gpu| (gpu.address, gpu)).collect();
+        let mut listed: BTreeMap<PciAddress, Gpu> =
+            listed.into_iter().map(|gpu| (gpu.pci.address, gpu)).collect();
         let mut gpus = Vec::new();
         let mut others = Vec::new();
         for pci in devices {
@@ -93,7 +93,7 @@ impl Inventory {
                 continue;
             }
             let nvml = match (listed.remove(&pci.address), pci.foreign_driver()) {
-                (Some(gpu), _) => gpu.facts,
+                (Some(gpu), _) => gpu.nvml,
                 (None, Some(other)) => Err(Problem::new(
                     format!("the kernel driver {other} holds it"),
                     "bind it to nvidia, or take it out of the device file",
@@ -103,21 +103,7 @@ impl Inventory {
             gpus.push(Gpu { pci, nvml });
         }
         // The remaining GPUs have no entry in /sys, for example in a container that hides it.
-        gpus.extend(listed.into_values().map(|gpu| Gpu {
-            pci: PciDevice {
-                address: gpu.address,
-                vendor: gpu.vendor,
-                device: gpu.device,
-                driver: None,
-                render_node: None,
-                card_node: None,
-                numa_node: -1,
-                local_cpus: None,
-                link: None,
-                pci_ids_name: None,
-            },
-            nvml: gpu.facts,
-        }));
+        gpus.extend(listed.into_values());
         gpus.sort_by_key(|gpu| gpu.pci.address);
         Self { driver: Ok(version), gpus, others, cpus: Cpus::of_host() }
     }
@@ -153,15 +139,16 @@ mod tests {
             driver: driver.map(str::to_owned),
             render_node: None,
             card_node: None,
-            numa_node: -1,
+            numa_node: None,
             local_cpus: None,
             link: None,
             pci_ids_name: None,
         }
     }
 
-    fn listed(at: &str, index: u32) -> nvml::ListedGpu {
-        nvml::ListedGpu { address: address(at), vendor: NVIDIA, device: 0x1b38, facts: Ok(facts(index)) }
+    fn listed(at: &str, index: u32) -> Gpu {
+        let pci = PciDevice { address: address(at), vendor: NVIDIA, device: 0x1b38, ..PciDevice::default() };
+        Gpu { pci, nvml: Ok(facts(index)) }
     }
 
     #[test]

@@ -41,7 +41,7 @@ fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
         driver: driver(directory),
         render_node: node(&drm, "renderD"),
         card_node: node(&drm, "card"),
-        numa_node: text(&directory.join("numa_node")).and_then(|text| text.parse().ok()).unwrap_or(-1),
+        numa_node: text(&directory.join("numa_node")).and_then(|text| text.parse().ok()),
         local_cpus: text(&directory.join("local_cpulist")).and_then(|list| Cpus::parse(&list)),
         link: link(directory),
         pci_ids_name: None,
@@ -277,7 +277,7 @@ mod tests {
             driver: Some("nvidia".to_owned()),
             render_node: Some(PathBuf::from("/dev/dri/renderD128")),
             card_node: Some(PathBuf::from("/dev/dri/card1")),
-            numa_node: 1,
+            numa_node: Some(1),
             local_cpus: Cpus::parse("32-63"),
             link: Some(link("8GT/s", 16)),
             pci_ids_name: None,
@@ -306,7 +306,7 @@ mod tests {
         let devices = host.scan();
         let addresses: Vec<_> = devices.iter().map(|device| device.address.to_string()).collect();
         assert_eq!(addresses, ["0000:00:06.0", "0000:00:07.0", "0001:1a:00.0"]);
-        assert_eq!((devices[1].numa_node, devices[1].local_cpus), (-1, None));
+        assert_eq!((devices[1].numa_node, devices[1].local_cpus), (None, None));
         assert_eq!((&devices[1].link, &devices[1].render_node, &devices[1].driver), (&None, &None, &None));
     }
 

@@ -8,7 +8,7 @@ use super::warnings::loose;
 use crate::config::{self, MultiUser, Settings, Topology};
 use crate::host::cpus::Cpus;
 use crate::host::device_name::{self, GpuId, SliceId};
-use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
+use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 
@@ -29,7 +29,6 @@ pub struct ControlDaemonPlan {
     /// The GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend on the
     /// order of entries.
     pub gpus: Vec<ServedGpu>,
-    pub driver: Series,
     /// The default active thread percentage: the largest percentage of its GPUs.
     pub thread_percentage: u8,
     /// Whether to ask for one server for the clients of every user.
@@ -245,7 +244,6 @@ fn control_daemon(
         pipe_directory: first.pipe_directory.clone(),
         log_directory,
         gpus: gpus.iter().map(served).collect(),
-        driver: series,
         thread_percentage,
         multiuser,
         // A server of a user's own would have to get into the directory of the control daemon.
@@ -303,7 +301,6 @@ mod tests {
                 private_directory: None,
                 slice_directories: None,
                 gpus: gpus.collect(),
-                driver: Series::default(),
                 thread_percentage: slices.iter().map(|(_, threads)| *threads).max().unwrap(),
                 multiuser: true,
                 multiuser_optional: true,
