@@ -282,11 +282,7 @@ impl DaemonProxy {
     /// The Manager's properties, under names like the keys of the other answers: `state_reason`.
     pub async fn service(&self) -> Result<Listed<Service>, BusError> {
         let proxy = self.manager.inner();
-        let properties = PropertiesProxy::builder(proxy.connection())
-            .destination(proxy.destination())
-            .path(proxy.path())
-            .build()
-            .await?;
+        let properties = PropertiesProxy::new(proxy.connection(), proxy.destination(), proxy.path()).await?;
         let values = properties.get_all(proxy.interface().to_owned()).await?;
         Ok(Listed::read(values.iter().map(|(name, value)| (key(name), json(value))).collect())?)
     }
