@@ -17,7 +17,6 @@ use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat, StatxFlags};
 use rustix::io::Errno;
 use rustix::path::Arg;
 
-/// A directory that can't be used.
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {problem}", path = path.display())]
 pub struct BadDirectory {
@@ -340,7 +339,6 @@ pub fn keep_others_out(private: &Path) -> Result<Option<String>, BadDirectory> {
     Ok(was.map(|was| format!("mode of {} was {was:04o}, and is {PRIVATE:04o} again", private.display())))
 }
 
-/// A control daemon's log.
 #[derive(Debug)]
 pub struct LogFile {
     /// The file, opened for appending.

@@ -27,7 +27,6 @@ fn readable<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<Devic
 }
 
 impl Drained {
-    /// Whether this slice is drained.
     pub fn has(&self, slice: SliceId) -> bool {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
     }

@@ -34,7 +34,6 @@ pub enum BusAnswer {
     Answers(Box<Published>),
 }
 
-/// The answers of `Manager`.
 #[derive(Debug)]
 pub struct Published {
     pub service: Listed<Service>,

@@ -38,7 +38,6 @@ pub enum DifferenceKind {
     MaxClients,
     /// The pipe directory of a control daemon.
     PipeDirectory,
-    /// A control daemon itself.
     ControlDaemon,
 }
 
@@ -296,7 +295,6 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
     planned.misfit(&present, |_| true)
 }
 
-/// The number of slices of a published GPU.
 fn count(gpu: &Gpu) -> u64 {
     u64::try_from(gpu.virtual_num).unwrap_or_default()
 }

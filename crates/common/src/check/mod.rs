@@ -74,7 +74,6 @@ impl Checked {
     }
 }
 
-/// Reads the configuration, and asks the driver if the configuration asks for GPUs.
 pub fn check(sources: &Sources) -> Checked {
     match config::load(sources) {
         Err(refused) => Checked::Refused(refused),
@@ -104,7 +103,6 @@ pub fn ask_driver<T: Send + 'static>(
     })
 }
 
-/// The facts about the GPUs that are known without NVML.
 pub fn without_driver(sysroot: &Path, reason: &Problem) -> Inventory {
     Inventory::read(sysroot, Err(reason))
 }

@@ -40,7 +40,6 @@ impl CheckReport {
         if self.checked.problems().is_empty() { 0 } else { BAD_CONFIGURATION }
     }
 
-    /// The report in words, line by line.
     pub fn lines(&self) -> Vec<String> {
         let mut lines = words(&self.checked);
         if matches!(self.checked, Checked::Refused(_) | Checked::Wrong { .. }) {
@@ -58,7 +57,6 @@ impl CheckReport {
         lines
     }
 
-    /// The report as one JSON object.
     pub fn document(&self) -> Value {
         let Self { checked, changes } = self;
         let loaded = checked.loaded();

@@ -7,7 +7,6 @@ use super::host_conf::{EmptyKey, ReadAs};
 use super::{DevicePath, Settings, Topology};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The types of entries that the agent knows.
 const TYPES: [&str; 13] = [
     "NVIDIA_MPS",
     "NVIDIA_GPU_SHARE",

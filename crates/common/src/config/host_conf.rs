@@ -116,7 +116,6 @@ pub fn has_room_for_sockets(directory: &Path) -> bool {
 const GPU_UUID_BYTES: usize = 40;
 
 impl Draft {
-    /// The draft before any file is read: the defaults.
     pub(super) fn new() -> Self {
         Self {
             settings: Settings::default(),
@@ -127,7 +126,6 @@ impl Draft {
         }
     }
 
-    /// The place of a key's value, if a file sets the key.
     pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
         self.origins.get(key)
     }
@@ -221,7 +219,6 @@ fn read_as(key: &str, syntax: Syntax) -> Option<ReadAs> {
     }
 }
 
-/// The syntax of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Syntax {
     /// If a key appears twice, the last one counts.

@@ -24,7 +24,6 @@ pub use host_conf::has_room_for_sockets;
 use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
 use yaml::Value;
 
-/// All settings of the configuration files, checked and with defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
     /// `enable_cuda_mps`. If it is false, no device is published.
@@ -106,7 +105,6 @@ impl Default for Supervision {
 /// alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceEntry {
-    /// The entry's name in messages, `devices[2]`.
     pub name: String,
     pub origin: Origin,
     /// `type`, verbatim.
@@ -245,7 +243,6 @@ pub enum MayTerminate {
     Owner,
 }
 
-/// The places of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sources {
     /// The main file, if the command line names it. Otherwise the service searches for it.
@@ -254,7 +251,6 @@ pub struct Sources {
     pub sysroot: PathBuf,
 }
 
-/// A configuration without problems.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
     pub settings: Settings,
@@ -279,7 +275,6 @@ pub struct Refused {
     pub warnings: Vec<LocatedProblem>,
 }
 
-/// The findings of reading the files, besides the settings.
 #[derive(Debug, Default)]
 struct Findings {
     problems: Vec<LocatedProblem>,

@@ -14,7 +14,6 @@ use serde::de::{self, DeserializeSeed, EnumAccess, MapAccess, SeqAccess, Variant
 
 use crate::problem::{LocatedProblem, Origin};
 
-/// One value and its place.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
     /// The line, from 1. For a text it is the text's own, for a list or mapping the first line that is known in it.
@@ -24,7 +23,6 @@ pub(super) struct Node<'t> {
 }
 
 impl<'t> Node<'t> {
-    /// A value that the input gives no line for.
     fn without_line(value: Value<'t>) -> Self {
         Self { line: None, value }
     }
@@ -233,7 +231,6 @@ impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
 }
 
 impl NodeSeed<'_, '_> {
-    /// The seed for the values inside this one.
     fn inner(self) -> Self {
         Self { depth: self.depth.saturating_add(1), ..self }
     }

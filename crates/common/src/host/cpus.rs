@@ -60,7 +60,6 @@ impl Cpus {
         self.0.is_set(cpu)
     }
 
-    /// Whether all of the other CPUs are among these.
     pub fn includes(self, other: Self) -> bool {
         (0..CpuSet::MAX_CPU).all(|cpu| self.has(cpu) || !other.has(cpu))
     }

@@ -12,7 +12,6 @@ use super::pci_address::{BadPciAddress, PciAddress};
 /// The directory of the directories of slices, in the configured pipe directory.
 pub const DIRECTORIES: &str = "slices";
 
-/// The most digits of an ordinal.
 const DIGITS: usize = 3;
 
 /// A GPU as the service publishes it. Its name is the short form of its PCI address.
@@ -20,7 +19,6 @@ const DIGITS: usize = 3;
 pub struct GpuId(PciAddress);
 
 impl GpuId {
-    /// The slice with this ordinal.
     pub fn slice(self, ordinal: u32) -> SliceId {
         SliceId { gpu: self, ordinal }
     }
@@ -51,7 +49,6 @@ impl FromStr for GpuId {
     }
 }
 
-/// A slice of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SliceId {
     pub gpu: GpuId,
@@ -111,7 +108,6 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// The text is no name of a GPU or a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a name like 00:06.0 or 00:06.0-1")]
 pub struct BadName;

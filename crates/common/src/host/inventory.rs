@@ -11,7 +11,6 @@ use super::pci_address::PciAddress;
 use super::{nvml, pci_ids, sysfs};
 use crate::problem::Problem;
 
-/// Everything known of this host's GPUs at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inventory {
     /// The driver's version, `580.159.04`, or the reason why NVML can't be used, in words for an administrator.

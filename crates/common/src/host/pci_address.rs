@@ -54,7 +54,6 @@ impl fmt::Display for PciAddress {
     }
 }
 
-/// The text is no PCI address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a PCI address like 0000:00:06.0 or 00:06.0")]
 pub struct BadPciAddress;

@@ -111,7 +111,6 @@ fn is_parent(pid: u32, others: Vec<io::Result<Stat>>) -> io::Result<bool> {
     Ok(false)
 }
 
-/// The parts of /proc/PID/stat that the service uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stat {
     state: char,
@@ -153,7 +152,6 @@ impl Stat {
     }
 }
 
-/// The state of a process, its parent, and so on.
 pub fn stat(pid: u32) -> io::Result<Stat> {
     Stat::parse(&read(path(pid, "stat"))?).ok_or_else(|| lacks(pid, "stat", "is cut short"))
 }
@@ -183,7 +181,6 @@ impl ProcessStatus {
         self.uids().get(1).copied()
     }
 
-    /// Whether the process ignores a signal.
     pub fn ignores(&self, signal: i32) -> bool {
         self.has(signal, "SigIgn:")
     }
@@ -199,7 +196,6 @@ impl ProcessStatus {
     }
 }
 
-/// The user ids and the signals of a process.
 pub fn status(process: impl Display) -> io::Result<ProcessStatus> {
     read(path(process, "status")).map(ProcessStatus)
 }

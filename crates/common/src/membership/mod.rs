@@ -58,7 +58,6 @@ pub enum KnownBy {
 pub struct Membership {
     /// At least one, each once. In the environment, the name of a GPU may stand for a slice of it.
     pub slices: Vec<DeviceName>,
-    /// The way in which they are known.
     pub known_by: KnownBy,
 }
 
@@ -72,7 +71,6 @@ impl Membership {
         (!self.slices.is_empty()).then_some(self)
     }
 
-    /// Their names, with commas.
     pub fn names(&self) -> String {
         self.slices.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
     }

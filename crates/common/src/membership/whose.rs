@@ -55,7 +55,6 @@ pub fn shortened(slices: &[impl ToString]) -> String {
     names.join(",")
 }
 
-/// The text of `USERS`.
 pub fn users() -> String {
     String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned()
 }

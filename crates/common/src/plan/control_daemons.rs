@@ -16,7 +16,6 @@ use crate::host::nvml::facts::NvmlFacts;
 pub struct ControlDaemonPlan {
     /// `shared`, or the GPU's UUID.
     pub id: String,
-    /// The directory in which clients find it.
     pub pipe_directory: PathBuf,
     /// The directory of the control daemon alone, in which it makes its sockets. The pipe directory then has a link to the
     /// socket for clients. None if it makes its sockets in the pipe directory.
@@ -47,7 +46,6 @@ pub struct ServedGpu {
     pub uuid: String,
     /// None if the plan does not know it any more.
     pub id: Option<GpuId>,
-    /// The number of its slices.
     pub slices: u32,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
@@ -64,12 +62,10 @@ pub struct ServedGpu {
 }
 
 impl ServedGpu {
-    /// Its name for people.
     pub fn name(&self) -> String {
         self.id.map_or_else(|| self.uuid.clone(), |id| id.to_string())
     }
 
-    /// Its slices.
     pub fn slices(&self) -> impl Iterator<Item = SliceId> {
         self.id.into_iter().flat_map(|id| id.slices(self.slices))
     }
@@ -78,13 +74,10 @@ impl ServedGpu {
 /// A running control daemon: the properties that only another control daemon can change.
 #[derive(Debug, Clone, Copy)]
 pub struct Present<'a> {
-    /// The directory in which clients find it.
     pub pipe_directory: &'a Path,
     /// Its `CUDA_MPS_PIPE_DIRECTORY`.
     pub control_directory: &'a Path,
-    /// Its `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: &'a Path,
-    /// The UUIDs of its GPUs.
     pub gpus: &'a [String],
     /// Whether one server serves every user.
     pub multiuser: bool,
@@ -111,7 +104,6 @@ impl ControlDaemonPlan {
         self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
     }
 
-    /// Its slices.
     pub fn slices(&self) -> impl Iterator<Item = SliceId> {
         self.gpus.iter().flat_map(ServedGpu::slices)
     }

@@ -52,7 +52,6 @@ pub(super) fn of_gpu(
     warnings
 }
 
-/// The GPU is older than Volta.
 pub(super) fn not_enforced((major, minor): (u32, u32)) -> NamedProblem {
     NamedProblem::new(
         NOT_ENFORCED,

@@ -8,17 +8,16 @@ use crate::membership::{MayCommand, Membership};
 /// A process that uses a GPU, as it is at the moment of asking.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
-    /// Its PID on the host.
+    /// On the host.
     pub pid: u32,
     /// Whether it uses the GPU without an MPS server of this service.
     pub bypass: bool,
     /// Whether it waits for a server, and uses no GPU yet.
     pub waiting: bool,
-    /// Its real user id.
+    /// The real user id.
     pub uid: Option<u32>,
     /// The name of that user, or the id of a user without a name.
     pub user: Option<String>,
-    /// The command that it runs.
     pub command: String,
     /// The UUID of the GPU; empty if it uses none yet.
     pub gpu_uuid: String,

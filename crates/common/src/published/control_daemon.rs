@@ -5,7 +5,6 @@ use std::time::{Instant, SystemTime};
 
 use crate::host::cpus::Cpus;
 
-/// The number of events that are kept.
 pub const EVENTS_KEPT: usize = 32;
 
 /// The state of one control daemon; in lower case it is the word on D-Bus.
@@ -26,24 +25,19 @@ pub enum ControlDaemonState {
     Stopping,
 }
 
-/// One control daemon as it stands.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ControlDaemonView {
     /// `shared`, or the GPU's UUID.
     pub id: String,
-    /// Its state.
     pub state: ControlDaemonState,
     /// Why; empty when ready.
     pub reason: String,
     /// Its PID; None when none runs.
     pub pid: Option<u32>,
-    /// The PIDs of its servers.
     pub servers: Vec<u32>,
-    /// The directory in which clients find it.
     pub pipe_directory: PathBuf,
     /// The directory in which it makes its sockets, and in which root finds it with NVIDIA's front end.
     pub control_directory: PathBuf,
-    /// `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
     /// True if one server serves every user; None before that is known.
     pub multiuser: Option<bool>,
@@ -70,12 +64,10 @@ pub struct Event {
     pub at: SystemTime,
     /// When, in order: the time of day can be set back.
     pub seen: Instant,
-    /// The event in words.
     pub text: String,
 }
 
 impl Event {
-    /// Something that happens now.
     pub fn now(text: String) -> Self {
         Self { at: SystemTime::now(), seen: Instant::now(), text }
     }

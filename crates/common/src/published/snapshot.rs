@@ -41,37 +41,30 @@ pub enum State {
 pub struct Snapshot {
     /// Grows by one with every change of what `ListDevices` or `ListGpus` returns.
     pub generation: u64,
-    /// The service's state.
     pub state: State,
     /// Why, in one line; empty when ready.
     pub reason: String,
-    /// `enable_cuda_mps`.
     pub enabled: bool,
     /// The driver's version; empty when there is none.
     pub driver_version: String,
-    /// `cuda_mps_pipe_directory`.
     pub pipe_directory: PathBuf,
-    /// `cuda_mps_log_directory`.
     pub log_directory: PathBuf,
     /// The configured GPUs in configuration order, with their slices; None before the first plan exists. A GPU that has
     /// not changed is the same one in the next Snapshot.
     pub gpus: Option<Vec<Arc<GpuView>>>,
-    /// The control daemons.
     pub control_daemons: Vec<ControlDaemonView>,
     /// The last things that happened, oldest first.
     pub events: VecDeque<Event>,
 }
 
-/// One configured GPU as it stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
-    /// The plan for it.
     pub plan: GpuPlan,
     /// Whether a client that starts now is served with the planned limits. Drained slices change nothing here.
     pub healthy: bool,
     /// Why not, or what to know though it is; empty when there is nothing to say.
     pub reason: String,
-    /// The compute mode as last seen.
+    /// As last seen.
     pub compute_mode: Option<ComputeMode>,
     /// The control daemon that serves it, by its id; empty when none does.
     pub control_daemon: String,
@@ -92,7 +85,6 @@ pub struct GpuView {
 /// The thing behind a name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Named<'a> {
-    /// A whole GPU.
     Gpu(&'a GpuView),
     /// A slice: its GPU and its ordinal.
     Slice(&'a GpuView, u32),
@@ -199,7 +191,6 @@ impl GpuView {
 }
 
 impl<'a> Named<'a> {
-    /// The GPU itself, or the GPU of the slice.
     pub fn gpu(&self) -> &'a GpuView {
         match self {
             Self::Gpu(gpu) | Self::Slice(gpu, _) => gpu,

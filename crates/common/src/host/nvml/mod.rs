@@ -97,7 +97,6 @@ impl Driver {
         NvmlFacts::read(&device, index)
     }
 
-    /// The compute mode of the GPU with this UUID.
     pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
         read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
     }
@@ -337,7 +336,6 @@ fn why_not_loaded(error: &impl fmt::Display) -> Problem {
     }
 }
 
-/// The error in words for an administrator.
 fn words(error: &NvmlError) -> Problem {
     match error {
         NvmlError::GpuLost => Problem::new(
