@@ -3,7 +3,7 @@
 //! The agent reads the same files itself. Unless it reads D-Bus, it accepts only a render node as the name of a GPU,
 //! and gives every container the configured pipe directory.
 
-use super::host_conf::{EmptyKey, ReadAs};
+use super::host_conf::EmptyKey;
 use super::{DevicePath, Settings, Topology};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
@@ -72,12 +72,7 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
 
 /// The agent does not take a key without a value for a key that is not set.
 fn without_value(EmptyKey { key, origin, read_as }: &EmptyKey) -> Trouble {
-    let theirs = match read_as {
-        ReadAs::Null => "the platform's host agent reads the text null",
-        ReadAs::Empty => "the platform's host agent reads an empty text",
-        ReadAs::Mistake => "with it the platform's host agent does not start",
-    };
-    let found = format!("no value, so the key is not set for this service, and {theirs}");
+    let found = format!("no value, so the key is not set for this service, and {read_as}");
     let problem = LocatedProblem::new(origin.clone(), *key, found, "write a value or remove the line");
     Trouble { name: "agent-empty-value", problem, path: None }
 }

@@ -27,23 +27,15 @@ pub(super) struct Draft {
     pub(super) empty: Vec<EmptyKey>,
 }
 
-/// A key without a value, and what the host agent makes of it.
+/// A key without a value, and the host agent's reading of it, in words.
 pub(super) struct EmptyKey {
     pub(super) key: &'static str,
     pub(super) origin: Origin,
-    pub(super) read_as: ReadAs,
+    pub(super) read_as: &'static str,
 }
 
-/// The host agent's reading of a key without a value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ReadAs {
-    /// The text `null`.
-    Null,
-    /// A text of no characters.
-    Empty,
-    /// A mistake with which the agent does not start.
-    Mistake,
-}
+/// The agent's reading of a key that takes no text.
+const MISTAKE: &str = "with it the platform's host agent does not start";
 
 /// Stores a value in the draft. The error names the allowed values.
 type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), String>;
@@ -141,7 +133,7 @@ impl Draft {
                 continue;
             }
             // The host agent also takes the text of the later file; a mistake stays one.
-            self.empty.retain(|empty| empty.key != key || empty.read_as == ReadAs::Mistake);
+            self.empty.retain(|empty| empty.key != key || empty.read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {
                     if let Some(earlier) = self.origins.insert(key, origin.clone()) {
@@ -210,11 +202,13 @@ impl Draft {
 
 /// The host agent's reading of this key without a value. None for a key that the agent does not read, and where its answer
 /// is ours.
-fn read_as(key: &str, syntax: Syntax) -> Option<ReadAs> {
+fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
     match (syntax, key) {
-        (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => Some(ReadAs::Null),
-        (Syntax::Yaml, ENABLE_KEY | "cuda_mps_replicas" | "log_level") => Some(ReadAs::Mistake),
-        (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => Some(ReadAs::Empty),
+        (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
+            Some("the platform's host agent reads the text null")
+        }
+        (Syntax::Yaml, ENABLE_KEY | "cuda_mps_replicas" | "log_level") => Some(MISTAKE),
+        (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => Some("the platform's host agent reads an empty text"),
         _ => None,
     }
 }

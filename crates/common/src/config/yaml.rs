@@ -298,13 +298,17 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_map<A: MapAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {
-        let mut pairs = Pairs::default();
+        let mut pairs = Vec::new();
         let mut line = None;
         while let Some((key, value)) = access.next_entry_seed(self.inner(), self.inner())? {
             line = line.or(key.line);
-            pairs.add(key, value).map_err(de::Error::custom)?;
+            if matches!(&key.value, Value::Text { text, quoted: false } if text == "<<") {
+                merge(&mut pairs, value.value).map_err(de::Error::custom)?;
+            } else {
+                pairs.push(((key, value), false));
+            }
         }
-        Ok(Node { line, value: Value::Map(pairs.finish()) })
+        Ok(Node { line, value: Value::Map(without_overridden(pairs)) })
     }
 
     /// A value with a tag. The tag is ignored.
@@ -314,61 +318,34 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 }
 
-/// The pairs of a mapping. A later pair overrides an earlier one. A merge key, `<<`, stands for the pairs of the
-/// mappings in its value. As in the platform's parser, these pairs count at the place of the merge key: a later key
-/// overrides them, and they override an earlier one.
-#[derive(Default)]
-struct Pairs<'t> {
-    all: Vec<Pair<'t>>,
-    /// The places in `all` of the pairs that a merge key brought.
-    merged: BTreeSet<usize>,
+/// Adds the pairs of a merge key, `<<`, which stands for the pairs of the mappings in its value. As in the platform's
+/// parser, these pairs count at the place of the merge key: a later key overrides them, and they override an earlier one.
+fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), &'static str> {
+    match value {
+        Value::Map(merged) => pairs.extend(merged.into_iter().map(|pair| (pair, true))),
+        // Of several mappings the first one counts most.
+        Value::List(items) => {
+            for item in items.into_iter().rev() {
+                let Value::Map(_) = item.value else { return Err(BAD_MERGE) };
+                merge(pairs, item.value)?;
+            }
+        }
+        _ => return Err(BAD_MERGE),
+    }
+    Ok(())
 }
 
-impl<'t> Pairs<'t> {
-    fn add(&mut self, key: Node<'t>, value: Node<'t>) -> Result<(), &'static str> {
-        let is_merge = matches!(&key.value, Value::Text { text, quoted: false } if text == "<<");
-        if !is_merge {
-            self.all.push((key, value));
-            return Ok(());
-        }
-        match value.value {
-            Value::Map(pairs) => self.merge(pairs),
-            // Of several mappings the first one counts most.
-            Value::List(items) => {
-                for item in items.into_iter().rev() {
-                    let Value::Map(pairs) = item.value else { return Err(BAD_MERGE) };
-                    self.merge(pairs);
-                }
-            }
-            _ => return Err(BAD_MERGE),
-        }
-        Ok(())
-    }
-
-    fn merge(&mut self, pairs: Vec<Pair<'t>>) {
-        let first = self.all.len();
-        self.all.extend(pairs);
-        self.merged.extend(first..self.all.len());
-    }
-
-    /// Removes the merged pairs that a key overrides. Overriding is the purpose of merging, so such a key is no
-    /// duplicate.
-    fn finish(self) -> Vec<Pair<'t>> {
-        let Self { all, merged } = self;
-        if merged.is_empty() {
-            return all;
-        }
-        let mut behind: BTreeSet<String> = BTreeSet::new();
-        let mut kept: Vec<Pair<'t>> = Vec::new();
-        for (place, pair) in all.into_iter().enumerate().rev() {
-            let name = pair.0.value.text().into_owned();
-            if behind.insert(name) || !merged.contains(&place) {
-                kept.push(pair);
-            }
-        }
-        kept.reverse();
-        kept
-    }
+/// The pairs of a mapping without the merged ones that a later key overrides. Overriding is the purpose of merging, so such
+/// a key is no duplicate.
+fn without_overridden(pairs: Vec<(Pair<'_>, bool)>) -> Vec<Pair<'_>> {
+    let mut later = BTreeSet::new();
+    let counts = |(pair, merged): &(Pair<'_>, bool)| {
+        let (key, _) = pair;
+        later.insert(key.value.text().into_owned()) || !merged
+    };
+    let mut kept: Vec<_> = pairs.into_iter().rev().filter(counts).map(|(pair, _)| pair).collect();
+    kept.reverse();
+    kept
 }
 
 const BAD_MERGE: &str = "a merge key (<<) takes a mapping or a list of mappings";
