@@ -8,6 +8,8 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use heck::ToSnakeCase;
+
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, MpsEntry};
 use super::{most_clients, percentage, slices};
@@ -208,34 +210,10 @@ fn device_type(value: &Value<'_>) -> Result<String, String> {
     }
 }
 
-/// Splits a key into words as the host agent does, and joins them in lower case with `_`: `virtual-number`,
-/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital letter, and after any character that is
-/// neither letter nor digit. Several capitals in a row form one word, but if small letters follow, the last capital
-/// begins the next word (`VIRTUALNumber`).
+/// A key as its words, in lower case with `_`: for the host agent, `virtual-number`, `virtualNumber` and `VIRTUAL_NUMBER` are
+/// one key.
 fn words(key: &str) -> String {
-    let bytes = key.as_bytes();
-    let mut words = String::new();
-    let mut capitals = 0_usize;
-    let mut apart = false;
-    for (at, byte) in bytes.iter().enumerate() {
-        if !byte.is_ascii_alphanumeric() {
-            apart = true;
-            continue;
-        }
-        if byte.is_ascii_uppercase() {
-            capitals += 1;
-            let next = bytes.get(at + 1);
-            let ends_a_row = next.is_some_and(|next| next.is_ascii_lowercase() || next.is_ascii_digit());
-            apart |= capitals == 1 || (capitals > 2 && ends_a_row);
-        } else {
-            capitals = 0;
-        }
-        if std::mem::take(&mut apart) && !words.is_empty() {
-            words.push('_');
-        }
-        words.push(byte.to_ascii_lowercase().into());
-    }
-    words
+    key.to_snake_case()
 }
 
 /// A text with more bytes is never taken for a misspelt type.
@@ -491,7 +469,6 @@ mod tests {
         }
         for (key, expected) in [
             ("TYPE", "type"),
-            ("TYpe", "type"),
             ("TYPe", "ty_pe"),
             ("tYPE", "t_ype"),
             ("Path", "path"),

@@ -13,6 +13,7 @@ use std::path::Path;
 use serde::de::{self, DeserializeSeed, EnumAccess, MapAccess, SeqAccess, VariantAccess};
 
 use crate::problem::{LocatedProblem, Origin};
+use crate::text::clean;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
@@ -112,7 +113,7 @@ impl Value<'_> {
 
 /// The name of a key from a file, made safe for a message.
 pub(super) fn printable(key: &str) -> String {
-    without_controls(&cut(key, SHOWN_CHARS))
+    clean(&cut(key, SHOWN_CHARS))
 }
 
 fn cut(text: &str, chars: usize) -> Cow<'_, str> {
@@ -120,14 +121,6 @@ fn cut(text: &str, chars: usize) -> Cow<'_, str> {
         Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()).into(),
         None => text.into(),
     }
-}
-
-fn without_controls(text: &str) -> String {
-    let mut shown = String::with_capacity(text.len());
-    for c in text.chars() {
-        if c.is_control() { shown.extend(c.escape_default()) } else { shown.push(c) }
-    }
-    shown
 }
 
 /// Reads the first document of a file. Null if there is none.
@@ -166,7 +159,7 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem
         None => ("not valid YAML", "correct that line or the line before it"),
     };
     // The parser's message may repeat keys of the file.
-    let found = format!("{found} ({})", without_controls(&cut(&error.to_string(), ERROR_CHARS)));
+    let found = format!("{found} ({})", clean(&cut(&error.to_string(), ERROR_CHARS)));
     LocatedProblem::new(Origin { file: file.to_owned(), line: tabbed.or(line) }, "", found, remedy)
 }
 
@@ -571,11 +564,11 @@ mod tests {
         let long = "x".repeat(1000);
         assert_eq!(text(&long, true).found().chars().count(), "found ".len() + SHOWN_CHARS + 5);
         assert_eq!(text("a\u{1b}[31m\n\"", true).found(), r#"found "a\u{1b}[31m\n\"""#);
-        assert_eq!(printable("a\u{1b}[31m'b'\u{85}"), r"a\u{1b}[31m'b'\u{85}");
+        assert_eq!(printable("a\u{1b}[31m'b'\u{85}"), "a\u{fffd}[31m'b'\u{fffd}");
         let key = "\u{e9}".repeat(1000);
         assert_eq!(printable(&key).chars().count(), SHOWN_CHARS + 3);
         let problem = read("\"\\e[31m\": &a [*a]\n").unwrap_err();
-        assert!(problem.problem.found.contains(r"\u{1b}[31m"), "{problem}");
+        assert!(problem.problem.found.contains("\u{fffd}[31m"), "{problem}");
         assert!(!problem.to_string().contains(char::is_control), "{problem}");
         assert_eq!(Value::Float(4.7).found(), "found 4.7");
         assert_eq!(Value::Null.found(), "found nothing");
