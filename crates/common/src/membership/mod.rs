@@ -80,15 +80,8 @@ impl Membership {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
     uid: u32,
-    container: Container,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Container {
-    /// By the id in its control group.
-    Id(String),
-    /// By the mount namespace, where the control group names no container.
-    Namespace(PathBuf),
+    /// The id in its control group, or the mount namespace where the control group names no container.
+    container: PathBuf,
 }
 
 impl Tenant {
@@ -99,15 +92,15 @@ impl Tenant {
     pub fn read(pid: u32) -> io::Result<Self> {
         let uid = proc::status(pid)?.real_uid().ok_or(io::ErrorKind::InvalidData)?;
         let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
-            Some(id) => Container::Id(id.to_owned()),
-            None => Container::Namespace(proc::mount_namespace(pid)?),
+            Some(id) => PathBuf::from(id),
+            None => proc::mount_namespace(pid)?,
         };
         Ok(Self { uid, container })
     }
 
     #[cfg(any(test, feature = "samples"))]
     pub fn in_container(uid: u32, id: &str) -> Self {
-        Self { uid, container: Container::Id(id.to_owned()) }
+        Self { uid, container: id.into() }
     }
 }
 
@@ -197,7 +190,9 @@ struct Sight {
 /// All that the mounts of a process and of its ancestors show.
 #[derive(Debug)]
 pub struct ProcessMounts {
-    mounted: Mounted,
+    /// The slices with directories in its container, which may be none. None on the host, where the mounts prove nothing,
+    /// and where the process sees a whole pipe directory.
+    mounted: Option<Vec<SliceId>>,
     reach: Reach,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
@@ -263,14 +258,9 @@ impl SliceMounts {
             Some(_) if all.own => Reach::OwnDirectory,
             Some(_) => Reach::Control,
         };
-        let mounted = if !all.slices.is_empty() {
-            Mounted::Slices(all.slices.into_iter().collect())
-        } else if believed && !all.pipe {
-            // Nobody knows which way the process has come to the GPU.
-            Mounted::Elsewhere
-        } else {
-            Mounted::Nothing
-        };
+        // Without a slice and a pipe directory, nobody knows which way the process has come to the GPU.
+        let known = !all.slices.is_empty() || (believed && !all.pipe);
+        let mounted = known.then(|| all.slices.into_iter().collect());
         Ok(ProcessMounts { mounted, reach, pipe_directories: Arc::clone(&self.pipe_directories) })
     }
 
@@ -325,7 +315,7 @@ impl SliceMounts {
 impl ProcessMounts {
     /// The slices of the process that its mounts tell, without a look at its memory, which may be held up.
     pub fn mounted(self) -> Option<Membership> {
-        self.mounted.membership()
+        self.mounted.and_then(mounted)
     }
 
     /// How far the process can command a control daemon, by its effective user id.
@@ -336,33 +326,15 @@ impl ProcessMounts {
     /// The slices of the process. This may ask for the memory of the process.
     pub fn slices(self, pid: u32) -> io::Result<Option<Membership>> {
         match self.mounted {
-            Mounted::Nothing => Ok(claimed(&proc::environment(pid)?, &self.pipe_directories)),
-            mounted => Ok(mounted.membership()),
+            None => Ok(claimed(&proc::environment(pid)?, &self.pipe_directories)),
+            Some(slices) => Ok(mounted(slices)),
         }
     }
 }
 
-/// The slices of a process, as far as its mounts tell.
-#[derive(Debug, PartialEq, Eq)]
-enum Mounted {
-    /// The process is in a container with the directories of these slices.
-    Slices(Vec<SliceId>),
-    /// The process is in a container without any directory of ours.
-    Elsewhere,
-    /// Nothing: the process is on the host, its mounts prove nothing, or it sees a whole pipe directory.
-    Nothing,
-}
-
-impl Mounted {
-    fn membership(self) -> Option<Membership> {
-        match self {
-            Self::Slices(slices) => {
-                let slices = slices.into_iter().map(DeviceName::Slice).collect();
-                Some(Membership { slices, known_by: KnownBy::Mount })
-            }
-            Self::Elsewhere | Self::Nothing => None,
-        }
-    }
+fn mounted(slices: Vec<SliceId>) -> Option<Membership> {
+    let slices: Vec<_> = slices.into_iter().map(DeviceName::Slice).collect();
+    (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Mount })
 }
 
 /// The parent of a process, the parent's parent and so on. It ends where another process may have the PID by now.
@@ -529,7 +501,7 @@ mod tests {
         let mounts = find_in([&std::env::temp_dir()]);
         let own = std::process::id();
         let seen = mounts.see(own).unwrap();
-        assert_eq!((&seen.mounted, seen.reach), (&Mounted::Nothing, Reach::Host));
+        assert_eq!((&seen.mounted, seen.reach), (&None, Reach::Host));
         assert_eq!((mounts.slices_of(own).unwrap(), seen.mounted()), (None, None));
         assert!(mounts.slices_of(u32::MAX).is_err());
         assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));
