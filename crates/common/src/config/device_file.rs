@@ -30,7 +30,7 @@ pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<Dev
     let entry = |(index, item): (usize, Node<'_>)| {
         // YAML does not report the line of every entry.
         let origin = Origin { line: item.line.or(list.line), ..list.clone() };
-        Entry { name: format!("devices[{index}]"), origin }.read(item.value, findings)
+        Entry { name: format!("devices[{index}]"), origin, fields: HashMap::new() }.read(item.value, findings)
     };
     items.into_iter().enumerate().filter_map(entry).collect()
 }
@@ -56,7 +56,7 @@ fn items<'t>(
     let mut devices = None;
     for (key, value) in pairs {
         let (origin, name) = (place(key.line), key.value.text());
-        if words(&name) != "devices" {
+        if name.to_snake_case() != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
             let found = format!("already written at {earlier}; the last one counts");
@@ -87,102 +87,85 @@ fn items<'t>(
     }
 }
 
-/// An entry's keys. Each key may have any of the spellings that the host agent accepts.
+/// An entry's keys. Each may have any spelling with the same words, as for the host agent: `virtual-number`,
+/// `virtualNumber`.
 const KEYS: [&str; 5] = ["path", "type", "virtual_number", "thread_percentage", "max_clients"];
 
-/// The value of each key of an entry, with the line of the key.
-type Fields<'t> = HashMap<&'static str, Node<'t>>;
-
-/// An entry's name for messages, `devices[2]`, and its place.
-struct Entry {
+struct Entry<'t> {
+    /// For messages: `devices[2]`.
     name: String,
     origin: Origin,
+    /// The value of each key, with the line of the key.
+    fields: HashMap<&'static str, Node<'t>>,
 }
 
-impl Entry {
-    fn problem(
-        &self,
-        line: Option<usize>,
-        key: &str,
-        found: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> LocatedProblem {
+impl<'t> Entry<'t> {
+    fn problem(&self, line: Option<usize>, key: &str, found: &str, remedy: &str) -> LocatedProblem {
         let key = if key.is_empty() { self.name.clone() } else { format!("{}.{key}", self.name) };
         LocatedProblem::new(Origin { line, ..self.origin.clone() }, key, found, remedy)
     }
 
     /// The entry. None if it is unusable. `findings` has the problem then.
-    fn read(self, value: Value<'_>, findings: &mut Findings) -> Option<DeviceEntry> {
+    fn read(mut self, value: Value<'t>, findings: &mut Findings) -> Option<DeviceEntry> {
         let Value::Map(pairs) = value else {
             let keys = "the keys path, type and virtual_number";
             let (found, remedy) = match value {
                 Value::Null => ("an empty entry".to_owned(), format!("remove it, or write {keys}")),
                 other => (other.found(), format!("write an entry with {keys}")),
             };
-            findings.problems.push(self.problem(self.origin.line, "", found, remedy));
+            findings.problems.push(self.problem(self.origin.line, "", &found, &remedy));
             return None;
         };
-        let (fields, warnings) = self.fields(pairs);
-        let device_type = findings.checked(self.required(&fields, "type", WRITE_TYPE, device_type))?;
+        let warnings = self.fill(pairs);
+        let device_type = findings.checked(self.required("type", WRITE_TYPE, device_type))?;
         if device_type != MPS_TYPE {
-            let path = fields.get("path").and_then(|field| path(&field.value).ok());
+            let path = self.fields.get("path").and_then(|field| path(&field.value).ok());
             return Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path, mps: None });
         }
         findings.warnings.extend(warnings);
-        let path = findings.checked(self.required(&fields, "path", WRITE_PATH, path));
+        let path = findings.checked(self.required("path", WRITE_PATH, path));
         let remedy = "write the number of slices of the GPU, 1 to 999";
-        let slices = findings.checked(self.required(&fields, "virtual_number", remedy, slices));
-        let thread_percentage = findings.checked(self.optional(&fields, "thread_percentage", percentage));
-        let max_clients = findings.checked(self.optional(&fields, "max_clients", most_clients));
+        let slices = findings.checked(self.required("virtual_number", remedy, slices));
+        let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
+        let max_clients = findings.checked(self.optional("max_clients", most_clients));
         // Only now, so that every problem is reported at once.
         let (slices, thread_percentage, max_clients) = (slices?, thread_percentage?, max_clients?);
         let mps = Some(MpsEntry { slices, thread_percentage, max_clients });
         Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
-    /// The keys, and warnings about unknown keys and keys that appear twice.
-    fn fields<'t>(&self, pairs: Vec<Pair<'t>>) -> (Fields<'t>, Vec<LocatedProblem>) {
-        let (mut fields, mut warnings) = (Fields::default(), Vec::new());
+    /// Takes the keys. It warns of unknown keys and keys that appear twice.
+    fn fill(&mut self, pairs: Vec<Pair<'t>>) -> Vec<LocatedProblem> {
+        let mut warnings = Vec::new();
         for (key, Node { value, .. }) in pairs {
             let (line, name) = (key.line.or(self.origin.line), key.value.text());
-            let ours = words(&name);
+            let ours = name.to_snake_case();
             let (found, remedy) = match KEYS.into_iter().find(|key| *key == ours) {
                 None => ("no such key; it is ignored", "correct the spelling or remove it"),
-                Some(key) => match fields.insert(key, Node { line, value }) {
+                Some(key) => match self.fields.insert(key, Node { line, value }) {
                     None => continue,
                     Some(_) => ("written twice; the last one counts", "remove one of them"),
                 },
             };
             warnings.push(self.problem(line, &yaml::printable(&name), found, remedy));
         }
-        (fields, warnings)
+        warnings
     }
 
     /// A key that must be there. `read` returns the remedy for a wrong value.
-    fn required<T>(
-        &self,
-        fields: &Fields<'_>,
-        key: &str,
-        remedy: &str,
-        read: Reader<T>,
-    ) -> Result<T, LocatedProblem> {
+    fn required<T>(&self, key: &str, remedy: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
         let missing = || self.problem(self.origin.line, key, "missing", remedy);
-        self.valid(fields.get(key).ok_or_else(missing)?, key, read)
+        self.valid(self.fields.get(key).ok_or_else(missing)?, key, read)
     }
 
     /// A key that may be left out.
-    fn optional<T>(
-        &self,
-        fields: &Fields<'_>,
-        key: &str,
-        read: Reader<T>,
-    ) -> Result<Option<T>, LocatedProblem> {
-        let set = fields.get(key).filter(|field| field.value != Value::Null);
+    fn optional<T>(&self, key: &str, read: Reader<T>) -> Result<Option<T>, LocatedProblem> {
+        let set = self.fields.get(key).filter(|field| field.value != Value::Null);
         set.map(|field| self.valid(field, key, read)).transpose()
     }
 
     fn valid<T>(&self, field: &Node<'_>, key: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
-        read(&field.value).map_err(|remedy| self.problem(field.line, key, field.value.found(), remedy))
+        read(&field.value).map_err(|remedy| self.problem(field.line, key, &field.value.found(), &remedy))
     }
 }
 
@@ -208,12 +191,6 @@ fn device_type(value: &Value<'_>) -> Result<String, String> {
         }
         text => Ok(text.to_owned()),
     }
-}
-
-/// A key as its words, in lower case with `_`: for the host agent, `virtual-number`, `virtualNumber` and `VIRTUAL_NUMBER` are
-/// one key.
-fn words(key: &str) -> String {
-    key.to_snake_case()
 }
 
 /// A text with more bytes is never taken for a misspelt type.
@@ -465,7 +442,7 @@ mod tests {
             "Virtual_Number",
             "_virtual__number_",
         ] {
-            assert_eq!(words(key), "virtual_number", "{key}");
+            assert_eq!(key.to_snake_case(), "virtual_number", "{key}");
         }
         for (key, expected) in [
             ("TYPE", "type"),
@@ -477,7 +454,7 @@ mod tests {
             ("-", ""),
             ("a1B2", "a1_b2"),
         ] {
-            assert_eq!(words(key), expected, "{key}");
+            assert_eq!(key.to_snake_case(), expected, "{key}");
         }
     }
 
