@@ -67,11 +67,7 @@ impl From<ContainerError> for RequestError {
         match error {
             ContainerError::NotReady(_) => Self::NotReady(text),
             ContainerError::NoSuchDevice { .. } => Self::NoSuchDevice(text),
-            ContainerError::NoneNamed
-            | ContainerError::NoUuid { .. }
-            | ContainerError::NotServable { .. }
-            | ContainerError::Drained { .. }
-            | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
+            _ => Self::Failed(text),
         }
     }
 }

@@ -3,7 +3,6 @@
 pub mod difference;
 pub mod report;
 
-use std::path::Path;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -81,7 +80,8 @@ pub fn check(sources: &Sources) -> Checked {
         Ok(loaded) => {
             let root = sources.sysroot.clone();
             let inventory = ask_driver(move |driver| Inventory::read(&root, driver));
-            judge(loaded, Some(&inventory.unwrap_or_else(|reason| without_driver(&sources.sysroot, &reason))))
+            let without_driver = |reason| Inventory::read(&sources.sysroot, Err(&reason));
+            judge(loaded, Some(&inventory.unwrap_or_else(without_driver)))
         }
     }
 }
@@ -101,10 +101,6 @@ pub fn ask_driver<T: Send + 'static>(
              host",
         )
     })
-}
-
-pub fn without_driver(sysroot: &Path, reason: &Problem) -> Inventory {
-    Inventory::read(sysroot, Err(reason))
 }
 
 /// Runs something that may hang, on a thread of its own. None if it does not end in time. The thread is then left

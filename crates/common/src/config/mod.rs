@@ -109,7 +109,7 @@ pub struct DeviceEntry {
     pub origin: Origin,
     /// `type`, verbatim.
     pub device_type: String,
-    /// `path`, classified. None if the entry has no path, which some other types allow.
+    /// `path`, classified. None if the entry has no path, which some other types allow, but `NVIDIA_MPS` does not.
     pub path: Option<DevicePath>,
     /// Present on `NVIDIA_MPS` entries only.
     pub mps: Option<MpsEntry>,
@@ -338,12 +338,8 @@ impl Loaded {
         (!self.settings.enabled && !self.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
             let remedy = format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work");
-            LocatedProblem::new(
-                Origin::whole(file),
-                ENABLE_KEY,
-                "no longer set, while GPUs are served",
-                remedy,
-            )
+            let found = "no longer set, while GPUs are served";
+            LocatedProblem::new(Origin::whole(file), ENABLE_KEY, found, remedy)
         })
     }
 }

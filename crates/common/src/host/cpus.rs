@@ -50,24 +50,22 @@ impl Cpus {
     /// is left out. If it must not use any of them, nothing changes.
     pub fn bind(self) -> io::Result<()> {
         let own = sched_getaffinity(None)?;
-        match Self::new(|cpu| self.has(cpu) && own.is_set(cpu)) {
+        match Self::new(|cpu| self.0.is_set(cpu) && own.is_set(cpu)) {
             Some(cpus) => sched_setaffinity(None, &cpus.0),
             None => Ok(()),
         }
     }
 
-    fn has(self, cpu: usize) -> bool {
-        self.0.is_set(cpu)
-    }
-
     pub fn includes(self, other: Self) -> bool {
-        (0..CpuSet::MAX_CPU).all(|cpu| self.has(cpu) || !other.has(cpu))
+        (0..CpuSet::MAX_CPU).all(|cpu| self.0.is_set(cpu) || !other.0.is_set(cpu))
     }
 
     /// The CPUs of all sets together. None if one of the sets is None, or if there is no set.
     pub fn union(mut sets: impl Iterator<Item = Option<Self>>) -> Option<Self> {
         let first = sets.next()??;
-        sets.try_fold(first, |all, set| set.and_then(|set| Self::new(|cpu| all.has(cpu) || set.has(cpu))))
+        sets.try_fold(first, |all, set| {
+            set.and_then(|set| Self::new(|cpu| all.0.is_set(cpu) || set.0.is_set(cpu)))
+        })
     }
 
     /// The list for people, where `all` stands for all CPUs of the host.
@@ -80,7 +78,7 @@ impl Cpus {
 impl fmt::Display for Cpus {
     /// The list as the kernel writes it: `0-3,8`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| self.has(*cpu)).peekable();
+        let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| self.0.is_set(*cpu)).peekable();
         let mut separator = "";
         while let Some(first) = cpus.next() {
             let mut last = first;
@@ -140,8 +138,8 @@ mod tests {
             let bind = move || Cpus::parse(&list).unwrap().bind().map(|()| own());
             std::thread::spawn(bind).join().unwrap().unwrap()
         };
-        let first = (0..CpuSet::MAX_CPU).find(|cpu| own().has(*cpu)).unwrap();
-        let stranger = (0..CpuSet::MAX_CPU).find(|cpu| !own().has(*cpu)).unwrap();
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| own().0.is_set(*cpu)).unwrap();
+        let stranger = (0..CpuSet::MAX_CPU).find(|cpu| !own().0.is_set(*cpu)).unwrap();
         assert_eq!(bound(first.to_string()).to_string(), first.to_string());
         assert_eq!(bound(format!("{first},{stranger}")).to_string(), first.to_string());
         assert_eq!(bound(stranger.to_string()), own());

@@ -16,7 +16,7 @@ const DIGITS: usize = 3;
 
 /// A GPU as the service publishes it. Its name is the short form of its PCI address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GpuId(PciAddress);
+pub struct GpuId(pub(super) PciAddress);
 
 impl GpuId {
     pub fn slice(self, ordinal: u32) -> SliceId {
@@ -26,12 +26,6 @@ impl GpuId {
     /// Its slices, if it has so many.
     pub fn slices(self, number: u32) -> impl Iterator<Item = SliceId> {
         (0..number).map(move |ordinal| self.slice(ordinal))
-    }
-}
-
-impl From<PciAddress> for GpuId {
-    fn from(address: PciAddress) -> Self {
-        Self(address)
     }
 }
 

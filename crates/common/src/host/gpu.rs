@@ -88,7 +88,7 @@ pub struct Gpu {
 
 impl Gpu {
     pub fn id(&self) -> GpuId {
-        GpuId::from(self.pci.address)
+        GpuId(self.pci.address)
     }
 
     pub fn facts(&self) -> Option<&NvmlFacts> {

@@ -3,11 +3,12 @@
 //! A control daemon must outlive this service, but systemd ends every process in a unit's control group when the unit
 //! stops. So each control daemon gets a scope of its own: a unit for processes that systemd has not started. `systemctl
 //! stop` of such a scope ends the control daemon with all of its servers and clients.
+//!
+//! Each request has a connection of its own, since the one that serves the bus name may not be open yet or may be closing.
 
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
-use zbus::connection::Builder;
 use zbus::proxy::CacheProperties;
 use zbus::{Connection, OwnedObjectPath, Variant, fdo};
 
@@ -93,7 +94,7 @@ pub async fn lift_limits() -> Result<(), String> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let lifted = async {
         let limits = ["MemoryHigh", "MemoryMax", "TasksMax"].map(|limit| (limit, Variant::from(u64::MAX)));
-        SystemdProxy::new(&connect().await?).await?.set_unit_properties(&own, true, &limits).await
+        SystemdProxy::new(&Connection::system().await?).await?.set_unit_properties(&own, true, &limits).await
     };
     answer(PATIENCE, &format!("can't lift the limits of {own}"), lifted).await
 }
@@ -127,7 +128,7 @@ pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
 /// Asks systemd about a service, installed or not. Takes 2 s at most.
 pub async fn unit(name: &str) -> Result<UnitProperties, String> {
     let asked = async {
-        let connection = connect().await?;
+        let connection = Connection::system().await?;
         let unit = SystemdProxy::new(&connection).await?.load_unit(name).await?;
         let properties = fdo::PropertiesProxy::new(&connection, "org.freedesktop.systemd1", unit).await?;
         let mut all = UnitProperties::new();
@@ -189,13 +190,8 @@ trait Job {
     fn job_type(&self) -> zbus::Result<String>;
 }
 
-/// Opens a connection of its own, since the connection that serves the bus name may not be open yet or may be closing.
-async fn connect() -> zbus::Result<Connection> {
-    Builder::system().build().await
-}
-
 async fn own_job() -> zbus::Result<Option<String>> {
-    let connection = connect().await?;
+    let connection = Connection::system().await?;
     let unit = SystemdProxy::new(&connection).await?.get_unit_by_pid(std::process::id()).await?;
     let unit = UnitProxy::builder(&connection).path(unit).cache_properties(CacheProperties::No);
     let (number, job) = unit.build().await?.job().await?;
@@ -207,7 +203,7 @@ async fn own_job() -> zbus::Result<Option<String>> {
 }
 
 async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<()> {
-    let connection = connect().await?;
+    let connection = Connection::system().await?;
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
     let systemd = SystemdProxy::new(&connection).await?;
     // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. Scopes know this

@@ -85,10 +85,7 @@ pub struct Tenant {
 }
 
 impl Tenant {
-    /// The tenant that a process works for.
-    ///
-    /// # Errors
-    /// The process has ended, or can't be looked at.
+    /// The tenant that a process works for. An error if the process has ended or can't be looked at.
     pub fn read(pid: u32) -> io::Result<Self> {
         let uid = proc::status(pid)?.real_uid().ok_or(io::ErrorKind::InvalidData)?;
         let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
@@ -214,10 +211,7 @@ impl SliceMounts {
         }
     }
 
-    /// The slices of a process. None if nothing is known.
-    ///
-    /// # Errors
-    /// The process has ended, or can't be looked at.
+    /// The slices of a process. None if nothing is known, an error if it has ended or can't be looked at.
     pub fn slices_of(&self, pid: u32) -> io::Result<Option<Membership>> {
         self.see(pid)?.slices(pid)
     }

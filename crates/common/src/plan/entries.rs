@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
 use super::limits::too_many;
-use super::paths::{Miss, choices, claim, claimed_by, find};
+use super::paths::{Miss, claim, claimed_by, find};
 use super::{Missing, PlanError};
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
 use crate::host::gpu::Gpu;
@@ -34,12 +34,7 @@ pub(super) fn wanted<'a>(
     // Without a driver, only the text of two paths can show that they name the same GPU.
     let mut named: HashMap<DevicePath, (&Origin, &DevicePath)> = HashMap::new();
     for entry in &settings.devices {
-        let Some(mps) = &entry.mps else { continue };
-        let Some(path) = &entry.path else {
-            let problem = Problem::new("an NVIDIA_MPS entry without a path", choices(inventory));
-            problems.push(entry.problem("path", problem));
-            continue;
-        };
+        let (Some(mps), Some(path)) = (&entry.mps, &entry.path) else { continue };
         let mut gone = None;
         let sought = as_before(path, before);
         let gpu = match find(&sought, inventory) {
@@ -344,10 +339,10 @@ mod tests {
     fn all_problems_come_at_once() {
         let mut settings =
             with(vec![(node(140), 4), (node(128), 4), (node(128), 4), (node(129), 122_881), (node(141), 4)]);
-        settings.devices[0].path = None;
+        settings.devices[0].path = Some(other("/dev/null"));
         let lines = problems(&settings, &h200s());
         assert_eq!(lines.len(), 4, "{lines:?}");
-        assert!(lines[0].starts_with("devices.yml:2: devices[0].path: an NVIDIA_MPS entry without a path"));
+        assert!(lines[0].starts_with("devices.yml:2: devices[0].path: \"/dev/null\" is not the path"));
         assert!(lines[1].starts_with("devices.yml:4: devices[2].path: "));
         assert_eq!(
             lines[2],

@@ -105,7 +105,7 @@ fn failed(words: &str) -> Error {
 fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus, Error> {
     let root = sysroot.to_owned();
     let inventory = check::ask_driver(move |driver| Inventory::read(&root, driver))
-        .unwrap_or_else(|reason| check::without_driver(sysroot, &reason));
+        .unwrap_or_else(|reason| Inventory::read(sysroot, Err(&reason)));
     let found = HostGpus::new(inventory);
     for line in found.describe() {
         writeln!(out, "{}", hanging(&line))?;
