@@ -28,7 +28,6 @@ pub struct BadDirectory {
 /// The mode of the pipe directory and the log directory: everybody may look into them, and only the owner may write.
 const MODE: u32 = 0o755;
 
-/// The mode of a private directory.
 const PRIVATE: u32 = 0o700;
 
 /// The socket to which clients connect, and the mode that the control daemon gives it. To connect takes the right to

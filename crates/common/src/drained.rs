@@ -31,7 +31,6 @@ impl Drained {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
     }
 
-    /// Whether everything is drained, whatever there is.
     pub fn is_all(&self) -> bool {
         self.all
     }

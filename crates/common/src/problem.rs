@@ -81,7 +81,6 @@ impl NamedProblem {
     }
 }
 
-/// A place in a file.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Origin {
     /// The file, as it was opened.

@@ -14,9 +14,7 @@ use crate::text::clean;
 pub enum RequestError {
     /// No plan exists yet; ask again.
     NotReady(String),
-    /// No such slice or GPU.
     NoSuchDevice(String),
-    /// No such client of a slice.
     NoSuchClient(String),
     /// The configuration was refused, and the one before stays in force.
     InvalidConfig(String),
@@ -24,7 +22,6 @@ pub enum RequestError {
     Busy(String),
     /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, as the bus itself says it.
     AccessDenied(String),
-    /// Anything else.
     Failed(String),
 }
 

@@ -30,7 +30,6 @@ const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[derive(Debug, thiserror::Error)]
 pub enum BusError {
-    /// Nobody owns the bus name.
     #[error("yunion-mps-daemon is not running; start it with: systemctl start yunion-mps-daemon")]
     NotRunning,
     /// The daemon, or the bus on its behalf, has answered with an error.

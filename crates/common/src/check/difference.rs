@@ -12,7 +12,6 @@ use crate::counted::counted;
 use crate::directories::give_up_private_directory;
 use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 
-/// One thing that a reload would change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Difference {
     pub kind: DifferenceKind,
@@ -28,7 +27,6 @@ pub struct Difference {
 #[serde(rename_all = "kebab-case")]
 pub enum DifferenceKind {
     Enabled,
-    /// The devices of a GPU.
     Devices,
     /// The memory limit of a GPU's slices.
     MemoryLimit,
@@ -36,7 +34,6 @@ pub enum DifferenceKind {
     ThreadPercentage,
     /// The most clients of one of them.
     MaxClients,
-    /// The pipe directory of a control daemon.
     PipeDirectory,
     ControlDaemon,
 }
@@ -240,7 +237,6 @@ impl Comparison<'_> {
         }
     }
 
-    /// When something about this GPU takes effect.
     fn effect_for(&self, uuid: &str) -> Effect {
         let Self { plan, published, .. } = self;
         let planned = plan.control_daemons.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));

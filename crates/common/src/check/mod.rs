@@ -22,10 +22,12 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 /// The result of the check: what a start would do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Checked {
-    /// The files have mistakes.
     Refused(Refused),
     /// The files have no mistakes in themselves, but don't fit this host.
-    Wrong { problems: Vec<LocatedProblem>, loaded: Loaded },
+    Wrong {
+        problems: Vec<LocatedProblem>,
+        loaded: Loaded,
+    },
     /// The configuration is right, whether or not this host can serve its GPUs now.
     Right {
         loaded: Loaded,

@@ -158,7 +158,6 @@ impl<'t> Entry<'t> {
         self.valid(self.fields.get(key).ok_or_else(missing)?, key, read)
     }
 
-    /// A key that may be left out.
     fn optional<T>(&self, key: &str, read: Reader<T>) -> Result<Option<T>, LocatedProblem> {
         let set = self.fields.get(key).filter(|field| field.value != Value::Null);
         set.map(|field| self.valid(field, key, read)).transpose()
@@ -205,7 +204,6 @@ fn is_near_miss(device_type: &str) -> bool {
     device_type.len() <= LONGEST_SLIP && (found == "mps" || strsim::osa_distance(&found, &ours) <= 1)
 }
 
-/// The kind of name that a path is.
 fn classify(text: &str) -> DevicePath {
     // The number of a device has no leading zero, so `/dev/nvidia01` is no device.
     let number = |prefix| {

@@ -104,7 +104,6 @@ pub fn has_room_for_sockets(directory: &Path) -> bool {
     directory.as_os_str().len() + "/".len() + LONGEST_SOCKET.len() <= SOCKET_PATH_BYTES
 }
 
-/// The length of `GPU-` and a UUID.
 const GPU_UUID_BYTES: usize = 40;
 
 impl Draft {
@@ -265,7 +264,6 @@ fn unquoted(value: &str) -> String {
     }
 }
 
-/// The value of a key of this service, and its line.
 struct Chosen<'t> {
     key: &'static str,
     setter: Setter,
@@ -315,7 +313,6 @@ fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Fi
 /// The largest number of wrong letters in a key that is still taken for the device file's key.
 const SLIPS: usize = 3;
 
-/// Whether an unknown key was meant to be the device file's key.
 fn is_nearly_device_file(name: &str) -> bool {
     name.len() <= 2 * DEVICE_FILE_KEY.len()
         && strsim::osa_distance(&name.to_lowercase(), DEVICE_FILE_KEY) <= SLIPS
@@ -369,7 +366,6 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
     }
 }
 
-/// One of the words of a choice.
 fn word<T: FromStr + VariantNames>(value: &Value<'_>) -> Result<T, String> {
     value.text().parse().map_err(|_| match T::VARIANTS {
         [others @ .., last] => format!("write {} or {last}", others.join(", ")),

@@ -206,7 +206,6 @@ pub enum MultiUser {
     Auto,
     /// Always on. A driver that refuses it is an error.
     On,
-    /// Always off.
     Off,
 }
 
@@ -216,7 +215,6 @@ pub enum MultiUser {
 pub enum CpuAffinity {
     /// The CPUs near its GPUs.
     Auto,
-    /// It is not bound.
     #[default]
     None,
 }
@@ -236,7 +234,6 @@ pub enum OnOveruse {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum MayTerminate {
-    /// Root alone.
     #[default]
     Root,
     /// Root, and the user who has started the process.
@@ -266,7 +263,6 @@ pub struct Loaded {
     pub overridden: Vec<(&'static str, Origin, Origin)>,
 }
 
-/// The reason why the files are no configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
     /// Every problem of every file, in the order of the files and their lines. There is at least one.
@@ -470,7 +466,6 @@ fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, String> {
     whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// An active thread percentage.
 fn percentage(value: &Value<'_>) -> Result<u8, String> {
     whole(value, 1..=100, "percent")
 }

@@ -46,7 +46,6 @@ pub(super) type Pair<'t> = (Node<'t>, Node<'t>);
 /// The most characters of a text that a message repeats.
 const SHOWN_CHARS: usize = 80;
 
-/// The most characters of the YAML parser's own message.
 const ERROR_CHARS: usize = 300;
 
 impl Value<'_> {

@@ -75,7 +75,6 @@ impl fmt::Display for SliceId {
     }
 }
 
-/// A name that stands for a slice, or for a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(into = "String")]
 pub enum DeviceName {
@@ -84,7 +83,6 @@ pub enum DeviceName {
 }
 
 impl DeviceName {
-    /// The GPU, or the GPU of the slice.
     pub fn gpu(self) -> GpuId {
         match self {
             Self::Gpu(gpu) => gpu,

@@ -36,7 +36,6 @@ impl Series {
 /// The driver and the GPU from which on something is so.
 #[derive(Debug, Clone, Copy)]
 pub struct Since {
-    /// The first series.
     pub series: u32,
     capability: (u32, u32),
 }

@@ -8,7 +8,6 @@ use super::nvml::facts::NvmlFacts;
 use super::pci_address::PciAddress;
 use crate::problem::Problem;
 
-/// NVIDIA's PCI vendor number.
 pub const NVIDIA: u16 = 0x10de;
 
 /// The capability of a GPU's PCI Express link, not its state of the moment.
@@ -53,13 +52,10 @@ pub struct PciDevice {
     pub address: PciAddress,
     /// The PCI vendor number, 0x10de for NVIDIA.
     pub vendor: u16,
-    /// The PCI device number.
     pub device: u16,
     /// The kernel driver that holds the device: `nvidia`, `vfio-pci`. None if no driver holds it or /sys doesn't say.
     pub driver: Option<String>,
-    /// The render node, `/dev/dri/renderDN`.
     pub render_node: Option<PathBuf>,
-    /// The card node, `/dev/dri/cardN`.
     pub card_node: Option<PathBuf>,
     pub numa_node: Option<i32>,
     /// The CPUs near it. None if /sys doesn't say.
@@ -105,7 +101,6 @@ impl Gpu {
         self.pci.pci_ids_name.as_ref().or(nvml).cloned().unwrap_or_default()
     }
 
-    /// The vendor and the device number, `10de:1b38`.
     pub fn vendor_device_id(&self) -> String {
         format!("{:04x}:{:04x}", self.pci.vendor, self.pci.device)
     }

@@ -23,7 +23,6 @@ pub struct Place {
 }
 
 impl Place {
-    /// The place of a directory that this process sees.
     pub fn find(directory: &Path) -> io::Result<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let (mount, path) = proc::location(rustix::fs::open(directory, flags, Mode::empty())?)?;
@@ -39,9 +38,7 @@ impl Place {
 
 struct MountPoint {
     id: u64,
-    /// The place that it leads to.
     root: Place,
-    /// Its path in the mount namespace.
     point: PathBuf,
 }
 

@@ -135,7 +135,6 @@ fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
     Ok(None)
 }
 
-/// The rate in lspci's spelling.
 fn rate_in_register(speed: u16) -> Option<&'static str> {
     match speed {
         1 => Some("2.5GT/s"),

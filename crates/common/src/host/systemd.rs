@@ -23,10 +23,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// with an unknown reason the control daemons would be left running. If the bus is gone, a call fails at once.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The longest wait for another scope of the same name to go away.
 const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The pause between two requests while another scope has the name.
 const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
 
 /// The pause between two looks at a process that is being moved. systemd needs about a millisecond.
@@ -108,7 +106,6 @@ pub async fn why_stopping() -> Stopping {
     }
 }
 
-/// The reason that systemd's job for this unit implies.
 fn classify(job: Option<&str>, unit: &str) -> Stopping {
     match job {
         Some("stop") => Stopping::Stop,
@@ -259,7 +256,6 @@ fn scope_name(id: &str) -> String {
     name + ".scope"
 }
 
-/// The service as which systemd runs this process.
 fn own_service() -> Option<String> {
     if !sd_notify::booted().unwrap_or(false) {
         return None;

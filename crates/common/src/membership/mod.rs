@@ -31,7 +31,6 @@ pub use commands::MayCommand;
 use commands::{Reach, may_command};
 use containers::of_the_hosts;
 
-/// The environment variable that names the devices of a container.
 pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
 /// The environment variable that names the directory in which a process looks for its control daemon.
@@ -40,7 +39,6 @@ const DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 /// The most slices that a process can claim. A container has one of each GPU.
 const CLAIMS: usize = 64;
 
-/// The most ancestors of a process that are looked at.
 const ANCESTORS: usize = 32;
 
 /// The way in which the slices of a process are known; in lower case it is the word on D-Bus.
@@ -53,7 +51,6 @@ pub enum KnownBy {
     Environment,
 }
 
-/// The slices that a process has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
     /// At least one, each once. In the environment, the name of a GPU may stand for a slice of it.
@@ -108,7 +105,6 @@ pub struct Slices {
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     /// The control daemons' own directories, in which their privileged sockets are.
     own_directories: BTreeSet<PathBuf>,
-    /// The GPUs, by UUID.
     gpus: BTreeMap<String, GpuId>,
 }
 
@@ -159,9 +155,7 @@ impl Slices {
 pub struct SliceMounts {
     /// The pipe directories, with the directories of slices in them.
     pipes: Vec<Place>,
-    /// The paths of the pipe directories.
     pipe_directories: Arc<BTreeSet<PathBuf>>,
-    /// The control daemons' own directories.
     own: Vec<Place>,
     /// The mount namespaces of the host: the service's own, and that of the first process.
     host: Vec<PathBuf>,
@@ -171,7 +165,6 @@ pub struct SliceMounts {
     first: OnceLock<BTreeMap<String, u32>>,
 }
 
-/// All that the mounts of one process show.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Sight {
     /// The slices with a directory that is the root of a mount.
@@ -184,7 +177,6 @@ struct Sight {
     own: bool,
 }
 
-/// All that the mounts of a process and of its ancestors show.
 #[derive(Debug)]
 pub struct ProcessMounts {
     /// The slices with directories in its container, which may be none. None on the host, where the mounts prove nothing,
@@ -367,7 +359,6 @@ fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<M
     Some(Membership { slices, known_by: KnownBy::Environment })
 }
 
-/// The slices that are named in this environment.
 fn named(environment: &[u8]) -> Option<Vec<DeviceName>> {
     let value = std::str::from_utf8(proc::variable(environment, DEVICE_VARIABLE)?).ok()?;
     let mut slices = Vec::new();

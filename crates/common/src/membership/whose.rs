@@ -24,7 +24,6 @@ const USERS: &str = "/etc/passwd";
 pub struct Whose {
     pub pid: u32,
     pub user: Option<String>,
-    /// The slices that it has.
     pub slices: Option<Vec<DeviceName>>,
     pub container: Option<String>,
 }

@@ -34,7 +34,6 @@ pub struct ControlDaemonPlan {
     pub multiuser: bool,
     /// Whether the control daemon is started without that if its driver refuses it.
     pub multiuser_optional: bool,
-    /// Whether the server is started before the first client.
     pub prewarm: bool,
     /// The CPUs near its GPUs, if it is bound to them.
     pub cpus: Option<Cpus>,
@@ -49,11 +48,8 @@ pub struct ServedGpu {
     pub slices: u32,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
-    /// The memory of one of its slices in MiB.
     pub slice_memory_mib: u64,
-    /// The active thread percentage of one of its slices.
     pub slice_thread_percentage: u8,
-    /// Whether the GPU enforces limits.
     pub limits_enforced: bool,
     /// The number of clients that it can hold at once.
     pub capacity: u32,
@@ -79,7 +75,6 @@ pub struct Present<'a> {
     pub control_directory: &'a Path,
     pub log_directory: &'a Path,
     pub gpus: &'a [String],
-    /// Whether one server serves every user.
     pub multiuser: bool,
     /// Whether it was to be bound to the CPUs near its GPUs.
     pub near_cpus: bool,

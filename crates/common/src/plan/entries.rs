@@ -12,7 +12,6 @@ use crate::host::gpu::Gpu;
 use crate::host::inventory::Inventory;
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// A GPU that the configuration asks for.
 pub(super) struct ConfiguredGpu<'a> {
     pub gpu: &'a Gpu,
     /// The keys of its own entry, or the number of slices of every GPU.

@@ -20,11 +20,8 @@ pub struct GpuPlan {
     pub thread_percentage: u8,
     /// The most clients of one slice. None if the GPU's clients can't be counted.
     pub max_clients: Option<u32>,
-    /// Whether the GPU enforces the two limits.
     pub limits_enforced: bool,
-    /// All that keeps it from being served now.
     pub obstacles: Vec<NamedProblem>,
-    /// Facts that an administrator should know, although the GPU is served.
     pub warnings: Vec<NamedProblem>,
     pub pipe_directory: PathBuf,
     /// The directory of the directories of its slices, if each slice has one.
@@ -33,7 +30,6 @@ pub struct GpuPlan {
     pub cpus: Option<Cpus>,
 }
 
-/// The obstacle of processes without MPS.
 pub const HELD: &str = "gpu-held";
 
 impl GpuPlan {

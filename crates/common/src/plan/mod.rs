@@ -31,7 +31,6 @@ use crate::problem::{LocatedProblem, Problem};
 pub struct Plan {
     /// Every GPU of the configuration, in its order, served or not.
     pub gpus: Vec<GpuPlan>,
-    /// The entries of the device file without a GPU on this host now.
     pub missing: Vec<Missing>,
     pub control_daemons: Vec<ControlDaemonPlan>,
     /// The GPUs of the configuration, by UUID.

@@ -9,7 +9,6 @@ use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
-/// The warnings that follow from the GPU itself.
 pub(super) fn of_gpu(
     facts: &NvmlFacts,
     slices: NonZeroU32,

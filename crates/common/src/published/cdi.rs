@@ -79,7 +79,6 @@ fn mount(mount: &Mount) -> Value {
     })
 }
 
-/// The reason why there is no spec, or not the right one.
 #[derive(Debug, thiserror::Error)]
 pub enum CdiError {
     #[error(transparent)]

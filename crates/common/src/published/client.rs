@@ -21,13 +21,9 @@ pub struct ClientView {
     pub command: String,
     /// The UUID of the GPU; empty if it uses none yet.
     pub gpu_uuid: String,
-    /// The slices that it has, if known.
     pub slices: Option<Membership>,
-    /// How far it can command a control daemon, if known.
     pub may_command: Option<MayCommand>,
-    /// The container that it runs in, if it runs in one.
     pub container_id: Option<String>,
-    /// The GPU memory that it holds, in MiB.
     pub memory_mib: Option<u64>,
     /// When it started.
     pub since: Option<SystemTime>,

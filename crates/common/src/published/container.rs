@@ -56,7 +56,6 @@ pub fn devices_in(environment: &[(impl AsRef<str>, String)]) -> &str {
     devices.map_or("", |(_, devices)| devices.as_str())
 }
 
-/// A directory of the host, mounted in the container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
     pub host: PathBuf,
@@ -70,7 +69,6 @@ const SLIPS: usize = 2;
 /// The most names that are offered for a wrong one.
 const OFFERED: usize = 3;
 
-/// The reason why there is no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ContainerError {
     #[error("{0}")]
@@ -87,7 +85,6 @@ pub enum ContainerError {
     /// A slice that is drained, or a GPU without any other slice.
     #[error("{device} is {reason}")]
     Drained { device: String, reason: Problem },
-    /// Devices of different control daemons.
     #[error(
         "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
          of one GPU, or set cuda_mps_topology to shared"

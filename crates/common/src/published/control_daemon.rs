@@ -21,7 +21,6 @@ pub enum ControlDaemonState {
     Backoff,
     /// Something outside must change first; the reason says what.
     Waiting,
-    /// On the way down.
     Stopping,
 }
 

@@ -32,7 +32,6 @@ pub enum State {
     Degraded,
     /// No GPU is served.
     Failed,
-    /// On the way down.
     Stopping,
 }
 
@@ -68,7 +67,6 @@ pub struct GpuView {
     pub compute_mode: Option<ComputeMode>,
     /// The control daemon that serves it, by its id; empty when none does.
     pub control_daemon: String,
-    /// The thread percentage that the control daemon has confirmed.
     pub confirmed_thread_percentage: Option<u8>,
     /// The memory limit that a running server has confirmed, in MiB.
     pub confirmed_memory_limit_mib: Option<u64>,
@@ -163,7 +161,6 @@ impl GpuView {
         Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
     }
 
-    /// The clients of a slice together, if they are known.
     pub fn slice_use(&self, ordinal: u32) -> Option<&SliceUse> {
         self.uses.get(usize::try_from(ordinal).ok()?)
     }
@@ -221,7 +218,6 @@ impl<'a> Named<'a> {
     }
 }
 
-/// The reason why no new client gets this slice or GPU.
 pub fn drained(name: &str) -> Problem {
     Problem::new("drained for new clients", format!("yunion-mpsctl undrain {name} takes that back"))
 }

@@ -48,7 +48,6 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Loads NVML and connects to the driver.
     pub fn open() -> Result<Self, Problem> {
         let nvml =
             Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
