@@ -402,7 +402,7 @@ const MAX_FILE_BYTES: u64 = 1024 * 1024;
 /// The text of a file. None if it is missing.
 fn read_text(sysroot: &Path, file: &Path) -> Result<Option<String>, LocatedProblem> {
     let (found, remedy) = match regular_file::read(&below(sysroot, file), MAX_FILE_BYTES) {
-        Ok(bytes) => return text_of(file, bytes).map(Some),
+        Ok(bytes) => return text_of(file, &bytes).map(Some),
         Err(Unreadable::Failed(error))
             if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
         {
@@ -427,21 +427,20 @@ pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
 }
 
 /// The text of a file, if the bytes can be the text of a configuration file at all.
-fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, LocatedProblem> {
-    let bad =
-        |line, found, remedy| LocatedProblem::new(Origin { file: file.to_owned(), line }, "", found, remedy);
-    let line_of =
-        |bytes: &[u8], at: usize| Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
+fn text_of(file: &Path, bytes: &[u8]) -> Result<String, LocatedProblem> {
+    let damaged = |at: usize, found, remedy| {
+        let line = Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
+        LocatedProblem::new(Origin { file: file.to_owned(), line }, "", found, remedy)
+    };
     if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
         let remedy = "the file is binary or damaged: check the path, or write the file again";
-        return Err(bad(line_of(&bytes, at), "a NUL byte", remedy));
+        return Err(damaged(at, "a NUL byte", remedy));
     }
-    let text = String::from_utf8(bytes).map_err(|error| {
-        let line = line_of(error.as_bytes(), error.utf8_error().valid_up_to());
-        bad(line, "bytes that are not UTF-8", "save the file as UTF-8")
-    })?;
-    // Some editors write a byte order mark at the beginning of a file.
-    Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
+    match std::str::from_utf8(bytes) {
+        // Some editors write a byte order mark at the beginning of a file.
+        Ok(text) => Ok(text.strip_prefix('\u{feff}').unwrap_or(text).to_owned()),
+        Err(error) => Err(damaged(error.valid_up_to(), "bytes that are not UTF-8", "save the file as UTF-8")),
+    }
 }
 
 /// A whole number within a range. The error names the allowed values.

@@ -65,7 +65,7 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let name = scope_name(id);
     let started = start_scope(&name, scope_properties(id, pid, &own));
-    answer(PATIENCE, &format!("can't make {name}"), started).await?;
+    answer(PATIENCE, &format!("refuses to make {name}"), started).await?;
     let deadline = Instant::now() + PATIENCE;
     // systemd's answer only says that the job is queued. The process's control group shows that the job is done.
     loop {
@@ -94,7 +94,7 @@ pub async fn lift_limits() -> Result<(), String> {
         let limits = ["MemoryHigh", "MemoryMax", "TasksMax"].map(|limit| (limit, Variant::from(u64::MAX)));
         SystemdProxy::new(&Connection::system().await?).await?.set_unit_properties(&own, true, &limits).await
     };
-    answer(PATIENCE, &format!("can't lift the limits of {own}"), lifted).await
+    answer(PATIENCE, &format!("refuses to lift the limits of {own}"), lifted).await
 }
 
 /// Asks systemd which job it has for this service's unit. Takes 10 s at most.
@@ -115,7 +115,10 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
         Some(other) => {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
         }
-        None => Stopping::Unknown(format!("systemd has no job for {unit}: it was not asked to stop it")),
+        None => {
+            let found = format!("systemd was not asked to stop or restart {unit}: it has no job for it");
+            Stopping::Unknown(found)
+        }
     }
 }
 
@@ -138,15 +141,15 @@ pub async fn unit(name: &str) -> Result<UnitProperties, String> {
     answer(ANSWER_TIMEOUT, "can't be asked on the system bus", asked).await
 }
 
-/// Waits for an answer of systemd. `failed` begins the error.
+/// Waits for an answer of systemd. `refused` begins its error.
 async fn answer<T>(
     patience: Duration,
-    failed: &str,
+    refused: &str,
     asked: impl Future<Output = zbus::Result<T>>,
 ) -> Result<T, String> {
     match timeout(patience, asked).await {
-        Ok(answer) => answer.map_err(|error| format!("systemd {failed}: {error}")),
-        Err(_) => Err(format!("systemd {failed}: no answer within {} s", patience.as_secs())),
+        Ok(answer) => answer.map_err(|error| format!("systemd {refused}: {error}")),
+        Err(_) => Err(format!("systemd did not answer within {} s", patience.as_secs())),
     }
 }
 

@@ -196,14 +196,9 @@ fn control_daemon(
         Topology::Shared => ("shared", settings.log_directory.clone()),
         Topology::PerGpu => (uuid.as_str(), settings.log_directory.join(uuid)),
     };
-    let (multiuser, multiuser_optional) = match settings.multiuser {
-        MultiUser::On => (true, false),
-        MultiUser::Auto => {
-            let all = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
-            (all, all)
-        }
-        MultiUser::Off => (false, false),
-    };
+    let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
+    let if_possible = settings.multiuser == MultiUser::Auto && all_can;
+    let multiuser = settings.multiuser == MultiUser::On || if_possible;
     // Whether clients of these GPUs can connect in any directory.
     let series = inventory.series();
     let linked =
@@ -234,7 +229,7 @@ fn control_daemon(
         thread_percentage,
         multiuser,
         // A server of a user's own would have to get into the directory of the control daemon.
-        multiuser_optional: multiuser_optional && slice_directories.is_none() && private_directory.is_none(),
+        multiuser_optional: if_possible && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
         cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
         private_directory,

@@ -15,7 +15,8 @@ use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
 pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
-    let ConfiguredGpu { gpu, keys: MpsEntry { slices, thread_percentage, max_clients }, gone } = wanted;
+    let ConfiguredGpu { gpu, keys, gone } = wanted;
+    let MpsEntry { slices, thread_percentage, max_clients } = keys;
     let facts = gpu.facts();
     let total = facts.and_then(|facts| facts.memory_total_mib);
     let capability = facts.and_then(|facts| facts.compute_capability);
@@ -46,9 +47,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
         max_clients: NVML_LISTS_CLIENTS.holds(inventory.series(), capability).then_some(most),
         limits_enforced,
         obstacles,
-        warnings: facts
-            .map(|facts| warnings::of_gpu(facts, *slices, *max_clients, inventory))
-            .unwrap_or_default(),
+        warnings: facts.map(|facts| warnings::of_gpu(facts, keys, inventory)).unwrap_or_default(),
         pipe_directory,
         slice_directories: None,
         cpus: gpu

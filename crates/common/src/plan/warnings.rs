@@ -1,20 +1,15 @@
 //! Facts about a GPU that an administrator should know, although the GPU is served.
 
 use std::fmt::Display;
-use std::num::NonZeroU32;
 
-use crate::config::DeviceEntry;
+use crate::config::{DeviceEntry, MpsEntry};
 use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
-pub(super) fn of_gpu(
-    facts: &NvmlFacts,
-    slices: NonZeroU32,
-    max_clients: Option<NonZeroU32>,
-    inventory: &Inventory,
-) -> Vec<NamedProblem> {
+pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) -> Vec<NamedProblem> {
+    let MpsEntry { slices, max_clients, .. } = keys;
     let Some(capability) = facts.compute_capability else {
         return vec![NamedProblem::new(
             NO_COMPUTE_CAPABILITY,
@@ -92,6 +87,8 @@ const NOT_ENFORCED: &str = "limits-not-enforced";
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+
     use super::*;
     use crate::plan::tests::{and_other, facts, h200s, node, pci, plan, with};
 
