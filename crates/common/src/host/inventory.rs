@@ -44,14 +44,14 @@ impl Inventory {
         });
         let listed = driver.map_err(Clone::clone).and_then(|driver| Ok((driver, driver.facts()?)));
         let mut inventory = match listed {
-            Err(reason) => Self::without_driver(devices, &reason),
+            Err(reason) => Self::merged(devices, Err(reason.clone()), Vec::new(), |_| Err(reason.clone())),
             Ok((driver, listed)) => {
                 // The version is not needed to serve GPUs.
                 let version = driver.version().unwrap_or_else(|reason| {
                     tracing::warn!("{reason}");
                     "unknown".to_owned()
                 });
-                Self::merged(devices, version, listed, |address| driver.facts_at(address))
+                Self::merged(devices, Ok(version), listed, |address| driver.facts_at(address))
             }
         };
         inventory.add_names(sysroot);
@@ -68,29 +68,19 @@ impl Inventory {
         }
     }
 
-    fn without_driver(devices: Vec<PciDevice>, reason: &Problem) -> Self {
-        let (gpus, others): (Vec<_>, Vec<_>) =
-            devices.into_iter().partition(|device| device.vendor == NVIDIA);
-        let gpus = gpus.into_iter().map(|pci| Gpu { pci, nvml: Err(reason.clone()) }).collect();
-        Self { driver: Err(reason.clone()), gpus, others, cpus: Cpus::of_host() }
-    }
-
     /// `ask` is called for the GPUs that NVML did not list. It usually returns the reason.
     fn merged(
         devices: Vec<PciDevice>,
-        version: String,
+        driver: Result<String, Problem>,
         listed: Vec<Gpu>,
         ask: impl Fn(PciAddress) -> Result<NvmlFacts, Problem>,
     ) -> Self {
         let mut listed: BTreeMap<PciAddress, Gpu> =
             listed.into_iter().map(|gpu| (gpu.pci.address, gpu)).collect();
+        let (ours, others): (Vec<_>, Vec<_>) =
+            devices.into_iter().partition(|device| device.vendor == NVIDIA);
         let mut gpus = Vec::new();
-        let mut others = Vec::new();
-        for pci in devices {
-            if pci.vendor != NVIDIA {
-                others.push(pci);
-                continue;
-            }
+        for pci in ours {
             let nvml = match (listed.remove(&pci.address), pci.foreign_driver()) {
                 (Some(gpu), _) => gpu.nvml,
                 (None, Some(other)) => Err(Problem::new(
@@ -104,7 +94,7 @@ impl Inventory {
         // The remaining GPUs have no entry in /sys, for example in a container that hides it.
         gpus.extend(listed.into_values());
         gpus.sort_by_key(|gpu| gpu.pci.address);
-        Self { driver: Ok(version), gpus, others, cpus: Cpus::of_host() }
+        Self { driver, gpus, others, cpus: Cpus::of_host() }
     }
 }
 
@@ -172,7 +162,7 @@ mod tests {
         ];
         // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
-        let inventory = Inventory::merged(devices, "580.159.04".to_owned(), known, |missing| {
+        let inventory = Inventory::merged(devices, Ok("580.159.04".to_owned()), known, |missing| {
             Err(format!("{missing} is lost").into())
         });
         assert_eq!(inventory.driver, Ok("580.159.04".to_owned()));
