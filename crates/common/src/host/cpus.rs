@@ -22,15 +22,12 @@ impl Cpus {
     /// Reads a list of the kernel: `0-3,8`. None for a list without any CPU, for a text that is no list, and for a CPU
     /// that no set holds: the 1025th.
     pub fn parse(list: &str) -> Option<Self> {
-        let mut ranges = Vec::new();
-        for part in list.trim().split(',') {
+        let range = |part: &str| {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
             let range = first.parse().ok()?..=last.parse().ok()?;
-            if range.is_empty() || *range.end() >= CpuSet::MAX_CPU {
-                return None;
-            }
-            ranges.push(range);
-        }
+            (!range.is_empty() && *range.end() < CpuSet::MAX_CPU).then_some(range)
+        };
+        let ranges: Vec<_> = list.trim().split(',').map(range).collect::<Option<_>>()?;
         Self::new(|cpu| ranges.iter().any(|range| range.contains(&cpu)))
     }
 

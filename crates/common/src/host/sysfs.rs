@@ -126,27 +126,16 @@ fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
             }
             let capabilities = word(at + 0x0c)?;
             let width = u32::from(capabilities >> 4 & 0x3f);
-            return Ok(
-                rate_in_register(capabilities & 0xf).map(|rate| PcieLink { rate: rate.to_owned(), width })
-            );
+            let rate = RATES.get(usize::from(capabilities & 0xf)).filter(|rate| !rate.is_empty());
+            return Ok(rate.map(|rate| PcieLink { rate: format!("{rate}GT/s"), width }));
         }
         at = next;
     }
     Ok(None)
 }
 
-fn rate_in_register(speed: u16) -> Option<&'static str> {
-    match speed {
-        1 => Some("2.5GT/s"),
-        2 => Some("5GT/s"),
-        3 => Some("8GT/s"),
-        4 => Some("16GT/s"),
-        5 => Some("32GT/s"),
-        6 => Some("64GT/s"),
-        8 => Some("128GT/s"),
-        _ => None,
-    }
-}
+/// The rates in GT/s by their numbers in the register.
+const RATES: [&str; 9] = ["", "2.5", "5", "8", "16", "32", "64", "", "128"];
 
 /// Changes the kernel's `8.0 GT/s PCIe` (in older kernels `8 GT/s`) into lspci's spelling. `Unknown` becomes None.
 fn describe_rate(words: &str) -> Option<String> {
