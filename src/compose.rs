@@ -211,7 +211,7 @@ fn said_by(status: &Status) -> String {
         "" => String::new(),
         reason => format!(": {reason}"),
     };
-    format!("control daemon {} is {}{reason}", view.id, view.state.as_str())
+    format!("control daemon {} is {}{reason}", view.id, view.state)
 }
 
 /// The control daemon on the way out that still has a GPU, in words.
@@ -316,7 +316,7 @@ pub(crate) fn status_line(snapshot: &Snapshot) -> String {
     let slices = snapshot.slices().filter(|(gpu, ordinal)| gpu.slice_healthy(*ordinal)).count();
     let drained: usize = gpus.iter().map(|gpu| gpu.drained.len()).sum();
     let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
-    let mut line = snapshot.state.as_str().to_owned();
+    let mut line = snapshot.state.to_string();
     if !gpus.is_empty() {
         line.push_str(&format!(": {} on {healthy} of {} GPUs", counted(slices, "device"), gpus.len()));
         if drained > 0 {

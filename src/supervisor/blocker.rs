@@ -417,7 +417,7 @@ mod tests {
             let (debug, by, ends) = (format!("{blocker:?}"), blocker.cleared_by(), blocker.ends_when_idle());
             let name = debug.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap();
             let progress = Progress { configured: true, in_place: true, retiring: false };
-            let state = all_of([blocker]).shown(progress).unwrap().state.as_str();
+            let state = all_of([blocker]).shown(progress).unwrap().state.to_string();
             let row = format!("| `{name}` | `{by:?}` | {state} | {} | ", if ends { "yes" } else { "no" });
             let found = rows.next().unwrap_or_default();
             assert!(found.starts_with(&row), "{found}: {row}");

@@ -232,7 +232,7 @@ impl Worker {
             ("CUDA_MPS_LOG_DIRECTORY", plan.log_directory.display().to_string()),
             ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
         ];
-        let arguments = driver::control_daemon_arguments(plan.driver, multiuser);
+        let arguments = driver::control_daemon_arguments(multiuser);
         let waiting = PausedProcess::start(Launch {
             program,
             arguments: &arguments,

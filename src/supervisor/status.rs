@@ -245,7 +245,6 @@ fn gpus(plan: &ControlDaemonPlan, known: &BTreeMap<String, GpuStatus>) -> BTreeM
 #[cfg(test)]
 mod tests {
     use super::*;
-    use common::host::driver::Series;
 
     fn plan(thread_percentage: u8) -> ControlDaemonPlan {
         ControlDaemonPlan {
@@ -255,7 +254,6 @@ mod tests {
             private_directory: None,
             slice_directories: None,
             gpus: Vec::new(),
-            driver: Series::default(),
             thread_percentage,
             multiuser: true,
             multiuser_optional: true,

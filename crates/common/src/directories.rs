@@ -17,7 +17,6 @@ use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat, StatxFlags};
 use rustix::io::Errno;
 use rustix::path::Arg;
 
-/// A directory that can't be used.
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {problem}", path = path.display())]
 pub struct BadDirectory {
@@ -29,7 +28,6 @@ pub struct BadDirectory {
 /// The mode of the pipe directory and the log directory: everybody may look into them, and only the owner may write.
 const MODE: u32 = 0o755;
 
-/// The mode of a private directory.
 const PRIVATE: u32 = 0o700;
 
 /// The socket to which clients connect, and the mode that the control daemon gives it. To connect takes the right to
@@ -95,16 +93,7 @@ pub fn clear_place(
     moved: &mut Vec<String>,
 ) -> Result<(), BadDirectory> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let renamed = move_away(directory, name).and_then(|new| match new {
-        Some(new) => Ok(new),
-        // Whoever has taken the usual names must not keep this place too.
-        None => {
-            let unique = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-            let new = format!("{name}.refused-{unique}");
-            rename(directory, name, &new).map(|()| new)
-        }
-    });
-    match renamed {
+    match move_away(directory, name) {
         Ok(new) => moved.push(format!("{} {why}, and is {new} now", path.display())),
         Err(Errno::NOENT) => {}
         Err(error) => {
@@ -304,12 +293,7 @@ fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<Owne
 /// The directory or the socket belongs to another user, or can't be repaired.
 pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<Vec<String>, BadDirectory> {
     let Some(directory) = walk(pipe_directory, false)? else { return Ok(Vec::new()) };
-    let mut repaired = Vec::new();
-    repaired.extend(
-        claim(&directory, MODE).map_err(|problem| bad(pipe_directory, problem))?.map(|was| {
-            format!("mode of {} was {was:04o}, and is {MODE:04o} again", pipe_directory.display())
-        }),
-    );
+    let mut repaired = Vec::from_iter(put_back(pipe_directory, &directory, MODE)?);
     let Some(directory) = walk(control_directory, false)? else { return Ok(repaired) };
     let path = control_directory.join(SOCKET);
     let bad_socket = |problem: Problem| bad(&path, problem);
@@ -323,8 +307,7 @@ pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<V
     if stat.st_mode & SOCKET_MODE != SOCKET_MODE {
         chmod(&socket, SOCKET_MODE)
             .map_err(|error| bad_socket(format!("can't be made {SOCKET_MODE:04o}: {error}").into()))?;
-        let was = stat.st_mode & 0o777;
-        repaired.push(format!("mode of {} was {was:04o}, and is {SOCKET_MODE:04o} again", path.display()));
+        repaired.push(repair(&path, stat.st_mode & 0o777, SOCKET_MODE));
     }
     Ok(repaired)
 }
@@ -336,11 +319,19 @@ pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<V
 /// The directory belongs to another user, or can't be repaired.
 pub fn keep_others_out(private: &Path) -> Result<Option<String>, BadDirectory> {
     let Some(directory) = walk(private, false)? else { return Ok(None) };
-    let was = claim(&directory, PRIVATE).map_err(|problem| bad(private, problem))?;
-    Ok(was.map(|was| format!("mode of {} was {was:04o}, and is {PRIVATE:04o} again", private.display())))
+    put_back(private, &directory, PRIVATE)
 }
 
-/// A control daemon's log.
+/// Sets the mode of a directory of ours, and describes the repair.
+fn put_back(path: &Path, directory: &OwnedFd, mode: u32) -> Result<Option<String>, BadDirectory> {
+    let was = claim(directory, mode).map_err(|problem| bad(path, problem))?;
+    Ok(was.map(|was| repair(path, was, mode)))
+}
+
+fn repair(path: &Path, was: u32, mode: u32) -> String {
+    format!("mode of {} was {was:04o}, and is {mode:04o} again", path.display())
+}
+
 #[derive(Debug)]
 pub struct LogFile {
     /// The file, opened for appending.
@@ -358,21 +349,15 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     let mut moved_away = None;
     loop {
         let output = match find_log(&directory, name)? {
-            FoundLog::Ours(entry) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
-            FoundLog::Nothing => match create(&directory, Path::new(name)) {
+            Some(Ok(entry)) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
+            None => match create(&directory, Path::new(name)) {
                 Ok(output) => output,
                 // Another process made the file first.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(error),
             },
-            FoundLog::Refused(why) => {
-                let new = move_away(&directory, name)?.ok_or_else(|| {
-                    io::Error::other(format!(
-                        "is no log of this service and can't be renamed, since {name}.refused-1 to -{MOVED_AWAY} \
-                         exist; remove them"
-                    ))
-                })?;
-                moved_away = Some(format!("{why}, and is {new} now"));
+            Some(Err(why)) => {
+                moved_away = Some(format!("{why}, and is {} now", move_away(&directory, name)?));
                 continue;
             }
         };
@@ -381,15 +366,9 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     }
 }
 
-/// The thing that stands in the place of a log.
-enum FoundLog {
-    Ours(OwnedFd),
-    Nothing,
-    Refused(String),
-}
-
-fn find_log(directory: impl AsFd, name: &str) -> io::Result<FoundLog> {
-    let Some(entry) = entry(directory, name)? else { return Ok(FoundLog::Nothing) };
+/// The thing that stands in the place of a log: our log, or the fault of another thing. None if there is nothing.
+fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedFd, String>>> {
+    let Some(entry) = entry(directory, name)? else { return Ok(None) };
     let stat = rustix::fs::fstat(&entry)?;
     let us = rustix::process::geteuid().as_raw();
     let why = match FileType::from_raw_mode(stat.st_mode) {
@@ -399,29 +378,32 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<FoundLog> {
             if stat.st_mode & 0o022 != 0 {
                 chmod(&entry, 0o644)?;
             }
-            return Ok(FoundLog::Ours(entry));
+            return Ok(Some(Ok(entry)));
         }
         FileType::Symlink => "was a symbolic link".to_owned(),
         FileType::Fifo => "was a FIFO".to_owned(),
         _ => "was no regular file".to_owned(),
     };
-    Ok(FoundLog::Refused(why))
+    Ok(Some(Err(why)))
 }
 
-/// The number of refused files that are kept under other names.
+/// The number of refused things that are kept under names in a row.
 const MOVED_AWAY: u32 = 9;
 
-/// Renames a thing to the first of a few names that is free. None if there is none.
-fn move_away(directory: impl AsFd, name: &str) -> rustix::io::Result<Option<String>> {
+/// Renames a thing to the first of a few names that is free. Whoever has taken these must not keep the place too, so then it
+/// gets a name that nobody can have foreseen.
+fn move_away(directory: impl AsFd, name: &str) -> rustix::io::Result<String> {
     for number in 1..=MOVED_AWAY {
         let new = format!("{name}.refused-{number}");
         match rename(&directory, name, &new) {
-            Ok(()) => return Ok(Some(new)),
+            Ok(()) => return Ok(new),
             Err(Errno::EXIST) => {}
             Err(error) => return Err(error),
         }
     }
-    Ok(None)
+    let unique = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let new = format!("{name}.refused-{unique}");
+    rename(directory, name, &new).map(|()| new)
 }
 
 fn rename(directory: impl AsFd, name: &str, new: &str) -> rustix::io::Result<()> {
@@ -569,7 +551,8 @@ mod tests {
             symlink(&elsewhere, log.join(format!("full.refused-{number}"))).unwrap();
         }
         symlink(&elsewhere, log.join("full")).unwrap();
-        assert!(open_log(&directory, "full").is_err());
+        let moved = opened("full").moved_away.unwrap();
+        assert!(moved.starts_with("was a symbolic link, and is full.refused-"), "{moved}");
         // Anybody could have written to a log that is writable for everybody.
         std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
         opened("control.log");

@@ -27,12 +27,10 @@ fn readable<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<Devic
 }
 
 impl Drained {
-    /// Whether this slice is drained.
     pub fn has(&self, slice: SliceId) -> bool {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
     }
 
-    /// Whether everything is drained, whatever there is.
     pub fn is_all(&self) -> bool {
         self.all
     }

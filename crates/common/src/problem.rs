@@ -9,14 +9,12 @@ use serde::Serialize;
 /// A problem in words for an administrator. Its text is the finding, and the remedy behind a semicolon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
-    /// The finding.
     pub found: String,
     /// The step that helps; empty if only the obvious one is known.
     pub remedy: String,
 }
 
 impl Problem {
-    /// A finding with its remedy.
     pub fn new(found: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self { found: found.into(), remedy: remedy.into() }
     }
@@ -83,7 +81,6 @@ impl NamedProblem {
     }
 }
 
-/// A place in a file.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Origin {
     /// The file, as it was opened.

@@ -20,7 +20,6 @@ const MAX_BYTES: u64 = 1024 * 1024;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
     pub process: Identity,
-    /// The directory in which clients find it.
     pub pipe_directory: PathBuf,
     /// The directory in which it makes its sockets, if that is another one.
     #[serde(default)]
@@ -31,7 +30,6 @@ pub struct Running {
     pub log_directory: PathBuf,
     /// The UUIDs of its GPUs; the position is the ordinal.
     pub gpus: Vec<String>,
-    /// Whether one server serves every user.
     pub multiuser: bool,
     /// Whether it was to be bound to the CPUs near its GPUs.
     #[serde(default)]

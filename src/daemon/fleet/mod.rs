@@ -17,7 +17,6 @@ use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::{Instructions, Status, Supervisor, Tools};
 use common::bus::error::RequestError;
 use common::config::Settings;
-use common::host::driver::Series;
 use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 use conductor::{Conducted, Conductor};
@@ -275,7 +274,6 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         log_directory: running.log_directory.clone(),
         slice_directories: running.slice_directories.clone(),
         gpus: gpus.collect(),
-        driver: Series::default(),
         thread_percentage: 100,
         multiuser: running.multiuser,
         multiuser_optional: true,

@@ -22,19 +22,15 @@ pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 /// The daemon's answer, or the reason why there is none.
 #[derive(Debug)]
 pub enum BusAnswer {
-    /// The bus can't be reached.
     Unreachable(String),
     NotRunning,
     /// A process owns the name, and does not answer.
     Silent,
-    /// The bus does not allow the question.
     Denied(String),
-    /// The daemon answers with an error.
     Refuses(String),
     Answers(Box<Published>),
 }
 
-/// The answers of `Manager`.
 #[derive(Debug)]
 pub struct Published {
     pub service: Listed<Service>,

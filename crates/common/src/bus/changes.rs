@@ -1,12 +1,8 @@
 //! The moments at which the service publishes something else, as yunion-mpsctl hears of them.
 
-use std::pin::Pin;
-use std::task::{Context, Poll};
-
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use zbus::export::futures_core::Stream;
-use zbus::message::Type;
+use zbus::export::ordered_stream::OrderedStreamExt;
 use zbus::{Connection, MatchRule, MessageStream};
 
 use super::{MANAGER, NAME};
@@ -22,24 +18,21 @@ pub struct ServiceChanges {
 
 impl ServiceChanges {
     pub async fn on(connection: &Connection) -> zbus::Result<Self> {
-        let of_service = MatchRule::builder().msg_type(Type::Signal).sender(NAME).path(MANAGER).build()?;
-        let of_bus = MatchRule::builder()
-            .msg_type(Type::Signal)
-            .sender("org.freedesktop.DBus")
-            .member("NameOwnerChanged")
-            .arg(0, NAME)
-            .build()?;
-        let mut streams = [
-            MessageStream::for_match_rule(of_service, connection, None).await?,
-            MessageStream::for_match_rule(of_bus, connection, None).await?,
-        ];
+        let of_service = format!("type='signal',sender='{NAME}',path='{MANAGER}'");
+        let of_bus =
+            format!("type='signal',sender='org.freedesktop.DBus',member='NameOwnerChanged',arg0='{NAME}'");
         let (tell, told) = watch::channel(());
         let mut hears = JoinSet::new();
-        hears.spawn(async move {
-            while std::future::poll_fn(|context| heard(&mut streams, context)).await {
-                tell.send_replace(());
-            }
-        });
+        for rule in [of_service, of_bus] {
+            let rule = MatchRule::try_from(rule.as_str())?;
+            let mut signals = MessageStream::for_match_rule(rule, connection, None).await?;
+            let tell = tell.clone();
+            hears.spawn(async move {
+                while signals.next().await.is_some() {
+                    tell.send_replace(());
+                }
+            });
+        }
         Ok(Self { told, _hears: hears })
     }
 
@@ -48,18 +41,4 @@ impl ServiceChanges {
     pub async fn next(&mut self) -> bool {
         self.told.changed().await.is_ok()
     }
-}
-
-/// Whether there are signals, or no stream any more.
-fn heard(streams: &mut [MessageStream], context: &mut Context<'_>) -> Poll<bool> {
-    let mut is_heard = false;
-    for stream in streams {
-        while let Poll::Ready(next) = Pin::new(&mut *stream).poll_next(context) {
-            if next.is_none() {
-                return Poll::Ready(false);
-            }
-            is_heard = true;
-        }
-    }
-    if is_heard { Poll::Ready(true) } else { Poll::Pending }
 }

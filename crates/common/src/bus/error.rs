@@ -1,7 +1,5 @@
 //! The errors of the service on D-Bus.
 
-use std::fmt;
-
 use zbus::DBusError;
 use zbus::message::{Header, Message};
 use zbus::names::ErrorName;
@@ -11,13 +9,12 @@ use crate::text::clean;
 
 /// The error that a caller gets instead of an answer: a name, which is `io.yunion.Mps1.Error.<variant>` unless the
 /// variant says otherwise, and a text for people.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub enum RequestError {
     /// No plan exists yet; ask again.
     NotReady(String),
-    /// No such slice or GPU.
     NoSuchDevice(String),
-    /// No such client of a slice.
     NoSuchClient(String),
     /// The configuration was refused, and the one before stays in force.
     InvalidConfig(String),
@@ -25,14 +22,7 @@ pub enum RequestError {
     Busy(String),
     /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, as the bus itself says it.
     AccessDenied(String),
-    /// Anything else.
     Failed(String),
-}
-
-impl fmt::Display for RequestError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.text())
-    }
 }
 
 // By hand, since one of the names has another prefix.
@@ -74,11 +64,7 @@ impl From<ContainerError> for RequestError {
         match error {
             ContainerError::NotReady(_) => Self::NotReady(text),
             ContainerError::NoSuchDevice { .. } => Self::NoSuchDevice(text),
-            ContainerError::NoneNamed
-            | ContainerError::NoUuid { .. }
-            | ContainerError::NotServable { .. }
-            | ContainerError::Drained { .. }
-            | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
+            _ => Self::Failed(text),
         }
     }
 }

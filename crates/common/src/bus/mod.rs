@@ -6,7 +6,6 @@ pub mod error;
 pub mod proxy;
 pub mod rows;
 
-/// The name on the system bus.
 pub const NAME: &str = "io.yunion.Mps1";
 pub const ROOT: &str = "/io/yunion/Mps1";
 pub const MANAGER: &str = "/io/yunion/Mps1/Manager";

@@ -7,13 +7,13 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::de::DeserializeOwned;
-use serde::{Serialize, Serializer};
+use serde::de::{self, DeserializeOwned};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 use tokio::time::timeout;
 use zbus::connection::Builder;
 use zbus::fdo::{self, PropertiesProxy};
-use zbus::{DBusError, OwnedVariant};
+use zbus::{DBusError, OwnedVariant, Signature, Type};
 
 use super::changes::ServiceChanges;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
@@ -30,7 +30,6 @@ const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[derive(Debug, thiserror::Error)]
 pub enum BusError {
-    /// Nobody owns the bus name.
     #[error("yunion-mps-daemon is not running; start it with: systemctl start yunion-mps-daemon")]
     NotRunning,
     /// The daemon, or the bus on its behalf, has answered with an error.
@@ -103,17 +102,29 @@ impl<R> Serialize for Listed<R> {
     }
 }
 
+impl<R> Type for Listed<R> {
+    const SIGNATURE: &'static Signature = HashMap::<String, OwnedVariant>::SIGNATURE;
+}
+
+impl<'de, R: DeserializeOwned> Deserialize<'de> for Listed<R> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let dict = HashMap::<String, OwnedVariant>::deserialize(deserializer)?;
+        Self::read(dict.iter().map(|(key, value)| (key.clone(), json(value))).collect())
+            .map_err(de::Error::custom)
+    }
+}
+
 impl<R: DeserializeOwned> Listed<R> {
     /// Fails if a value has another type than this version knows.
-    pub fn read(all: Map<String, Value>) -> Result<Self, BusError> {
+    pub fn read(all: Map<String, Value>) -> zbus::Result<Self> {
         let row = serde_json::from_value(Value::Object(all.clone()));
-        let row = row.map_err(|e| BusError::Bus(zbus::Error::Failure(format!("unreadable answer: {e}"))))?;
+        let row = row.map_err(|error| zbus::Error::Failure(format!("unreadable answer: {error}")))?;
         Ok(Self { row, all })
     }
 }
 
 /// The answer of `GetContainerConfig`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize, Type)]
 pub struct ContainerAnswer {
     /// Environment variables and their values, in order.
     pub environment: Vec<(String, String)>,
@@ -127,18 +138,35 @@ pub struct ContainerAnswer {
     default_service = "io.yunion.Mps1",
     default_path = "/io/yunion/Mps1/Manager"
 )]
-trait Manager {
-    fn list_devices(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
-    fn list_gpus(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
-    fn list_control_daemons(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
-    fn list_events(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
-    fn list_clients(&self) -> zbus::Result<Vec<HashMap<String, OwnedVariant>>>;
-    fn look_at_clients(&self) -> zbus::Result<()>;
-    fn terminate_client(&self, pid: u32) -> zbus::Result<()>;
-    fn get_container_config(
-        &self,
-        devices: &[String],
-    ) -> zbus::Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)>;
+pub trait Manager {
+    /// The slices, in the order of the configuration.
+    #[zbus(name = "ListDevices")]
+    fn devices(&self) -> Result<Vec<Listed<Device>>, BusError>;
+
+    /// The GPUs, in the order of the configuration.
+    #[zbus(name = "ListGpus")]
+    fn gpus(&self) -> Result<Vec<Listed<Gpu>>, BusError>;
+
+    #[zbus(name = "ListControlDaemons")]
+    fn control_daemons(&self) -> Result<Vec<Listed<ControlDaemon>>, BusError>;
+
+    /// The last things that happened, oldest first.
+    #[zbus(name = "ListEvents")]
+    fn events(&self) -> Result<Vec<Listed<Event>>, BusError>;
+
+    /// The processes that use the GPUs at this moment.
+    #[zbus(name = "ListClients")]
+    fn clients(&self) -> Result<Vec<Listed<Client>>, BusError>;
+
+    #[zbus(name = "LookAtClients")]
+    fn have_clients_counted(&self) -> zbus::Result<()>;
+
+    /// Ends the GPU work of a process, and returns when it is no client any more.
+    fn terminate_client(&self, pid: u32) -> Result<(), BusError>;
+
+    /// Everything that a container needs to use these devices.
+    #[zbus(name = "GetContainerConfig")]
+    fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError>;
 }
 
 #[zbus::proxy(
@@ -179,10 +207,19 @@ fn is_from_bus(refusal: &str) -> bool {
     !rustix::process::geteuid().is_root() && of_a_bus.iter().any(|text| refusal.starts_with(text))
 }
 
+/// The service. The questions of its Manager are asked of it directly.
 #[derive(Debug, Clone)]
 pub struct DaemonProxy {
     manager: ManagerProxy<'static>,
     control: ControlProxy<'static>,
+}
+
+impl Deref for DaemonProxy {
+    type Target = ManagerProxy<'static>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.manager
+    }
 }
 
 impl DaemonProxy {
@@ -205,39 +242,10 @@ impl DaemonProxy {
         Ok(ServiceChanges::on(self.manager.inner().connection()).await?)
     }
 
-    /// The slices, in the order of the configuration.
-    pub async fn devices(&self) -> Result<Vec<Listed<Device>>, BusError> {
-        rows(&self.manager.list_devices().await?)
-    }
-
-    /// The GPUs, in the order of the configuration.
-    pub async fn gpus(&self) -> Result<Vec<Listed<Gpu>>, BusError> {
-        rows(&self.manager.list_gpus().await?)
-    }
-
-    pub async fn control_daemons(&self) -> Result<Vec<Listed<ControlDaemon>>, BusError> {
-        rows(&self.manager.list_control_daemons().await?)
-    }
-
-    /// The last things that happened, oldest first.
-    pub async fn events(&self) -> Result<Vec<Listed<Event>>, BusError> {
-        rows(&self.manager.list_events().await?)
-    }
-
-    /// List the processes that use the GPUs at this moment.
-    pub async fn clients(&self) -> Result<Vec<Listed<Client>>, BusError> {
-        rows(&self.manager.list_clients().await?)
-    }
-
     /// Has the clients counted that `devices` and `gpus` then tell of. An older service does not know this, one that is busy
     /// refuses it, and one that hangs on a GPU takes too long: the answers are then older, and no less worth showing.
     pub async fn look_at_clients(&self) {
-        let _ = timeout(LOOK_TIMEOUT, self.manager.look_at_clients()).await;
-    }
-
-    /// Ends the GPU work of a process, and returns when it is no client any more.
-    pub async fn terminate_client(&self, pid: u32) -> Result<(), BusError> {
-        Ok(self.manager.terminate_client(pid).await?)
+        let _ = timeout(LOOK_TIMEOUT, self.manager.have_clients_counted()).await;
     }
 
     /// Ends the GPU work of the clients of these slices, and returns when none is left. For root.
@@ -273,13 +281,9 @@ impl DaemonProxy {
     /// The Manager's properties, under names like the keys of the other answers: `state_reason`.
     pub async fn service(&self) -> Result<Listed<Service>, BusError> {
         let proxy = self.manager.inner();
-        let properties = PropertiesProxy::builder(proxy.connection())
-            .destination(proxy.destination())
-            .path(proxy.path())
-            .build()
-            .await?;
+        let properties = PropertiesProxy::new(proxy.connection(), proxy.destination(), proxy.path()).await?;
         let values = properties.get_all(proxy.interface().to_owned()).await?;
-        Listed::read(values.iter().map(|(name, value)| (key(name), json(value))).collect())
+        Ok(Listed::read(values.iter().map(|(name, value)| (key(name), json(value))).collect())?)
     }
 
     /// The PID of the service, as the bus has it from the kernel.
@@ -288,19 +292,6 @@ impl DaemonProxy {
         let bus = fdo::DBusProxy::new(proxy.connection()).await?;
         Ok(bus.get_connection_unix_process_id(proxy.destination().to_owned()).await?)
     }
-
-    /// Everything that a container needs to use these devices.
-    pub async fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError> {
-        let (environment, mounts, gpus) = self.manager.get_container_config(devices).await?;
-        Ok(ContainerAnswer { environment, mounts, gpus })
-    }
-}
-
-fn rows<R: DeserializeOwned>(dicts: &[HashMap<String, OwnedVariant>]) -> Result<Vec<Listed<R>>, BusError> {
-    let read = |dict: &HashMap<String, OwnedVariant>| {
-        Listed::read(dict.iter().map(|(key, value)| (key.clone(), json(value))).collect())
-    };
-    dicts.iter().map(read).collect()
 }
 
 /// A property's name as a key: `StateReason` is `state_reason`.

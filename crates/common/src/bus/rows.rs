@@ -186,7 +186,7 @@ macro_rules! gpu_object {
                 mps_memory_limit: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
                 mps_memory_total: Option<i32> = $gpu.plan.gpu.facts().and_then(|nvml| known_mib(nvml.memory_total_mib?));
                 mps_thread_percentage: i32 = $gpu.plan.thread_percentage.into();
-                numa_node: i32 = $gpu.plan.gpu.pci.numa_node;
+                numa_node: i32 = $gpu.plan.gpu.pci.numa_node.unwrap_or(-1);
                 nvidia_index: Option<u32> = $gpu.plan.gpu.facts().map(|nvml| nvml.index);
                 nvidia_minor: Option<u32> = $gpu.plan.gpu.facts().and_then(|nvml| nvml.minor);
                 nvidia_name: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.name.clone());
@@ -298,7 +298,7 @@ row! {
         generation: u64 = snapshot.generation;
         log_directory: String = path(&snapshot.log_directory);
         pipe_directory: String = path(&snapshot.pipe_directory);
-        state: String = snapshot.state.as_str().to_owned();
+        state: String = snapshot.state.to_string();
         state_reason: String = snapshot.reason.clone();
         version: String = env!("CARGO_PKG_VERSION").to_owned();
     }
@@ -322,7 +322,7 @@ row! {
         servers: Vec<u32> = daemon.servers.clone();
         since: i64 = seconds(daemon.since);
         starts: u32 = daemon.starts;
-        state: String = daemon.state.as_str().to_owned();
+        state: String = daemon.state.to_string();
         wanted_cpus: Option<String> = daemon.wanted_cpus.map(|cpus| cpus.to_string());
     }
 }
@@ -343,8 +343,8 @@ row! {
         container_id: Option<String> = client.container_id.clone();
         device: Option<String> = client.slices.as_ref().map(Membership::names);
         gpu: String = client.gpu_uuid.clone();
-        known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.as_str().to_owned());
-        may_command: Option<String> = client.may_command.map(|may| may.as_str().to_owned());
+        known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.to_string());
+        may_command: Option<String> = client.may_command.map(|may| may.to_string());
         memory_mib: Option<i32> = client.memory_mib.map(mib);
         pid: u32 = client.pid;
         since: Option<i64> = client.since.map(seconds);

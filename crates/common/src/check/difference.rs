@@ -12,7 +12,6 @@ use crate::counted::counted;
 use crate::directories::give_up_private_directory;
 use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 
-/// One thing that a reload would change.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Difference {
     pub kind: DifferenceKind,
@@ -28,7 +27,6 @@ pub struct Difference {
 #[serde(rename_all = "kebab-case")]
 pub enum DifferenceKind {
     Enabled,
-    /// The devices of a GPU.
     Devices,
     /// The memory limit of a GPU's slices.
     MemoryLimit,
@@ -36,9 +34,7 @@ pub enum DifferenceKind {
     ThreadPercentage,
     /// The most clients of one of them.
     MaxClients,
-    /// The pipe directory of a control daemon.
     PipeDirectory,
-    /// A control daemon itself.
     ControlDaemon,
 }
 
@@ -98,29 +94,22 @@ impl fmt::Display for Effect {
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kind, subject, from, to, effect } = self;
-        match (kind, from.as_str(), to.as_str()) {
-            (DifferenceKind::Enabled, _, "false") => write!(f, "MPS is switched off: {effect}"),
-            (DifferenceKind::Enabled, ..) => write!(f, "MPS is switched on: {effect}"),
-            (DifferenceKind::Devices, "", to) => write!(f, "{subject}: {to} come: {effect}"),
-            (DifferenceKind::Devices, from, _) => write!(f, "{subject}: {from} go: {effect}"),
-            (DifferenceKind::MemoryLimit, from, to) => {
-                write!(f, "{subject}: memory limit {from} MiB -> {to} MiB: {effect}")
+        let change = match (kind, from.as_str(), to.as_str()) {
+            (DifferenceKind::Enabled, _, "false") => "MPS is switched off".to_owned(),
+            (DifferenceKind::Enabled, ..) => "MPS is switched on".to_owned(),
+            (DifferenceKind::Devices, "", to) => format!("{subject}: {to} come"),
+            (DifferenceKind::Devices, from, _) => format!("{subject}: {from} go"),
+            (DifferenceKind::MemoryLimit, ..) => format!("{subject}: memory limit {from} MiB -> {to} MiB"),
+            (DifferenceKind::ThreadPercentage, ..) => format!("{subject}: threads {from} % -> {to} %"),
+            (DifferenceKind::MaxClients, ..) => format!("{subject}: most clients of a slice {from} -> {to}"),
+            (DifferenceKind::PipeDirectory, ..) => {
+                format!("control daemon {subject}: pipe directory {from} -> {to}")
             }
-            (DifferenceKind::ThreadPercentage, from, to) => {
-                write!(f, "{subject}: threads {from} % -> {to} %: {effect}")
-            }
-            (DifferenceKind::MaxClients, from, to) => {
-                write!(f, "{subject}: most clients of a slice {from} -> {to}: {effect}")
-            }
-            (DifferenceKind::PipeDirectory, from, to) => {
-                write!(f, "control daemon {subject}: pipe directory {from} -> {to}: {effect}")
-            }
-            (DifferenceKind::ControlDaemon, "", _) => write!(f, "control daemon {subject} starts: {effect}"),
-            (DifferenceKind::ControlDaemon, _, "") => write!(f, "control daemon {subject} ends: {effect}"),
-            (DifferenceKind::ControlDaemon, ..) => {
-                write!(f, "control daemon {subject} is replaced: {effect}")
-            }
-        }
+            (DifferenceKind::ControlDaemon, "", _) => format!("control daemon {subject} starts"),
+            (DifferenceKind::ControlDaemon, _, "") => format!("control daemon {subject} ends"),
+            (DifferenceKind::ControlDaemon, ..) => format!("control daemon {subject} is replaced"),
+        };
+        write!(f, "{change}: {effect}")
     }
 }
 
@@ -143,13 +132,7 @@ pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Resul
             Some(problem) => Effect::Refused { reason: problem.to_string() },
             None => Effect::Ends { clients: published.clients_on(&all.collect::<Vec<_>>()) },
         };
-        comparison.add(
-            DifferenceKind::Enabled,
-            "enable_cuda_mps",
-            &before.to_string(),
-            &after.to_string(),
-            effect,
-        );
+        comparison.add(DifferenceKind::Enabled, "enable_cuda_mps", [&before, &after], effect);
         return Ok(comparison.differences);
     }
     comparison.control_daemons();
@@ -159,7 +142,12 @@ pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Resul
     for gpu in &published.gpus {
         if !plan.gpus.iter().any(|planned| planned.gpu.id().to_string() == gpu.addr) {
             let effect = comparison.effect_for(gpu.device_path.as_deref().unwrap_or_default());
-            comparison.add(DifferenceKind::Devices, &gpu.addr, &slices(&gpu.addr, 0, count(gpu)), "", effect);
+            comparison.add(
+                DifferenceKind::Devices,
+                &gpu.addr,
+                [&slices(&gpu.addr, 0, count(gpu)), &""],
+                effect,
+            );
         }
     }
     Ok(comparison.differences)
@@ -173,8 +161,8 @@ struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    fn add(&mut self, kind: DifferenceKind, subject: &str, from: &str, to: &str, effect: Effect) {
-        let (subject, from, to) = (subject.to_owned(), from.to_owned(), to.to_owned());
+    fn add(&mut self, kind: DifferenceKind, subject: &str, [from, to]: [&dyn ToString; 2], effect: Effect) {
+        let (subject, from, to) = (subject.to_owned(), from.to_string(), to.to_string());
         self.differences.push(Difference { kind, subject, from, to, effect });
     }
 
@@ -184,7 +172,7 @@ impl Comparison<'_> {
             let known = published.control_daemons.iter().any(|daemon| daemon.id == planned.id);
             if !known && !ordered(planned, published) {
                 let uuid = planned.gpus.first().map(|gpu| gpu.uuid.as_str()).unwrap_or_default();
-                self.add(DifferenceKind::ControlDaemon, &planned.id, "", "new", self.effect_for(uuid));
+                self.add(DifferenceKind::ControlDaemon, &planned.id, [&"", &"new"], self.effect_for(uuid));
             }
         }
         for daemon in &published.control_daemons {
@@ -195,7 +183,7 @@ impl Comparison<'_> {
                 if published.served_by(id).next().is_some() {
                     let reason = "it is not needed any more".to_owned();
                     let effect = Effect::Waits { clients, reason, out_meanwhile: false };
-                    self.add(DifferenceKind::ControlDaemon, id, "present", "", effect);
+                    self.add(DifferenceKind::ControlDaemon, id, [&"present", &""], effect);
                 }
                 continue;
             };
@@ -208,9 +196,9 @@ impl Comparison<'_> {
             let effect = Effect::Waits { clients, reason, out_meanwhile: moves(planned, daemon) };
             let (from, to) = (daemon.pipe_directory.as_str(), planned.pipe_directory.display().to_string());
             if from == to {
-                self.add(DifferenceKind::ControlDaemon, id, "present", "new", effect);
+                self.add(DifferenceKind::ControlDaemon, id, [&"present", &"new"], effect);
             } else {
-                self.add(DifferenceKind::PipeDirectory, id, from, &to, effect);
+                self.add(DifferenceKind::PipeDirectory, id, [&from, &to], effect);
             }
         }
     }
@@ -222,31 +210,21 @@ impl Comparison<'_> {
         let before = now.map_or(0, |now| count(now));
         let after = u64::from(gpu.slices);
         if before < after {
-            self.add(
-                DifferenceKind::Devices,
-                &name,
-                "",
-                &slices(&name, before, after),
-                self.effect_for(uuid),
-            );
+            let come = slices(&name, before, after);
+            self.add(DifferenceKind::Devices, &name, [&"", &come], self.effect_for(uuid));
         } else if after < before {
-            self.add(
-                DifferenceKind::Devices,
-                &name,
-                &slices(&name, after, before),
-                "",
-                self.effect_for(uuid),
-            );
+            let go = slices(&name, after, before);
+            self.add(DifferenceKind::Devices, &name, [&go, &""], self.effect_for(uuid));
         }
         let Some(now) = now else { return };
-        let threads =
-            (DifferenceKind::ThreadPercentage, Some(now.mps_thread_percentage), gpu.thread_percentage.into());
-        for (kind, from, to) in
-            [(DifferenceKind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib), threads]
-        {
+        let percentage = Some(now.mps_thread_percentage);
+        for (kind, from, to) in [
+            (DifferenceKind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib),
+            (DifferenceKind::ThreadPercentage, percentage, gpu.thread_percentage.into()),
+        ] {
             // 0 stands for an unknown limit.
             if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
-                self.add(kind, &name, &from.to_string(), &to.to_string(), self.effect_for(uuid));
+                self.add(kind, &name, [&from, &to], self.effect_for(uuid));
             }
         }
         let mut devices = self.published.devices.iter().flatten();
@@ -255,11 +233,10 @@ impl Comparison<'_> {
             && from != to
         {
             // The control daemon knows nothing of it.
-            self.add(DifferenceKind::MaxClients, &name, &from.to_string(), &to.to_string(), Effect::Live);
+            self.add(DifferenceKind::MaxClients, &name, [&from, &to], Effect::Live);
         }
     }
 
-    /// When something about this GPU takes effect.
     fn effect_for(&self, uuid: &str) -> Effect {
         let Self { plan, published, .. } = self;
         let planned = plan.control_daemons.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));
@@ -314,7 +291,6 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
     planned.misfit(&present, |_| true)
 }
 
-/// The number of slices of a published GPU.
 fn count(gpu: &Gpu) -> u64 {
     u64::try_from(gpu.virtual_num).unwrap_or_default()
 }

@@ -3,12 +3,9 @@
 pub mod difference;
 pub mod report;
 
-use std::io::{self, Write};
-use std::path::Path;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::config::agent::Trouble;
 use crate::config::{self, Loaded, Refused, Sources};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::Driver;
@@ -25,10 +22,12 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 /// The result of the check: what a start would do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Checked {
-    /// The files have mistakes.
     Refused(Refused),
     /// The files have no mistakes in themselves, but don't fit this host.
-    Wrong { problems: Vec<LocatedProblem>, loaded: Loaded },
+    Wrong {
+        problems: Vec<LocatedProblem>,
+        loaded: Loaded,
+    },
     /// The configuration is right, whether or not this host can serve its GPUs now.
     Right {
         loaded: Loaded,
@@ -69,13 +68,13 @@ impl Checked {
         }
     }
 
-    /// The settings with which the platform's host agent or its containers fail.
-    pub fn agent(&self) -> &[Trouble] {
-        self.loaded().map(|loaded| loaded.agent.as_slice()).unwrap_or_default()
+    /// The warnings, and the troubles of the platform's host agent.
+    pub fn all_warnings(&self) -> impl Iterator<Item = &LocatedProblem> {
+        let troubles = self.loaded().into_iter().flat_map(|loaded| &loaded.agent);
+        self.warnings().iter().chain(troubles.map(|trouble| &trouble.problem))
     }
 }
 
-/// Reads the configuration, and asks the driver if the configuration asks for GPUs.
 pub fn check(sources: &Sources) -> Checked {
     match config::load(sources) {
         Err(refused) => Checked::Refused(refused),
@@ -83,7 +82,8 @@ pub fn check(sources: &Sources) -> Checked {
         Ok(loaded) => {
             let root = sources.sysroot.clone();
             let inventory = ask_driver(move |driver| Inventory::read(&root, driver));
-            judge(loaded, Some(&inventory.unwrap_or_else(|reason| without_driver(&sources.sysroot, &reason))))
+            let without_driver = |reason| Inventory::read(&sources.sysroot, Err(&reason));
+            judge(loaded, Some(&inventory.unwrap_or_else(without_driver)))
         }
     }
 }
@@ -105,11 +105,6 @@ pub fn ask_driver<T: Send + 'static>(
     })
 }
 
-/// The facts about the GPUs that are known without NVML.
-pub fn without_driver(sysroot: &Path, reason: &Problem) -> Inventory {
-    Inventory::read(sysroot, Err(reason))
-}
-
 /// Runs something that may hang, on a thread of its own. None if it does not end in time. The thread is then left
 /// behind.
 pub fn within<T: Send + 'static>(deadline: Duration, what: impl FnOnce() -> T + Send + 'static) -> Option<T> {
@@ -128,7 +123,7 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     };
     for trouble in &mut loaded.agent {
         if let Some(node) = trouble.path.as_ref().and_then(|path| plan::render_node(path, inventory)) {
-            trouble.name_render_node(node);
+            trouble.problem.problem.remedy = format!("name the GPU by its render node, {}", node.display());
         }
     }
     let driver = Some(inventory.driver.clone());
@@ -141,62 +136,50 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     Checked::Right { loaded, driver, plan, missing }
 }
 
-/// The result in words.
-pub fn words(checked: &Checked) -> String {
-    let mut words = Vec::new();
-    // Nothing can go wrong here: it is written to memory.
-    let _ = write(checked, &mut words);
-    String::from_utf8_lossy(&words).into_owned()
-}
-
-fn write(checked: &Checked, out: &mut dyn Write) -> io::Result<()> {
-    for warning in checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem)) {
-        writeln!(out, "warning: {warning}")?;
-    }
+/// The result in words, line by line.
+pub fn words(checked: &Checked) -> Vec<String> {
+    let mut lines: Vec<String> =
+        checked.all_warnings().map(|warning| format!("warning: {warning}")).collect();
     if let Some(loaded) = checked.loaded() {
         let none = loaded.settings.sources.is_empty();
         let files = if none { "none, all defaults".to_owned() } else { loaded.files() };
-        writeln!(out, "configuration: {files}")?;
+        lines.push(format!("configuration: {files}"));
     }
     match checked {
         Checked::Refused(Refused { problems, .. }) | Checked::Wrong { problems, .. } => {
-            for problem in problems {
-                writeln!(out, "error: {problem}")?;
-            }
+            lines.extend(problems.iter().map(|problem| format!("error: {problem}")));
         }
         Checked::Right { loaded, .. } if !loaded.settings.enabled => {
-            writeln!(out, "enable_cuda_mps is false: no GPU would be served")?;
+            lines.push("enable_cuda_mps is false: no GPU would be served".to_owned());
         }
         Checked::Right { driver, plan, missing, .. } => {
-            match driver {
-                Some(Ok(version)) => writeln!(out, "driver: {version}")?,
-                Some(Err(reason)) => writeln!(out, "driver: none: {reason}")?,
-                None => {}
-            }
+            lines.extend(driver.iter().map(|driver| match driver {
+                Ok(version) => format!("driver: {version}"),
+                Err(reason) => format!("driver: none: {reason}"),
+            }));
             match plan {
-                Ok(plan) => write_plan(plan, out)?,
-                Err(reason) => writeln!(out, "no GPU could be served now: {reason}")?,
+                Ok(plan) => describe_plan(plan, &mut lines),
+                Err(reason) => lines.push(format!("no GPU could be served now: {reason}")),
             }
-            for Missing { problem, certain, .. } in missing {
-                let word = if *certain { "error" } else { "not served" };
-                writeln!(out, "{word}: {problem}")?;
-            }
+            lines.extend(missing.iter().map(|Missing { problem, certain, .. }| {
+                format!("{}: {problem}", if *certain { "error" } else { "not served" })
+            }));
         }
     }
-    Ok(())
+    lines
 }
 
-fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
+fn describe_plan(plan: &Plan, lines: &mut Vec<String>) {
     if plan.gpus.is_empty() {
-        writeln!(out, "no GPU would be served: {}", plan.nothing)?;
+        lines.push(format!("no GPU would be served: {}", plan.nothing));
     }
     for gpu in &plan.gpus {
-        write_gpu(gpu, out)?;
+        lines.push(describe_gpu(gpu));
+        lines.extend(gpu.warnings.iter().map(|warning| format!("  warning: {}", warning.problem.found)));
     }
-    for control_daemon in &plan.control_daemons {
+    lines.extend(plan.control_daemons.iter().map(|control_daemon| {
         let gpus: Vec<String> = control_daemon.gpus.iter().map(ServedGpu::name).collect();
-        writeln!(
-            out,
+        format!(
             "control daemon {}: GPUs {}; active thread percentage {}; {}; {}pipe directory {}; log directory {}",
             control_daemon.id,
             gpus.join(", "),
@@ -205,15 +188,12 @@ fn write_plan(plan: &Plan, out: &mut dyn Write) -> io::Result<()> {
             control_daemon.cpus.map(|cpus| format!("bound to CPUs {cpus}; ")).unwrap_or_default(),
             control_daemon.pipe_directory.display(),
             control_daemon.log_directory.display(),
-        )?;
-    }
-    Ok(())
+        )
+    }));
 }
 
-fn write_gpu(plan: &GpuPlan, out: &mut dyn Write) -> io::Result<()> {
+fn describe_gpu(plan: &GpuPlan) -> String {
     let name = plan.gpu.id().to_string();
-    let uuid = plan.gpu.uuid().unwrap_or("UUID unknown");
-    write!(out, "GPU {name} {} ({uuid}): ", plan.gpu.model())?;
     let share = format!(
         "{} MiB and {} % of the threads{}{}",
         plan.memory_limit_mib,
@@ -221,16 +201,13 @@ fn write_gpu(plan: &GpuPlan, out: &mut dyn Write) -> io::Result<()> {
         if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
         plan.max_clients.map(|most| format!(", for {most} clients at most")).unwrap_or_default(),
     );
-    match plan.unusable() {
-        Some(reason) => writeln!(out, "not served: {reason}")?,
-        None if plan.slices == 1 => writeln!(out, "1 slice, {name}-0, {share}")?,
-        None => {
-            let (slices, last) = (plan.slices, plan.slices.saturating_sub(1));
-            writeln!(out, "{slices} slices, {name}-0 to {name}-{last}, each {share}")?;
+    let slices = match (plan.unusable(), plan.slices) {
+        (Some(reason), _) => format!("not served: {reason}"),
+        (None, 1) => format!("1 slice, {name}-0, {share}"),
+        (None, slices) => {
+            format!("{slices} slices, {name}-0 to {name}-{}, each {share}", slices.saturating_sub(1))
         }
-    }
-    for warning in &plan.warnings {
-        writeln!(out, "  warning: {}", warning.problem.found)?;
-    }
-    Ok(())
+    };
+    let uuid = plan.gpu.uuid().unwrap_or("UUID unknown");
+    format!("GPU {name} {} ({uuid}): {slices}", plan.gpu.model())
 }

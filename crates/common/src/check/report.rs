@@ -28,9 +28,7 @@ impl CheckReport {
                 BusAnswer::Answers(published) => differences(loaded, plan, &published),
                 BusAnswer::NotRunning => Err("yunion-mps-daemon is not running".to_owned()),
                 BusAnswer::Silent => Err("yunion-mps-daemon does not answer".to_owned()),
-                BusAnswer::Unreachable(reason) | BusAnswer::Denied(reason) | BusAnswer::Refuses(reason) => {
-                    Err(reason)
-                }
+                BusAnswer::Unreachable(why) | BusAnswer::Denied(why) | BusAnswer::Refuses(why) => Err(why),
             },
             Checked::Right { plan: Err(reason), .. } => Err(reason.to_string()),
             Checked::Refused(_) | Checked::Wrong { .. } => Err("the configuration is wrong".to_owned()),
@@ -42,9 +40,8 @@ impl CheckReport {
         if self.checked.problems().is_empty() { 0 } else { BAD_CONFIGURATION }
     }
 
-    /// The report in words, line by line.
     pub fn lines(&self) -> Vec<String> {
-        let mut lines: Vec<String> = words(&self.checked).lines().map(str::to_owned).collect();
+        let mut lines = words(&self.checked);
         if matches!(self.checked, Checked::Refused(_) | Checked::Wrong { .. }) {
             return lines;
         }
@@ -60,7 +57,6 @@ impl CheckReport {
         lines
     }
 
-    /// The report as one JSON object.
     pub fn document(&self) -> Value {
         let Self { checked, changes } = self;
         let loaded = checked.loaded();
@@ -69,12 +65,10 @@ impl CheckReport {
             Checked::Refused(_) | Checked::Wrong { .. } => None,
         };
         let problems = checked.problems();
-        let warnings =
-            checked.warnings().iter().chain(checked.agent().iter().map(|trouble| &trouble.problem));
         json!({
             "right": problems.is_empty(),
             "problems": problems,
-            "warnings": warnings.collect::<Vec<_>>(),
+            "warnings": checked.all_warnings().collect::<Vec<_>>(),
             "files": loaded.map(|loaded| &loaded.settings.sources),
             "enabled": loaded.map(|loaded| loaded.settings.enabled),
             "plan": plan.and_then(|plan| plan.as_ref().ok()).map(plan_document),

@@ -3,13 +3,10 @@
 //! The agent reads the same files itself. Unless it reads D-Bus, it accepts only a render node as the name of a GPU,
 //! and gives every container the configured pipe directory.
 
-use std::path::Path;
-
-use super::host_conf::{EmptyKey, ReadAs};
+use super::host_conf::EmptyKey;
 use super::{DevicePath, Settings, Topology};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The types of entries that the agent knows.
 const TYPES: [&str; 13] = [
     "NVIDIA_MPS",
     "NVIDIA_GPU_SHARE",
@@ -36,13 +33,6 @@ pub struct Trouble {
     pub path: Option<DevicePath>,
 }
 
-impl Trouble {
-    /// Puts the render node into the remedy, once it is known.
-    pub fn name_render_node(&mut self, node: &Path) {
-        self.problem.problem.remedy = format!("name the GPU by its render node, {}", node.display());
-    }
-}
-
 /// All troubles of these settings. If MPS is off, the agent ignores entries of its type, and only the keys without a value
 /// are left.
 pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[EmptyKey]) -> Vec<Trouble> {
@@ -56,12 +46,8 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
              containers {}, where no control daemon listens",
             settings.pipe_directory.display()
         );
-        let problem = LocatedProblem::new(
-            origin.clone(),
-            super::TOPOLOGY_KEY,
-            found,
-            "write cuda_mps_topology: shared",
-        );
+        let remedy = "write cuda_mps_topology: shared";
+        let problem = LocatedProblem::new(origin.clone(), super::TOPOLOGY_KEY, found, remedy);
         troubles.push(Trouble { name: "agent-needs-shared", problem, path: None });
     }
     for entry in &settings.devices {
@@ -86,12 +72,7 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
 
 /// The agent does not take a key without a value for a key that is not set.
 fn without_value(EmptyKey { key, origin, read_as }: &EmptyKey) -> Trouble {
-    let theirs = match read_as {
-        ReadAs::Null => "the platform's host agent reads the text null",
-        ReadAs::Empty => "the platform's host agent reads an empty text",
-        ReadAs::Mistake => "with it the platform's host agent does not start",
-    };
-    let found = format!("no value, so the key is not set for this service, and {theirs}");
+    let found = format!("no value, so the key is not set for this service, and {read_as}");
     let problem = LocatedProblem::new(origin.clone(), *key, found, "write a value or remove the line");
     Trouble { name: "agent-empty-value", problem, path: None }
 }

@@ -8,6 +8,8 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use heck::ToSnakeCase;
+
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, MpsEntry};
 use super::{most_clients, percentage, slices};
@@ -23,17 +25,12 @@ const MAX_ENTRIES: usize = 1024;
 
 /// The entries of the file, in its order.
 pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<DeviceEntry> {
-    let (list, items) = match items(file, text, findings) {
-        Ok(items) => items,
-        Err(problem) => {
-            findings.problems.push(problem);
-            return Vec::new();
-        }
-    };
+    let items = items(file, text, findings);
+    let Some((list, items)) = findings.checked(items) else { return Vec::new() };
     let entry = |(index, item): (usize, Node<'_>)| {
         // YAML does not report the line of every entry.
         let origin = Origin { line: item.line.or(list.line), ..list.clone() };
-        Entry { name: format!("devices[{index}]"), origin }.read(item.value, findings)
+        Entry { name: format!("devices[{index}]"), origin, fields: HashMap::new() }.read(item.value, findings)
     };
     items.into_iter().enumerate().filter_map(entry).collect()
 }
@@ -59,7 +56,7 @@ fn items<'t>(
     let mut devices = None;
     for (key, value) in pairs {
         let (origin, name) = (place(key.line), key.value.text());
-        if words(&name) != "devices" {
+        if name.to_snake_case() != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
             let found = format!("already written at {earlier}; the last one counts");
@@ -90,129 +87,89 @@ fn items<'t>(
     }
 }
 
-/// An entry's keys. Each key may have any of the spellings that the host agent accepts.
+/// An entry's keys. Each may have any spelling with the same words, as for the host agent: `virtual-number`,
+/// `virtualNumber`.
 const KEYS: [&str; 5] = ["path", "type", "virtual_number", "thread_percentage", "max_clients"];
 
-/// The value of each key of an entry, with the line of the key.
-type Fields<'t> = HashMap<&'static str, Node<'t>>;
-
-/// An entry's name for messages, `devices[2]`, and its place.
-struct Entry {
+struct Entry<'t> {
+    /// For messages: `devices[2]`.
     name: String,
     origin: Origin,
+    /// The value of each key, with the line of the key.
+    fields: HashMap<&'static str, Node<'t>>,
 }
 
-impl Entry {
-    fn problem(
-        &self,
-        line: Option<usize>,
-        key: &str,
-        found: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> LocatedProblem {
+impl<'t> Entry<'t> {
+    fn problem(&self, line: Option<usize>, key: &str, found: &str, remedy: &str) -> LocatedProblem {
         let key = if key.is_empty() { self.name.clone() } else { format!("{}.{key}", self.name) };
         LocatedProblem::new(Origin { line, ..self.origin.clone() }, key, found, remedy)
     }
 
     /// The entry. None if it is unusable. `findings` has the problem then.
-    fn read(self, value: Value<'_>, findings: &mut Findings) -> Option<DeviceEntry> {
-        let pairs = match value {
-            Value::Map(pairs) => pairs,
-            other => {
-                let (found, remedy) = match other {
-                    Value::Null => {
-                        let remedy = "remove it, or write the keys path, type and virtual_number";
-                        ("an empty entry".to_owned(), remedy)
-                    }
-                    other => (other.found(), "write an entry with the keys path, type and virtual_number"),
-                };
-                findings.problems.push(self.problem(self.origin.line, "", found, remedy));
-                return None;
-            }
+    fn read(mut self, value: Value<'t>, findings: &mut Findings) -> Option<DeviceEntry> {
+        let Value::Map(pairs) = value else {
+            let keys = "the keys path, type and virtual_number";
+            let (found, remedy) = match value {
+                Value::Null => ("an empty entry".to_owned(), format!("remove it, or write {keys}")),
+                other => (other.found(), format!("write an entry with {keys}")),
+            };
+            findings.problems.push(self.problem(self.origin.line, "", &found, &remedy));
+            return None;
         };
-        let (fields, warnings) = self.fields(pairs);
-        let device_type = match self.required(&fields, "type", WRITE_TYPE, device_type) {
-            Ok(device_type) => device_type,
-            Err(problem) => {
-                findings.problems.push(problem);
-                return None;
-            }
-        };
+        let warnings = self.fill(pairs);
+        let device_type = findings.checked(self.required("type", WRITE_TYPE, device_type))?;
         if device_type != MPS_TYPE {
-            let path = fields.get("path").and_then(|field| path(&field.value).ok());
-            let Self { name, origin } = self;
-            return Some(DeviceEntry { name, origin, device_type, path, mps: None });
+            let path = self.fields.get("path").and_then(|field| path(&field.value).ok());
+            return Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path, mps: None });
         }
         findings.warnings.extend(warnings);
-        let path = self.required(&fields, "path", WRITE_PATH, path);
+        let path = findings.checked(self.required("path", WRITE_PATH, path));
         let remedy = "write the number of slices of the GPU, 1 to 999";
-        let slices = self.required(&fields, "virtual_number", remedy, slices);
-        let thread_percentage = self.optional(&fields, "thread_percentage", percentage);
-        let max_clients = self.optional(&fields, "max_clients", most_clients);
-        match (path, slices, thread_percentage, max_clients) {
-            (Ok(path), Ok(slices), Ok(thread_percentage), Ok(max_clients)) => {
-                let mps = Some(MpsEntry { slices, thread_percentage, max_clients });
-                let Self { name, origin } = self;
-                Some(DeviceEntry { name, origin, device_type, path: Some(path), mps })
-            }
-            (path, slices, thread_percentage, max_clients) => {
-                let problems = [path.err(), slices.err(), thread_percentage.err(), max_clients.err()];
-                findings.problems.extend(problems.into_iter().flatten());
-                None
-            }
-        }
+        let slices = findings.checked(self.required("virtual_number", remedy, slices));
+        let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
+        let max_clients = findings.checked(self.optional("max_clients", most_clients));
+        // Only now, so that every problem is reported at once.
+        let (slices, thread_percentage, max_clients) = (slices?, thread_percentage?, max_clients?);
+        let mps = Some(MpsEntry { slices, thread_percentage, max_clients });
+        Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
-    /// The keys, and warnings about unknown keys and keys that appear twice.
-    fn fields<'t>(&self, pairs: Vec<Pair<'t>>) -> (Fields<'t>, Vec<LocatedProblem>) {
-        let (mut fields, mut warnings) = (Fields::default(), Vec::new());
+    /// Takes the keys. It warns of unknown keys and keys that appear twice.
+    fn fill(&mut self, pairs: Vec<Pair<'t>>) -> Vec<LocatedProblem> {
+        let mut warnings = Vec::new();
         for (key, Node { value, .. }) in pairs {
             let (line, name) = (key.line.or(self.origin.line), key.value.text());
-            let ours = words(&name);
+            let ours = name.to_snake_case();
             let (found, remedy) = match KEYS.into_iter().find(|key| *key == ours) {
                 None => ("no such key; it is ignored", "correct the spelling or remove it"),
-                Some(key) => match fields.insert(key, Node { line, value }) {
+                Some(key) => match self.fields.insert(key, Node { line, value }) {
                     None => continue,
                     Some(_) => ("written twice; the last one counts", "remove one of them"),
                 },
             };
             warnings.push(self.problem(line, &yaml::printable(&name), found, remedy));
         }
-        (fields, warnings)
+        warnings
     }
 
     /// A key that must be there. `read` returns the remedy for a wrong value.
-    fn required<T>(
-        &self,
-        fields: &Fields<'_>,
-        key: &str,
-        remedy: &str,
-        read: fn(&Value<'_>) -> Result<T, String>,
-    ) -> Result<T, LocatedProblem> {
+    fn required<T>(&self, key: &str, remedy: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
         let missing = || self.problem(self.origin.line, key, "missing", remedy);
-        self.valid(fields.get(key).ok_or_else(missing)?, key, read)
+        self.valid(self.fields.get(key).ok_or_else(missing)?, key, read)
     }
 
-    /// A key that may be left out.
-    fn optional<T>(
-        &self,
-        fields: &Fields<'_>,
-        key: &str,
-        read: fn(&Value<'_>) -> Result<T, String>,
-    ) -> Result<Option<T>, LocatedProblem> {
-        let set = fields.get(key).filter(|field| field.value != Value::Null);
+    fn optional<T>(&self, key: &str, read: Reader<T>) -> Result<Option<T>, LocatedProblem> {
+        let set = self.fields.get(key).filter(|field| field.value != Value::Null);
         set.map(|field| self.valid(field, key, read)).transpose()
     }
 
-    fn valid<T>(
-        &self,
-        field: &Node<'_>,
-        key: &str,
-        read: fn(&Value<'_>) -> Result<T, String>,
-    ) -> Result<T, LocatedProblem> {
-        read(&field.value).map_err(|remedy| self.problem(field.line, key, field.value.found(), remedy))
+    fn valid<T>(&self, field: &Node<'_>, key: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
+        read(&field.value).map_err(|remedy| self.problem(field.line, key, &field.value.found(), &remedy))
     }
 }
+
+/// Reads a value. The error is the remedy for a wrong one.
+type Reader<T> = fn(&Value<'_>) -> Result<T, String>;
 
 const WRITE_PATH: &str = "name the GPU by its render node, such as /dev/dri/renderD128";
 const WRITE_TYPE: &str = "write a type such as NVIDIA_MPS";
@@ -235,36 +192,6 @@ fn device_type(value: &Value<'_>) -> Result<String, String> {
     }
 }
 
-/// Splits a key into words as the host agent does, and joins them in lower case with `_`: `virtual-number`,
-/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital letter, and after any character that is
-/// neither letter nor digit. Several capitals in a row form one word, but if small letters follow, the last capital
-/// begins the next word (`VIRTUALNumber`).
-fn words(key: &str) -> String {
-    let bytes = key.as_bytes();
-    let mut words = String::new();
-    let mut capitals = 0_usize;
-    let mut apart = false;
-    for (at, byte) in bytes.iter().enumerate() {
-        if !byte.is_ascii_alphanumeric() {
-            apart = true;
-            continue;
-        }
-        if byte.is_ascii_uppercase() {
-            capitals += 1;
-            let next = bytes.get(at + 1);
-            let ends_a_row = next.is_some_and(|next| next.is_ascii_lowercase() || next.is_ascii_digit());
-            apart |= capitals == 1 || (capitals > 2 && ends_a_row);
-        } else {
-            capitals = 0;
-        }
-        if std::mem::take(&mut apart) && !words.is_empty() {
-            words.push('_');
-        }
-        words.push(byte.to_ascii_lowercase().into());
-    }
-    words
-}
-
 /// A text with more bytes is never taken for a misspelt type.
 const LONGEST_SLIP: usize = 64;
 
@@ -277,7 +204,6 @@ fn is_near_miss(device_type: &str) -> bool {
     device_type.len() <= LONGEST_SLIP && (found == "mps" || strsim::osa_distance(&found, &ours) <= 1)
 }
 
-/// The kind of name that a path is.
 fn classify(text: &str) -> DevicePath {
     // The number of a device has no leading zero, so `/dev/nvidia01` is no device.
     let number = |prefix| {
@@ -514,11 +440,10 @@ mod tests {
             "Virtual_Number",
             "_virtual__number_",
         ] {
-            assert_eq!(words(key), "virtual_number", "{key}");
+            assert_eq!(key.to_snake_case(), "virtual_number", "{key}");
         }
         for (key, expected) in [
             ("TYPE", "type"),
-            ("TYpe", "type"),
             ("TYPe", "ty_pe"),
             ("tYPE", "t_ype"),
             ("Path", "path"),
@@ -527,7 +452,7 @@ mod tests {
             ("-", ""),
             ("a1B2", "a1_b2"),
         ] {
-            assert_eq!(words(key), expected, "{key}");
+            assert_eq!(key.to_snake_case(), expected, "{key}");
         }
     }
 
@@ -712,7 +637,7 @@ mod tests {
     }
 
     /// Reading never panics on any bytes, and each `NVIDIA_MPS` entry is complete.
-    fn survives(bytes: Vec<u8>) {
+    fn survives(bytes: &[u8]) {
         let mut findings = Findings::default();
         let entries = match text_of(Path::new(FILE), bytes) {
             Ok(text) => parse(Path::new(FILE), &text, &mut findings),
@@ -792,14 +717,14 @@ mod tests {
 
         #[test]
         fn any_bytes_are_survived(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
-            survives(bytes);
+            survives(&bytes);
         }
 
         #[test]
         fn anything_that_looks_like_an_entry_is_survived(
             text in "devices:\n(- |  )(path|type|NVIDIA_MPS|virtual_number|[0-9:,\\[\\]{}&*!|>'\"%@`#= \t\r\n.-]){0,60}"
         ) {
-            survives(text.into_bytes());
+            survives(text.as_bytes());
         }
 
         #[test]
@@ -816,7 +741,7 @@ mod tests {
                     _ => bytes.insert(at.min(bytes.len()), byte),
                 }
             }
-            survives(bytes);
+            survives(&bytes);
         }
     }
 }

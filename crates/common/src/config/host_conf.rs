@@ -6,12 +6,13 @@
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::Duration;
 
+use strum::VariantNames;
+
 use super::yaml::{self, Node, Pair, Value};
-use super::{
-    CpuAffinity, Findings, LogLevel, MayTerminate, MultiUser, OnOveruse, Settings, ThreadPolicy, Topology,
-};
+use super::{Findings, MultiUser, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 use crate::problem::{LocatedProblem, Origin};
 
@@ -26,23 +27,15 @@ pub(super) struct Draft {
     pub(super) empty: Vec<EmptyKey>,
 }
 
-/// A key without a value, and what the host agent makes of it.
+/// A key without a value, and the host agent's reading of it, in words.
 pub(super) struct EmptyKey {
     pub(super) key: &'static str,
     pub(super) origin: Origin,
-    pub(super) read_as: ReadAs,
+    pub(super) read_as: &'static str,
 }
 
-/// The host agent's reading of a key without a value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ReadAs {
-    /// The text `null`.
-    Null,
-    /// A text of no characters.
-    Empty,
-    /// A mistake with which the agent does not start.
-    Mistake,
-}
+/// The agent's reading of a key that takes no text.
+const MISTAKE: &str = "with it the platform's host agent does not start";
 
 /// Stores a value in the draft. The error names the allowed values.
 type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), String>;
@@ -61,8 +54,8 @@ const KEYS: [(&str, Setter); 19] = [
     (PIPE_KEY, |draft, value| directory(value).map(|path| draft.settings.pipe_directory = path)),
     (LOG_KEY, |draft, value| directory(value).map(|path| draft.settings.log_directory = path)),
     ("cuda_mps_replicas", |draft, value| slices(value).map(|count| draft.settings.replicas = count)),
-    ("log_level", |draft, value| log_level(value).map(|level| draft.settings.log_level = level)),
-    (TOPOLOGY_KEY, |draft, value| topology(value).map(|kind| draft.settings.topology = kind)),
+    ("log_level", |draft, value| word(value).map(|level| draft.settings.log_level = level)),
+    (TOPOLOGY_KEY, |draft, value| word(value).map(|kind| draft.settings.topology = kind)),
     ("cuda_mps_thread_percentage", |draft, value| {
         thread_policy(value).map(|policy| draft.settings.thread_policy = policy)
     }),
@@ -71,19 +64,15 @@ const KEYS: [(&str, Setter); 19] = [
     ("cuda_mps_set_compute_mode", |draft, value| {
         boolean(value).map(|on| draft.settings.supervision.set_compute_mode = on)
     }),
-    ("cuda_mps_cpu_affinity", |draft, value| {
-        cpu_affinity(value).map(|cpus| draft.settings.cpu_affinity = cpus)
-    }),
+    ("cuda_mps_cpu_affinity", |draft, value| word(value).map(|cpus| draft.settings.cpu_affinity = cpus)),
     ("cuda_mps_quit_timeout", |draft, value| {
         seconds(value, 1..=600).map(|time| draft.settings.supervision.quit_timeout = time)
     }),
     ("cuda_mps_fault_grace", |draft, value| {
         seconds(value, 0..=3600).map(|time| draft.settings.supervision.fault_grace = time)
     }),
-    ("cuda_mps_overuse", |draft, value| overuse(value).map(|answer| draft.settings.on_overuse = answer)),
-    ("cuda_mps_may_terminate", |draft, value| {
-        may_terminate(value).map(|who| draft.settings.may_terminate = who)
-    }),
+    ("cuda_mps_overuse", |draft, value| word(value).map(|answer| draft.settings.on_overuse = answer)),
+    ("cuda_mps_may_terminate", |draft, value| word(value).map(|who| draft.settings.may_terminate = who)),
     ("cuda_mps_log_max_size", |draft, value| {
         whole(value, 1..=1024, "MiB")
             .map(|mib: u64| draft.settings.supervision.log_max_bytes = mib * 1024 * 1024)
@@ -106,9 +95,7 @@ const PRIVATE_SUFFIX: &str = ".private";
 impl Settings {
     /// The place of the directories that only control daemons use, beside the pipe directory.
     pub fn private_directory(&self) -> PathBuf {
-        let mut directory = self.pipe_directory.clone().into_os_string();
-        directory.push(PRIVATE_SUFFIX);
-        directory.into()
+        format!("{}{PRIVATE_SUFFIX}", self.pipe_directory.display()).into()
     }
 }
 
@@ -117,11 +104,9 @@ pub fn has_room_for_sockets(directory: &Path) -> bool {
     directory.as_os_str().len() + "/".len() + LONGEST_SOCKET.len() <= SOCKET_PATH_BYTES
 }
 
-/// The length of `GPU-` and a UUID.
 const GPU_UUID_BYTES: usize = 40;
 
 impl Draft {
-    /// The draft before any file is read: the defaults.
     pub(super) fn new() -> Self {
         Self {
             settings: Settings::default(),
@@ -132,7 +117,6 @@ impl Draft {
         }
     }
 
-    /// The place of a key's value, if a file sets the key.
     pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
         self.origins.get(key)
     }
@@ -140,10 +124,7 @@ impl Draft {
     /// Reads one file. Its values override the present ones.
     pub(super) fn overlay(&mut self, file: &Path, text: &str, findings: &mut Findings) {
         self.settings.sources.push(file.to_owned());
-        let (syntax, pairs) = match read(file, text) {
-            Ok(read) => read,
-            Err(problem) => return findings.problems.push(problem),
-        };
+        let Some((syntax, pairs)) = findings.checked(read(file, text)) else { return };
         for Chosen { key, setter, line, value } in ours(file, syntax, pairs, findings) {
             let origin = Origin { file: file.to_owned(), line };
             if value == Value::Null {
@@ -151,7 +132,7 @@ impl Draft {
                 continue;
             }
             // The host agent also takes the text of the later file; a mistake stays one.
-            self.empty.retain(|empty| empty.key != key || empty.read_as == ReadAs::Mistake);
+            self.empty.retain(|empty| empty.key != key || empty.read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {
                     if let Some(earlier) = self.origins.insert(key, origin.clone()) {
@@ -220,16 +201,17 @@ impl Draft {
 
 /// The host agent's reading of this key without a value. None for a key that the agent does not read, and where its answer
 /// is ours.
-fn read_as(key: &str, syntax: Syntax) -> Option<ReadAs> {
+fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
     match (syntax, key) {
-        (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => Some(ReadAs::Null),
-        (Syntax::Yaml, ENABLE_KEY | "cuda_mps_replicas" | "log_level") => Some(ReadAs::Mistake),
-        (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => Some(ReadAs::Empty),
+        (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
+            Some("the platform's host agent reads the text null")
+        }
+        (Syntax::Yaml, ENABLE_KEY | "cuda_mps_replicas" | "log_level") => Some(MISTAKE),
+        (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => Some("the platform's host agent reads an empty text"),
         _ => None,
     }
 }
 
-/// The syntax of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Syntax {
     /// If a key appears twice, the last one counts.
@@ -282,7 +264,6 @@ fn unquoted(value: &str) -> String {
     }
 }
 
-/// The value of a key of this service, and its line.
 struct Chosen<'t> {
     key: &'static str,
     setter: Setter,
@@ -332,7 +313,6 @@ fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Fi
 /// The largest number of wrong letters in a key that is still taken for the device file's key.
 const SLIPS: usize = 3;
 
-/// Whether an unknown key was meant to be the device file's key.
 fn is_nearly_device_file(name: &str) -> bool {
     name.len() <= 2 * DEVICE_FILE_KEY.len()
         && strsim::osa_distance(&name.to_lowercase(), DEVICE_FILE_KEY) <= SLIPS
@@ -386,27 +366,11 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
     }
 }
 
-/// One of two words.
-fn either<T>(value: &Value<'_>, [(first, one), (second, other)]: [(&str, T); 2]) -> Result<T, String> {
-    match value.text().as_ref() {
-        word if word == first => Ok(one),
-        word if word == second => Ok(other),
-        _ => Err(format!("write {first} or {second}")),
-    }
-}
-
-fn log_level(value: &Value<'_>) -> Result<LogLevel, String> {
-    match value.text().as_ref() {
-        "debug" => Ok(LogLevel::Debug),
-        "info" => Ok(LogLevel::Info),
-        "warn" => Ok(LogLevel::Warn),
-        "error" => Ok(LogLevel::Error),
-        _ => Err("write debug, info, warn or error".to_owned()),
-    }
-}
-
-fn topology(value: &Value<'_>) -> Result<Topology, String> {
-    either(value, [("shared", Topology::Shared), ("per_gpu", Topology::PerGpu)])
+fn word<T: FromStr + VariantNames>(value: &Value<'_>) -> Result<T, String> {
+    value.text().parse().map_err(|_| match T::VARIANTS {
+        [others @ .., last] => format!("write {} or {last}", others.join(", ")),
+        [] => String::new(),
+    })
 }
 
 fn thread_policy(value: &Value<'_>) -> Result<ThreadPolicy, String> {
@@ -428,25 +392,13 @@ fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
     }
 }
 
-fn cpu_affinity(value: &Value<'_>) -> Result<CpuAffinity, String> {
-    either(value, [("auto", CpuAffinity::Auto), ("none", CpuAffinity::None)])
-}
-
-fn overuse(value: &Value<'_>) -> Result<OnOveruse, String> {
-    either(value, [("report", OnOveruse::Report), ("terminate", OnOveruse::Terminate)])
-}
-
-fn may_terminate(value: &Value<'_>) -> Result<MayTerminate, String> {
-    either(value, [("root", MayTerminate::Root), ("owner", MayTerminate::Owner)])
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::super::text_of;
     use super::*;
-    use crate::config::Supervision;
+    use crate::config::{CpuAffinity, LogLevel, MayTerminate, OnOveruse, Supervision};
 
     const FILE: &str = "/etc/yunion/host.conf";
 
@@ -945,7 +897,7 @@ mod tests {
     }
 
     /// Reading never panics on any bytes, and a file that can't be read has a problem.
-    fn survives(bytes: Vec<u8>) {
+    fn survives(bytes: &[u8]) {
         let mut draft = Draft::new();
         let mut findings = Findings::default();
         match text_of(Path::new(FILE), bytes) {
@@ -985,12 +937,12 @@ mod tests {
 
         #[test]
         fn any_bytes_are_survived(bytes in proptest::collection::vec(any::<u8>(), 0..2000)) {
-            survives(bytes);
+            survives(&bytes);
         }
 
         #[test]
         fn anything_that_looks_like_yaml_is_survived(text in "([a-z_]{1,3}|[-:?,\\[\\]{}&*!|>'\"%@`#= \t\r\n\\\\]){0,80}") {
-            survives(text.into_bytes());
+            survives(text.as_bytes());
         }
 
         #[test]
@@ -1007,7 +959,7 @@ mod tests {
                     _ => bytes.insert(at.min(bytes.len()), byte),
                 }
             }
-            survives(bytes);
+            survives(&bytes);
         }
     }
 }

@@ -15,13 +15,15 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::host::regular_file;
+use strum::{EnumString, VariantNames};
+
+use crate::host::pci_address::PciAddress;
+use crate::host::regular_file::{self, Unreadable};
 use crate::problem::{LocatedProblem, Origin, Problem};
 pub use host_conf::has_room_for_sockets;
 use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
 use yaml::Value;
 
-/// All settings of the configuration files, checked and with defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
     /// `enable_cuda_mps`. If it is false, no device is published.
@@ -103,12 +105,11 @@ impl Default for Supervision {
 /// alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceEntry {
-    /// The entry's name in messages, `devices[2]`.
     pub name: String,
     pub origin: Origin,
     /// `type`, verbatim.
     pub device_type: String,
-    /// `path`, classified. None if the entry has no path, which some other types allow.
+    /// `path`, classified. None if the entry has no path, which some other types allow, but `NVIDIA_MPS` does not.
     pub path: Option<DevicePath>,
     /// Present on `NVIDIA_MPS` entries only.
     pub mps: Option<MpsEntry>,
@@ -122,7 +123,7 @@ impl DeviceEntry {
 }
 
 /// The keys that only an `NVIDIA_MPS` entry has.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MpsEntry {
     /// `virtual_number`: the number of slices of the GPU.
     pub slices: NonZeroU32,
@@ -137,9 +138,9 @@ pub struct MpsEntry {
 pub enum DevicePath {
     RenderNode(PathBuf),
     /// A PCI address with its domain.
-    Pci(crate::host::pci_address::PciAddress),
+    Pci(PciAddress),
     /// A PCI address without a domain: the GPU in domain 0000, or the only GPU with this address in any domain.
-    ShortPci(crate::host::pci_address::PciAddress),
+    ShortPci(PciAddress),
     /// A GPU UUID, `GPU-` and 36 characters, lower case.
     Uuid(String),
     /// `/dev/nvidiaN`, by its N.
@@ -163,7 +164,8 @@ impl fmt::Display for DevicePath {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum LogLevel {
     Debug,
     #[default]
@@ -172,7 +174,8 @@ pub enum LogLevel {
     Error,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum Topology {
     /// One control daemon in the pipe directory, for all GPUs.
     #[default]
@@ -203,22 +206,22 @@ pub enum MultiUser {
     Auto,
     /// Always on. A driver that refuses it is an error.
     On,
-    /// Always off.
     Off,
 }
 
 /// `cuda_mps_cpu_affinity`: the CPUs to which a control daemon is bound.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum CpuAffinity {
-    /// It is not bound.
-    #[default]
-    None,
     /// The CPUs near its GPUs.
     Auto,
+    #[default]
+    None,
 }
 
 /// `cuda_mps_overuse`: the answer to a slice with more clients, or more memory in use, than its budget has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum OnOveruse {
     /// Tell of it.
     #[default]
@@ -228,16 +231,15 @@ pub enum OnOveruse {
 }
 
 /// `cuda_mps_may_terminate`: who may end the GPU work of a process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum MayTerminate {
-    /// Root alone.
     #[default]
     Root,
     /// Root, and the user who has started the process.
     Owner,
 }
 
-/// The places of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sources {
     /// The main file, if the command line names it. Otherwise the service searches for it.
@@ -246,7 +248,6 @@ pub struct Sources {
     pub sysroot: PathBuf,
 }
 
-/// A configuration without problems.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
     pub settings: Settings,
@@ -262,7 +263,6 @@ pub struct Loaded {
     pub overridden: Vec<(&'static str, Origin, Origin)>,
 }
 
-/// The reason why the files are no configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
     /// Every problem of every file, in the order of the files and their lines. There is at least one.
@@ -271,7 +271,6 @@ pub struct Refused {
     pub warnings: Vec<LocatedProblem>,
 }
 
-/// The findings of reading the files, besides the settings.
 #[derive(Debug, Default)]
 struct Findings {
     problems: Vec<LocatedProblem>,
@@ -282,17 +281,22 @@ struct Findings {
     nearly_device_file: Option<LocatedProblem>,
 }
 
+impl Findings {
+    /// The value, or its problem among the others.
+    fn checked<T>(&mut self, read: Result<T, LocatedProblem>) -> Option<T> {
+        read.map_err(|problem| self.problems.push(problem)).ok()
+    }
+}
+
 /// Reads the main file, then the local file that overrides it, then the device file that they name.
 pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let mut findings = Findings::default();
     let mut draft = Draft::new();
     read_main_file(sources, &mut draft, &mut findings);
     if let Some(file) = draft.local_file.clone() {
-        match read_text(&sources.sysroot, &file) {
-            Ok(text) => draft.overlay(&file, &text, &mut findings),
-            // The local file is optional, even if a key names it.
-            Err(ReadFailure::Missing) => {}
-            Err(ReadFailure::Bad(problem)) => findings.problems.push(problem),
+        // The local file is optional, even if a key names it.
+        if let Some(Some(text)) = findings.checked(read_text(&sources.sysroot, &file)) {
+            draft.overlay(&file, &text, &mut findings);
         }
     }
     draft.check_together(&mut findings);
@@ -330,12 +334,8 @@ impl Loaded {
         (!self.settings.enabled && !self.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
             let remedy = format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work");
-            LocatedProblem::new(
-                Origin::whole(file),
-                ENABLE_KEY,
-                "no longer set, while GPUs are served",
-                remedy,
-            )
+            let found = "no longer set, while GPUs are served";
+            LocatedProblem::new(Origin::whole(file), ENABLE_KEY, found, remedy)
         })
     }
 }
@@ -352,10 +352,10 @@ impl Sources {
 
 fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
     for file in sources.main_files() {
-        match read_text(&sources.sysroot, file) {
-            Ok(text) => return draft.overlay(file, &text, findings),
-            Err(ReadFailure::Missing) => {}
-            Err(ReadFailure::Bad(problem)) => return findings.problems.push(problem),
+        match findings.checked(read_text(&sources.sysroot, file)) {
+            Some(Some(text)) => return draft.overlay(file, &text, findings),
+            Some(None) => {}
+            None => return,
         }
     }
     let (file, list, remedy) = match &sources.config {
@@ -375,7 +375,19 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
         (Some(_), problem) => findings.warnings.extend(problem),
     }
     if let Some(file) = draft.device_file.clone() {
-        read_named_device_file(sources, file, draft, findings);
+        match findings.checked(read_text(&sources.sysroot, &file)) {
+            Some(Some(text)) => {
+                draft.settings.devices = device_file::parse(&file, &text, findings);
+                draft.settings.sources.push(file);
+            }
+            Some(None) => {
+                let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
+                let found = format!("no such file: {}", file.display());
+                let remedy = "create it or correct the path";
+                findings.problems.push(LocatedProblem::new(origin, DEVICE_FILE_KEY, found, remedy));
+            }
+            None => {}
+        }
     }
     // A host without MPS may keep this file for devices of other types, or may have forgotten it, so its problems
     // become warnings. If there is another problem, `enabled` may be false by mistake, so they stay problems.
@@ -384,46 +396,25 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
     }
 }
 
-fn read_named_device_file(sources: &Sources, file: PathBuf, draft: &mut Draft, findings: &mut Findings) {
-    match read_text(&sources.sysroot, &file) {
-        Ok(text) => {
-            draft.settings.devices = device_file::parse(&file, &text, findings);
-            draft.settings.sources.push(file);
-        }
-        Err(ReadFailure::Bad(problem)) => findings.problems.push(problem),
-        Err(ReadFailure::Missing) => {
-            let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
-            let found = format!("no such file: {}", file.display());
-            let remedy = "create it or correct the path";
-            findings.problems.push(LocatedProblem::new(origin, DEVICE_FILE_KEY, found, remedy));
-        }
-    }
-}
-
 /// The largest file that is read. A normal file has a few KiB.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
-enum ReadFailure {
-    Missing,
-    Bad(LocatedProblem),
-}
-
-fn read_text(sysroot: &Path, file: &Path) -> Result<String, ReadFailure> {
-    let bad =
-        |found: String, remedy| ReadFailure::Bad(LocatedProblem::new(Origin::whole(file), "", found, remedy));
-    let bytes = regular_file::read(&below(sysroot, file), MAX_FILE_BYTES).map_err(|error| match error {
-        regular_file::Unreadable::Failed(error)
+/// The text of a file. None if it is missing.
+fn read_text(sysroot: &Path, file: &Path) -> Result<Option<String>, LocatedProblem> {
+    let (found, remedy) = match regular_file::read(&below(sysroot, file), MAX_FILE_BYTES) {
+        Ok(bytes) => return text_of(file, &bytes).map(Some),
+        Err(Unreadable::Failed(error))
             if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) =>
         {
-            ReadFailure::Missing
+            return Ok(None);
         }
-        regular_file::Unreadable::TooLarge(_) => {
-            bad("larger than 1 MiB".to_owned(), "this can't be the right file: check the path")
+        Err(Unreadable::TooLarge(_)) => {
+            ("larger than 1 MiB".to_owned(), "this can't be the right file: check the path")
         }
-        error @ regular_file::Unreadable::Failed(_) => bad(error.to_string(), "make it a readable file"),
-        error @ regular_file::Unreadable::NotRegular(_) => bad(error.to_string(), "put a regular file there"),
-    })?;
-    text_of(file, bytes).map_err(ReadFailure::Bad)
+        Err(error @ Unreadable::Failed(_)) => (error.to_string(), "make it a readable file"),
+        Err(error @ Unreadable::NotRegular(_)) => (error.to_string(), "put a regular file there"),
+    };
+    Err(LocatedProblem::new(Origin::whole(file), "", found, remedy))
 }
 
 /// The path below the sysroot. A relative path stays relative if the sysroot is the real root.
@@ -436,21 +427,20 @@ pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
 }
 
 /// The text of a file, if the bytes can be the text of a configuration file at all.
-fn text_of(file: &Path, bytes: Vec<u8>) -> Result<String, LocatedProblem> {
-    let bad =
-        |line, found, remedy| LocatedProblem::new(Origin { file: file.to_owned(), line }, "", found, remedy);
-    let line_of =
-        |bytes: &[u8], at: usize| Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
+fn text_of(file: &Path, bytes: &[u8]) -> Result<String, LocatedProblem> {
+    let damaged = |at: usize, found, remedy| {
+        let line = Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
+        LocatedProblem::new(Origin { file: file.to_owned(), line }, "", found, remedy)
+    };
     if let Some(at) = bytes.iter().position(|byte| *byte == 0) {
         let remedy = "the file is binary or damaged: check the path, or write the file again";
-        return Err(bad(line_of(&bytes, at), "a NUL byte", remedy));
+        return Err(damaged(at, "a NUL byte", remedy));
     }
-    let text = String::from_utf8(bytes).map_err(|error| {
-        let line = line_of(error.as_bytes(), error.utf8_error().valid_up_to());
-        bad(line, "bytes that are not UTF-8", "save the file as UTF-8")
-    })?;
-    // Some editors write a byte order mark at the beginning of a file.
-    Ok(text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text))
+    match std::str::from_utf8(bytes) {
+        // Some editors write a byte order mark at the beginning of a file.
+        Ok(text) => Ok(text.strip_prefix('\u{feff}').unwrap_or(text).to_owned()),
+        Err(error) => Err(damaged(error.valid_up_to(), "bytes that are not UTF-8", "save the file as UTF-8")),
+    }
 }
 
 /// A whole number within a range. The error names the allowed values.
@@ -475,7 +465,6 @@ fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, String> {
     whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// An active thread percentage.
 fn percentage(value: &Value<'_>) -> Result<u8, String> {
     whole(value, 1..=100, "percent")
 }

@@ -13,8 +13,8 @@ use std::path::Path;
 use serde::de::{self, DeserializeSeed, EnumAccess, MapAccess, SeqAccess, VariantAccess};
 
 use crate::problem::{LocatedProblem, Origin};
+use crate::text::clean;
 
-/// One value and its place.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
     /// The line, from 1. For a text it is the text's own, for a list or mapping the first line that is known in it.
@@ -24,7 +24,6 @@ pub(super) struct Node<'t> {
 }
 
 impl<'t> Node<'t> {
-    /// A value that the input gives no line for.
     fn without_line(value: Value<'t>) -> Self {
         Self { line: None, value }
     }
@@ -47,7 +46,6 @@ pub(super) type Pair<'t> = (Node<'t>, Node<'t>);
 /// The most characters of a text that a message repeats.
 const SHOWN_CHARS: usize = 80;
 
-/// The most characters of the YAML parser's own message.
 const ERROR_CHARS: usize = 300;
 
 impl Value<'_> {
@@ -106,22 +104,15 @@ impl Value<'_> {
             Self::Null => "found nothing".to_owned(),
             Self::List(_) => "found a list".to_owned(),
             Self::Map(_) => "found a mapping".to_owned(),
-            Self::Text { text, .. } => format!("found {}", quoted(text)),
-            Self::Bool(value) => format!("found {value}"),
-            Self::Integer(value) => format!("found {value}"),
-            Self::Float(value) => format!("found {value:?}"),
+            Self::Text { text, .. } => format!("found {:?}", cut(text, SHOWN_CHARS)),
+            Self::Bool(_) | Self::Integer(_) | Self::Float(_) => format!("found {}", self.text()),
         }
     }
 }
 
-/// A text from a file, made safe for a message.
-pub(super) fn quoted(text: &str) -> String {
-    format!("{:?}", cut(text, SHOWN_CHARS))
-}
-
 /// The name of a key from a file, made safe for a message.
 pub(super) fn printable(key: &str) -> String {
-    without_controls(&cut(key, SHOWN_CHARS))
+    clean(&cut(key, SHOWN_CHARS))
 }
 
 fn cut(text: &str, chars: usize) -> Cow<'_, str> {
@@ -129,14 +120,6 @@ fn cut(text: &str, chars: usize) -> Cow<'_, str> {
         Some((end, _)) => format!("{}...", text.get(..end).unwrap_or_default()).into(),
         None => text.into(),
     }
-}
-
-fn without_controls(text: &str) -> String {
-    let mut shown = String::with_capacity(text.len());
-    for c in text.chars() {
-        if c.is_control() { shown.extend(c.escape_default()) } else { shown.push(c) }
-    }
-    shown
 }
 
 /// Reads the first document of a file. Null if there is none.
@@ -150,12 +133,8 @@ pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, LocatedP
     if let Some((at, line)) = text.lines().enumerate().find(|(_, line)| line.len() > MAX_LINE_BYTES) {
         let found = format!("a line of {} bytes, the limit is {MAX_LINE_BYTES}", line.len());
         let remedy = "no setting needs such a line: correct it, or split it";
-        return Err(LocatedProblem::new(
-            Origin { file: file.to_owned(), line: Some(at + 1) },
-            "",
-            found,
-            remedy,
-        ));
+        let origin = Origin { file: file.to_owned(), line: Some(at + 1) };
+        return Err(LocatedProblem::new(origin, "", found, remedy));
     }
     let Some(document) = serde_yaml::Deserializer::from_str(text).next() else {
         return Ok(Node::without_line(Value::Null));
@@ -179,7 +158,7 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem
         None => ("not valid YAML", "correct that line or the line before it"),
     };
     // The parser's message may repeat keys of the file.
-    let found = format!("{found} ({})", without_controls(&cut(&error.to_string(), ERROR_CHARS)));
+    let found = format!("{found} ({})", clean(&cut(&error.to_string(), ERROR_CHARS)));
     LocatedProblem::new(Origin { file: file.to_owned(), line: tabbed.or(line) }, "", found, remedy)
 }
 
@@ -244,7 +223,6 @@ impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
 }
 
 impl NodeSeed<'_, '_> {
-    /// The seed for the values inside this one.
     fn inner(self) -> Self {
         Self { depth: self.depth.saturating_add(1), ..self }
     }
@@ -312,13 +290,17 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_map<A: MapAccess<'t>>(self, mut access: A) -> Result<Node<'t>, A::Error> {
-        let mut pairs = Pairs::default();
+        let mut pairs = Vec::new();
         let mut line = None;
         while let Some((key, value)) = access.next_entry_seed(self.inner(), self.inner())? {
             line = line.or(key.line);
-            pairs.add(key, value).map_err(de::Error::custom)?;
+            if matches!(&key.value, Value::Text { text, quoted: false } if text == "<<") {
+                merge(&mut pairs, value.value).map_err(de::Error::custom)?;
+            } else {
+                pairs.push(((key, value), false));
+            }
         }
-        Ok(Node { line, value: Value::Map(pairs.finish()) })
+        Ok(Node { line, value: Value::Map(without_overridden(pairs)) })
     }
 
     /// A value with a tag. The tag is ignored.
@@ -328,61 +310,34 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 }
 
-/// The pairs of a mapping. A later pair overrides an earlier one. A merge key, `<<`, stands for the pairs of the
-/// mappings in its value. As in the platform's parser, these pairs count at the place of the merge key: a later key
-/// overrides them, and they override an earlier one.
-#[derive(Default)]
-struct Pairs<'t> {
-    all: Vec<Pair<'t>>,
-    /// The places in `all` of the pairs that a merge key brought.
-    merged: BTreeSet<usize>,
+/// Adds the pairs of a merge key, `<<`, which stands for the pairs of the mappings in its value. As in the platform's
+/// parser, these pairs count at the place of the merge key: a later key overrides them, and they override an earlier one.
+fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), &'static str> {
+    match value {
+        Value::Map(merged) => pairs.extend(merged.into_iter().map(|pair| (pair, true))),
+        // Of several mappings the first one counts most.
+        Value::List(items) => {
+            for item in items.into_iter().rev() {
+                let Value::Map(_) = item.value else { return Err(BAD_MERGE) };
+                merge(pairs, item.value)?;
+            }
+        }
+        _ => return Err(BAD_MERGE),
+    }
+    Ok(())
 }
 
-impl<'t> Pairs<'t> {
-    fn add(&mut self, key: Node<'t>, value: Node<'t>) -> Result<(), &'static str> {
-        let is_merge = matches!(&key.value, Value::Text { text, quoted: false } if text == "<<");
-        if !is_merge {
-            self.all.push((key, value));
-            return Ok(());
-        }
-        match value.value {
-            Value::Map(pairs) => self.merge(pairs),
-            // Of several mappings the first one counts most.
-            Value::List(items) => {
-                for item in items.into_iter().rev() {
-                    let Value::Map(pairs) = item.value else { return Err(BAD_MERGE) };
-                    self.merge(pairs);
-                }
-            }
-            _ => return Err(BAD_MERGE),
-        }
-        Ok(())
-    }
-
-    fn merge(&mut self, pairs: Vec<Pair<'t>>) {
-        let first = self.all.len();
-        self.all.extend(pairs);
-        self.merged.extend(first..self.all.len());
-    }
-
-    /// Removes the merged pairs that a key overrides. Overriding is the purpose of merging, so such a key is no
-    /// duplicate.
-    fn finish(self) -> Vec<Pair<'t>> {
-        let Self { all, merged } = self;
-        if merged.is_empty() {
-            return all;
-        }
-        let mut behind: BTreeSet<String> = BTreeSet::new();
-        let mut kept: Vec<Pair<'t>> = Vec::new();
-        for (place, pair) in all.into_iter().enumerate().rev() {
-            let name = pair.0.value.text().into_owned();
-            if behind.insert(name) || !merged.contains(&place) {
-                kept.push(pair);
-            }
-        }
-        kept.reverse();
-        kept
-    }
+/// The pairs of a mapping without the merged ones that a later key overrides. Overriding is the purpose of merging, so such
+/// a key is no duplicate.
+fn without_overridden(pairs: Vec<(Pair<'_>, bool)>) -> Vec<Pair<'_>> {
+    let mut later = BTreeSet::new();
+    let counts = |(pair, merged): &(Pair<'_>, bool)| {
+        let (key, _) = pair;
+        later.insert(key.value.text().into_owned()) || !merged
+    };
+    let mut kept: Vec<_> = pairs.into_iter().rev().filter(counts).map(|(pair, _)| pair).collect();
+    kept.reverse();
+    kept
 }
 
 const BAD_MERGE: &str = "a merge key (<<) takes a mapping or a list of mappings";
@@ -606,13 +561,13 @@ mod tests {
     #[test]
     fn findings_are_short_and_printable() {
         let long = "x".repeat(1000);
-        assert_eq!(quoted(&long).chars().count(), SHOWN_CHARS + 5);
+        assert_eq!(text(&long, true).found().chars().count(), "found ".len() + SHOWN_CHARS + 5);
         assert_eq!(text("a\u{1b}[31m\n\"", true).found(), r#"found "a\u{1b}[31m\n\"""#);
-        assert_eq!(printable("a\u{1b}[31m'b'\u{85}"), r"a\u{1b}[31m'b'\u{85}");
+        assert_eq!(printable("a\u{1b}[31m'b'\u{85}"), "a\u{fffd}[31m'b'\u{fffd}");
         let key = "\u{e9}".repeat(1000);
         assert_eq!(printable(&key).chars().count(), SHOWN_CHARS + 3);
         let problem = read("\"\\e[31m\": &a [*a]\n").unwrap_err();
-        assert!(problem.problem.found.contains(r"\u{1b}[31m"), "{problem}");
+        assert!(problem.problem.found.contains("\u{fffd}[31m"), "{problem}");
         assert!(!problem.to_string().contains(char::is_control), "{problem}");
         assert_eq!(Value::Float(4.7).found(), "found 4.7");
         assert_eq!(Value::Null.found(), "found nothing");

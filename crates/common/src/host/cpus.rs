@@ -22,15 +22,12 @@ impl Cpus {
     /// Reads a list of the kernel: `0-3,8`. None for a list without any CPU, for a text that is no list, and for a CPU
     /// that no set holds: the 1025th.
     pub fn parse(list: &str) -> Option<Self> {
-        let mut ranges = Vec::new();
-        for part in list.trim().split(',') {
+        let range = |part: &str| {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
             let range = first.parse().ok()?..=last.parse().ok()?;
-            if range.is_empty() || *range.end() >= CpuSet::MAX_CPU {
-                return None;
-            }
-            ranges.push(range);
-        }
+            (!range.is_empty() && *range.end() < CpuSet::MAX_CPU).then_some(range)
+        };
+        let ranges: Vec<_> = list.trim().split(',').map(range).collect::<Option<_>>()?;
         Self::new(|cpu| ranges.iter().any(|range| range.contains(&cpu)))
     }
 
@@ -50,25 +47,22 @@ impl Cpus {
     /// is left out. If it must not use any of them, nothing changes.
     pub fn bind(self) -> io::Result<()> {
         let own = sched_getaffinity(None)?;
-        match Self::new(|cpu| self.has(cpu) && own.is_set(cpu)) {
+        match Self::new(|cpu| self.0.is_set(cpu) && own.is_set(cpu)) {
             Some(cpus) => sched_setaffinity(None, &cpus.0),
             None => Ok(()),
         }
     }
 
-    fn has(self, cpu: usize) -> bool {
-        self.0.is_set(cpu)
-    }
-
-    /// Whether all of the other CPUs are among these.
     pub fn includes(self, other: Self) -> bool {
-        (0..CpuSet::MAX_CPU).all(|cpu| self.has(cpu) || !other.has(cpu))
+        (0..CpuSet::MAX_CPU).all(|cpu| self.0.is_set(cpu) || !other.0.is_set(cpu))
     }
 
     /// The CPUs of all sets together. None if one of the sets is None, or if there is no set.
     pub fn union(mut sets: impl Iterator<Item = Option<Self>>) -> Option<Self> {
         let first = sets.next()??;
-        sets.try_fold(first, |all, set| set.and_then(|set| Self::new(|cpu| all.has(cpu) || set.has(cpu))))
+        sets.try_fold(first, |all, set| {
+            set.and_then(|set| Self::new(|cpu| all.0.is_set(cpu) || set.0.is_set(cpu)))
+        })
     }
 
     /// The list for people, where `all` stands for all CPUs of the host.
@@ -81,7 +75,7 @@ impl Cpus {
 impl fmt::Display for Cpus {
     /// The list as the kernel writes it: `0-3,8`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| self.has(*cpu)).peekable();
+        let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| self.0.is_set(*cpu)).peekable();
         let mut separator = "";
         while let Some(first) = cpus.next() {
             let mut last = first;
@@ -141,8 +135,8 @@ mod tests {
             let bind = move || Cpus::parse(&list).unwrap().bind().map(|()| own());
             std::thread::spawn(bind).join().unwrap().unwrap()
         };
-        let first = (0..CpuSet::MAX_CPU).find(|cpu| own().has(*cpu)).unwrap();
-        let stranger = (0..CpuSet::MAX_CPU).find(|cpu| !own().has(*cpu)).unwrap();
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| own().0.is_set(*cpu)).unwrap();
+        let stranger = (0..CpuSet::MAX_CPU).find(|cpu| !own().0.is_set(*cpu)).unwrap();
         assert_eq!(bound(first.to_string()).to_string(), first.to_string());
         assert_eq!(bound(format!("{first},{stranger}")).to_string(), first.to_string());
         assert_eq!(bound(stranger.to_string()), own());

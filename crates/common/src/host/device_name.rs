@@ -12,15 +12,13 @@ use super::pci_address::{BadPciAddress, PciAddress};
 /// The directory of the directories of slices, in the configured pipe directory.
 pub const DIRECTORIES: &str = "slices";
 
-/// The most digits of an ordinal.
 const DIGITS: usize = 3;
 
 /// A GPU as the service publishes it. Its name is the short form of its PCI address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GpuId(PciAddress);
+pub struct GpuId(pub(super) PciAddress);
 
 impl GpuId {
-    /// The slice with this ordinal.
     pub fn slice(self, ordinal: u32) -> SliceId {
         SliceId { gpu: self, ordinal }
     }
@@ -28,12 +26,6 @@ impl GpuId {
     /// Its slices, if it has so many.
     pub fn slices(self, number: u32) -> impl Iterator<Item = SliceId> {
         (0..number).map(move |ordinal| self.slice(ordinal))
-    }
-}
-
-impl From<PciAddress> for GpuId {
-    fn from(address: PciAddress) -> Self {
-        Self(address)
     }
 }
 
@@ -51,7 +43,6 @@ impl FromStr for GpuId {
     }
 }
 
-/// A slice of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SliceId {
     pub gpu: GpuId,
@@ -84,7 +75,6 @@ impl fmt::Display for SliceId {
     }
 }
 
-/// A name that stands for a slice, or for a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(into = "String")]
 pub enum DeviceName {
@@ -93,7 +83,6 @@ pub enum DeviceName {
 }
 
 impl DeviceName {
-    /// The GPU, or the GPU of the slice.
     pub fn gpu(self) -> GpuId {
         match self {
             Self::Gpu(gpu) => gpu,
@@ -111,7 +100,6 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// The text is no name of a GPU or a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a name like 00:06.0 or 00:06.0-1")]
 pub struct BadName;

@@ -36,7 +36,6 @@ impl Series {
 /// The driver and the GPU from which on something is so.
 #[derive(Debug, Clone, Copy)]
 pub struct Since {
-    /// The first series.
     pub series: u32,
     capability: (u32, u32),
 }
@@ -89,18 +88,16 @@ pub fn most_clients(driver: Series, gpu: Capability) -> u32 {
     }
 }
 
-/// The spelling of the option for multi-user mode, each with the first series that spells it so; the newest first.
-const MULTI_USER_OPTION: &[(u32, &str)] = &[(ANY_DRIVER, "-multiuser-server")];
+/// The option for multi-user mode, which every series knows that has this mode.
+const MULTI_USER_OPTION: &str = "-multiuser-server";
 
 /// The option that keeps a control daemon in the foreground, and the option for the background.
 const FOREGROUND: &str = "-f";
 const BACKGROUND: &str = "-d";
 
 /// The arguments of a control daemon that stays in the foreground, with or without multi-user mode.
-pub fn control_daemon_arguments(driver: Series, multi_user: bool) -> Vec<&'static str> {
-    let spelt = MULTI_USER_OPTION.iter().find(|(since, _)| driver.0 >= *since);
-    let option = spelt.filter(|_| multi_user).map(|(_, option)| *option);
-    [FOREGROUND].into_iter().chain(option).collect()
+pub fn control_daemon_arguments(multi_user: bool) -> Vec<&'static str> {
+    [FOREGROUND].into_iter().chain(multi_user.then_some(MULTI_USER_OPTION)).collect()
 }
 
 /// Whether these arguments start a control daemon. With others its program is a front end.
@@ -189,10 +186,8 @@ mod tests {
 
     #[test]
     fn options_are_spelt_so() {
-        for series in [0, 535, 555, 580, 590].map(Series) {
-            assert_eq!(control_daemon_arguments(series, false), ["-f"]);
-            assert_eq!(control_daemon_arguments(series, true), ["-f", "-multiuser-server"]);
-        }
+        assert_eq!(control_daemon_arguments(false), ["-f"]);
+        assert_eq!(control_daemon_arguments(true), ["-f", "-multiuser-server"]);
     }
 
     #[test]

@@ -8,7 +8,6 @@ use super::nvml::facts::NvmlFacts;
 use super::pci_address::PciAddress;
 use crate::problem::Problem;
 
-/// NVIDIA's PCI vendor number.
 pub const NVIDIA: u16 = 0x10de;
 
 /// The capability of a GPU's PCI Express link, not its state of the moment.
@@ -48,22 +47,17 @@ impl PcieLink {
 }
 
 /// A display device on the PCI bus, from any vendor. It is known without any driver.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PciDevice {
-    /// Its address.
     pub address: PciAddress,
-    /// The vendor, 0x10de for NVIDIA.
+    /// The PCI vendor number, 0x10de for NVIDIA.
     pub vendor: u16,
-    /// The PCI device number.
     pub device: u16,
     /// The kernel driver that holds the device: `nvidia`, `vfio-pci`. None if no driver holds it or /sys doesn't say.
     pub driver: Option<String>,
-    /// The render node, `/dev/dri/renderDN`.
     pub render_node: Option<PathBuf>,
-    /// The card node, `/dev/dri/cardN`.
     pub card_node: Option<PathBuf>,
-    /// The NUMA node. -1 if there is none.
-    pub numa_node: i32,
+    pub numa_node: Option<i32>,
     /// The CPUs near it. None if /sys doesn't say.
     pub local_cpus: Option<Cpus>,
     /// The link's capability. None if the device shows none.
@@ -83,24 +77,20 @@ impl PciDevice {
 /// One NVIDIA GPU: the facts from the bus and the facts from the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
-    /// The facts from the bus.
     pub pci: PciDevice,
     /// The facts from the driver, or the reason why there are none, in words for an administrator (`GPU is lost ...`).
     pub nvml: Result<NvmlFacts, Problem>,
 }
 
 impl Gpu {
-    /// Its identity on this host.
     pub fn id(&self) -> GpuId {
-        GpuId::from(self.pci.address)
+        GpuId(self.pci.address)
     }
 
-    /// The facts from the driver, if there are any.
     pub fn facts(&self) -> Option<&NvmlFacts> {
         self.nvml.as_ref().ok()
     }
 
-    /// The UUID, if the driver says it.
     pub fn uuid(&self) -> Option<&str> {
         self.facts().map(|facts| facts.uuid.as_str())
     }
@@ -111,7 +101,6 @@ impl Gpu {
         self.pci.pci_ids_name.as_ref().or(nvml).cloned().unwrap_or_default()
     }
 
-    /// The vendor and the device number, `10de:1b38`.
     pub fn vendor_device_id(&self) -> String {
         format!("{:04x}:{:04x}", self.pci.vendor, self.pci.device)
     }

@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, BTreeSet};
 /// same text.
 const MPS_SERVER: &str = "nvidia-cuda-mps";
 
-/// A process with a context on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuProcess {
     /// The PID on the host.

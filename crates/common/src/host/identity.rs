@@ -10,7 +10,6 @@ use crate::host::proc;
 /// The identity of a process. PIDs are reused, but no two processes have the same PID and start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Identity {
-    /// The PID.
     pub pid: u32,
     /// The start time in clock ticks since boot (field 22 of /proc/PID/stat).
     pub start_time: u64,

@@ -11,7 +11,6 @@ use super::pci_address::PciAddress;
 use super::{nvml, pci_ids, sysfs};
 use crate::problem::Problem;
 
-/// Everything known of this host's GPUs at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inventory {
     /// The driver's version, `580.159.04`, or the reason why NVML can't be used, in words for an administrator.
@@ -45,14 +44,14 @@ impl Inventory {
         });
         let listed = driver.map_err(Clone::clone).and_then(|driver| Ok((driver, driver.facts()?)));
         let mut inventory = match listed {
-            Err(reason) => Self::without_driver(devices, &reason),
+            Err(reason) => Self::merged(devices, Err(reason.clone()), Vec::new(), |_| Err(reason.clone())),
             Ok((driver, listed)) => {
                 // The version is not needed to serve GPUs.
                 let version = driver.version().unwrap_or_else(|reason| {
                     tracing::warn!("{reason}");
                     "unknown".to_owned()
                 });
-                Self::merged(devices, version, listed, |address| driver.facts_at(address))
+                Self::merged(devices, Ok(version), listed, |address| driver.facts_at(address))
             }
         };
         inventory.add_names(sysroot);
@@ -69,31 +68,21 @@ impl Inventory {
         }
     }
 
-    fn without_driver(devices: Vec<PciDevice>, reason: &Problem) -> Self {
-        let (gpus, others): (Vec<_>, Vec<_>) =
-            devices.into_iter().partition(|device| device.vendor == NVIDIA);
-        let gpus = gpus.into_iter().map(|pci| Gpu { pci, nvml: Err(reason.clone()) }).collect();
-        Self { driver: Err(reason.clone()), gpus, others, cpus: Cpus::of_host() }
-    }
-
     /// `ask` is called for the GPUs that NVML did not list. It usually returns the reason.
     fn merged(
         devices: Vec<PciDevice>,
-        version: String,
-        listed: Vec<nvml::ListedGpu>,
+        driver: Result<String, Problem>,
+        listed: Vec<Gpu>,
         ask: impl Fn(PciAddress) -> Result<NvmlFacts, Problem>,
     ) -> Self {
-        let mut listed: BTreeMap<PciAddress, nvml::ListedGpu> =
-            listed.into_iter().map(|gpu| (gpu.address, gpu)).collect();
+        let mut listed: BTreeMap<PciAddress, Gpu> =
+            listed.into_iter().map(|gpu| (gpu.pci.address, gpu)).collect();
+        let (ours, others): (Vec<_>, Vec<_>) =
+            devices.into_iter().partition(|device| device.vendor == NVIDIA);
         let mut gpus = Vec::new();
-        let mut others = Vec::new();
-        for pci in devices {
-            if pci.vendor != NVIDIA {
-                others.push(pci);
-                continue;
-            }
+        for pci in ours {
             let nvml = match (listed.remove(&pci.address), pci.foreign_driver()) {
-                (Some(gpu), _) => gpu.facts,
+                (Some(gpu), _) => gpu.nvml,
                 (None, Some(other)) => Err(Problem::new(
                     format!("the kernel driver {other} holds it"),
                     "bind it to nvidia, or take it out of the device file",
@@ -103,23 +92,9 @@ impl Inventory {
             gpus.push(Gpu { pci, nvml });
         }
         // The remaining GPUs have no entry in /sys, for example in a container that hides it.
-        gpus.extend(listed.into_values().map(|gpu| Gpu {
-            pci: PciDevice {
-                address: gpu.address,
-                vendor: gpu.vendor,
-                device: gpu.device,
-                driver: None,
-                render_node: None,
-                card_node: None,
-                numa_node: -1,
-                local_cpus: None,
-                link: None,
-                pci_ids_name: None,
-            },
-            nvml: gpu.facts,
-        }));
+        gpus.extend(listed.into_values());
         gpus.sort_by_key(|gpu| gpu.pci.address);
-        Self { driver: Ok(version), gpus, others, cpus: Cpus::of_host() }
+        Self { driver, gpus, others, cpus: Cpus::of_host() }
     }
 }
 
@@ -153,15 +128,16 @@ mod tests {
             driver: driver.map(str::to_owned),
             render_node: None,
             card_node: None,
-            numa_node: -1,
+            numa_node: None,
             local_cpus: None,
             link: None,
             pci_ids_name: None,
         }
     }
 
-    fn listed(at: &str, index: u32) -> nvml::ListedGpu {
-        nvml::ListedGpu { address: address(at), vendor: NVIDIA, device: 0x1b38, facts: Ok(facts(index)) }
+    fn listed(at: &str, index: u32) -> Gpu {
+        let pci = PciDevice { address: address(at), vendor: NVIDIA, device: 0x1b38, ..PciDevice::default() };
+        Gpu { pci, nvml: Ok(facts(index)) }
     }
 
     #[test]
@@ -186,7 +162,7 @@ mod tests {
         ];
         // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
-        let inventory = Inventory::merged(devices, "580.159.04".to_owned(), known, |missing| {
+        let inventory = Inventory::merged(devices, Ok("580.159.04".to_owned()), known, |missing| {
             Err(format!("{missing} is lost").into())
         });
         assert_eq!(inventory.driver, Ok("580.159.04".to_owned()));

@@ -23,17 +23,11 @@ pub struct Place {
 }
 
 impl Place {
-    /// The place of a directory that this process sees.
     pub fn find(directory: &Path) -> io::Result<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let (mount, path) = proc::location(rustix::fs::open(directory, flags, Mode::empty())?)?;
         let place = place_in(&proc::mountinfo(proc::OWN)?, mount, &path);
-        place.ok_or_else(|| {
-            io::Error::new(
-                io::ErrorKind::NotFound,
-                format!("{}: its mount is not listed", directory.display()),
-            )
-        })
+        place.ok_or_else(|| io::Error::other(format!("{}: its mount is not listed", directory.display())))
     }
 
     /// The path of this place below another one; empty if both are the same.
@@ -44,19 +38,13 @@ impl Place {
 
 struct MountPoint {
     id: u64,
-    /// The place that it leads to.
     root: Place,
-    /// Its path in the mount namespace.
     point: PathBuf,
 }
 
 /// The places that the mounts of a process lead to, in the order of the mounts.
 pub fn roots(process: impl Display) -> io::Result<Vec<Place>> {
-    proc::mountinfo(process).map(|mountinfo| roots_in(&mountinfo))
-}
-
-fn roots_in(mountinfo: &[u8]) -> Vec<Place> {
-    mounts(mountinfo).map(|mount| mount.root).collect()
+    Ok(mounts(&proc::mountinfo(process)?).map(|mount| mount.root).collect())
 }
 
 /// The place of a path by the mount that holds it. Its id tells, and not the list: a later mount can hide an earlier
@@ -120,6 +108,10 @@ mod tests {
 
     fn at(mountinfo: &str, id: u64, path: &str) -> Option<Place> {
         place_in(mountinfo.as_bytes(), id, Path::new(path))
+    }
+
+    fn roots_in(mountinfo: &[u8]) -> Vec<Place> {
+        mounts(mountinfo).map(|mount| mount.root).collect()
     }
 
     #[test]

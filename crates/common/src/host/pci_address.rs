@@ -4,15 +4,14 @@ use std::fmt;
 use std::str::FromStr;
 
 /// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PciAddress {
-    /// The domain. Above 0xffff behind some host bridges.
+    /// Above 0xffff behind some host bridges.
     pub domain: u32,
-    /// The bus.
     pub bus: u8,
-    /// The device, 0 to 31.
+    /// 0 to 31.
     pub device: u8,
-    /// The function, 0 to 7.
+    /// 0 to 7.
     pub function: u8,
 }
 
@@ -55,7 +54,6 @@ impl fmt::Display for PciAddress {
     }
 }
 
-/// The text is no PCI address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a PCI address like 0000:00:06.0 or 00:06.0")]
 pub struct BadPciAddress;
@@ -66,20 +64,17 @@ impl FromStr for PciAddress {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let hex = |part: &str, widths: std::ops::RangeInclusive<usize>| {
             let plain = widths.contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
-            if plain { u32::from_str_radix(part, 16).map_err(|_| BadPciAddress) } else { Err(BadPciAddress) }
+            u32::from_str_radix(part, 16).ok().filter(|_| plain).ok_or(BadPciAddress)
         };
+        let byte = |part: &str, width| u8::try_from(hex(part, width..=width)?).map_err(|_| BadPciAddress);
         let (slot, function) = text.rsplit_once('.').ok_or(BadPciAddress)?;
         let (bus, device) = slot.rsplit_once(':').ok_or(BadPciAddress)?;
         let (domain, bus) = match bus.rsplit_once(':') {
             Some((domain, bus)) => (hex(domain, 4..=8)?, bus),
             None => (0, bus),
         };
-        let address = Self {
-            domain,
-            bus: u8::try_from(hex(bus, 2..=2)?).map_err(|_| BadPciAddress)?,
-            device: u8::try_from(hex(device, 2..=2)?).map_err(|_| BadPciAddress)?,
-            function: u8::try_from(hex(function, 1..=1)?).map_err(|_| BadPciAddress)?,
-        };
+        let (bus, device, function) = (byte(bus, 2)?, byte(device, 2)?, byte(function, 1)?);
+        let address = Self { domain, bus, device, function };
         if address.device > 0x1f || address.function > 7 { Err(BadPciAddress) } else { Ok(address) }
     }
 }

@@ -58,7 +58,6 @@ fn beginning(path: impl AsRef<Path>, max_bytes: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Decodes bytes as text, with a replacement character for bytes that are no text.
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
@@ -69,7 +68,6 @@ fn line<'a>(file: &'a [u8], name: &str) -> Option<&'a str> {
     std::str::from_utf8(found).ok().map(str::trim)
 }
 
-/// The PIDs of all processes of this host.
 pub fn pids() -> Vec<u32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
@@ -111,7 +109,6 @@ fn is_parent(pid: u32, others: Vec<io::Result<Stat>>) -> io::Result<bool> {
     Ok(false)
 }
 
-/// The parts of /proc/PID/stat that the service uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stat {
     state: char,
@@ -153,7 +150,6 @@ impl Stat {
     }
 }
 
-/// The state of a process, its parent, and so on.
 pub fn stat(pid: u32) -> io::Result<Stat> {
     Stat::parse(&read(path(pid, "stat"))?).ok_or_else(|| lacks(pid, "stat", "is cut short"))
 }
@@ -164,7 +160,6 @@ pub fn threads(pid: u32) -> Vec<Stat> {
     threads.filter_map(|thread| Stat::parse(&read(thread.path().join("stat")).ok()?)).collect()
 }
 
-/// The file /proc/PID/status.
 #[derive(Debug)]
 pub struct ProcessStatus(Vec<u8>);
 
@@ -183,12 +178,10 @@ impl ProcessStatus {
         self.uids().get(1).copied()
     }
 
-    /// Whether the process ignores a signal.
     pub fn ignores(&self, signal: i32) -> bool {
         self.has(signal, "SigIgn:")
     }
 
-    /// Whether the process has a handler for a signal.
     pub fn catches(&self, signal: i32) -> bool {
         self.has(signal, "SigCgt:")
     }
@@ -199,7 +192,6 @@ impl ProcessStatus {
     }
 }
 
-/// The user ids and the signals of a process.
 pub fn status(process: impl Display) -> io::Result<ProcessStatus> {
     read(path(process, "status")).map(ProcessStatus)
 }
@@ -244,7 +236,6 @@ pub fn environment(pid: u32) -> io::Result<Vec<u8>> {
     read(path(pid, "environ"))
 }
 
-/// The value of a variable in an environment.
 pub fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
     let mut variables = environment.split(|byte| *byte == 0);
     variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
@@ -274,12 +265,10 @@ pub fn is_elsewhere(pid: u32) -> io::Result<bool> {
     Ok(!host.into_iter().flatten().any(|known| known == its))
 }
 
-/// The identity of the user namespace of a process.
 pub fn user_namespace(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "ns/user"))
 }
 
-/// The root directory of a process in its mount namespace.
 pub fn root(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "root"))
 }

@@ -10,7 +10,6 @@ pub fn find_program(name: &str) -> Result<PathBuf, Problem> {
     find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
 }
 
-/// The same for another `PATH`.
 pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, Problem> {
     let mut unusable = None;
     for directory in std::env::split_paths(path) {

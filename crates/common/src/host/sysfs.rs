@@ -41,7 +41,7 @@ fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
         driver: driver(directory),
         render_node: node(&drm, "renderD"),
         card_node: node(&drm, "card"),
-        numa_node: text(&directory.join("numa_node")).and_then(|text| text.parse().ok()).unwrap_or(-1),
+        numa_node: text(&directory.join("numa_node")).and_then(|text| text.parse().ok()),
         local_cpus: text(&directory.join("local_cpulist")).and_then(|list| Cpus::parse(&list)),
         link: link(directory),
         pci_ids_name: None,
@@ -126,28 +126,16 @@ fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
             }
             let capabilities = word(at + 0x0c)?;
             let width = u32::from(capabilities >> 4 & 0x3f);
-            return Ok(
-                rate_in_register(capabilities & 0xf).map(|rate| PcieLink { rate: rate.to_owned(), width })
-            );
+            let rate = RATES.get(usize::from(capabilities & 0xf)).filter(|rate| !rate.is_empty());
+            return Ok(rate.map(|rate| PcieLink { rate: format!("{rate}GT/s"), width }));
         }
         at = next;
     }
     Ok(None)
 }
 
-/// The rate in lspci's spelling.
-fn rate_in_register(speed: u16) -> Option<&'static str> {
-    match speed {
-        1 => Some("2.5GT/s"),
-        2 => Some("5GT/s"),
-        3 => Some("8GT/s"),
-        4 => Some("16GT/s"),
-        5 => Some("32GT/s"),
-        6 => Some("64GT/s"),
-        8 => Some("128GT/s"),
-        _ => None,
-    }
-}
+/// The rates in GT/s by their numbers in the register.
+const RATES: [&str; 9] = ["", "2.5", "5", "8", "16", "32", "64", "", "128"];
 
 /// Changes the kernel's `8.0 GT/s PCIe` (in older kernels `8 GT/s`) into lspci's spelling. `Unknown` becomes None.
 fn describe_rate(words: &str) -> Option<String> {
@@ -277,7 +265,7 @@ mod tests {
             driver: Some("nvidia".to_owned()),
             render_node: Some(PathBuf::from("/dev/dri/renderD128")),
             card_node: Some(PathBuf::from("/dev/dri/card1")),
-            numa_node: 1,
+            numa_node: Some(1),
             local_cpus: Cpus::parse("32-63"),
             link: Some(link("8GT/s", 16)),
             pci_ids_name: None,
@@ -306,7 +294,7 @@ mod tests {
         let devices = host.scan();
         let addresses: Vec<_> = devices.iter().map(|device| device.address.to_string()).collect();
         assert_eq!(addresses, ["0000:00:06.0", "0000:00:07.0", "0001:1a:00.0"]);
-        assert_eq!((devices[1].numa_node, devices[1].local_cpus), (-1, None));
+        assert_eq!((devices[1].numa_node, devices[1].local_cpus), (None, None));
         assert_eq!((&devices[1].link, &devices[1].render_node, &devices[1].driver), (&None, &None, &None));
     }
 

@@ -3,11 +3,12 @@
 //! A control daemon must outlive this service, but systemd ends every process in a unit's control group when the unit
 //! stops. So each control daemon gets a scope of its own: a unit for processes that systemd has not started. `systemctl
 //! stop` of such a scope ends the control daemon with all of its servers and clients.
+//!
+//! Each request has a connection of its own, since the one that serves the bus name may not be open yet or may be closing.
 
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
-use zbus::connection::Builder;
 use zbus::proxy::CacheProperties;
 use zbus::{Connection, OwnedObjectPath, Variant, fdo};
 
@@ -17,19 +18,13 @@ use crate::host::proc;
 /// The deadline for systemd's answer about a unit. Somebody waits for it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The deadline for systemd's answer about the reason to stop. systemd answers nobody while it reloads its units, and
-/// after a stop with an unknown reason the control daemons would be left running. If the bus is gone, the call fails at
-/// once.
-const WHY_TIMEOUT: Duration = Duration::from_secs(10);
+/// The deadline for systemd's answer to everything else, and for the move of a process into its scope. systemd needs
+/// milliseconds, but it answers nobody while it reloads its units, which can take seconds on a large host, and after a stop
+/// with an unknown reason the control daemons would be left running. If the bus is gone, a call fails at once.
+const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The deadline for systemd's answer to a request for a scope, and then for the move of the process. systemd needs
-/// milliseconds, but it answers nobody while it reloads its units, which can take seconds on a large host.
-const SCOPE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// The longest wait for another scope of the same name to go away.
 const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The pause between two requests while another scope has the name.
 const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
 
 /// The pause between two looks at a process that is being moved. systemd needs about a millisecond.
@@ -69,11 +64,9 @@ pub fn runs_us() -> bool {
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let name = scope_name(id);
-    let properties = scope_properties(id, pid, &own);
-    let started = start_scope(&name, &properties);
-    let [refused, silent] = [format!("refuses to make {name}"), format!("has not made {name}")];
-    answer(SCOPE_TIMEOUT, started, &refused, &silent).await?;
-    let deadline = Instant::now() + SCOPE_TIMEOUT;
+    let started = start_scope(&name, scope_properties(id, pid, &own));
+    answer(PATIENCE, &format!("refuses to make {name}"), started).await?;
+    let deadline = Instant::now() + PATIENCE;
     // systemd's answer only says that the job is queued. The process's control group shows that the job is done.
     loop {
         let cgroup = proc::cgroups_text(pid)
@@ -86,7 +79,7 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
             let unit = unit.unwrap_or("no unit");
             return Err(format!(
                 "process {pid} is still in {unit} {} s after systemd was asked to move it to {name}",
-                SCOPE_TIMEOUT.as_secs()
+                PATIENCE.as_secs()
             ));
         }
         sleep(MOVE_PAUSE).await;
@@ -99,24 +92,20 @@ pub async fn lift_limits() -> Result<(), String> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let lifted = async {
         let limits = ["MemoryHigh", "MemoryMax", "TasksMax"].map(|limit| (limit, Variant::from(u64::MAX)));
-        manager(&connect().await?).await?.set_unit_properties(&own, true, &limits).await
+        SystemdProxy::new(&Connection::system().await?).await?.set_unit_properties(&own, true, &limits).await
     };
-    let [refused, silent] =
-        [format!("refuses to lift the limits of {own}"), format!("has not lifted the limits of {own}")];
-    answer(SCOPE_TIMEOUT, lifted, &refused, &silent).await
+    answer(PATIENCE, &format!("refuses to lift the limits of {own}"), lifted).await
 }
 
 /// Asks systemd which job it has for this service's unit. Takes 10 s at most.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
-    let refused = format!("can't be asked what it does with {own}");
-    match answer(WHY_TIMEOUT, own_job(), &refused, "did not answer").await {
+    match answer(PATIENCE, &format!("can't be asked what it does with {own}"), own_job()).await {
         Ok(job) => classify(job.as_deref(), &own),
         Err(reason) => Stopping::Unknown(reason),
     }
 }
 
-/// The reason that systemd's job for this unit implies.
 fn classify(job: Option<&str>, unit: &str) -> Stopping {
     match job {
         Some("stop") => Stopping::Stop,
@@ -126,9 +115,10 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
         Some(other) => {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
         }
-        None => Stopping::Unknown(format!(
-            "systemd was not asked to stop or restart {unit}: it has no job for it"
-        )),
+        None => {
+            let found = format!("systemd was not asked to stop or restart {unit}: it has no job for it");
+            Stopping::Unknown(found)
+        }
     }
 }
 
@@ -138,13 +128,9 @@ pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
 /// Asks systemd about a service, installed or not. Takes 2 s at most.
 pub async fn unit(name: &str) -> Result<UnitProperties, String> {
     let asked = async {
-        let connection = connect().await?;
-        let unit = manager(&connection).await?.load_unit(name).await?;
-        let properties = fdo::PropertiesProxy::builder(&connection)
-            .destination("org.freedesktop.systemd1")
-            .path(unit)
-            .build()
-            .await?;
+        let connection = Connection::system().await?;
+        let unit = SystemdProxy::new(&connection).await?.load_unit(name).await?;
+        let properties = fdo::PropertiesProxy::new(&connection, "org.freedesktop.systemd1", unit).await?;
         let mut all = UnitProperties::new();
         for interface in ["org.freedesktop.systemd1.Unit", "org.freedesktop.systemd1.Service"] {
             let values = properties.get_all(interface.try_into()?).await?;
@@ -152,19 +138,18 @@ pub async fn unit(name: &str) -> Result<UnitProperties, String> {
         }
         Ok(all)
     };
-    answer(ANSWER_TIMEOUT, asked, "can't be asked on the system bus", "did not answer").await
+    answer(ANSWER_TIMEOUT, "can't be asked on the system bus", asked).await
 }
 
-/// Waits for an answer of systemd. `refused` and `silent` begin the errors.
+/// Waits for an answer of systemd. `refused` begins its error.
 async fn answer<T>(
     patience: Duration,
-    asked: impl Future<Output = zbus::Result<T>>,
     refused: &str,
-    silent: &str,
+    asked: impl Future<Output = zbus::Result<T>>,
 ) -> Result<T, String> {
     match timeout(patience, asked).await {
         Ok(answer) => answer.map_err(|error| format!("systemd {refused}: {error}")),
-        Err(_) => Err(format!("systemd {silent} within {} s", patience.as_secs())),
+        Err(_) => Err(format!("systemd did not answer within {} s", patience.as_secs())),
     }
 }
 
@@ -205,18 +190,9 @@ trait Job {
     fn job_type(&self) -> zbus::Result<String>;
 }
 
-/// Opens a connection of its own, since the connection that serves the bus name may not be open yet or may be closing.
-async fn connect() -> zbus::Result<Connection> {
-    Builder::system().build().await
-}
-
-async fn manager(connection: &Connection) -> zbus::Result<SystemdProxy<'_>> {
-    SystemdProxy::builder(connection).cache_properties(CacheProperties::No).build().await
-}
-
 async fn own_job() -> zbus::Result<Option<String>> {
-    let connection = connect().await?;
-    let unit = manager(&connection).await?.get_unit_by_pid(std::process::id()).await?;
+    let connection = Connection::system().await?;
+    let unit = SystemdProxy::new(&connection).await?.get_unit_by_pid(std::process::id()).await?;
     let unit = UnitProxy::builder(&connection).path(unit).cache_properties(CacheProperties::No);
     let (number, job) = unit.build().await?.job().await?;
     if number == 0 {
@@ -226,33 +202,29 @@ async fn own_job() -> zbus::Result<Option<String>> {
     job.build().await?.job_type().await.map(Some)
 }
 
-async fn start_scope(name: &str, properties: &[Property]) -> zbus::Result<()> {
-    let connection = connect().await?;
+async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<()> {
+    let connection = Connection::system().await?;
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
-    let systemd = manager(&connection).await?;
+    let systemd = SystemdProxy::new(&connection).await?;
     // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. Scopes know this
     // property since systemd 253. Earlier versions behave so anyway.
-    let mut extended = vec![("OOMPolicy", Variant::from("continue"))];
-    extended.extend(properties.iter().cloned());
-    let mut properties = extended.as_slice();
+    let policy = ("OOMPolicy", Variant::from("continue"));
+    properties.push(policy.clone());
     loop {
-        let Err(error) = systemd.start_transient_unit(name, "fail", properties, &[]).await else {
-            return Ok(());
-        };
-        match &error {
-            zbus::Error::FDO(what)
-                if matches!(**what, fdo::Error::PropertyReadOnly(_))
-                    && properties.len() == extended.len() =>
+        match systemd.start_transient_unit(name, "fail", &properties, &[]).await {
+            Ok(_) => return Ok(()),
+            Err(zbus::Error::FDO(error))
+                if matches!(*error, fdo::Error::PropertyReadOnly(_)) && properties.contains(&policy) =>
             {
-                properties = properties.get(1..).unwrap_or_default();
+                properties.pop();
             }
             // The former control daemon with this name has ended, but its servers may still be about to end.
-            zbus::Error::MethodError(name, _, _)
-                if *name == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
+            Err(zbus::Error::MethodError(error, ..))
+                if error == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
             {
                 sleep(NAMESAKE_PAUSE).await;
             }
-            _ => return Err(error),
+            Err(error) => return Err(error),
         }
     }
 }
@@ -287,7 +259,6 @@ fn scope_name(id: &str) -> String {
     name + ".scope"
 }
 
-/// The service as which systemd runs this process.
 fn own_service() -> Option<String> {
     if !sd_notify::booted().unwrap_or(false) {
         return None;

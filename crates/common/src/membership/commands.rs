@@ -1,8 +1,9 @@
 //! How far a client can command its control daemon. NVIDIA's control daemon goes by the user that the kernel reports, and by
 //! the socket: measured on an H200 with driver 580.159.04 (docs/security.md).
 
-/// The commands that a control daemon takes from a client.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The commands that a control daemon takes from a client; in lower case it is the word on D-Bus.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "snake_case")]
 pub enum MayCommand {
     /// All commands: it can change everybody's limits and end the control daemon.
     All,
@@ -10,17 +11,6 @@ pub enum MayCommand {
     Neighbours,
     /// No command that changes anything for others.
     Nothing,
-}
-
-impl MayCommand {
-    /// The word on D-Bus.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::All => "all",
-            Self::Neighbours => "neighbours",
-            Self::Nothing => "nothing",
-        }
-    }
 }
 
 /// As much of a control daemon as a process can get to.
@@ -52,10 +42,10 @@ mod tests {
         for (reach, root) in
             [(Reach::Host, "all"), (Reach::OwnDirectory, "all"), (Reach::Control, "neighbours")]
         {
-            assert_eq!(may_command(0, reach).as_str(), root, "{reach:?}");
+            assert_eq!(may_command(0, reach).to_string(), root, "{reach:?}");
             // The root of a user namespace is another user of the host.
             for uid in [1, 1000, 100_000, u32::MAX] {
-                assert_eq!(may_command(uid, reach).as_str(), "nothing", "{reach:?} {uid}");
+                assert_eq!(may_command(uid, reach).to_string(), "nothing", "{reach:?} {uid}");
             }
         }
     }

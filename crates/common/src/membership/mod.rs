@@ -31,7 +31,6 @@ pub use commands::MayCommand;
 use commands::{Reach, may_command};
 use containers::of_the_hosts;
 
-/// The environment variable that names the devices of a container.
 pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
 /// The environment variable that names the directory in which a process looks for its control daemon.
@@ -40,11 +39,11 @@ const DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 /// The most slices that a process can claim. A container has one of each GPU.
 const CLAIMS: usize = 64;
 
-/// The most ancestors of a process that are looked at.
 const ANCESTORS: usize = 32;
 
-/// The way in which the slices of a process are known.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The way in which the slices of a process are known; in lower case it is the word on D-Bus.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "snake_case")]
 pub enum KnownBy {
     /// By the directories of slices that are mounted in its container.
     Mount,
@@ -52,22 +51,10 @@ pub enum KnownBy {
     Environment,
 }
 
-impl KnownBy {
-    /// The word on D-Bus.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Mount => "mount",
-            Self::Environment => "environment",
-        }
-    }
-}
-
-/// The slices that a process has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
     /// At least one, each once. In the environment, the name of a GPU may stand for a slice of it.
     pub slices: Vec<DeviceName>,
-    /// The way in which they are known.
     pub known_by: KnownBy,
 }
 
@@ -81,7 +68,6 @@ impl Membership {
         (!self.slices.is_empty()).then_some(self)
     }
 
-    /// Their names, with commas.
     pub fn names(&self) -> String {
         self.slices.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
     }
@@ -91,34 +77,24 @@ impl Membership {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
     uid: u32,
-    container: Container,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Container {
-    /// By the id in its control group.
-    Id(String),
-    /// By the mount namespace, where the control group names no container.
-    Namespace(PathBuf),
+    /// The id in its control group, or the mount namespace where the control group names no container.
+    container: PathBuf,
 }
 
 impl Tenant {
-    /// The tenant that a process works for.
-    ///
-    /// # Errors
-    /// The process has ended, or can't be looked at.
+    /// The tenant that a process works for. An error if the process has ended or can't be looked at.
     pub fn read(pid: u32) -> io::Result<Self> {
         let uid = proc::status(pid)?.real_uid().ok_or(io::ErrorKind::InvalidData)?;
         let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
-            Some(id) => Container::Id(id.to_owned()),
-            None => Container::Namespace(proc::mount_namespace(pid)?),
+            Some(id) => PathBuf::from(id),
+            None => proc::mount_namespace(pid)?,
         };
         Ok(Self { uid, container })
     }
 
     #[cfg(any(test, feature = "samples"))]
     pub fn in_container(uid: u32, id: &str) -> Self {
-        Self { uid, container: Container::Id(id.to_owned()) }
+        Self { uid, container: id.into() }
     }
 }
 
@@ -129,7 +105,6 @@ pub struct Slices {
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     /// The control daemons' own directories, in which their privileged sockets are.
     own_directories: BTreeSet<PathBuf>,
-    /// The GPUs, by UUID.
     gpus: BTreeMap<String, GpuId>,
 }
 
@@ -180,9 +155,7 @@ impl Slices {
 pub struct SliceMounts {
     /// The pipe directories, with the directories of slices in them.
     pipes: Vec<Place>,
-    /// The paths of the pipe directories.
     pipe_directories: Arc<BTreeSet<PathBuf>>,
-    /// The control daemons' own directories.
     own: Vec<Place>,
     /// The mount namespaces of the host: the service's own, and that of the first process.
     host: Vec<PathBuf>,
@@ -192,7 +165,6 @@ pub struct SliceMounts {
     first: OnceLock<BTreeMap<String, u32>>,
 }
 
-/// All that the mounts of one process show.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Sight {
     /// The slices with a directory that is the root of a mount.
@@ -205,10 +177,11 @@ struct Sight {
     own: bool,
 }
 
-/// All that the mounts of a process and of its ancestors show.
 #[derive(Debug)]
 pub struct ProcessMounts {
-    mounted: Mounted,
+    /// The slices with directories in its container, which may be none. None on the host, where the mounts prove nothing,
+    /// and where the process sees a whole pipe directory.
+    mounted: Option<Vec<SliceId>>,
     reach: Reach,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
@@ -230,10 +203,7 @@ impl SliceMounts {
         }
     }
 
-    /// The slices of a process. None if nothing is known.
-    ///
-    /// # Errors
-    /// The process has ended, or can't be looked at.
+    /// The slices of a process. None if nothing is known, an error if it has ended or can't be looked at.
     pub fn slices_of(&self, pid: u32) -> io::Result<Option<Membership>> {
         self.see(pid)?.slices(pid)
     }
@@ -274,14 +244,9 @@ impl SliceMounts {
             Some(_) if all.own => Reach::OwnDirectory,
             Some(_) => Reach::Control,
         };
-        let mounted = if !all.slices.is_empty() {
-            Mounted::Slices(all.slices.into_iter().collect())
-        } else if believed && !all.pipe {
-            // Nobody knows which way the process has come to the GPU.
-            Mounted::Elsewhere
-        } else {
-            Mounted::Nothing
-        };
+        // Without a slice and a pipe directory, nobody knows which way the process has come to the GPU.
+        let known = !all.slices.is_empty() || (believed && !all.pipe);
+        let mounted = known.then(|| all.slices.into_iter().collect());
         Ok(ProcessMounts { mounted, reach, pipe_directories: Arc::clone(&self.pipe_directories) })
     }
 
@@ -336,7 +301,7 @@ impl SliceMounts {
 impl ProcessMounts {
     /// The slices of the process that its mounts tell, without a look at its memory, which may be held up.
     pub fn mounted(self) -> Option<Membership> {
-        self.mounted.membership()
+        self.mounted.and_then(mounted)
     }
 
     /// How far the process can command a control daemon, by its effective user id.
@@ -347,33 +312,15 @@ impl ProcessMounts {
     /// The slices of the process. This may ask for the memory of the process.
     pub fn slices(self, pid: u32) -> io::Result<Option<Membership>> {
         match self.mounted {
-            Mounted::Nothing => Ok(claimed(&proc::environment(pid)?, &self.pipe_directories)),
-            mounted => Ok(mounted.membership()),
+            None => Ok(claimed(&proc::environment(pid)?, &self.pipe_directories)),
+            Some(slices) => Ok(mounted(slices)),
         }
     }
 }
 
-/// The slices of a process, as far as its mounts tell.
-#[derive(Debug, PartialEq, Eq)]
-enum Mounted {
-    /// The process is in a container with the directories of these slices.
-    Slices(Vec<SliceId>),
-    /// The process is in a container without any directory of ours.
-    Elsewhere,
-    /// Nothing: the process is on the host, its mounts prove nothing, or it sees a whole pipe directory.
-    Nothing,
-}
-
-impl Mounted {
-    fn membership(self) -> Option<Membership> {
-        match self {
-            Self::Slices(slices) => {
-                let slices = slices.into_iter().map(DeviceName::Slice).collect();
-                Some(Membership { slices, known_by: KnownBy::Mount })
-            }
-            Self::Elsewhere | Self::Nothing => None,
-        }
-    }
+fn mounted(slices: Vec<SliceId>) -> Option<Membership> {
+    let slices: Vec<_> = slices.into_iter().map(DeviceName::Slice).collect();
+    (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Mount })
 }
 
 /// The parent of a process, the parent's parent and so on. It ends where another process may have the PID by now.
@@ -412,7 +359,6 @@ fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<M
     Some(Membership { slices, known_by: KnownBy::Environment })
 }
 
-/// The slices that are named in this environment.
 fn named(environment: &[u8]) -> Option<Vec<DeviceName>> {
     let value = std::str::from_utf8(proc::variable(environment, DEVICE_VARIABLE)?).ok()?;
     let mut slices = Vec::new();
@@ -540,7 +486,7 @@ mod tests {
         let mounts = find_in([&std::env::temp_dir()]);
         let own = std::process::id();
         let seen = mounts.see(own).unwrap();
-        assert_eq!((&seen.mounted, seen.reach), (&Mounted::Nothing, Reach::Host));
+        assert_eq!((&seen.mounted, seen.reach), (&None, Reach::Host));
         assert_eq!((mounts.slices_of(own).unwrap(), seen.mounted()), (None, None));
         assert!(mounts.slices_of(u32::MAX).is_err());
         assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));

@@ -24,7 +24,6 @@ const USERS: &str = "/etc/passwd";
 pub struct Whose {
     pub pid: u32,
     pub user: Option<String>,
-    /// The slices that it has.
     pub slices: Option<Vec<DeviceName>>,
     pub container: Option<String>,
 }
@@ -55,13 +54,8 @@ pub fn shortened(slices: &[impl ToString]) -> String {
     names.join(",")
 }
 
-/// The text of `USERS`.
 pub fn users() -> String {
     String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned()
-}
-
-fn uid(pid: u32) -> Option<u32> {
-    proc::status(pid).ok()?.real_uid()
 }
 
 /// The facts about a process that can be read without its memory, which may hang.
@@ -72,7 +66,8 @@ pub fn whose(pid: u32, mounts: &SliceMounts, users: &str) -> Whose {
 
 /// The same without the slices.
 pub fn owner(pid: u32, users: &str) -> Whose {
-    Whose { pid, user: uid(pid).map(|uid| user_in(users, uid)), slices: None, container: container(pid) }
+    let uid = proc::status(pid).ok().and_then(|status| status.real_uid());
+    Whose { pid, user: uid.map(|uid| user_in(users, uid)), slices: None, container: container(pid) }
 }
 
 /// The name of a user in the text of /etc/passwd, or the number of a user without a name.

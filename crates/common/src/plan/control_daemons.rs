@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use super::gpu_plan::GpuPlan;
-use super::limits::{Defaults, Limit};
+use super::limits::{Limit, waits_for_default};
 use super::warnings::loose;
 use crate::config::{self, MultiUser, Settings, Topology};
 use crate::host::cpus::Cpus;
 use crate::host::device_name::{self, GpuId, SliceId};
-use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER, Series};
+use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 
@@ -16,7 +16,6 @@ use crate::host::nvml::facts::NvmlFacts;
 pub struct ControlDaemonPlan {
     /// `shared`, or the GPU's UUID.
     pub id: String,
-    /// The directory in which clients find it.
     pub pipe_directory: PathBuf,
     /// The directory of the control daemon alone, in which it makes its sockets. The pipe directory then has a link to the
     /// socket for clients. None if it makes its sockets in the pipe directory.
@@ -29,14 +28,12 @@ pub struct ControlDaemonPlan {
     /// The GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend on the
     /// order of entries.
     pub gpus: Vec<ServedGpu>,
-    pub driver: Series,
     /// The default active thread percentage: the largest percentage of its GPUs.
     pub thread_percentage: u8,
     /// Whether to ask for one server for the clients of every user.
     pub multiuser: bool,
     /// Whether the control daemon is started without that if its driver refuses it.
     pub multiuser_optional: bool,
-    /// Whether the server is started before the first client.
     pub prewarm: bool,
     /// The CPUs near its GPUs, if it is bound to them.
     pub cpus: Option<Cpus>,
@@ -48,15 +45,11 @@ pub struct ServedGpu {
     pub uuid: String,
     /// None if the plan does not know it any more.
     pub id: Option<GpuId>,
-    /// The number of its slices.
     pub slices: u32,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
-    /// The memory of one of its slices in MiB.
     pub slice_memory_mib: u64,
-    /// The active thread percentage of one of its slices.
     pub slice_thread_percentage: u8,
-    /// Whether the GPU enforces limits.
     pub limits_enforced: bool,
     /// The number of clients that it can hold at once.
     pub capacity: u32,
@@ -65,12 +58,10 @@ pub struct ServedGpu {
 }
 
 impl ServedGpu {
-    /// Its name for people.
     pub fn name(&self) -> String {
         self.id.map_or_else(|| self.uuid.clone(), |id| id.to_string())
     }
 
-    /// Its slices.
     pub fn slices(&self) -> impl Iterator<Item = SliceId> {
         self.id.into_iter().flat_map(|id| id.slices(self.slices))
     }
@@ -79,15 +70,11 @@ impl ServedGpu {
 /// A running control daemon: the properties that only another control daemon can change.
 #[derive(Debug, Clone, Copy)]
 pub struct Present<'a> {
-    /// The directory in which clients find it.
     pub pipe_directory: &'a Path,
     /// Its `CUDA_MPS_PIPE_DIRECTORY`.
     pub control_directory: &'a Path,
-    /// Its `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: &'a Path,
-    /// The UUIDs of its GPUs.
     pub gpus: &'a [String],
-    /// Whether one server serves every user.
     pub multiuser: bool,
     /// Whether it was to be bound to the CPUs near its GPUs.
     pub near_cpus: bool,
@@ -101,11 +88,8 @@ impl ControlDaemonPlan {
             let moved =
                 self.slice_directories.is_some() && self.slice_directories != before.slice_directories;
             let has_new_slices = self.slice_directories.is_some() && gpu.slices > known.slices;
-            let ((memory, threads), known) = (self.limits(gpu), before.limits(known));
-            memory.waits_for_default(&known.0)
-                || threads.waits_for_default(&known.1)
-                || moved
-                || has_new_slices
+            let mut limits = self.limits(gpu).into_iter().zip(before.limits(known));
+            moved || has_new_slices || limits.any(|(limit, before)| waits_for_default(limit, before))
         };
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
     }
@@ -115,16 +99,14 @@ impl ControlDaemonPlan {
         self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
     }
 
-    /// Its slices.
     pub fn slices(&self) -> impl Iterator<Item = SliceId> {
         self.gpus.iter().flat_map(ServedGpu::slices)
     }
 
     /// The memory limit and the thread percentage of the slices of one of its GPUs.
-    fn limits(&self, gpu: &ServedGpu) -> (Limit, Limit) {
-        let memory = Limit { own: gpu.slice_memory_mib, default: gpu.memory_limit_mib };
-        let own = gpu.slice_thread_percentage.into();
-        (memory, Limit { own, default: self.thread_percentage.into() })
+    fn limits(&self, gpu: &ServedGpu) -> [Limit; 2] {
+        let threads = (gpu.slice_thread_percentage.into(), self.thread_percentage.into());
+        [(gpu.slice_memory_mib, gpu.memory_limit_mib), threads]
     }
 
     /// The part of this plan that a running control daemon can't fulfil, so that another must take its place. A GPU
@@ -185,12 +167,6 @@ pub(super) fn control_daemons(
 /// The longest path of a socket, in bytes, with the zero at its end: `sun_path` of `sockaddr_un`.
 const SOCKET_PATH_BYTES: usize = 108;
 
-/// Whether clients of these GPUs can connect in any directory.
-fn linked(gpus: &[(&GpuPlan, &NvmlFacts)], multiuser: bool, inventory: &Inventory) -> bool {
-    let on = |facts: &NvmlFacts| LINKED_SOCKET.holds(inventory.series(), facts.compute_capability);
-    multiuser && gpus.iter().all(|(_, facts)| on(facts))
-}
-
 /// The private directory of the control daemon with this pipe directory. It is beside the pipe directory of the settings,
 /// since links can't lead to another file system, and since whatever is inside is given to containers.
 fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathBuf> {
@@ -220,27 +196,29 @@ fn control_daemon(
         Topology::Shared => ("shared", settings.log_directory.clone()),
         Topology::PerGpu => (uuid.as_str(), settings.log_directory.join(uuid)),
     };
-    let (multiuser, multiuser_optional) = match settings.multiuser {
-        MultiUser::On => (true, false),
-        MultiUser::Auto => {
-            let all = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
-            (all, all)
-        }
-        MultiUser::Off => (false, false),
-    };
-    let linked = linked(gpus, multiuser, inventory);
+    let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
+    let if_possible = settings.multiuser == MultiUser::Auto && all_can;
+    let multiuser = settings.multiuser == MultiUser::On || if_possible;
+    // Whether clients of these GPUs can connect in any directory.
+    let series = inventory.series();
+    let linked =
+        multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
     let private_directory = linked.then(|| private_directory(&first.pipe_directory, settings)).flatten();
     let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
-    let defaults = Defaults::largest(gpus.iter().map(|(gpu, _)| *gpu));
+    // The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to that
+    // GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be below the
+    // limit of any slice.
+    let memory_limit_mib = gpus.iter().map(|(gpu, _)| gpu.memory_limit_mib).max().unwrap_or(0);
+    let thread_percentage = gpus.iter().map(|(gpu, _)| gpu.thread_percentage).max().unwrap_or(100);
     let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
         uuid: facts.uuid.clone(),
         id: Some(gpu.gpu.id()),
         slices: gpu.slices,
-        memory_limit_mib: defaults.memory_mib,
+        memory_limit_mib,
         slice_memory_mib: gpu.memory_limit_mib,
         slice_thread_percentage: gpu.thread_percentage,
         limits_enforced: gpu.limits_enforced,
-        capacity: driver::most_clients(inventory.series(), facts.compute_capability),
+        capacity: driver::most_clients(series, facts.compute_capability),
         clients_listed: gpu.max_clients.is_some(),
     };
     Some(ControlDaemonPlan {
@@ -248,11 +226,10 @@ fn control_daemon(
         pipe_directory: first.pipe_directory.clone(),
         log_directory,
         gpus: gpus.iter().map(served).collect(),
-        driver: inventory.series(),
-        thread_percentage: defaults.thread_percentage,
+        thread_percentage,
         multiuser,
         // A server of a user's own would have to get into the directory of the control daemon.
-        multiuser_optional: multiuser_optional && slice_directories.is_none() && private_directory.is_none(),
+        multiuser_optional: if_possible && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
         cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
         private_directory,
@@ -268,14 +245,10 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
             let Some(gpu) = gpus.iter_mut().find(|gpu| Some(gpu.gpu.id()) == served.id) else { continue };
             let (own, own_mib) = (gpu.thread_percentage, gpu.memory_limit_mib);
             let default_mib = served.memory_limit_mib;
-            if own < default {
-                let (default, own) = (format!("{default} %"), format!("{own} %"));
-                gpu.warnings.push(loose(&default, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", &own));
-            }
-            if own_mib < default_mib {
-                let (default, own) = (format!("{default_mib} MiB"), format!("{own_mib} MiB"));
-                gpu.warnings.push(loose(&default, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", &own));
-            }
+            let threads = loose(default, own, "%", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
+            let memory = loose(default_mib, own_mib, "MiB", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
+            gpu.warnings.extend((own < default).then_some(threads));
+            gpu.warnings.extend((own_mib < default_mib).then_some(memory));
         }
     }
 }
@@ -310,7 +283,6 @@ mod tests {
                 private_directory: None,
                 slice_directories: None,
                 gpus: gpus.collect(),
-                driver: Series::default(),
                 thread_percentage: slices.iter().map(|(_, threads)| *threads).max().unwrap(),
                 multiuser: true,
                 multiuser_optional: true,

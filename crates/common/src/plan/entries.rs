@@ -3,24 +3,19 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::num::NonZeroU32;
 
 use super::limits::too_many;
-use super::paths::{Miss, choices, claim, claimed_by, find};
+use super::paths::{Miss, claim, claimed_by, find};
 use super::{Missing, PlanError};
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
 use crate::host::gpu::Gpu;
 use crate::host::inventory::Inventory;
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// A GPU that the configuration asks for.
 pub(super) struct ConfiguredGpu<'a> {
     pub gpu: &'a Gpu,
-    pub slices: NonZeroU32,
-    /// The percentage in the GPU's own entry.
-    pub thread_percentage: Option<u8>,
-    /// The most clients of one slice in the GPU's own entry.
-    pub max_clients: Option<NonZeroU32>,
+    /// The keys of its own entry, or the number of slices of every GPU.
+    pub keys: MpsEntry,
     /// The reason why the GPU has gone. None if it is there.
     pub gone: Option<Problem>,
 }
@@ -38,12 +33,7 @@ pub(super) fn wanted<'a>(
     // Without a driver, only the text of two paths can show that they name the same GPU.
     let mut named: HashMap<DevicePath, (&Origin, &DevicePath)> = HashMap::new();
     for entry in &settings.devices {
-        let Some(mps) = &entry.mps else { continue };
-        let Some(path) = &entry.path else {
-            let problem = Problem::new("an NVIDIA_MPS entry without a path", choices(inventory));
-            problems.push(entry.problem("path", problem));
-            continue;
-        };
+        let (Some(mps), Some(path)) = (&entry.mps, &entry.path) else { continue };
         let mut gone = None;
         let sought = as_before(path, before);
         let gpu = match find(&sought, inventory) {
@@ -56,11 +46,11 @@ pub(super) fn wanted<'a>(
                 let problem = entry.problem("path", problem);
                 let known = known_before(&sought, inventory, before);
                 match known {
-                    Some(KnownGpu { gone: true, .. }) => gone = Some(problem.into()),
-                    Some(_) => {}
+                    Some((_, true)) => gone = Some(problem.into()),
+                    Some((_, false)) => {}
                     None => missing.push(Missing { problem, path: path.clone(), certain }),
                 }
-                known.map(|known| known.gpu)
+                known.map(|(gpu, _)| gpu)
             }
             Err(Miss::NotYet(problem)) => {
                 not_yet.get_or_insert(problem);
@@ -82,8 +72,7 @@ pub(super) fn wanted<'a>(
         if let Some(gpu) = gpu {
             problems
                 .extend(too_many(gpu, mps.slices).map(|problem| entry.problem("virtual_number", problem)));
-            let MpsEntry { slices, thread_percentage, max_clients } = *mps;
-            wanted.push(ConfiguredGpu { gpu, slices, thread_percentage, max_clients, gone });
+            wanted.push(ConfiguredGpu { gpu, keys: *mps, gone });
         }
     }
     if settings.devices.iter().all(|entry| entry.mps.is_none()) {
@@ -102,14 +91,6 @@ pub(super) fn wanted<'a>(
     }
 }
 
-/// A GPU of the former plan that an entry still means.
-#[derive(Clone, Copy)]
-struct KnownGpu<'a> {
-    gpu: &'a Gpu,
-    /// Whether the GPU has gone, so that the facts about it come from the former plan.
-    gone: bool,
-}
-
 /// An address without a domain keeps its former GPU, so that no other GPU is served in its place after that GPU has
 /// gone.
 fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
@@ -119,17 +100,17 @@ fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     }
 }
 
-/// The GPU to which the path led in the former plan. None if another GPU has its address now.
+/// The GPU to which the path led in the former plan, and whether it has gone, so that the facts about it come from that
+/// plan. None if another GPU has its address now.
 fn known_before<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
     before: &'a Inventory,
-) -> Option<KnownGpu<'a>> {
+) -> Option<(&'a Gpu, bool)> {
     let known = find(path, before).ok()?;
-    let in_place = inventory.gpus.iter().find(|gpu| gpu.pci.address == known.pci.address);
-    match in_place {
-        None => Some(KnownGpu { gpu: known, gone: true }),
-        Some(gpu) if gpu.nvml.is_err() || gpu.uuid() == known.uuid() => Some(KnownGpu { gpu, gone: false }),
+    match inventory.gpus.iter().find(|gpu| gpu.pci.address == known.pci.address) {
+        None => Some((known, true)),
+        Some(gpu) if gpu.nvml.is_err() || gpu.uuid() == known.uuid() => Some((gpu, false)),
         Some(_) => None,
     }
 }
@@ -151,21 +132,16 @@ fn unclaimed<'a>(
             }
         }
     }
+    let keys = MpsEntry { slices: settings.replicas, thread_percentage: None, max_clients: None };
     let mut wanted: Vec<_> = inventory
         .gpus
         .iter()
         .filter(|gpu| !claimed.contains(&gpu.pci.address) && gpu.pci.foreign_driver().is_none())
-        .map(|gpu| ConfiguredGpu {
-            gpu,
-            slices: settings.replicas,
-            thread_percentage: None,
-            max_clients: None,
-            gone: None,
-        })
+        .map(|gpu| ConfiguredGpu { gpu, keys, gone: None })
         .collect();
     wanted.sort_by_key(|wanted| wanted.gpu.pci.address);
     let file = settings.sources.last().cloned().unwrap_or_default();
-    let too_many = wanted.iter().filter_map(|wanted| too_many(wanted.gpu, wanted.slices));
+    let too_many = wanted.iter().filter_map(|wanted| too_many(wanted.gpu, wanted.keys.slices));
     problems.extend(too_many.map(|problem| problem.at(Origin::whole(&file), "cuda_mps_replicas")));
     wanted
 }
@@ -362,10 +338,10 @@ mod tests {
     fn all_problems_come_at_once() {
         let mut settings =
             with(vec![(node(140), 4), (node(128), 4), (node(128), 4), (node(129), 122_881), (node(141), 4)]);
-        settings.devices[0].path = None;
+        settings.devices[0].path = Some(other("/dev/null"));
         let lines = problems(&settings, &h200s());
         assert_eq!(lines.len(), 4, "{lines:?}");
-        assert!(lines[0].starts_with("devices.yml:2: devices[0].path: an NVIDIA_MPS entry without a path"));
+        assert!(lines[0].starts_with("devices.yml:2: devices[0].path: \"/dev/null\" is not the path"));
         assert!(lines[1].starts_with("devices.yml:4: devices[2].path: "));
         assert_eq!(
             lines[2],

@@ -9,12 +9,9 @@ use crate::host::gpu::Gpu;
 use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
-/// One configured GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuPlan {
-    /// The facts about it.
     pub gpu: Gpu,
-    /// The number of its slices.
     pub slices: u32,
     /// The memory of one slice: the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory is not
     /// known.
@@ -23,13 +20,9 @@ pub struct GpuPlan {
     pub thread_percentage: u8,
     /// The most clients of one slice. None if the GPU's clients can't be counted.
     pub max_clients: Option<u32>,
-    /// Whether the GPU enforces the two limits.
     pub limits_enforced: bool,
-    /// All that keeps it from being served now.
     pub obstacles: Vec<NamedProblem>,
-    /// Facts that an administrator should know, although the GPU is served.
     pub warnings: Vec<NamedProblem>,
-    /// The pipe directory of its control daemon.
     pub pipe_directory: PathBuf,
     /// The directory of the directories of its slices, if each slice has one.
     pub slice_directories: Option<PathBuf>,
@@ -37,7 +30,6 @@ pub struct GpuPlan {
     pub cpus: Option<Cpus>,
 }
 
-/// The obstacle of processes without MPS.
 pub const HELD: &str = "gpu-held";
 
 impl GpuPlan {
@@ -55,12 +47,10 @@ impl GpuPlan {
         }
     }
 
-    /// The slice with this ordinal.
     pub fn slice(&self, ordinal: u32) -> SliceId {
         self.gpu.id().slice(ordinal)
     }
 
-    /// The directory of the slice with this ordinal.
     pub fn slice_directory(&self, ordinal: u32) -> Option<PathBuf> {
         Some(self.slice_directories.as_ref()?.join(self.slice(ordinal).directory_name()))
     }

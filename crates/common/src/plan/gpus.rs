@@ -7,7 +7,7 @@ use super::gpu_plan::{GpuPlan, HELD, obstacles};
 use super::limits;
 use super::paths;
 use super::warnings;
-use crate::config::{CpuAffinity, DeviceEntry, Settings, Topology};
+use crate::config::{CpuAffinity, DeviceEntry, MpsEntry, Settings, Topology};
 use crate::host::compute_mode::ComputeMode;
 use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
 use crate::host::inventory::Inventory;
@@ -15,13 +15,14 @@ use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
 pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
-    let ConfiguredGpu { gpu, slices, thread_percentage, max_clients, gone } = wanted;
+    let ConfiguredGpu { gpu, keys, gone } = wanted;
+    let MpsEntry { slices, thread_percentage, max_clients } = keys;
     let facts = gpu.facts();
     let total = facts.and_then(|facts| facts.memory_total_mib);
     let capability = facts.and_then(|facts| facts.compute_capability);
     let limits_enforced = LIMITS.holds(inventory.series(), capability);
     let places = driver::most_clients(inventory.series(), capability);
-    let max_clients = max_clients.map_or_else(|| limits::max_clients(places, *slices), NonZeroU32::get);
+    let most = max_clients.map_or_else(|| limits::max_clients(places, *slices), NonZeroU32::get);
     let pipe_directory = match (settings.topology, facts) {
         (Topology::PerGpu, Some(facts)) => settings.pipe_directory.join(&facts.uuid),
         _ => settings.pipe_directory.clone(),
@@ -43,12 +44,10 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
         memory_limit_mib: total.map_or(0, |total| limits::memory_mib(total, *slices)),
         thread_percentage: thread_percentage
             .unwrap_or_else(|| limits::thread_percentage(settings.thread_policy, *slices)),
-        max_clients: NVML_LISTS_CLIENTS.holds(inventory.series(), capability).then_some(max_clients),
+        max_clients: NVML_LISTS_CLIENTS.holds(inventory.series(), capability).then_some(most),
         limits_enforced,
         obstacles,
-        warnings: facts
-            .map(|facts| warnings::of_gpu(facts, *slices, wanted.max_clients, inventory))
-            .unwrap_or_default(),
+        warnings: facts.map(|facts| warnings::of_gpu(facts, keys, inventory)).unwrap_or_default(),
         pipe_directory,
         slice_directories: None,
         cpus: gpu

@@ -1,8 +1,7 @@
-//! The arithmetic of limits: the limits of one slice with their rounding, and the defaults of a control daemon.
+//! The arithmetic of limits: the limits of one slice with their rounding.
 
 use std::num::NonZeroU32;
 
-use super::gpu_plan::GpuPlan;
 use crate::config::ThreadPolicy;
 use crate::host::gpu::Gpu;
 use crate::problem::Problem;
@@ -35,42 +34,15 @@ pub(super) fn too_many(gpu: &Gpu, slices: NonZeroU32) -> Option<Problem> {
     (memory_mib(total, slices) == 0).then(|| Problem::new(found(), "give each slice 1 MiB or more"))
 }
 
-/// The limits that a control daemon gives to a client that sets none itself.
-pub(super) struct Defaults {
-    pub memory_mib: u64,
-    pub thread_percentage: u8,
-}
-
-impl Defaults {
-    /// The largest limits of these GPUs' slices.
-    ///
-    /// The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to
-    /// that GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be
-    /// below the limit of any slice.
-    pub(super) fn largest<'a>(gpus: impl Iterator<Item = &'a GpuPlan> + Clone) -> Self {
-        Self {
-            memory_mib: gpus.clone().map(|gpu| gpu.memory_limit_mib).max().unwrap_or(0),
-            thread_percentage: gpus.map(|gpu| gpu.thread_percentage).max().unwrap_or(100),
-        }
-    }
-}
-
 /// A limit of a slice, and the control daemon's default for it.
-pub(super) struct Limit {
-    pub own: u64,
-    pub default: u64,
-}
+pub(super) type Limit = (u64, u64);
 
-impl Limit {
-    /// Whether the slice's clients get this limit only after the control daemon has another default than `before`. A
-    /// slice that keeps its own limit waits for nothing, even if the default changes.
-    pub(super) fn waits_for_default(&self, before: &Self) -> bool {
-        // A default below the slice's new limit gives its clients too little. If the slice's new limit is also the new
-        // default, the old default does not limit its clients to it.
-        self.own != before.own
-            && self.default != before.default
-            && (self.own > before.default || self.own == self.default)
-    }
+/// Whether the slice's clients get this limit only after the control daemon has another default than `before`. A slice
+/// that keeps its own limit waits for nothing, even if the default changes.
+pub(super) fn waits_for_default((own, default): Limit, (own_before, default_before): Limit) -> bool {
+    // A default below the slice's new limit gives its clients too little. If the slice's new limit is also the new
+    // default, the old default does not limit its clients to it.
+    own != own_before && default != default_before && (own > default_before || own == default)
 }
 
 #[cfg(test)]

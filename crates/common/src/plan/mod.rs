@@ -30,9 +30,7 @@ use crate::problem::{LocatedProblem, Problem};
 pub struct Plan {
     /// Every GPU of the configuration, in its order, served or not.
     pub gpus: Vec<GpuPlan>,
-    /// The entries of the device file without a GPU on this host now.
     pub missing: Vec<Missing>,
-    /// The control daemons that serve the GPUs.
     pub control_daemons: Vec<ControlDaemonPlan>,
     /// The GPUs of the configuration, by UUID.
     pub configured: Configured,

@@ -9,7 +9,6 @@ use crate::host::nvml::facts::NvmlFacts;
 use crate::host::pci_address::PciAddress;
 use crate::problem::Problem;
 
-/// The reason why a path leads to no NVIDIA GPU.
 pub(super) enum Miss {
     /// The path never leads to one.
     Wrong(Problem),
@@ -21,12 +20,10 @@ pub(super) enum Miss {
     NotYet(Problem),
 }
 
-/// The render node of the GPU that a path names.
 pub fn render_node<'a>(path: &DevicePath, inventory: &'a Inventory) -> Option<&'a Path> {
     find(path, inventory).ok()?.pci.render_node.as_deref()
 }
 
-/// The GPU that a path names.
 pub(super) fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'a Gpu, Miss> {
     let mut devices = devices(inventory);
     let device = match path {

@@ -5,7 +5,6 @@ use std::num::NonZeroU32;
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
 use crate::host::compute_mode::ComputeMode;
 use crate::host::cpus::Cpus;
-use crate::host::driver::Series;
 use crate::host::gpu::{Gpu, PciDevice};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::{GpuState, NvmlFacts};
@@ -78,7 +77,7 @@ pub(super) fn device(address: &str, vendor: u16, node: u32) -> PciDevice {
         driver: None,
         render_node: Some(format!("/dev/dri/renderD{node}").into()),
         card_node: Some(format!("/dev/dri/card{}", node - 128).into()),
-        numa_node: -1,
+        numa_node: None,
         local_cpus: None,
         link: None,
         pci_ids_name: None,
@@ -195,7 +194,6 @@ fn the_p40_of_the_platforms_documentation() {
                 capacity: 16,
                 clients_listed: false,
             }],
-            driver: Series::parse("580.159.04"),
             thread_percentage: 25,
             multiuser: false,
             multiuser_optional: false,

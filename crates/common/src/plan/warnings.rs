@@ -1,20 +1,15 @@
 //! Facts about a GPU that an administrator should know, although the GPU is served.
 
-use std::num::NonZeroU32;
+use std::fmt::Display;
 
-use crate::config::DeviceEntry;
+use crate::config::{DeviceEntry, MpsEntry};
 use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
-/// The warnings that follow from the GPU itself.
-pub(super) fn of_gpu(
-    facts: &NvmlFacts,
-    slices: NonZeroU32,
-    max_clients: Option<NonZeroU32>,
-    inventory: &Inventory,
-) -> Vec<NamedProblem> {
+pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) -> Vec<NamedProblem> {
+    let MpsEntry { slices, max_clients, .. } = keys;
     let Some(capability) = facts.compute_capability else {
         return vec![NamedProblem::new(
             NO_COMPUTE_CAPABILITY,
@@ -51,7 +46,6 @@ pub(super) fn of_gpu(
     warnings
 }
 
-/// The GPU is older than Volta.
 pub(super) fn not_enforced((major, minor): (u32, u32)) -> NamedProblem {
     NamedProblem::new(
         NOT_ENFORCED,
@@ -72,12 +66,13 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
     )
 }
 
-/// A default of the control daemon belongs to another GPU, which has larger slices. The limits have their units.
-pub(super) fn loose(default: &str, variable: &str, own: &str) -> NamedProblem {
+/// A default of the control daemon belongs to another GPU, which has larger slices.
+pub(super) fn loose(default: impl Display, own: impl Display, unit: &str, variable: &str) -> NamedProblem {
     NamedProblem::new(
         "default-limits-loose",
         format!(
-            "the shared control daemon's default is {default}, so only clients that set {variable} keep to {own}"
+            "the shared control daemon's default is {default} {unit}, so only clients that set {variable} keep to \
+             {own} {unit}"
         ),
         "cut the GPUs into slices of the same memory and thread_percentage, or give clients the environment that \
          yunion-mpsctl env NAME prints",
@@ -92,6 +87,8 @@ const NOT_ENFORCED: &str = "limits-not-enforced";
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+
     use super::*;
     use crate::plan::tests::{and_other, facts, h200s, node, pci, plan, with};
 

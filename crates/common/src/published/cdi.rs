@@ -79,13 +79,10 @@ fn mount(mount: &Mount) -> Value {
     })
 }
 
-/// The reason why there is no spec, or not the right one.
 #[derive(Debug, thiserror::Error)]
 pub enum CdiError {
-    /// The directory can't be used.
     #[error(transparent)]
     Directory(#[from] directories::BadDirectory),
-    /// The file can't be written or removed.
     #[error("{file}: can't be {what}: {error}")]
     File { file: String, what: &'static str, error: io::Error },
 }

@@ -8,27 +8,22 @@ use crate::membership::{MayCommand, Membership};
 /// A process that uses a GPU, as it is at the moment of asking.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
-    /// Its PID on the host.
+    /// On the host.
     pub pid: u32,
     /// Whether it uses the GPU without an MPS server of this service.
     pub bypass: bool,
     /// Whether it waits for a server, and uses no GPU yet.
     pub waiting: bool,
-    /// Its real user id.
+    /// The real user id.
     pub uid: Option<u32>,
     /// The name of that user, or the id of a user without a name.
     pub user: Option<String>,
-    /// The command that it runs.
     pub command: String,
     /// The UUID of the GPU; empty if it uses none yet.
     pub gpu_uuid: String,
-    /// The slices that it has, if known.
     pub slices: Option<Membership>,
-    /// How far it can command a control daemon, if known.
     pub may_command: Option<MayCommand>,
-    /// The container that it runs in, if it runs in one.
     pub container_id: Option<String>,
-    /// The GPU memory that it holds, in MiB.
     pub memory_mib: Option<u64>,
     /// When it started.
     pub since: Option<SystemTime>,

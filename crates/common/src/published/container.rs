@@ -20,7 +20,6 @@ const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 pub struct ContainerConfig {
     /// Environment variables, in this order.
     pub environment: Vec<(&'static str, String)>,
-    /// Directories to mount.
     pub mounts: Vec<Mount>,
     /// The UUIDs of the GPUs, each once, in the order asked for.
     pub gpus: Vec<String>,
@@ -57,14 +56,10 @@ pub fn devices_in(environment: &[(impl AsRef<str>, String)]) -> &str {
     devices.map_or("", |(_, devices)| devices.as_str())
 }
 
-/// A directory of the host, mounted in the container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
-    /// The directory on the host.
     pub host: PathBuf,
-    /// The place in the container.
     pub container: PathBuf,
-    /// Whether the container must not write to it.
     pub read_only: bool,
 }
 
@@ -74,28 +69,22 @@ const SLIPS: usize = 2;
 /// The most names that are offered for a wrong one.
 const OFFERED: usize = 3;
 
-/// The reason why there is no answer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ContainerError {
-    /// No plan exists yet.
     #[error("{0}")]
     NotReady(String),
-    /// An empty list of devices.
     #[error("no device was named; `yunion-mpsctl list` shows the names")]
     NoneNamed,
     /// A name that stands for nothing, and the names that look like it.
     #[error("there is no device {asked:?}{}", offer(.near))]
     NoSuchDevice { asked: String, near: Vec<String> },
-    /// A device of a GPU that the driver can't name.
     #[error("the UUID of the GPU of {device} is not known: {reason}")]
     NoUuid { device: String, reason: String },
-    /// A device of a GPU that can't be served as it is.
     #[error("{device} can't be served: {reason}")]
     NotServable { device: String, reason: String },
     /// A slice that is drained, or a GPU without any other slice.
     #[error("{device} is {reason}")]
     Drained { device: String, reason: Problem },
-    /// Devices of different control daemons.
     #[error(
         "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
          of one GPU, or set cuda_mps_topology to shared"
@@ -112,7 +101,6 @@ impl ContainerError {
         })
     }
 
-    /// The name stands for nothing.
     pub fn no_such_device(snapshot: &Snapshot, asked: &str) -> Self {
         let gpus = snapshot.gpus.iter().flatten().map(|gpu| gpu.plan.gpu.id().to_string());
         let names = gpus.chain(snapshot.slices().map(|(gpu, ordinal)| gpu.slice_name(ordinal)));

@@ -5,11 +5,11 @@ use std::time::{Instant, SystemTime};
 
 use crate::host::cpus::Cpus;
 
-/// The number of events that are kept.
 pub const EVENTS_KEPT: usize = 32;
 
-/// The state of one control daemon.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The state of one control daemon; in lower case it is the word on D-Bus.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "snake_case")]
 pub enum ControlDaemonState {
     /// Being started and configured.
     Starting,
@@ -21,42 +21,22 @@ pub enum ControlDaemonState {
     Backoff,
     /// Something outside must change first; the reason says what.
     Waiting,
-    /// On the way down.
     Stopping,
 }
 
-impl ControlDaemonState {
-    /// The word on D-Bus.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Faulted => "faulted",
-            Self::Backoff => "backoff",
-            Self::Waiting => "waiting",
-            Self::Stopping => "stopping",
-        }
-    }
-}
-
-/// One control daemon as it stands.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ControlDaemonView {
     /// `shared`, or the GPU's UUID.
     pub id: String,
-    /// Its state.
     pub state: ControlDaemonState,
     /// Why; empty when ready.
     pub reason: String,
     /// Its PID; None when none runs.
     pub pid: Option<u32>,
-    /// The PIDs of its servers.
     pub servers: Vec<u32>,
-    /// The directory in which clients find it.
     pub pipe_directory: PathBuf,
     /// The directory in which it makes its sockets, and in which root finds it with NVIDIA's front end.
     pub control_directory: PathBuf,
-    /// `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
     /// True if one server serves every user; None before that is known.
     pub multiuser: Option<bool>,
@@ -83,12 +63,10 @@ pub struct Event {
     pub at: SystemTime,
     /// When, in order: the time of day can be set back.
     pub seen: Instant,
-    /// The event in words.
     pub text: String,
 }
 
 impl Event {
-    /// Something that happens now.
     pub fn now(text: String) -> Self {
         Self { at: SystemTime::now(), seen: Instant::now(), text }
     }

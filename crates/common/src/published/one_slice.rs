@@ -16,7 +16,6 @@ pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
     by_gpu
 }
 
-/// The consequence, for people.
 pub fn describe(slices: &[&str]) -> String {
     format!(
         "{} are of one GPU, and MPS can't join slices: together they have the memory and the threads of one slice",

@@ -24,16 +24,10 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
         state: GpuState { compute_mode: Some(ComputeMode::ExclusiveProcess), ..GpuState::default() },
     };
     let pci = PciDevice {
-        driver: None,
         address: address.parse().unwrap(),
         vendor: 0x10de,
         device: 0x1b38,
-        render_node: None,
-        card_node: None,
-        numa_node: -1,
-        local_cpus: None,
-        link: None,
-        pci_ids_name: None,
+        ..PciDevice::default()
     };
     GpuView {
         plan: GpuPlan {

@@ -17,8 +17,9 @@ use crate::published::usage::SliceUse;
 /// The most slices that the reason of a GPU names.
 const NAMED: usize = 4;
 
-/// The service's state in one word. A reader treats an unknown word as `degraded`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// The service's state in one word, as D-Bus has it. A reader treats an unknown word as `degraded`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, strum::Display)]
+#[strum(serialize_all = "snake_case")]
 pub enum State {
     /// `enable_cuda_mps` is false: nothing is served, nothing is wrong.
     Disabled,
@@ -31,22 +32,7 @@ pub enum State {
     Degraded,
     /// No GPU is served.
     Failed,
-    /// On the way down.
     Stopping,
-}
-
-impl State {
-    /// The word on D-Bus.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Disabled => "disabled",
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Degraded => "degraded",
-            Self::Failed => "failed",
-            Self::Stopping => "stopping",
-        }
-    }
 }
 
 /// Everything published, at one generation.
@@ -54,41 +40,33 @@ impl State {
 pub struct Snapshot {
     /// Grows by one with every change of what `ListDevices` or `ListGpus` returns.
     pub generation: u64,
-    /// The service's state.
     pub state: State,
     /// Why, in one line; empty when ready.
     pub reason: String,
-    /// `enable_cuda_mps`.
     pub enabled: bool,
     /// The driver's version; empty when there is none.
     pub driver_version: String,
-    /// `cuda_mps_pipe_directory`.
     pub pipe_directory: PathBuf,
-    /// `cuda_mps_log_directory`.
     pub log_directory: PathBuf,
     /// The configured GPUs in configuration order, with their slices; None before the first plan exists. A GPU that has
     /// not changed is the same one in the next Snapshot.
     pub gpus: Option<Vec<Arc<GpuView>>>,
-    /// The control daemons.
     pub control_daemons: Vec<ControlDaemonView>,
     /// The last things that happened, oldest first.
     pub events: VecDeque<Event>,
 }
 
-/// One configured GPU as it stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
-    /// The plan for it.
     pub plan: GpuPlan,
     /// Whether a client that starts now is served with the planned limits. Drained slices change nothing here.
     pub healthy: bool,
     /// Why not, or what to know though it is; empty when there is nothing to say.
     pub reason: String,
-    /// The compute mode as last seen.
+    /// As last seen.
     pub compute_mode: Option<ComputeMode>,
     /// The control daemon that serves it, by its id; empty when none does.
     pub control_daemon: String,
-    /// The thread percentage that the control daemon has confirmed.
     pub confirmed_thread_percentage: Option<u8>,
     /// The memory limit that a running server has confirmed, in MiB.
     pub confirmed_memory_limit_mib: Option<u64>,
@@ -105,7 +83,6 @@ pub struct GpuView {
 /// The thing behind a name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Named<'a> {
-    /// A whole GPU.
     Gpu(&'a GpuView),
     /// A slice: its GPU and its ordinal.
     Slice(&'a GpuView, u32),
@@ -184,7 +161,6 @@ impl GpuView {
         Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
     }
 
-    /// The clients of a slice together, if they are known.
     pub fn slice_use(&self, ordinal: u32) -> Option<&SliceUse> {
         self.uses.get(usize::try_from(ordinal).ok()?)
     }
@@ -212,7 +188,6 @@ impl GpuView {
 }
 
 impl<'a> Named<'a> {
-    /// The GPU itself, or the GPU of the slice.
     pub fn gpu(&self) -> &'a GpuView {
         match self {
             Self::Gpu(gpu) | Self::Slice(gpu, _) => gpu,
@@ -243,7 +218,6 @@ impl<'a> Named<'a> {
     }
 }
 
-/// The reason why no new client gets this slice or GPU.
 pub fn drained(name: &str) -> Problem {
     Problem::new("drained for new clients", format!("yunion-mpsctl undrain {name} takes that back"))
 }

@@ -59,7 +59,6 @@ impl ContainerId {
     }
 }
 
-/// The text is not the id of a container.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "{0:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them: `docker inspect \

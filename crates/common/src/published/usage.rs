@@ -31,7 +31,6 @@ pub struct SliceUse {
     pub overuse: String,
 }
 
-/// The use of a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GpuUse {
     /// Of each slice. Empty before the first look.

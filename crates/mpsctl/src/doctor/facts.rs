@@ -243,7 +243,7 @@ fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u3
         let cuda = driver.ok().and_then(|driver| driver.cuda_version().ok());
         (inventory, gpus, cuda)
     });
-    answer.unwrap_or_else(|reason| (check::without_driver(sysroot, &reason), BTreeMap::new(), None))
+    answer.unwrap_or_else(|reason| (Inventory::read(sysroot, Err(&reason)), BTreeMap::new(), None))
 }
 
 /// Asks the control daemon's program for its version. A program that doesn't know the option acts as a front end, and must

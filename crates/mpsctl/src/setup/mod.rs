@@ -105,7 +105,7 @@ fn failed(words: &str) -> Error {
 fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus, Error> {
     let root = sysroot.to_owned();
     let inventory = check::ask_driver(move |driver| Inventory::read(&root, driver))
-        .unwrap_or_else(|reason| check::without_driver(sysroot, &reason));
+        .unwrap_or_else(|reason| Inventory::read(sysroot, Err(&reason)));
     let found = HostGpus::new(inventory);
     for line in found.describe() {
         writeln!(out, "{}", hanging(&line))?;
@@ -204,7 +204,7 @@ async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Resul
 }
 
 fn say(checked: &Checked, out: &mut dyn Write) -> io::Result<()> {
-    check::words(checked).lines().try_for_each(|line| writeln!(out, "{}", hanging(line)))
+    check::words(checked).iter().try_for_each(|line| writeln!(out, "{}", hanging(line)))
 }
 
 async fn is_running() -> bool {

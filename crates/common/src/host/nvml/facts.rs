@@ -24,16 +24,13 @@ pub struct NvmlFacts {
     pub memory_total_mib: Option<u64>,
     /// The compute capability, major and minor.
     pub compute_capability: Option<(u32, u32)>,
-    /// The rest, which changes.
     pub state: GpuState,
 }
 
 /// The state of a GPU at the moment of the query. The plan is made by it; nothing else may show it, since it ages.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GpuState {
-    /// The compute mode.
     pub compute_mode: Option<ComputeMode>,
-    /// Whether MIG mode is enabled.
     pub mig_enabled: bool,
     /// The processes that would keep an MPS server from starting, each with PID and command: they have a context on the
     /// GPU, they are no MPS clients, and no server is there yet.
@@ -64,7 +61,6 @@ impl NvmlFacts {
     }
 }
 
-/// Major and minor.
 pub(super) fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> {
     Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
 }

@@ -17,6 +17,7 @@ use rustix::process::Resource;
 
 use super::compute_mode::ComputeMode;
 use super::driver::NVML_LISTS_CLIENTS;
+use super::gpu::{Gpu, PciDevice};
 use super::gpu_processes::Contexts;
 use super::pci_address::PciAddress;
 use crate::host::proc;
@@ -46,21 +47,7 @@ pub struct Driver {
     nvml: Nvml,
 }
 
-/// A GPU that NVML lists.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ListedGpu {
-    /// Its address.
-    pub address: PciAddress,
-    /// The PCI vendor number.
-    pub vendor: u16,
-    /// The PCI device number.
-    pub device: u16,
-    /// The facts that NVML reports, or the reason why it can't, in words for an administrator.
-    pub facts: Result<NvmlFacts, Problem>,
-}
-
 impl Driver {
-    /// Loads NVML and connects to the driver.
     pub fn open() -> Result<Self, Problem> {
         let nvml =
             Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
@@ -86,26 +73,15 @@ impl Driver {
 
     /// Every GPU that NVML lists, if it knows the GPU's address, in NVML's order. A GPU without a handle is left out,
     /// since NVML doesn't report its address. [`Driver::facts_at`] gives the reason for an address.
-    pub fn facts(&self) -> Result<Vec<ListedGpu>, Problem> {
-        let count = self
-            .nvml
-            .device_count()
-            .map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))?;
-        let mut listed = Vec::new();
-        for index in 0..count {
-            let device = match self.nvml.device_by_index(index) {
-                Ok(device) => device,
-                Err(error) => {
-                    tracing::debug!(index, "NVML gives no handle: {}", words(&error));
-                    continue;
-                }
-            };
-            match listed_as(&device, index) {
-                Ok(gpu) => listed.push(gpu),
-                Err(reason) => tracing::debug!(index, "NVML does not say where the GPU is: {reason}"),
-            }
-        }
-        Ok(listed)
+    pub fn facts(&self) -> Result<Vec<Gpu>, Problem> {
+        let count = self.nvml.device_count();
+        let count = count.map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))?;
+        let told = (0..count).filter_map(|index| {
+            let device = self.nvml.device_by_index(index).map_err(|error| words(&error).into());
+            let listed = device.and_then(|device| listed_as(&device, index));
+            listed.inspect_err(|reason| tracing::debug!(index, "NVML does not list the GPU: {reason}")).ok()
+        });
+        Ok(told.collect())
     }
 
     /// The facts that NVML reports about the GPU at this address.
@@ -120,7 +96,6 @@ impl Driver {
         NvmlFacts::read(&device, index)
     }
 
-    /// The compute mode of the GPU with this UUID.
     pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
         read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
     }
@@ -231,16 +206,14 @@ impl Driver {
 }
 
 /// The GPU as it is listed. An error if NVML does not say where it is.
-fn listed_as(device: &Device<'_>, index: u32) -> Result<ListedGpu, String> {
+fn listed_as(device: &Device<'_>, index: u32) -> Result<Gpu, String> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
     let [vendor_low, vendor_high, device_low, device_high] = pci.pci_device_id.to_le_bytes();
-    Ok(ListedGpu {
-        address,
-        vendor: u16::from_le_bytes([vendor_low, vendor_high]),
-        device: u16::from_le_bytes([device_low, device_high]),
-        facts: NvmlFacts::read(device, index),
-    })
+    let vendor = u16::from_le_bytes([vendor_low, vendor_high]);
+    let number = u16::from_le_bytes([device_low, device_high]);
+    let pci = PciDevice { address, vendor, device: number, ..PciDevice::default() };
+    Ok(Gpu { pci, nvml: NvmlFacts::read(device, index) })
 }
 
 fn read<T>(what: &str, value: Result<T, NvmlError>) -> Result<T, String> {
@@ -362,7 +335,6 @@ fn why_not_loaded(error: &impl fmt::Display) -> Problem {
     }
 }
 
-/// The error in words for an administrator.
 fn words(error: &NvmlError) -> Problem {
     match error {
         NvmlError::GpuLost => Problem::new(
