@@ -8,8 +8,6 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use heck::ToSnakeCase;
-
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, MpsEntry};
 use super::{most_clients, percentage, slices};
@@ -56,7 +54,7 @@ fn items<'t>(
     let mut devices = None;
     for (key, value) in pairs {
         let (origin, name) = (place(key.line), key.value.text());
-        if name.to_snake_case() != "devices" {
+        if words(&name) != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
             let found = format!("already written at {earlier}; the last one counts");
@@ -139,7 +137,7 @@ impl<'t> Entry<'t> {
         let mut warnings = Vec::new();
         for (key, Node { value, .. }) in pairs {
             let (line, name) = (key.line.or(self.origin.line), key.value.text());
-            let ours = name.to_snake_case();
+            let ours = words(&name);
             let (found, remedy) = match KEYS.into_iter().find(|key| *key == ours) {
                 None => ("no such key; it is ignored", "correct the spelling or remove it"),
                 Some(key) => match self.fields.insert(key, Node { line, value }) {
@@ -190,6 +188,36 @@ fn device_type(value: &Value<'_>) -> Result<String, String> {
         }
         text => Ok(text.to_owned()),
     }
+}
+
+/// Splits a key into words as the host agent does, and joins them in lower case with `_`: `virtual-number`,
+/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital letter, and after any character that is
+/// neither letter nor digit. Several capitals in a row form one word, but if small letters follow, the last capital
+/// begins the next word (`VIRTUALNumber`).
+fn words(key: &str) -> String {
+    let bytes = key.as_bytes();
+    let mut words = String::new();
+    let mut capitals = 0_usize;
+    let mut apart = false;
+    for (at, byte) in bytes.iter().enumerate() {
+        if !byte.is_ascii_alphanumeric() {
+            apart = true;
+            continue;
+        }
+        if byte.is_ascii_uppercase() {
+            capitals += 1;
+            let next = bytes.get(at + 1);
+            let ends_a_row = next.is_some_and(|next| next.is_ascii_lowercase() || next.is_ascii_digit());
+            apart |= capitals == 1 || (capitals > 2 && ends_a_row);
+        } else {
+            capitals = 0;
+        }
+        if std::mem::take(&mut apart) && !words.is_empty() {
+            words.push('_');
+        }
+        words.push(byte.to_ascii_lowercase().into());
+    }
+    words
 }
 
 /// A text with more bytes is never taken for a misspelt type.
@@ -440,10 +468,11 @@ mod tests {
             "Virtual_Number",
             "_virtual__number_",
         ] {
-            assert_eq!(key.to_snake_case(), "virtual_number", "{key}");
+            assert_eq!(words(key), "virtual_number", "{key}");
         }
         for (key, expected) in [
             ("TYPE", "type"),
+            ("TYpe", "type"),
             ("TYPe", "ty_pe"),
             ("tYPE", "t_ype"),
             ("Path", "path"),
@@ -452,7 +481,7 @@ mod tests {
             ("-", ""),
             ("a1B2", "a1_b2"),
         ] {
-            assert_eq!(key.to_snake_case(), expected, "{key}");
+            assert_eq!(words(key), expected, "{key}");
         }
     }
 
