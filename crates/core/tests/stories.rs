@@ -221,3 +221,22 @@ fn an_order_that_is_the_same_changes_nothing() {
     assert_eq!(told(&core.on(demand(std::slice::from_ref(&other)), NOW)), ["A: interrupt"]);
     assert_eq!(told(&core.on(demand(&[other]), NOW)), [""; 0], "once is enough");
 }
+
+#[test]
+fn a_mode_that_nobody_has_set_is_not_put_back() {
+    let mut core = core();
+    let order = Order { sets_modes: false, ..order("A", &["A"]) };
+    core.on(demand(std::slice::from_ref(&order)), NOW);
+    core.on(done("A", runs(&["A"]), ActOutcome::Done), NOW);
+    core.on(demand(&[]), NOW);
+    core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+    assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
+    // One that an earlier service has left, and that has ended meanwhile.
+    let left = runs(&["A"]).map(|one| ("A".to_owned(), one));
+    let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
+    assert_eq!(
+        told(&core.on(CoreEvent::Stop { left: vec![self::order("A", &["A"])] }, NOW)),
+        ["A: TakeOver"]
+    );
+    assert_eq!(told(&core.on(done("A", None, ActOutcome::Done), NOW)), ["A: release"]);
+}
