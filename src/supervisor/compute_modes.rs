@@ -27,6 +27,8 @@ pub(crate) struct ComputeModes {
     state_file: SharedStateFile,
     /// By the UUIDs in question: a GPU that does not answer must not keep others from being asked about.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
+    /// Changes to the mode of a GPU, by its UUID, one at a time: one that nobody waits for any more may still be made.
+    changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 
 /// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
@@ -44,13 +46,13 @@ fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
 impl ComputeModes {
     /// Through this driver, with the previous modes in this state file.
     pub(crate) fn new(driver: watch::Receiver<Option<Arc<Driver>>>, state_file: SharedStateFile) -> Self {
-        Self { driver, state_file, questions: Arc::default() }
+        Self { driver, state_file, questions: Arc::default(), changes: Arc::default() }
     }
 
     /// Takes a GPU to [`SERVED`] if it isn't there, and says whether that was needed.
     pub(crate) async fn take(&self, uuid: &str) -> Result<bool, String> {
         let state_file = self.state_file.clone();
-        self.ask(uuid, move |driver, uuid| {
+        self.change(uuid, move |driver, uuid| {
             let previous = driver.compute_mode(uuid)?;
             if previous == SERVED {
                 return Ok(false);
@@ -68,32 +70,34 @@ impl ComputeModes {
 
     /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since.
     pub(crate) async fn put_back(&self, uuid: &str) -> Result<(), String> {
-        let Some(previous) = self.state_file.lock().previous_compute_mode(uuid) else {
+        if self.driver.borrow().is_none() && self.state_file.lock().previous_compute_mode(uuid).is_none() {
             return Ok(());
-        };
-        let current = self
-            .ask(uuid, move |driver, uuid| {
-                let current = driver.compute_mode(uuid)?;
-                if current == SERVED {
-                    driver.set_compute_mode(uuid, previous)?;
-                }
-                Ok(current)
-            })
-            .await?;
-        if current == SERVED {
-            tracing::debug!(step = "mode-back", "compute mode of {uuid} is back and still written down");
-            tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} restored from {current} to {previous}");
-        } else {
-            tracing::info!(
-                gpu_uuid = uuid,
-                "compute mode of {uuid} left at {current}: it was changed by others"
-            );
         }
-        let forgotten = self.state_file.lock().forget_compute_mode(uuid);
-        forgotten
-            .map_err(|error| format!("the compute mode is back, but the state file still has it: {error}"))?;
-        tracing::debug!(step = "mode-forgotten", "compute mode of {uuid} is not ours any more");
-        Ok(())
+        let state_file = self.state_file.clone();
+        self.change(uuid, move |driver, uuid| {
+            let Some(previous) = state_file.lock().previous_compute_mode(uuid) else { return Ok(()) };
+            let current = driver.compute_mode(uuid)?;
+            if current == SERVED {
+                driver.set_compute_mode(uuid, previous)?;
+                tracing::debug!(step = "mode-back", "compute mode of {uuid} is back and still written down");
+                tracing::info!(
+                    gpu_uuid = uuid,
+                    "compute mode of {uuid} restored from {current} to {previous}"
+                );
+            } else {
+                tracing::info!(
+                    gpu_uuid = uuid,
+                    "compute mode of {uuid} left at {current}: it was changed by others"
+                );
+            }
+            let forgotten = state_file.lock().forget_compute_mode(uuid);
+            forgotten.map_err(|error| {
+                format!("the compute mode is back, but the state file still has it: {error}")
+            })?;
+            tracing::debug!(step = "mode-forgotten", "compute mode of {uuid} is not ours any more");
+            Ok(())
+        })
+        .await
     }
 
     /// Looks at each of these GPUs: all on one thread, if that is wanted and no GPU hangs, or each on its own.
@@ -153,15 +157,33 @@ impl ComputeModes {
         uuid: &str,
         question: impl FnOnce(&Driver, &str) -> Result<T, String> + Send + 'static,
     ) -> Result<T, String> {
+        self.ask_on(&self.questions, QUESTIONS, uuid, question).await
+    }
+
+    async fn change<T: Send + 'static>(
+        &self,
+        uuid: &str,
+        change: impl FnOnce(&Driver, &str) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, String> {
+        self.ask_on(&self.changes, 1, uuid, change).await
+    }
+
+    async fn ask_on<T: Send + 'static>(
+        &self,
+        threads: &Mutex<BTreeMap<String, Blocking>>,
+        most: usize,
+        uuid: &str,
+        question: impl FnOnce(&Driver, &str) -> Result<T, String> + Send + 'static,
+    ) -> Result<T, String> {
         let Some(driver) = self.driver.borrow().clone() else {
             return Err("the driver can't be reached".to_owned());
         };
-        let questions = {
-            let mut all = self.questions.lock().unwrap_or_else(PoisonError::into_inner);
-            all.entry(uuid.to_owned()).or_insert_with(|| Blocking::new(QUESTIONS)).clone()
+        let threads = {
+            let mut all = threads.lock().unwrap_or_else(PoisonError::into_inner);
+            all.entry(uuid.to_owned()).or_insert_with(|| Blocking::new(most)).clone()
         };
         let uuid = uuid.to_owned();
-        let answer = questions.ask(NVML_TIMEOUT, move || question(&driver, &uuid)).await;
+        let answer = threads.ask(NVML_TIMEOUT, move || question(&driver, &uuid)).await;
         answer.unwrap_or_else(|| Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs())))
     }
 }
