@@ -25,7 +25,7 @@ impl Fleet {
             let (control, gpus) = (supervisor.control(), self.looked_after(&view.id, gpus.into_keys()));
             ServingDaemon { control, gpus, servers: view.servers, bypasses, waiting }
         };
-        self.of_all(serving)
+        self.ask_all(serving)
     }
 
     /// The GPUs of a control daemon, and the GPUs that it is to have and no other one has. Nobody who uses these through
@@ -41,7 +41,7 @@ impl Fleet {
     /// The slices of all control daemons, ordered or running. A control daemon that an order
     /// does not fit runs on where it is, as long as it has clients, and their containers have its directories.
     pub(crate) fn slices(&self) -> Slices {
-        let statuses = self.of_all(Supervisor::status);
+        let statuses = self.ask_all(Supervisor::status);
         let conducted = self.conductor.lock();
         let pending = conducted.core.pending().map(|order| &order.payload.plan);
         let state_file = self.tools.state_file.lock();
@@ -101,7 +101,7 @@ impl Fleet {
     /// count only if `unsupervised`: nobody takes them over without a plan.
     pub(crate) fn controls(&self, unsupervised: bool) -> Vec<Arc<Control>> {
         let left = if unsupervised { self.unsupervised() } else { Vec::new() };
-        self.of_all(Supervisor::control_in_place).into_iter().flatten().chain(left).collect()
+        self.ask_all(Supervisor::control_in_place).into_iter().flatten().chain(left).collect()
     }
 
     fn status(&self, id: &str) -> Option<Status> {

@@ -111,41 +111,41 @@ impl Fleet {
 
     /// The control daemons that are to serve.
     pub(super) fn statuses(&self) -> Vec<Status> {
-        self.of(|goal| goal == Goal::Serve, Supervisor::status)
+        self.ask_those(|goal| goal == Goal::Serve, Supervisor::status)
     }
 
     /// The control daemons on the way out.
     pub(super) fn statuses_of_leaving(&self) -> Vec<Status> {
-        self.of(|goal| goal != Goal::Serve, Supervisor::status)
+        self.ask_those(|goal| goal != Goal::Serve, Supervisor::status)
     }
 
     /// What a question says about each supervisor with such a goal.
-    fn of<T>(&self, wanted: impl Fn(Goal) -> bool, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
+    fn ask_those<T>(&self, wanted: impl Fn(Goal) -> bool, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         let wanted = supervisors.iter().filter(|(id, _)| core.goal(id).is_some_and(&wanted));
         wanted.map(|(_, supervisor)| question(supervisor)).collect()
     }
 
     /// The same about every supervisor.
-    fn of_all<T>(&self, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
-        self.of(|_| true, question)
+    fn ask_all<T>(&self, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
+        self.ask_those(|_| true, question)
     }
 
     /// Continues every control daemon and server that SIGSTOP has stopped, and says so.
     pub(super) fn continue_stopped(&self) -> Vec<String> {
-        let views = self.of_all(|supervisor| supervisor.status().view);
+        let views = self.ask_all(|supervisor| supervisor.status().view);
         let processes = views.into_iter().flat_map(|view| view.servers.into_iter().chain(view.pid));
         processes.filter_map(process::continue_if_stopped).collect()
     }
 
     /// Has every control daemon checked now.
     pub(super) fn check_all(&self) {
-        self.of_all(Supervisor::check);
+        self.ask_all(Supervisor::check);
     }
 
     /// Tells the control daemon that serves a GPU of its critical error.
     pub(super) fn met_xid(&self, uuid: &str, xid: u64) {
-        self.of_all(|supervisor| {
+        self.ask_all(|supervisor| {
             if supervisor.status().gpus.contains_key(uuid) {
                 supervisor.met_xid(xid);
             }
@@ -179,12 +179,12 @@ impl Fleet {
     /// Whether a control daemon is being ended with its clients.
     pub(super) fn is_ending_one(&mut self) -> bool {
         self.forced.retain(|order| !order.is_finished());
-        !self.forced.is_empty() || !self.of(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
+        !self.forced.is_empty() || !self.ask_those(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
     }
 
     /// Makes the changes that wait for clients to end. The answer comes beside the loop: control daemons take their time.
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
-        let asked = self.of_all(|supervisor| {
+        let asked = self.ask_all(|supervisor| {
             let view = supervisor.status().view;
             // Where nothing runs, nothing waits.
             view.pid.map(|_| (view.id, supervisor.apply(force)))
@@ -216,7 +216,7 @@ impl Fleet {
             let state_file = self.tools.state_file.lock();
             (state_file.control_daemons().clone(), state_file.drained().clone())
         };
-        let mut stuck: BTreeSet<String> = self.of_all(Supervisor::link).into_iter().flatten().collect();
+        let mut stuck: BTreeSet<String> = self.ask_all(Supervisor::link).into_iter().flatten().collect();
         let conducted = self.conductor.lock();
         for (_, running) in running.iter().filter(|(id, _)| !conducted.supervisors.contains_key(*id)) {
             stuck.extend(close_unsupervised(running, &drained).err());
