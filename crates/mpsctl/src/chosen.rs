@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use clap::Args;
 
-use crate::Error;
 use crate::complete;
 use crate::given_out::GivenOut;
 use crate::screen::say;
 use crate::show::health::describe_state;
 use crate::slurm;
+use crate::{Error, Result};
 use common::bus::answers::{given, is_called, published_name};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Device};
@@ -36,7 +36,7 @@ impl Devices {
     }
 
     /// The names to ask the service for. Says which slice was chosen, if the command line leaves the choice to us.
-    pub(crate) async fn names(&self, daemon: &DaemonProxy) -> Result<Vec<String>, Error> {
+    pub(crate) async fn names(&self, daemon: &DaemonProxy) -> Result<Vec<String>> {
         if self.slurm {
             return slurm::given().map_err(Error::Failed);
         }

@@ -308,6 +308,8 @@ impl Command {
     }
 }
 
+type Result<T, E = Error> = std::result::Result<T, E>;
+
 /// Why a subcommand could not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 enum Error {
@@ -417,7 +419,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
 }
 
 /// The exit status of what was done. An error is told on standard error.
-fn told(done: Result<u8, Error>, err: &mut dyn Write) -> u8 {
+fn told(done: Result<u8>, err: &mut dyn Write) -> u8 {
     match done {
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
@@ -429,11 +431,11 @@ fn told(done: Result<u8, Error>, err: &mut dyn Write) -> u8 {
     }
 }
 
-fn runtime() -> Result<tokio::runtime::Runtime, Error> {
+fn runtime() -> Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)
 }
 
-fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
+fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
     let mut may_lose_reader = MayLoseReader(&mut *out);
     let out: &mut dyn Write =
         if command.answers_by_exit_status() { &mut may_lose_reader } else { may_lose_reader.0 };
@@ -449,7 +451,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
     })
 }
 
-async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
+async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
     // `check`, `setup` and `doctor` work without the daemon too, and look for it themselves.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
@@ -485,7 +487,7 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
 }
 
 /// Prints a JSON document, one value a line.
-fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<(), Error> {
+fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<()> {
     writeln!(out, "{}", common::text::json(value)?)?;
     Ok(())
 }

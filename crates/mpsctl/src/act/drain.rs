@@ -14,7 +14,7 @@ use crate::screen::Passing;
 use crate::show::columns::{WAITED_FOR, short_id, slice_or_not_known, table_of};
 use crate::show::table::{Shown, is_drawn_on, prose};
 use crate::signals::CaughtSignals;
-use crate::{Error, FAILED};
+use crate::{Error, FAILED, Result};
 use common::bus::answers::{given, is_called, published_name};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Device};
@@ -50,11 +50,7 @@ pub(crate) struct What {
     all: bool,
 }
 
-pub(crate) async fn drain(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<u8, Error> {
+pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     match drain_and_wait(daemon, arguments, out).await {
         // Elsewhere a reader that has left is no error. Here the status says whether clients are left.
         Err(error) if arguments.wait && error.is_closed_pipe() => Err(Error::Failed(
@@ -64,11 +60,7 @@ pub(crate) async fn drain(
     }
 }
 
-async fn drain_and_wait(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<u8, Error> {
+async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let names = &arguments.what.names;
     // Caught first: the end of the waiting is said at any time.
     let signals = if arguments.wait { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
@@ -107,7 +99,7 @@ async fn drain_and_wait(
     Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED))
 }
 
-pub(crate) async fn undrain(daemon: &DaemonProxy, what: &What, out: &mut dyn Write) -> Result<(), Error> {
+pub(crate) async fn undrain(daemon: &DaemonProxy, what: &What, out: &mut dyn Write) -> Result<()> {
     daemon.undrain(&what.names).await?;
     writeln!(out, "{}", prose(&format!("{} clients again.", subject(&what.names, "takes", "take"))))?;
     Ok(())
@@ -287,7 +279,7 @@ fn describe_one(client: &Client) -> String {
 }
 
 /// Returns when no client is left.
-async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Result<(), Error> {
+async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Result<()> {
     let mut screen = DrainScreen { redraws: is_drawn_on(), ..DrainScreen::default() };
     let mut seen = Instant::now();
     loop {
@@ -328,7 +320,7 @@ struct DrainScreen {
 }
 
 impl DrainScreen {
-    fn show(&mut self, clients: &[Listed<Client>], out: &mut dyn Write) -> Result<(), Error> {
+    fn show(&mut self, clients: &[Listed<Client>], out: &mut dyn Write) -> Result<()> {
         if self.redraws {
             return Ok(self.drawn.draw(&drawn(clients), out)?);
         }
@@ -344,7 +336,7 @@ impl DrainScreen {
         Ok(())
     }
 
-    fn say(&mut self, sentence: &str, out: &mut dyn Write) -> Result<(), Error> {
+    fn say(&mut self, sentence: &str, out: &mut dyn Write) -> Result<()> {
         if self.redraws {
             return Ok(self.drawn.draw(&prose(sentence), out)?);
         }

@@ -27,7 +27,7 @@ use crate::chosen::Devices;
 use crate::screen::say;
 use crate::show::env::{host_environment, quoted, warn_of_several};
 use crate::signals::CaughtSignals;
-use crate::{Error, FAILED};
+use crate::{Error, FAILED, Result};
 use common::bus::proxy::{BusError, DaemonProxy};
 use common::host::device_name::{self, GpuId};
 use common::host::proc;
@@ -60,7 +60,7 @@ pub(crate) struct Arguments {
     command: Vec<OsString>,
 }
 
-pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8, Error> {
+pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8> {
     let answer = daemon.container_config(&arguments.devices.names(&daemon).await?).await?;
     warn_of_several(&answer);
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.

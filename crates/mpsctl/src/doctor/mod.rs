@@ -22,7 +22,7 @@ use clap::Args;
 use serde::Serialize;
 
 use self::facts::Facts;
-use super::{Error, print_json};
+use super::{Result, print_json};
 use crate::show::table::{hanging, pairs};
 use common::check::within;
 use common::config::Sources;
@@ -146,7 +146,7 @@ pub(super) async fn why_not_running() -> Option<String> {
 }
 
 /// Returns the exit status.
-pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = examine(&Arc::new(Facts::gather(sources).await));
     if arguments.json {

@@ -16,7 +16,7 @@ use crate::screen::Passing;
 use crate::show::health;
 use crate::show::table::Shown;
 use crate::signals::CaughtSignals;
-use crate::{Error, FAILED, print_json};
+use crate::{Error, FAILED, Result, print_json};
 use common::bus::answers::published_name;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Device};
@@ -60,11 +60,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) async fn bench(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<u8, Error> {
+pub(crate) async fn bench(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let devices = daemon.devices().await?;
     let slices = slices(&arguments.device, &devices)?;
     let Some(first) = slices.first() else {
@@ -108,7 +104,7 @@ pub(crate) async fn bench(
 }
 
 /// The slices to use, all of one GPU.
-fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a Device>, Error> {
+fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a Device>> {
     let all = || devices.iter().map(Deref::deref);
     if names.is_empty() {
         let first = all().find(|device| device.healthy).and_then(|first| first.device_path.as_ref());
@@ -140,7 +136,7 @@ fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a
 }
 
 /// Tenants come first.
-fn refuse_beside(clients: &[Listed<Client>], device: &Device) -> Result<(), Error> {
+fn refuse_beside(clients: &[Listed<Client>], device: &Device) -> Result<()> {
     let here = |other: &&Listed<Client>| device.device_path.as_ref() == Some(&other.gpu);
     let named: Vec<String> = clients
         .iter()
@@ -193,7 +189,7 @@ struct Bench {
 }
 
 impl Bench {
-    async fn measure(&mut self) -> Result<Results, Error> {
+    async fn measure(&mut self) -> Result<Results> {
         self.progress("looking at the GPU");
         self.start(1, false)?;
         let all_sms: u32 = self.ask(CudaRequest::Count).await?.into_iter().max().unwrap_or_default();
@@ -223,7 +219,7 @@ impl Bench {
     }
 
     /// Finds the rounds that make a kernel as long as it should be, for one client of a slice.
-    async fn calibrate(&mut self, blocks: u32, launches: u32) -> Result<Work, Error> {
+    async fn calibrate(&mut self, blocks: u32, launches: u32) -> Result<Work> {
         self.start(1, true)?;
         let mut work = Work { blocks, rounds: 1000, launches: 1 };
         while self.fastest(work).await? < KERNEL_SECONDS / 4.0 && work.rounds < MOST_ROUNDS / 4 {
@@ -239,7 +235,7 @@ impl Bench {
     }
 
     /// The seconds that one kernel takes. The fastest of a few: the host may be busy with other things for a moment.
-    async fn fastest(&mut self, work: Work) -> Result<f64, Error> {
+    async fn fastest(&mut self, work: Work) -> Result<f64> {
         let mut fastest = f64::INFINITY;
         for _ in 0..CALIBRATION_RUNS {
             fastest =
@@ -250,7 +246,7 @@ impl Bench {
 
     /// The seconds that each of so many processes takes for that work. The clock runs from the moment that all are
     /// ready, each with its context, its kernel and a warm GPU.
-    async fn time(&mut self, processes: u32, work: Work, with_mps: bool) -> Result<Vec<f64>, Error> {
+    async fn time(&mut self, processes: u32, work: Work, with_mps: bool) -> Result<Vec<f64>> {
         self.start(processes, with_mps)?;
         self.ask::<f64>(CudaRequest::Run(Work { launches: WARM_UP_LAUNCHES, ..work })).await?;
         let seconds = self.ask(CudaRequest::Run(work)).await?;
@@ -266,7 +262,7 @@ impl Bench {
         }
     }
 
-    fn start(&mut self, processes: u32, with_mps: bool) -> Result<(), Error> {
+    fn start(&mut self, processes: u32, with_mps: bool) -> Result<()> {
         let environments = if with_mps { &self.environments } else { &self.alone };
         for (environment, _) in environments.iter().cycle().zip(0..processes) {
             self.running.push(CudaClient::start(environment)?);
@@ -275,7 +271,7 @@ impl Bench {
     }
 
     /// Sends all of them the request, and waits for all answers.
-    async fn ask<T: DeserializeOwned>(&mut self, request: CudaRequest) -> Result<Vec<T>, Error> {
+    async fn ask<T: DeserializeOwned>(&mut self, request: CudaRequest) -> Result<Vec<T>> {
         for process in &mut self.running {
             process.send(request).await?;
         }

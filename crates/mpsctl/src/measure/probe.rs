@@ -9,7 +9,7 @@ use crate::complete;
 use crate::measure::cuda_client::{ContextFacts, CudaClient, CudaRequest, Environment};
 use crate::show::health;
 use crate::show::table::{Shown, prose, table, with_unit};
-use crate::{Error, FAILED, print_json};
+use crate::{Error, FAILED, Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{ControlDaemon, Device};
 use common::counted::counted;
@@ -36,11 +36,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) async fn probe(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<u8, Error> {
+pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let devices = daemon.devices().await?;
     let chosen: Vec<&Listed<Device>> = match &arguments.device {
         Some(name) => vec![named(daemon, name, &devices).await?],
@@ -92,7 +88,7 @@ async fn named<'a>(
     daemon: &DaemonProxy,
     name: &str,
     devices: &'a [Listed<Device>],
-) -> Result<&'a Listed<Device>, Error> {
+) -> Result<&'a Listed<Device>> {
     let answer = daemon.container_config(&[name.to_owned()]).await?;
     let slice = answer.environment.iter().find(|(name, _)| name == "YUNION_MPS_DEVICE");
     let slice = slice.map(|(_, slice)| slice.as_str()).unwrap_or_default();
@@ -103,7 +99,7 @@ async fn named<'a>(
 
 /// A control daemon that knows no multi-user mode serves one user, until the last client of that user has ended. A client
 /// of another user waits until then, which can be weeks.
-pub(crate) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<(), Error> {
+pub(crate) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let daemons = daemon.control_daemons().await?;
     let serves = |daemon: &&Listed<ControlDaemon>| {
         daemon.gpus.iter().any(|gpu| device.device_path.as_ref() == Some(gpu))
@@ -183,7 +179,7 @@ impl<'a> ProbeReport<'a> {
         }
     }
 
-    async fn fill(&mut self, daemon: &DaemonProxy, beside_clients: bool) -> Result<(), Error> {
+    async fn fill(&mut self, daemon: &DaemonProxy, beside_clients: bool) -> Result<()> {
         refuse_to_queue(daemon, self.device).await?;
         let enforced = self.device.limits_enforced;
         let environment = Environment::of_slice(daemon, &self.device.addr).await?;

@@ -2,7 +2,7 @@
 
 use std::io::{self, BufRead, IsTerminal, Write};
 
-use crate::Error;
+use crate::{Error, Result};
 
 /// The way to the answers.
 pub(super) struct Questions {
@@ -12,7 +12,7 @@ pub(super) struct Questions {
 
 impl Questions {
     /// Fails if somebody must be asked, and nobody is there.
-    pub(super) fn new(yes: bool) -> Result<Self, Error> {
+    pub(super) fn new(yes: bool) -> Result<Self> {
         if yes {
             return Ok(Self { answers: None });
         }
@@ -31,19 +31,19 @@ impl Questions {
         most: u32,
         default: u32,
         out: &mut dyn Write,
-    ) -> Result<u32, Error> {
+    ) -> Result<u32> {
         let read = |answer: &str| answer.parse().ok().filter(|number| *number <= most);
         let help = format!("a whole number from 0 to {most}");
         self.answer(question, &default.to_string(), default, read, &help, out)
     }
 
     /// A question that most people answer with yes.
-    pub(super) fn yes_or_no(&mut self, question: &str, out: &mut dyn Write) -> Result<bool, Error> {
+    pub(super) fn yes_or_no(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "Y/n", true, boolean, "y or n", out)
     }
 
     /// A question that most people answer with no.
-    pub(super) fn no_or_yes(&mut self, question: &str, out: &mut dyn Write) -> Result<bool, Error> {
+    pub(super) fn no_or_yes(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "y/N", false, boolean, "y or n", out)
     }
 
@@ -55,7 +55,7 @@ impl Questions {
         read: impl Fn(&str) -> Option<T>,
         help: &str,
         out: &mut dyn Write,
-    ) -> Result<T, Error> {
+    ) -> Result<T> {
         let Some(answers) = &mut self.answers else { return Ok(default) };
         loop {
             write!(out, "{question} [{hint}] ")?;

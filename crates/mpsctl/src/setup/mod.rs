@@ -20,7 +20,7 @@ use self::files::{Answers, File};
 use self::gpus::HostGpus;
 use crate::platform::WHERE_CUDA_LOOKS;
 use crate::show::table::{hanging, prose};
-use crate::{Error, FAILED, platform, toolkit};
+use crate::{Error, FAILED, Result, platform, toolkit};
 use common::bus::proxy::DaemonProxy;
 use common::check::{self, Checked};
 use common::config::{self, Loaded, Sources};
@@ -50,7 +50,7 @@ pub(super) struct Arguments {
 }
 
 /// Returns the exit status.
-pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let root = Path::new("/");
     if arguments.sysroot == root && !arguments.dry_run && !rustix::process::geteuid().is_root() {
         return Err(failed(
@@ -102,7 +102,7 @@ fn failed(words: &str) -> Error {
 }
 
 /// Looks at the GPUs, and says what is there.
-fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus, Error> {
+fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus> {
     let root = sysroot.to_owned();
     let inventory = check::ask_driver(move |driver| Inventory::read(&root, driver))
         .unwrap_or_else(|reason| check::without_driver(sysroot, &reason));
@@ -124,7 +124,7 @@ fn ask(
     found: &HostGpus,
     questions: &mut Questions,
     out: &mut dyn Write,
-) -> Result<Answers, Error> {
+) -> Result<Answers> {
     let mut slices = Vec::new();
     for group in &found.groups {
         slices.push(match arguments.slices {
@@ -150,7 +150,7 @@ fn ask(
 
 /// Whether CUDA programs shall find the control daemon by themselves. `doctor` warns of that where containers would find it
 /// too, so there nobody has it by default.
-fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool, Error> {
+fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Shall every CUDA program of this host find its way to a slice by itself? Otherwise only programs that are \
                     started with a slice find it.";
     let Some(tool) = toolkit::installed(sysroot) else { return questions.yes_or_no(question, out) };
@@ -163,7 +163,7 @@ fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write)
 }
 
 /// Says what to write where, since files are there already.
-fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8, Error> {
+fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8> {
     writeln!(
         out,
         "Nothing was written: configuration is there already, and setup changes no file that is there."
@@ -184,7 +184,7 @@ fn indented(text: &str) -> String {
 }
 
 /// Checks the configuration as `yunion-mps-daemon --check` does, and names the next command.
-async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Result<u8, Error> {
+async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Result<u8> {
     let checked = check::check(sources);
     say(&checked, out)?;
     if !checked.problems().is_empty() {

@@ -8,7 +8,7 @@ use crate::show::columns::{CLIENTS, table_of};
 use crate::show::health::describe_state;
 use crate::show::list::Output;
 use crate::show::table::{Shown, prose};
-use crate::{Error, print_json};
+use crate::{Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Gpu, Service};
 
@@ -22,11 +22,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) async fn clients(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let listed = daemon.clients().await?;
     if arguments.json {
         return print_json(out, &listed);

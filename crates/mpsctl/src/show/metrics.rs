@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 
-use crate::Error;
 use crate::show::exposition::{ExpositionFormat, Family, Labels, exposition};
+use crate::{Error, Result};
 use common::bus::answers::{Published, given};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu, Service};
@@ -40,11 +40,7 @@ pub(crate) struct Arguments {
 }
 
 /// Prints the metrics. If the service does not run, the only metric is `yunion_mps_up 0`.
-pub(crate) async fn metrics(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
         // It may have ended while it was asked: the bus answers on its behalf then.

@@ -13,7 +13,7 @@ use crate::show::columns::{CONTROL_DAEMONS, GPUS, table_of};
 use crate::show::list::Output;
 use crate::show::table::{Shown, Table, pairs, tone_of};
 use crate::show::{happened, time};
-use crate::{Error, print_json};
+use crate::{Result, print_json};
 use common::bus::answers::known;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Event, Gpu, Service};
@@ -42,11 +42,7 @@ pub(crate) struct Arguments {
     pub(crate) watch: bool,
 }
 
-pub(crate) async fn status(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut answers = StatusAnswers::ask(daemon, arguments).await?;
     for _ in 1..ATTEMPTS {
         // Between two answers the state may change: a state of before must not stand beside a control daemon of after.
@@ -97,7 +93,7 @@ struct StatusAnswers {
 }
 
 impl StatusAnswers {
-    async fn ask(daemon: &DaemonProxy, arguments: &Arguments) -> Result<Self, Error> {
+    async fn ask(daemon: &DaemonProxy, arguments: &Arguments) -> Result<Self> {
         let service = daemon.service().await?;
         if !arguments.json {
             daemon.look_at_clients().await;

@@ -15,7 +15,7 @@ use self::terminal::Entered;
 use crate::screen::{Screen, size};
 use crate::show::table::{colour, is_drawn_on};
 use crate::signals::CaughtSignals;
-use crate::{Error, FAILED};
+use crate::{Error, FAILED, Result};
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::Client;
 
@@ -40,7 +40,7 @@ enum TopEvent {
     Unread(std::io::Error),
 }
 
-pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
+pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     if !is_drawn_on() || !rustix::termios::isatty(rustix::stdio::stdin()) {
         return Err(Error::Usage(
             "top needs a terminal for its screen and for keys; yunion-mpsctl status and yunion-mpsctl list print the \
@@ -91,7 +91,7 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
     }
 }
 
-fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Action, Error> {
+fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Action> {
     match events {
         TopEvent::Published(answer) => model.publish(answer),
         TopEvent::Clients(answer) => model.list(answer),
