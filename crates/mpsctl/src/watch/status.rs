@@ -53,7 +53,7 @@ async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
             print_change(&answer, &mut last, out)?;
         } else {
             let text = answer.unwrap_or_else(|words| words);
-            screen.draw(lines(&text, size().1), out)?;
+            screen.draw(lines(&text, size().1.into()), out)?;
         }
         watched.pause().await;
     }

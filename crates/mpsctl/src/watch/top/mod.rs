@@ -4,15 +4,18 @@ use std::io::Write;
 use std::time::{Duration, Instant, SystemTime};
 
 use crossterm::event::{Event, read};
+use ratatui::backend::CrosstermBackend;
+use ratatui::layout::Rect;
+use ratatui::{Terminal, TerminalOptions, Viewport};
 use rustix::process::{Signal, getpid, kill_process};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::time::interval;
 
-use self::draw::{DrawOptions, lines};
+use self::draw::{DrawOptions, draw};
 use self::model::{Model, TopAnswers};
 use self::state::{Action, TopState};
 use self::terminal::Entered;
-use crate::screen::{Screen, size};
+use crate::screen::size;
 use crate::show::table::{colour, is_drawn_on};
 use crate::signals::CaughtSignals;
 use crate::{Error, FAILED, Result};
@@ -51,7 +54,8 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     let mut signals =
         CaughtSignals::catch(&[Signal::TERM, Signal::HUP, Signal::INT, Signal::QUIT, Signal::CONT])?;
     let _entered = Entered::enter()?;
-    let mut screen = Screen::default();
+    let viewport = Viewport::Fixed(area());
+    let mut screen = Terminal::with_options(CrosstermBackend::new(out), TerminalOptions { viewport })?;
     let (sender, mut events) = unbounded_channel();
     read_keys(sender.clone());
     let mut tasks = ask::start(&sender);
@@ -59,12 +63,15 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     let (mut model, mut state, has_colour) = (Model::default(), TopState::default(), colour());
     loop {
         let look = DrawOptions { colour: has_colour, clock: SystemTime::now(), now: Instant::now() };
-        screen.draw(lines(size(), &model, &state, look), out)?;
+        if screen.get_frame().area() != area() {
+            screen.resize(area())?;
+        }
+        screen.draw(|frame| draw(frame, &model, &state, look))?;
         let mut next = tokio::select! {
             signal = signals.next() => match signal {
                 Signal::CONT => {
                     Entered::interrupt(|| ())?;
-                    screen.forget();
+                    screen.resize(area())?;
                     None
                 }
                 Signal::INT => return Ok(0),
@@ -82,13 +89,19 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
                     Entered::interrupt(|| {
                         let _ = kill_process(getpid(), Signal::TSTP);
                     })?;
-                    screen.forget();
+                    screen.resize(area())?;
                 }
                 Action::End(pid) => ask::end(pid, &sender, &mut tasks),
             }
             next = events.try_recv().ok();
         }
     }
+}
+
+/// The whole screen. The library's own question is wrong for a terminal that knows no size, as a serial line.
+fn area() -> Rect {
+    let (columns, rows) = size();
+    Rect::new(0, 0, columns, rows)
 }
 
 fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Action> {

@@ -1,14 +1,13 @@
 //! The terminal: its whole screen, without echo and without lines, and back again in every case.
 
+use std::fs::File;
 use std::io;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crossterm::terminal::{disable_raw_mode, enable_raw_mode};
-
-/// The other screen, without a cursor; and back, with the terminal's own colours.
-const ENTER: &str = "\u{1b}[?1049h\u{1b}[?25l\u{1b}[2J";
-const LEAVE: &str = "\u{1b}[0m\u{1b}[2J\u{1b}[?1049l\u{1b}[?25h";
+use crossterm::cursor::{Hide, Show};
+use crossterm::execute;
+use crossterm::terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode};
 
 /// Whether the terminal is ours now.
 static ENTERED: AtomicBool = AtomicBool::new(false);
@@ -48,23 +47,18 @@ impl Drop for Entered {
 fn take() -> io::Result<()> {
     ENTERED.store(true, Ordering::SeqCst);
     enable_raw_mode()?;
-    write(ENTER)
+    execute!(stdout()?, EnterAlternateScreen, Hide)
 }
 
 fn leave() {
     if ENTERED.swap(false, Ordering::SeqCst) {
         // There is nobody to tell.
-        let _ = write(LEAVE);
+        let _ = stdout().and_then(|mut stdout| execute!(stdout, LeaveAlternateScreen, Show));
         let _ = disable_raw_mode();
     }
 }
 
 /// Past the lock of the standard output, which another thread may have.
-fn write(text: &str) -> io::Result<()> {
-    let mut rest = text.as_bytes();
-    while !rest.is_empty() {
-        let written = rustix::io::retry_on_intr(|| rustix::io::write(rustix::stdio::stdout(), rest))?;
-        rest = rest.get(written..).unwrap_or_default();
-    }
-    Ok(())
+fn stdout() -> io::Result<File> {
+    Ok(rustix::stdio::stdout().try_clone_to_owned()?.into())
 }
