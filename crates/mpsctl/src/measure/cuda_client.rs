@@ -245,11 +245,11 @@ impl CudaWork {
             CudaRequest::Count => json!(cuda::multiprocessors_without_context()?),
             CudaRequest::Look { allocate } => {
                 let gpu = self.gpu()?;
-                let memory = gpu.memory()?;
+                let (memory_free, memory_total) = gpu.memory()?;
                 json!(ContextFacts {
                     sms: gpu.multiprocessors()?,
-                    memory_free: memory.free_mib,
-                    memory_total: memory.total_mib,
+                    memory_free,
+                    memory_total,
                     allocated: allocate.map(|most| gpu.allocate_up_to(most)).transpose()?,
                 })
             }
