@@ -150,8 +150,8 @@ struct ProbeReport<'a> {
     control_daemon: ProbeLimits,
     clients: usize,
     all_sms: Option<u32>,
-    as_slice: Option<ContextFacts>,
-    without_limits: Option<ContextFacts>,
+    /// A client with the limits of the slice, and one that brings none.
+    found: Option<[ContextFacts; 2]>,
     mismatches: Vec<String>,
     /// The reason why the report is incomplete.
     error: Option<String>,
@@ -172,8 +172,7 @@ impl<'a> ProbeReport<'a> {
             control_daemon,
             clients,
             all_sms: None,
-            as_slice: None,
-            without_limits: None,
+            found: None,
             mismatches: Vec::new(),
             error: None,
         }
@@ -191,8 +190,7 @@ impl<'a> ProbeReport<'a> {
         // A client's environment can only tighten the limits. Loosened limits show only without it.
         let without_limits =
             CudaClient::ask_once(&environment.without_limits(), look(self.control_daemon)).await?;
-        self.as_slice = Some(as_slice);
-        self.without_limits = Some(without_limits);
+        self.found = Some([as_slice, without_limits]);
         if enforced {
             self.mismatches.extend(differences("a client of this slice", self.slice, as_slice, all));
             let who = "a client that brings no limits of its own";
@@ -220,8 +218,8 @@ impl<'a> ProbeReport<'a> {
             "limits_enforced": self.device.limits_enforced,
             "sms": self.all_sms,
             "clients": self.clients,
-            "slice": {"promised": limits(self.slice), "found": self.as_slice},
-            "control_daemon": {"promised": limits(self.control_daemon), "found": self.without_limits},
+            "slice": {"promised": limits(self.slice), "found": self.found.map(|[as_slice, _]| as_slice)},
+            "control_daemon": {"promised": limits(self.control_daemon), "found": self.found.map(|[_, without]| without)},
             "mismatches": self.mismatches,
             "error": self.error,
             "matches": self.matches(),
@@ -231,9 +229,7 @@ impl<'a> ProbeReport<'a> {
     fn print(&self, out: &mut dyn Write) -> io::Result<()> {
         let Device { addr, model, device_path, limits_enforced, .. } = self.device;
         writeln!(out, "{} on {} {}", addr.shown(), model.shown(), device_path.shown())?;
-        if let (Some(all), Some(as_slice), Some(without_limits)) =
-            (self.all_sms, self.as_slice, self.without_limits)
-        {
+        if let (Some(all), Some([as_slice, without_limits])) = (self.all_sms, self.found) {
             let mut table = table(&["CLIENT", "LIMITS", "SMS"], &["MEMORY", "FREE", "TOTAL"]);
             let mib = |mib: Option<u64>| with_unit(mib, "MiB");
             for (client, limits, seen) in [
