@@ -1,7 +1,6 @@
 //! Tables and prose for people. They fit the width that COLUMNS or the terminal names, and have colours on a terminal. Where
 //! neither names a width, each row is one line, as long as its texts, for programs that search them.
 
-use std::cmp::Reverse;
 use std::fmt;
 use std::iter;
 
@@ -249,39 +248,49 @@ impl Table {
     /// Leaves out columns until the rest has room, and gives the last column the room that is left. Returns the heads of
     /// the columns that are left out.
     fn fit(&self, table: &mut comfy_table::Table, width: usize) -> Vec<&'static str> {
-        let gap = usize::from(GAP);
         table.set_content_arrangement(ContentArrangement::Dynamic);
         table.set_width(u16::try_from(width).unwrap_or(u16::MAX));
         let is_shown = |column: &comfy_table::Column| column.constraint() != Some(&ColumnConstraint::Hidden);
-        let natural: Vec<usize> =
-            table.column_max_content_widths().into_iter().map(|width| usize::from(width) + gap).collect();
-        let Some((prose, others)) = natural.split_last() else { return Vec::new() };
-        let prose = prose - gap;
-        let needed = |table: &comfy_table::Table| -> usize {
-            let shown = table.column_iter().zip(others).filter(|(column, _)| is_shown(column));
-            shown.map(|(_, width)| width).sum()
-        };
-        let heads = self.heads.iter().enumerate().take(others.len());
-        let mut expendable: Vec<(usize, &Head)> = heads.filter(|(_, head)| head.expendable > 0).collect();
-        expendable.sort_by_key(|(_, head)| Reverse(head.expendable));
-        let mut left_out = Vec::new();
-        for (index, head) in expendable {
-            if needed(table) + prose.min(PROSE) <= width {
-                break;
-            }
-            if let Some(column) = table.column_mut(index).filter(|column| is_shown(column)) {
+        let last = table.column_count().saturating_sub(1);
+        let heads = self.heads.iter().copied().chain(iter::repeat(Head::default()));
+        let columns = table.column_iter().zip(heads.zip(table.column_max_content_widths())).enumerate();
+        let columns = columns.filter(|(index, (column, _))| *index == last || is_shown(column));
+        let mut columns: Vec<(Head, usize)> =
+            columns.map(|(_, (_, (head, width)))| (head, width.into())).collect();
+        let left_out = without_room(&mut columns, width, PROSE);
+        for (column, head) in table.column_iter_mut().zip(&self.heads) {
+            if left_out.contains(&head.name) {
                 column.set_constraint(ColumnConstraint::Hidden);
-                left_out.push(head.name);
             }
         }
         // Less than a word's room for the prose: then every column has to give.
-        if needed(table) + prose.min(PROSE / 2) <= width {
-            for column in table.column_iter_mut().take(others.len()).filter(|column| is_shown(column)) {
+        if needed(&columns, PROSE / 2) <= width {
+            for column in table.column_iter_mut().take(last).filter(|column| is_shown(column)) {
                 column.set_constraint(ColumnConstraint::ContentWidth);
             }
         }
         left_out
     }
+}
+
+/// Removes columns until the others have room, the most expendable first, and returns their heads. The last column stays,
+/// and can do with as much room as `prose`.
+pub(crate) fn without_room(columns: &mut Vec<(Head, usize)>, room: usize, prose: usize) -> Vec<&'static str> {
+    let mut left_out = Vec::new();
+    while needed(columns, prose) > room {
+        let others = columns.iter().rev().skip(1).map(|(head, _)| *head);
+        let worst = others.max_by_key(|head| head.expendable).filter(|head| head.expendable > 0);
+        let Some(worst) = worst else { break };
+        columns.retain(|(head, _)| head.name != worst.name);
+        left_out.push(worst.name);
+    }
+    left_out
+}
+
+/// The least room for these columns.
+fn needed(columns: &[(Head, usize)], prose: usize) -> usize {
+    let Some(((_, last), others)) = columns.split_last() else { return 0 };
+    others.iter().map(|(_, width)| width + usize::from(GAP)).sum::<usize>() + (*last).min(prose)
 }
 
 impl fmt::Display for Table {

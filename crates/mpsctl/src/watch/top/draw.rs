@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
@@ -15,7 +15,7 @@ use super::model::Model;
 use super::state::{Focus, Sort, TopState};
 use crate::show::columns::{Column, TOP_CLIENTS, TOP_SLICES};
 use crate::show::health::Health;
-use crate::show::table::{Head, Shown, Tone, tone_of};
+use crate::show::table::{Head, Shown, Tone, tone_of, without_room};
 use crate::show::time;
 use common::bus::proxy::Listed;
 use common::counted::counted;
@@ -45,33 +45,15 @@ const HELP: [&str; 11] = [
 /// A smaller terminal shows a sentence alone.
 const LEAST: (u16, u16) = (50, 12);
 
-/// The rest that the drawing depends on, beside the model and the state.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct DrawOptions {
-    pub(super) colour: bool,
-    pub(super) clock: SystemTime,
-    pub(super) now: Instant,
-}
-
-impl DrawOptions {
-    fn style(self, tone: Option<Tone>) -> Style {
-        match tone.filter(|_| self.colour) {
-            None => Style::new(),
-            Some(Tone::Well) => Style::new().green(),
-            Some(Tone::Between) => Style::new().yellow(),
-            Some(Tone::Bad) => Style::new().red(),
-        }
-    }
-}
-
-pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, look: DrawOptions) {
+/// Draws in colours or without.
+pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, colour: bool) {
     let (area, width) = (frame.area(), usize::from(frame.area().width));
     if area.width < LEAST.0 || area.height < LEAST.1 {
         let words = format!("top needs {} columns and {} rows", LEAST.0, LEAST.1);
         return frame.render_widget(cut(&words, width), area);
     }
-    let clock = time_of_day(look.clock);
-    let header = header(width, clock.len() + 2, model, state, look);
+    let clock = time_of_day(SystemTime::now());
+    let header = header(width, clock.len() + 2, model, state, colour);
     let [top, middle, end] =
         Layout::vertical([length(header.len()), Constraint::Fill(1), length(1)]).areas(area);
     frame.render_widget(Text::from(header), top);
@@ -79,9 +61,18 @@ pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, look: Dra
     if state.help {
         frame.render_widget(Text::from_iter(HELP.map(|line| cut(line, width))), middle);
     } else {
-        body(frame, middle, model, state, look);
+        body(frame, middle, model, state, colour);
     }
-    frame.render_widget(bottom(width, state, look), end);
+    frame.render_widget(bottom(width, state, colour), end);
+}
+
+fn style(tone: Option<Tone>, colour: bool) -> Style {
+    match tone.filter(|_| colour) {
+        None => Style::new(),
+        Some(Tone::Well) => Style::new().green(),
+        Some(Tone::Between) => Style::new().yellow(),
+        Some(Tone::Bad) => Style::new().red(),
+    }
 }
 
 /// So many rows or columns.
@@ -96,10 +87,10 @@ fn header(
     for_clock: usize,
     model: &Model,
     state: &TopState,
-    look: DrawOptions,
+    colour: bool,
 ) -> Vec<Line<'static>> {
-    let mut lines = facts(width, for_clock, service_facts(model, look));
-    let style = |tone| look.style(Some(tone));
+    let mut lines = facts(width, for_clock, service_facts(model, colour));
+    let style = |tone| style(Some(tone), colour);
     let selected = model.devices.iter().find(|slice| state.slice.as_ref() == Some(&slice.addr));
     let of_slice = selected.filter(|slice| !slice.reason.is_empty()).map(|slice| {
         (format!("{}: {}", slice.addr.shown(), slice.reason.shown()), Health::of_slice(slice).word())
@@ -117,12 +108,12 @@ fn header(
     lines
 }
 
-fn service_facts(model: &Model, look: DrawOptions) -> Vec<Span<'static>> {
+fn service_facts(model: &Model, colour: bool) -> Vec<Span<'static>> {
     let mut facts = vec!["yunion-mps-daemon".bold()];
     if let Some(service) = &model.service {
         facts.push(Span::raw(service.version.shown()));
         if model.silent.is_none() {
-            facts.push(Span::styled(service.state.shown(), look.style(Some(tone(&service.state)))));
+            facts.push(Span::styled(service.state.shown(), style(Some(tone(&service.state)), colour)));
         }
         let driver = Some(&service.driver_version).filter(|driver| !driver.is_empty());
         facts.push(Span::raw(format!("driver {}", driver.map_or_else(|| "none".to_owned(), Shown::shown))));
@@ -165,13 +156,13 @@ fn tone(state: &str) -> Tone {
     tone_of(state).unwrap_or(Tone::Between)
 }
 
-fn bottom(width: usize, state: &TopState, look: DrawOptions) -> Line<'static> {
+fn bottom(width: usize, state: &TopState, colour: bool) -> Line<'static> {
     if let Some((_, question)) = &state.question {
         // Its end is the part to answer.
         let (question, keys) = question.rsplit_once('?').unwrap_or((question, ""));
         let end = format!("?{keys}");
         let text = format!("{}{end}", cut(question, width.saturating_sub(end.len())));
-        return Line::styled(text, look.style(Some(Tone::Between)).bold());
+        return Line::styled(text, style(Some(Tone::Between), colour).bold());
     }
     if let Some(message) = &state.message {
         return Line::from(cut(message, width)).bold();
@@ -183,7 +174,7 @@ fn bottom(width: usize, state: &TopState, look: DrawOptions) -> Line<'static> {
 }
 
 /// The three parts, with as many rows as have room.
-fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState, look: DrawOptions) {
+fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState, colour: bool) {
     let (slices, clients) = (state.slices(model), state.clients(model));
     let room = usize::from(area.height).saturating_sub(5);
     let (slice_rows, client_rows, event_rows) =
@@ -198,8 +189,8 @@ fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState, look: Dr
         sort: state.sort_slices,
         is_focused: state.focus == Focus::Slices,
         selected: Some(state.slice_place(&slices)),
-        of: model.slices_are_of(look.now),
-        look,
+        of: model.slices_are_of(),
+        colour,
     };
     table.draw(frame, for_slices);
     // The reason stands above.
@@ -213,14 +204,14 @@ fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState, look: Dr
         sort: state.sort_clients,
         is_focused: state.focus == Focus::Clients,
         selected: state.client_place(&clients),
-        of: model.clients_are_of(look.now),
-        look,
+        of: model.clients_are_of(),
+        colour,
     };
     table.draw(frame, for_clients);
-    frame.render_widget(events(area.width.into(), event_rows, model, look), for_events);
+    frame.render_widget(events(area.width.into(), event_rows, model), for_events);
 }
 
-fn events(width: usize, rows: usize, model: &Model, look: DrawOptions) -> Text<'static> {
+fn events(width: usize, rows: usize, model: &Model) -> Text<'static> {
     let shown = rows.min(model.events.len());
     let title = match model.events.len() {
         all if shown == all => "Last events".to_owned(),
@@ -228,15 +219,15 @@ fn events(width: usize, rows: usize, model: &Model, look: DrawOptions) -> Text<'
     };
     let mut text = Text::from(Line::from(cut(&title, width)).bold());
     for event in model.events.iter().skip(model.events.len() - shown) {
-        let at = at_or_date(time::from_microseconds(event.at), look.clock);
+        let at = at_or_date(time::from_microseconds(event.at));
         text.push_line(cut(&format!("  {at} {}", event.text.shown()), width));
     }
     text
 }
 
 /// The time of day; of an older event the day too.
-fn at_or_date(at: SystemTime, now: SystemTime) -> String {
-    let is_old = now.duration_since(at).is_ok_and(|age| age.as_secs() >= 86400);
+fn at_or_date(at: SystemTime) -> String {
+    let is_old = at.elapsed().is_ok_and(|age| age.as_secs() >= 86400);
     if is_old { time::local(at) } else { time_of_day(at) }
 }
 
@@ -264,7 +255,7 @@ struct TopTable<'t, R> {
     selected: Option<usize>,
     /// The time of the rows, if they are old.
     of: Option<SystemTime>,
-    look: DrawOptions,
+    colour: bool,
 }
 
 impl<R> TopTable<'_, R> {
@@ -306,21 +297,12 @@ impl<R> TopTable<'_, R> {
             texts.max().unwrap_or_default().max(column.head.name.len())
         };
         let mut columns: Vec<_> = self.columns.iter().map(|column| (column, natural(column))).collect();
-        let mut left_out = Vec::new();
-        while let Some(((_, prose), others)) = columns.split_last_mut() {
-            // The mark in front, and two blanks between columns.
-            let used = 2 + others.iter().map(|(_, width)| width + 2).sum::<usize>();
-            let worst = others.iter().map(|(column, _)| column.head).max_by_key(|head| head.expendable);
-            match worst.filter(|worst| worst.expendable > 0 && used + (*prose).min(PROSE) > room) {
-                Some(worst) => {
-                    columns.retain(|(column, _)| column.head.name != worst.name);
-                    left_out.push(worst.name);
-                }
-                None => {
-                    *prose = room.saturating_sub(used);
-                    break;
-                }
-            }
+        let mut heads = columns.iter().map(|(column, width)| (column.head, *width)).collect();
+        // The mark stands in front.
+        let left_out = without_room(&mut heads, room.saturating_sub(2), PROSE);
+        columns.retain(|(column, _)| !left_out.contains(&column.head.name));
+        if let Some(((_, prose), others)) = columns.split_last_mut() {
+            *prose = room.saturating_sub(2 + others.iter().map(|(_, width)| width + 2).sum::<usize>());
         }
         (columns, left_out)
     }
@@ -355,7 +337,7 @@ impl<R> TopTable<'_, R> {
     fn cell(&self, column: &Column<R>, width: usize, row: &R) -> Line<'static> {
         let text = (column.text)(row);
         let text = if column.head.ends { cut_in_front(&text, width) } else { cut(&text, width) };
-        let style = self.look.style((column.tone)(row, &text));
+        let style = style((column.tone)(row, &text), self.colour);
         Line::styled(text, style).alignment(side(&column.head))
     }
 }
@@ -417,8 +399,7 @@ mod tests {
 
     fn drawn(width: u16, height: u16, model: &Model, state: &TopState, colour: bool) -> Buffer {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        let look = DrawOptions { colour, clock: SystemTime::now(), now: Instant::now() };
-        terminal.draw(|frame| draw(frame, model, state, look)).unwrap().buffer.clone()
+        terminal.draw(|frame| draw(frame, model, state, colour)).unwrap().buffer.clone()
     }
 
     #[test]
@@ -503,8 +484,6 @@ mod tests {
         assert!(text.contains("yunion-mps-daemon is not running; waiting for it"), "{text}");
         assert_eq!(text.matches("; as of ").count(), 2, "{text}");
         assert!(!text.contains("degraded") && text.contains("00:06.0-1"), "{text}");
-        let now = Instant::now() + std::time::Duration::from_secs(60);
-        assert!(crate::watch::top::tests::model().clients_are_of(now).is_some());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `yunion-mpsctl top`.
 
 use std::io::Write;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 use crossterm::event::{Event, read};
 use ratatui::backend::CrosstermBackend;
@@ -11,7 +11,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::time::interval;
 
-use self::draw::{DrawOptions, draw};
+use self::draw::draw;
 use self::model::{Model, TopAnswers};
 use self::state::{Action, TopState};
 use self::terminal::Entered;
@@ -62,11 +62,10 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     let mut ticks = interval(PERIOD);
     let (mut model, mut state, has_colour) = (Model::default(), TopState::default(), colour());
     loop {
-        let look = DrawOptions { colour: has_colour, clock: SystemTime::now(), now: Instant::now() };
         if screen.get_frame().area() != area() {
             screen.resize(area())?;
         }
-        screen.draw(|frame| draw(frame, &model, &state, look))?;
+        screen.draw(|frame| draw(frame, &model, &state, has_colour))?;
         let mut next = tokio::select! {
             signal = signals.next() => match signal {
                 Signal::CONT => {

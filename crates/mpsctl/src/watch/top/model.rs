@@ -64,17 +64,29 @@ impl Model {
     }
 
     /// The time of the slices that are shown, if there was no answer since for some reason or for some time.
-    pub(super) fn slices_are_of(&self, now: Instant) -> Option<SystemTime> {
-        old(self.published, self.silent.is_some(), now)
+    pub(super) fn slices_are_of(&self) -> Option<SystemTime> {
+        old(self.published, self.silent.is_some())
     }
 
     /// The time of the clients that are shown, if there was no answer since for some reason or for some time.
-    pub(super) fn clients_are_of(&self, now: Instant) -> Option<SystemTime> {
-        old(self.listed, self.unlisted.is_some(), now)
+    pub(super) fn clients_are_of(&self) -> Option<SystemTime> {
+        old(self.listed, self.unlisted.is_some())
     }
 }
 
-fn old(answer: Option<Instant>, is_refused: bool, now: Instant) -> Option<SystemTime> {
-    let age = now.saturating_duration_since(answer?);
+fn old(answer: Option<Instant>, is_refused: bool) -> Option<SystemTime> {
+    let age = answer?.elapsed();
     if is_refused || age > OLD { SystemTime::now().checked_sub(age) } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_old_after_a_while_and_without_a_next_one() {
+        let now = Instant::now();
+        assert!(old(Some(now), false).is_none() && old(None, true).is_none());
+        assert!(old(Some(now), true).is_some() && old(now.checked_sub(OLD * 2), false).is_some());
+    }
 }
