@@ -138,23 +138,20 @@ fn obstacle(device: &Device, clients: usize) -> Option<String> {
 
 /// The obstacles of the slices of each GPU.
 fn obstacles(wanted: &[(&Device, usize)]) -> String {
-    let mut gpus: Vec<(&str, BTreeMap<String, usize>)> = Vec::new();
-    for (device, clients) in wanted {
-        let Some(obstacle) = obstacle(device, *clients) else { continue };
-        let place = gpus.iter_mut().find(|(gpu, _)| *gpu == device.base_addr);
-        match place {
-            Some((_, found)) => *found.entry(obstacle).or_default() += 1,
-            None => gpus.push((&device.base_addr, BTreeMap::from([(obstacle, 1)]))),
+    let of_gpu = |slices: &[(&Device, usize)]| {
+        let mut found: BTreeMap<String, usize> = BTreeMap::new();
+        for obstacle in slices.iter().filter_map(|(device, clients)| obstacle(device, *clients)) {
+            *found.entry(obstacle).or_default() += 1;
         }
-    }
-    let of_gpu = |(gpu, found): &(&str, BTreeMap<String, usize>)| {
         let found: Vec<String> = match found.iter().next() {
             Some((only, _)) if found.len() == 1 => vec![only.clone()],
             _ => found.iter().map(|(why, slices)| format!("{} {why}", counted(*slices, "slice"))).collect(),
         };
+        let gpu = slices.first().map_or("", |(device, _)| &device.base_addr);
         format!("{gpu}: {}", found.join(", "))
     };
-    gpus.iter().map(of_gpu).collect::<Vec<_>>().join("; ")
+    let gpus = wanted.chunk_by(|(one, _), (next, _)| one.base_addr == next.base_addr);
+    gpus.map(of_gpu).collect::<Vec<_>>().join("; ")
 }
 
 /// Every GPU with its model.

@@ -8,7 +8,7 @@ use common::config::{self, Loaded};
 const PROGRAMS: &str = "/opt/yunion";
 
 /// The directory in which CUDA looks for a control daemon by itself. On a host without the platform nobody gives programs
-/// another one.
+/// another one. NVIDIA's container runtime mounts it into containers.
 pub(super) const WHERE_CUDA_LOOKS: &str = "/tmp/nvidia-mps";
 
 /// The platform's own keys stand in the same file.

@@ -21,7 +21,7 @@ impl CaughtSignals {
         let ignored = |signal: Signal| own.as_ref().is_ok_and(|own| own.ignores(signal.as_raw()));
         let caught = signals.iter().copied().filter(|signal| !ignored(*signal));
         let caught = caught.map(|signal| Ok((signal, unix::signal(SignalKind::from_raw(signal.as_raw()))?)));
-        caught.collect::<io::Result<_>>().map(Self).map_err(Error::Signals)
+        caught.collect::<io::Result<_>>().map(Self).map_err(|error| Error::System("watch for signals", error))
     }
 
     /// Waits for the next signal.

@@ -72,14 +72,17 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
         .args(&arguments.command)
         .envs(host_environment(&answer))
         .spawn()
-        .map_err(Error::Start)?;
+        .map_err(|error| Error::System("start a process", error))?;
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
     let Some(command) = pid.map(ProcessGroup) else { return Ok(FAILED) };
     let mut first = true;
     let mut waiting: Option<(Signal, Release)> = None;
     loop {
         tokio::select! {
-            ended = child.wait() => return Ok(exit_status(ended.map_err(Error::Wait)?)),
+            ended = child.wait() => {
+                let learnt = ended.map_err(|error| Error::System("learn how the command ended", error));
+                return learnt.map(exit_status);
+            }
             signal = signals.next() => match signal {
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),

@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{StatVfs, StatVfsMountFlags};
 
-use super::facts::{CUDA_DEFAULT, Facts};
+use super::facts::Facts;
 use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
+use crate::platform::WHERE_CUDA_LOOKS;
 use crate::toolkit;
 use common::bus::proxy::Listed;
 use common::bus::rows::ControlDaemon;
@@ -293,16 +294,16 @@ fn container_toolkit(facts: &Facts) -> Outcome {
     let remedy = "cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: /var/log/yunion-mps in \
                   host.conf, for this service and the host agent alike";
     let pipe = &settings.pipe_directory;
-    if pipe == Path::new(CUDA_DEFAULT) {
+    if pipe == Path::new(WHERE_CUDA_LOOKS) {
         let found = format!(
             "{tool} is installed: it mounts this directory into every container with a GPU, and CUDA looks there by \
              itself, so containers that were given no slice become clients too"
         );
         return Ok(vec![warning("toolkit-captures-containers", pipe.display(), found, remedy)]);
     }
-    let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(CUDA_DEFAULT));
+    let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(WHERE_CUDA_LOOKS));
     let found = format!(
-        "{tool} is installed: it mounts {CUDA_DEFAULT} into every container with a GPU, and with it the sockets and \
+        "{tool} is installed: it mounts {WHERE_CUDA_LOOKS} into every container with a GPU, and with it the sockets and \
          logs of others"
     );
     let of = |path: &PathBuf| info("toolkit-shows-directories", path.display(), &found, remedy);

@@ -3,7 +3,6 @@
 use super::facts::{Facts, FoundDaemon};
 use super::{Check, Finding, Outcome, Severity, edit_unit, finding, warning};
 use crate::show::env::quoted;
-use common::bus::answers::Published;
 use common::host::proc;
 use common::problem::Problem;
 
@@ -62,7 +61,9 @@ fn open_files(facts: &Facts) -> Outcome {
         let Some(pid) = daemon.pid else { continue };
         let limit = proc::open_files_limit(pid)
             .map_err(|error| format!("the limits of PID {pid} can't be read: {error}"))?;
-        let (slices, needed) = needed(&daemon.id, published);
+        let served = published.served_by(&daemon.id);
+        let slices: u64 = served.filter_map(|gpu| u64::try_from(gpu.virtual_num).ok()).sum();
+        let needed = slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES);
         if limit < needed {
             findings.push(warning(
                 "open-files-too-few",
@@ -76,9 +77,4 @@ fn open_files(facts: &Facts) -> Outcome {
         }
     }
     Ok(findings)
-}
-
-fn needed(id: &str, published: &Published) -> (u64, u64) {
-    let slices: u64 = published.served_by(id).filter_map(|gpu| u64::try_from(gpu.virtual_num).ok()).sum();
-    (slices, slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES))
 }

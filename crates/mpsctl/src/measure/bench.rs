@@ -76,7 +76,6 @@ pub(crate) async fn bench(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     }
     let why_not = why_not_without_mps(first);
     let mut bench = Bench {
-        alone: environments.iter().map(Environment::without_mps).collect(),
         environments,
         compares: why_not.is_none(),
         counts: counts(arguments.processes),
@@ -179,8 +178,6 @@ fn counts(most: u32) -> Vec<u32> {
 struct Bench {
     /// The environments of the slices, which the processes take in turn.
     environments: Vec<Environment>,
-    /// The same without MPS.
-    alone: Vec<Environment>,
     /// Whether processes without MPS can run as well.
     compares: bool,
     counts: Vec<u32>,
@@ -263,9 +260,10 @@ impl Bench {
     }
 
     fn start(&mut self, processes: u32, with_mps: bool) -> Result<()> {
-        let environments = if with_mps { &self.environments } else { &self.alone };
-        for (environment, _) in environments.iter().cycle().zip(0..processes) {
-            self.running.push(CudaClient::start(environment)?);
+        for (slice, _) in self.environments.iter().cycle().zip(0..processes) {
+            let client =
+                if with_mps { CudaClient::start(slice) } else { CudaClient::start(&slice.without_mps()) };
+            self.running.push(client?);
         }
         Ok(())
     }

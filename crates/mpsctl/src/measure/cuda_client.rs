@@ -122,7 +122,7 @@ impl CudaClient {
             // Ctrl-C is for us: a signal alone, in the middle of a kernel, would be a fault for its neighbours.
             .process_group(0)
             .spawn()
-            .map_err(Error::Start)?;
+            .map_err(|error| Error::System("start a process", error))?;
         let (Some(requests), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(Error::Failed("a CUDA process has no pipes".to_owned()));
         };

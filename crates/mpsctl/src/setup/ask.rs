@@ -4,6 +4,9 @@ use std::io::{self, BufRead, IsTerminal, Write};
 
 use crate::{Error, Result};
 
+/// The largest number that an answer can be, as for `--slices`.
+pub(super) const MOST: u32 = 999;
+
 /// The way to the answers.
 pub(super) struct Questions {
     /// None: nobody is asked.
@@ -24,16 +27,10 @@ impl Questions {
         Ok(Self { answers: Some(Box::new(io::stdin().lock())) })
     }
 
-    /// A number from 0 to `most`.
-    pub(super) fn number(
-        &mut self,
-        question: &str,
-        most: u32,
-        default: u32,
-        out: &mut dyn Write,
-    ) -> Result<u32> {
-        let read = |answer: &str| answer.parse().ok().filter(|number| *number <= most);
-        let help = format!("a whole number from 0 to {most}");
+    /// A number from 0 to [`MOST`].
+    pub(super) fn number(&mut self, question: &str, default: u32, out: &mut dyn Write) -> Result<u32> {
+        let read = |answer: &str| answer.parse().ok().filter(|number| *number <= MOST);
+        let help = format!("a whole number from 0 to {MOST}");
         self.answer(question, &default.to_string(), default, read, &help, out)
     }
 
@@ -97,8 +94,8 @@ mod tests {
     fn a_wrong_answer_is_asked_for_again() {
         let mut out = Vec::new();
         let mut asked = questions("many\n1000\n-1\n 4 \n\nmaybe\nNo\nYES\n");
-        assert_eq!(asked.number("Slices?", 999, 10, &mut out).unwrap(), 4);
-        assert_eq!(asked.number("Slices?", 999, 10, &mut out).unwrap(), 10);
+        assert_eq!(asked.number("Slices?", 10, &mut out).unwrap(), 4);
+        assert_eq!(asked.number("Slices?", 10, &mut out).unwrap(), 10);
         assert!(!asked.yes_or_no("Write?", &mut out).unwrap());
         assert!(asked.no_or_yes("Platform?", &mut out).unwrap());
         let error = asked.yes_or_no("Write?", &mut out).unwrap_err().to_string();
@@ -118,7 +115,7 @@ mod tests {
     fn with_yes_nobody_is_asked() {
         let mut out = Vec::new();
         let mut asked = Questions::new(true).unwrap();
-        assert_eq!(asked.number("Slices?", 999, 3, &mut out).unwrap(), 3);
+        assert_eq!(asked.number("Slices?", 3, &mut out).unwrap(), 3);
         assert!(asked.yes_or_no("Write?", &mut out).unwrap());
         assert!(!asked.no_or_yes("Platform?", &mut out).unwrap());
         assert_eq!(out, b"");

@@ -15,7 +15,7 @@ use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use tokio::time::timeout;
 
-use self::ask::Questions;
+use self::ask::{MOST, Questions};
 use self::files::{Answers, File};
 use self::gpus::HostGpus;
 use crate::platform::WHERE_CUDA_LOOKS;
@@ -39,7 +39,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     yes: bool,
     /// The number of slices of each GPU [default: about 8 GiB for a slice, from 2 to 10 slices]
-    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<u32>::new().range(1..=999))]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<u32>::new().range(1..=MOST.into()))]
     slices: Option<u32>,
     /// Print the files, and write nothing
     #[arg(long)]
@@ -133,7 +133,7 @@ fn ask(
                 let proposed = group.proposed();
                 writeln!(out, "{}", prose(&found.describe_share(group, proposed)))?;
                 let question = format!("How many slices shall {} have? 0 leaves it out.", group.describe());
-                questions.number(&printable(&question), 999, proposed, out)?
+                questions.number(&printable(&question), proposed, out)?
             }
         });
     }

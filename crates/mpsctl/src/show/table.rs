@@ -163,19 +163,17 @@ impl Table {
             return self;
         };
         let last = self.heads.len().saturating_sub(1);
-        let needed = |(index, head): (usize, &Head)| {
+        let natural = |(index, head): (usize, &Head)| {
             let texts =
                 self.rows.iter().filter_map(|row| row.get(index)).filter(|(text, _)| !is_unknown(text));
             let longest = texts.map(|(text, _)| text.chars().count()).max();
-            let head = head.name.chars().count();
-            // The last column keeps its room even if nothing stands in it, and at most the room for prose.
-            if index == last {
-                return longest.unwrap_or_default().max(head).min(PROSE);
-            }
-            longest.map_or(0, |longest| longest.max(head) + usize::from(GAP))
+            // The last column keeps its room even if nothing stands in it.
+            let longest = longest.or((index == last).then_some(0))?;
+            Some((*head, longest.max(head.name.chars().count())))
         };
-        let others: usize = self.heads.iter().enumerate().filter(|(index, _)| *index != at).map(needed).sum();
-        let room = width.saturating_sub(others + usize::from(GAP)).max(SHORTEST);
+        let others = self.heads.iter().enumerate().filter(|(index, _)| *index != at);
+        let others: Vec<(Head, usize)> = others.filter_map(natural).collect();
+        let room = width.saturating_sub(needed(&others, PROSE) + usize::from(GAP)).max(SHORTEST);
         for (text, _) in self.rows.iter_mut().filter_map(|row| row.get_mut(at)) {
             let surplus = text.chars().count().saturating_sub(room);
             if surplus > 0 {
