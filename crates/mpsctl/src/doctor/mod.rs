@@ -119,6 +119,15 @@ fn edit_unit(setting: &str) -> String {
 /// The findings of a check, or the reason why the check was not possible.
 type Outcome = Result<Vec<Finding>, String>;
 
+/// The findings about each of these.
+#[expect(clippy::unnecessary_wraps, reason = "checks end with it")]
+fn each<T, F: IntoIterator<Item = Finding>>(
+    of: impl IntoIterator<Item = T>,
+    judge: impl FnMut(T) -> F,
+) -> Outcome {
+    Ok(of.into_iter().flat_map(judge).collect())
+}
+
 /// A check: its subject, for people, and its function.
 type Check = (&'static str, fn(&Facts) -> Outcome);
 

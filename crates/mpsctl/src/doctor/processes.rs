@@ -1,7 +1,7 @@
 //! Control daemons that the service has not started, and limits of its own control daemons.
 
-use super::facts::{Facts, FoundDaemon};
-use super::{Check, Finding, Outcome, Severity, edit_unit, finding, warning};
+use super::facts::Facts;
+use super::{Check, Outcome, Severity, each, edit_unit, finding, warning};
 use crate::show::env::quoted;
 use common::host::proc;
 use common::problem::Problem;
@@ -21,7 +21,7 @@ fn foreign(facts: &Facts) -> Outcome {
         return Err("it is not known which control daemons are ours".to_owned());
     }
     let configured = facts.directories().unwrap_or_default();
-    let of = |daemon: &FoundDaemon| -> Finding {
+    each(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)), |daemon| {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
@@ -48,9 +48,8 @@ fn foreign(facts: &Facts) -> Outcome {
             )
         };
         let problem = Problem::new(found, remedy);
-        finding(severity, "foreign-control-daemon", format!("process {}", daemon.pid), problem)
-    };
-    Ok(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)).map(of).collect())
+        [finding(severity, "foreign-control-daemon", format!("process {}", daemon.pid), problem)]
+    })
 }
 
 /// A server inherits the limit of its control daemon.
