@@ -22,6 +22,7 @@ use clap::Args;
 use serde::Serialize;
 
 use self::facts::Facts;
+pub(super) use self::service::why_not_running;
 use super::{Result, print_json};
 use crate::show::table::{hanging, pairs};
 use common::check::within;
@@ -147,11 +148,6 @@ struct DoctorReport {
     made: usize,
     /// Without this list, an empty list of findings would prove little.
     not_checked: Vec<NotChecked>,
-}
-
-/// The gravest thing that systemd knows of a service that is not running, with its remedy.
-pub(super) async fn why_not_running() -> Option<String> {
-    Some(service::unit_trouble().await?.problem.to_string())
 }
 
 /// Returns the exit status.

@@ -185,7 +185,11 @@ pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     daemon("FOR", |one| time::age(time::from_seconds(one.since))).expendable(3),
     daemon("SINCE", |one| time::local(time::from_seconds(one.since))).expendable(6).wide(),
     daemon("MULTI-USER", |one| one.multiuser.shown()).expendable(5).wide(),
-    daemon("FOR NVIDIA'S FRONT END", front_end).expendable(1).wide(),
+    daemon("FOR NVIDIA'S FRONT END", |one| {
+        format!("CUDA_MPS_PIPE_DIRECTORY={}", one.control_directory.shown())
+    })
+    .expendable(1)
+    .wide(),
     daemon("CPUS", cpus).expendable(2),
     daemon("STARTS", |one| one.starts.shown()).number().expendable(4),
     daemon("PID", |one| one.pid.shown()).number(),
@@ -224,7 +228,8 @@ pub(crate) const TOP_SLICES: &[Column<Device>] = &[
         .order(|a, b| b.memory_used.cmp(&a.memory_used)),
     slice("IN USE", bar)
         .expendable(2)
-        .toned(|one, _| is_over_its_budget(one).then_some(Tone::Bad))
+        // Over its budget.
+        .toned(|one, _| one.overuse.as_ref().filter(|overuse| !overuse.is_empty()).map(|_| Tone::Bad))
         .order(|a, b| in_use(b).total_cmp(&in_use(a))),
     SHARE,
     // The word alone: the reason is that of the whole GPU, and stands above once a slice is selected. The worst first.
@@ -291,10 +296,6 @@ fn bar(slice: &Device) -> String {
     format!("[{}]", bar.collect::<String>())
 }
 
-fn is_over_its_budget(slice: &Device) -> bool {
-    slice.overuse.as_ref().is_some_and(|overuse| !overuse.is_empty())
-}
-
 /// The number of slices, and the limits of each.
 fn each(gpu: &Gpu) -> String {
     let memory = gpu.mps_memory_limit.map(|mib| format!("{mib} MiB, ")).unwrap_or_default();
@@ -307,10 +308,6 @@ fn confirmed(gpu: &Gpu) -> String {
     let threads = gpu.confirmed_thread_percentage.map(|percentage| format!("{percentage} %"));
     let known: Vec<String> = memory.into_iter().chain(threads).collect();
     if known.is_empty() { "-".to_owned() } else { known.join(", ") }
-}
-
-fn front_end(daemon: &ControlDaemon) -> String {
-    format!("CUDA_MPS_PIPE_DIRECTORY={}", daemon.control_directory.shown())
 }
 
 /// The CPUs on which a control daemon may run, and the CPUs to which it is to be bound, if these are others. Empty if it is

@@ -102,6 +102,12 @@ fn print_rows<R>(
     Ok(false)
 }
 
+/// The address of the GPU with this UUID, by which its slices are named; the text itself if there is none now.
+pub(super) fn gpu_name(uuid: &String, gpus: &[Listed<Gpu>]) -> String {
+    let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(uuid));
+    gpu.map_or(uuid, |gpu| &gpu.addr).shown()
+}
+
 /// The rows of an answer. Before the service knows its GPUs, its state says why.
 fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> Result<Vec<Listed<R>>> {
     match answer {

@@ -236,19 +236,25 @@ impl Metrics<'_> {
             |gpu| of_gpu(gpu, true),
         );
         let devices = self.0.devices.as_deref().unwrap_or_default();
-        let used = used(devices, clients);
-        let of_device = |device: &Device| used.get(device.addr.as_str()).copied().unwrap_or_default();
+        // The memory of each client, by its slice.
+        let mut used: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+        for client in clients.iter().filter(|client| !client.bypass) {
+            if let Some(device) = slice_of(client, devices) {
+                used.entry(&device.addr).or_default().push(client.memory_mib.map_or(0.0, bytes));
+            }
+        }
+        let used = |device: &Device| used.get(device.addr.as_str()).map(Vec::as_slice).unwrap_or_default();
         to.each(
             "device_clients",
             "The processes that say that they were given the slice.",
             devices,
-            |device| number(of_device(device).clients),
+            |device| number(used(device).len()),
         );
         to.each(
             "device_memory_used_bytes",
             "The GPU memory that the clients of the slice hold.",
             devices,
-            |device| of_device(device).bytes,
+            |device| used(device).iter().fold(0.0, |sum, bytes| sum + bytes),
         );
     }
 
@@ -263,19 +269,6 @@ impl Metrics<'_> {
             number(left_out),
         );
     }
-}
-
-/// The clients of each slice and their memory.
-fn used<'d>(devices: &'d [Listed<Device>], clients: &[Listed<Client>]) -> BTreeMap<&'d str, Used> {
-    let mut used: BTreeMap<&str, Used> = BTreeMap::new();
-    for client in clients.iter().filter(|client| !client.bypass) {
-        if let Some(device) = slice_of(client, devices) {
-            let used = used.entry(&device.addr).or_default();
-            used.clients += 1;
-            used.bytes += client.memory_mib.map(bytes).unwrap_or_default();
-        }
-    }
-    used
 }
 
 /// The slice that the client was given on its GPU.
@@ -323,12 +316,6 @@ fn series(
 /// The text of a label that others have chosen.
 fn bounded(known: Option<&String>) -> String {
     text(known).chars().take(LABEL).collect()
-}
-
-#[derive(Debug, Clone, Copy, Default)]
-struct Used {
-    clients: usize,
-    bytes: f64,
 }
 
 /// A row that the labels of its metrics name.

@@ -154,11 +154,7 @@ impl Table {
 
     /// The same table with the texts of the column that says more by their ends cut there, so that no other column is left
     /// out for them. Once all rows are there.
-    pub(crate) fn shorten(self) -> Self {
-        self.shorten_in(width())
-    }
-
-    fn shorten_in(mut self, width: Option<usize>) -> Self {
+    pub(crate) fn shorten(mut self, width: Option<usize>) -> Self {
         let (Some(width), Some(at)) = (width, self.heads.iter().position(|head| head.ends)) else {
             return self;
         };
@@ -502,7 +498,7 @@ mod tests {
             let command = format!("/opt/{}/python3", "a".repeat(200));
             table.add_row(["4711", "root", &command, "3 min", "-"]);
             table.add_row(["12", "root", "sh", "1 s", "-"]);
-            table.shorten_in(width).render(width, false)
+            table.shorten(width).render(width, false)
         };
         assert_eq!(
             shown(Some(50)),
