@@ -1,5 +1,6 @@
 //! `yunion-mpsctl bench`: the same work by one CUDA process and by several at once, with MPS and without.
 
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::ops::Deref;
 
@@ -9,7 +10,7 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use crate::complete;
-use crate::measure::bench_report::{Measured, Results, Round, document, print, slowest};
+use crate::measure::bench_report::{Measured, Results, document, print, slowest};
 use crate::measure::cuda_client::{CudaClient, CudaRequest, Environment, Work};
 use crate::measure::probe::refuse_to_queue;
 use crate::screen::Passing;
@@ -192,13 +193,13 @@ impl Bench {
         let all_sms: u32 = self.ask(CudaRequest::Count).await?.into_iter().max().unwrap_or_default();
         self.stop().await;
         let wide_blocks = all_sms.max(1) * WIDE_BLOCKS_PER_SM;
-        let mut kernels = Vec::new();
+        let mut kernels = BTreeMap::new();
         for (kernel, blocks, launches) in
             [("narrow", NARROW_BLOCKS, NARROW_LAUNCHES), ("wide", wide_blocks, WIDE_LAUNCHES)]
         {
             self.progress(&format!("{kernel} kernel: how many rounds it needs"));
             let work = self.calibrate(blocks, launches).await?;
-            let mut rows = Vec::new();
+            let mut rounds = Vec::new();
             for processes in self.counts.clone() {
                 self.progress(&format!("{kernel} kernel, processes: {processes}, with MPS"));
                 let with_mps = self.time(processes, work, true).await?;
@@ -208,9 +209,9 @@ impl Bench {
                 } else {
                     None
                 };
-                rows.push(Round { processes, with_mps, without_mps });
+                rounds.push((with_mps, without_mps));
             }
-            kernels.push(Measured { kernel, work, rows });
+            kernels.insert(kernel, Measured::new(work, &rounds));
         }
         Ok(Results { all_sms, kernels })
     }
