@@ -6,7 +6,7 @@ use std::time::SystemTime;
 
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
-use ratatui::style::{Style, Stylize};
+use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span, Text};
 use ratatui::widgets::{Cell, HighlightSpacing, Row, Table, TableState};
 use unicode_truncate::UnicodeTruncateStr;
@@ -22,6 +22,9 @@ use common::counted::counted;
 
 /// The least room for the last column.
 const PROSE: usize = 14;
+
+/// The room for the clock, and two blanks in front of it.
+const CLOCK: usize = 10;
 
 /// The least room for events.
 const EVENTS: usize = 3;
@@ -52,26 +55,27 @@ pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, colour: b
         let words = format!("top needs {} columns and {} rows", LEAST.0, LEAST.1);
         return frame.render_widget(cut(&words, width), area);
     }
-    let clock = time_of_day(SystemTime::now());
-    let header = header(width, clock.len() + 2, model, state, colour);
+    let header = header(width, model, state);
     let [top, middle, end] =
         Layout::vertical([length(header.len()), Constraint::Fill(1), length(1)]).areas(area);
     frame.render_widget(Text::from(header), top);
-    frame.render_widget(Line::from(clock).right_aligned(), top);
+    frame.render_widget(Line::from(time_of_day(SystemTime::now())).right_aligned(), top);
     if state.help {
         frame.render_widget(Text::from_iter(HELP.map(|line| cut(line, width))), middle);
     } else {
-        body(frame, middle, model, state, colour);
+        body(frame, middle, model, state);
     }
-    frame.render_widget(bottom(width, state, colour), end);
+    frame.render_widget(bottom(width, state), end);
+    if !colour {
+        frame.buffer_mut().content.iter_mut().for_each(|cell| cell.fg = Color::Reset);
+    }
 }
 
-fn style(tone: Option<Tone>, colour: bool) -> Style {
-    match tone.filter(|_| colour) {
-        None => Style::new(),
-        Some(Tone::Well) => Style::new().green(),
-        Some(Tone::Between) => Style::new().yellow(),
-        Some(Tone::Bad) => Style::new().red(),
+fn style(tone: Tone) -> Style {
+    match tone {
+        Tone::Well => Style::new().green(),
+        Tone::Between => Style::new().yellow(),
+        Tone::Bad => Style::new().red(),
     }
 }
 
@@ -80,17 +84,9 @@ fn length(cells: usize) -> Constraint {
     Constraint::Length(u16::try_from(cells).unwrap_or(u16::MAX))
 }
 
-/// The service, and what is to be said about it, or about the slice that is selected. The end of the first line is for the
-/// clock.
-fn header(
-    width: usize,
-    for_clock: usize,
-    model: &Model,
-    state: &TopState,
-    colour: bool,
-) -> Vec<Line<'static>> {
-    let mut lines = facts(width, for_clock, service_facts(model, colour));
-    let style = |tone| style(Some(tone), colour);
+/// The service, and what is to be said about it, or about the slice that is selected.
+fn header(width: usize, model: &Model, state: &TopState) -> Vec<Line<'static>> {
+    let mut lines = facts(width, service_facts(model));
     let selected = model.devices.iter().find(|slice| state.slice.as_ref() == Some(&slice.addr));
     let of_slice = selected.filter(|slice| !slice.reason.is_empty()).map(|slice| {
         (format!("{}: {}", slice.addr.shown(), slice.reason.shown()), Health::of_slice(slice).word())
@@ -108,12 +104,12 @@ fn header(
     lines
 }
 
-fn service_facts(model: &Model, colour: bool) -> Vec<Span<'static>> {
+fn service_facts(model: &Model) -> Vec<Span<'static>> {
     let mut facts = vec!["yunion-mps-daemon".bold()];
     if let Some(service) = &model.service {
         facts.push(Span::raw(service.version.shown()));
         if model.silent.is_none() {
-            facts.push(Span::styled(service.state.shown(), style(Some(tone(&service.state)), colour)));
+            facts.push(Span::styled(service.state.shown(), style(tone(&service.state))));
         }
         let driver = Some(&service.driver_version).filter(|driver| !driver.is_empty());
         facts.push(Span::raw(format!("driver {}", driver.map_or_else(|| "none".to_owned(), Shown::shown))));
@@ -131,11 +127,11 @@ fn service_facts(model: &Model, colour: bool) -> Vec<Span<'static>> {
     facts
 }
 
-/// As many lines as the facts need.
-fn facts(width: usize, for_clock: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
+/// As many lines as the facts need. The end of the first one is for the clock.
+fn facts(width: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
     let mut lines = vec![Line::default()];
     for fact in facts {
-        let room = if lines.len() == 1 { width.saturating_sub(for_clock) } else { width };
+        let room = if lines.len() == 1 { width.saturating_sub(CLOCK) } else { width };
         match lines.last_mut() {
             Some(line) if line.width() == 0 => line.push_span(fact),
             Some(line) if line.width() + 2 + fact.width() <= room => line.extend(["  ".into(), fact]),
@@ -156,13 +152,13 @@ fn tone(state: &str) -> Tone {
     tone_of(state).unwrap_or(Tone::Between)
 }
 
-fn bottom(width: usize, state: &TopState, colour: bool) -> Line<'static> {
+fn bottom(width: usize, state: &TopState) -> Line<'static> {
     if let Some((_, question)) = &state.question {
         // Its end is the part to answer.
         let (question, keys) = question.rsplit_once('?').unwrap_or((question, ""));
         let end = format!("?{keys}");
         let text = format!("{}{end}", cut(question, width.saturating_sub(end.len())));
-        return Line::styled(text, style(Some(Tone::Between), colour).bold());
+        return Line::styled(text, style(Tone::Between).bold());
     }
     if let Some(message) = &state.message {
         return Line::from(cut(message, width)).bold();
@@ -174,7 +170,7 @@ fn bottom(width: usize, state: &TopState, colour: bool) -> Line<'static> {
 }
 
 /// The three parts, with as many rows as have room.
-fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState, colour: bool) {
+fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState) {
     let (slices, clients) = (state.slices(model), state.clients(model));
     let room = usize::from(area.height).saturating_sub(5);
     let (slice_rows, client_rows, event_rows) =
@@ -190,7 +186,6 @@ fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState, colour: 
         is_focused: state.focus == Focus::Slices,
         selected: Some(state.slice_place(&slices)),
         of: model.slices_are_of(),
-        colour,
     };
     table.draw(frame, for_slices);
     // The reason stands above.
@@ -205,7 +200,6 @@ fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState, colour: 
         is_focused: state.focus == Focus::Clients,
         selected: state.client_place(&clients),
         of: model.clients_are_of(),
-        colour,
     };
     table.draw(frame, for_clients);
     frame.render_widget(events(area.width.into(), event_rows, model), for_events);
@@ -255,7 +249,6 @@ struct TopTable<'t, R> {
     selected: Option<usize>,
     /// The time of the rows, if they are old.
     of: Option<SystemTime>,
-    colour: bool,
 }
 
 impl<R> TopTable<'_, R> {
@@ -268,15 +261,13 @@ impl<R> TopTable<'_, R> {
         let first = self.selected.unwrap_or_default().saturating_sub(room / 2).min(all.saturating_sub(room));
         let shown = first.saturating_sub(in_front)..(first + room).min(all).saturating_sub(in_front);
         let (columns, left_out) = self.fit(area.width.into());
-        frame.render_widget(cut(&self.title(shown, &left_out), area.width.into()).bold(), title);
-        if self.is_focused {
-            frame.buffer_mut().set_style(title, Style::new().underlined());
-        }
+        let text = cut(&self.title(shown, &left_out), area.width.into()).bold();
+        frame.render_widget(if self.is_focused { text.underlined() } else { text }, title);
         let front = self.front.map(|text| Row::new([Cell::new(text).column_span(u16::MAX)]));
         let rows = self
             .rows
             .iter()
-            .map(|row| Row::new(columns.iter().map(|(column, width)| self.cell(column, *width, row))));
+            .map(|row| Row::new(columns.iter().map(|(column, width)| cell(column, *width, row))));
         let heads = columns.iter().map(|(column, width)| self.head(&column.head, *width));
         let selected = if self.is_focused { Style::new().reversed() } else { Style::new() };
         let widget =
@@ -333,13 +324,13 @@ impl<R> TopTable<'_, R> {
         let text = cut(head.name, width).bold();
         Line::from(if is_sorted_by { text.underlined() } else { text }).alignment(side(head))
     }
+}
 
-    fn cell(&self, column: &Column<R>, width: usize, row: &R) -> Line<'static> {
-        let text = (column.text)(row);
-        let text = if column.head.ends { cut_in_front(&text, width) } else { cut(&text, width) };
-        let style = style((column.tone)(row, &text), self.colour);
-        Line::styled(text, style).alignment(side(&column.head))
-    }
+fn cell<R>(column: &Column<R>, width: usize, row: &R) -> Line<'static> {
+    let text = (column.text)(row);
+    let text = if column.head.ends { cut_in_front(&text, width) } else { cut(&text, width) };
+    let style = (column.tone)(row, &text).map(style).unwrap_or_default();
+    Line::styled(text, style).alignment(side(&column.head))
 }
 
 fn side(head: &Head) -> Alignment {
@@ -372,7 +363,6 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use ratatui::buffer::{Buffer, Cell as BufferCell};
-    use ratatui::style::Color;
 
     use super::*;
     use crate::watch::top::tests::{model, press, with_slices};
