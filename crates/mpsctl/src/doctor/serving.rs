@@ -218,19 +218,19 @@ fn full(facts: &Facts) -> Outcome {
 
 /// Clients in containers that can harm others by commands. A process of root's on the host can do that anyway.
 fn commanders(facts: &Facts) -> Outcome {
-    let is_contained =
-        |client: &Client| client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
-    let (mut all, mut neighbours) = (BTreeMap::new(), BTreeMap::new());
-    for client in facts.published()?.clients.iter().flatten() {
-        match client.may_command.as_deref() {
-            None | Some("nothing") => {}
-            // Nobody on the host has so little.
-            Some("neighbours") => _ = neighbours.insert(client.pid, named(client)),
-            Some(_) if is_contained(client) => _ = all.insert(client.pid, named(client)),
-            Some(_) => {}
-        }
-    }
-    let list = |clients: BTreeMap<u32, String>| clients.into_values().collect::<Vec<_>>().join(", ");
+    let clients = &facts.published()?.clients;
+    // A client may be listed for several GPUs.
+    let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
+        let found = clients.iter().flatten().filter(|client| of(client));
+        found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
+    };
+    let all = list(&|client| {
+        let is_contained =
+            || client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
+        !matches!(client.may_command.as_deref(), None | Some("nothing" | "neighbours")) && is_contained()
+    });
+    // Nobody on the host has so little.
+    let neighbours = list(&|client| client.may_command.as_deref() == Some("neighbours"));
     let mut findings = Vec::new();
     if !all.is_empty() {
         findings.push(warning(
@@ -239,7 +239,7 @@ fn commanders(facts: &Facts) -> Outcome {
             format!(
                 "root of the host in a container with the control daemon's own directory can set everybody's limits and \
                  end the control daemon: {}",
-                list(all)
+                all.join(", ")
             ),
             format!(
                 "let the agent give each container only the directory of its slice, which yunion-mpsctl env prints from \
@@ -251,7 +251,10 @@ fn commanders(facts: &Facts) -> Outcome {
         findings.push(info(
             "clients-command-neighbours",
             counted(neighbours.len(), "client"),
-            format!("root of the host in a container can end the GPU work of others: {}", list(neighbours)),
+            format!(
+                "root of the host in a container can end the GPU work of others: {}",
+                neighbours.join(", ")
+            ),
             OTHER_USER,
         ));
     }
