@@ -38,9 +38,8 @@ enum TopEvent {
     Clients(Result<Vec<Listed<Client>>, BusError>),
     /// The end of the GPU work of a process was asked for.
     Ended(u32, Result<(), BusError>),
-    Typed(Event),
-    /// No more keys come.
-    Unread(std::io::Error),
+    /// After an error no more keys come.
+    Typed(std::io::Result<Event>),
 }
 
 pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
@@ -108,10 +107,10 @@ fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Act
         TopEvent::Published(answer) => model.publish(answer),
         TopEvent::Clients(answer) => model.list(answer),
         TopEvent::Ended(pid, done) => state.ended(pid, &done),
-        TopEvent::Typed(Event::Key(key)) => return Ok(state.key(key, model)),
+        TopEvent::Typed(Ok(Event::Key(key))) => return Ok(state.key(key, model)),
         // Another size is seen when the screen is drawn.
-        TopEvent::Typed(_) => {}
-        TopEvent::Unread(error) => return Err(Error::Failed(format!("can't read keys: {error}"))),
+        TopEvent::Typed(Ok(_)) => {}
+        TopEvent::Typed(Err(error)) => return Err(Error::Failed(format!("can't read keys: {error}"))),
     }
     state.settle(model);
     Ok(Action::Draw)
@@ -121,11 +120,9 @@ fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Act
 fn read_keys(events: UnboundedSender<TopEvent>) {
     std::thread::spawn(move || {
         loop {
-            let (one, is_last) = match read() {
-                Ok(event) => (TopEvent::Typed(event), false),
-                Err(error) => (TopEvent::Unread(error), true),
-            };
-            if events.send(one).is_err() || is_last {
+            let typed = read();
+            let is_last = typed.is_err();
+            if events.send(TopEvent::Typed(typed)).is_err() || is_last {
                 return;
             }
         }

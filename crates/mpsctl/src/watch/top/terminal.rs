@@ -2,16 +2,17 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crossterm::cursor::{Hide, Show};
 use crossterm::execute;
-use crossterm::terminal::{EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode, enable_raw_mode};
+use crossterm::terminal::{
+    DisableLineWrap, EnableLineWrap, EnterAlternateScreen, LeaveAlternateScreen, disable_raw_mode,
+    enable_raw_mode,
+};
 
 /// Whether the terminal is ours now.
 static ENTERED: AtomicBool = AtomicBool::new(false);
-static HOOK: Once = Once::new();
 
 /// The terminal is given back when this value ends. A panic gives it back first, so that its message can be read.
 #[derive(Debug)]
@@ -19,13 +20,11 @@ pub(super) struct Entered(());
 
 impl Entered {
     pub(super) fn enter() -> io::Result<Self> {
-        HOOK.call_once(|| {
-            let before = std::panic::take_hook();
-            std::panic::set_hook(Box::new(move |panic| {
-                leave();
-                before(panic);
-            }));
-        });
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            leave();
+            before(panic);
+        }));
         take()?;
         Ok(Self(()))
     }
@@ -47,13 +46,14 @@ impl Drop for Entered {
 fn take() -> io::Result<()> {
     ENTERED.store(true, Ordering::SeqCst);
     enable_raw_mode()?;
-    execute!(stdout()?, EnterAlternateScreen, Hide)
+    // A terminal that counts the columns of a text in another way must not wrap it.
+    execute!(stdout()?, EnterAlternateScreen, Hide, DisableLineWrap)
 }
 
 fn leave() {
     if ENTERED.swap(false, Ordering::SeqCst) {
         // There is nobody to tell.
-        let _ = stdout().and_then(|mut stdout| execute!(stdout, LeaveAlternateScreen, Show));
+        let _ = stdout().and_then(|mut stdout| execute!(stdout, LeaveAlternateScreen, Show, EnableLineWrap));
         let _ = disable_raw_mode();
     }
 }
