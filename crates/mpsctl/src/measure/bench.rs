@@ -18,7 +18,7 @@ use crate::show::health;
 use crate::show::table::Shown;
 use crate::signals::CaughtSignals;
 use crate::{Error, FAILED, Result, print_json};
-use common::bus::answers::published_name;
+use common::bus::answers::{is_called, published_name};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Device};
 
@@ -116,10 +116,7 @@ fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a
     for name in names {
         let published = published_name(name, devices);
         let before = chosen.len();
-        chosen.extend(all().filter(|device| {
-            [Some(&device.addr), Some(&device.base_addr), device.device_path.as_ref()]
-                .contains(&Some(&published))
-        }));
+        chosen.extend(all().filter(|device| is_called(device, &published)));
         if chosen.len() == before {
             return Err(Error::Failed(format!("there is no device {name}; see: yunion-mpsctl list")));
         }

@@ -160,12 +160,12 @@ struct ProbeReport<'a> {
 impl<'a> ProbeReport<'a> {
     fn new(device: &'a Device, devices: &[Listed<Device>], clients: usize) -> Self {
         let slice = ProbeLimits::for_device(device);
-        let together = || devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
-        let percentages = together().map(|other| ProbeLimits::for_device(other).thread_percentage);
-        let control_daemon = ProbeLimits {
-            thread_percentage: percentages.max().unwrap_or(slice.thread_percentage),
-            memory: together().filter_map(|other| ProbeLimits::for_device(other).memory).max(),
-        };
+        let together = devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
+        let limits = together.map(|other| ProbeLimits::for_device(other));
+        let control_daemon = limits.fold(slice, |largest, other| ProbeLimits {
+            thread_percentage: largest.thread_percentage.max(other.thread_percentage),
+            memory: largest.memory.max(other.memory),
+        });
         Self {
             device,
             slice,

@@ -312,12 +312,6 @@ pub(crate) trait Shown {
     fn shown(&self) -> String;
 }
 
-impl Shown for String {
-    fn shown(&self) -> String {
-        printable(self)
-    }
-}
-
 macro_rules! shown {
     ($($plain:ty),*) => { $(
         impl Shown for $plain {
@@ -328,7 +322,7 @@ macro_rules! shown {
     )* };
 }
 
-shown!(bool, i32, u32, u64, PcieInfo);
+shown!(bool, i32, u32, u64, String, PcieInfo);
 
 impl<T: Shown> Shown for Option<T> {
     fn shown(&self) -> String {
