@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::time::SystemTime;
 
-use ratatui::Frame;
-use ratatui::layout::{Alignment, Constraint, Layout, Rect};
-use ratatui::style::{Color, Style, Stylize};
-use ratatui::text::{Line, Span, Text};
-use ratatui::widgets::{Cell, HighlightSpacing, Row, Table, TableState};
+use ratatui_core::layout::{Alignment, Constraint, Layout, Rect};
+use ratatui_core::style::{Color, Style, Stylize};
+use ratatui_core::terminal::Frame;
+use ratatui_core::text::{Line, Span, Text};
+use ratatui_widgets::table::{Cell, HighlightSpacing, Row, Table, TableState};
 use unicode_truncate::UnicodeTruncateStr;
 
 use super::model::Model;
@@ -360,9 +360,9 @@ fn cut_in_front(text: &str, room: usize) -> String {
 
 #[cfg(test)]
 mod tests {
-    use ratatui::Terminal;
-    use ratatui::backend::TestBackend;
-    use ratatui::buffer::{Buffer, Cell as BufferCell};
+    use ratatui_core::backend::TestBackend;
+    use ratatui_core::buffer::{Buffer, Cell as BufferCell};
+    use ratatui_core::terminal::Terminal;
 
     use super::*;
     use crate::watch::top::tests::{model, press, with_slices};

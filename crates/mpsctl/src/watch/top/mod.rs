@@ -4,9 +4,9 @@ use std::io::Write;
 use std::time::Duration;
 
 use crossterm::event::{Event, read};
-use ratatui::backend::CrosstermBackend;
-use ratatui::layout::Rect;
-use ratatui::{Terminal, TerminalOptions, Viewport};
+use ratatui_core::layout::Rect;
+use ratatui_core::terminal::{Terminal, TerminalOptions, Viewport};
+use ratatui_crossterm::CrosstermBackend;
 use rustix::process::{Signal, getpid, kill_process};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::time::interval;
