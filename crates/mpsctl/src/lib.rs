@@ -22,7 +22,6 @@ mod setup;
 mod show;
 mod signals;
 mod slurm;
-mod toolkit;
 mod watch;
 
 /// The exit status of a command that could not be carried out.

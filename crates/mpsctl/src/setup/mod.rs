@@ -20,7 +20,7 @@ use self::files::{Answers, File};
 use self::gpus::HostGpus;
 use crate::platform::WHERE_CUDA_LOOKS;
 use crate::show::table::{hanging, prose};
-use crate::{Error, FAILED, Result, platform, toolkit};
+use crate::{Error, FAILED, Result, platform};
 use common::bus::proxy::DaemonProxy;
 use common::check::{self, Checked};
 use common::config::{self, Loaded, Sources};
@@ -73,7 +73,7 @@ pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<
         return finish(&sources, platform::is_here(&sources.sysroot, &loaded), out).await;
     }
     let found = find_gpus(&sources.sysroot, out)?;
-    let answers = ask(arguments, &sources, &loaded, &found, &mut questions, out)?;
+    let answers = ask(arguments, &loaded, &found, &mut questions, out)?;
     let files = files::compose(&answers, &loaded);
     let in_the_way = files.iter().any(|file| place::is_taken(&sources.sysroot, &file.path));
     if in_the_way || !loaded.settings.sources.is_empty() {
@@ -119,7 +119,6 @@ fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus> {
 
 fn ask(
     arguments: &Arguments,
-    sources: &Sources,
     loaded: &Loaded,
     found: &HostGpus,
     questions: &mut Questions,
@@ -140,11 +139,11 @@ fn ask(
     if slices.iter().all(|slices| *slices == 0) {
         return Err(failed("no GPU is to have slices, so nothing was written"));
     }
-    let platform = platform::is_here(&sources.sysroot, loaded) || {
+    let platform = platform::is_here(&arguments.sysroot, loaded) || {
         let question = "Does this host belong to a Cloudpods platform? Nothing here looks like it.";
         questions.no_or_yes(question, out)?
     };
-    let by_itself = !platform && ask_by_itself(&sources.sysroot, questions, out)?;
+    let by_itself = !platform && ask_by_itself(&arguments.sysroot, questions, out)?;
     Ok(Answers::new(found, &slices, platform, by_itself))
 }
 
@@ -153,7 +152,7 @@ fn ask(
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Shall every CUDA program of this host find its way to a slice by itself? Otherwise only programs that are \
                     started with a slice find it.";
-    let Some(tool) = toolkit::installed(sysroot) else { return questions.yes_or_no(question, out) };
+    let Some(tool) = platform::toolkit(sysroot) else { return questions.yes_or_no(question, out) };
     let said = format!(
         "{tool} is installed: it mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so containers that were given \
          no slice would find their way too."
