@@ -286,10 +286,11 @@ fn what_has_a_home_is_named_nowhere_else() {
 }
 
 /// The rules see what they are for.
-/// A type name has one meaning. Subcommands have their arguments, and a proxy is called as the object that it stands for.
+/// A type name has one meaning. Subcommands have their arguments, a proxy is called as the object that it stands for, and a
+/// Result is the standard one with the errors of its module.
 #[test]
 fn no_two_types_have_one_name() {
-    const SHARED: [&str; 3] = ["Arguments", "Control", "Manager"];
+    const SHARED: [&str; 4] = ["Arguments", "Control", "Manager", "Result"];
     let declared = Regex::new(r"^(?:pub(?:\([a-z:]+\))? )?(?:struct|enum|type|trait) (\w+)").unwrap();
     let mut places: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for house in CRATES.map(Crate::read) {

@@ -8,7 +8,7 @@ use common::check::report::CheckReport;
 use common::config::Sources;
 
 use crate::show::table::hanging;
-use crate::{Error, print_json};
+use crate::{Result, print_json};
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -24,7 +24,7 @@ pub(crate) struct Arguments {
 }
 
 /// Returns the exit status.
-pub(crate) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+pub(crate) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = CheckReport::new(sources).await;
     if arguments.json {

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use clap::Args;
 
-use crate::Error;
 use crate::complete;
 use crate::given_out::GivenOut;
 use crate::screen::say;
 use crate::show::health::describe_state;
 use crate::slurm;
+use crate::{Error, Result};
 use common::bus::answers::{given, is_called, published_name};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Device};
@@ -36,7 +36,7 @@ impl Devices {
     }
 
     /// The names to ask the service for. Says which slice was chosen, if the command line leaves the choice to us.
-    pub(crate) async fn names(&self, daemon: &DaemonProxy) -> Result<Vec<String>, Error> {
+    pub(crate) async fn names(&self, daemon: &DaemonProxy) -> Result<Vec<String>> {
         if self.slurm {
             return slurm::given().map_err(Error::Failed);
         }
@@ -138,23 +138,20 @@ fn obstacle(device: &Device, clients: usize) -> Option<String> {
 
 /// The obstacles of the slices of each GPU.
 fn obstacles(wanted: &[(&Device, usize)]) -> String {
-    let mut gpus: Vec<(&str, BTreeMap<String, usize>)> = Vec::new();
-    for (device, clients) in wanted {
-        let Some(obstacle) = obstacle(device, *clients) else { continue };
-        let place = gpus.iter_mut().find(|(gpu, _)| *gpu == device.base_addr);
-        match place {
-            Some((_, found)) => *found.entry(obstacle).or_default() += 1,
-            None => gpus.push((&device.base_addr, BTreeMap::from([(obstacle, 1)]))),
+    let of_gpu = |slices: &[(&Device, usize)]| {
+        let mut found: BTreeMap<String, usize> = BTreeMap::new();
+        for obstacle in slices.iter().filter_map(|(device, clients)| obstacle(device, *clients)) {
+            *found.entry(obstacle).or_default() += 1;
         }
-    }
-    let of_gpu = |(gpu, found): &(&str, BTreeMap<String, usize>)| {
         let found: Vec<String> = match found.iter().next() {
             Some((only, _)) if found.len() == 1 => vec![only.clone()],
             _ => found.iter().map(|(why, slices)| format!("{} {why}", counted(*slices, "slice"))).collect(),
         };
+        let gpu = slices.first().map_or("", |(device, _)| &device.base_addr);
         format!("{gpu}: {}", found.join(", "))
     };
-    gpus.iter().map(of_gpu).collect::<Vec<_>>().join("; ")
+    let gpus = wanted.chunk_by(|(one, _), (next, _)| one.base_addr == next.base_addr);
+    gpus.map(of_gpu).collect::<Vec<_>>().join("; ")
 }
 
 /// Every GPU with its model.

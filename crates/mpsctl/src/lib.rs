@@ -22,7 +22,6 @@ mod setup;
 mod show;
 mod signals;
 mod slurm;
-mod toolkit;
 mod watch;
 
 /// The exit status of a command that could not be carried out.
@@ -308,6 +307,8 @@ impl Command {
     }
 }
 
+type Result<T, E = Error> = std::result::Result<T, E>;
+
 /// Why a subcommand could not do what it was asked.
 #[derive(Debug, thiserror::Error)]
 enum Error {
@@ -316,18 +317,12 @@ enum Error {
     /// The service is not there, for the reason that systemd knows.
     #[error("yunion-mps-daemon is not running: {0}")]
     NotRunning(String),
-    #[error("can't start: {0}")]
-    Runtime(#[source] io::Error),
     #[error("can't write the output: {0}")]
     Output(#[from] io::Error),
     #[error("can't write JSON: {0}")]
     Json(#[from] serde_json::Error),
-    #[error("can't watch for signals: {0}")]
-    Signals(#[source] io::Error),
-    #[error("can't learn how the command ended: {0}")]
-    Wait(#[source] io::Error),
-    #[error("can't start a process: {0}")]
-    Start(#[source] io::Error),
+    #[error("can't {0}: {1}")]
+    System(&'static str, #[source] io::Error),
     #[error("{0}")]
     Failed(String),
     #[error("{0}")]
@@ -387,37 +382,29 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
     if let Some(status) = complete::complete_words(&arguments, out) {
         return status;
     }
-    let done = match Arguments::try_parse_from(&arguments) {
+    let (done, refused_line) = match Arguments::try_parse_from(&arguments) {
         Ok(Arguments { command }) => {
             let refused_line = match &command {
                 Command::Env(arguments) => arguments.refused_line(),
                 _ => None,
             };
-            let done = run_command(command, out);
-            if let (Err(_), Some(line)) = (&done, refused_line) {
-                let _ = writeln!(out, "{line}").and_then(|()| out.flush());
-            }
-            done
+            (run_command(command, out), refused_line)
         }
         Err(e) if e.use_stderr() => {
-            if let Some(line) = show::env::refused_line_of_wrong_usage(&arguments) {
-                let _ = writeln!(out, "{line}").and_then(|()| out.flush());
-            }
             let _ = match act::run::without_dashes(&arguments) {
                 Some(remedy) => writeln!(err, "error: {remedy}"),
                 None => write!(err, "{}", e.render()),
             };
-            Ok(USAGE)
+            (Ok(USAGE), show::env::refused_line_of_wrong_usage(&arguments))
         }
         Err(help) => {
-            write!(out, "{}", help.render()).and_then(|()| out.flush()).map(|()| 0).map_err(Error::Output)
+            let written = write!(out, "{}", help.render()).and_then(|()| out.flush());
+            (written.map(|()| 0).map_err(Error::Output), None)
         }
     };
-    told(done, err)
-}
-
-/// The exit status of what was done. An error is told on standard error.
-fn told(done: Result<u8, Error>, err: &mut dyn Write) -> u8 {
+    if let Some(line) = refused_line.filter(|_| !matches!(done, Ok(0))) {
+        let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+    }
     match done {
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
@@ -429,15 +416,12 @@ fn told(done: Result<u8, Error>, err: &mut dyn Write) -> u8 {
     }
 }
 
-fn runtime() -> Result<tokio::runtime::Runtime, Error> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)
-}
-
-fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
+fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
     let mut may_lose_reader = MayLoseReader(&mut *out);
     let out: &mut dyn Write =
         if command.answers_by_exit_status() { &mut may_lose_reader } else { may_lose_reader.0 };
-    runtime()?.block_on(async {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.map_err(|error| Error::System("start", error))?.block_on(async {
         match execute(command, out).await {
             // A unit that has failed by its configuration is not started by another try.
             Err(Error::Bus(BusError::NotRunning)) => Err(match doctor::why_not_running().await {
@@ -449,7 +433,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
     })
 }
 
-async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
+async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
     // `check`, `setup` and `doctor` work without the daemon too, and look for it themselves.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
@@ -485,7 +469,7 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8, Error> {
 }
 
 /// Prints a JSON document, one value a line.
-fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<(), Error> {
+fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<()> {
     writeln!(out, "{}", common::text::json(value)?)?;
     Ok(())
 }

@@ -6,17 +6,16 @@ use std::io::{self, Write};
 use common::text::printable;
 
 /// The columns and rows of the terminal.
-pub(super) fn size() -> (usize, usize) {
+pub(super) fn size() -> (u16, u16) {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
-    let known =
-        |cells: Option<u16>, otherwise| cells.filter(|cells| *cells > 0).map_or(otherwise, usize::from);
+    let known = |cells: Option<u16>, otherwise| cells.filter(|cells| *cells > 0).unwrap_or(otherwise);
     (known(size.map(|size| size.ws_col), 80), known(size.map(|size| size.ws_row), 24))
 }
 
 /// The whole screen, which is drawn again and again.
 #[derive(Debug, Default)]
 pub(super) struct Screen {
-    size: (usize, usize),
+    size: (u16, u16),
     lines: Vec<String>,
 }
 
@@ -43,11 +42,6 @@ impl Screen {
         self.lines = lines;
         out.write_all((text + "\u{1b}[?7h").as_bytes())?;
         out.flush()
-    }
-
-    /// Has everything written again: something else may stand there now.
-    pub(super) fn forget(&mut self) {
-        *self = Self::default();
     }
 }
 

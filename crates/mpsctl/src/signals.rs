@@ -7,7 +7,7 @@ use std::task::Poll;
 use rustix::process::Signal;
 use tokio::signal::unix::{self, SignalKind};
 
-use super::Error;
+use super::{Error, Result};
 use common::host::proc;
 
 /// Signals that no longer end this process.
@@ -16,12 +16,12 @@ pub(super) struct CaughtSignals(Vec<(Signal, unix::Signal)>);
 impl CaughtSignals {
     /// Catches signals. A signal that was ignored when this process started stays ignored, as nohup and a shell's `&` want
     /// it, for us and for the processes that we start.
-    pub(super) fn catch(signals: &[Signal]) -> Result<Self, Error> {
+    pub(super) fn catch(signals: &[Signal]) -> Result<Self> {
         let own = proc::status(proc::OWN);
         let ignored = |signal: Signal| own.as_ref().is_ok_and(|own| own.ignores(signal.as_raw()));
         let caught = signals.iter().copied().filter(|signal| !ignored(*signal));
         let caught = caught.map(|signal| Ok((signal, unix::signal(SignalKind::from_raw(signal.as_raw()))?)));
-        caught.collect::<io::Result<_>>().map(Self).map_err(Error::Signals)
+        caught.collect::<io::Result<_>>().map(Self).map_err(|error| Error::System("watch for signals", error))
     }
 
     /// Waits for the next signal.

@@ -9,9 +9,9 @@ use std::env;
 use std::io::Write;
 use std::path::Path;
 
-use crate::Error;
 use crate::screen::say;
 use crate::show::health::describe_state;
+use crate::{Error, Result};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Device;
 use common::host::regular_file;
@@ -27,7 +27,7 @@ const GIVEN: [&str; 2] = ["SLURM_STEP_GPUS", "SLURM_JOB_GPUS"];
 
 const MIB_IN_GIB: i32 = 1024;
 
-pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(), Error> {
+pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<()> {
     let service = daemon.service().await?;
     let devices = daemon.devices().await?;
     if service.state != "ready" {

@@ -5,15 +5,10 @@ use std::io::Write;
 use serde_json::json;
 
 use crate::show::table::prose;
-use crate::{Error, print_json};
+use crate::{Result, print_json};
 use common::bus::proxy::DaemonProxy;
 
-pub(crate) async fn apply(
-    daemon: &DaemonProxy,
-    force: bool,
-    json: bool,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn apply(daemon: &DaemonProxy, force: bool, json: bool, out: &mut dyn Write) -> Result<()> {
     daemon.apply(force).await?;
     if json {
         return print_json(out, &json!({"applied": true, "forced": force}));
@@ -22,7 +17,7 @@ pub(crate) async fn apply(
     Ok(())
 }
 
-pub(crate) async fn reload(daemon: &DaemonProxy, json: bool, out: &mut dyn Write) -> Result<(), Error> {
+pub(crate) async fn reload(daemon: &DaemonProxy, json: bool, out: &mut dyn Write) -> Result<()> {
     let generation = daemon.reload().await?;
     let service = daemon.service().await?;
     let (state, reason) = (&service.state, &service.state_reason);

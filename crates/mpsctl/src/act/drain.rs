@@ -1,6 +1,6 @@
 //! `yunion-mpsctl drain` and `yunion-mpsctl undrain`.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::ops::Deref;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::screen::Passing;
 use crate::show::columns::{WAITED_FOR, short_id, slice_or_not_known, table_of};
 use crate::show::table::{Shown, is_drawn_on, prose};
 use crate::signals::CaughtSignals;
-use crate::{Error, FAILED};
+use crate::{Error, FAILED, Result};
 use common::bus::answers::{given, is_called, published_name};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Device};
@@ -50,11 +50,7 @@ pub(crate) struct What {
     all: bool,
 }
 
-pub(crate) async fn drain(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<u8, Error> {
+pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     match drain_and_wait(daemon, arguments, out).await {
         // Elsewhere a reader that has left is no error. Here the status says whether clients are left.
         Err(error) if arguments.wait && error.is_closed_pipe() => Err(Error::Failed(
@@ -64,11 +60,7 @@ pub(crate) async fn drain(
     }
 }
 
-async fn drain_and_wait(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<u8, Error> {
+async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let names = &arguments.what.names;
     // Caught first: the end of the waiting is said at any time.
     let signals = if arguments.wait { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
@@ -88,7 +80,7 @@ async fn drain_and_wait(
     writeln!(out, "{}", prose(&done))?;
     out.flush()?;
     if !arguments.wait {
-        writeln!(out, "{}", prose(&still_there(scope.remaining_clients(daemon).await)))?;
+        writeln!(out, "{}", prose(&still_there(&scope.remaining_clients(daemon).await)))?;
         return Ok(0);
     }
     let signal = tokio::select! {
@@ -107,7 +99,7 @@ async fn drain_and_wait(
     Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED))
 }
 
-pub(crate) async fn undrain(daemon: &DaemonProxy, what: &What, out: &mut dyn Write) -> Result<(), Error> {
+pub(crate) async fn undrain(daemon: &DaemonProxy, what: &What, out: &mut dyn Write) -> Result<()> {
     daemon.undrain(&what.names).await?;
     writeln!(out, "{}", prose(&format!("{} clients again.", subject(&what.names, "takes", "take"))))?;
     Ok(())
@@ -129,53 +121,34 @@ fn pronoun(names: &[String]) -> &'static str {
 struct Scope {
     /// Every client of the service.
     all: bool,
-    /// The GPUs with something that is drained.
-    gpus: Vec<DrainedGpu>,
-}
-
-struct DrainedGpu {
-    addr: String,
-    pipe_directory: String,
-    uuid: Option<String>,
-    /// Its slices, and whether each is drained.
-    slices: BTreeMap<String, bool>,
+    /// The slices of the GPUs with something that is drained, and whether each is drained.
+    slices: Vec<(Device, bool)>,
 }
 
 impl Scope {
     /// The meaning of the names at this moment: a reload may take a GPU away that still has clients.
     async fn new(daemon: &DaemonProxy, names: &[String]) -> Result<Self, BusError> {
         if names.is_empty() {
-            return Ok(Self { all: true, gpus: Vec::new() });
+            return Ok(Self { all: true, slices: Vec::new() });
         }
         Ok(Self::choose(&daemon.devices().await?, names))
     }
 
     fn choose(devices: &[Listed<Device>], names: &[String]) -> Self {
         let named: Vec<String> = names.iter().map(|name| published_name(name, devices)).collect();
-        let mut gpus: Vec<DrainedGpu> = Vec::new();
-        for device in devices {
-            let is_drained = named.iter().any(|name| is_called(device, name));
-            let place = gpus.iter().position(|gpu| gpu.addr == device.base_addr);
-            let slice = (device.addr.clone(), is_drained);
-            match place.and_then(|place| gpus.get_mut(place)) {
-                Some(gpu) => gpu.slices.extend([slice]),
-                None => gpus.push(DrainedGpu {
-                    addr: device.base_addr.clone(),
-                    pipe_directory: device.pipe_directory.clone(),
-                    uuid: device.device_path.clone(),
-                    slices: BTreeMap::from([slice]),
-                }),
-            }
-        }
-        gpus.retain(|gpu| gpu.slices.values().any(|is_drained| *is_drained));
-        Self { all: false, gpus }
+        let is_drained = |device: &Device| named.iter().any(|name| is_called(device, name));
+        let gpus: BTreeSet<&str> =
+            devices.iter().filter(|one| is_drained(one)).map(|one| one.base_addr.as_str()).collect();
+        let of_them = devices.iter().filter(|device| gpus.contains(device.base_addr.as_str()));
+        let slices = of_them.map(|device| (Device::clone(device), is_drained(device))).collect();
+        Self { all: false, slices }
     }
 
     /// The first pipe directory of these GPUs that has the socket of its control daemon itself. Nobody can be kept from it
     /// who has it.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
         let mut theirs = control_daemons.iter().filter(|daemon| {
-            self.all || self.gpus.iter().any(|gpu| gpu.pipe_directory == daemon.pipe_directory)
+            self.all || self.slices.iter().any(|(slice, _)| slice.pipe_directory == daemon.pipe_directory)
         });
         let open = theirs.find(|daemon| daemon.control_directory == daemon.pipe_directory)?;
         Some(&open.pipe_directory)
@@ -184,53 +157,50 @@ impl Scope {
     /// Whether a client may be one of a drained slice. A client that does not say its slice may be one of any.
     fn has(&self, client: &Client) -> bool {
         let given: Vec<&str> = given(client).collect();
-        let of_gpu = |gpu: &DrainedGpu| {
-            let mut known = given.iter().filter_map(|name| gpu.slices.get(*name)).peekable();
-            if client.gpu.is_empty() {
-                // It waits for a server, and nobody knows its GPU yet.
-                given.is_empty() || given.contains(&gpu.addr.as_str()) || known.any(|is_drained| *is_drained)
-            } else {
-                let is_on_it = gpu.uuid.as_ref() == Some(&client.gpu);
-                is_on_it && (known.peek().is_none() || known.any(|is_drained| *is_drained))
-            }
+        let names = |name: &String| given.contains(&name.as_str());
+        // Nobody knows yet which GPU a client has that waits for a server.
+        let waits = client.gpu.is_empty();
+        let its = || self.slices.iter().filter(|(slice, _)| waits || is_on(client, slice));
+        let mut known = its().filter(|(slice, _)| names(&slice.addr)).peekable();
+        let says_no_slice = if waits {
+            given.is_empty() || its().any(|(slice, _)| names(&slice.base_addr))
+        } else {
+            its().next().is_some() && known.peek().is_none()
         };
-        self.all || self.gpus.iter().any(of_gpu)
+        self.all || says_no_slice || known.any(|(_, is_drained)| *is_drained)
     }
 
     /// The processes on the GPUs that have no other slices than drained ones, or on all.
     fn bypasses(&self, client: &Client) -> bool {
-        let whole = |gpu: &DrainedGpu| {
-            gpu.uuid.as_ref() == Some(&client.gpu) && gpu.slices.values().all(|is_drained| *is_drained)
-        };
-        client.bypass && (self.all || self.gpus.iter().any(whole))
+        let mut its = self.slices.iter().filter(|(slice, _)| is_on(client, slice)).peekable();
+        client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))
     }
 
-    async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<RemainingClients, BusError> {
+    /// None: the service or a control daemon starts, and nobody knows its clients yet.
+    async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<Option<RemainingClients>, BusError> {
         if !knows_its_clients(daemon).await? {
-            return Ok(RemainingClients::Unknown);
+            return Ok(None);
         }
-        let (bypassing, clients): (Vec<_>, Vec<_>) =
+        let (mut bypassing, mut clients): (Vec<_>, Vec<_>) =
             daemon.clients().await?.into_iter().partition(|client| client.bypass);
-        let clients: Vec<_> = clients.into_iter().filter(|client| self.has(client)).collect();
+        bypassing.retain(|client| self.bypasses(client));
+        clients.retain(|client| self.has(client));
         // The service may have been started again in between.
-        if clients.is_empty() && !knows_its_clients(daemon).await? {
-            return Ok(RemainingClients::Unknown);
-        }
-        let bypassing = bypassing.into_iter().filter(|client| self.bypasses(client)).collect();
-        Ok(RemainingClients::Seen { clients, bypassing })
+        let is_known = !clients.is_empty() || knows_its_clients(daemon).await?;
+        Ok(is_known.then_some(RemainingClients { clients, bypassing }))
     }
 }
 
+fn is_on(client: &Client, slice: &Device) -> bool {
+    slice.device_path.as_ref() == Some(&client.gpu)
+}
+
 /// A look at the clients.
-enum RemainingClients {
-    /// The service or a control daemon starts, and nobody knows its clients yet.
-    Unknown,
-    Seen {
-        /// The clients that are waited for.
-        clients: Vec<Listed<Client>>,
-        /// The processes that use a drained GPU without MPS.
-        bypassing: Vec<Listed<Client>>,
-    },
+struct RemainingClients {
+    /// The clients that are waited for.
+    clients: Vec<Listed<Client>>,
+    /// The processes that use a drained GPU without MPS.
+    bypassing: Vec<Listed<Client>>,
 }
 
 /// Whether no control daemon is just being taken over: its clients would not be listed.
@@ -241,14 +211,14 @@ async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
     Ok(!starts(&service.state) && !daemons.iter().any(|one| starts(&one.state)))
 }
 
-fn still_there(look: Result<RemainingClients, BusError>) -> String {
+fn still_there(look: &Result<Option<RemainingClients>, BusError>) -> String {
     let unknown = "Nobody knows now which clients are still there";
     match look {
         Err(error) => format!("{unknown}: {}.", printable(&error.to_string())),
-        Ok(RemainingClients::Unknown) => format!("{unknown}: the service is starting."),
-        Ok(RemainingClients::Seen { clients, bypassing }) if clients.is_empty() => nobody(&bypassing),
-        Ok(RemainingClients::Seen { clients, .. }) => {
-            format!("Still there: {}.{}", describe(&clients), unplaced(&clients))
+        Ok(None) => format!("{unknown}: the service is starting."),
+        Ok(Some(RemainingClients { clients, bypassing })) if clients.is_empty() => nobody(bypassing),
+        Ok(Some(RemainingClients { clients, .. })) => {
+            format!("Still there: {}.{}", describe(clients), unplaced(clients))
         }
     }
 }
@@ -287,27 +257,25 @@ fn describe_one(client: &Client) -> String {
 }
 
 /// Returns when no client is left.
-async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Result<(), Error> {
+async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Result<()> {
     let mut screen = DrainScreen { redraws: is_drawn_on(), ..DrainScreen::default() };
     let mut seen = Instant::now();
     loop {
-        let look = scope.remaining_clients(daemon).await;
-        match look {
-            Ok(RemainingClients::Seen { clients, bypassing }) if clients.is_empty() => {
+        match scope.remaining_clients(daemon).await {
+            Ok(Some(RemainingClients { clients, bypassing })) => {
                 screen.show(&clients, out)?;
-                writeln!(out, "{}", prose(&nobody(&bypassing)))?;
-                return Ok(());
-            }
-            Ok(RemainingClients::Seen { clients, .. }) => {
+                if clients.is_empty() {
+                    writeln!(out, "{}", prose(&nobody(&bypassing)))?;
+                    return Ok(());
+                }
                 seen = Instant::now();
-                screen.show(&clients, out)?;
             }
             Err(error) if seen.elapsed() > PATIENCE => return Err(error.into()),
             unknown => {
                 if unknown.is_ok() {
                     seen = Instant::now();
                 }
-                screen.say(&still_there(unknown), out)?;
+                screen.say(&still_there(&unknown), out)?;
             }
         }
         out.flush()?;
@@ -328,7 +296,7 @@ struct DrainScreen {
 }
 
 impl DrainScreen {
-    fn show(&mut self, clients: &[Listed<Client>], out: &mut dyn Write) -> Result<(), Error> {
+    fn show(&mut self, clients: &[Listed<Client>], out: &mut dyn Write) -> Result<()> {
         if self.redraws {
             return Ok(self.drawn.draw(&drawn(clients), out)?);
         }
@@ -344,7 +312,7 @@ impl DrainScreen {
         Ok(())
     }
 
-    fn say(&mut self, sentence: &str, out: &mut dyn Write) -> Result<(), Error> {
+    fn say(&mut self, sentence: &str, out: &mut dyn Write) -> Result<()> {
         if self.redraws {
             return Ok(self.drawn.draw(&prose(sentence), out)?);
         }
@@ -427,7 +395,7 @@ mod tests {
             assert!(gpu.bypasses(&bypass("GPU-06")) && !gpu.bypasses(&bypass("GPU-07")));
             assert!(!scope(&["00:06.0-1"]).bypasses(&bypass("GPU-06")));
         }
-        let all = Scope { all: true, gpus: Vec::new() };
+        let all = Scope { all: true, slices: Vec::new() };
         assert!(all.has(&client("GPU-gone", None)) && all.has(&client("", Some("00:06.0-1"))));
     }
 

@@ -27,7 +27,7 @@ use crate::chosen::Devices;
 use crate::screen::say;
 use crate::show::env::{host_environment, quoted, warn_of_several};
 use crate::signals::CaughtSignals;
-use crate::{Error, FAILED};
+use crate::{Error, FAILED, Result};
 use common::bus::proxy::{BusError, DaemonProxy};
 use common::host::device_name::{self, GpuId};
 use common::host::proc;
@@ -60,7 +60,7 @@ pub(crate) struct Arguments {
     command: Vec<OsString>,
 }
 
-pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8, Error> {
+pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8> {
     let answer = daemon.container_config(&arguments.devices.names(&daemon).await?).await?;
     warn_of_several(&answer);
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
@@ -72,14 +72,17 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
         .args(&arguments.command)
         .envs(host_environment(&answer))
         .spawn()
-        .map_err(Error::Start)?;
+        .map_err(|error| Error::System("start a process", error))?;
     let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
     let Some(command) = pid.map(ProcessGroup) else { return Ok(FAILED) };
     let mut first = true;
     let mut waiting: Option<(Signal, Release)> = None;
     loop {
         tokio::select! {
-            ended = child.wait() => return Ok(exit_status(ended.map_err(Error::Wait)?)),
+            ended = child.wait() => {
+                let learnt = ended.map_err(|error| Error::System("learn how the command ended", error));
+                return learnt.map(exit_status);
+            }
             signal = signals.next() => match signal {
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),

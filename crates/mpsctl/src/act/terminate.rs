@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::complete;
 use crate::show::table::prose;
-use crate::{Error, print_json};
+use crate::{Result, print_json};
 use common::bus::answers::published_name;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Event;
@@ -43,7 +43,7 @@ pub(crate) async fn terminate(
     daemon: &DaemonProxy,
     arguments: &Arguments,
     out: &mut dyn Write,
-) -> Result<(), Error> {
+) -> Result<()> {
     let Whom { pid, device, container } = &arguments.whom;
     let asked = SystemTime::now();
     let (ended, words) = if let Some(pid) = pid {

@@ -68,15 +68,6 @@ pub(crate) struct GpuContext {
     context: Arc<CudaContext>,
 }
 
-/// Memory of a GPU, in MiB.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Memory {
-    /// The memory that is free for this process.
-    pub free_mib: u64,
-    /// The whole memory.
-    pub total_mib: u64,
-}
-
 impl GpuContext {
     /// Makes the context. From then on this process is an MPS client.
     pub(crate) fn open() -> Result<Self, CudaError> {
@@ -93,13 +84,11 @@ impl GpuContext {
         count.map(number).map_err(|error| CudaError::new("counting the multiprocessors", error))
     }
 
-    /// The memory that this process sees.
-    pub(crate) fn memory(&self) -> Result<Memory, CudaError> {
-        let (free, total) = self
-            .context
-            .mem_get_info()
-            .map_err(|error| CudaError::new("asking for the free memory", error))?;
-        Ok(Memory { free_mib: (free / MIB) as u64, total_mib: (total / MIB) as u64 })
+    /// The memory that is free for this process, and the whole memory that it sees, in MiB.
+    pub(crate) fn memory(&self) -> Result<(u64, u64), CudaError> {
+        let memory = self.context.mem_get_info();
+        let (free, total) = memory.map_err(|error| CudaError::new("asking for the free memory", error))?;
+        Ok(((free / MIB) as u64, (total / MIB) as u64))
     }
 
     /// Allocates memory until it is used up or `most_mib` is reached, frees it, and returns the amount.

@@ -5,14 +5,13 @@ use std::io::ErrorKind;
 use std::path::Path;
 
 use super::facts::Facts;
-use super::{Check, Finding, Name, Outcome, Severity, error, finding, info, warning};
+use super::{Check, Finding, Name, Outcome, Severity, each, error, finding, info, warning};
 use crate::platform::{self, WHERE_CUDA_LOOKS};
 use common::check::Checked;
 use common::check::difference::{DifferenceKind, differences};
 use common::config::Refused;
-use common::config::agent::Trouble;
 use common::plan::Missing;
-use common::problem::{LocatedProblem, Origin};
+use common::problem::LocatedProblem;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the configuration", configuration),
@@ -76,18 +75,16 @@ fn for_root(facts: &Facts, file: &Path) -> bool {
 }
 
 fn overridden(facts: &Facts) -> Outcome {
-    let of = |(key, earlier, later): &(&str, Origin, Origin)| {
+    each(&facts.loaded()?.overridden, |(key, earlier, later)| {
         let found = format!("{key} here counts, and that in {earlier} does not");
         let remedy = format!("if that is not meant, remove {key} from {}", later.file.display());
-        info("key-overridden", later, found, remedy)
-    };
-    Ok(facts.loaded()?.overridden.iter().map(of).collect())
+        [info("key-overridden", later, found, remedy)]
+    })
 }
 
 /// The host agent reads the same files, and understands less of them.
 fn agent(facts: &Facts) -> Outcome {
-    let of = |trouble: &Trouble| of_problem(Severity::Warning, trouble.name, &trouble.problem);
-    Ok(facts.loaded()?.agent.iter().map(of).collect())
+    each(&facts.loaded()?.agent, |it| [of_problem(Severity::Warning, it.name, &it.problem)])
 }
 
 /// Compares the published GPUs with a new plan. A GPU that came or went since then does not concern the files.

@@ -4,15 +4,13 @@ use std::collections::BTreeMap;
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rustix::fs::{StatVfs, StatVfsMountFlags};
 
-use super::facts::{CUDA_DEFAULT, Facts};
-use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
-use crate::toolkit;
-use common::bus::proxy::Listed;
-use common::bus::rows::ControlDaemon;
+use super::facts::Facts;
+use super::{Check, Finding, Outcome, Severity, each, error, finding, info, warning};
+use crate::platform::{WHERE_CUDA_LOOKS, toolkit};
 use common::directories::{check, immutable};
 use common::host::proc;
 use common::host::socket::listener;
@@ -37,7 +35,7 @@ const ROOM: u64 = 1 << 20;
 
 /// The rules are those of the service itself.
 fn refused(facts: &Facts) -> Outcome {
-    let of = |directory: PathBuf| match check(&directory) {
+    each(facts.all_directories()?, |directory| match check(&directory) {
         Ok(false) if in_use(facts, &directory) => Some(error(
             "directory-missing",
             directory.display(),
@@ -49,8 +47,7 @@ fn refused(facts: &Facts) -> Outcome {
             let problem = bad.problem.or_remedy("configure another directory in host.conf");
             Some(finding(Severity::Error, "directory-refused", bad.path.display(), problem))
         }
-    };
-    Ok(facts.all_directories()?.filter_map(of).collect())
+    })
 }
 
 /// Whether a control daemon of ours that runs uses the directory.
@@ -92,7 +89,7 @@ fn closed(facts: &Facts) -> Outcome {
 /// Whoever gets into the control daemon's own directory as root, in a container too, can command it.
 fn private(facts: &Facts) -> Outcome {
     let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
-    let of = |daemon: &Listed<ControlDaemon>| {
+    each(&facts.published()?.control_daemons, |daemon| {
         let own = Path::new(&daemon.control_directory);
         if daemon.control_directory == daemon.pipe_directory {
             let wanted =
@@ -118,8 +115,7 @@ fn private(facts: &Facts) -> Outcome {
             format!("{}: others than root can command the control daemon", mode(&metadata)),
             format!("chmod 700 {}, and see who has changed it", own.display()),
         ))
-    };
-    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+    })
 }
 
 /// A container that can write to a directory without the flag can take its link away, or put a socket of its own there.
@@ -127,7 +123,7 @@ fn changeable(facts: &Facts) -> Outcome {
     let daemons = if facts.own_processes() { facts.published()?.control_daemons.as_slice() } else { &[] };
     let serving = daemons.iter().filter(|daemon| daemon.state == "ready");
     let private = serving.filter(|daemon| daemon.control_directory != daemon.pipe_directory);
-    Ok(private.filter_map(|daemon| judge_flag(Path::new(&daemon.pipe_directory))).collect())
+    each(private, |daemon| judge_flag(Path::new(&daemon.pipe_directory)))
 }
 
 fn judge_flag(pipe: &Path) -> Option<Finding> {
@@ -153,11 +149,10 @@ fn mode(metadata: &Metadata) -> String {
 }
 
 fn file_systems(facts: &Facts) -> Outcome {
-    let of = |directory: PathBuf| {
+    each(facts.all_directories()?.chain([facts.runtime_directory.clone()]), |directory| {
         let existing = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
         judge_file_system(&directory, &rustix::fs::statvfs(existing).ok()?)
-    };
-    Ok(facts.all_directories()?.chain([facts.runtime_directory.clone()]).filter_map(of).collect())
+    })
 }
 
 fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
@@ -185,7 +180,7 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
 
 /// A control daemon keeps running when its socket is removed, and clients no longer find it.
 fn sockets(facts: &Facts) -> Outcome {
-    let of = |daemon: &Listed<ControlDaemon>| {
+    each(&facts.published()?.control_daemons, |daemon| {
         let (Some(pid), "ready" | "waiting") = (daemon.pid, daemon.state.as_str()) else { return None };
         let own = socket(Path::new(&daemon.control_directory), pid);
         // The pipe directory leads nowhere while no slice takes clients.
@@ -194,8 +189,7 @@ fn sockets(facts: &Facts) -> Outcome {
             .filter(|device| device.device_path.as_ref().is_some_and(|uuid| daemon.gpus.contains(uuid)));
         let mut open = || its.any(|device| !device.drained);
         own.or_else(|| if open() { socket(Path::new(&daemon.pipe_directory), pid) } else { None })
-    };
-    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+    })
 }
 
 /// The fault of the socket in a directory where this control daemon is to be found.
@@ -223,7 +217,7 @@ fn socket(directory: &Path, pid: u32) -> Option<Finding> {
 
 fn log_size(facts: &Facts) -> Outcome {
     let most = facts.enabled()?.supervision.log_max_bytes;
-    let of = |(_, directory): (PathBuf, PathBuf)| {
+    each(facts.directories()?, |(_, directory)| {
         let file = directory.join("control.log");
         let size = fs::metadata(&file).ok()?.len();
         (size > most.saturating_mul(2)).then(|| {
@@ -234,8 +228,7 @@ fn log_size(facts: &Facts) -> Outcome {
                 format!("truncate -s 0 {}; while the service runs it keeps the log short", file.display()),
             )
         })
-    };
-    Ok(facts.directories()?.into_iter().filter_map(of).collect())
+    })
 }
 
 fn runtime_directory(facts: &Facts) -> Outcome {
@@ -289,24 +282,23 @@ fn shared_memory(facts: &Facts) -> Outcome {
 /// NVIDIA's runtime mounts the directory into every container with a GPU, whenever the directory exists.
 fn container_toolkit(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
-    let Some(tool) = toolkit::installed(&facts.sources.sysroot) else { return Ok(Vec::new()) };
+    let Some(tool) = toolkit(&facts.sources.sysroot) else { return Ok(Vec::new()) };
     let remedy = "cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: /var/log/yunion-mps in \
                   host.conf, for this service and the host agent alike";
     let pipe = &settings.pipe_directory;
-    if pipe == Path::new(CUDA_DEFAULT) {
+    if pipe == Path::new(WHERE_CUDA_LOOKS) {
         let found = format!(
             "{tool} is installed: it mounts this directory into every container with a GPU, and CUDA looks there by \
              itself, so containers that were given no slice become clients too"
         );
         return Ok(vec![warning("toolkit-captures-containers", pipe.display(), found, remedy)]);
     }
-    let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(CUDA_DEFAULT));
+    let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(WHERE_CUDA_LOOKS));
     let found = format!(
-        "{tool} is installed: it mounts {CUDA_DEFAULT} into every container with a GPU, and with it the sockets and \
+        "{tool} is installed: it mounts {WHERE_CUDA_LOOKS} into every container with a GPU, and with it the sockets and \
          logs of others"
     );
-    let of = |path: &PathBuf| info("toolkit-shows-directories", path.display(), &found, remedy);
-    Ok(below.map(of).into_iter().collect())
+    each(below, |path| [info("toolkit-shows-directories", path.display(), &found, remedy)])
 }
 
 fn selinux(facts: &Facts) -> Outcome {
@@ -337,7 +329,7 @@ fn ageing(facts: &Facts) -> Outcome {
     let files = files.into_values().filter(|file| file.extension().is_some_and(|name| name == "conf"));
     let texts: Vec<_> =
         files.map(|file| (fs::read_to_string(facts.file(&file)).unwrap_or_default(), file)).collect();
-    let of = |directory: PathBuf| {
+    each(facts.all_directories()?, |directory| {
         let lines = texts.iter().flat_map(|(text, file)| text.lines().map(move |line| (line, file)));
         let (line, file) = aged_by(&directory, lines)?;
         let (file, parent) = (file.display(), directory.parent().unwrap_or(Path::new("/")).display());
@@ -352,8 +344,7 @@ fn ageing(facts: &Facts) -> Outcome {
                 "put these two lines in /etc/tmpfiles.d/yunion-mps-local.conf: `X {parent}` and `x {directory}`"
             ),
         ))
-    };
-    Ok(facts.all_directories()?.filter_map(of).collect())
+    })
 }
 
 /// The line by which the contents of a directory are removed: the nearest one that names it or a directory above it, if that

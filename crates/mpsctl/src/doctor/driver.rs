@@ -1,8 +1,5 @@
 //! NVIDIA's driver, its programs and its device nodes.
 
-// All checks have one type, with a Result for the checks that may lack a fact.
-#![allow(clippy::unnecessary_wraps)]
-
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -10,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::facts::{CONTROL, Facts, variable};
-use super::{Check, Finding, Outcome, Severity, edit_unit, error, finding, warning};
+use super::{Check, Outcome, Severity, each, edit_unit, error, finding, warning};
 use common::host::inotify;
 use common::host::program::{find_program, find_program_in};
 use common::problem::Problem;
@@ -30,19 +27,17 @@ const PROGRAMS: [&str; 2] = [CONTROL, "nvidia-cuda-mps-server"];
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 fn driver(facts: &Facts) -> Outcome {
-    let of = |problem: Problem| {
+    each(facts.inventory.driver.clone().err(), |problem| {
         let problem = problem.or_remedy("nvidia-smi and dmesg say more");
-        finding(Severity::Error, "driver-unusable", "NVIDIA driver", problem)
-    };
-    Ok(facts.inventory.driver.clone().err().map(of).into_iter().collect())
+        [finding(Severity::Error, "driver-unusable", "NVIDIA driver", problem)]
+    })
 }
 
 fn programs(_: &Facts) -> Outcome {
-    let missing = |name: &&str| {
+    each(PROGRAMS, |name| {
         let problem = find_program(name).err()?;
         Some(finding(Severity::Error, "program-missing", name, problem))
-    };
-    Ok(PROGRAMS.iter().filter_map(missing).collect())
+    })
 }
 
 /// The PATH of the service that runs, or else the PATH that its unit would give it.
@@ -59,7 +54,7 @@ fn path_of_service(facts: &Facts) -> Result<String, String> {
 
 fn service_path(facts: &Facts) -> Outcome {
     let path = path_of_service(facts)?;
-    let hidden = |name: &&str| -> Option<Finding> {
+    each(PROGRAMS, |name| {
         // A program that is missing everywhere has a finding already.
         let found = find_program(name).ok()?;
         find_program_in(name, path.as_ref()).err()?;
@@ -70,8 +65,7 @@ fn service_path(facts: &Facts) -> Outcome {
             format!("it is in {directory}, and the service looks in {path}"),
             edit_unit(&format!("Environment=PATH={path}:{directory}")),
         ))
-    };
-    Ok(PROGRAMS.iter().filter_map(hidden).collect())
+    })
 }
 
 /// The control daemon's program prints the version of CUDA that it is of, from driver 580 on.
@@ -107,7 +101,7 @@ fn nodes(facts: &Facts) -> Outcome {
             wanted.push((node.clone(), "modprobe nvidia-drm, then udevadm trigger".to_owned()));
         }
     }
-    let of = |(node, remedy): (PathBuf, String)| -> Option<Finding> {
+    each(wanted, |(node, remedy)| {
         let Ok(metadata) = fs::metadata(facts.file(&node)) else {
             return Some(error("device-node-missing", node.display(), "it does not exist", remedy));
         };
@@ -129,16 +123,14 @@ fn nodes(facts: &Facts) -> Outcome {
                 node.display()
             ),
         ))
-    };
-    Ok(wanted.into_iter().filter_map(of).collect())
+    })
 }
 
 /// The kernel counts instances by user, so only root's are the service's.
 fn inotify(_: &Facts) -> Outcome {
     let shortage = inotify::none_left().filter(|_| rustix::process::geteuid().is_root());
-    let of = |Problem { found, remedy }| {
+    each(shortage, |Problem { found, remedy }| {
         let effect = "the logs of control daemons may be looked at only once a second";
-        warning("inotify-exhausted", "inotify", format!("{found}: {effect}"), remedy)
-    };
-    Ok(shortage.map(of).into_iter().collect())
+        [warning("inotify-exhausted", "inotify", format!("{found}: {effect}"), remedy)]
+    })
 }

@@ -7,6 +7,7 @@ use std::process::Stdio;
 use tokio::process::Command;
 
 use super::DEADLINE;
+use crate::platform::WHERE_CUDA_LOOKS;
 use common::bus::answers::{BusAnswer, Published};
 use common::bus::proxy::Listed;
 use common::bus::rows::ControlDaemon;
@@ -27,10 +28,6 @@ use common::problem::{LocatedProblem, Origin};
 use common::state_file::{self, Running};
 
 pub(super) const UNIT: &str = "yunion-mps-daemon.service";
-
-/// The directory in which a CUDA program looks for a control daemon if its environment names none. The NVIDIA container
-/// runtime mounts it into containers.
-pub(super) const CUDA_DEFAULT: &str = "/tmp/nvidia-mps";
 
 /// The program of a control daemon.
 pub(super) const CONTROL: &str = "nvidia-cuda-mps-control";
@@ -195,7 +192,7 @@ impl Facts {
                 found.push(daemon);
             }
         };
-        let default = self.file(CUDA_DEFAULT);
+        let default = self.file(WHERE_CUDA_LOOKS);
         let configured = self.directories().unwrap_or_default().into_iter().map(|(pipe, _)| pipe);
         for directory in configured.chain([default]) {
             if let Some(pid) = listener(&directory) {
@@ -293,5 +290,5 @@ pub(super) fn variable(pid: u32, name: &str) -> Result<Option<String>, String> {
 
 fn pipe_directory(pid: u32) -> Option<PathBuf> {
     let value = variable(pid, "CUDA_MPS_PIPE_DIRECTORY").ok()?;
-    Some(value.map_or_else(|| PathBuf::from(CUDA_DEFAULT), PathBuf::from))
+    Some(value.map_or_else(|| PathBuf::from(WHERE_CUDA_LOOKS), PathBuf::from))
 }

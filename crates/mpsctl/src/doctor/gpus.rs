@@ -2,10 +2,9 @@
 
 use super::facts::Facts;
 use super::serving::named;
-use super::{Check, Outcome, Severity, error, finding, info, warning};
+use super::{Check, Outcome, Severity, each, error, finding, info, warning};
 use common::host::compute_mode::SERVED;
 use common::host::gpu::Gpu;
-use common::host::nvml::facts::NvmlFacts;
 use common::plan::{GpuPlan, HELD, WORTH_KNOWING};
 use common::problem::NamedProblem;
 
@@ -31,18 +30,16 @@ fn names(gpu: &Gpu) -> String {
 }
 
 fn unusable(facts: &Facts) -> Outcome {
-    let of = |plan: &GpuPlan| {
+    each(planned(facts)?, |plan| {
         let gpu = &plan.gpu;
         // Nothing keeps a GPU from being served that is served.
         let served = gpu.uuid().is_some_and(|uuid| served(facts, uuid));
-        let obstacles = plan.obstacles.iter().filter(|obstacle| obstacle.name != HELD || !served);
-        let findings = obstacles.map(|NamedProblem { name, problem }| {
+        let obstacles = plan.obstacles.iter().filter(move |obstacle| obstacle.name != HELD || !served);
+        obstacles.map(|NamedProblem { name, problem }| {
             let problem = problem.clone().or_remedy("look for NVRM lines in dmesg");
             finding(Severity::Error, name, names(gpu), problem)
-        });
-        findings.collect::<Vec<_>>()
-    };
-    Ok(planned(facts)?.iter().flat_map(of).collect())
+        })
+    })
 }
 
 /// Whether a control daemon of ours that runs has the GPU.
@@ -53,7 +50,7 @@ fn served(facts: &Facts, uuid: &str) -> bool {
 
 fn compute_modes(facts: &Facts) -> Outcome {
     let sets_mode = facts.loaded()?.settings.supervision.set_compute_mode;
-    let of = |(gpu, known): (&Gpu, &NvmlFacts)| {
+    each(facts.known_gpus(), |(gpu, known)| {
         let (mode, address) = (known.state.compute_mode?, gpu.pci.address);
         let serving = served(facts, &known.uuid);
         let open =
@@ -80,13 +77,12 @@ fn compute_modes(facts: &Facts) -> Outcome {
                 format!("systemctl start yunion-mps-daemon, or nvidia-smi -i {address} -c DEFAULT"),
             )
         })
-    };
-    Ok(facts.known_gpus().filter_map(of).collect())
+    })
 }
 
 fn bypassing(facts: &Facts) -> Outcome {
     let published = facts.published()?;
-    let of = |(gpu, known): (&Gpu, &NvmlFacts)| {
+    each(facts.known_gpus(), |(gpu, known)| {
         let on_it = published.clients.iter().flatten().filter(|one| one.bypass && one.gpu == known.uuid);
         let (who, pids): (Vec<_>, Vec<_>) = on_it.map(|one| (named(one), one.pid.to_string())).unzip();
         (!who.is_empty()).then(|| {
@@ -104,12 +100,11 @@ fn bypassing(facts: &Facts) -> Outcome {
                 ),
             )
         })
-    };
-    Ok(facts.known_gpus().filter_map(of).collect())
+    })
 }
 
 fn persistence(facts: &Facts) -> Outcome {
-    let of = |plan: &GpuPlan| {
+    each(planned(facts)?, |plan| {
         let uuid = plan.gpu.uuid()?;
         (facts.gpus.get(uuid)?.persistence == Some(false)).then(|| {
             warning(
@@ -119,23 +114,20 @@ fn persistence(facts: &Facts) -> Outcome {
                 "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1 after each boot",
             )
         })
-    };
-    Ok(planned(facts)?.iter().filter_map(of).collect())
+    })
 }
 
 fn warnings(facts: &Facts) -> Outcome {
-    let of = |plan: &GpuPlan| {
-        let findings = plan.warnings.iter().map(|NamedProblem { name, problem }| {
+    each(planned(facts)?, |plan| {
+        plan.warnings.iter().map(|NamedProblem { name, problem }| {
             let severity = if WORTH_KNOWING.contains(name) { Severity::Info } else { Severity::Warning };
             finding(severity, name, names(&plan.gpu), problem.clone())
-        });
-        findings.collect::<Vec<_>>()
-    };
-    Ok(planned(facts)?.iter().flat_map(of).collect())
+        })
+    })
 }
 
 fn oversubscription(facts: &Facts) -> Outcome {
-    let of = |plan: &GpuPlan| {
+    each(planned(facts)?, |plan| {
         let sum = u32::from(plan.thread_percentage) * plan.slices;
         (sum > 100 && plan.limits_enforced).then(|| {
             info(
@@ -145,6 +137,5 @@ fn oversubscription(facts: &Facts) -> Outcome {
                 "nothing, if that is meant; cuda_mps_thread_percentage: equal gives each its own share",
             )
         })
-    };
-    Ok(planned(facts)?.iter().filter_map(of).collect())
+    })
 }

@@ -22,7 +22,8 @@ use clap::Args;
 use serde::Serialize;
 
 use self::facts::Facts;
-use super::{Error, print_json};
+pub(super) use self::service::why_not_running;
+use super::{Result, print_json};
 use crate::show::table::{hanging, pairs};
 use common::check::within;
 use common::config::Sources;
@@ -119,6 +120,15 @@ fn edit_unit(setting: &str) -> String {
 /// The findings of a check, or the reason why the check was not possible.
 type Outcome = Result<Vec<Finding>, String>;
 
+/// The findings about each of these.
+#[expect(clippy::unnecessary_wraps, reason = "checks end with it")]
+fn each<T, F: IntoIterator<Item = Finding>>(
+    of: impl IntoIterator<Item = T>,
+    judge: impl FnMut(T) -> F,
+) -> Outcome {
+    Ok(of.into_iter().flat_map(judge).collect())
+}
+
 /// A check: its subject, for people, and its function.
 type Check = (&'static str, fn(&Facts) -> Outcome);
 
@@ -140,13 +150,8 @@ struct DoctorReport {
     not_checked: Vec<NotChecked>,
 }
 
-/// The gravest thing that systemd knows of a service that is not running, with its remedy.
-pub(super) async fn why_not_running() -> Option<String> {
-    Some(service::unit_trouble().await?.problem.to_string())
-}
-
 /// Returns the exit status.
-pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = examine(&Arc::new(Facts::gather(sources).await));
     if arguments.json {

@@ -1,9 +1,8 @@
 //! Control daemons that the service has not started, and limits of its own control daemons.
 
-use super::facts::{Facts, FoundDaemon};
-use super::{Check, Finding, Outcome, Severity, edit_unit, finding, warning};
+use super::facts::Facts;
+use super::{Check, Outcome, Severity, each, edit_unit, finding, warning};
 use crate::show::env::quoted;
-use common::bus::answers::Published;
 use common::host::proc;
 use common::problem::Problem;
 
@@ -22,7 +21,7 @@ fn foreign(facts: &Facts) -> Outcome {
         return Err("it is not known which control daemons are ours".to_owned());
     }
     let configured = facts.directories().unwrap_or_default();
-    let of = |daemon: &FoundDaemon| -> Finding {
+    each(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)), |daemon| {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
@@ -49,9 +48,8 @@ fn foreign(facts: &Facts) -> Outcome {
             )
         };
         let problem = Problem::new(found, remedy);
-        finding(severity, "foreign-control-daemon", format!("process {}", daemon.pid), problem)
-    };
-    Ok(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)).map(of).collect())
+        [finding(severity, "foreign-control-daemon", format!("process {}", daemon.pid), problem)]
+    })
 }
 
 /// A server inherits the limit of its control daemon.
@@ -62,7 +60,9 @@ fn open_files(facts: &Facts) -> Outcome {
         let Some(pid) = daemon.pid else { continue };
         let limit = proc::open_files_limit(pid)
             .map_err(|error| format!("the limits of PID {pid} can't be read: {error}"))?;
-        let (slices, needed) = needed(&daemon.id, published);
+        let served = published.served_by(&daemon.id);
+        let slices: u64 = served.filter_map(|gpu| u64::try_from(gpu.virtual_num).ok()).sum();
+        let needed = slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES);
         if limit < needed {
             findings.push(warning(
                 "open-files-too-few",
@@ -76,9 +76,4 @@ fn open_files(facts: &Facts) -> Outcome {
         }
     }
     Ok(findings)
-}
-
-fn needed(id: &str, published: &Published) -> (u64, u64) {
-    let slices: u64 = published.served_by(id).filter_map(|gpu| u64::try_from(gpu.virtual_num).ok()).sum();
-    (slices, slices.saturating_mul(FILES_PER_CLIENT).saturating_add(FILES))
 }

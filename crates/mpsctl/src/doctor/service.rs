@@ -91,10 +91,11 @@ fn unit_state(facts: &Facts) -> Outcome {
     Ok(judge_state(facts.unit.as_ref().map_err(Clone::clone)?))
 }
 
-/// The gravest trouble of the unit, if systemd knows one.
-pub(super) async fn unit_trouble() -> Option<Finding> {
+/// The gravest thing that systemd knows of a service that is not running, with its remedy.
+pub(crate) async fn why_not_running() -> Option<String> {
     let unit = systemd::unit(UNIT).await.ok()?;
-    judge_state(&unit).into_iter().find(|finding| finding.severity == Severity::Error)
+    let gravest = judge_state(&unit).into_iter().find(|finding| finding.severity == Severity::Error);
+    gravest.map(|finding| finding.problem.to_string())
 }
 
 fn judge_state(unit: &UnitProperties) -> Vec<Finding> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::facts::Facts;
-use super::{Check, Finding, Outcome, Severity, error, finding, info, warning};
+use super::{Check, Outcome, Severity, each, error, finding, info, warning};
 use common::bus::proxy::Listed;
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
 use common::counted::counted;
@@ -42,7 +42,7 @@ pub(super) fn named(client: &Client) -> String {
 }
 
 fn control_daemons(facts: &Facts) -> Outcome {
-    let of = |daemon: &Listed<ControlDaemon>| -> Option<Finding> {
+    each(&facts.published()?.control_daemons, |daemon| {
         let reason = &daemon.reason;
         match daemon.state.as_str() {
             "faulted" => Some(error(
@@ -71,8 +71,7 @@ fn control_daemons(facts: &Facts) -> Outcome {
             )),
             _ => None,
         }
-    };
-    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+    })
 }
 
 /// The GPUs that are not healthy and for which no other finding gives the cause.
@@ -91,7 +90,7 @@ fn gpus(facts: &Facts) -> Outcome {
         daemon.map_or(daemons.is_empty(), |daemon| daemon.state == "ready")
     };
     let sick = published.gpus.iter().filter(|gpu| !gpu.healthy).filter(planned).filter(unexplained);
-    Ok(sick.map(|gpu| error("gpu-not-served", &gpu.addr, &gpu.reason, DO_WHAT_IT_SAYS)).collect())
+    each(sick, |gpu| [error("gpu-not-served", &gpu.addr, &gpu.reason, DO_WHAT_IT_SAYS)])
 }
 
 /// The slices that are not served, though their GPU is.
@@ -102,7 +101,7 @@ fn slices(facts: &Facts) -> Outcome {
     };
     let devices = published.devices.as_deref().unwrap_or_default().iter();
     let sick = devices.filter(|device| !device.healthy && !device.drained && is_served(device));
-    Ok(sick.map(|device| error("slice-not-served", &device.addr, &device.reason, DO_WHAT_IT_SAYS)).collect())
+    each(sick, |device| [error("slice-not-served", &device.addr, &device.reason, DO_WHAT_IT_SAYS)])
 }
 
 /// A problem of no GPU and no control daemon, such as a new configuration that was refused.
@@ -199,7 +198,7 @@ fn full(facts: &Facts) -> Outcome {
         let plan = plans.iter().find(|plan| plan.gpu.id().to_string() == gpu.addr)?;
         Some(most_clients(facts.inventory.series(), plan.gpu.facts()?.compute_capability))
     };
-    let of = |gpu: &Listed<Gpu>| -> Option<Finding> {
+    each(&published.gpus, |gpu| {
         let slices = published.devices.iter().flatten().filter(|device| device.pci_bdf == gpu.pci_bdf);
         let names: Vec<&str> = slices.filter(is_full).map(|device| device.addr.as_str()).collect();
         let most = gpu.clients.zip(places(gpu)).filter(|(clients, places)| clients >= places);
@@ -214,26 +213,24 @@ fn full(facts: &Facts) -> Outcome {
             found,
             "place no more work there until a client has ended; yunion-mpsctl clients lists them",
         ))
-    };
-    Ok(published.gpus.iter().filter_map(of).collect())
+    })
 }
 
 /// Clients in containers that can harm others by commands. A process of root's on the host can do that anyway.
 fn commanders(facts: &Facts) -> Outcome {
-    let Ok(clients) = &facts.published()?.clients else { return Ok(Vec::new()) };
-    let is_contained =
-        |client: &Client| client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
-    let (mut all, mut neighbours) = (BTreeMap::new(), BTreeMap::new());
-    for client in clients {
-        match client.may_command.as_deref() {
-            None | Some("nothing") => {}
-            // Nobody on the host has so little.
-            Some("neighbours") => _ = neighbours.insert(client.pid, named(client)),
-            Some(_) if is_contained(client) => _ = all.insert(client.pid, named(client)),
-            Some(_) => {}
-        }
-    }
-    let list = |clients: BTreeMap<u32, String>| clients.into_values().collect::<Vec<_>>().join(", ");
+    let clients = &facts.published()?.clients;
+    // A client may be listed for several GPUs.
+    let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
+        let found = clients.iter().flatten().filter(|client| of(client));
+        found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
+    };
+    let all = list(&|client| {
+        let is_contained =
+            || client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
+        !matches!(client.may_command.as_deref(), None | Some("nothing" | "neighbours")) && is_contained()
+    });
+    // Nobody on the host has so little.
+    let neighbours = list(&|client| client.may_command.as_deref() == Some("neighbours"));
     let mut findings = Vec::new();
     if !all.is_empty() {
         findings.push(warning(
@@ -242,7 +239,7 @@ fn commanders(facts: &Facts) -> Outcome {
             format!(
                 "root of the host in a container with the control daemon's own directory can set everybody's limits and \
                  end the control daemon: {}",
-                list(all)
+                all.join(", ")
             ),
             format!(
                 "let the agent give each container only the directory of its slice, which yunion-mpsctl env prints from \
@@ -254,7 +251,10 @@ fn commanders(facts: &Facts) -> Outcome {
         findings.push(info(
             "clients-command-neighbours",
             counted(neighbours.len(), "client"),
-            format!("root of the host in a container can end the GPU work of others: {}", list(neighbours)),
+            format!(
+                "root of the host in a container can end the GPU work of others: {}",
+                neighbours.join(", ")
+            ),
             OTHER_USER,
         ));
     }
@@ -279,8 +279,7 @@ fn drained(facts: &Facts) -> Outcome {
 
 /// Slices with clients that have more together than one slice.
 fn budgets(facts: &Facts) -> Outcome {
-    let devices = facts.published()?.devices.as_deref().unwrap_or_default();
-    let of = |device: &Listed<Device>| {
+    each(facts.published()?.devices.iter().flatten(), |device| {
         let overuse = device.overuse.as_deref().filter(|overuse| !overuse.is_empty())?;
         let in_use = match (device.clients, device.memory_used) {
             (Some(clients), Some(mib)) => {
@@ -295,13 +294,12 @@ fn budgets(facts: &Facts) -> Outcome {
             "yunion-mpsctl clients lists them, yunion-mpsctl terminate PID ends the work of one; max_clients in the \
              device file allows more clients, and cuda_mps_overuse: terminate in host.conf ends the newest by itself",
         ))
-    };
-    Ok(devices.iter().filter_map(of).collect())
+    })
 }
 
 /// Control daemons that run on other CPUs than they are to be bound to.
 fn cpus(facts: &Facts) -> Outcome {
-    let of = |daemon: &Listed<ControlDaemon>| {
+    each(&facts.published()?.control_daemons, |daemon| {
         let (wanted, cpus) = (daemon.wanted_cpus.as_ref()?, daemon.cpus.as_ref()?);
         let found = format!("it is to run on CPUs {wanted}, which are near its GPUs, and may run on {cpus}");
         (daemon.state == "ready" && wanted != cpus).then(|| {
@@ -313,15 +311,14 @@ fn cpus(facts: &Facts) -> Outcome {
                  system.slice); the control daemon is bound at its next start; or cuda_mps_cpu_affinity: none",
             )
         })
-    };
-    Ok(facts.published()?.control_daemons.iter().filter_map(of).collect())
+    })
 }
 
 /// Without multi-user mode the users of a control daemon take turns, and a client that waits prints nothing.
 fn waiting(facts: &Facts) -> Outcome {
     let clients = facts.published()?.clients.iter().flatten();
-    let of = |client: &Listed<Client>| {
-        warning(
+    each(clients.filter(|client| client.waiting), |client| {
+        [warning(
             "client-waits-for-other-user",
             format!("process {}", client.pid),
             format!(
@@ -335,7 +332,6 @@ fn waiting(facts: &Facts) -> Outcome {
                  one user, or use cuda_mps_topology: per_gpu",
                 MULTI_USER.series
             ),
-        )
-    };
-    Ok(clients.filter(|client| client.waiting).map(of).collect())
+        )]
+    })
 }

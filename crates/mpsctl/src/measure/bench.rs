@@ -1,5 +1,6 @@
 //! `yunion-mpsctl bench`: the same work by one CUDA process and by several at once, with MPS and without.
 
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::ops::Deref;
 
@@ -9,15 +10,15 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use crate::complete;
-use crate::measure::bench_report::{Measured, Results, Round, document, print, slowest};
+use crate::measure::bench_report::{Measured, Results, document, print, slowest};
 use crate::measure::cuda_client::{CudaClient, CudaRequest, Environment, Work};
 use crate::measure::probe::refuse_to_queue;
 use crate::screen::Passing;
 use crate::show::health;
 use crate::show::table::Shown;
 use crate::signals::CaughtSignals;
-use crate::{Error, FAILED, print_json};
-use common::bus::answers::published_name;
+use crate::{Error, FAILED, Result, print_json};
+use common::bus::answers::{is_called, published_name};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Device};
 
@@ -60,11 +61,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) async fn bench(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<u8, Error> {
+pub(crate) async fn bench(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let devices = daemon.devices().await?;
     let slices = slices(&arguments.device, &devices)?;
     let Some(first) = slices.first() else {
@@ -80,7 +77,6 @@ pub(crate) async fn bench(
     }
     let why_not = why_not_without_mps(first);
     let mut bench = Bench {
-        alone: environments.iter().map(Environment::without_mps).collect(),
         environments,
         compares: why_not.is_none(),
         counts: counts(arguments.processes),
@@ -108,7 +104,7 @@ pub(crate) async fn bench(
 }
 
 /// The slices to use, all of one GPU.
-fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a Device>, Error> {
+fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a Device>> {
     let all = || devices.iter().map(Deref::deref);
     if names.is_empty() {
         let first = all().find(|device| device.healthy).and_then(|first| first.device_path.as_ref());
@@ -120,10 +116,7 @@ fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a
     for name in names {
         let published = published_name(name, devices);
         let before = chosen.len();
-        chosen.extend(all().filter(|device| {
-            [Some(&device.addr), Some(&device.base_addr), device.device_path.as_ref()]
-                .contains(&Some(&published))
-        }));
+        chosen.extend(all().filter(|device| is_called(device, &published)));
         if chosen.len() == before {
             return Err(Error::Failed(format!("there is no device {name}; see: yunion-mpsctl list")));
         }
@@ -140,7 +133,7 @@ fn slices<'a>(names: &[String], devices: &'a [Listed<Device>]) -> Result<Vec<&'a
 }
 
 /// Tenants come first.
-fn refuse_beside(clients: &[Listed<Client>], device: &Device) -> Result<(), Error> {
+fn refuse_beside(clients: &[Listed<Client>], device: &Device) -> Result<()> {
     let here = |other: &&Listed<Client>| device.device_path.as_ref() == Some(&other.gpu);
     let named: Vec<String> = clients
         .iter()
@@ -183,8 +176,6 @@ fn counts(most: u32) -> Vec<u32> {
 struct Bench {
     /// The environments of the slices, which the processes take in turn.
     environments: Vec<Environment>,
-    /// The same without MPS.
-    alone: Vec<Environment>,
     /// Whether processes without MPS can run as well.
     compares: bool,
     counts: Vec<u32>,
@@ -193,19 +184,19 @@ struct Bench {
 }
 
 impl Bench {
-    async fn measure(&mut self) -> Result<Results, Error> {
+    async fn measure(&mut self) -> Result<Results> {
         self.progress("looking at the GPU");
         self.start(1, false)?;
         let all_sms: u32 = self.ask(CudaRequest::Count).await?.into_iter().max().unwrap_or_default();
         self.stop().await;
         let wide_blocks = all_sms.max(1) * WIDE_BLOCKS_PER_SM;
-        let mut kernels = Vec::new();
+        let mut kernels = BTreeMap::new();
         for (kernel, blocks, launches) in
             [("narrow", NARROW_BLOCKS, NARROW_LAUNCHES), ("wide", wide_blocks, WIDE_LAUNCHES)]
         {
             self.progress(&format!("{kernel} kernel: how many rounds it needs"));
             let work = self.calibrate(blocks, launches).await?;
-            let mut rows = Vec::new();
+            let mut rounds = Vec::new();
             for processes in self.counts.clone() {
                 self.progress(&format!("{kernel} kernel, processes: {processes}, with MPS"));
                 let with_mps = self.time(processes, work, true).await?;
@@ -215,15 +206,15 @@ impl Bench {
                 } else {
                     None
                 };
-                rows.push(Round { processes, with_mps, without_mps });
+                rounds.push((with_mps, without_mps));
             }
-            kernels.push(Measured { kernel, work, rows });
+            kernels.insert(kernel, Measured::new(work, &rounds));
         }
         Ok(Results { all_sms, kernels })
     }
 
     /// Finds the rounds that make a kernel as long as it should be, for one client of a slice.
-    async fn calibrate(&mut self, blocks: u32, launches: u32) -> Result<Work, Error> {
+    async fn calibrate(&mut self, blocks: u32, launches: u32) -> Result<Work> {
         self.start(1, true)?;
         let mut work = Work { blocks, rounds: 1000, launches: 1 };
         while self.fastest(work).await? < KERNEL_SECONDS / 4.0 && work.rounds < MOST_ROUNDS / 4 {
@@ -239,7 +230,7 @@ impl Bench {
     }
 
     /// The seconds that one kernel takes. The fastest of a few: the host may be busy with other things for a moment.
-    async fn fastest(&mut self, work: Work) -> Result<f64, Error> {
+    async fn fastest(&mut self, work: Work) -> Result<f64> {
         let mut fastest = f64::INFINITY;
         for _ in 0..CALIBRATION_RUNS {
             fastest =
@@ -250,7 +241,7 @@ impl Bench {
 
     /// The seconds that each of so many processes takes for that work. The clock runs from the moment that all are
     /// ready, each with its context, its kernel and a warm GPU.
-    async fn time(&mut self, processes: u32, work: Work, with_mps: bool) -> Result<Vec<f64>, Error> {
+    async fn time(&mut self, processes: u32, work: Work, with_mps: bool) -> Result<Vec<f64>> {
         self.start(processes, with_mps)?;
         self.ask::<f64>(CudaRequest::Run(Work { launches: WARM_UP_LAUNCHES, ..work })).await?;
         let seconds = self.ask(CudaRequest::Run(work)).await?;
@@ -266,16 +257,17 @@ impl Bench {
         }
     }
 
-    fn start(&mut self, processes: u32, with_mps: bool) -> Result<(), Error> {
-        let environments = if with_mps { &self.environments } else { &self.alone };
-        for (environment, _) in environments.iter().cycle().zip(0..processes) {
-            self.running.push(CudaClient::start(environment)?);
+    fn start(&mut self, processes: u32, with_mps: bool) -> Result<()> {
+        for (slice, _) in self.environments.iter().cycle().zip(0..processes) {
+            let client =
+                if with_mps { CudaClient::start(slice) } else { CudaClient::start(&slice.without_mps()) };
+            self.running.push(client?);
         }
         Ok(())
     }
 
     /// Sends all of them the request, and waits for all answers.
-    async fn ask<T: DeserializeOwned>(&mut self, request: CudaRequest) -> Result<Vec<T>, Error> {
+    async fn ask<T: DeserializeOwned>(&mut self, request: CudaRequest) -> Result<Vec<T>> {
         for process in &mut self.running {
             process.send(request).await?;
         }

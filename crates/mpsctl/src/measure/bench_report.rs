@@ -1,8 +1,10 @@
 //! The results of `yunion-mpsctl bench` as a table, as bars and as JSON.
 
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 
-use serde_json::{Map, Value, json};
+use serde::Serialize;
+use serde_json::{Value, json};
 
 use crate::cuda::THREADS;
 use crate::measure::cuda_client::Work;
@@ -15,48 +17,61 @@ const COLUMNS: usize = 80;
 pub(crate) struct Results {
     /// The multiprocessors of the GPU.
     pub(crate) all_sms: u32,
-    pub(crate) kernels: Vec<Measured>,
+    /// The results of each kernel, by its name.
+    pub(crate) kernels: BTreeMap<&'static str, Measured>,
 }
 
 /// The results of one kernel.
+#[derive(Serialize)]
 pub(crate) struct Measured {
-    pub(crate) kernel: &'static str,
-    pub(crate) work: Work,
-    pub(crate) rows: Vec<Round>,
+    #[serde(flatten)]
+    work: Work,
+    /// Of a block.
+    threads: u32,
+    rows: Vec<Round>,
 }
 
-/// The seconds that each of so many processes took, all at once.
-pub(crate) struct Round {
-    pub(crate) processes: u32,
-    pub(crate) with_mps: Vec<f64>,
+/// So many processes, all at once.
+#[derive(Serialize)]
+struct Round {
+    processes: usize,
+    with_mps: Side,
     /// None if processes without MPS can't run.
-    pub(crate) without_mps: Option<Vec<f64>>,
+    without_mps: Option<Side>,
+}
+
+#[derive(Serialize)]
+struct Side {
+    /// The time of each process.
+    seconds: Vec<f64>,
+    /// The kernels of all processes in a second.
+    kernels_per_second: f64,
+    /// The rate beside that of one process, which is without MPS where that was measured.
+    speedup: f64,
 }
 
 impl Measured {
-    /// The kernels of all processes in a second.
-    fn rate(&self, seconds: &[f64]) -> f64 {
-        let kernels = f64::from(self.work.launches) * seconds.iter().map(|_| 1.0).sum::<f64>();
-        kernels / slowest(seconds)
+    /// `rounds` has the seconds of each process, with MPS and without. The first one is that of one process.
+    pub(crate) fn new(work: Work, rounds: &[(Vec<f64>, Option<Vec<f64>>)]) -> Self {
+        let first = rounds.first().map(|(with, without)| without.as_ref().unwrap_or(with));
+        let rate_of_one = first.map_or(f64::NAN, |seconds| rate(work, seconds));
+        let side = |seconds: &Vec<f64>| Side {
+            seconds: seconds.iter().copied().map(rounded).collect(),
+            kernels_per_second: rounded(rate(work, seconds)),
+            speedup: rounded(rate(work, seconds) / rate_of_one),
+        };
+        let round = |(with, without): &(Vec<f64>, Option<Vec<f64>>)| Round {
+            processes: with.len(),
+            with_mps: side(with),
+            without_mps: without.as_ref().map(side),
+        };
+        Self { work, threads: THREADS, rows: rounds.iter().map(round).collect() }
     }
+}
 
-    /// The rate of one process, without MPS where that was measured.
-    fn rate_of_one(&self) -> f64 {
-        let first = self.rows.first().map(|row| row.without_mps.as_ref().unwrap_or(&row.with_mps));
-        first.map_or(f64::NAN, |seconds| self.rate(seconds))
-    }
-
-    fn speedup(&self, seconds: &[f64]) -> f64 {
-        self.rate(seconds) / self.rate_of_one()
-    }
-
-    fn document(&self, seconds: &[f64]) -> Value {
-        json!({
-            "seconds": seconds.iter().map(|seconds| rounded(*seconds)).collect::<Vec<f64>>(),
-            "kernels_per_second": rounded(self.rate(seconds)),
-            "speedup": rounded(self.speedup(seconds)),
-        })
-    }
+/// The kernels of all processes in a second.
+fn rate(work: Work, seconds: &[f64]) -> f64 {
+    f64::from(work.launches) * seconds.len() as f64 / slowest(seconds)
 }
 
 pub(crate) fn slowest(seconds: &[f64]) -> f64 {
@@ -64,35 +79,15 @@ pub(crate) fn slowest(seconds: &[f64]) -> f64 {
 }
 
 pub(crate) fn document(slices: &[&Device], why_not: Option<&str>, result: &Results) -> Value {
-    let names: Vec<&String> = slices.iter().map(|slice| &slice.addr).collect();
     let first = slices.first();
-    let mut kernels = Map::new();
-    for measured in &result.kernels {
-        let row = |row: &Round| {
-            json!({
-                "processes": row.processes,
-                "with_mps": measured.document(&row.with_mps),
-                "without_mps": row.without_mps.as_ref().map(|seconds| measured.document(seconds)),
-            })
-        };
-        let Work { blocks, rounds, launches } = measured.work;
-        let kernel = json!({
-            "blocks": blocks,
-            "threads": THREADS,
-            "rounds": rounds,
-            "launches": launches,
-            "rows": measured.rows.iter().map(row).collect::<Vec<_>>(),
-        });
-        kernels.insert(measured.kernel.to_owned(), kernel);
-    }
     json!({
-        "devices": names,
+        "devices": slices.iter().map(|slice| &slice.addr).collect::<Vec<_>>(),
         "device_path": first.map(|first| &first.device_path),
         "model": first.map(|first| &first.model),
         "sms": result.all_sms,
         "compute_mode": first.map(|first| &first.compute_mode),
         "why_not_without_mps": why_not,
-        "kernels": kernels,
+        "kernels": result.kernels,
     })
 }
 
@@ -107,9 +102,8 @@ pub(crate) fn print(
         let (model, uuid) = (first.model.shown(), first.device_path.shown());
         writeln!(out, "{model} {uuid}, {all} SMs, slices used: {count}")?;
     }
-    for measured in &result.kernels {
+    for (kernel, measured) in &result.kernels {
         let Work { blocks, launches, .. } = measured.work;
-        let kernel = measured.kernel;
         let head = format!(
             "A {kernel} kernel ({blocks} blocks of {THREADS} threads), {launches} of them in each process:"
         );
@@ -120,7 +114,7 @@ pub(crate) fn print(
                 writeln!(out, "{line}")?;
             }
         }
-        writeln!(out, "{}", prose(describe(measured.kernel)))?;
+        writeln!(out, "{}", prose(describe(kernel)))?;
     }
     if let Some(why_not) = why_not {
         writeln!(out, "\n{}", prose(why_not))?;
@@ -145,9 +139,8 @@ fn table_of(measured: &Measured) -> Table {
     }
     let mut table = table(&[], &heads);
     for row in &measured.rows {
-        let cells = |seconds: &Vec<f64>| {
-            let (rate, speedup) = (measured.rate(seconds), measured.speedup(seconds));
-            [span(seconds), format!("{rate:.1}"), format!("{speedup:.2}")]
+        let cells = |side: &Side| {
+            [span(&side.seconds), format!("{:.1}", side.kernels_per_second), format!("{:.2}", side.speedup)]
         };
         let without = row.without_mps.iter().flat_map(cells);
         table.add_row([row.processes.to_string()].into_iter().chain(cells(&row.with_mps)).chain(without));
@@ -169,16 +162,14 @@ fn span(seconds: &[f64]) -> String {
 /// The speed-ups as bars, as wide as the terminal.
 fn bars(measured: &Measured, columns: usize) -> Vec<String> {
     let sides = measured.rows.iter().flat_map(|row| {
-        let with = Some(("with", row.processes, measured.speedup(&row.with_mps)));
-        let without = row.without_mps.as_ref();
-        let without = without.map(|seconds| ("without", row.processes, measured.speedup(seconds)));
-        with.into_iter().chain(without)
+        let with = ("with", row.processes, row.with_mps.speedup);
+        [with].into_iter().chain(row.without_mps.iter().map(|side| ("without", row.processes, side.speedup)))
     });
-    let sides: Vec<(&str, u32, f64)> = sides.collect();
+    let sides: Vec<(&str, usize, f64)> = sides.collect();
     let most = sides.iter().map(|(_, _, speedup)| *speedup).fold(f64::MIN_POSITIVE, f64::max);
     // "  8 without MPS " in front, " 7.99" behind.
     let room = columns.saturating_sub(24).max(8);
-    let line = |(with, processes, speedup): &(&str, u32, f64)| {
+    let line = |(with, processes, speedup): &(&str, usize, f64)| {
         let length =
             (0..room).take_while(|cells| (*cells as f64 + 0.5) / room as f64 <= speedup / most).count();
         format!("{processes:>3} {with:>7} MPS {} {speedup:.2}", "\u{2588}".repeat(length))
@@ -197,23 +188,17 @@ mod tests {
     use super::*;
 
     fn measured() -> Measured {
-        let row = |processes, with: f64, without: f64| {
-            let count = usize::try_from(processes).unwrap();
-            Round { processes, with_mps: vec![with; count], without_mps: Some(vec![without; count]) }
-        };
-        Measured {
-            kernel: "narrow",
-            work: Work { blocks: 4, rounds: 1, launches: 50 },
-            rows: vec![row(1, 1.0, 1.0), row(8, 1.0, 8.0)],
-        }
+        let work = Work { blocks: 4, rounds: 1, launches: 50 };
+        Measured::new(work, &[(vec![1.0], Some(vec![1.0])), (vec![1.0; 8], Some(vec![8.0; 8]))])
     }
 
     #[test]
     fn the_rate_is_that_of_all_until_the_last_has_ended() {
         let measured = measured();
-        assert_eq!(measured.rate(&[1.0, 2.0]), 50.0);
-        assert_eq!(measured.speedup(&[1.0; 8]), 8.0);
-        assert_eq!(measured.speedup(&[8.0; 8]), 1.0);
+        assert_eq!(rate(measured.work, &[1.0, 2.0]), 50.0);
+        let [_, eight] = measured.rows.as_slice() else { panic!("{}", measured.rows.len()) };
+        assert_eq!(eight.with_mps.speedup, 8.0);
+        assert_eq!(eight.without_mps.as_ref().unwrap().speedup, 1.0);
     }
 
     #[test]

@@ -17,9 +17,9 @@ use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::timeout;
 
-use crate::Error;
 use crate::cuda::{self, GpuContext, Kernel};
 use crate::show::env::host_environment;
+use crate::{Error, Result};
 use common::bus::proxy::DaemonProxy;
 use common::host::proc;
 
@@ -74,7 +74,7 @@ pub(crate) struct Environment(Vec<(String, String)>);
 
 impl Environment {
     /// The environment that the daemon answers for a slice, as in `yunion-mpsctl run`.
-    pub(crate) async fn of_slice(daemon: &DaemonProxy, name: &str) -> Result<Self, Error> {
+    pub(crate) async fn of_slice(daemon: &DaemonProxy, name: &str) -> Result<Self> {
         Ok(Self(host_environment(&daemon.container_config(&[name.to_owned()]).await?)))
     }
 
@@ -106,7 +106,7 @@ pub(crate) struct CudaClient {
 
 impl CudaClient {
     /// Starts a client. It does nothing on a GPU before its first request.
-    pub(crate) fn start(environment: &Environment) -> Result<Self, Error> {
+    pub(crate) fn start(environment: &Environment) -> Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
         // With the caller's own settings of this kind it would be a client of something else.
         let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
@@ -122,7 +122,7 @@ impl CudaClient {
             // Ctrl-C is for us: a signal alone, in the middle of a kernel, would be a fault for its neighbours.
             .process_group(0)
             .spawn()
-            .map_err(Error::Start)?;
+            .map_err(|error| Error::System("start a process", error))?;
         let (Some(requests), Some(answers)) = (child.stdin.take(), child.stdout.take()) else {
             return Err(Error::Failed("a CUDA process has no pipes".to_owned()));
         };
@@ -133,7 +133,7 @@ impl CudaClient {
     pub(crate) async fn ask_once<T: DeserializeOwned>(
         environment: &Environment,
         request: CudaRequest,
-    ) -> Result<T, Error> {
+    ) -> Result<T> {
         let mut client = Self::start(environment)?;
         client.send(request).await?;
         let answer = client.answer().await;
@@ -142,7 +142,7 @@ impl CudaClient {
     }
 
     /// Sends a request; [`Self::answer`] fetches the answer.
-    pub(crate) async fn send(&mut self, request: CudaRequest) -> Result<(), Error> {
+    pub(crate) async fn send(&mut self, request: CudaRequest) -> Result<()> {
         let mut line = serde_json::to_vec(&request)?;
         line.push(b'\n');
         // If the client has ended, the missing answer says why.
@@ -150,7 +150,7 @@ impl CudaClient {
         Ok(())
     }
 
-    pub(crate) async fn answer<T: DeserializeOwned>(&mut self) -> Result<T, Error> {
+    pub(crate) async fn answer<T: DeserializeOwned>(&mut self) -> Result<T> {
         let seconds = ANSWER_DEADLINE.as_secs();
         let trouble = match timeout(ANSWER_DEADLINE, self.answers.next_line()).await {
             Ok(Ok(Some(line))) => match serde_json::from_str::<Answer<T>>(&line) {
@@ -245,11 +245,11 @@ impl CudaWork {
             CudaRequest::Count => json!(cuda::multiprocessors_without_context()?),
             CudaRequest::Look { allocate } => {
                 let gpu = self.gpu()?;
-                let memory = gpu.memory()?;
+                let (memory_free, memory_total) = gpu.memory()?;
                 json!(ContextFacts {
                     sms: gpu.multiprocessors()?,
-                    memory_free: memory.free_mib,
-                    memory_total: memory.total_mib,
+                    memory_free,
+                    memory_total,
                     allocated: allocate.map(|most| gpu.allocate_up_to(most)).transpose()?,
                 })
             }

@@ -9,7 +9,7 @@ use crate::complete;
 use crate::measure::cuda_client::{ContextFacts, CudaClient, CudaRequest, Environment};
 use crate::show::health;
 use crate::show::table::{Shown, prose, table, with_unit};
-use crate::{Error, FAILED, print_json};
+use crate::{Error, FAILED, Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{ControlDaemon, Device};
 use common::counted::counted;
@@ -36,11 +36,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) async fn probe(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<u8, Error> {
+pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let devices = daemon.devices().await?;
     let chosen: Vec<&Listed<Device>> = match &arguments.device {
         Some(name) => vec![named(daemon, name, &devices).await?],
@@ -92,7 +88,7 @@ async fn named<'a>(
     daemon: &DaemonProxy,
     name: &str,
     devices: &'a [Listed<Device>],
-) -> Result<&'a Listed<Device>, Error> {
+) -> Result<&'a Listed<Device>> {
     let answer = daemon.container_config(&[name.to_owned()]).await?;
     let slice = answer.environment.iter().find(|(name, _)| name == "YUNION_MPS_DEVICE");
     let slice = slice.map(|(_, slice)| slice.as_str()).unwrap_or_default();
@@ -103,7 +99,7 @@ async fn named<'a>(
 
 /// A control daemon that knows no multi-user mode serves one user, until the last client of that user has ended. A client
 /// of another user waits until then, which can be weeks.
-pub(crate) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<(), Error> {
+pub(crate) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let daemons = daemon.control_daemons().await?;
     let serves = |daemon: &&Listed<ControlDaemon>| {
         daemon.gpus.iter().any(|gpu| device.device_path.as_ref() == Some(gpu))
@@ -154,8 +150,8 @@ struct ProbeReport<'a> {
     control_daemon: ProbeLimits,
     clients: usize,
     all_sms: Option<u32>,
-    as_slice: Option<ContextFacts>,
-    without_limits: Option<ContextFacts>,
+    /// A client with the limits of the slice, and one that brings none.
+    found: Option<[ContextFacts; 2]>,
     mismatches: Vec<String>,
     /// The reason why the report is incomplete.
     error: Option<String>,
@@ -164,26 +160,25 @@ struct ProbeReport<'a> {
 impl<'a> ProbeReport<'a> {
     fn new(device: &'a Device, devices: &[Listed<Device>], clients: usize) -> Self {
         let slice = ProbeLimits::for_device(device);
-        let together = || devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
-        let percentages = together().map(|other| ProbeLimits::for_device(other).thread_percentage);
-        let control_daemon = ProbeLimits {
-            thread_percentage: percentages.max().unwrap_or(slice.thread_percentage),
-            memory: together().filter_map(|other| ProbeLimits::for_device(other).memory).max(),
-        };
+        let together = devices.iter().filter(|other| other.pipe_directory == device.pipe_directory);
+        let limits = together.map(|other| ProbeLimits::for_device(other));
+        let control_daemon = limits.fold(slice, |largest, other| ProbeLimits {
+            thread_percentage: largest.thread_percentage.max(other.thread_percentage),
+            memory: largest.memory.max(other.memory),
+        });
         Self {
             device,
             slice,
             control_daemon,
             clients,
             all_sms: None,
-            as_slice: None,
-            without_limits: None,
+            found: None,
             mismatches: Vec::new(),
             error: None,
         }
     }
 
-    async fn fill(&mut self, daemon: &DaemonProxy, beside_clients: bool) -> Result<(), Error> {
+    async fn fill(&mut self, daemon: &DaemonProxy, beside_clients: bool) -> Result<()> {
         refuse_to_queue(daemon, self.device).await?;
         let enforced = self.device.limits_enforced;
         let environment = Environment::of_slice(daemon, &self.device.addr).await?;
@@ -195,8 +190,7 @@ impl<'a> ProbeReport<'a> {
         // A client's environment can only tighten the limits. Loosened limits show only without it.
         let without_limits =
             CudaClient::ask_once(&environment.without_limits(), look(self.control_daemon)).await?;
-        self.as_slice = Some(as_slice);
-        self.without_limits = Some(without_limits);
+        self.found = Some([as_slice, without_limits]);
         if enforced {
             self.mismatches.extend(differences("a client of this slice", self.slice, as_slice, all));
             let who = "a client that brings no limits of its own";
@@ -224,8 +218,8 @@ impl<'a> ProbeReport<'a> {
             "limits_enforced": self.device.limits_enforced,
             "sms": self.all_sms,
             "clients": self.clients,
-            "slice": {"promised": limits(self.slice), "found": self.as_slice},
-            "control_daemon": {"promised": limits(self.control_daemon), "found": self.without_limits},
+            "slice": {"promised": limits(self.slice), "found": self.found.map(|[as_slice, _]| as_slice)},
+            "control_daemon": {"promised": limits(self.control_daemon), "found": self.found.map(|[_, without]| without)},
             "mismatches": self.mismatches,
             "error": self.error,
             "matches": self.matches(),
@@ -235,9 +229,7 @@ impl<'a> ProbeReport<'a> {
     fn print(&self, out: &mut dyn Write) -> io::Result<()> {
         let Device { addr, model, device_path, limits_enforced, .. } = self.device;
         writeln!(out, "{} on {} {}", addr.shown(), model.shown(), device_path.shown())?;
-        if let (Some(all), Some(as_slice), Some(without_limits)) =
-            (self.all_sms, self.as_slice, self.without_limits)
-        {
+        if let (Some(all), Some([as_slice, without_limits])) = (self.all_sms, self.found) {
             let mut table = table(&["CLIENT", "LIMITS", "SMS"], &["MEMORY", "FREE", "TOTAL"]);
             let mib = |mib: Option<u64>| with_unit(mib, "MiB");
             for (client, limits, seen) in [

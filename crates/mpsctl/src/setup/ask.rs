@@ -2,7 +2,10 @@
 
 use std::io::{self, BufRead, IsTerminal, Write};
 
-use crate::Error;
+use crate::{Error, Result};
+
+/// The largest number that an answer can be, as for `--slices`.
+pub(super) const MOST: u32 = 999;
 
 /// The way to the answers.
 pub(super) struct Questions {
@@ -12,7 +15,7 @@ pub(super) struct Questions {
 
 impl Questions {
     /// Fails if somebody must be asked, and nobody is there.
-    pub(super) fn new(yes: bool) -> Result<Self, Error> {
+    pub(super) fn new(yes: bool) -> Result<Self> {
         if yes {
             return Ok(Self { answers: None });
         }
@@ -24,26 +27,20 @@ impl Questions {
         Ok(Self { answers: Some(Box::new(io::stdin().lock())) })
     }
 
-    /// A number from 0 to `most`.
-    pub(super) fn number(
-        &mut self,
-        question: &str,
-        most: u32,
-        default: u32,
-        out: &mut dyn Write,
-    ) -> Result<u32, Error> {
-        let read = |answer: &str| answer.parse().ok().filter(|number| *number <= most);
-        let help = format!("a whole number from 0 to {most}");
+    /// A number from 0 to [`MOST`].
+    pub(super) fn number(&mut self, question: &str, default: u32, out: &mut dyn Write) -> Result<u32> {
+        let read = |answer: &str| answer.parse().ok().filter(|number| *number <= MOST);
+        let help = format!("a whole number from 0 to {MOST}");
         self.answer(question, &default.to_string(), default, read, &help, out)
     }
 
     /// A question that most people answer with yes.
-    pub(super) fn yes_or_no(&mut self, question: &str, out: &mut dyn Write) -> Result<bool, Error> {
+    pub(super) fn yes_or_no(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "Y/n", true, boolean, "y or n", out)
     }
 
     /// A question that most people answer with no.
-    pub(super) fn no_or_yes(&mut self, question: &str, out: &mut dyn Write) -> Result<bool, Error> {
+    pub(super) fn no_or_yes(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "y/N", false, boolean, "y or n", out)
     }
 
@@ -55,7 +52,7 @@ impl Questions {
         read: impl Fn(&str) -> Option<T>,
         help: &str,
         out: &mut dyn Write,
-    ) -> Result<T, Error> {
+    ) -> Result<T> {
         let Some(answers) = &mut self.answers else { return Ok(default) };
         loop {
             write!(out, "{question} [{hint}] ")?;
@@ -97,8 +94,8 @@ mod tests {
     fn a_wrong_answer_is_asked_for_again() {
         let mut out = Vec::new();
         let mut asked = questions("many\n1000\n-1\n 4 \n\nmaybe\nNo\nYES\n");
-        assert_eq!(asked.number("Slices?", 999, 10, &mut out).unwrap(), 4);
-        assert_eq!(asked.number("Slices?", 999, 10, &mut out).unwrap(), 10);
+        assert_eq!(asked.number("Slices?", 10, &mut out).unwrap(), 4);
+        assert_eq!(asked.number("Slices?", 10, &mut out).unwrap(), 10);
         assert!(!asked.yes_or_no("Write?", &mut out).unwrap());
         assert!(asked.no_or_yes("Platform?", &mut out).unwrap());
         let error = asked.yes_or_no("Write?", &mut out).unwrap_err().to_string();
@@ -118,7 +115,7 @@ mod tests {
     fn with_yes_nobody_is_asked() {
         let mut out = Vec::new();
         let mut asked = Questions::new(true).unwrap();
-        assert_eq!(asked.number("Slices?", 999, 3, &mut out).unwrap(), 3);
+        assert_eq!(asked.number("Slices?", 3, &mut out).unwrap(), 3);
         assert!(asked.yes_or_no("Write?", &mut out).unwrap());
         assert!(!asked.no_or_yes("Platform?", &mut out).unwrap());
         assert_eq!(out, b"");

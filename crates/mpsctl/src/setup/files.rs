@@ -16,15 +16,10 @@ pub(super) struct Answers {
     pub(super) platform: bool,
     /// Whether CUDA programs shall find the control daemon by themselves.
     by_itself: bool,
-    slices: SliceChoice,
-}
-
-/// The number of slices.
-enum SliceChoice {
-    /// The same of every GPU, also of one that comes later.
-    OfEvery(u32),
-    /// Of these GPUs, and of no others.
-    Of(Vec<(Gpu, u32)>),
+    /// The number of slices of every GPU, also of one that comes later, if it is the same.
+    of_every: Option<u32>,
+    /// The GPUs that shall have slices, and how many.
+    gpus: Vec<(Gpu, u32)>,
 }
 
 impl Answers {
@@ -38,15 +33,9 @@ impl Answers {
             gpus.extend(group.gpus.iter().map(|gpu| (gpu.clone(), *slices)));
         }
         gpus.sort_by_key(|(gpu, _)| gpu.pci.address);
-        let slices = match slices {
-            [first, rest @ ..]
-                if !platform && !found.would_serve_more() && rest.iter().all(|one| one == first) =>
-            {
-                SliceChoice::OfEvery(*first)
-            }
-            _ => SliceChoice::Of(gpus),
-        };
-        Self { platform, by_itself, slices }
+        let first = slices.first().copied().filter(|first| slices.iter().all(|one| one == first));
+        let of_every = first.filter(|_| !platform && !found.would_serve_more());
+        Self { platform, by_itself, of_every, gpus }
     }
 }
 
@@ -66,15 +55,15 @@ pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
     let settings = &loaded.settings;
     let (mut files, mut keys) = (Vec::new(), Vec::new());
     keys.push(("This host serves its GPUs through MPS.", "enable_cuda_mps: true".to_owned()));
-    match &answers.slices {
-        SliceChoice::OfEvery(slices) => {
+    match answers.of_every {
+        Some(slices) => {
             keys.push(("Every NVIDIA GPU has this many slices.", format!("cuda_mps_replicas: {slices}")));
         }
-        SliceChoice::Of(gpus) => {
+        None => {
             let there = settings.devices.first().map(|entry| entry.origin.file.as_path());
             let path = there.unwrap_or(Path::new(DEVICE_FILE));
             if settings.devices.iter().all(|entry| entry.mps.is_none()) {
-                files.push(device_file(path, gpus));
+                files.push(device_file(path, &answers.gpus));
             }
             if there.is_none() {
                 let line = format!("container_device_config_file: {}", path.display());

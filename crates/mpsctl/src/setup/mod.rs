@@ -15,12 +15,12 @@ use clap::Args;
 use clap::builder::RangedU64ValueParser;
 use tokio::time::timeout;
 
-use self::ask::Questions;
+use self::ask::{MOST, Questions};
 use self::files::{Answers, File};
 use self::gpus::HostGpus;
 use crate::platform::WHERE_CUDA_LOOKS;
 use crate::show::table::{hanging, prose};
-use crate::{Error, FAILED, platform, toolkit};
+use crate::{Error, FAILED, Result, platform};
 use common::bus::proxy::DaemonProxy;
 use common::check::{self, Checked};
 use common::config::{self, Loaded, Sources};
@@ -39,7 +39,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     yes: bool,
     /// The number of slices of each GPU [default: about 8 GiB for a slice, from 2 to 10 slices]
-    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<u32>::new().range(1..=999))]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<u32>::new().range(1..=MOST.into()))]
     slices: Option<u32>,
     /// Print the files, and write nothing
     #[arg(long)]
@@ -50,7 +50,7 @@ pub(super) struct Arguments {
 }
 
 /// Returns the exit status.
-pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let root = Path::new("/");
     if arguments.sysroot == root && !arguments.dry_run && !rustix::process::geteuid().is_root() {
         return Err(failed(
@@ -73,7 +73,7 @@ pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<
         return finish(&sources, platform::is_here(&sources.sysroot, &loaded), out).await;
     }
     let found = find_gpus(&sources.sysroot, out)?;
-    let answers = ask(arguments, &sources, &loaded, &found, &mut questions, out)?;
+    let answers = ask(arguments, &loaded, &found, &mut questions, out)?;
     let files = files::compose(&answers, &loaded);
     let in_the_way = files.iter().any(|file| place::is_taken(&sources.sysroot, &file.path));
     if in_the_way || !loaded.settings.sources.is_empty() {
@@ -102,7 +102,7 @@ fn failed(words: &str) -> Error {
 }
 
 /// Looks at the GPUs, and says what is there.
-fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus, Error> {
+fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus> {
     let root = sysroot.to_owned();
     let inventory = check::ask_driver(move |driver| Inventory::read(&root, driver))
         .unwrap_or_else(|reason| Inventory::read(sysroot, Err(&reason)));
@@ -119,12 +119,11 @@ fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus, Error> {
 
 fn ask(
     arguments: &Arguments,
-    sources: &Sources,
     loaded: &Loaded,
     found: &HostGpus,
     questions: &mut Questions,
     out: &mut dyn Write,
-) -> Result<Answers, Error> {
+) -> Result<Answers> {
     let mut slices = Vec::new();
     for group in &found.groups {
         slices.push(match arguments.slices {
@@ -133,27 +132,27 @@ fn ask(
                 let proposed = group.proposed();
                 writeln!(out, "{}", prose(&found.describe_share(group, proposed)))?;
                 let question = format!("How many slices shall {} have? 0 leaves it out.", group.describe());
-                questions.number(&printable(&question), 999, proposed, out)?
+                questions.number(&printable(&question), proposed, out)?
             }
         });
     }
     if slices.iter().all(|slices| *slices == 0) {
         return Err(failed("no GPU is to have slices, so nothing was written"));
     }
-    let platform = platform::is_here(&sources.sysroot, loaded) || {
+    let platform = platform::is_here(&arguments.sysroot, loaded) || {
         let question = "Does this host belong to a Cloudpods platform? Nothing here looks like it.";
         questions.no_or_yes(question, out)?
     };
-    let by_itself = !platform && ask_by_itself(&sources.sysroot, questions, out)?;
+    let by_itself = !platform && ask_by_itself(&arguments.sysroot, questions, out)?;
     Ok(Answers::new(found, &slices, platform, by_itself))
 }
 
 /// Whether CUDA programs shall find the control daemon by themselves. `doctor` warns of that where containers would find it
 /// too, so there nobody has it by default.
-fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool, Error> {
+fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Shall every CUDA program of this host find its way to a slice by itself? Otherwise only programs that are \
                     started with a slice find it.";
-    let Some(tool) = toolkit::installed(sysroot) else { return questions.yes_or_no(question, out) };
+    let Some(tool) = platform::toolkit(sysroot) else { return questions.yes_or_no(question, out) };
     let said = format!(
         "{tool} is installed: it mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so containers that were given \
          no slice would find their way too."
@@ -163,7 +162,7 @@ fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write)
 }
 
 /// Says what to write where, since files are there already.
-fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8, Error> {
+fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8> {
     writeln!(
         out,
         "Nothing was written: configuration is there already, and setup changes no file that is there."
@@ -184,7 +183,7 @@ fn indented(text: &str) -> String {
 }
 
 /// Checks the configuration as `yunion-mps-daemon --check` does, and names the next command.
-async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Result<u8, Error> {
+async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Result<u8> {
     let checked = check::check(sources);
     say(&checked, out)?;
     if !checked.problems().is_empty() {

@@ -6,11 +6,11 @@ use clap::Args;
 
 use crate::show::columns::{CLIENTS, table_of};
 use crate::show::health::describe_state;
-use crate::show::list::Output;
-use crate::show::table::{Shown, prose};
-use crate::{Error, print_json};
+use crate::show::list::{Output, gpu_name};
+use crate::show::table::{prose, width};
+use crate::{Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
-use common::bus::rows::{Client, Gpu, Service};
+use common::bus::rows::{Client, Service};
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -22,11 +22,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) async fn clients(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let listed = daemon.clients().await?;
     if arguments.json {
         return print_json(out, &listed);
@@ -37,9 +33,9 @@ pub(crate) async fn clients(
     }
     let wide = arguments.output == Some(Output::Wide);
     let gpus = daemon.gpus().await?;
-    let named = |one: &Listed<Client>| Client { gpu: gpu_name(one, &gpus), ..Client::clone(one) };
+    let named = |one: &Listed<Client>| Client { gpu: gpu_name(&one.gpu, &gpus), ..Client::clone(one) };
     let named: Vec<Client> = listed.iter().map(named).collect();
-    writeln!(out, "{}", table_of(CLIENTS, &named, wide).shorten())?;
+    writeln!(out, "{}", table_of(CLIENTS, &named, wide).shorten(width()))?;
     let bypassing = listed.iter().filter(|one| one.bypass).count();
     if bypassing > 0 {
         let (use_a_gpu, them) = if bypassing == 1 { ("uses", "it") } else { ("use", "them") };
@@ -57,12 +53,6 @@ pub(crate) async fn clients(
         writeln!(out, "\n{}", prose(&said))?;
     }
     Ok(())
-}
-
-/// The address of the GPU, by which its slices are named; its UUID if it is not configured now.
-fn gpu_name(client: &Client, gpus: &[Listed<Gpu>]) -> String {
-    let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(&client.gpu));
-    gpu.map_or(&client.gpu, |gpu| &gpu.addr).shown()
 }
 
 /// Not every state explains that there is no client: a service that is degraded may serve most of its GPUs.

@@ -79,117 +79,111 @@ pub(crate) fn table_of<'r, R: 'r>(
     table
 }
 
-const fn slice(name: &'static str, text: fn(&Device) -> String) -> Column<Device> {
-    Column::new(name, text)
-}
-
-const fn gpu(name: &'static str, text: fn(&Gpu) -> String) -> Column<Gpu> {
-    Column::new(name, text)
-}
-
-const fn daemon(name: &'static str, text: fn(&ControlDaemon) -> String) -> Column<ControlDaemon> {
-    Column::new(name, text)
-}
-
-const fn client(name: &'static str, text: fn(&Client) -> String) -> Column<Client> {
-    Column::new(name, text)
-}
+type OfSlice = Column<Device>;
+type OfGpu = Column<Gpu>;
+type OfDaemon = Column<ControlDaemon>;
+type OfClient = Column<Client>;
 
 // Columns of several tables. The service lists slices in the order of the configuration.
-const SLICE: Column<Device> = slice("SLICE", |one| one.addr.shown());
-const SHARE: Column<Device> = slice("SHARE", |one| with_unit(Some(one.mps_thread_percentage), "%"))
+const SLICE: Column<Device> = OfSlice::new("SLICE", |one| one.addr.shown());
+const SHARE: Column<Device> = OfSlice::new("SHARE", |one| with_unit(Some(one.mps_thread_percentage), "%"))
     .number()
     .expendable(1)
     .order(|a, b| b.mps_thread_percentage.cmp(&a.mps_thread_percentage));
-const PID: Column<Client> = client("PID", |one| one.pid.shown()).number().order(|a, b| a.pid.cmp(&b.pid));
+const PID: Column<Client> =
+    OfClient::new("PID", |one| one.pid.shown()).number().order(|a, b| a.pid.cmp(&b.pid));
 const USER: Column<Client> =
-    client("USER", |one| one.user.shown()).expendable(1).order(|a, b| a.user.cmp(&b.user));
+    OfClient::new("USER", |one| one.user.shown()).expendable(1).order(|a, b| a.user.cmp(&b.user));
 const COMMAND: Column<Client> =
-    client("COMMAND", |one| one.command.shown()).ends().order(|a, b| a.command.cmp(&b.command));
-const MEMORY: Column<Client> = client("MEMORY", |one| with_unit(one.memory_mib, "MiB"))
+    OfClient::new("COMMAND", |one| one.command.shown()).ends().order(|a, b| a.command.cmp(&b.command));
+const MEMORY: Column<Client> = OfClient::new("MEMORY", |one| with_unit(one.memory_mib, "MiB"))
     .number()
     .order(|a, b| b.memory_mib.cmp(&a.memory_mib));
 /// The oldest first, and those of an unknown age last.
 const AGE: Column<Client> =
-    client("AGE", |one| one.since.map(|since| time::age(time::from_seconds(since))).shown())
+    OfClient::new("AGE", |one| one.since.map(|since| time::age(time::from_seconds(since))).shown())
         .expendable(2)
         .order(|a, b| a.since.unwrap_or(i64::MAX).cmp(&b.since.unwrap_or(i64::MAX)));
-const CONTAINER: Column<Client> = client("CONTAINER", |one| short_id(one).shown())
+const CONTAINER: Column<Client> = OfClient::new("CONTAINER", |one| short_id(one).shown())
     .expendable(3)
     .order(|a, b| a.container_id.cmp(&b.container_id));
 
 /// `list`
 pub(crate) const SLICES: &[Column<Device>] = &[
     SLICE,
-    slice("GPU", |one| one.model.shown()).expendable(2),
-    slice("MEMORY", |one| of_limit(one.memory_used, one.mps_memory_limit, " MiB")).number(),
+    OfSlice::new("GPU", |one| one.model.shown()).expendable(2),
+    OfSlice::new("MEMORY", |one| of_limit(one.memory_used, one.mps_memory_limit, " MiB")).number(),
     SHARE,
-    slice("CLIENTS", |one| of_limit(one.clients, one.max_clients, "")).number(),
-    slice("INDEX", |one| one.nvidia_index.shown()).expendable(4).wide(),
-    slice("NUMA", |one| one.numa_node.shown()).expendable(5).wide(),
-    slice("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(6).wide(),
-    slice("UUID", |one| one.device_path.shown()).expendable(3).wide(),
-    slice("RENDER NODE", |one| one.render_node.shown()).expendable(7).wide(),
-    slice("PIPE DIRECTORY", |one| one.pipe_directory.shown()).expendable(8).wide(),
-    slice("HEALTH", health).state(),
+    OfSlice::new("CLIENTS", |one| of_limit(one.clients, one.max_clients, "")).number(),
+    OfSlice::new("INDEX", |one| one.nvidia_index.shown()).expendable(4).wide(),
+    OfSlice::new("NUMA", |one| one.numa_node.shown()).expendable(5).wide(),
+    OfSlice::new("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(6).wide(),
+    OfSlice::new("UUID", |one| one.device_path.shown()).expendable(3).wide(),
+    OfSlice::new("RENDER NODE", |one| one.render_node.shown()).expendable(7).wide(),
+    OfSlice::new("PIPE DIRECTORY", |one| one.pipe_directory.shown()).expendable(8).wide(),
+    OfSlice::new("HEALTH", health).state(),
 ];
 
 /// `list --gpus`, and the GPUs of `status`
 pub(crate) const GPUS: &[Column<Gpu>] = &[
-    gpu("GPU", |one| one.addr.shown()),
-    gpu("MODEL", |one| one.model.shown()).expendable(2),
-    gpu("SLICES", each),
-    gpu("IN USE", |one| with_unit(one.memory_used, "MiB")).number().expendable(1),
-    gpu("CLIENTS", |one| one.clients.shown()).number(),
-    gpu("INDEX", |one| one.nvidia_index.shown()).expendable(5).wide(),
-    gpu("NUMA", |one| one.numa_node.shown()).expendable(6).wide(),
-    gpu("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(3).wide(),
-    gpu("CONFIRMED", confirmed).expendable(4).wide(),
-    gpu("UUID", |one| one.device_path.shown()).expendable(7).wide(),
-    gpu("RENDER NODE", |one| one.render_node.shown()).expendable(8).wide(),
-    gpu("HEALTH", |one| Health::of_gpu(one).word().to_owned()).state(),
+    OfGpu::new("GPU", |one| one.addr.shown()),
+    OfGpu::new("MODEL", |one| one.model.shown()).expendable(2),
+    OfGpu::new("SLICES", each),
+    OfGpu::new("IN USE", |one| with_unit(one.memory_used, "MiB")).number().expendable(1),
+    OfGpu::new("CLIENTS", |one| one.clients.shown()).number(),
+    OfGpu::new("INDEX", |one| one.nvidia_index.shown()).expendable(5).wide(),
+    OfGpu::new("NUMA", |one| one.numa_node.shown()).expendable(6).wide(),
+    OfGpu::new("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(3).wide(),
+    OfGpu::new("CONFIRMED", confirmed).expendable(4).wide(),
+    OfGpu::new("UUID", |one| one.device_path.shown()).expendable(7).wide(),
+    OfGpu::new("RENDER NODE", |one| one.render_node.shown()).expendable(8).wide(),
+    OfGpu::new("HEALTH", |one| Health::of_gpu(one).word().to_owned()).state(),
 ];
 
 /// `list --platform`. The heads are the platform's.
 pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
-    slice("Addr", |one| one.addr.shown()),
-    slice("Dev_type", |one| one.dev_type.shown()),
-    slice("Model", |one| one.model.shown()),
-    slice("Vendor_device_id", |one| one.vendor_device_id.shown()),
-    slice("numa_node", |one| one.numa_node.shown()),
-    slice("Device_path", |one| one.device_path.shown()),
-    slice("PCIE_Info", |one| one.pcie_info.shown()),
-    slice("Index", |one| one.index.shown()),
-    slice("Device_minor", |one| one.device_minor.shown()),
-    slice("Health", |one| for_the_platform(one.healthy, &one.reason)),
+    OfSlice::new("Addr", |one| one.addr.shown()),
+    OfSlice::new("Dev_type", |one| one.dev_type.shown()),
+    OfSlice::new("Model", |one| one.model.shown()),
+    OfSlice::new("Vendor_device_id", |one| one.vendor_device_id.shown()),
+    OfSlice::new("numa_node", |one| one.numa_node.shown()),
+    OfSlice::new("Device_path", |one| one.device_path.shown()),
+    OfSlice::new("PCIE_Info", |one| one.pcie_info.shown()),
+    OfSlice::new("Index", |one| one.index.shown()),
+    OfSlice::new("Device_minor", |one| one.device_minor.shown()),
+    OfSlice::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
 /// `list --gpus --platform`
 pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
-    gpu("Addr", |one| one.addr.shown()),
-    gpu("Dev_type", |one| one.dev_type.shown()),
-    gpu("Sharing_mode", |one| one.sharing_mode.shown()),
-    gpu("Virtual_num", |one| one.virtual_num.shown()),
-    gpu("Model", |one| one.model.shown()),
-    gpu("Vendor_device_id", |one| one.vendor_device_id.shown()),
-    gpu("numa_node", |one| one.numa_node.shown()),
-    gpu("Device_path", |one| one.device_path.shown()),
-    gpu("PCIE_Info", |one| one.pcie_info.shown()),
-    gpu("Health", |one| for_the_platform(one.healthy, &one.reason)),
+    OfGpu::new("Addr", |one| one.addr.shown()),
+    OfGpu::new("Dev_type", |one| one.dev_type.shown()),
+    OfGpu::new("Sharing_mode", |one| one.sharing_mode.shown()),
+    OfGpu::new("Virtual_num", |one| one.virtual_num.shown()),
+    OfGpu::new("Model", |one| one.model.shown()),
+    OfGpu::new("Vendor_device_id", |one| one.vendor_device_id.shown()),
+    OfGpu::new("numa_node", |one| one.numa_node.shown()),
+    OfGpu::new("Device_path", |one| one.device_path.shown()),
+    OfGpu::new("PCIE_Info", |one| one.pcie_info.shown()),
+    OfGpu::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
 /// The control daemons of `status`, with their names for people as ids.
 pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
-    daemon("CONTROL DAEMON", |one| one.id.shown()),
-    daemon("STATE", |one| one.state.shown()).state(),
-    daemon("FOR", |one| time::age(time::from_seconds(one.since))).expendable(3),
-    daemon("SINCE", |one| time::local(time::from_seconds(one.since))).expendable(6).wide(),
-    daemon("MULTI-USER", |one| one.multiuser.shown()).expendable(5).wide(),
-    daemon("FOR NVIDIA'S FRONT END", front_end).expendable(1).wide(),
-    daemon("CPUS", cpus).expendable(2),
-    daemon("STARTS", |one| one.starts.shown()).number().expendable(4),
-    daemon("PID", |one| one.pid.shown()).number(),
-    daemon("SERVER", |one| one.servers.shown()).number(),
+    OfDaemon::new("CONTROL DAEMON", |one| one.id.shown()),
+    OfDaemon::new("STATE", |one| one.state.shown()).state(),
+    OfDaemon::new("FOR", |one| time::age(time::from_seconds(one.since))).expendable(3),
+    OfDaemon::new("SINCE", |one| time::local(time::from_seconds(one.since))).expendable(6).wide(),
+    OfDaemon::new("MULTI-USER", |one| one.multiuser.shown()).expendable(5).wide(),
+    OfDaemon::new("FOR NVIDIA'S FRONT END", |one| {
+        format!("CUDA_MPS_PIPE_DIRECTORY={}", one.control_directory.shown())
+    })
+    .expendable(1)
+    .wide(),
+    OfDaemon::new("CPUS", cpus).expendable(2),
+    OfDaemon::new("STARTS", |one| one.starts.shown()).number().expendable(4),
+    OfDaemon::new("PID", |one| one.pid.shown()).number(),
+    OfDaemon::new("SERVER", |one| one.servers.shown()).number(),
 ];
 
 /// `clients`, with the addresses of their GPUs as GPUs.
@@ -197,14 +191,14 @@ pub(crate) const CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
     COMMAND,
-    client("MPS", |one| by_mps(one).to_owned()).state(),
-    client("SLICE", |one| one.device.shown()),
+    OfClient::new("MPS", |one| by_mps(one).to_owned()).state(),
+    OfClient::new("SLICE", |one| one.device.shown()),
     MEMORY,
     AGE,
-    client("GPU", |one| one.gpu.shown()).expendable(3).wide(),
-    client("KNOWN BY", |one| one.known_by.shown()).expendable(4).wide(),
-    client("MAY COMMAND", |one| one.may_command.shown()).expendable(5).wide(),
-    client("SINCE", |one| one.since.map(|since| time::local(time::from_seconds(since))).shown())
+    OfClient::new("GPU", |one| one.gpu.shown()).expendable(3).wide(),
+    OfClient::new("KNOWN BY", |one| one.known_by.shown()).expendable(4).wide(),
+    OfClient::new("MAY COMMAND", |one| one.may_command.shown()).expendable(5).wide(),
+    OfClient::new("SINCE", |one| one.since.map(|since| time::local(time::from_seconds(since))).shown())
         .expendable(6)
         .wide(),
     CONTAINER,
@@ -212,30 +206,31 @@ pub(crate) const CLIENTS: &[Column<Client>] = &[
 
 /// The clients that `drain --wait` waits for.
 pub(crate) const WAITED_FOR: &[Column<Client>] =
-    &[PID, USER, client("SLICE", slice_or_not_known), CONTAINER, COMMAND];
+    &[PID, USER, OfClient::new("SLICE", slice_or_not_known), CONTAINER, COMMAND];
 
 /// The slices of `top`. The last column holds prose, and takes the room that is left.
 pub(crate) const TOP_SLICES: &[Column<Device>] = &[
     SLICE,
-    slice("GPU", gpu_of_slice).expendable(3).order(|a, b| a.nvidia_index.cmp(&b.nvidia_index)),
-    slice("CLIENTS", clients_of_slice).number().order(|a, b| b.clients.cmp(&a.clients)),
-    slice("MEMORY", |one| format!("{}/{} MiB", one.memory_used.shown(), one.mps_memory_limit.shown()))
+    OfSlice::new("GPU", gpu_of_slice).expendable(3).order(|a, b| a.nvidia_index.cmp(&b.nvidia_index)),
+    OfSlice::new("CLIENTS", clients_of_slice).number().order(|a, b| b.clients.cmp(&a.clients)),
+    OfSlice::new("MEMORY", |one| format!("{}/{} MiB", one.memory_used.shown(), one.mps_memory_limit.shown()))
         .number()
         .order(|a, b| b.memory_used.cmp(&a.memory_used)),
-    slice("IN USE", bar)
+    OfSlice::new("IN USE", bar)
         .expendable(2)
-        .toned(|one, _| is_over_its_budget(one).then_some(Tone::Bad))
+        // Over its budget.
+        .toned(|one, _| one.overuse.as_ref().filter(|overuse| !overuse.is_empty()).map(|_| Tone::Bad))
         .order(|a, b| in_use(b).total_cmp(&in_use(a))),
     SHARE,
     // The word alone: the reason is that of the whole GPU, and stands above once a slice is selected. The worst first.
-    slice("STATE", health).state().order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
+    OfSlice::new("STATE", health).state().order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
 ];
 
 /// The clients of `top`.
 pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
-    client("SLICE", slice_as_far_as_it_has_one)
+    OfClient::new("SLICE", slice_as_far_as_it_has_one)
         .state()
         .order(|a, b| slice_as_far_as_it_has_one(a).cmp(&slice_as_far_as_it_has_one(b))),
     MEMORY,
@@ -291,10 +286,6 @@ fn bar(slice: &Device) -> String {
     format!("[{}]", bar.collect::<String>())
 }
 
-fn is_over_its_budget(slice: &Device) -> bool {
-    slice.overuse.as_ref().is_some_and(|overuse| !overuse.is_empty())
-}
-
 /// The number of slices, and the limits of each.
 fn each(gpu: &Gpu) -> String {
     let memory = gpu.mps_memory_limit.map(|mib| format!("{mib} MiB, ")).unwrap_or_default();
@@ -307,10 +298,6 @@ fn confirmed(gpu: &Gpu) -> String {
     let threads = gpu.confirmed_thread_percentage.map(|percentage| format!("{percentage} %"));
     let known: Vec<String> = memory.into_iter().chain(threads).collect();
     if known.is_empty() { "-".to_owned() } else { known.join(", ") }
-}
-
-fn front_end(daemon: &ControlDaemon) -> String {
-    format!("CUDA_MPS_PIPE_DIRECTORY={}", daemon.control_directory.shown())
 }
 
 /// The CPUs on which a control daemon may run, and the CPUs to which it is to be bound, if these are others. Empty if it is

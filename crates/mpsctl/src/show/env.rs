@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::chosen::Devices;
 use crate::screen::say;
-use crate::{Error, print_json};
+use crate::{Error, Result, print_json};
 use common::bus::proxy::{ContainerAnswer, DaemonProxy};
 use common::published::cdi;
 use common::published::container::devices_in;
@@ -80,11 +80,7 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
     format.refused_line()
 }
 
-pub(crate) async fn env(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let answer = daemon.container_config(&arguments.devices.names(daemon).await?).await?;
     // Several CDI devices are refused.
     if arguments.format != EnvFormat::Cdi {
@@ -121,11 +117,7 @@ pub(crate) async fn env(
 }
 
 /// The environment and the mounts as options that `docker run` and `podman run` have in common.
-fn write_options(
-    answer: &ContainerAnswer,
-    wanted: impl Fn(&str) -> bool,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+fn write_options(answer: &ContainerAnswer, wanted: impl Fn(&str) -> bool, out: &mut dyn Write) -> Result<()> {
     for (name, value) in answer.environment.iter().filter(|(name, _)| wanted(name)) {
         writeln!(out, "--env={name}={value}")?;
     }
@@ -159,7 +151,7 @@ fn only_slice(devices: &str) -> Result<&str, String> {
 }
 
 /// A Compose file with one service, for others to extend: Compose does not care that it has no image then.
-fn compose_file(answer: &ContainerAnswer) -> Result<String, Error> {
+fn compose_file(answer: &ContainerAnswer) -> Result<String> {
     let mut lines = vec![
         "services:".to_owned(),
         "  mps-slice:".to_owned(),
@@ -180,7 +172,7 @@ fn compose_file(answer: &ContainerAnswer) -> Result<String, Error> {
 }
 
 /// A text as YAML, where 00:06.0 would be a number without quotes. Compose replaces what follows a single dollar sign.
-fn yaml(text: &str) -> Result<String, Error> {
+fn yaml(text: &str) -> Result<String> {
     Ok(escaped(&serde_json::to_string(&text.replace('$', "$$"))?))
 }
 

@@ -1,7 +1,5 @@
 //! Metrics as text, in the two formats that collectors read.
 
-use std::fmt::Write;
-
 use clap::ValueEnum;
 
 /// The format of the text.
@@ -64,18 +62,12 @@ impl Family {
 
 /// The labels of a sample as the formats write them.
 fn braces(labels: &Labels) -> String {
-    if labels.is_empty() {
-        return String::new();
-    }
-    let mut text = String::from("{");
-    for (index, (name, value)) in labels.iter().enumerate() {
-        let comma = if index == 0 { "" } else { "," };
+    let label = |(name, value): &(&str, String)| {
         let value = value.replace('\\', r"\\").replace('"', r#"\""#).replace('\n', r"\n");
-        // A String takes everything.
-        let _ = write!(text, "{comma}{name}=\"{value}\"");
-    }
-    text.push('}');
-    text
+        format!("{name}=\"{value}\"")
+    };
+    let labels: Vec<String> = labels.iter().map(label).collect();
+    if labels.is_empty() { String::new() } else { format!("{{{}}}", labels.join(",")) }
 }
 
 #[cfg(test)]

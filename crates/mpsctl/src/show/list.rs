@@ -8,7 +8,7 @@ use clap::{Args, ValueEnum};
 use crate::show::columns::{Column, GPUS, PLATFORM_GPUS, PLATFORM_SLICES, SLICES, table_of};
 use crate::show::health::describe_state;
 use crate::show::table::{Shown, pairs, prose};
-use crate::{Error, print_json};
+use crate::{Error, Result, print_json};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Device, Gpu, Service};
 use common::counted::counted;
@@ -48,11 +48,7 @@ pub(super) enum Output {
     Wide,
 }
 
-pub(crate) async fn list(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn list(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let service = daemon.service().await?;
     let form = &arguments.form;
     // Programs ask more often, and can have a look made themselves.
@@ -83,7 +79,7 @@ fn print_rows<R>(
     Arguments { form, no_headings, .. }: &Arguments,
     service: &Service,
     out: &mut dyn Write,
-) -> Result<bool, Error> {
+) -> Result<bool> {
     let plain = rows.iter().map(Deref::deref);
     if form.json {
         print_json(out, &rows)?;
@@ -106,11 +102,14 @@ fn print_rows<R>(
     Ok(false)
 }
 
+/// The address of the GPU with this UUID, by which its slices are named; the text itself if there is none now.
+pub(super) fn gpu_name(uuid: &String, gpus: &[Listed<Gpu>]) -> String {
+    let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(uuid));
+    gpu.map_or(uuid, |gpu| &gpu.addr).shown()
+}
+
 /// The rows of an answer. Before the service knows its GPUs, its state says why.
-fn known_now<R>(
-    answer: Result<Vec<Listed<R>>, BusError>,
-    service: &Service,
-) -> Result<Vec<Listed<R>>, Error> {
+fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> Result<Vec<Listed<R>>> {
     match answer {
         Err(error) if error.is("NotReady") => Err(Error::Failed(describe_state(service))),
         answer => Ok(answer?),

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 
-use crate::Error;
 use crate::show::exposition::{ExpositionFormat, Family, Labels, exposition};
+use crate::{Error, Result};
 use common::bus::answers::{Published, given};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu, Service};
@@ -40,11 +40,7 @@ pub(crate) struct Arguments {
 }
 
 /// Prints the metrics. If the service does not run, the only metric is `yunion_mps_up 0`.
-pub(crate) async fn metrics(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
         // It may have ended while it was asked: the bus answers on its behalf then.
@@ -54,7 +50,15 @@ pub(crate) async fn metrics(
     let mut to = Families::default();
     to.one("up", "Whether yunion-mps-daemon runs.", flag(published.is_some()));
     if let Some(published) = &published {
-        Metrics(published).all(&mut to, arguments.clients);
+        about_service(published, &mut to);
+        let devices = published.devices.as_deref().unwrap_or_default();
+        about_control_daemons(&published.control_daemons, &mut to);
+        about_gpus(&published.gpus, &mut to);
+        about_devices(devices, &mut to);
+        about_clients(published, devices, &mut to);
+        if arguments.clients {
+            about_each_client(published, devices, &mut to);
+        }
     }
     let text = exposition(&to.0, arguments.format);
     match &arguments.to {
@@ -83,205 +87,163 @@ async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
     }
 }
 
-/// The metrics of everything that the service publishes.
-struct Metrics<'p>(&'p Published);
-
-impl Metrics<'_> {
-    fn all(&self, to: &mut Families, each_client: bool) {
-        self.service(to);
-        self.control_daemons(to);
-        self.gpus(to);
-        self.devices(to);
-        self.clients(to);
-        if each_client {
-            self.each_client(to);
-        }
-    }
-
-    fn service(&self, to: &mut Families) {
-        let Service { version, driver_version, state, enabled, generation, .. } = &*self.0.service;
-        let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
-        to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()]);
-        let states = states(&SERVICE_STATES, &printable(state), &Vec::new());
-        to.add("service_state", "1 for the state that the service is in.", states);
-        to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled));
-        to.one(
-            "generation",
-            "Number that grows with every change of the published devices, and starts again with the service.",
-            *generation as f64,
-        );
-        let last = self.0.events.iter().map(|event| event.at).max();
-        let last = last.map(|microseconds| (Vec::new(), microseconds as f64 / 1e6));
-        to.add("last_event_timestamp_seconds", "Time of the last event.", last);
-    }
-
-    fn control_daemons(&self, to: &mut Families) {
-        let daemons = &self.0.control_daemons;
-        let states = daemons
-            .iter()
-            .flat_map(|daemon| states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &daemon.labels()));
-        to.add("control_daemon_state", "1 for the state that the control daemon is in.", states);
-        to.each("control_daemon_servers", "The MPS servers that run.", daemons, |daemon| {
-            number(daemon.servers.len())
-        });
-        to.each(
-            "control_daemon_restarts_total",
-            "Restarts of the control daemon since the service started.",
-            daemons,
-            |daemon| f64::from(daemon.restarts),
-        );
-        to.each(
-            "server_restarts_total",
-            "MPS servers that replaced an earlier one since the service started.",
-            daemons,
-            |daemon| f64::from(daemon.server_restarts),
-        );
-        to.each(
-            "faults_total",
-            "Fatal GPU errors of MPS servers since the service started.",
-            daemons,
-            |daemon| f64::from(daemon.faults),
-        );
-    }
-
-    fn gpus(&self, to: &mut Families) {
-        let info = |gpu: &Listed<Gpu>| {
-            let model = ("model", text(gpu.model.as_ref()));
-            let pci = ("pci", printable(&gpu.pci_bdf));
-            let control_daemon = ("control_daemon", printable(&gpu.control_daemon));
-            [gpu.labels(), vec![model, pci, control_daemon]].concat()
-        };
-        to.info("gpu_info", "The GPUs that are configured.", self.0.gpus.iter().map(info));
-        to.each(
-            "gpu_healthy",
-            "Whether a client of the GPU that starts now is served with its limits.",
-            &self.0.gpus,
-            |gpu| flag(gpu.healthy),
-        );
-        to.each("gpu_devices", "The slices that the GPU is cut into.", &self.0.gpus, |gpu| {
-            f64::from(gpu.virtual_num)
-        });
-        to.each("gpu_memory_bytes", "The memory of the GPU.", &self.0.gpus, |gpu| {
-            gpu.mps_memory_total.map(bytes)
-        });
-    }
-
-    fn devices(&self, to: &mut Families) {
-        let devices = self.0.devices.as_deref().unwrap_or_default();
-        to.info("device_info", "The slices.", devices.iter().map(|device| device.labels()));
-        to.each(
-            "device_healthy",
-            "Whether a client that starts now gets the slice and is served with its limits.",
-            devices,
-            |device| flag(device.healthy),
-        );
-        to.each(
-            "device_drained",
-            "Whether the slice is taken out of use for new clients.",
-            devices,
-            |device| flag(device.drained),
-        );
-        to.each(
-            "device_memory_limit_bytes",
-            "The GPU memory that each client of the slice may have.",
-            devices,
-            |device| device.mps_memory_limit.map(bytes),
-        );
-        to.each(
-            "device_threads_limit_ratio",
-            "The share of the GPU's threads that each client of the slice may have active.",
-            devices,
-            |device| f64::from(device.mps_thread_percentage) / 100.0,
-        );
-        to.each("device_limits_enforced", "Whether the GPU enforces the two limits.", devices, |device| {
-            flag(device.limits_enforced)
-        });
-        to.each("device_max_clients", "The most clients that the slice may have.", devices, |device| {
-            device.max_clients.map(f64::from)
-        });
-        to.each(
-            "device_overuse",
-            "Whether the clients of the slice have more memory together, or are more, than it may have.",
-            devices,
-            |device| device.overuse.as_ref().map(|overuse| flag(!overuse.is_empty())),
-        );
-    }
-
-    fn clients(&self, to: &mut Families) {
-        to.one(
-            "clients_known",
-            "Whether every control daemon listed its clients; if not, the metrics of clients are left out.",
-            flag(self.0.clients.is_ok()),
-        );
-        let Ok(clients) = &self.0.clients else { return };
-        let of_gpu = |gpu: &Gpu, bypass: bool| {
-            let on_it = |client: &&Listed<Client>| gpu.device_path.as_ref() == Some(&client.gpu);
-            number(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count())
-        };
-        to.each("gpu_clients", "The processes that use the GPU through MPS.", &self.0.gpus, |gpu| {
-            of_gpu(gpu, false)
-        });
-        let memory_of = |gpu: &Gpu| {
-            let uuid = gpu.device_path.as_ref()?;
-            let on_it = clients.iter().filter(|client| !client.bypass && client.gpu == *uuid);
-            // The sum without a client would be too small; and that of nobody is -0.
-            on_it.map(|client| client.memory_mib.map(bytes)).sum::<Option<f64>>().map(|sum| sum + 0.0)
-        };
-        to.each(
-            "gpu_memory_used_bytes",
-            "The GPU memory that all clients of the GPU hold through MPS, also those without a known slice.",
-            &self.0.gpus,
-            memory_of,
-        );
-        to.each(
-            "gpu_bypass_processes",
-            "The processes that use the GPU without our MPS server.",
-            &self.0.gpus,
-            |gpu| of_gpu(gpu, true),
-        );
-        let devices = self.0.devices.as_deref().unwrap_or_default();
-        let used = used(devices, clients);
-        let of_device = |device: &Device| used.get(device.addr.as_str()).copied().unwrap_or_default();
-        to.each(
-            "device_clients",
-            "The processes that say that they were given the slice.",
-            devices,
-            |device| number(of_device(device).clients),
-        );
-        to.each(
-            "device_memory_used_bytes",
-            "The GPU memory that the clients of the slice hold.",
-            devices,
-            |device| of_device(device).bytes,
-        );
-    }
-
-    fn each_client(&self, to: &mut Families) {
-        let Ok(clients) = &self.0.clients else { return };
-        let devices = self.0.devices.as_deref().unwrap_or_default();
-        let (series, left_out) = series(clients, devices, &self.0.gpus);
-        to.add("client_memory_used_bytes", "The GPU memory that the client holds.", series);
-        to.one(
-            "clients_left_out",
-            "The clients without series of their own, since there are too many.",
-            number(left_out),
-        );
-    }
+fn about_service(published: &Published, to: &mut Families) {
+    let Service { version, driver_version, state, enabled, generation, .. } = &*published.service;
+    let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
+    to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()]);
+    let states = states(&SERVICE_STATES, &printable(state), &Vec::new());
+    to.add("service_state", "1 for the state that the service is in.", states);
+    to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled));
+    to.one(
+        "generation",
+        "Number that grows with every change of the published devices, and starts again with the service.",
+        *generation as f64,
+    );
+    let last = published.events.iter().map(|event| event.at).max();
+    let last = last.map(|microseconds| (Vec::new(), microseconds as f64 / 1e6));
+    to.add("last_event_timestamp_seconds", "Time of the last event.", last);
 }
 
-/// The clients of each slice and their memory.
-fn used<'d>(devices: &'d [Listed<Device>], clients: &[Listed<Client>]) -> BTreeMap<&'d str, Used> {
-    let mut used: BTreeMap<&str, Used> = BTreeMap::new();
+fn about_control_daemons(daemons: &[Listed<ControlDaemon>], to: &mut Families) {
+    let states = daemons
+        .iter()
+        .flat_map(|daemon| states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &daemon.labels()));
+    to.add("control_daemon_state", "1 for the state that the control daemon is in.", states);
+    to.each("control_daemon_servers", "The MPS servers that run.", daemons, |daemon| {
+        number(daemon.servers.len())
+    });
+    to.each(
+        "control_daemon_restarts_total",
+        "Restarts of the control daemon since the service started.",
+        daemons,
+        |daemon| f64::from(daemon.restarts),
+    );
+    to.each(
+        "server_restarts_total",
+        "MPS servers that replaced an earlier one since the service started.",
+        daemons,
+        |daemon| f64::from(daemon.server_restarts),
+    );
+    to.each(
+        "faults_total",
+        "Fatal GPU errors of MPS servers since the service started.",
+        daemons,
+        |daemon| f64::from(daemon.faults),
+    );
+}
+
+fn about_gpus(gpus: &[Listed<Gpu>], to: &mut Families) {
+    let info = |gpu: &Listed<Gpu>| {
+        let model = ("model", text(gpu.model.as_ref()));
+        let pci = ("pci", printable(&gpu.pci_bdf));
+        let control_daemon = ("control_daemon", printable(&gpu.control_daemon));
+        [gpu.labels(), vec![model, pci, control_daemon]].concat()
+    };
+    to.info("gpu_info", "The GPUs that are configured.", gpus.iter().map(info));
+    to.each(
+        "gpu_healthy",
+        "Whether a client of the GPU that starts now is served with its limits.",
+        gpus,
+        |gpu| flag(gpu.healthy),
+    );
+    to.each("gpu_devices", "The slices that the GPU is cut into.", gpus, |gpu| f64::from(gpu.virtual_num));
+    to.each("gpu_memory_bytes", "The memory of the GPU.", gpus, |gpu| gpu.mps_memory_total.map(bytes));
+}
+
+fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
+    to.info("device_info", "The slices.", devices.iter().map(|device| device.labels()));
+    to.each(
+        "device_healthy",
+        "Whether a client that starts now gets the slice and is served with its limits.",
+        devices,
+        |device| flag(device.healthy),
+    );
+    to.each("device_drained", "Whether the slice is taken out of use for new clients.", devices, |device| {
+        flag(device.drained)
+    });
+    to.each(
+        "device_memory_limit_bytes",
+        "The GPU memory that each client of the slice may have.",
+        devices,
+        |device| device.mps_memory_limit.map(bytes),
+    );
+    to.each(
+        "device_threads_limit_ratio",
+        "The share of the GPU's threads that each client of the slice may have active.",
+        devices,
+        |device| f64::from(device.mps_thread_percentage) / 100.0,
+    );
+    to.each("device_limits_enforced", "Whether the GPU enforces the two limits.", devices, |device| {
+        flag(device.limits_enforced)
+    });
+    to.each("device_max_clients", "The most clients that the slice may have.", devices, |device| {
+        device.max_clients.map(f64::from)
+    });
+    to.each(
+        "device_overuse",
+        "Whether the clients of the slice have more memory together, or are more, than it may have.",
+        devices,
+        |device| device.overuse.as_ref().map(|overuse| flag(!overuse.is_empty())),
+    );
+}
+
+fn about_clients(published: &Published, devices: &[Listed<Device>], to: &mut Families) {
+    to.one(
+        "clients_known",
+        "Whether every control daemon listed its clients; if not, the metrics of clients are left out.",
+        flag(published.clients.is_ok()),
+    );
+    let Ok(clients) = &published.clients else { return };
+    let gpus = &published.gpus;
+    let of_gpu = |gpu: &Gpu, bypass: bool| {
+        let on_it = |client: &&Listed<Client>| gpu.device_path.as_ref() == Some(&client.gpu);
+        number(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count())
+    };
+    to.each("gpu_clients", "The processes that use the GPU through MPS.", gpus, |gpu| of_gpu(gpu, false));
+    let memory_of = |gpu: &Gpu| {
+        let uuid = gpu.device_path.as_ref()?;
+        let on_it = clients.iter().filter(|client| !client.bypass && client.gpu == *uuid);
+        // The sum without a client would be too small; and that of nobody is -0.
+        on_it.map(|client| client.memory_mib.map(bytes)).sum::<Option<f64>>().map(|sum| sum + 0.0)
+    };
+    to.each(
+        "gpu_memory_used_bytes",
+        "The GPU memory that all clients of the GPU hold through MPS, also those without a known slice.",
+        gpus,
+        memory_of,
+    );
+    to.each("gpu_bypass_processes", "The processes that use the GPU without our MPS server.", gpus, |gpu| {
+        of_gpu(gpu, true)
+    });
+    // The memory of each client, by its slice.
+    let mut used: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
     for client in clients.iter().filter(|client| !client.bypass) {
         if let Some(device) = slice_of(client, devices) {
-            let used = used.entry(&device.addr).or_default();
-            used.clients += 1;
-            used.bytes += client.memory_mib.map(bytes).unwrap_or_default();
+            used.entry(&device.addr).or_default().push(client.memory_mib.map_or(0.0, bytes));
         }
     }
-    used
+    let used = |device: &Device| used.get(device.addr.as_str()).map(Vec::as_slice).unwrap_or_default();
+    to.each("device_clients", "The processes that say that they were given the slice.", devices, |device| {
+        number(used(device).len())
+    });
+    to.each(
+        "device_memory_used_bytes",
+        "The GPU memory that the clients of the slice hold.",
+        devices,
+        |device| used(device).iter().fold(0.0, |sum, bytes| sum + bytes),
+    );
 }
 
+fn about_each_client(published: &Published, devices: &[Listed<Device>], to: &mut Families) {
+    let Ok(clients) = &published.clients else { return };
+    let (series, left_out) = series(clients, devices, &published.gpus);
+    to.add("client_memory_used_bytes", "The GPU memory that the client holds.", series);
+    to.one(
+        "clients_left_out",
+        "The clients without series of their own, since there are too many.",
+        number(left_out),
+    );
+}
 /// The slice that the client was given on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
     let given: BTreeSet<&str> = given(client).collect();
@@ -327,12 +289,6 @@ fn series(
 /// The text of a label that others have chosen.
 fn bounded(known: Option<&String>) -> String {
     text(known).chars().take(LABEL).collect()
-}
-
-#[derive(Debug, Clone, Copy, Default)]
-struct Used {
-    clients: usize,
-    bytes: f64,
 }
 
 /// A row that the labels of its metrics name.

@@ -10,10 +10,10 @@ use serde_json::json;
 use tokio::time::timeout;
 
 use crate::show::columns::{CONTROL_DAEMONS, GPUS, table_of};
-use crate::show::list::Output;
+use crate::show::list::{Output, gpu_name};
 use crate::show::table::{Shown, Table, pairs, tone_of};
 use crate::show::{happened, time};
-use crate::{Error, print_json};
+use crate::{Result, print_json};
 use common::bus::answers::known;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Event, Gpu, Service};
@@ -42,11 +42,7 @@ pub(crate) struct Arguments {
     pub(crate) watch: bool,
 }
 
-pub(crate) async fn status(
-    daemon: &DaemonProxy,
-    arguments: &Arguments,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut answers = StatusAnswers::ask(daemon, arguments).await?;
     for _ in 1..ATTEMPTS {
         // Between two answers the state may change: a state of before must not stand beside a control daemon of after.
@@ -66,8 +62,11 @@ pub(crate) async fn status(
     let wide = arguments.output == Some(Output::Wide);
     print_service(out, &service)?;
     if !control_daemons.is_empty() {
-        let named =
-            |one: &Listed<ControlDaemon>| ControlDaemon { id: name(one, &gpus), ..ControlDaemon::clone(one) };
+        // The id may be the UUID of its GPU.
+        let named = |one: &Listed<ControlDaemon>| ControlDaemon {
+            id: gpu_name(&one.id, &gpus),
+            ..ControlDaemon::clone(one)
+        };
         let named: Vec<ControlDaemon> = control_daemons.iter().map(named).collect();
         writeln!(out, "\n{}", table_of(CONTROL_DAEMONS, &named, wide))?;
     }
@@ -97,7 +96,7 @@ struct StatusAnswers {
 }
 
 impl StatusAnswers {
-    async fn ask(daemon: &DaemonProxy, arguments: &Arguments) -> Result<Self, Error> {
+    async fn ask(daemon: &DaemonProxy, arguments: &Arguments) -> Result<Self> {
         let service = daemon.service().await?;
         if !arguments.json {
             daemon.look_at_clients().await;
@@ -110,12 +109,6 @@ impl StatusAnswers {
     }
 }
 
-/// The address of its GPU, where the id is the UUID of that GPU.
-fn name(daemon: &ControlDaemon, gpus: &[Listed<Gpu>]) -> String {
-    let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(&daemon.id));
-    gpu.map_or(&daemon.id, |gpu| &gpu.addr).shown()
-}
-
 /// The reasons of control daemons and GPUs that the service's own reason does not say.
 fn reasons(
     service: &Service,
@@ -124,7 +117,7 @@ fn reasons(
     clients: Option<&[Listed<Client>]>,
 ) -> Option<Table> {
     let of_daemons = control_daemons.iter().map(|daemon| {
-        (name(daemon, gpus), daemon.reason.as_str(), how_it_waits(daemon, control_daemons, clients))
+        (gpu_name(&daemon.id, gpus), daemon.reason.as_str(), how_it_waits(daemon, control_daemons, clients))
     });
     let of_gpus = gpus.iter().map(|gpu| (gpu.addr.shown(), gpu.reason.as_str(), None));
     let mut said = vec![service.state_reason.as_str()];

@@ -1,7 +1,6 @@
 //! Tables and prose for people. They fit the width that COLUMNS or the terminal names, and have colours on a terminal. Where
 //! neither names a width, each row is one line, as long as its texts, for programs that search them.
 
-use std::cmp::Reverse;
 use std::fmt;
 use std::iter;
 
@@ -155,28 +154,22 @@ impl Table {
 
     /// The same table with the texts of the column that says more by their ends cut there, so that no other column is left
     /// out for them. Once all rows are there.
-    pub(crate) fn shorten(self) -> Self {
-        self.shorten_in(width())
-    }
-
-    fn shorten_in(mut self, width: Option<usize>) -> Self {
+    pub(crate) fn shorten(mut self, width: Option<usize>) -> Self {
         let (Some(width), Some(at)) = (width, self.heads.iter().position(|head| head.ends)) else {
             return self;
         };
         let last = self.heads.len().saturating_sub(1);
-        let needed = |(index, head): (usize, &Head)| {
+        let natural = |(index, head): (usize, &Head)| {
             let texts =
                 self.rows.iter().filter_map(|row| row.get(index)).filter(|(text, _)| !is_unknown(text));
             let longest = texts.map(|(text, _)| text.chars().count()).max();
-            let head = head.name.chars().count();
-            // The last column keeps its room even if nothing stands in it, and at most the room for prose.
-            if index == last {
-                return longest.unwrap_or_default().max(head).min(PROSE);
-            }
-            longest.map_or(0, |longest| longest.max(head) + usize::from(GAP))
+            // The last column keeps its room even if nothing stands in it.
+            let longest = longest.or((index == last).then_some(0))?;
+            Some((*head, longest.max(head.name.chars().count())))
         };
-        let others: usize = self.heads.iter().enumerate().filter(|(index, _)| *index != at).map(needed).sum();
-        let room = width.saturating_sub(others + usize::from(GAP)).max(SHORTEST);
+        let others = self.heads.iter().enumerate().filter(|(index, _)| *index != at);
+        let others: Vec<(Head, usize)> = others.filter_map(natural).collect();
+        let room = width.saturating_sub(needed(&others, PROSE) + usize::from(GAP)).max(SHORTEST);
         for (text, _) in self.rows.iter_mut().filter_map(|row| row.get_mut(at)) {
             let surplus = text.chars().count().saturating_sub(room);
             if surplus > 0 {
@@ -249,39 +242,49 @@ impl Table {
     /// Leaves out columns until the rest has room, and gives the last column the room that is left. Returns the heads of
     /// the columns that are left out.
     fn fit(&self, table: &mut comfy_table::Table, width: usize) -> Vec<&'static str> {
-        let gap = usize::from(GAP);
         table.set_content_arrangement(ContentArrangement::Dynamic);
         table.set_width(u16::try_from(width).unwrap_or(u16::MAX));
         let is_shown = |column: &comfy_table::Column| column.constraint() != Some(&ColumnConstraint::Hidden);
-        let natural: Vec<usize> =
-            table.column_max_content_widths().into_iter().map(|width| usize::from(width) + gap).collect();
-        let Some((prose, others)) = natural.split_last() else { return Vec::new() };
-        let prose = prose - gap;
-        let needed = |table: &comfy_table::Table| -> usize {
-            let shown = table.column_iter().zip(others).filter(|(column, _)| is_shown(column));
-            shown.map(|(_, width)| width).sum()
-        };
-        let heads = self.heads.iter().enumerate().take(others.len());
-        let mut expendable: Vec<(usize, &Head)> = heads.filter(|(_, head)| head.expendable > 0).collect();
-        expendable.sort_by_key(|(_, head)| Reverse(head.expendable));
-        let mut left_out = Vec::new();
-        for (index, head) in expendable {
-            if needed(table) + prose.min(PROSE) <= width {
-                break;
-            }
-            if let Some(column) = table.column_mut(index).filter(|column| is_shown(column)) {
+        let last = table.column_count().saturating_sub(1);
+        let heads = self.heads.iter().copied().chain(iter::repeat(Head::default()));
+        let columns = table.column_iter().zip(heads.zip(table.column_max_content_widths())).enumerate();
+        let columns = columns.filter(|(index, (column, _))| *index == last || is_shown(column));
+        let mut columns: Vec<(Head, usize)> =
+            columns.map(|(_, (_, (head, width)))| (head, width.into())).collect();
+        let left_out = without_room(&mut columns, width, PROSE);
+        for (column, head) in table.column_iter_mut().zip(&self.heads) {
+            if left_out.contains(&head.name) {
                 column.set_constraint(ColumnConstraint::Hidden);
-                left_out.push(head.name);
             }
         }
         // Less than a word's room for the prose: then every column has to give.
-        if needed(table) + prose.min(PROSE / 2) <= width {
-            for column in table.column_iter_mut().take(others.len()).filter(|column| is_shown(column)) {
+        if needed(&columns, PROSE / 2) <= width {
+            for column in table.column_iter_mut().take(last).filter(|column| is_shown(column)) {
                 column.set_constraint(ColumnConstraint::ContentWidth);
             }
         }
         left_out
     }
+}
+
+/// Removes columns until the others have room, the most expendable first, and returns their heads. The last column stays,
+/// and can do with as much room as `prose`.
+pub(crate) fn without_room(columns: &mut Vec<(Head, usize)>, room: usize, prose: usize) -> Vec<&'static str> {
+    let mut left_out = Vec::new();
+    while needed(columns, prose) > room {
+        let others = columns.iter().rev().skip(1).map(|(head, _)| *head);
+        let worst = others.max_by_key(|head| head.expendable).filter(|head| head.expendable > 0);
+        let Some(worst) = worst else { break };
+        columns.retain(|(head, _)| head.name != worst.name);
+        left_out.push(worst.name);
+    }
+    left_out
+}
+
+/// The least room for these columns.
+fn needed(columns: &[(Head, usize)], prose: usize) -> usize {
+    let Some(((_, last), others)) = columns.split_last() else { return 0 };
+    others.iter().map(|(_, width)| width + usize::from(GAP)).sum::<usize>() + (*last).min(prose)
 }
 
 impl fmt::Display for Table {
@@ -309,12 +312,6 @@ pub(crate) trait Shown {
     fn shown(&self) -> String;
 }
 
-impl Shown for String {
-    fn shown(&self) -> String {
-        printable(self)
-    }
-}
-
 macro_rules! shown {
     ($($plain:ty),*) => { $(
         impl Shown for $plain {
@@ -325,7 +322,7 @@ macro_rules! shown {
     )* };
 }
 
-shown!(bool, i32, u32, u64, PcieInfo);
+shown!(bool, i32, u32, u64, String, PcieInfo);
 
 impl<T: Shown> Shown for Option<T> {
     fn shown(&self) -> String {
@@ -495,7 +492,7 @@ mod tests {
             let command = format!("/opt/{}/python3", "a".repeat(200));
             table.add_row(["4711", "root", &command, "3 min", "-"]);
             table.add_row(["12", "root", "sh", "1 s", "-"]);
-            table.shorten_in(width).render(width, false)
+            table.shorten(width).render(width, false)
         };
         assert_eq!(
             shown(Some(50)),

@@ -10,7 +10,7 @@ use crate::screen::say;
 use crate::show::table::Shown;
 use crate::show::time;
 use crate::signals::CaughtSignals;
-use crate::{Error, print_json};
+use crate::{Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Event;
 use common::published::control_daemon::EVENTS_KEPT;
@@ -26,7 +26,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error> {
+pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     if !arguments.follow {
         let events = DaemonProxy::connect().await?.events().await?;
         if arguments.json {
@@ -45,7 +45,7 @@ pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result
 }
 
 /// Returns when nobody reads the output any more.
-async fn follow(json: bool, out: &mut dyn Write) -> Result<(), Error> {
+async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
     let mut printed = PrintedEvents::default();
     let mut complaint = String::new();
@@ -72,7 +72,7 @@ async fn follow(json: bool, out: &mut dyn Write) -> Result<(), Error> {
     Ok(())
 }
 
-fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<(), Error> {
+fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<()> {
     for event in events {
         if json {
             writeln!(out, "{}", escaped(&serde_json::to_string(event)?))?;

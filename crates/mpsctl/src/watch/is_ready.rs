@@ -8,7 +8,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::ReconnectingProxy;
 use crate::show::status::state_and_reason;
-use crate::{Error, FAILED, NOT_RUNNING};
+use crate::{FAILED, NOT_RUNNING, Result};
 use common::bus::answers::SIGN_OF_LIFE;
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::Service;
@@ -23,7 +23,7 @@ pub(crate) struct Arguments {
     quiet: bool,
 }
 
-pub(crate) async fn is_ready(arguments: &Arguments, out: &mut dyn Write) -> Result<u8, Error> {
+pub(crate) async fn is_ready(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let mut watched = ReconnectingProxy::default();
     let found = match arguments.wait {
         None => ask(&mut watched, SIGN_OF_LIFE).await,

@@ -7,16 +7,16 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use super::{ReconnectingProxy, describe, in_time, reader_has_gone};
-use crate::Error;
 use crate::screen::{Screen, say, size};
 use crate::show::status::{Arguments, status};
 use crate::show::table::is_drawn_on;
 use crate::show::time;
 use crate::signals::CaughtSignals;
+use crate::{Error, Result};
 use common::counted::counted;
 use common::text::escaped;
 
-pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error> {
+pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     if !arguments.json && !is_drawn_on() {
         return Err(Error::Usage(
             "status --watch draws on a terminal; elsewhere use status --watch --json, or events --follow"
@@ -37,7 +37,7 @@ pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<
 }
 
 /// Returns when nobody reads the output any more.
-async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error> {
+async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
     let mut last = String::new();
     let mut screen = Screen::default();
@@ -53,7 +53,7 @@ async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error>
             print_change(&answer, &mut last, out)?;
         } else {
             let text = answer.unwrap_or_else(|words| words);
-            screen.draw(lines(&text, size().1), out)?;
+            screen.draw(lines(&text, size().1.into()), out)?;
         }
         watched.pause().await;
     }
@@ -61,11 +61,7 @@ async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<(), Error>
 }
 
 /// Prints one line if this is not what was printed last.
-fn print_change(
-    answer: &Result<String, String>,
-    last: &mut String,
-    out: &mut dyn Write,
-) -> Result<(), Error> {
+fn print_change(answer: &Result<String, String>, last: &mut String, out: &mut dyn Write) -> Result<()> {
     let text = match answer {
         Ok(text) => escaped(&serde_json::from_str::<Value>(text)?.to_string()),
         Err(words) => words.clone(),

@@ -1,26 +1,30 @@
 //! The screen, from top to bottom: the service, the slices, the clients, the last events, and a line for questions.
 
 use std::collections::BTreeSet;
-use std::time::{Instant, SystemTime};
+use std::ops::Range;
+use std::time::SystemTime;
 
-use ratatui_core::style::{Color, Modifier, Style};
-use ratatui_core::text::{Line, Span};
+use ratatui_core::layout::{Alignment, Constraint, Layout, Rect};
+use ratatui_core::style::{Color, Style, Stylize};
+use ratatui_core::terminal::Frame;
+use ratatui_core::text::{Line, Span, Text};
+use ratatui_widgets::table::{Cell, HighlightSpacing, Row, Table, TableState};
+use unicode_truncate::UnicodeTruncateStr;
 
 use super::model::Model;
 use super::state::{Focus, Sort, TopState};
 use crate::show::columns::{Column, TOP_CLIENTS, TOP_SLICES};
 use crate::show::health::Health;
-use crate::show::table::{Shown, Tone, tone_of};
+use crate::show::table::{Head, Shown, Tone, tone_of, without_room};
 use crate::show::time;
 use common::bus::proxy::Listed;
 use common::counted::counted;
-use common::text::printable;
-
-/// The sign of a text that is cut.
-const CUT: &str = "…";
 
 /// The least room for the last column.
 const PROSE: usize = 14;
+
+/// The room for the clock, and two blanks in front of it.
+const CLOCK: usize = 10;
 
 /// The least room for events.
 const EVENTS: usize = 3;
@@ -42,83 +46,47 @@ const HELP: [&str; 11] = [
 ];
 
 /// A smaller terminal shows a sentence alone.
-const LEAST: (usize, usize) = (50, 12);
+const LEAST: (u16, u16) = (50, 12);
 
-/// The rest that the drawing depends on, beside the model and the state.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct DrawOptions {
-    pub(super) colour: bool,
-    pub(super) clock: SystemTime,
-    pub(super) now: Instant,
-}
-
-impl DrawOptions {
-    fn style(self, tone: Option<Tone>) -> Style {
-        match tone.filter(|_| self.colour) {
-            None => Style::new(),
-            Some(Tone::Well) => Style::new().green(),
-            Some(Tone::Between) => Style::new().yellow(),
-            Some(Tone::Bad) => Style::new().red(),
-        }
-    }
-}
-
-/// The text of each row of a screen with so many columns and rows.
-pub(super) fn lines(size: (usize, usize), model: &Model, state: &TopState, look: DrawOptions) -> Vec<String> {
-    rows(size, model, state, look).iter().map(written).collect()
-}
-
-/// A line with the escape sequences of its looks: `ESC [ 0 ; 1 ; 31 m`. The colours are those of the theme.
-fn written(line: &Line<'_>) -> String {
-    let mut text = String::new();
-    for span in &line.spans {
-        let style = line.style.patch(span.style);
-        text.push_str("\u{1b}[0");
-        for (one, code) in [(Modifier::BOLD, ";1"), (Modifier::UNDERLINED, ";4"), (Modifier::REVERSED, ";7")]
-        {
-            text.push_str(if style.add_modifier.contains(one) { code } else { "" });
-        }
-        text.push_str(match style.fg {
-            Some(Color::Red) => ";31",
-            Some(Color::Green) => ";32",
-            Some(Color::Yellow) => ";33",
-            _ => "",
-        });
-        text.push('m');
-        text.push_str(&printable(&span.content));
-    }
-    text + "\u{1b}[0m"
-}
-
-/// A line for each row of the screen.
-fn rows(
-    (width, height): (usize, usize),
-    model: &Model,
-    state: &TopState,
-    look: DrawOptions,
-) -> Vec<Line<'static>> {
-    if width < LEAST.0 || height < LEAST.1 {
+/// Draws in colours or without.
+pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, colour: bool) {
+    let (area, width) = (frame.area(), usize::from(frame.area().width));
+    if area.width < LEAST.0 || area.height < LEAST.1 {
         let words = format!("top needs {} columns and {} rows", LEAST.0, LEAST.1);
-        return vec![Line::raw(cut(&words, width))];
+        return frame.render_widget(cut(&words, width), area);
     }
-    let mut lines = header(width, model, state, look);
-    let room = height.saturating_sub(lines.len() + 1);
+    let header = header(width, model, state);
+    let [top, middle, end] =
+        Layout::vertical([length(header.len()), Constraint::Fill(1), length(1)]).areas(area);
+    frame.render_widget(Text::from(header), top);
+    frame.render_widget(Line::from(time_of_day(SystemTime::now())).right_aligned(), top);
     if state.help {
-        lines.extend(HELP.iter().map(|line| Line::raw(cut(line, width))));
+        frame.render_widget(Text::from_iter(HELP.map(|line| cut(line, width))), middle);
     } else {
-        lines.extend(body(width, room, model, state, look));
+        body(frame, middle, model, state);
     }
-    lines.truncate(height.saturating_sub(1));
-    lines.resize(height.saturating_sub(1), Line::default());
-    lines.push(bottom(width, state, look));
-    lines
+    frame.render_widget(bottom(width, state), end);
+    if !colour {
+        frame.buffer_mut().content.iter_mut().for_each(|cell| cell.fg = Color::Reset);
+    }
+}
+
+fn style(tone: Tone) -> Style {
+    match tone {
+        Tone::Well => Style::new().green(),
+        Tone::Between => Style::new().yellow(),
+        Tone::Bad => Style::new().red(),
+    }
+}
+
+/// So many rows or columns.
+fn length(cells: usize) -> Constraint {
+    Constraint::Length(u16::try_from(cells).unwrap_or(u16::MAX))
 }
 
 /// The service, and what is to be said about it, or about the slice that is selected.
-fn header(width: usize, model: &Model, state: &TopState, look: DrawOptions) -> Vec<Line<'static>> {
-    let clock = time_of_day(look.clock);
-    let mut lines = facts(width, &clock, service_facts(model, look));
-    let style = |tone| look.style(Some(tone));
+fn header(width: usize, model: &Model, state: &TopState) -> Vec<Line<'static>> {
+    let mut lines = facts(width, service_facts(model));
     let selected = model.devices.iter().find(|slice| state.slice.as_ref() == Some(&slice.addr));
     let of_slice = selected.filter(|slice| !slice.reason.is_empty()).map(|slice| {
         (format!("{}: {}", slice.addr.shown(), slice.reason.shown()), Health::of_slice(slice).word())
@@ -136,13 +104,12 @@ fn header(width: usize, model: &Model, state: &TopState, look: DrawOptions) -> V
     lines
 }
 
-fn service_facts(model: &Model, look: DrawOptions) -> Vec<Span<'static>> {
-    let bold = Style::new().add_modifier(Modifier::BOLD);
-    let mut facts = vec![Span::styled("yunion-mps-daemon", bold)];
+fn service_facts(model: &Model) -> Vec<Span<'static>> {
+    let mut facts = vec!["yunion-mps-daemon".bold()];
     if let Some(service) = &model.service {
         facts.push(Span::raw(service.version.shown()));
         if model.silent.is_none() {
-            facts.push(Span::styled(service.state.shown(), look.style(Some(tone(&service.state)))));
+            facts.push(Span::styled(service.state.shown(), style(tone(&service.state))));
         }
         let driver = Some(&service.driver_version).filter(|driver| !driver.is_empty());
         facts.push(Span::raw(format!("driver {}", driver.map_or_else(|| "none".to_owned(), Shown::shown))));
@@ -160,26 +127,16 @@ fn service_facts(model: &Model, look: DrawOptions) -> Vec<Span<'static>> {
     facts
 }
 
-/// As many lines as the facts need. The clock is at the end of the first.
-fn facts(width: usize, clock: &str, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
+/// As many lines as the facts need. The end of the first one is for the clock.
+fn facts(width: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
     let mut lines = vec![Line::default()];
     for fact in facts {
-        let is_first = lines.len() == 1;
-        let room = if is_first { width.saturating_sub(clock.len() + 2) } else { width };
-        let Some(line) = lines.last_mut() else { break };
-        let used = line.width();
-        if used == 0 {
-            line.push_span(fact);
-        } else if used + 2 + fact.width() <= room {
-            line.push_span("  ");
-            line.push_span(fact);
-        } else {
-            lines.push(Line::from(vec![Span::raw("  "), fact]));
+        let room = if lines.len() == 1 { width.saturating_sub(CLOCK) } else { width };
+        match lines.last_mut() {
+            Some(line) if line.width() == 0 => line.push_span(fact),
+            Some(line) if line.width() + 2 + fact.width() <= room => line.extend(["  ".into(), fact]),
+            _ => lines.push(Line::from(vec!["  ".into(), fact])),
         }
-    }
-    if let Some(line) = lines.first_mut() {
-        let gap = width.saturating_sub(line.width() + clock.len());
-        line.push_span(format!("{}{clock}", " ".repeat(gap)));
     }
     lines
 }
@@ -195,16 +152,16 @@ fn tone(state: &str) -> Tone {
     tone_of(state).unwrap_or(Tone::Between)
 }
 
-fn bottom(width: usize, state: &TopState, look: DrawOptions) -> Line<'static> {
+fn bottom(width: usize, state: &TopState) -> Line<'static> {
     if let Some((_, question)) = &state.question {
         // Its end is the part to answer.
         let (question, keys) = question.rsplit_once('?').unwrap_or((question, ""));
         let end = format!("?{keys}");
         let text = format!("{}{end}", cut(question, width.saturating_sub(end.len())));
-        return Line::styled(text, look.style(Some(Tone::Between)).add_modifier(Modifier::BOLD));
+        return Line::styled(text, style(Tone::Between).bold());
     }
     if let Some(message) = &state.message {
-        return Line::styled(cut(message, width), Style::new().add_modifier(Modifier::BOLD));
+        return Line::from(cut(message, width)).bold();
     }
     match state.ending {
         Some(pid) => Line::raw(cut(&format!("Ending the GPU work of process {pid} ..."), width)),
@@ -213,56 +170,58 @@ fn bottom(width: usize, state: &TopState, look: DrawOptions) -> Line<'static> {
 }
 
 /// The three parts, with as many rows as have room.
-fn body(width: usize, room: usize, model: &Model, state: &TopState, look: DrawOptions) -> Vec<Line<'static>> {
-    let slices = state.slices(model);
-    let clients = state.clients(model);
+fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState) {
+    let (slices, clients) = (state.slices(model), state.clients(model));
+    let room = usize::from(area.height).saturating_sub(5);
     let (slice_rows, client_rows, event_rows) =
-        shares(room.saturating_sub(5), slices.len() + 1, clients.len(), model.events.len());
-
-    let table = TableLayout {
+        shares(room, slices.len() + 1, clients.len(), model.events.len());
+    let heights = [slice_rows + 2, client_rows + 2, event_rows + 1].map(length);
+    let [for_slices, for_clients, for_events] = Layout::vertical(heights).areas(area);
+    let table = TopTable {
+        name: "Slices".to_owned(),
         columns: TOP_SLICES,
+        rows: &slices,
+        front: Some("all"),
         sort: state.sort_slices,
-        focused: state.focus == Focus::Slices,
-        width,
-        look,
+        is_focused: state.focus == Focus::Slices,
+        selected: Some(state.slice_place(&slices)),
+        of: model.slices_are_of(),
     };
-    let (selected, of) = (Some(state.slice_place(&slices)), model.slices_are_of(look.now));
-    let mut lines = table.part("Slices", Some("all"), &slices, selected, slice_rows, of);
-
-    let table = TableLayout {
+    table.draw(frame, for_slices);
+    // The reason stands above.
+    let none = if model.has_clients() && model.unlisted.is_none() { "none" } else { "not known" };
+    let of = state.slice.as_ref().map(|slice| format!(" of {}", slice.shown()));
+    let table = TopTable {
+        name: format!("Clients{}", of.unwrap_or_default()),
         columns: TOP_CLIENTS,
+        rows: &clients,
+        front: clients.is_empty().then_some(none),
         sort: state.sort_clients,
-        focused: state.focus == Focus::Clients,
-        width,
-        look,
+        is_focused: state.focus == Focus::Clients,
+        selected: state.client_place(&clients),
+        of: model.clients_are_of(),
     };
-    let name =
-        state.slice.as_ref().map_or("Clients".to_owned(), |slice| format!("Clients of {}", slice.shown()));
-    let (selected, of) = (state.client_place(&clients), model.clients_are_of(look.now));
-    lines.extend(table.part(&name, None, &clients, selected, client_rows, of));
-    if clients.is_empty() {
-        // The reason stands above.
-        let is_known = model.has_clients() && model.unlisted.is_none();
-        let words = if is_known { "  none" } else { "  not known" };
-        lines.push(Line::raw(words));
-    }
-    let shown = event_rows.min(model.events.len());
+    table.draw(frame, for_clients);
+    frame.render_widget(events(area.width.into(), event_rows, model), for_events);
+}
+
+fn events(width: usize, rows: usize, model: &Model) -> Text<'static> {
+    let shown = rows.min(model.events.len());
     let title = match model.events.len() {
         all if shown == all => "Last events".to_owned(),
         all => format!("Last events: {shown} of {all}; yunion-mpsctl events prints all"),
     };
-    lines.push(Line::styled(cut(&title, width), Style::new().add_modifier(Modifier::BOLD)));
+    let mut text = Text::from(Line::from(cut(&title, width)).bold());
     for event in model.events.iter().skip(model.events.len() - shown) {
-        let at = time::from_microseconds(event.at);
-        lines
-            .push(Line::raw(cut(&format!("  {} {}", at_or_date(at, look.clock), event.text.shown()), width)));
+        let at = at_or_date(time::from_microseconds(event.at));
+        text.push_line(cut(&format!("  {at} {}", event.text.shown()), width));
     }
-    lines
+    text
 }
 
 /// The time of day; of an older event the day too.
-fn at_or_date(at: SystemTime, now: SystemTime) -> String {
-    let is_old = now.duration_since(at).is_ok_and(|age| age.as_secs() >= 86400);
+fn at_or_date(at: SystemTime) -> String {
+    let is_old = at.elapsed().is_ok_and(|age| age.as_secs() >= 86400);
     if is_old { time::local(at) } else { time_of_day(at) }
 }
 
@@ -276,162 +235,106 @@ fn shares(room: usize, slices: usize, clients: usize, events: usize) -> (usize, 
     (slices, clients, room - slices - clients)
 }
 
-/// The first row to show, so that the selected one is seen.
-fn first_row(selected: usize, rows: usize, room: usize) -> usize {
-    selected.saturating_sub(room / 2).min(rows.saturating_sub(room))
-}
-
-/// The looks of a table.
-struct TableLayout<'t, R> {
+/// A table with its title.
+struct TopTable<'t, R> {
+    name: String,
     columns: &'t [Column<R>],
+    rows: &'t [&'t Listed<R>],
+    /// A row in front of all others.
+    front: Option<&'static str>,
     sort: Sort,
-    focused: bool,
-    width: usize,
-    look: DrawOptions,
+    /// Whether the keys go to it.
+    is_focused: bool,
+    /// The place of the selected row. The row in front of all others counts as one.
+    selected: Option<usize>,
+    /// The time of the rows, if they are old.
+    of: Option<SystemTime>,
 }
 
-/// The columns that have room, with their widths, and the heads of the others.
-struct Fit {
-    columns: Vec<(usize, usize)>,
-    left_out: Vec<&'static str>,
-}
-
-impl<R> TableLayout<'_, R> {
-    fn fit(&self, rows: &[&Listed<R>]) -> Fit {
-        let natural = |column: &Column<R>| {
-            let widest = rows.iter().map(|row| width(&(column.text)(row))).max().unwrap_or_default();
-            widest.max(column.head.name.len())
-        };
-        let mut columns: Vec<(usize, usize)> = self.columns.iter().map(natural).enumerate().collect();
-        let rank = |place: usize| self.columns.get(place).map_or(0, |column| column.head.expendable);
-        let mut left_out = Vec::new();
-        while let Some(((_, prose), others)) = columns.split_last() {
-            // The mark in front, and two blanks between columns.
-            let used = 2 + others.iter().map(|(_, width)| width + 2).sum::<usize>();
-            if used + (*prose).min(PROSE) <= self.width {
-                break;
-            }
-            let Some(worst) = columns.iter().map(|(place, _)| *place).max_by_key(|place| rank(*place)) else {
-                break;
-            };
-            if rank(worst) == 0 {
-                break;
-            }
-            columns.retain(|(place, _)| *place != worst);
-            left_out.extend(self.columns.get(worst).map(|column| column.head.name));
-        }
-        let used = 2 + columns.iter().rev().skip(1).map(|(_, width)| width + 2).sum::<usize>();
-        if let Some((_, prose)) = columns.last_mut() {
-            *prose = self.width.saturating_sub(used);
-        }
-        Fit { columns, left_out }
+impl<R> TopTable<'_, R> {
+    /// As many rows as have room, the selected one among them.
+    fn draw(&self, frame: &mut Frame, area: Rect) {
+        let [title, table] = Layout::vertical([length(1), Constraint::Fill(1)]).areas(area);
+        let room = usize::from(table.height.saturating_sub(1));
+        let in_front = usize::from(self.front.is_some());
+        let all = in_front + self.rows.len();
+        let first = self.selected.unwrap_or_default().saturating_sub(room / 2).min(all.saturating_sub(room));
+        let shown = first.saturating_sub(in_front)..(first + room).min(all).saturating_sub(in_front);
+        let (columns, left_out) = self.fit(area.width.into());
+        let text = cut(&self.title(shown, &left_out), area.width.into()).bold();
+        frame.render_widget(if self.is_focused { text.underlined() } else { text }, title);
+        let front = self.front.map(|text| Row::new([Cell::new(text).column_span(u16::MAX)]));
+        let rows = self
+            .rows
+            .iter()
+            .map(|row| Row::new(columns.iter().map(|(column, width)| cell(column, *width, row))));
+        let heads = columns.iter().map(|(column, width)| self.head(&column.head, *width));
+        let selected = if self.is_focused { Style::new().reversed() } else { Style::new() };
+        let widget =
+            Table::new(front.into_iter().chain(rows), columns.iter().map(|(_, width)| length(*width)))
+                .header(Row::new(heads))
+                .column_spacing(2)
+                .highlight_symbol("> ")
+                .highlight_spacing(HighlightSpacing::Always)
+                .row_highlight_style(selected);
+        let mut place = TableState::new().with_offset(first).with_selected(self.selected);
+        frame.render_stateful_widget(widget, table, &mut place);
     }
 
-    /// A title, the heads, and as many rows as have room, the selected one among them. The row in front of all others
-    /// counts as one.
-    fn part(
-        &self,
-        name: &str,
-        front: Option<&str>,
-        rows: &[&Listed<R>],
-        selected: Option<usize>,
-        room: usize,
-        of: Option<SystemTime>,
-    ) -> Vec<Line<'static>> {
-        let in_front = usize::from(front.is_some());
-        let first = first_row(selected.unwrap_or_default(), rows.len() + in_front, room);
-        let begin = first.saturating_sub(in_front);
-        let front = front.filter(|_| first == 0 && room > 0);
-        let shown = rows.iter().enumerate().skip(begin).take(room - usize::from(front.is_some()));
-        let fit = self.fit(rows);
-        let title = self.title(name, begin, shown.len(), rows.len(), &fit, of);
-        let mut lines = vec![title, self.heading(&fit)];
-        if let Some(front) = front {
-            let is_selected = selected == Some(0);
-            let text = padded(&format!("{}{front}", mark(is_selected)), self.width, false);
-            lines.push(self.line(vec![Span::raw(text)], is_selected));
+    /// The columns that have room, with their widths, and the heads of the others.
+    fn fit(&self, room: usize) -> (Vec<(&Column<R>, usize)>, Vec<&'static str>) {
+        let natural = |column: &Column<R>| {
+            let texts = self.rows.iter().map(|row| width(&(column.text)(row)));
+            texts.max().unwrap_or_default().max(column.head.name.len())
+        };
+        let mut columns: Vec<_> = self.columns.iter().map(|column| (column, natural(column))).collect();
+        let mut heads = columns.iter().map(|(column, width)| (column.head, *width)).collect();
+        // The mark stands in front.
+        let left_out = without_room(&mut heads, room.saturating_sub(2), PROSE);
+        columns.retain(|(column, _)| !left_out.contains(&column.head.name));
+        if let Some(((_, prose), others)) = columns.split_last_mut() {
+            *prose = room.saturating_sub(2 + others.iter().map(|(_, width)| width + 2).sum::<usize>());
         }
-        lines.extend(shown.map(|(place, row)| self.row(&fit, row, selected == Some(place + in_front))));
-        lines
+        (columns, left_out)
     }
 
     /// `Slices 1-8 of 768 by MEMORY; no room for GPU`
-    fn title(
-        &self,
-        name: &str,
-        begin: usize,
-        shown: usize,
-        all: usize,
-        fit: &Fit,
-        of: Option<SystemTime>,
-    ) -> Line<'static> {
-        let mut title = if shown == all || shown == 0 {
+    fn title(&self, shown: Range<usize>, left_out: &[&str]) -> String {
+        let (name, all) = (&self.name, self.rows.len());
+        let mut title = if shown.is_empty() || shown.len() == all {
             format!("{name} ({all})")
         } else {
-            format!("{name} {}-{} of {all}", begin + 1, begin + shown)
+            format!("{name} {}-{} of {all}", shown.start + 1, shown.end)
         };
         if let Some(column) = self.columns.get(self.sort.column) {
-            title = format!(
-                "{title} by {}{}",
-                column.head.name,
-                if self.sort.reversed { ", reversed" } else { "" }
-            );
+            let reversed = if self.sort.reversed { ", reversed" } else { "" };
+            title += &format!(" by {}{reversed}", column.head.name);
         }
-        if let Some(of) = of {
-            title = format!("{title}; as of {}", time_of_day(of));
+        if let Some(of) = self.of {
+            title += &format!("; as of {}", time_of_day(of));
         }
-        if !fit.left_out.is_empty() {
-            title = format!("{title}; no room for {}", fit.left_out.join(", "));
+        if !left_out.is_empty() {
+            title += &format!("; no room for {}", left_out.join(", "));
         }
-        let mut style = Style::new().add_modifier(Modifier::BOLD);
-        if self.focused {
-            style = style.add_modifier(Modifier::UNDERLINED);
-        }
-        Line::styled(cut(&title, self.width), style)
+        title
     }
 
-    fn heading(&self, fit: &Fit) -> Line<'static> {
-        let mut spans = vec![Span::raw("  ")];
-        for (place, width) in &fit.columns {
-            let Some(column) = self.columns.get(*place) else { continue };
-            let style = if self.sort.column == *place {
-                Modifier::BOLD | Modifier::UNDERLINED
-            } else {
-                Modifier::BOLD
-            };
-            let text = cut(column.head.name, *width);
-            let gap = " ".repeat(width.saturating_sub(text.len()));
-            let head = Span::styled(text, style);
-            spans.extend(if column.head.is_number { [Span::raw(gap), head] } else { [head, Span::raw(gap)] });
-            spans.push(Span::raw("  "));
-        }
-        spans.pop();
-        Line::from(spans)
-    }
-
-    fn row(&self, fit: &Fit, row: &Listed<R>, is_selected: bool) -> Line<'static> {
-        let mut spans = vec![Span::raw(mark(is_selected))];
-        for (place, width) in &fit.columns {
-            let Some(column) = self.columns.get(*place) else { continue };
-            let text = (column.text)(row);
-            let text = if column.head.ends { cut_in_front(&text, *width) } else { cut(&text, *width) };
-            let style = self.look.style((column.tone)(row, &text));
-            spans.push(Span::styled(padded(&text, *width, column.head.is_number), style));
-            spans.push(Span::raw("  "));
-        }
-        spans.pop();
-        self.line(spans, is_selected)
-    }
-
-    /// A row of the table that the keys go to is reversed if it is the selected one.
-    fn line(&self, spans: Vec<Span<'static>>, is_selected: bool) -> Line<'static> {
-        let line = Line::from(spans);
-        if is_selected && self.focused { line.style(Modifier::REVERSED) } else { line }
+    fn head(&self, head: &Head, width: usize) -> Line<'static> {
+        let is_sorted_by = self.columns.get(self.sort.column).is_some_and(|by| by.head.name == head.name);
+        let text = cut(head.name, width).bold();
+        Line::from(if is_sorted_by { text.underlined() } else { text }).alignment(side(head))
     }
 }
 
-fn mark(is_selected: bool) -> &'static str {
-    if is_selected { "> " } else { "  " }
+fn cell<R>(column: &Column<R>, width: usize, row: &R) -> Line<'static> {
+    let text = (column.text)(row);
+    let text = if column.head.ends { cut_in_front(&text, width) } else { cut(&text, width) };
+    let style = (column.tone)(row, &text).map(style).unwrap_or_default();
+    Line::styled(text, style).alignment(side(&column.head))
+}
+
+fn side(head: &Head) -> Alignment {
+    if head.is_number { Alignment::Right } else { Alignment::Left }
 }
 
 /// The columns that a text takes on a terminal.
@@ -444,34 +347,23 @@ fn cut(text: &str, room: usize) -> String {
     if width(text) <= room {
         return text.to_owned();
     }
-    let mut begins = String::new();
-    for c in text.chars() {
-        let before = begins.len();
-        begins.push(c);
-        if width(&begins) + width(CUT) > room {
-            begins.truncate(before);
-            break;
-        }
-    }
-    if room > 0 {
-        begins.push_str(CUT);
-    }
-    begins
+    format!("{}…", text.unicode_truncate(room.saturating_sub(1)).0)
 }
 
 /// The text, or its end with a sign that it is cut.
 fn cut_in_front(text: &str, room: usize) -> String {
-    let turned = |text: &str| text.chars().rev().collect::<String>();
-    turned(&cut(&turned(text), room))
-}
-
-fn padded(text: &str, room: usize, right: bool) -> String {
-    let gap = " ".repeat(room.saturating_sub(width(text)));
-    if right { gap + text } else { text.to_owned() + &gap }
+    if width(text) <= room {
+        return text.to_owned();
+    }
+    format!("…{}", text.unicode_truncate_start(room.saturating_sub(1)).0)
 }
 
 #[cfg(test)]
 mod tests {
+    use ratatui_core::backend::TestBackend;
+    use ratatui_core::buffer::{Buffer, Cell as BufferCell};
+    use ratatui_core::terminal::Terminal;
+
     use super::*;
     use crate::watch::top::tests::{model, press, with_slices};
     use common::bus::proxy::BusError;
@@ -480,9 +372,24 @@ mod tests {
     fn shown(width: u16, height: u16, model: &Model, keys: &str) -> Vec<String> {
         let mut state = TopState::default();
         press(&mut state, model, keys);
-        let look = DrawOptions { colour: true, clock: SystemTime::now(), now: Instant::now() };
-        let rows = rows((width.into(), height.into()), model, &state, look);
-        rows.iter().map(|line| padded(&line.to_string(), width.into(), false)).collect()
+        let screen = drawn(width, height, model, &state, true);
+        let row = |cells: &[BufferCell]| {
+            let (mut text, mut cells) = (String::new(), cells.iter());
+            while let Some(cell) = cells.next() {
+                text += cell.symbol();
+                // A wide character takes the cell behind it too.
+                for _ in 1..super::width(cell.symbol()) {
+                    cells.next();
+                }
+            }
+            text
+        };
+        screen.content().chunks(width.into()).map(row).collect()
+    }
+
+    fn drawn(width: u16, height: u16, model: &Model, state: &TopState, colour: bool) -> Buffer {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
+        terminal.draw(|frame| draw(frame, model, state, colour)).unwrap().buffer.clone()
     }
 
     #[test]
@@ -567,19 +474,15 @@ mod tests {
         assert!(text.contains("yunion-mps-daemon is not running; waiting for it"), "{text}");
         assert_eq!(text.matches("; as of ").count(), 2, "{text}");
         assert!(!text.contains("degraded") && text.contains("00:06.0-1"), "{text}");
-        let now = Instant::now() + std::time::Duration::from_secs(60);
-        assert!(crate::watch::top::tests::model().clients_are_of(now).is_some());
     }
 
     #[test]
     fn colours_are_the_themes_and_only_where_they_are_wanted() {
         let (model, state) = (model(), TopState::default());
         for colour in [true, false] {
-            let look = DrawOptions { colour, clock: SystemTime::now(), now: Instant::now() };
-            let lines = rows((120, 40), &model, &state, look);
-            let styles =
-                lines.iter().flat_map(|line| line.spans.iter().map(|span| span.style).chain([line.style]));
-            let colours: Vec<Color> = styles.filter_map(|style| style.fg).collect();
+            let screen = drawn(120, 40, &model, &state, colour);
+            let colours: Vec<Color> =
+                screen.content().iter().map(|cell| cell.fg).filter(|fg| *fg != Color::Reset).collect();
             let themes = [Color::Red, Color::Green, Color::Yellow];
             assert_eq!(themes.iter().all(|one| colours.contains(one)), colour);
             assert!(colours.iter().all(|one| colour && themes.contains(one)), "{colours:?}");
@@ -587,25 +490,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_has_the_colours_of_the_theme_and_no_other_sequences() {
-        let line = Line::from(vec![Span::raw("a\u{1b}"), Span::styled("模", Style::new().red().bold())]);
-        assert_eq!(written(&line), "\u{1b}[0ma\u{fffd}\u{1b}[0;1;31m模\u{1b}[0m");
-        assert!(written(&line.style(Modifier::REVERSED)).starts_with("\u{1b}[0;7ma"));
-    }
-
-    #[test]
     fn a_cut_text_fits_and_says_so() {
-        assert_eq!(
-            [cut("abcdef", 6), cut("abcdef", 5), cut("abc", 1), cut("abc", 0)],
-            ["abcdef", "abcd…", "…", ""]
-        );
+        assert_eq!([cut("abcdef", 6), cut("abcdef", 5), cut("abc", 1)], ["abcdef", "abcd…", "…"]);
         assert_eq!(
             [cut_in_front("/usr/bin/job", 12), cut_in_front("/usr/bin/job", 6)],
             ["/usr/bin/job", "…n/job"]
         );
         // Each takes two columns.
         assert_eq!([cut("大模型", 6), cut("大模型", 5), cut("大模型", 4)], ["大模型", "大模…", "大…"]);
-        assert_eq!(padded("模", 4, true), "  模");
     }
 
     #[test]

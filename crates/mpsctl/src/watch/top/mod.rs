@@ -1,21 +1,24 @@
 //! `yunion-mpsctl top`.
 
 use std::io::Write;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 use crossterm::event::{Event, read};
+use ratatui_core::layout::Rect;
+use ratatui_core::terminal::{Terminal, TerminalOptions, Viewport};
+use ratatui_crossterm::CrosstermBackend;
 use rustix::process::{Signal, getpid, kill_process};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::time::interval;
 
-use self::draw::{DrawOptions, lines};
+use self::draw::draw;
 use self::model::{Model, TopAnswers};
 use self::state::{Action, TopState};
 use self::terminal::Entered;
-use crate::screen::{Screen, size};
+use crate::screen::size;
 use crate::show::table::{colour, is_drawn_on};
 use crate::signals::CaughtSignals;
-use crate::{Error, FAILED};
+use crate::{Error, FAILED, Result};
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::Client;
 
@@ -35,12 +38,11 @@ enum TopEvent {
     Clients(Result<Vec<Listed<Client>>, BusError>),
     /// The end of the GPU work of a process was asked for.
     Ended(u32, Result<(), BusError>),
-    Typed(Event),
-    /// No more keys come.
-    Unread(std::io::Error),
+    /// After an error no more keys come.
+    Typed(std::io::Result<Event>),
 }
 
-pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
+pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     if !is_drawn_on() || !rustix::termios::isatty(rustix::stdio::stdin()) {
         return Err(Error::Usage(
             "top needs a terminal for its screen and for keys; yunion-mpsctl status and yunion-mpsctl list print the \
@@ -51,20 +53,23 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
     let mut signals =
         CaughtSignals::catch(&[Signal::TERM, Signal::HUP, Signal::INT, Signal::QUIT, Signal::CONT])?;
     let _entered = Entered::enter()?;
-    let mut screen = Screen::default();
+    let viewport = Viewport::Fixed(area());
+    let mut screen = Terminal::with_options(CrosstermBackend::new(out), TerminalOptions { viewport })?;
     let (sender, mut events) = unbounded_channel();
     read_keys(sender.clone());
     let mut tasks = ask::start(&sender);
     let mut ticks = interval(PERIOD);
     let (mut model, mut state, has_colour) = (Model::default(), TopState::default(), colour());
     loop {
-        let look = DrawOptions { colour: has_colour, clock: SystemTime::now(), now: Instant::now() };
-        screen.draw(lines(size(), &model, &state, look), out)?;
+        if screen.get_frame().area() != area() {
+            screen.resize(area())?;
+        }
+        screen.draw(|frame| draw(frame, &model, &state, has_colour))?;
         let mut next = tokio::select! {
             signal = signals.next() => match signal {
                 Signal::CONT => {
                     Entered::interrupt(|| ())?;
-                    screen.forget();
+                    screen.resize(area())?;
                     None
                 }
                 Signal::INT => return Ok(0),
@@ -82,7 +87,7 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
                     Entered::interrupt(|| {
                         let _ = kill_process(getpid(), Signal::TSTP);
                     })?;
-                    screen.forget();
+                    screen.resize(area())?;
                 }
                 Action::End(pid) => ask::end(pid, &sender, &mut tasks),
             }
@@ -91,15 +96,21 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8, Error> {
     }
 }
 
-fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Action, Error> {
+/// The whole screen. The library's own question is wrong for a terminal that knows no size, as a serial line.
+fn area() -> Rect {
+    let (columns, rows) = size();
+    Rect::new(0, 0, columns, rows)
+}
+
+fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Action> {
     match events {
         TopEvent::Published(answer) => model.publish(answer),
         TopEvent::Clients(answer) => model.list(answer),
         TopEvent::Ended(pid, done) => state.ended(pid, &done),
-        TopEvent::Typed(Event::Key(key)) => return Ok(state.key(key, model)),
+        TopEvent::Typed(Ok(Event::Key(key))) => return Ok(state.key(key, model)),
         // Another size is seen when the screen is drawn.
-        TopEvent::Typed(_) => {}
-        TopEvent::Unread(error) => return Err(Error::Failed(format!("can't read keys: {error}"))),
+        TopEvent::Typed(Ok(_)) => {}
+        TopEvent::Typed(Err(error)) => return Err(Error::Failed(format!("can't read keys: {error}"))),
     }
     state.settle(model);
     Ok(Action::Draw)
@@ -109,11 +120,9 @@ fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Act
 fn read_keys(events: UnboundedSender<TopEvent>) {
     std::thread::spawn(move || {
         loop {
-            let (one, is_last) = match read() {
-                Ok(event) => (TopEvent::Typed(event), false),
-                Err(error) => (TopEvent::Unread(error), true),
-            };
-            if events.send(one).is_err() || is_last {
+            let typed = read();
+            let is_last = typed.is_err();
+            if events.send(TopEvent::Typed(typed)).is_err() || is_last {
                 return;
             }
         }

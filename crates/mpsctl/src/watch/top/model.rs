@@ -18,20 +18,6 @@ pub(super) struct TopAnswers {
     pub(super) events: Vec<Listed<Event>>,
 }
 
-/// The moment of an answer.
-#[derive(Debug, Clone, Copy)]
-struct Moment {
-    /// By the clock on the wall.
-    clock: SystemTime,
-    at: Instant,
-}
-
-impl Moment {
-    fn now() -> Self {
-        Self { clock: SystemTime::now(), at: Instant::now() }
-    }
-}
-
 /// The last answers, and why there are no newer ones.
 #[derive(Debug, Default)]
 pub(super) struct Model {
@@ -43,8 +29,8 @@ pub(super) struct Model {
     pub(super) silent: Option<String>,
     /// Why the clients are not known now.
     pub(super) unlisted: Option<String>,
-    published: Option<Moment>,
-    listed: Option<Moment>,
+    published: Option<Instant>,
+    listed: Option<Instant>,
 }
 
 impl Model {
@@ -55,7 +41,7 @@ impl Model {
                 // The slices of an earlier start stay until the service knows its GPUs again.
                 if let Some(devices) = devices {
                     self.devices = devices;
-                    self.published = Some(Moment::now());
+                    self.published = Some(Instant::now());
                 }
             }
             Err(error) => self.silent = Some(describe(&error)),
@@ -66,7 +52,7 @@ impl Model {
         match answer {
             Ok(clients) => {
                 (self.clients, self.unlisted) = (clients, None);
-                self.listed = Some(Moment::now());
+                self.listed = Some(Instant::now());
             }
             Err(error) => self.unlisted = Some(describe(&error)),
         }
@@ -78,17 +64,29 @@ impl Model {
     }
 
     /// The time of the slices that are shown, if there was no answer since for some reason or for some time.
-    pub(super) fn slices_are_of(&self, now: Instant) -> Option<SystemTime> {
-        old(self.published, self.silent.is_some(), now)
+    pub(super) fn slices_are_of(&self) -> Option<SystemTime> {
+        old(self.published, self.silent.is_some())
     }
 
     /// The time of the clients that are shown, if there was no answer since for some reason or for some time.
-    pub(super) fn clients_are_of(&self, now: Instant) -> Option<SystemTime> {
-        old(self.listed, self.unlisted.is_some(), now)
+    pub(super) fn clients_are_of(&self) -> Option<SystemTime> {
+        old(self.listed, self.unlisted.is_some())
     }
 }
 
-fn old(answer: Option<Moment>, is_refused: bool, now: Instant) -> Option<SystemTime> {
-    let is_old = |answer: &Moment| is_refused || now.saturating_duration_since(answer.at) > OLD;
-    answer.filter(is_old).map(|answer| answer.clock)
+fn old(answer: Option<Instant>, is_refused: bool) -> Option<SystemTime> {
+    let age = answer?.elapsed();
+    if is_refused || age > OLD { SystemTime::now().checked_sub(age) } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_is_old_after_a_while_and_without_a_next_one() {
+        let now = Instant::now();
+        assert!(old(Some(now), false).is_none() && old(None, true).is_none());
+        assert!(old(Some(now), true).is_some() && old(now.checked_sub(OLD * 2), false).is_some());
+    }
 }

@@ -39,11 +39,6 @@ pub(super) struct Sort {
 }
 
 impl Sort {
-    fn step(&mut self, columns: usize, forward: bool) {
-        let step = if forward { 1 } else { columns.saturating_sub(1) };
-        self.column = (self.column + step).checked_rem(columns).unwrap_or_default();
-    }
-
     fn sorted<'r, R>(
         self,
         columns: &[Column<R>],
@@ -176,12 +171,11 @@ impl TopState {
             KeyCode::PageDown => self.select(model, |place, _| place.saturating_add(10)),
             KeyCode::Home => self.select(model, |_, _| 0),
             KeyCode::End => self.select(model, |_, rows| rows),
-            KeyCode::Char('s' | '>') => self.sort(true),
-            KeyCode::Char('<') => self.sort(false),
-            KeyCode::Char('r') => match self.focus {
-                Focus::Slices => self.sort_slices.reversed ^= true,
-                Focus::Clients => self.sort_clients.reversed ^= true,
-            },
+            KeyCode::Char('s' | '>') => self.sort(|sort, columns| sort.column = (sort.column + 1) % columns),
+            KeyCode::Char('<') => {
+                self.sort(|sort, columns| sort.column = (sort.column + columns - 1) % columns);
+            }
+            KeyCode::Char('r') => self.sort(|sort, _| sort.reversed ^= true),
             KeyCode::Char('t' | 'K') => self.ask(model),
             _ => {}
         }
@@ -197,10 +191,11 @@ impl TopState {
         Action::End(pid)
     }
 
-    fn sort(&mut self, forward: bool) {
+    /// Changes the order of the table that the keys go to, which has so many columns.
+    fn sort(&mut self, change: impl FnOnce(&mut Sort, usize)) {
         match self.focus {
-            Focus::Slices => self.sort_slices.step(SLICES.len(), forward),
-            Focus::Clients => self.sort_clients.step(CLIENTS.len(), forward),
+            Focus::Slices => change(&mut self.sort_slices, SLICES.len()),
+            Focus::Clients => change(&mut self.sort_clients, CLIENTS.len()),
         }
     }
 
