@@ -239,11 +239,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         now: CoreTime,
     ) {
         let Phase::Busy { act, since, .. } = self.phase else { return };
-        let is_gone = match outcome {
-            ActOutcome::Ended | ActOutcome::Failed(WhyFailed::Gone) | ActOutcome::Used(RunUse::Gone) => true,
-            ActOutcome::Done => act == DaemonAct::TakeOver && !watched,
-            _ => false,
-        };
+        let is_gone = (act, outcome, watched) == (DaemonAct::TakeOver, ActOutcome::Done, false);
         // The state file may still have it: it can't be written while its disk is full.
         (self.written, self.watched, self.phase) = (written.filter(|_| !is_gone), watched, Phase::Open);
         self.has_run |= watched;

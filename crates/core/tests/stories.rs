@@ -240,3 +240,53 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     );
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Done), NOW)), ["A: release"]);
 }
+
+#[test]
+fn a_start_is_broken_off_for_another_order() {
+    let mut core = core();
+    core.on(demand(&[order("A", &["A"])]), NOW);
+    assert_eq!(told(&core.on(demand(&[]), NOW)), ["A: interrupt"]);
+    // Nothing was written down yet.
+    let acts = core.on(done("A", None, ActOutcome::Interrupted), NOW);
+    assert_eq!(told(&acts), ["A: release", "put the mode of A back"]);
+}
+
+#[test]
+fn one_that_has_run_is_started_again_without_a_gpu_that_another_has() {
+    let mut core = serving("A", &["A"]);
+    core.on(demand(&[order("A", &["A"]), order("shared", &["B"])]), NOW);
+    core.on(done("shared", runs(&["B"]), ActOutcome::Done), NOW);
+    core.on(demand(&[order("shared", &["A", "B"])]), NOW);
+    core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+    core.on(done("shared", runs(&["B"]), ActOutcome::Interrupted), NOW);
+    let acts = core.on(done("shared", None, ActOutcome::Failed(WhyFailed::Gone)), NOW);
+    assert_eq!(told(&acts), ["shared: Rest(0ns)", "shared: Start"], "its clients do not wait for those of A");
+}
+
+/// A control daemon that can't be taken over, with the goal that an event gives, watched or not.
+fn not_taken_over(event: CoreEvent<()>, is_watched: bool) -> Vec<String> {
+    let left = runs(&["A"]).map(|one| ("A".to_owned(), one));
+    let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
+    assert_eq!(told(&core.on(event, NOW)), ["A: TakeOver"]);
+    let outcome = ActOutcome::Failed(WhyFailed::Ill);
+    told(
+        &core.on(
+            CoreEvent::Done { id: "A".to_owned(), written: runs(&["A"]), watched: is_watched, outcome },
+            NOW,
+        ),
+    )
+}
+
+#[test]
+fn one_that_cannot_be_taken_over_is_ended_if_its_process_is_held() {
+    let left = || vec![order("A", &["A"])];
+    let disabled = || {
+        let (orders, kept, closed) = (Vec::new(), Configured::default(), Vec::new());
+        CoreEvent::Pursue(Demand { orders, left: left(), enabled: false, kept, closed })
+    };
+    let stop = || CoreEvent::Stop { left: left() };
+    assert_eq!(not_taken_over(stop(), true), ["A: end with clients, Stop"]);
+    assert_eq!(not_taken_over(stop(), false), ["A: release"], "the next service finds it");
+    assert_eq!(not_taken_over(disabled(), true), ["A: end with clients, Disabled"]);
+    assert_eq!(not_taken_over(disabled(), false), ["A: Rest(0ns)", "A: TakeOver"], "it is tried again");
+}

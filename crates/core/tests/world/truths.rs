@@ -191,5 +191,11 @@ impl World {
             self.demand.orders.len(),
             "all-is-served-in-the-end: a control daemon runs that nobody wants"
         );
+        for gpu in self.state_file.modes.keys().filter(|gpu| !self.strange.contains(*gpu)) {
+            let served =
+                self.demand.orders.iter().filter(|order| order.sets_modes).flat_map(|order| &order.gpus);
+            let is_ours = self.names(gpu) || served.into_iter().any(|one| one == gpu);
+            assert!(is_ours, "modes-come-back: {gpu} is not ours any more, and its mode is not put back");
+        }
     }
 }
