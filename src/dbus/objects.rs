@@ -16,7 +16,7 @@ use zbus::{ObjectPath, Signature, Type, Variant, interface};
 use super::control::ControlInterface;
 use super::manager::Manager;
 use common::bus::MANAGER;
-use common::bus::rows::{Dict, Object, Properties, Service, Slice, WholeGpu};
+use common::bus::rows::{Object, Properties, Service, Slice, WholeGpu};
 use common::published::snapshot::Snapshot;
 
 /// The answer of `GetManagedObjects`, written straight from a Snapshot: of its rows, no more than one exists at a time.
@@ -25,7 +25,10 @@ struct Objects(Arc<Snapshot>);
 impl Serialize for Objects {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut objects = serializer.serialize_map(None)?;
-        objects.serialize_entry(MANAGER, &OfManager(&self.0))?;
+        let of_manager =
+            [(Manager::name(), Some(Service::from_view(&self.0))), (ControlInterface::name(), None)];
+        let of_manager: BTreeMap<_, _> = of_manager.map(|(name, row)| (name, Properties(row))).into();
+        objects.serialize_entry(MANAGER, &of_manager)?;
         for gpu in self.0.gpus.iter().flatten() {
             write(&WholeGpu(Arc::clone(gpu)), &mut objects)?;
         }
@@ -37,23 +40,11 @@ impl Serialize for Objects {
 }
 
 fn write<O: Object, M: SerializeMap>(object: &O, objects: &mut M) -> Result<(), M::Error> {
-    objects.serialize_entry(&object.path(), &BTreeMap::from([(O::name(), Properties(object.row()))]))
+    objects.serialize_entry(&object.path(), &BTreeMap::from([(O::name(), Properties(Some(object.row())))]))
 }
 
 impl Type for Objects {
     const SIGNATURE: &'static Signature = ManagedObjects::SIGNATURE;
-}
-
-/// The Manager, which has an interface without properties too.
-struct OfManager<'s>(&'s Snapshot);
-
-impl Serialize for OfManager<'_> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut interfaces = serializer.serialize_map(None)?;
-        interfaces.serialize_entry(&Manager::name(), &Properties(Service::from_view(self.0)))?;
-        interfaces.serialize_entry(&ControlInterface::name(), &Dict::new())?;
-        interfaces.end()
-    }
 }
 
 /// Answers from the present Snapshot.

@@ -48,14 +48,16 @@ pub trait Row: Serialize + Type {
     ) -> Result<(), M::Error>;
 }
 
-/// A row as the properties of an object.
+/// A row as the properties of an interface. None for an interface without properties.
 #[derive(Debug)]
-pub struct Properties<R>(pub R);
+pub struct Properties<R>(pub Option<R>);
 
 impl<R: Row> Serialize for Properties<R> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
-        self.0.write(&mut map, |key| property_name(key).into())?;
+        if let Some(row) = &self.0 {
+            row.write(&mut map, |key| property_name(key).into())?;
+        }
         map.end()
     }
 }
