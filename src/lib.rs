@@ -39,6 +39,10 @@ mod dbus;
 mod message;
 mod mps;
 mod rate_limit;
+#[cfg(test)]
+#[path = "../tests/support/skip.rs"]
+#[allow(dead_code, reason = "nothing here needs all of it")]
+mod skip;
 mod supervisor;
 mod tenants;
 

@@ -115,6 +115,8 @@ class Host:
             # On a host with GPUs it only marks what belongs to this measurement.
             "YUNION_MPS_SIM": f"{self.root}",
             "RUNTIME_DIRECTORY": f"{self.root}/run",
+            # As the unit has it.
+            "MALLOC_ARENA_MAX": "1",
             "DBUS_SYSTEM_BUS_ADDRESS": f"unix:path={self.directory}/socket",
             "LC_ALL": "C.UTF-8",
         }

@@ -3,10 +3,11 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use serde::{Serialize, Serializer};
 use tokio::sync::{mpsc, watch};
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
-use zbus::{Connection, interface};
+use zbus::{Connection, Signature, Type, interface};
 
 use super::request::{Request, Result, ask, bounded_name, bounded_names, user_behind};
 use common::bus::error::RequestError;
@@ -58,20 +59,33 @@ fn known(snapshot: &Snapshot) -> Result<()> {
     if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready(snapshot)) }
 }
 
+/// The answer of `ListDevices`. Of its rows, no more than one exists at a time.
+struct DeviceList(Arc<Snapshot>);
+
+impl Serialize for DeviceList {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.0.slices().map(|(gpu, slice)| Device::from_view(gpu, slice)))
+    }
+}
+
+impl Type for DeviceList {
+    const SIGNATURE: &'static Signature = Vec::<Device>::SIGNATURE;
+}
+
 #[interface(name = "io.yunion.Mps1.Manager", introspection_docs = false)]
 impl Manager {
     #[zbus(out_args("devices"))]
-    fn list_devices(&self) -> Result<Vec<Dict>> {
+    fn list_devices(&self) -> Result<DeviceList> {
         let snapshot = self.snapshot();
         known(&snapshot)?;
-        Ok(snapshot.slices().map(|(gpu, slice)| Device::from_view(gpu, slice).dict()).collect())
+        Ok(DeviceList(snapshot))
     }
 
     #[zbus(out_args("gpus"))]
-    fn list_gpus(&self) -> Result<Vec<Dict>> {
+    fn list_gpus(&self) -> Result<Vec<Gpu>> {
         let snapshot = self.snapshot();
         known(&snapshot)?;
-        Ok(snapshot.gpus.iter().flatten().map(|gpu| Gpu::from_view(gpu).dict()).collect())
+        Ok(snapshot.gpus.iter().flatten().map(|gpu| Gpu::from_view(gpu)).collect())
     }
 
     #[zbus(out_args("device"))]
@@ -108,10 +122,10 @@ impl Manager {
     }
 
     #[zbus(out_args("clients"))]
-    async fn list_clients(&self) -> Result<Vec<Dict>> {
+    async fn list_clients(&self) -> Result<Vec<Client>> {
         known(&self.snapshot())?;
         let clients = ask(&self.requests, Request::Clients).await?;
-        Ok(clients.iter().map(|client| Client::from_view(client).dict()).collect())
+        Ok(clients.iter().map(Client::from_view).collect())
     }
 
     async fn look_at_clients(&self) -> Result<()> {
@@ -134,15 +148,14 @@ impl Manager {
     }
 
     #[zbus(out_args("control_daemons"))]
-    fn list_control_daemons(&self) -> Vec<Dict> {
+    fn list_control_daemons(&self) -> Vec<ControlDaemon> {
         let snapshot = self.snapshot();
-        let row = |daemon| ControlDaemon::from_view(daemon, &snapshot).dict();
-        snapshot.control_daemons.iter().map(row).collect()
+        snapshot.control_daemons.iter().map(|daemon| ControlDaemon::from_view(daemon, &snapshot)).collect()
     }
 
     #[zbus(out_args("events"))]
-    fn list_events(&self) -> Vec<Dict> {
-        self.snapshot().events.iter().map(|event| Event::from_view(event).dict()).collect()
+    fn list_events(&self) -> Vec<Event> {
+        self.snapshot().events.iter().map(Event::from_view).collect()
     }
 
     #[zbus(property(emits_changed_signal = "const"))]

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use tokio::sync::{mpsc, watch};
 use zbus::connection::Builder;
-use zbus::fdo::{DBusProxy, ObjectManager, Properties, RequestNameFlags};
+use zbus::fdo::{DBusProxy, Properties, RequestNameFlags};
 use zbus::names::InterfaceName;
 use zbus::object_server::{Interface, SignalEmitter};
 use zbus::{Address, Connection, ObjectPath};
@@ -26,6 +26,7 @@ use common::published::snapshot::{GpuView, Snapshot, slices_of};
 
 mod control;
 mod manager;
+mod objects;
 pub(crate) mod presence;
 mod request;
 
@@ -33,6 +34,7 @@ use common::bus::rows::{Object, Row, Service, Slice, WholeGpu};
 use common::text::clean;
 use control::ControlInterface;
 use manager::Manager;
+use objects::ObjectManager;
 pub use request::{Reply, Request};
 
 /// The service's connection to the bus, with everything that it serves there.
@@ -68,7 +70,7 @@ impl BusConnection {
     ) -> Result<Self, zbus::Error> {
         let first = Arc::clone(&snapshot.borrow());
         let connection = Builder::address(address)
-            .serve_at(ROOT, ObjectManager)
+            .serve_at(ROOT, ObjectManager(snapshot.clone()))
             .serve_at(MANAGER, Manager::new(snapshot, requests.clone()))
             .serve_at(MANAGER, ControlInterface::new(requests))
             .build()

@@ -2,6 +2,9 @@
 //!
 //! All of them share one inotify instance, since the kernel allows all processes of a user only 128 of them by default.
 //! Where there is none left, whoever waits for a change has to look now and then.
+//!
+//! The kernel tells of one change of a file, and of the next one only when it is asked again. Control daemons log every
+//! question that they are asked, and these lines would wake the service one by one while it waits for the answer.
 
 use common::host::inotify::{is_shortage, new_instance, no_files, shortage};
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +33,7 @@ pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 struct Shared {
     /// None until there is an instance.
     queue: Option<Arc<Readable>>,
-    /// Those to wake for a change, by the number of the watch.
+    /// Those to wake for the next change, by the number of the watch.
     watches: BTreeMap<i32, Vec<Arc<Notify>>>,
     /// The error that was told last.
     told: Option<Errno>,
@@ -62,7 +65,10 @@ impl FileChanges {
 
     /// Tells an error that keeps everything from being watched, once.
     fn warn_of_shortage(shared: &mut Shared, error: &io::Error) {
-        let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else { return };
+        let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else {
+            tracing::debug!("a log can't be watched: {error}");
+            return;
+        };
         if shared.told.replace(errno) != Some(errno) {
             tracing::warn!("{}; until then, logs are checked once a second", shortage(errno, no_files()));
         }
@@ -77,14 +83,14 @@ pub(crate) struct FileWatch {
 }
 
 impl FileWatch {
-    /// Watches this file too, whatever its path leads to now, and says whether it can be watched.
+    /// Waits for the next change of this file too, whatever its path leads to now. A change before this call is none. False
+    /// if the file can't be watched.
     pub(crate) fn add_file(&self, file: &File) -> bool {
         let path = proc::open_file(proc::OWN, file.as_raw_fd());
         let mut shared = self.changes.lock();
-        let watch = self
-            .changes
-            .queue(&mut shared)
-            .and_then(|queue| Ok(inotify::add_watch(&*queue, &path, WatchFlags::MODIFY)?));
+        let watch = self.changes.queue(&mut shared).and_then(|queue| {
+            Ok(inotify::add_watch(&*queue, &path, WatchFlags::MODIFY | WatchFlags::ONESHOT)?)
+        });
         match watch {
             Ok(watch) => {
                 let wakes = shared.watches.entry(watch).or_default();
@@ -94,14 +100,13 @@ impl FileWatch {
                 true
             }
             Err(error) => {
-                tracing::debug!("{} can't be watched: {error}", path.display());
                 FileChanges::warn_of_shortage(&mut shared, &error);
                 false
             }
         }
     }
 
-    /// Resolves when something that is watched has changed since the last time.
+    /// Resolves when a file has changed since it was added. It has to be added again for the next change.
     pub(crate) async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -128,8 +133,6 @@ impl Drop for FileWatch {
 #[derive(Debug, Default)]
 struct Read {
     watches: BTreeSet<i32>,
-    /// The watches that the kernel has given up.
-    gone: BTreeSet<i32>,
     /// There were more changes than the kernel keeps.
     lost_some: bool,
 }
@@ -159,9 +162,6 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
             Ok(event) => {
                 read.watches.insert(event.wd());
                 read.lost_some |= event.events().contains(ReadFlags::QUEUE_OVERFLOW);
-                if event.events().contains(ReadFlags::IGNORED) {
-                    read.gone.insert(event.wd());
-                }
                 // The rest in the queue is for the next time.
                 if reader.is_buffer_empty() {
                     return Ok(read);
@@ -173,15 +173,20 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
     }
 }
 
+/// The kernel has given up the watches that it has told of.
 fn wake(shared: &mut Shared, read: &Read) {
-    let touched = shared.watches.iter().filter(|(watch, _)| read.lost_some || read.watches.contains(watch));
-    touched.flat_map(|(_, wakes)| wakes).for_each(|wake| wake.notify_one());
-    shared.watches.retain(|watch, _| !read.gone.contains(watch));
+    shared.watches.retain(|watch, wakes| {
+        let touched = read.lost_some || read.watches.contains(watch);
+        wakes.iter().filter(|_| touched).for_each(|wake| wake.notify_one());
+        !touched
+    });
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::io::Write;
+    use std::os::fd::AsFd;
 
     use super::*;
 
@@ -208,11 +213,33 @@ mod tests {
         let nothing = tokio::time::timeout(Duration::ZERO, other.changed()).await;
         assert!(nothing.is_err(), "the other log has not changed");
         drop(one);
+        assert!(another.add_file(&File::open(&log).unwrap()));
         fs::write(&log, "another line\n").unwrap();
         assert!(resolves(&another).await);
         fs::remove_file(&other_log).unwrap();
         drop((another, other));
         assert_eq!(watches(&changes), 0);
+    }
+
+    #[tokio::test]
+    async fn lines_that_nobody_waits_for_are_told_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let paths = ["log", "other"].map(|name| directory.path().join(name));
+        let changes = FileChanges::default();
+        let watch = changes.watch();
+        let mut logs = paths.map(|path| File::create(path).unwrap());
+        assert!(logs.iter().all(|log| watch.add_file(log)));
+        let queue = changes.lock().queue.clone().unwrap();
+        let mut told = Vec::new();
+        for line in ["line\n", "another\n"] {
+            for log in &mut logs {
+                log.write_all(line.as_bytes()).unwrap();
+            }
+            while let Ok(changes) = read(queue.as_fd()) {
+                told.extend(changes.watches);
+            }
+        }
+        assert_eq!(told.len(), 2, "{told:?}");
     }
 
     #[tokio::test]

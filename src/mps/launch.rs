@@ -35,12 +35,13 @@ pub(crate) struct Launch<'a> {
     pub output: File,
 }
 
-/// Variables that must not reach the control daemon: systemd's variables for this service, and client limits, which a
-/// server would apply to itself.
-const NOT_PASSED_ON: [&str; 8] = [
+/// Variables that must not reach the control daemon: systemd's and libc's variables for this service, and client limits,
+/// which a server would apply to itself.
+const NOT_PASSED_ON: [&str; 9] = [
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
     "CUDA_MPS_CLIENT_PRIORITY",
+    "MALLOC_ARENA_MAX",
     "NOTIFY_SOCKET",
     "WATCHDOG_PID",
     "WATCHDOG_USEC",

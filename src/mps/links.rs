@@ -178,6 +178,18 @@ impl SliceDirectories {
         keep(&self.directory, &self.path);
     }
 
+    /// Lets others change the directories of these slices again, and whatever else was kept here.
+    fn release(&self, names: &BTreeSet<String>) {
+        // The flag of this directory is set last and taken away last. Without it no other directory has one, and with many
+        // control daemons only the first of them looks at the directories of all.
+        let kept = immutable::is_set(&self.directory).unwrap_or_default();
+        let others = kept.then(|| self.others(names).unwrap_or_default());
+        for name in names.iter().chain(others.iter().flatten()) {
+            let _ = self.open(name).and_then(|directory| immutable::set(directory, false));
+        }
+        let _ = immutable::set(&self.directory, false);
+    }
+
     fn open(&self, name: &str) -> rustix::io::Result<OwnedFd> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
@@ -221,15 +233,14 @@ fn keep(directory: &OwnedFd, path: &Path) {
     }
 }
 
-/// Lets everybody with the right to write change and remove a pipe directory and the directories of slices again.
-pub(crate) fn release(pipe_directory: &Path, slice_directories: Option<&Path>) {
-    let slices = slice_directories.and_then(|path| fs::read_dir(path).ok());
-    let slices = slices.into_iter().flatten().take(OTHERS).filter_map(|entry| Some(entry.ok()?.path()));
-    let parents = [Some(pipe_directory), slice_directories].into_iter().flatten().map(Path::to_owned);
-    for path in parents.chain(slices) {
-        if let Ok(Some(directory)) = directories::existing(&path) {
-            let _ = immutable::set(directory, false);
-        }
+/// Lets everybody with the right to write change and remove a pipe directory and the directories of slices again, of
+/// which these belong to the control daemon.
+pub(crate) fn release(pipe_directory: &Path, slice_directories: Option<&Path>, names: &BTreeSet<String>) {
+    if let Some(Ok(Some(directories))) = slice_directories.map(SliceDirectories::existing) {
+        directories.release(names);
+    }
+    if let Ok(Some(directory)) = directories::existing(pipe_directory) {
+        let _ = immutable::set(&directory, false);
     }
 }
 
@@ -282,6 +293,7 @@ mod tests {
     use std::os::unix::net::UnixListener;
 
     use super::*;
+    use crate::skip::skip;
 
     struct TestDirectory {
         root: tempfile::TempDir,
@@ -434,6 +446,33 @@ mod tests {
         }
         let directories = SliceDirectories::existing(&slices).unwrap().unwrap();
         assert_eq!(directories.others(&BTreeSet::new()).unwrap().len(), OTHERS);
+    }
+
+    /// However many slices there are. A control daemon looks at the directories of others only where some may be kept.
+    #[test]
+    fn what_was_kept_is_given_back() {
+        let place = TestDirectory::new();
+        place.lead(&[A, B]);
+        let path = place.root.path().join("pipe/slices");
+        let directories = SliceDirectories::existing(&path).unwrap().unwrap();
+        let flag = |name: &str| immutable::is_set(directories.open(name).unwrap()).unwrap_or_default();
+        let kept = |names: &[&String]| directories.keep(names.iter().copied());
+        let own: BTreeSet<String> = (0..2 * OTHERS).map(|number| format!("00_06.0-{}", number + 2)).collect();
+        for name in &own {
+            fs::create_dir(path.join(name)).unwrap();
+        }
+        let (a, b) = (A.to_owned(), B.to_owned());
+        kept(&own.iter().chain([&a, &b]).collect::<Vec<_>>());
+        if !flag(A) {
+            return skip("what_was_kept_is_given_back", "the immutable flag can't be set in /tmp");
+        }
+        release(&place.root.path().join("pipe"), Some(&path), &own);
+        assert!(!own.iter().chain([&a, &b]).any(|name| flag(name)) && !flag("."));
+        immutable::set(directories.open(A).unwrap(), true).unwrap();
+        let only_b = BTreeSet::from([b]);
+        release(&place.root.path().join("pipe"), Some(&path), &only_b);
+        assert!(flag(A), "it is looked at for each control daemon");
+        immutable::set(directories.open(A).unwrap(), false).unwrap();
     }
 
     /// The pipe directory of an earlier version of this service is left with nothing but the link.

@@ -194,7 +194,8 @@ impl SharedAdmission {
             && (running.pipe_directory != wanted.pipe_directory
                 || running.slice_directories != wanted.slice_directories)
         {
-            links::release(&running.pipe_directory, running.slice_directories.as_deref());
+            let slices = running.slice_directories.as_deref();
+            links::release(&running.pipe_directory, slices, &admission.slices_of_order());
         }
         let (wanted, events) = (admission.wanted.take(), std::mem::take(&mut admission.events));
         *admission = Admission { events, ..Admission::new(wanted, None) };
@@ -284,7 +285,15 @@ impl Admission {
         let of_running =
             self.running.iter().map(|running| (&running.pipe_directory, &running.slice_directories));
         let of_order = self.wanted.iter().map(|wanted| (&wanted.pipe_directory, &wanted.slice_directories));
-        of_running.chain(of_order).for_each(|(pipe, slices)| links::release(pipe, slices.as_deref()));
+        let (places, names) = (of_running.chain(of_order).collect::<BTreeSet<_>>(), self.slices_of_order());
+        for (pipe, slices) in places {
+            links::release(pipe, slices.as_deref(), &names);
+        }
+    }
+
+    /// The names of the directories of its slices.
+    fn slices_of_order(&self) -> BTreeSet<String> {
+        self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned()).collect()
     }
 
     /// Makes and takes away links. The last pass changes nothing: the links were there when nobody else could change them.
@@ -397,16 +406,17 @@ impl Admission {
             }
         }
         if let Some(directories) = directories.filter(|_| self.keeps()) {
-            directories.keep(&names);
+            // Whoever has the other slices keeps their directories.
+            directories.keep(&self.slices_of_order());
         }
     }
 
     /// The names of the directories that may have a link: those of the order, those that have one, and others that are there.
     fn names(&self, parent: &Path, directories: Option<&SliceDirectories>) -> BTreeSet<String> {
-        let of_order = self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned());
         let former = self.lead.iter().filter(|path| path.parent() == Some(parent));
         let former = former.filter_map(|path| Some(path.file_name()?.to_str()?.to_owned()));
-        let mut names: BTreeSet<String> = of_order.chain(former).collect();
+        let mut names = self.slices_of_order();
+        names.extend(former);
         match directories.map(|directories| directories.others(&names)) {
             Some(Ok(others)) => names.extend(others),
             Some(Err(bad)) => tracing::debug!("{bad}"),

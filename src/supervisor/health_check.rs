@@ -119,7 +119,6 @@ impl Serving<'_> {
     /// Keeps the state file and its log offset up to date, for the next service that takes over.
     pub(super) fn keep_state_file(&mut self) {
         let run = &mut *self.run;
-        run.log.watch_again();
         let trouble = run.log.trouble().filter(|_| !run.blockers.has(ClearedBy::Order));
         if trouble != run.log_trouble {
             run.log_trouble = trouble;

@@ -151,13 +151,14 @@ fn the_control_daemon_does_not_inherit_the_socket() {
     let mut host = Host::new("tesla-p40");
     let mut manager = ServiceManager::of(&mut host);
     host.set("WATCHDOG_USEC", "60000000");
+    host.set("MALLOC_ARENA_MAX", "1");
     host.start();
     manager.until(|message| message == "READY=1");
     let pid = crate::support::host::control_pid(&host.wait_for_state("ready"));
     let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap();
     let environment = String::from_utf8(environment).unwrap();
     assert!(environment.contains("CUDA_MPS_PIPE_DIRECTORY="), "{environment}");
-    for name in ["NOTIFY_SOCKET=", "WATCHDOG_USEC=", "RUNTIME_DIRECTORY="] {
+    for name in ["NOTIFY_SOCKET=", "WATCHDOG_USEC=", "RUNTIME_DIRECTORY=", "MALLOC_ARENA_MAX="] {
         assert!(!environment.split('\0').any(|variable| variable.starts_with(name)), "{name}");
     }
     assert_eq!(host.stop().code(), Some(0));

@@ -34,7 +34,7 @@ pub(crate) struct Follower {
     rotation: Option<Rotation>,
     rotated: Option<io::Result<()>>,
     watch: FileWatch,
-    /// False if the kernel does not tell of changes. Then somebody has to look.
+    /// The kernel tells of the next change.
     watched: bool,
 }
 
@@ -42,8 +42,6 @@ impl Follower {
     /// Follows `file`, which is or was at `path`, from `offset` in bytes. It can be rotated only if it is open for
     /// writing too.
     pub(crate) fn new(file: File, path: &Path, offset: u64, changes: &FileChanges) -> Self {
-        let watch = changes.watch();
-        let watched = watch.add_file(&file);
         Self {
             path: path.to_owned(),
             file,
@@ -52,14 +50,9 @@ impl Follower {
             lines_since_pause: 0,
             rotation: None,
             rotated: None,
-            watch,
-            watched,
+            watch: changes.watch(),
+            watched: false,
         }
-    }
-
-    /// Tries again to have the kernel tell of changes, if it does not yet.
-    pub(crate) fn watch_again(&mut self) {
-        self.watched = self.watched || self.watch.add_file(&self.file);
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -193,12 +186,17 @@ impl Follower {
         }
     }
 
-    /// Waits until the file may have changed.
-    async fn changed(&self) {
+    /// Waits until the file may have changed. Nothing is lost if the call is cancelled.
+    async fn changed(&mut self) {
         if self.watched {
             self.watch.changed().await;
+            self.watched = false;
         } else {
-            tokio::time::sleep(LOOK_PERIOD).await;
+            // It may have changed before: the caller looks again.
+            self.watched = self.watch.add_file(&self.file);
+            if !self.watched {
+                tokio::time::sleep(LOOK_PERIOD).await;
+            }
         }
     }
 }

@@ -3,15 +3,17 @@
 //! `config` say what it means. The keys are the platform's JSON names, and our additions. The objects have the same
 //! values as properties, under the same names in CamelCase.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use serde::Deserialize;
+use serde::ser::{SerializeMap, Serializer};
+use serde::{Deserialize, Serialize};
 use zbus::object_server::Interface;
-use zbus::{Variant, interface};
+use zbus::{Signature, Type, Variant, as_variant, interface};
 
 use super::ROOT;
 use super::error::RequestError;
@@ -26,8 +28,8 @@ use crate::text::clean;
 /// An `a{sv}`. A key without a known value is left out.
 pub type Dict = BTreeMap<&'static str, Variant<'static>>;
 
-/// A struct that is a dictionary on the bus.
-pub trait Row {
+/// A struct that is a dictionary on the bus. It is written there without a dictionary in between.
+pub trait Row: Serialize + Type {
     /// The keys about which something is said, with "const" or "false".
     const EMITS: &[(&str, &str)];
 
@@ -37,6 +39,27 @@ pub trait Row {
     }
 
     fn dict(&self) -> Dict;
+
+    /// Writes the known values under the names that `named` gives their keys.
+    fn write<M: SerializeMap>(
+        &self,
+        map: &mut M,
+        named: fn(&'static str) -> Cow<'static, str>,
+    ) -> Result<(), M::Error>;
+}
+
+/// A row as the properties of an interface. None for an interface without properties.
+#[derive(Debug)]
+pub struct Properties<R>(pub Option<R>);
+
+impl<R: Row> Serialize for Properties<R> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        if let Some(row) = &self.0 {
+            row.write(&mut map, |key| property_name(key).into())?;
+        }
+        map.end()
+    }
 }
 
 /// An object that shows a row as its properties. It has no copy of the row: a value is made when somebody asks for it.
@@ -51,7 +74,7 @@ pub trait Object: Interface + Clone {
 /// The value of a key.
 trait OnBus {
     /// The type on the bus.
-    type Wire: Into<Variant<'static>>;
+    type Wire: Into<Variant<'static>> + Serialize + Type;
 
     /// The value for the bus, without text that the bus can't carry; None if it is not known.
     fn wire(&self) -> Option<Self::Wire>;
@@ -132,6 +155,29 @@ macro_rules! row {
                 })*
                 dict
             }
+
+            fn write<M: SerializeMap>(
+                &self,
+                map: &mut M,
+                named: fn(&'static str) -> Cow<'static, str>,
+            ) -> Result<(), M::Error> {
+                $(if let Some(value) = self.$key.wire() {
+                    map.serialize_entry(&named(stringify!($key)), &as_variant::Serialize(&value))?;
+                })*
+                Ok(())
+            }
+        }
+
+        impl Serialize for $row {
+            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                let mut map = serializer.serialize_map(None)?;
+                self.write(&mut map, Cow::Borrowed)?;
+                map.end()
+            }
+        }
+
+        impl Type for $row {
+            const SIGNATURE: &'static Signature = Dict::SIGNATURE;
         }
     };
 }
