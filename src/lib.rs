@@ -10,6 +10,8 @@
 //!                                          |
 //!                    Plan: control daemons, their GPUs, slices and limits
 //!                                          |
+//!                                 mps_core (pure): which act comes next
+//!                                          |
 //!    state file <-> supervisor: compute mode, start, limits, health, stop   (one per control daemon)
 //!                                          |
 //!              publish::compose -> publish::Snapshot (plain data, a generation number)
@@ -18,8 +20,9 @@
 //! ```
 //!
 //! The way begins in the crate `common`, which has the configuration, the host and the plan, and everything else that
-//! yunion-mpsctl knows too. The modules stand on floors, and a module uses only modules below it. `tests/it/structure.rs`
-//! holds this rule in all crates, and the one that says which module alone names a library or reads /proc.
+//! yunion-mpsctl knows too. The crate `mps_core` decides, and can name nothing that acts. The modules stand on floors, and a
+//! module uses only modules below it. `tests/it/structure.rs` holds this rule in all crates, and the one that says which
+//! module alone names a library or reads /proc.
 //!
 //! | floor | module | its job |
 //! |---|---|---|
@@ -27,7 +30,7 @@
 //! | 5 | `dbus` | shows the Snapshot on the bus and passes requests on; decides nothing |
 //! | 4 | `compose` | makes the Snapshot of what the plan, the supervisors and the tenants know |
 //! | 3 | `tenants` | the clients: the list of them, the end of their GPU work, and the budgets of their slices |
-//! | 2 | `supervisor` | one state machine per control daemon, compute modes, the state file |
+//! | 2 | `supervisor` | carries out the acts about a control daemon; compute modes, the state file |
 //! | 1 | `mps` | one control daemon: its process, front end, log and links; it alone starts and signals one |
 //! | 0 | `rate_limit`, `message` | how often something is told; the messages with an id |
 
