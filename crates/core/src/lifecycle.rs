@@ -195,11 +195,15 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             }
             Phase::Resting { until } if now < *until && !has_other_order && !has_other_gpus => return None,
             Phase::Then(act) => *act,
-            Phase::Open | Phase::Resting { .. } => match self.choose(held)? {
-                Next::Act(DaemonAct::Start | DaemonAct::Serve) if modes_change => return None,
-                Next::Act(act) => act,
-                other => return Some(other),
-            },
+            Phase::Open | Phase::Resting { .. } => {
+                // It may wait for something from now on, and not for a moment that has passed.
+                self.phase = Phase::Open;
+                match self.choose(held)? {
+                    Next::Act(DaemonAct::Start | DaemonAct::Serve) if modes_change => return None,
+                    Next::Act(act) => act,
+                    other => return Some(other),
+                }
+            }
         };
         if let DaemonAct::Rest(pause) = act {
             self.phase = Phase::Resting { until: now + pause };

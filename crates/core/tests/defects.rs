@@ -15,7 +15,7 @@ const HISTORIES: &str = "10000";
 /// several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 14] = [
+const DEFECTS: [Defect; 15] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -99,6 +99,13 @@ const DEFECTS: [Defect; 14] = [
         "lifecycle.rs",
         "written.filter(|_| !is_gone)",
         "written.filter(|_| !is_gone || true)",
+        "nothing-spins",
+    ),
+    (
+        "a pause that is over stays due while something else is waited for",
+        "lifecycle.rs",
+        "                self.phase = Phase::Open;\n                match self.choose",
+        "                match self.choose",
         "nothing-spins",
     ),
     (

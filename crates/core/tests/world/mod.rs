@@ -221,6 +221,8 @@ impl World {
         let now = self.now;
         let Some(service) = &mut self.service else { return };
         let acts = service.core.on(event, now);
+        let due = service.core.due();
+        assert!(due.is_none_or(|due| due > now), "nothing-spins: at {now:?} the core is due at {due:?}");
         self.acts += acts.len();
         for act in acts {
             self.begin(act);
