@@ -168,6 +168,7 @@ impl World {
         let serve = |(id, task): (&String, &super::Task)| {
             let told = self.living(id).and_then(|(_, one)| one.told);
             task.act == DaemonAct::Serve
+                && !task.is_interrupted
                 && !task.retiring
                 && told == Some(task.order.payload)
                 && task.held.is_empty()
