@@ -126,10 +126,11 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.written.as_ref()
     }
 
-    /// The GPUs that it has or is to have, some of them twice, but for these.
+    /// The GPUs that it has, and those of its order that others do not have, some of them twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flat_map(|run| &run.gpus);
-        running.chain(&self.order.gpus).filter(|gpu| !held.contains_key(*gpu))
+        // A GPU that it runs with is its own, even if the state file still has a dead one with it.
+        running.chain(self.order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)))
     }
 
     /// Whether nothing was done for it yet, and nothing runs.

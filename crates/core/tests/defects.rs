@@ -83,8 +83,8 @@ const DEFECTS: [Defect; 15] = [
     (
         "the GPUs that a control daemon runs with beyond its order are forgotten",
         "lifecycle.rs",
-        "running.chain(&self.order.gpus)",
-        "running.take(0).chain(&self.order.gpus)",
+        "running.chain(self.order",
+        "running.take(0).chain(self.order",
         "",
     ),
     (
