@@ -21,8 +21,8 @@
 //!
 //! The way begins in the crate `common`, which has the configuration, the host and the plan, and everything else that
 //! yunion-mpsctl knows too. The crate `mps_core` decides, and can name nothing that acts. The modules stand on floors, and a
-//! module uses only modules below it. `tests/it/structure.rs` holds this rule in all crates, and the one that says which
-//! module alone names a library or reads /proc.
+//! module uses only modules below it. `tests/it/structure.rs` holds this rule in all crates, and another one: a
+//! library, or /proc, is named by one module alone.
 //!
 //! | floor | module | its job |
 //! |---|---|---|

@@ -169,8 +169,9 @@ pub(crate) async fn stop(
     process: &mut Process,
     control: &Control,
     quit_timeout: Duration,
-    _may_end: Permit,
+    may_end: Permit,
 ) -> bool {
+    tell_cause("is asked to end with its clients", process, may_end);
     let patience = if listens(process, control) {
         patience_after(control.quit(quit_timeout).await, process)
     } else {
@@ -180,7 +181,8 @@ pub(crate) async fn stop(
 }
 
 /// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. The caller says before whom that hits.
-pub(crate) async fn end_by_signal(process: &mut Process, _may_end: Permit) -> io::Result<Stopped> {
+pub(crate) async fn end_by_signal(process: &mut Process, may_end: Permit) -> io::Result<Stopped> {
+    tell_cause("is sent SIGTERM", process, may_end);
     process.signal(Signal::TERM)?;
     if process.ends_within(TERMINATE_TIMEOUT).await {
         return Ok(Stopped::Terminated);
@@ -188,6 +190,11 @@ pub(crate) async fn end_by_signal(process: &mut Process, _may_end: Permit) -> io
     process.signal(Signal::KILL)?;
     process.exited().await;
     Ok(Stopped::Killed)
+}
+
+fn tell_cause(step: &str, process: &Process, may_end: Permit) {
+    let pid = process.identity().pid;
+    tracing::debug!(mps_control_pid = pid, "control daemon {pid} {step}: {:?}", may_end.cause());
 }
 
 fn patience_after(quit: Result<(), ControlError>, process: &Process) -> Duration {
@@ -210,7 +217,8 @@ const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Asks a control daemon that seems to have no client to end, and returns whether it has ended. If a client comes in
 /// between, the control daemon stays until that client has ended, so no client is harmed.
-pub(crate) async fn stop_idle(process: &mut Process, control: &Control, _may_end: Permit) -> bool {
+pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end: Permit) -> bool {
+    tell_cause("is asked to end without clients", process, may_end);
     if !listens(process, control) {
         return false;
     }

@@ -31,7 +31,7 @@ impl Serving<'_> {
                     let _ = reply.send(Err(format!("{change}: in the way: {who}")));
                     return None;
                 };
-                let ended = if force { self.stop(may_end).await } else { self.end_idle(may_end).await };
+                let ended = self.end(may_end).await;
                 let _ = reply.send(if ended { Ok(()) } else { Err("a client came in between".to_owned()) });
                 return ended.then_some(Ended::Stopped);
             }

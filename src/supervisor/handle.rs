@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use mps_core::{CoreEvent, DaemonAct, Goal, Order};
+use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order};
 use tokio::sync::{mpsc, oneshot, watch as channel};
 
 use crate::mps::control::{Control, FrontEnds};
@@ -71,7 +71,7 @@ impl Supervisor {
         &mut self,
         order: Order<Instructions>,
         goal: Goal,
-        held: BTreeMap<String, String>,
+        held: HeldGpus,
         act: DaemonAct,
     ) {
         let (sender, interrupt) = oneshot::channel();

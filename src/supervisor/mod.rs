@@ -40,7 +40,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, RunningDaemon};
+use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 
 use crate::mps::changes::FileChanges;
@@ -129,7 +129,7 @@ pub(crate) struct Tools {
     pub changes: FileChanges,
 }
 
-/// What the core knows of a control daemon in the state file.
+/// The core's view of a control daemon in the state file.
 pub(crate) fn written(running: &Running) -> RunningDaemon {
     let process = (running.process.pid, running.process.start_time);
     RunningDaemon { process, gpus: running.gpus.clone() }
@@ -196,8 +196,7 @@ struct Failing {
 struct Assignment {
     order: Instructions,
     goal: Goal,
-    /// The GPUs of the order that other control daemons have, each with the id of that control daemon.
-    held: BTreeMap<String, String>,
+    held: HeldGpus,
     act: DaemonAct,
     /// Breaks the act off.
     interrupt: oneshot::Receiver<()>,
@@ -231,8 +230,7 @@ async fn run(
 struct Worker {
     order: Instructions,
     goal: Goal,
-    /// The GPUs of the order that other control daemons have, each with the id of that control daemon.
-    held: BTreeMap<String, String>,
+    held: HeldGpus,
     tools: Tools,
     reporter: Reporter,
     /// The front end of the control daemon that runs, for all who ask it something: there once it was found to answer, or
@@ -287,7 +285,7 @@ impl Machine {
             DaemonAct::Start => self.start().await.map(|()| ActOutcome::Done),
             DaemonAct::Serve => self.serve(commands).await,
             DaemonAct::Judge => Ok(ActOutcome::Used(self.judge().await)),
-            DaemonAct::End(end) => Ok(self.end(end).await),
+            DaemonAct::End(may_end) => Ok(self.end(may_end).await),
             DaemonAct::Rest(pause) => {
                 self.rest(pause);
                 Ok(ActOutcome::Done)
@@ -302,7 +300,7 @@ impl Machine {
         done.unwrap_or_else(|failure| ActOutcome::Failed(self.failed(failure)))
     }
 
-    /// What the core has to know after an act.
+    /// The news for the core after an act.
     fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
         let id = self.worker.order.plan.id.clone();
         let written = self.worker.tools.state_file.lock().control_daemon(&id).map(written);
@@ -347,7 +345,7 @@ impl Worker {
         self.goal == Goal::Retire
     }
 
-    fn take_order(&mut self, order: Instructions, goal: Goal, held: BTreeMap<String, String>) {
+    fn take_order(&mut self, order: Instructions, goal: Goal, held: HeldGpus) {
         // If the plan is the same, nothing changes for clients.
         self.reporter.update(|status| status.take(&order.plan));
         (self.order, self.goal, self.held) = (order, goal, held);

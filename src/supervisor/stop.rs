@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use mps_core::{ActOutcome, End, Goal, Permit, RunUse, WhyFailed};
+use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed};
 
 use crate::message::{Message, Subject};
 use crate::mps::process::{self, Stopped};
@@ -28,7 +28,10 @@ impl Machine {
         if trouble == WhyFailed::Gone {
             self.end_run();
         }
-        if let Goal::Stop(_) = self.worker.goal {
+        // Otherwise it is told with the pause that follows.
+        if let Goal::Stop(permit) = self.worker.goal
+            && permit.cause() == Cause::Stop
+        {
             self.worker.reporter.warning(reason.clone());
         }
         self.failing = Some(Failing { state, reason });
@@ -91,16 +94,12 @@ impl Machine {
     }
 
     /// Ends the control daemon.
-    pub(super) async fn end(&mut self, how: End) -> ActOutcome {
-        if let End::WithClients(_) = how {
+    pub(super) async fn end(&mut self, may_end: Permit) -> ActOutcome {
+        if let Goal::Stop(_) = self.worker.goal {
             self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
         }
         let Some(mut serving) = self.serving() else { return ActOutcome::Ended };
-        let has_ended = match how {
-            End::Idle(may_end) => serving.end_idle(may_end).await,
-            End::WithClients(may_end) => serving.stop(may_end).await,
-        };
-        if !has_ended {
+        if !serving.end(may_end).await {
             return ActOutcome::Lives;
         }
         self.end_run();
@@ -189,9 +188,14 @@ impl Serving<'_> {
         clients.map(|clients| clients.values().flatten().count()).map_err(|error| error.to_string())
     }
 
+    /// Ends the control daemon, and says whether it has ended. Its clients end with it, unless it is unused.
+    pub(super) async fn end(&mut self, may_end: Permit) -> bool {
+        if may_end.cause() == Cause::Unused { self.end_idle(may_end).await } else { self.stop(may_end).await }
+    }
+
     /// Ends a control daemon that nobody uses, without harm to a client that comes this moment: the control daemon then
     /// stays until that client is done. Whether it has ended.
-    pub(super) async fn end_idle(&mut self, may_end: Permit) -> bool {
+    async fn end_idle(&mut self, may_end: Permit) -> bool {
         self.continue_if_stopped();
         let run = &mut *self.run;
         if process::stop_idle(&mut run.process, &run.control, may_end).await {
@@ -208,7 +212,7 @@ impl Serving<'_> {
     }
 
     /// Ends the control daemon with its clients, which the caller has named. Whether it has ended.
-    pub(super) async fn stop(&mut self, may_end: Permit) -> bool {
+    async fn stop(&mut self, may_end: Permit) -> bool {
         self.continue_if_stopped();
         let run = &mut *self.run;
         tracing::debug!(step = "quit", "control daemon {} is asked to end", run.running.process.pid);

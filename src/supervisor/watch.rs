@@ -148,7 +148,7 @@ impl Serving<'_> {
         self.run.count_at = Instant::now() + CLIENTS_PERIOD;
         let in_use = self.in_use().await;
         if let Some(may_end) = Permit::unused(in_use.as_ref().ok().copied())
-            && self.end_idle(may_end).await
+            && self.end(may_end).await
         {
             return Some(Ended::Stopped);
         }

@@ -1,8 +1,8 @@
 //! Everything that is to be done. Nobody who does it decides anything.
 
-use alloc::collections::BTreeMap;
+use core::time::Duration;
 
-use crate::{CoreTime, Goal, GpuUuid, Id, Order, Permit};
+use crate::{Goal, GpuUuid, HeldGpus, Id, Order, Permit};
 
 /// Something that is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,8 +16,8 @@ pub enum Act<P> {
         order: Order<P>,
         /// Its aim at this moment.
         goal: Goal,
-        /// The GPUs of the order that it has to do without, each with the id of the control daemon that has it.
-        held: BTreeMap<GpuUuid, Id>,
+        /// The GPUs of the order that it has to do without.
+        held: HeldGpus,
         /// The act.
         act: DaemonAct,
     },
@@ -50,19 +50,11 @@ pub enum DaemonAct {
     Serve,
     /// Find out who uses it, after it has failed.
     Judge,
-    /// End it.
-    End(End),
+    /// End it, for the cause of the permit. Unused, it lives on if a client comes in between, until that one has ended. For any
+    /// other cause its clients lose their work.
+    End(Permit),
     /// Show why it does not serve, and that it is tried again after this time.
-    Rest(CoreTime),
+    Rest(Duration),
     /// Write down what the next service needs to take it over.
     Leave,
-}
-
-/// The end of a control daemon: the acts that may end somebody's work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum End {
-    /// It has no client. If one comes in between, it lives until that one has ended: nobody is hit.
-    Idle(Permit),
-    /// With its clients: all of them lose their work.
-    WithClients(Permit),
 }

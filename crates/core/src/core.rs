@@ -3,10 +3,12 @@
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
-use crate::event::HeldGpus;
 use crate::lifecycle::{Lifecycle, Next};
 use crate::modes::Modes;
-use crate::{Act, Cause, CoreEvent, CoreTime, DaemonAct, Demand, Goal, GpuUuid, Id, Order, RunningDaemon};
+use crate::{
+    Act, Cause, CoreEvent, CoreTime, DaemonAct, Demand, Goal, GpuUuid, HeldGpus, Id, Order, Permit,
+    RunningDaemon,
+};
 
 /// All that decisions go by.
 #[derive(Debug, Clone)]
@@ -60,7 +62,7 @@ impl<P: Clone + PartialEq> Core<P> {
     fn pursue(&mut self, demand: Demand<P>) {
         self.modes.pursue(demand.kept, demand.closed);
         // Clients keep a GPU that goes elsewhere until they are done. Without MPS, nobody waits for them.
-        let end = if demand.enabled { Goal::Retire } else { Goal::Stop(Cause::Disabled) };
+        let end = if demand.enabled { Goal::Retire } else { Goal::Stop(Permit::new(Cause::Disabled)) };
         let wanted: BTreeSet<&Id> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
             // Whoever waits for clients goes on with that when MPS is disabled. One that was about to end with its clients for
@@ -81,8 +83,9 @@ impl<P: Clone + PartialEq> Core<P> {
 
     fn stop(&mut self, left: Vec<Order<P>>) {
         self.modes.give_up();
-        self.lifecycles.values_mut().for_each(|one| one.pursue(Goal::Stop(Cause::Stop), None));
-        self.look_after_left(left, Goal::Stop(Cause::Stop));
+        let goal = Goal::Stop(Permit::new(Cause::Stop));
+        self.lifecycles.values_mut().for_each(|one| one.pursue(goal, None));
+        self.look_after_left(left, goal);
     }
 
     fn leave(&mut self) {

@@ -12,7 +12,7 @@ pub enum CoreEvent<P> {
     Pursue(Demand<P>),
     /// The service ends: for good, with all control daemons and their clients, whoever has started them for us.
     Stop {
-        /// An order for each control daemon that the state file has and nobody looks after.
+        /// An order for each control daemon that the state file has. It counts where nobody looks after that one yet.
         left: Vec<Order<P>>,
     },
     /// The service ends, and the next one takes the control daemons over.
@@ -21,18 +21,18 @@ pub enum CoreEvent<P> {
     Done {
         /// Its id.
         id: Id,
-        /// What the state file has under this id now.
+        /// The entry of the state file under this id now.
         written: Option<RunningDaemon>,
         /// Whether its process is held, so that its end becomes known.
         watched: bool,
-        /// What came of the act.
+        /// The outcome of the act.
         outcome: ActOutcome,
     },
     /// An act about a compute mode has come back.
     ModeDone {
         /// The GPU's UUID.
         gpu: GpuUuid,
-        /// What came of the act.
+        /// The outcome of the act.
         outcome: ModeOutcome,
     },
     /// The moment that [`crate::Core::due`] named has come.
@@ -44,7 +44,7 @@ pub enum CoreEvent<P> {
 pub struct Demand<P> {
     /// The control daemons that shall run.
     pub orders: Vec<Order<P>>,
-    /// An order for each control daemon that the state file has, that no order is for, and that nobody looks after.
+    /// An order for each other control daemon that the state file has. It counts where nobody looks after that one yet.
     pub left: Vec<Order<P>>,
     /// False: MPS is disabled, and control daemons end with their clients. Otherwise one that is not wanted any more ends
     /// once it has no client.
@@ -77,7 +77,7 @@ pub struct RunningDaemon {
     pub gpus: Vec<GpuUuid>,
 }
 
-/// What came of an act about a control daemon.
+/// The outcome of an act about a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActOutcome {
     /// It is done: taken over or found gone, started, left.
@@ -120,7 +120,7 @@ pub enum RunUse {
     Clients,
 }
 
-/// What came of an act about a compute mode.
+/// The outcome of an act about a compute mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModeOutcome {
     /// It is set to the service's mode, or stays as it is for a reason that was logged.
@@ -132,4 +132,4 @@ pub enum ModeOutcome {
 }
 
 /// The GPUs of an order that other control daemons have, each with the id of that one.
-pub(crate) type HeldGpus = BTreeMap<GpuUuid, Id>;
+pub type HeldGpus = BTreeMap<GpuUuid, Id>;

@@ -73,8 +73,8 @@ pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration
     Some(!hit.iter().any(|pid| is_left(*pid)))
 }
 
-/// What becomes of a server that is faulted after the grace of its clients, with the clients that stay on the GPUs that were
-/// hit.
+/// The fate of a server that is still faulted after the grace of its clients. Each has the clients that stay on the GPUs that
+/// were hit.
 #[derive(Debug, PartialEq, Eq)]
 pub enum AfterGrace<'c, C> {
     /// It may be ended: it holds nobody but clients that have lost their work.

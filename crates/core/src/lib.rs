@@ -35,10 +35,12 @@ mod permit;
 
 use alloc::string::String;
 
-pub use act::{Act, DaemonAct, End};
+pub use act::{Act, DaemonAct};
 pub use configured::Configured;
 pub use core::Core;
-pub use event::{ActOutcome, CoreEvent, Demand, ModeOutcome, Order, RunUse, RunningDaemon, WhyFailed};
+pub use event::{
+    ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, Order, RunUse, RunningDaemon, WhyFailed,
+};
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause};
 pub use permit::{Cause, Permit};
 

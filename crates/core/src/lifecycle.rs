@@ -4,9 +4,9 @@ use alloc::vec::Vec;
 use core::mem;
 use core::time::Duration;
 
-use crate::event::HeldGpus;
 use crate::{
-    ActOutcome, Cause, CoreTime, DaemonAct, End, GpuUuid, Order, Permit, RunUse, RunningDaemon, WhyFailed,
+    ActOutcome, Cause, CoreTime, DaemonAct, GpuUuid, HeldGpus, Order, Permit, RunUse, RunningDaemon,
+    WhyFailed,
 };
 
 /// The pauses after failures: none after the first failure, then this one, which doubles up to the last.
@@ -34,12 +34,12 @@ pub enum Goal {
     /// It ends once it has no client.
     Retire,
     /// It ends now, with its clients.
-    Stop(Cause),
+    Stop(Permit),
     /// It stays as it is, with its clients: the next service takes it over.
     Leave,
 }
 
-/// What a control daemon is at.
+/// The work on a control daemon at this moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
     /// The next act follows from the goal.
@@ -52,7 +52,7 @@ enum Phase {
     Resting { until: CoreTime },
 }
 
-/// What an act was told.
+/// The order and the GPUs that an act was told.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Told {
     revision: u64,
@@ -68,7 +68,7 @@ impl Told {
     }
 }
 
-/// What is next for a control daemon.
+/// The next thing for a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     Act(DaemonAct),
@@ -83,9 +83,9 @@ pub(crate) struct Lifecycle<P> {
     goal: Goal,
     /// It grows with each change of order or goal.
     revision: u64,
-    /// What the last act was told.
+    /// The order and the GPUs that the last act was told.
     told: Option<Told>,
-    /// What the state file has.
+    /// Its entry in the state file.
     written: Option<RunningDaemon>,
     /// Its process is held, so that its end becomes known.
     watched: bool,
@@ -126,7 +126,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.written.as_ref()
     }
 
-    /// The GPUs that it has, and those of its order that others do not have, some of them twice.
+    /// The GPUs that it has, and the GPUs of its order that nobody else has. Some come twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flat_map(|run| &run.gpus);
         // A GPU that it runs with is its own, even if the state file still has a dead one with it.
@@ -179,7 +179,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         }
     }
 
-    /// What is next for it, where other control daemons have these of its GPUs. No act that may set a compute mode comes
+    /// The next thing for it, where other control daemons have the held GPUs. No act that may set a compute mode comes
     /// while `modes_change`: both would believe that the other's mode is the one of before.
     pub(crate) fn next(&mut self, held: &HeldGpus, modes_change: bool, now: CoreTime) -> Option<Next> {
         let has_other_order = self.is_stale();
@@ -221,11 +221,11 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         Some(Next::Act(act))
     }
 
-    /// What follows from the goal. None: it waits for GPUs that others have.
+    /// The step that follows from the goal. None: it waits for GPUs that others have.
     fn choose(&self, held: &HeldGpus) -> Option<Next> {
         let is_left = self.written.is_some() && !self.given_up;
         Some(Next::Act(match self.goal {
-            Goal::Stop(cause) if self.watched => DaemonAct::End(End::WithClients(Permit::new(cause))),
+            Goal::Stop(permit) if self.watched => DaemonAct::End(permit),
             Goal::Leave if self.watched => DaemonAct::Leave,
             Goal::Serve | Goal::Retire if self.watched => DaemonAct::Serve,
             Goal::Serve | Goal::Retire | Goal::Stop(_) if is_left => DaemonAct::TakeOver,
@@ -254,8 +254,12 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             _ if is_stale => {}
             (Goal::Leave, _) => self.watched = false,
             // Nothing more can be done: the next service finds it in the state file.
-            (Goal::Stop(Cause::Stop), ActOutcome::Lives) => (self.watched, self.given_up) = (false, true),
-            (Goal::Stop(Cause::Stop), ActOutcome::Failed(_)) => self.given_up = true,
+            (Goal::Stop(permit), ActOutcome::Lives) if permit.cause() == Cause::Stop => {
+                (self.watched, self.given_up) = (false, true);
+            }
+            (Goal::Stop(permit), ActOutcome::Failed(_)) if permit.cause() == Cause::Stop => {
+                self.given_up = true;
+            }
             (Goal::Stop(_), ActOutcome::Failed(_)) if watched => {}
             (_, ActOutcome::Failed(trouble)) => {
                 if act == DaemonAct::Serve && now.saturating_sub(since) >= HEALTHY_AGAIN {
@@ -268,13 +272,15 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
                 }
             }
             (_, ActOutcome::Used(RunUse::Idle)) => {
-                self.phase = Phase::Then(DaemonAct::End(End::Idle(Permit::new(Cause::Unused))));
+                self.phase = Phase::Then(DaemonAct::End(Permit::new(Cause::Unused)));
             }
             (_, ActOutcome::Used(RunUse::KeptOut)) => self.rest(HELD_PAUSE),
             (_, ActOutcome::Used(RunUse::Gone | RunUse::Clients) | ActOutcome::Lives) => {
                 self.rest(LAST_PAUSE);
             }
-            (_, ActOutcome::Ended) if matches!(act, DaemonAct::End(End::Idle(_))) => self.rest(LAST_PAUSE),
+            (Goal::Serve | Goal::Retire, ActOutcome::Ended) if act != DaemonAct::Serve => {
+                self.rest(LAST_PAUSE);
+            }
             (_, ActOutcome::Done | ActOutcome::Ended | ActOutcome::Again | ActOutcome::Interrupted) => {}
         }
     }

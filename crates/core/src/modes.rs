@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 use crate::{Configured, GpuUuid, ModeOutcome};
 
-/// What is known of compute modes.
+/// The state of compute modes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Modes {
     /// The GPUs that keep our mode, served or not.

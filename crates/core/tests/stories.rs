@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Cause, Configured, Core, CoreEvent, DaemonAct, Demand, End, Goal, HEALTHY_AGAIN, Order,
-    RunUse, RunningDaemon, WhyFailed,
+    Act, ActOutcome, Configured, Core, CoreEvent, DaemonAct, Demand, Goal, HEALTHY_AGAIN, Order, RunUse,
+    RunningDaemon, WhyFailed,
 };
 
 const NOW: Duration = Duration::from_secs(1000);
@@ -42,10 +42,7 @@ fn done(id: &str, written: Option<RunningDaemon>, outcome: ActOutcome) -> CoreEv
 /// The acts about control daemons, and the interruptions.
 fn told(acts: &[Act<()>]) -> Vec<String> {
     let words = acts.iter().map(|act| match act {
-        Act::Daemon { id, act: DaemonAct::End(End::WithClients(permit)), .. } => {
-            format!("{id}: end with clients, {:?}", permit.cause())
-        }
-        Act::Daemon { id, act: DaemonAct::End(End::Idle(_)), .. } => format!("{id}: end idle"),
+        Act::Daemon { id, act: DaemonAct::End(permit), .. } => format!("{id}: End({:?})", permit.cause()),
         Act::Daemon { id, goal: Goal::Retire, act, .. } => format!("{id}: {act:?}, retiring"),
         Act::Daemon { id, act, .. } => format!("{id}: {act:?}"),
         Act::Interrupt { id } => format!("{id}: interrupt"),
@@ -74,7 +71,7 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     let both = [order("shared", &["A", "B"])];
     assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt"]);
     assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Serve, retiring"]);
-    // What others ask meanwhile:
+    // Others ask meanwhile:
     assert_eq!(core.pending().map(|order| order.id.as_str()).collect::<Vec<_>>(), ["shared"]);
     assert_eq!(core.held("shared"), BTreeMap::from([("A".to_owned(), "A".to_owned())]));
     assert_eq!(core.held_by_leaving(), core.held("shared"));
@@ -135,7 +132,7 @@ fn one_that_fails_is_ended_only_without_clients() {
     let ill = || done("A", runs(&["A"]), ActOutcome::Failed(WhyFailed::Ill));
     let used = |used| done("A", runs(&["A"]), ActOutcome::Used(used));
     for (found, expected) in [
-        (RunUse::Idle, &["A: end idle"][..]),
+        (RunUse::Idle, &["A: End(Unused)"][..]),
         (RunUse::Clients, &["A: Rest(0ns)", "A: Serve"]),
         (RunUse::KeptOut, &["A: Rest(0ns)", "A: Serve"]),
     ] {
@@ -171,7 +168,7 @@ fn a_stop_ends_all_and_puts_the_modes_back() {
     let mut core = serving("A", &["A"]);
     assert_eq!(told(&core.on(CoreEvent::Stop { left: Vec::new() }, NOW)), ["A: interrupt"]);
     let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
-    assert_eq!(told(&acts), [format!("A: end with clients, {:?}", Cause::Stop)]);
+    assert_eq!(told(&acts), ["A: End(Stop)"]);
     let acts = core.on(done("A", None, ActOutcome::Ended), NOW);
     assert_eq!(told(&acts), ["A: release", "put the mode of A back"]);
     assert!(!core.is_at_rest(), "the mode is not back yet");
@@ -260,7 +257,11 @@ fn one_that_has_run_is_started_again_without_a_gpu_that_another_has() {
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     core.on(done("shared", runs(&["B"]), ActOutcome::Interrupted), NOW);
     let acts = core.on(done("shared", None, ActOutcome::Failed(WhyFailed::Gone)), NOW);
-    assert_eq!(told(&acts), ["shared: Rest(0ns)", "shared: Start"], "its clients do not wait for those of A");
+    assert_eq!(
+        told(&acts),
+        ["shared: Rest(0ns)", "shared: Start"],
+        "its clients do not wait for clients of A"
+    );
 }
 
 /// A control daemon that can't be taken over, with the goal that an event gives, watched or not.
@@ -285,8 +286,8 @@ fn one_that_cannot_be_taken_over_is_ended_if_its_process_is_held() {
         CoreEvent::Pursue(Demand { orders, left: left(), enabled: false, kept, closed })
     };
     let stop = || CoreEvent::Stop { left: left() };
-    assert_eq!(not_taken_over(stop(), true), ["A: end with clients, Stop"]);
+    assert_eq!(not_taken_over(stop(), true), ["A: End(Stop)"]);
     assert_eq!(not_taken_over(stop(), false), ["A: release"], "the next service finds it");
-    assert_eq!(not_taken_over(disabled(), true), ["A: end with clients, Disabled"]);
+    assert_eq!(not_taken_over(disabled(), true), ["A: End(Disabled)"]);
     assert_eq!(not_taken_over(disabled(), false), ["A: Rest(0ns)", "A: TakeOver"], "it is tried again");
 }

@@ -4,10 +4,10 @@
 mod clients;
 mod conductor;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use mps_core::{CoreEvent, Demand, Goal, Order};
+use mps_core::{CoreEvent, Demand, Goal, HeldGpus, Order};
 use tokio::task::{JoinHandle, JoinSet};
 
 use crate::dbus::Reply;
@@ -100,7 +100,7 @@ impl Fleet {
     }
 
     /// The GPUs that control daemons on the way out still have, each with the id of that control daemon.
-    pub(super) fn held_by_leaving(&self) -> BTreeMap<String, String> {
+    pub(super) fn held_by_leaving(&self) -> HeldGpus {
         self.conductor.lock().core.held_by_leaving()
     }
 
@@ -119,14 +119,14 @@ impl Fleet {
         self.ask_those(|goal| goal != Goal::Serve, Supervisor::status)
     }
 
-    /// What a question says about each supervisor with such a goal.
+    /// The answer of each supervisor with such a goal.
     fn ask_those<T>(&self, wanted: impl Fn(Goal) -> bool, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         let wanted = supervisors.iter().filter(|(id, _)| core.goal(id).is_some_and(&wanted));
         wanted.map(|(_, supervisor)| question(supervisor)).collect()
     }
 
-    /// The same about every supervisor.
+    /// The answer of every supervisor.
     fn ask_all<T>(&self, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
         self.ask_those(|_| true, question)
     }

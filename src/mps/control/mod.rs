@@ -185,9 +185,10 @@ impl Control {
         &self,
         server: u32,
         client: u32,
-        _may_end: Permit,
+        may_end: Permit,
     ) -> Result<TerminateAnswer, ControlError> {
         let command = format!("terminate_client {server} {client}");
+        tracing::debug!("{command}: {:?}", may_end.cause());
         let answer = self.ask_for_something(&command).await?;
         answers::parse_terminated(&answer)
             .ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
@@ -253,14 +254,19 @@ impl Control {
     pub(crate) async fn shut_down_idle_server(
         &self,
         server: u32,
-        _may_end: Permit,
+        may_end: Permit,
     ) -> Result<(), ControlError> {
-        self.ask(&format!("shutdown_server {server}")).await.map(|_| ())
+        self.end(&format!("shutdown_server {server}"), may_end).await
     }
 
     /// Ends a server and its clients. The control daemon answers before the server is gone.
-    pub(crate) async fn shut_down_server(&self, server: u32, _may_end: Permit) -> Result<(), ControlError> {
-        self.ask(&format!("shutdown_server {server} -f")).await.map(|_| ())
+    pub(crate) async fn shut_down_server(&self, server: u32, may_end: Permit) -> Result<(), ControlError> {
+        self.end(&format!("shutdown_server {server} -f"), may_end).await
+    }
+
+    async fn end(&self, command: &str, may_end: Permit) -> Result<(), ControlError> {
+        tracing::debug!("{command}: {:?}", may_end.cause());
+        self.ask(command).await.map(|_| ())
     }
 
     /// Asks the control daemon to end after it has given its clients `timeout`. The control daemon can hang for longer.

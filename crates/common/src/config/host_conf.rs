@@ -95,7 +95,9 @@ const PRIVATE_SUFFIX: &str = ".private";
 impl Settings {
     /// The place of the directories that only control daemons use, beside the pipe directory.
     pub fn private_directory(&self) -> PathBuf {
-        format!("{}{PRIVATE_SUFFIX}", self.pipe_directory.display()).into()
+        let mut directory = self.pipe_directory.clone().into_os_string();
+        directory.push(PRIVATE_SUFFIX);
+        directory.into()
     }
 }
 

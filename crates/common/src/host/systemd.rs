@@ -4,7 +4,7 @@
 //! stops. So each control daemon gets a scope of its own: a unit for processes that systemd has not started. `systemctl
 //! stop` of such a scope ends the control daemon with all of its servers and clients.
 //!
-//! Each request has a connection of its own, since the one that serves the bus name may not be open yet or may be closing.
+//! Each request has a connection of its own: the connection with the bus name may not be open yet, or may be closing.
 
 use std::time::Duration;
 

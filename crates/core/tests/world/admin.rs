@@ -62,7 +62,7 @@ impl World {
             return;
         }
         let demand = Demand { left: self.left(), ..self.demand.clone() };
-        self.tell(|| {
+        self.add_to_story(|| {
             let orders: Vec<String> =
                 demand.orders.iter().map(|one| format!("{} {:?}", one.id, one.gpus)).collect();
             let sets = demand.orders.iter().all(|order| order.sets_modes);
@@ -92,7 +92,7 @@ impl World {
 
     pub(super) fn kill_service(&mut self) {
         let Some(service) = self.service.take() else { return };
-        self.tell(|| "the service is killed".to_owned());
+        self.add_to_story(|| "the service is killed".to_owned());
         drop(service);
         self.daemons.retain(|_, one| !one.is_paused);
     }
@@ -101,7 +101,7 @@ impl World {
         if self.service.is_some() {
             return;
         }
-        self.tell(|| "the service starts".to_owned());
+        self.add_to_story(|| "the service starts".to_owned());
         let changed = self.state_file.modes.keys().cloned().collect();
         self.service = Some(Service {
             core: Core::new(self.state_file.daemons.clone(), changed),
@@ -117,7 +117,9 @@ impl World {
     }
 
     pub(super) fn disk_is_full(&mut self, is_full: bool) {
-        self.tell(|| format!("the disk of the state file {} full", if is_full { "is" } else { "is not" }));
+        self.add_to_story(|| {
+            format!("the disk of the state file {} full", if is_full { "is" } else { "is not" })
+        });
         self.is_disk_full = is_full;
     }
 
@@ -130,7 +132,7 @@ impl World {
     pub(super) fn end_service_for(&mut self, ending: Ending) {
         let Some(service) = self.service.as_mut().filter(|service| service.ending.is_none()) else { return };
         service.ending = Some(ending);
-        self.tell(|| format!("the service ends {ending:?}"));
+        self.add_to_story(|| format!("the service ends {ending:?}"));
         let left = self.left_at_stop();
         self.on(match ending {
             Ending::ForGood => CoreEvent::Stop { left },
@@ -148,8 +150,8 @@ impl World {
     pub(super) fn client_comes(&mut self, dice: &mut Dice) {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
-        let Some(pid) = dice.of(&running).copied() else { return };
-        self.tell(|| format!("a client comes to {pid}"));
+        let Some(pid) = dice.pick(&running).copied() else { return };
+        self.add_to_story(|| format!("a client comes to {pid}"));
         if let Some(one) = self.daemons.get_mut(&pid) {
             one.clients += 1;
         }
@@ -158,30 +160,30 @@ impl World {
     pub(super) fn client_leaves(&mut self, dice: &mut Dice) {
         let used: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| one.clients > 0).map(|(pid, _)| *pid).collect();
-        let Some(pid) = dice.of(&used).copied() else { return };
-        self.tell(|| format!("a client of {pid} leaves"));
+        let Some(pid) = dice.pick(&used).copied() else { return };
+        self.add_to_story(|| format!("a client of {pid} leaves"));
         if let Some(one) = self.daemons.get_mut(&pid) {
             one.clients -= 1;
         }
     }
 
     pub(super) fn all_clients_leave(&mut self) {
-        self.tell(|| "all clients leave".to_owned());
+        self.add_to_story(|| "all clients leave".to_owned());
         self.daemons.values_mut().for_each(|one| one.clients = 0);
     }
 
     pub(super) fn daemon_dies(&mut self, dice: &mut Dice) {
         let pids: Vec<u32> = self.daemons.keys().copied().collect();
-        let Some(pid) = dice.of(&pids).copied() else { return };
-        self.tell(|| format!("control daemon {pid} dies"));
+        let Some(pid) = dice.pick(&pids).copied() else { return };
+        self.add_to_story(|| format!("control daemon {pid} dies"));
         self.daemons.remove(&pid);
     }
 
     /// An administrator sets a compute mode. One that the service has to keep is set again with the next check.
     pub(super) fn mode_is_changed(&mut self, dice: &mut Dice) {
-        let gpu = (*dice.of(&GPUS).unwrap()).to_owned();
+        let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         let mode = if dice.one_in(2) { Mode::Default } else { Mode::Prohibited };
-        self.tell(|| format!("an administrator sets the compute mode of {gpu} to {mode:?}"));
+        self.add_to_story(|| format!("an administrator sets the compute mode of {gpu} to {mode:?}"));
         let is_written = self.state_file.modes.contains_key(&gpu);
         let Some(state) = self.gpus.get_mut(&gpu) else { return };
         state.mode = mode;

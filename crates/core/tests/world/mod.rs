@@ -10,7 +10,7 @@ use std::fmt::Write;
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, End, Goal, ModeOutcome, Order, RunningDaemon,
+    Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, Goal, ModeOutcome, Order, RunningDaemon,
 };
 
 /// The GPUs of the host.
@@ -43,7 +43,7 @@ impl Dice {
         self.below(most) == 0
     }
 
-    fn of<'l, T>(&mut self, list: &'l [T]) -> Option<&'l T> {
+    fn pick<'l, T>(&mut self, list: &'l [T]) -> Option<&'l T> {
         if list.is_empty() { None } else { list.get(self.below(list.len())) }
     }
 }
@@ -173,7 +173,7 @@ impl World {
         self.story.as_deref().unwrap_or_default()
     }
 
-    fn tell(&mut self, text: impl FnOnce() -> String) {
+    fn add_to_story(&mut self, text: impl FnOnce() -> String) {
         let now = self.now.as_secs_f64();
         if let Some(story) = &mut self.story {
             writeln!(story, "{now:9.1} s  {}", text()).unwrap();
@@ -209,7 +209,7 @@ impl World {
         let wait = [0, 1, 50, 1000, 20_000, 100_000].map(Duration::from_millis);
         self.now = match due {
             Some(due) if dice.one_in(2) => due.max(self.now),
-            _ => self.now + *dice.of(&wait).unwrap(),
+            _ => self.now + *dice.pick(&wait).unwrap(),
         };
         if due.is_some_and(|due| due <= self.now) {
             self.on(CoreEvent::Due);
@@ -233,7 +233,7 @@ impl World {
                 service.tasks.is_empty() && service.modes.is_empty(),
                 "it is at rest, and acts are under way"
             );
-            self.tell(|| "the service has ended".to_owned());
+            self.add_to_story(|| "the service has ended".to_owned());
             if let Some(service) = self.service.take().filter(|one| one.ending == Some(Ending::ForGood)) {
                 self.check_stopped(&service.not_ended);
             }
@@ -241,7 +241,7 @@ impl World {
     }
 
     fn begin(&mut self, act: Act<u32>) {
-        self.tell(|| format!("  -> {}", describe(&act)));
+        self.add_to_story(|| format!("  -> {}", describe(&act)));
         self.check_act(&act);
         let Some(service) = &mut self.service else { return };
         match act {
@@ -284,7 +284,7 @@ impl World {
 
     /// The act about this control daemon has come back.
     fn finish(&mut self, id: &str, outcome: ActOutcome) {
-        self.tell(|| format!("  <- {id}: {outcome:?}"));
+        self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };
         let task = service.tasks.remove(id).expect("no act is under way");
@@ -302,7 +302,7 @@ impl World {
     }
 
     fn mode_done(&mut self, gpu: &str, outcome: ModeOutcome) {
-        self.tell(|| format!("  <- compute mode of {gpu}: {outcome:?}"));
+        self.add_to_story(|| format!("  <- compute mode of {gpu}: {outcome:?}"));
         if let Some(service) = &mut self.service {
             service.modes.remove(gpu);
         }
@@ -325,9 +325,4 @@ fn describe(act: &Act<u32>) -> String {
         }
         other => format!("{other:?}"),
     }
-}
-
-/// Whether an act ends the work of clients, if there are any.
-fn ends_clients(act: &Act<u32>) -> bool {
-    matches!(act, Act::Daemon { act: DaemonAct::End(End::WithClients(_)), .. })
 }

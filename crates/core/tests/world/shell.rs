@@ -1,6 +1,6 @@
 //! The service's shell: it carries out one act, step by step, and anything can go wrong in between.
 
-use mps_core::{ActOutcome, DaemonAct, End, ModeOutcome, RunUse, RunningDaemon, WhyFailed};
+use mps_core::{ActOutcome, Cause, DaemonAct, ModeOutcome, RunUse, RunningDaemon, WhyFailed};
 
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
@@ -13,7 +13,7 @@ impl World {
         let modes: Vec<(String, (bool, usize))> =
             service.modes.iter().map(|(gpu, mode)| (gpu.clone(), *mode)).collect();
         if !modes.is_empty() && (tasks.is_empty() || dice.one_in(3)) {
-            let (gpu, (takes, step)) = dice.of(&modes).cloned().unwrap();
+            let (gpu, (takes, step)) = dice.pick(&modes).cloned().unwrap();
             if takes {
                 self.take_mode_by_itself(&gpu, step);
             } else {
@@ -21,7 +21,7 @@ impl World {
             }
             return;
         }
-        let Some((id, task)) = dice.of(&tasks).cloned() else { return };
+        let Some((id, task)) = dice.pick(&tasks).cloned() else { return };
         // An act may end by itself before it is broken off.
         if task.is_interrupted && !dice.one_in(4) {
             return self.finish(&id, ActOutcome::Interrupted);
@@ -39,8 +39,10 @@ impl World {
             DaemonAct::Start => self.start(id, task, dice),
             DaemonAct::Serve => self.serve(id, task, dice),
             DaemonAct::Judge => Some(ActOutcome::Used(self.judge(id, dice))),
-            DaemonAct::End(End::Idle(_)) => Some(self.end(id, |one| one.clients == 0, dice)),
-            DaemonAct::End(End::WithClients(_)) => Some(self.end(id, |_| true, dice)),
+            DaemonAct::End(permit) if permit.cause() == Cause::Unused => {
+                Some(self.end(id, |one| one.clients == 0, dice))
+            }
+            DaemonAct::End(_) => Some(self.end(id, |_| true, dice)),
             DaemonAct::Leave | DaemonAct::Rest(_) => Some(ActOutcome::Done),
         }
     }
@@ -98,7 +100,7 @@ impl World {
             0 => {
                 self.next_pid += 1;
                 let process = (self.next_pid, u64::from(self.next_pid));
-                self.tell(|| format!("     control daemon {} is written down for {id}", process.0));
+                self.add_to_story(|| format!("     control daemon {} is written down for {id}", process.0));
                 self.state_file.daemons.insert(id.to_owned(), RunningDaemon { process, gpus: gpus.clone() });
                 let sets_modes = task.order.sets_modes;
                 let one = ControlDaemon { gpus, clients: 0, told: None, sets_modes, is_paused: true };
@@ -158,7 +160,7 @@ impl World {
     fn is_forced(&mut self, dice: &mut Dice) -> bool {
         let is_forced = !self.is_calm && dice.one_in(12);
         if is_forced {
-            self.tell(|| "apply --force".to_owned());
+            self.add_to_story(|| "apply --force".to_owned());
         }
         is_forced
     }

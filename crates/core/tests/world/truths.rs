@@ -1,11 +1,11 @@
-//! What must hold, each with a name of its own; docs/architecture.md has the same names.
+//! The promises. Each has a name of its own, and docs/architecture.md has the same names.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use mps_core::{Act, Cause, Configured, DaemonAct, End};
+use mps_core::{Act, Cause, Configured, DaemonAct};
 
-use super::{Dice, Ending, Mode, World, ends_clients};
+use super::{Dice, Ending, Mode, World};
 
 /// The most acts about one control daemon without anything that comes from outside, and without a pause.
 const MOST_IN_A_ROW: usize = 20;
@@ -14,7 +14,7 @@ const MOST_IN_A_ROW: usize = 20;
 const MOST_ACTS: usize = 60;
 
 impl World {
-    /// What must hold after each step.
+    /// The promises that hold after each step.
     pub(crate) fn check(&self) {
         self.check_one_has_a_gpu();
         self.check_who_runs_is_written_down();
@@ -41,7 +41,7 @@ impl World {
         }
     }
 
-    /// What must hold for an act that is about to begin.
+    /// The promises that hold for an act that is about to begin.
     pub(super) fn check_act(&mut self, act: &Act<u32>) {
         self.check_nothing_spins(act);
         self.check_work_is_safe(act);
@@ -65,13 +65,12 @@ impl World {
 
     /// Work is safe: nothing ends clients but a stop, and MPS disabled.
     fn check_work_is_safe(&self, act: &Act<u32>) {
-        if !ends_clients(act) {
-            return;
-        }
-        let Act::Daemon { id, act: DaemonAct::End(End::WithClients(permit)), .. } = act else { return };
+        let Act::Daemon { id, act: DaemonAct::End(permit), .. } = act else { return };
         let cause = permit.cause();
         let ending = self.service.as_ref().and_then(|service| service.ending);
         let is_asked_for = match cause {
+            // It hits nobody.
+            Cause::Unused => true,
             Cause::Stop => ending == Some(Ending::ForGood),
             Cause::Disabled => {
                 let spared = self.service.as_ref().is_some_and(|service| service.spared.contains(id));
@@ -127,7 +126,7 @@ impl World {
     pub(crate) fn check_all_is_served_in_the_end(&mut self) {
         self.is_calm = true;
         self.is_disk_full = false;
-        self.tell(|| "from now on nothing goes wrong".to_owned());
+        self.add_to_story(|| "from now on nothing goes wrong".to_owned());
         self.start_service_again();
         self.all_clients_leave();
         let before = self.acts;
