@@ -701,6 +701,32 @@ fn a_gpu_that_takes_its_compute_mode_later_joins() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// The driver is about to set the compute mode of a GPU when the configuration gives the GPU up. However late the driver does
+/// it, the mode is put back after that, and not before.
+#[test]
+fn a_mode_that_is_set_late_is_put_back() {
+    let mut host = Host::new("h200x8");
+    host.devices(&[A.1, B.1]);
+    host.configure("cuda_mps_topology: per_gpu");
+    host.plant("gpus/0/hangs", "nvmlDeviceSetComputeMode");
+    host.start();
+    wait_for("the driver at work", || host.path("gpus/0/hung").exists().then_some(()));
+    host.devices(&[B.1]);
+    host.signal(Signal::HUP);
+    host.wait_for_status("the new configuration", |status| reloads(status) == 1);
+    host.clear("gpus/0/hangs");
+    wait_for("the compute mode of before", || {
+        let state: Value =
+            serde_json::from_slice(&std::fs::read(host.path("run/state.json")).unwrap()).unwrap();
+        let is_back =
+            host.compute_mode(0) == "Default" && host.log().contains("restored from Exclusive_Process");
+        let forgotten = state["previous_compute_modes"].as_object().unwrap().len() == 1;
+        (is_back && forgotten).then_some(())
+    });
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(1), "Default");
+}
+
 /// Whoever disables MPS while a control daemon waits for its clients is told that it goes on waiting.
 #[test]
 fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {

@@ -104,7 +104,7 @@ fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> R
 
 /// The error that this GPU returns for this function, if there is one.
 fn check(function: &str, gpu: &Gpu) -> Answer {
-    gpu.hang();
+    gpu.hang(function);
     if let Some(code) = gpu.injected(function) {
         return Err(code);
     }

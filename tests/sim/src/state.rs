@@ -255,8 +255,9 @@ impl Gpu {
     }
 
     /// Returns when the file `hangs` is not there. `hung` says that somebody waits for that.
-    pub fn hang(&self) {
-        while self.directory.join("hangs").exists() {
+    pub fn hang(&self, function: &str) {
+        let hangs = || fs::read_to_string(self.directory.join("hangs"));
+        while hangs().is_ok_and(|only| only.is_empty() || only == function) {
             _ = fs::write(self.directory.join("hung"), "");
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
