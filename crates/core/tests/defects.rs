@@ -31,7 +31,7 @@ const DEFECTS: [Defect; 15] = [
         "one-has-a-gpu",
     ),
     (
-        "the GPUs of the newest order count as those that the start under way was told",
+        "the GPUs of the newest order count as the GPUs that the start under way was told",
         "lifecycle.rs",
         "is_some_and(|told| told.has(gpu)))",
         "is_some_and(|_| self.order.gpus.iter().any(|one| one == gpu)))",
