@@ -162,8 +162,8 @@ fn tools(
     faults: mpsc::Sender<ClientFault>,
 ) -> Tools {
     let front_ends = FrontEnds::new(supervisor::PROGRAM.into());
-    let (bells, changes) = (Bells::default(), FileChanges::default());
-    Tools { front_ends, compute_modes, state_file, changed, faults, bells, changes }
+    let (bells, changes, begun) = (Bells::default(), FileChanges::default(), Instant::now());
+    Tools { front_ends, compute_modes, state_file, changed, faults, bells, changes, begun }
 }
 
 /// The way in which the service ends.

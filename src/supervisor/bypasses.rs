@@ -54,22 +54,22 @@ impl Worker {
     /// processes that NVML lists as clients are no bypasses.
     pub(super) async fn find_bypasses(
         &mut self,
-        run: Option<&Run>,
+        run: Option<(&Run, &[u32])>,
         mut processes: BTreeMap<String, Vec<GpuProcess>>,
     ) {
         processes.retain(|uuid, _| match run {
-            Some(run) => run.running.gpus.contains(uuid),
+            Some((run, _)) => run.running.gpus.contains(uuid),
             None => !self.left_out.contains_key(uuid),
         });
         let all = || processes.values().flatten();
-        let mut servers = run.map(|run| run.servers.alive()).unwrap_or_default();
+        let mut servers = run.map(|(_, servers)| servers.to_vec()).unwrap_or_default();
         let mut clients: BTreeSet<u32> =
             all().filter(|process| process.via_mps).map(|process| process.pid).collect();
-        if let Some(run) = run {
+        if let Some((run, _)) = run {
             run.known_clients.remember(clients.iter().copied(), || Slices::from_plans([&self.order.plan]));
         }
         let others = all().any(|process| !servers.contains(&process.pid));
-        if let Some(run) = run.filter(|_| others) {
+        if let Some((run, _)) = run.filter(|_| others) {
             match bypass::ours(&run.control, &servers).await {
                 Ok(ours) => (servers, clients) = ours,
                 Err(error) => return tracing::debug!("not known who bypasses the control daemon: {error}"),

@@ -7,7 +7,7 @@ use crate::message::{Message, Subject};
 use common::host::compute_mode::SERVED;
 use common::host::nvml::GpuProcess;
 
-use super::{Failure, Serving, Worker};
+use super::Worker;
 
 /// Why a control daemon goes without a GPU of its order.
 #[derive(Debug, PartialEq, Eq)]
@@ -122,37 +122,26 @@ impl Worker {
         }
         Ok(())
     }
-}
 
-impl Serving<'_> {
-    /// The same while the control daemon runs: a GPU that does not answer must not keep anybody from its end.
-    pub(super) async fn read_gpus(&mut self) -> Result<BTreeMap<String, Vec<GpuProcess>>, Failure> {
-        let status = tokio::select! {
-            processes = self.worker.read_gpus() => return Ok(processes),
-            status = self.run.process.exited() => status,
-        };
-        Err(self.ended(status).await)
-    }
-
-    /// Sets a compute mode again that somebody else has changed.
-    pub(super) async fn keep_compute_modes(&mut self) {
-        if !self.worker.order.supervision.set_compute_mode {
+    /// Sets a compute mode again that somebody else has changed on one of these GPUs.
+    pub(super) async fn keep_compute_modes(&self, gpus: &[String]) {
+        if !self.order.supervision.set_compute_mode {
             return;
         }
-        let status = self.worker.reporter.status();
+        let status = self.reporter.status();
         let is_kept =
             |uuid: &&String| status.gpus.get(*uuid).is_some_and(|gpu| gpu.compute_mode == Some(SERVED));
-        let reached = |uuid: &&String| !self.worker.left_out.contains_key(*uuid);
-        for uuid in self.run.running.gpus.iter().filter(reached).filter(|uuid| !is_kept(uuid)) {
-            match self.worker.tools.compute_modes.take(uuid).await {
+        let reached = |uuid: &&String| !self.left_out.contains_key(*uuid);
+        for uuid in gpus.iter().filter(reached).filter(|uuid| !is_kept(uuid)) {
+            match self.tools.compute_modes.take(uuid).await {
                 Ok(false) => {}
                 Ok(true) => {
-                    self.worker.reporter.warning(format!(
+                    self.reporter.warning(format!(
                         "compute mode of {uuid} was changed by others; set to {SERVED} again"
                     ));
-                    self.worker.reporter.update_gpu(uuid, |status| status.compute_mode = Some(SERVED));
+                    self.reporter.update_gpu(uuid, |status| status.compute_mode = Some(SERVED));
                 }
-                Err(error) => self.worker.reporter.warning(format!("compute mode of {uuid}: {error}")),
+                Err(error) => self.reporter.warning(format!("compute mode of {uuid}: {error}")),
             }
         }
     }

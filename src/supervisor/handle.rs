@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use mps_core::serve::Requested;
 use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order};
 use tokio::sync::{mpsc, oneshot, watch as channel};
 
@@ -129,16 +130,12 @@ impl Supervisor {
     /// Makes a change that waits for clients to end: now if `force` or if there are none. The error says who is in the
     /// way.
     pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), String>> {
-        let (reply, answer) = oneshot::channel();
-        self.send(SupervisorCommand::Apply { force, reply });
-        answer
+        self.ask(Requested::Apply { force })
     }
 
     /// Ends the server and starts another. The error says who is in the way.
     pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), String>> {
-        let (reply, answer) = oneshot::channel();
-        self.send(SupervisorCommand::RestartServer { reply });
-        answer
+        self.ask(Requested::RestartServer)
     }
 
     /// Makes and takes away the links to its control daemon, as the state file has slices drained, whatever the supervisor
@@ -152,18 +149,26 @@ impl Supervisor {
 
     /// Asks for the health check now.
     pub(crate) fn check(&self) {
-        self.send(SupervisorCommand::Check);
+        self.send(Requested::Check, None);
     }
 
     /// Tells of a critical error of one of its GPUs.
     pub(crate) fn met_xid(&self, xid: u64) {
-        self.send(SupervisorCommand::Xid(xid));
+        tracing::debug!("checked now, since a GPU met Xid {xid}");
+        // Whatever it has done to the servers, the check finds it.
+        self.send(Requested::Check, None);
     }
 
-    /// Drops a command if too many wait. The channel of the answer then says so.
-    fn send(&self, command: SupervisorCommand) {
-        if let Err(error) = self.commands.try_send(command) {
-            tracing::debug!("a command is dropped: {error}");
+    fn ask(&self, request: Requested) -> oneshot::Receiver<Result<(), String>> {
+        let (reply, answer) = oneshot::channel();
+        self.send(request, Some(reply));
+        answer
+    }
+
+    /// Drops a request if too many wait. The channel of the answer then says so.
+    fn send(&self, request: Requested, reply: Option<oneshot::Sender<Result<(), String>>>) {
+        if let Err(error) = self.commands.try_send(SupervisorCommand { request, reply }) {
+            tracing::debug!("a request is dropped: {error}");
         }
     }
 }

@@ -4,51 +4,27 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use common::host::socket::listener;
-
+use super::Worker;
 use super::admission::LinkEvents;
-use super::blocker::Blocker;
-use super::{Failure, Serving};
 
 /// The most things in the way that one message names.
 const MOVED_TOLD: usize = 4;
 
-impl Serving<'_> {
-    /// Makes the directories lead to the control daemon, which has been told the limits of the order. A failure has a pause
-    /// before the next start: a blocker would end an idle control daemon at once, again and again.
-    pub(super) fn lead_here(&mut self) -> Result<(), Failure> {
-        let admission = &self.worker.admission;
-        let led = admission.lead(&self.run.running, &self.worker.order.plan);
-        self.run.running.slice_directories = admission.slice_directories();
-        self.report_links(None);
-        led.map_err(|bad| Failure::Waiting(bad.to_string()))
-    }
-
-    /// Renews the links that somebody has taken away or replaced.
-    pub(super) fn keep_links(&mut self) {
-        let running = &self.run.running;
-        let other = listener(&running.pipe_directory).filter(|pid| *pid != running.process.pid);
-        if let Err(bad) = self.worker.admission.apply() {
-            self.run.blockers.put(Blocker::BadDirectory(bad.to_string()));
-        }
-        self.report_links(other);
-    }
-
+impl Worker {
     /// Says what others have changed. `other` is the process that has listened in the pipe directory.
-    fn report_links(&mut self, other: Option<u32>) {
-        let LinkEvents { renewed, moved, stuck } = self.worker.admission.take_events();
-        let reporter = &self.worker.reporter;
-        if let Some(again) = led_again(&renewed, &self.run.running.pipe_directory, other) {
-            reporter.warning(again);
+    pub(super) fn report_links(&mut self, pipe_directory: &Path, other: Option<u32>) {
+        let LinkEvents { renewed, moved, stuck } = self.admission.take_events();
+        if let Some(again) = led_again(&renewed, pipe_directory, other) {
+            self.reporter.warning(again);
         }
         if !moved.is_empty() {
-            reporter.warning(in_the_way(&moved));
+            self.reporter.warning(in_the_way(&moved));
         }
-        if stuck != self.worker.links_stuck {
+        if stuck != self.links_stuck {
             for link in &stuck {
-                reporter.warning(link.clone());
+                self.reporter.warning(link.clone());
             }
-            self.worker.links_stuck = stuck;
+            self.links_stuck = stuck;
         }
     }
 }

@@ -9,30 +9,21 @@
 
 pub(crate) mod admission;
 pub(crate) mod bells;
-mod blocker;
 pub(crate) mod bypass;
 mod bypasses;
-mod capacity;
-mod commands;
 pub(crate) mod compute_modes;
-mod configure;
-mod fault;
 mod gpus;
 mod handle;
-mod heal;
-mod health_check;
 mod known_clients;
-mod limits;
 mod links;
 mod run;
 pub(crate) mod runtime_directory;
-mod servers;
+mod shell;
 mod start;
 pub(crate) mod state_file;
 mod status;
 mod stop;
 mod waiting_clients;
-pub(crate) mod watch;
 
 pub(crate) use common::directories::give_up_private_directory;
 use std::collections::{BTreeMap, BTreeSet};
@@ -40,8 +31,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::serve::{self, Ended, Failure, Requested, Wanted, WantedGpu};
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
+use tokio::time::Instant;
 
 use crate::mps::changes::FileChanges;
 use crate::mps::control::{Control, ControlError, FrontEnds};
@@ -50,7 +43,8 @@ use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
 use common::config::Supervision;
-use common::plan::ControlDaemonPlan;
+use common::host::cpus::Cpus;
+use common::plan::{ControlDaemonPlan, ServedGpu};
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
@@ -59,20 +53,12 @@ use bypasses::Bypasses;
 use gpus::LeftOut;
 pub(crate) use handle::Supervisor;
 use run::Run;
+use shell::RunShell;
 use status::Reporter;
 pub(crate) use status::{GpuStatus, Status};
 
 /// The program, as every driver package installs it.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
-
-/// A pause as the end of a sentence.
-fn tried_again(pause: Duration) -> String {
-    if pause.is_zero() {
-        "retrying at once".to_owned()
-    } else {
-        format!("retrying in {:.1} s", pause.as_secs_f64())
-    }
-}
 
 /// The lines of a control daemon's log that are passed on. A server's start writes 20, a fault 10 for each client; tenants can
 /// have lines written as fast as they like.
@@ -85,21 +71,12 @@ pub(crate) struct Instructions {
     pub supervision: Supervision,
 }
 
-/// A request to a supervisor beside its acts. The answers are for people.
+/// A request to a supervisor beside its acts.
 #[derive(Debug)]
-enum SupervisorCommand {
-    /// Make a change that waits for clients to end: now if `force`, or if there are none.
-    Apply {
-        force: bool,
-        reply: oneshot::Sender<Result<(), String>>,
-    },
-    Check,
-    /// A GPU met a critical error with this number.
-    Xid(u64),
-    /// End the server and start another, if it has no clients.
-    RestartServer {
-        reply: oneshot::Sender<Result<(), String>>,
-    },
+struct SupervisorCommand {
+    request: Requested,
+    /// Takes the answer, for people, to a request that has one.
+    reply: Option<oneshot::Sender<Result<(), String>>>,
 }
 
 /// A server met a fatal GPU error, and these clients were hit. None of them need be the culprit.
@@ -127,6 +104,8 @@ pub(crate) struct Tools {
     pub bells: Bells,
     /// Tells of changes of files.
     pub changes: FileChanges,
+    /// Moments are counted from here.
+    pub begun: Instant,
 }
 
 /// The core's view of a control daemon in the state file.
@@ -135,53 +114,15 @@ pub(crate) fn written(running: &Running) -> RunningDaemon {
     RunningDaemon { process, gpus: running.gpus.clone() }
 }
 
-/// Why a control daemon does not serve.
-#[derive(Debug)]
-enum Failure {
-    /// It does not do what it should.
-    Failed(String),
-    /// Its process has ended, perhaps since it does not know the multi-user option.
-    Ended {
-        text: String,
-        refuses_multiuser: bool,
-    },
-    /// Something outside must change first.
-    Waiting(String),
-    Silent(String),
-    /// It answers in words that are not known, as a newer driver's may. Another one would answer the same.
-    NotUnderstood(String),
-}
-
 impl From<ControlError> for Failure {
     fn from(error: ControlError) -> Self {
         match error {
             ControlError::Silent { .. } | ControlError::Unanswered { .. } => Self::Silent(error.to_string()),
             ControlError::Unexpected { .. } => Self::NotUnderstood(error.to_string()),
-            _ => Self::Failed(error.to_string()),
+            ControlError::NoDaemon { .. } => Self::Unreachable(error.to_string()),
+            ControlError::NotRun { .. } => Self::Failed(error.to_string()),
         }
     }
-}
-
-impl Failure {
-    fn into_text(self) -> String {
-        match self {
-            Self::Failed(text)
-            | Self::Ended { text, .. }
-            | Self::Waiting(text)
-            | Self::Silent(text)
-            | Self::NotUnderstood(text) => text,
-        }
-    }
-}
-
-/// The way in which serving ended.
-#[derive(Debug)]
-enum Ended {
-    Failure(Failure),
-    /// It has to be told its order again.
-    Again,
-    /// We have ended it.
-    Stopped,
 }
 
 /// Why a control daemon does not serve, for people.
@@ -260,19 +201,16 @@ struct Worker {
 #[derive(Debug)]
 struct Machine {
     worker: Worker,
-    run: Option<Run>,
+    /// The control daemon that runs, and all that decisions about it go by.
+    run: Option<(Run, serve::Known)>,
     /// The GPUs were looked at for the start that has just succeeded.
     has_just_started: bool,
     /// The last failure, until it is shown.
     failing: Option<Failing>,
 }
 
-/// A worker with the control daemon that runs. Everything that needs a control daemon is a method of this.
-#[derive(Debug)]
-struct Serving<'m> {
-    worker: &'m mut Worker,
-    run: &'m mut Run,
-}
+/// A worker with the control daemon that runs.
+type Serving<'m> = serve::Serving<'m, RunShell<'m>>;
 
 impl Machine {
     async fn carry_out(
@@ -291,8 +229,8 @@ impl Machine {
                 Ok(ActOutcome::Done)
             }
             DaemonAct::Leave => {
-                if let Some(mut serving) = self.serving() {
-                    serving.keep_state_file();
+                if let Some(mut serving) = self.serving(None) {
+                    serving.keep_files();
                 }
                 Ok(ActOutcome::Done)
             }
@@ -315,10 +253,9 @@ impl Machine {
         if !std::mem::take(&mut self.has_just_started) {
             self.worker.read_gpus().await;
         }
-        let Some(mut serving) = self.serving() else { return Ok(ActOutcome::Ended) };
-        serving.configure().await?;
-        match serving.watch(commands).await {
-            Ended::Failure(failure) => Err(failure),
+        self.show_places();
+        let Some(mut serving) = self.serving(Some(commands)) else { return Ok(ActOutcome::Ended) };
+        match serving.serve().await? {
             Ended::Again => Ok(ActOutcome::Again),
             Ended::Stopped => {
                 self.end_run();
@@ -328,18 +265,68 @@ impl Machine {
         }
     }
 
+    /// Shows the directories of the control daemon that runs: the order may have others.
+    fn show_places(&self) {
+        let Some((Run { running, .. }, _)) = &self.run else { return };
+        let cpus = Cpus::allowed_for(running.process.pid).map(Cpus::describe);
+        self.worker.reporter.update(|status| {
+            status.view.pipe_directory.clone_from(&running.pipe_directory);
+            running.control_directory().clone_into(&mut status.view.control_directory);
+            status.view.log_directory.clone_from(&running.log_directory);
+            status.view.cpus = cpus;
+        });
+    }
+
     /// The control daemon that runs.
-    fn serving(&mut self) -> Option<Serving<'_>> {
-        Some(Serving { worker: &mut self.worker, run: self.run.as_mut()? })
+    fn serving<'m>(
+        &'m mut self,
+        requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
+    ) -> Option<Serving<'m>> {
+        let (run, known) = self.run.as_mut()?;
+        Some(self.worker.serving(run, known, requests))
     }
 
     /// From now on, this one runs.
     fn hold(&mut self, run: Run) -> Serving<'_> {
-        Serving { worker: &mut self.worker, run: self.run.insert(run) }
+        let (gpus, multiuser) = (run.running.gpus.clone(), run.running.multiuser);
+        let known = serve::Known::new(gpus, multiuser, self.worker.tools.begun.elapsed());
+        let (run, known) = self.run.insert((run, known));
+        self.worker.serving(run, known, None)
     }
 }
 
 impl Worker {
+    fn serving<'m>(
+        &'m mut self,
+        run: &'m mut Run,
+        known: &'m mut serve::Known,
+        requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
+    ) -> Serving<'m> {
+        let wanted = self.wanted(&run.running);
+        Serving::new(RunShell { worker: self, run, requests, reply: None }, known, wanted)
+    }
+
+    /// The order, as far as serving depends on it.
+    fn wanted(&self, running: &Running) -> Wanted {
+        let Instructions { plan, supervision } = &self.order;
+        let gpu = |gpu: &ServedGpu| WantedGpu {
+            uuid: gpu.uuid.clone(),
+            name: gpu.name(),
+            memory_limit_mib: gpu.memory_limit_mib,
+            limits_enforced: gpu.limits_enforced,
+            capacity: gpu.capacity,
+            clients_listed: gpu.clients_listed,
+        };
+        Wanted {
+            gpus: plan.gpus.iter().map(gpu).collect(),
+            thread_percentage: plan.thread_percentage,
+            prewarm: plan.prewarm,
+            in_place: running.pipe_directory == plan.pipe_directory,
+            retiring: self.is_retiring(),
+            fault_grace: supervision.fault_grace,
+        }
+    }
+
     /// Whether only its clients still need the control daemon.
     fn is_retiring(&self) -> bool {
         self.goal == Goal::Retire

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use mps_core::Permit;
+use mps_core::serve::Failure;
 
 use crate::mps::control::{Control, ControlError};
 use crate::mps::launch::{Launch, PausedProcess};
@@ -16,9 +17,8 @@ use common::host::{driver, systemd};
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
-use super::blocker::Blocker;
 use super::run::Run;
-use super::{Failure, Machine, PROGRAM, Worker};
+use super::{Machine, PROGRAM, Worker};
 
 impl Machine {
     /// Takes over the control daemon that the state file has as ours, if it still lives.
@@ -74,10 +74,7 @@ impl Machine {
                 return Ok(());
             }
             // It hangs, or can't be reached. It may have clients, so `watch` goes on with it.
-            Err(failure) => {
-                let look = Blocker::no_answer(failure.into_text());
-                serving.run.blockers.observe(Some(look));
-            }
+            Err(failure) => serving.no_answer(failure.into_text()),
         }
         serving.read_on().await;
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) taken over"));

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use mps_core::serve::{Shown, ShownAs, ShownGpu, ShownState};
 use tokio::sync::{Notify, watch};
 
 use crate::message::{Message, Subject};
@@ -153,6 +154,43 @@ impl Reporter {
             events: VecDeque::new(),
         });
         (Self { status, changed }, seen)
+    }
+
+    /// Publishes something about the control daemon that runs with these GPUs.
+    pub(super) fn show(&self, shown: Shown, served: &[String], multiuser: bool) {
+        match shown {
+            Shown::State { state, ends_when_idle } => {
+                self.update(|status| status.ends_when_idle = ends_when_idle);
+                let Some(ShownState { state, serving, settled, reason }) = state else { return };
+                let state = match state {
+                    ShownAs::Ready => ControlDaemonState::Ready,
+                    ShownAs::Faulted => ControlDaemonState::Faulted,
+                    ShownAs::Backoff => ControlDaemonState::Backoff,
+                    ShownAs::Waiting => ControlDaemonState::Waiting,
+                };
+                if settled {
+                    self.enter(state, serving, &reason);
+                } else {
+                    self.pass_through(state, serving, &reason);
+                }
+            }
+            Shown::PutOff => self.put_off(),
+            Shown::InForce { thread_percentage } => self.update(|status| {
+                status.view.multiuser = Some(multiuser);
+                for (uuid, gpu) in &mut status.gpus {
+                    gpu.thread_percentage = served.contains(uuid).then_some(thread_percentage);
+                }
+            }),
+            Shown::Servers { alive, mut gpus } => self.update(|status| {
+                status.view.servers = alive;
+                for (uuid, gpu) in &mut status.gpus {
+                    let ShownGpu { memory_limit_mib, reason, full, unlisted_clients } =
+                        gpus.remove(uuid).unwrap_or_default();
+                    (gpu.memory_limit_mib, gpu.reason) = (memory_limit_mib, reason);
+                    (gpu.full, gpu.unlisted_clients) = (full, unlisted_clients);
+                }
+            }),
+        }
     }
 
     /// Says in which state the control daemon stays for now.

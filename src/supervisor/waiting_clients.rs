@@ -4,13 +4,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use mps_core::mps::Meaning;
 use tokio::time::Instant;
 
-use crate::mps::log::Meaning;
 use common::host::identity::Identity;
 use common::host::proc;
 
-use super::Serving;
+use super::status::Reporter;
 
 /// The time after which a waiting client is told of, and the time between two looks. Measured: the first client waits
 /// 0.15 s for its server to start.
@@ -81,27 +81,26 @@ fn runs_as(pid: u32, uid: u32) -> bool {
     proc::status(pid).is_ok_and(|status| status.uids().contains(&uid))
 }
 
-impl Serving<'_> {
-    /// Finds the clients that still wait, and tells of them once for each user.
-    pub(super) fn check_waiting_clients(&mut self) {
-        let run = &mut *self.run;
-        let waiting = run.waiting_clients.take_long_waiting();
+impl WaitingClients {
+    /// Finds the clients that still wait, and tells of them once for each user. Users take turns where one is served alone.
+    pub(super) fn tell(&mut self, reporter: &Reporter, served_alone: Option<u32>) {
+        let waiting = self.take_long_waiting();
         let uids: BTreeSet<u32> = waiting.iter().map(|(_, uid)| *uid).collect();
-        run.waiting_clients.told.retain(|uid| uids.contains(uid));
+        self.told.retain(|uid| uids.contains(uid));
         for (process, uid) in &waiting {
-            if !run.waiting_clients.told.insert(*uid) {
+            if !self.told.insert(*uid) {
                 continue;
             }
             let (pid, command) = (process.pid, proc::name(process.pid).unwrap_or_default());
-            let why = match run.servers.user_served() {
-                Some(served) if !run.running.multiuser && served != *uid => format!(
+            let why = match served_alone {
+                Some(served) if served != *uid => format!(
                     "until the clients of user {served} have ended: this control daemon serves one user at a time"
                 ),
                 _ => "and no server takes it".to_owned(),
             };
-            self.worker.reporter.warning(format!("client {pid} ({command}) of user {uid} waits {why}"));
+            reporter.warning(format!("client {pid} ({command}) of user {uid} waits {why}"));
         }
-        self.worker.reporter.update(|status| {
+        reporter.update(|status| {
             status.waiting = waiting.into_iter().map(|(process, _)| process).collect();
         });
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
-use crate::mps::control::{Client, Control, ControlError};
+use crate::mps::control::{Control, ControlError};
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::host::blocking::Blocking;
@@ -17,6 +17,7 @@ use common::host::nvml::GpuProcess;
 use common::host::proc;
 use common::membership::whose::{container, user_in};
 use common::membership::{SliceMounts, Slices};
+use mps_core::mps::Client;
 
 pub(super) use common::membership::whose::{owner, users, whose};
 

@@ -9,9 +9,10 @@ use tokio::time::Instant;
 
 use super::budget::{self, Budget, Member};
 use super::terminate::{Connections, end_client, list_clients};
-use crate::mps::control::{Control, ControlError, ServerStatus, TerminateAnswer};
+use crate::mps::control::{Control, ControlError, TerminateAnswer};
 use crate::mps::process::Held;
 use common::host::identity::Identity;
+use mps_core::mps::ServerStatus;
 
 /// The first pause after a client could not be ended; it doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);

@@ -14,7 +14,7 @@ use mps_core::Permit;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::mps::control::{Control, ControlError, ServerStatus, TerminateAnswer};
+use crate::mps::control::{Control, ControlError, TerminateAnswer};
 use crate::mps::process::Held;
 use crate::tenants::clients::{users, whose};
 use crate::tenants::describe::{NAMED, Whose};
@@ -23,6 +23,7 @@ use common::host::device_name::{DeviceName, SliceId};
 use common::host::proc;
 use common::membership::containers::{containers_in, is_the_hosts};
 use common::membership::{DEVICE_VARIABLE, KnownBy, Membership, SliceMounts, Slices};
+use mps_core::mps::ServerStatus;
 
 /// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 const TIMEOUT: Duration = Duration::from_secs(30);

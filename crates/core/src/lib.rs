@@ -15,7 +15,8 @@
 //! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
-//! | `fault.rs` | a fatal GPU error of a server, and who may be ended for it |
+//! | `serve/` | serving: limits, servers, faults, the regular look |
+//! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
 //! | `configured.rs` | the GPUs that a configuration names |
 
@@ -28,10 +29,11 @@ mod act;
 mod configured;
 mod core;
 mod event;
-pub mod fault;
 mod lifecycle;
 mod modes;
+pub mod mps;
 mod permit;
+pub mod serve;
 
 use alloc::string::String;
 

@@ -6,7 +6,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use mps_core::fault::{AfterGrace, FaultyServer, HealStep, after_grace, is_over, next_look, next_step};
+use mps_core::mps::ServerStatus;
+use mps_core::serve::fault::{AfterGrace, HealStep, after_grace, is_over, next_look, next_step};
 use mps_core::{Cause, Permit};
 
 /// The GPUs on which a client may be; nobody knows the last one's.
@@ -61,13 +62,13 @@ fn nobody_is_looked_at_before_the_grace_is_over() {
     let [before, after] = [9, 10].map(Duration::from_secs);
     let step = |server, age| next_step(server, age, after);
     for age in [before, after] {
-        assert_eq!(step(FaultyServer::Well, age), HealStep::Recovered);
-        assert_eq!(step(FaultyServer::Unsaid, age), HealStep::LookForThoseHit);
-        assert_eq!(step(FaultyServer::Gone, age), HealStep::ServerGone);
-        assert_eq!(step(FaultyServer::Coming, age), HealStep::Wait);
+        assert_eq!(step(ServerStatus::Active, age), HealStep::Recovered);
+        assert_eq!(step(ServerStatus::Unsupported, age), HealStep::LookForThoseHit);
+        assert_eq!(step(ServerStatus::Gone, age), HealStep::ServerGone);
+        assert_eq!(step(ServerStatus::Initializing, age), HealStep::Wait);
     }
-    assert_eq!(step(FaultyServer::Faulted, before), HealStep::Wait);
-    assert_eq!(step(FaultyServer::Faulted, after), HealStep::LookWhoStays);
+    assert_eq!(step(ServerStatus::Fault, before), HealStep::Wait);
+    assert_eq!(step(ServerStatus::Fault, after), HealStep::LookWhoStays);
 }
 
 #[test]

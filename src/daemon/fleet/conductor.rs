@@ -26,8 +26,6 @@ pub(super) struct Conducted {
     pub(super) supervisors: BTreeMap<Id, Supervisor>,
     tools: Tools,
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
-    /// The moments of the core are counted from here.
-    begun: Instant,
 }
 
 impl Conductor {
@@ -40,8 +38,7 @@ impl Conductor {
             Core::new(left.collect(), state_file.changed_gpus())
         };
         let changed = Arc::clone(&tools.changed);
-        let conducted =
-            Conducted { core, supervisors: BTreeMap::new(), tools, events, begun: Instant::now() };
+        let conducted = Conducted { core, supervisors: BTreeMap::new(), tools, events };
         let conductor = Self { conducted: Arc::new(Mutex::new(conducted)), moved: Arc::default() };
         tokio::spawn(conductor.clone().pass_on(happened, changed));
         conductor
@@ -79,12 +76,12 @@ impl Conductor {
 
 impl Conducted {
     fn due(&self) -> Option<Instant> {
-        self.core.due().map(|due| self.begun + due)
+        self.core.due().map(|due| self.tools.begun + due)
     }
 
     fn on(&mut self, event: CoreEvent<Instructions>) {
         let is_answer = matches!(event, CoreEvent::Done { .. } | CoreEvent::ModeDone { .. } | CoreEvent::Due);
-        let acts = self.core.on(event, self.begun.elapsed());
+        let acts = self.core.on(event, self.tools.begun.elapsed());
         if !is_answer {
             for (id, supervisor) in &mut self.supervisors {
                 if let (Some(order), Some(goal)) = (self.core.order(id), self.core.goal(id)) {

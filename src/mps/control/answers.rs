@@ -1,43 +1,9 @@
 //! The answers of the control daemon and their parsing.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use common::host::driver::is_unknown_command;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ServerStatus {
-    Initializing,
-    Active,
-    /// The server met a fatal GPU error. It takes no client until the present clients are gone.
-    Fault,
-    Gone,
-    /// The control daemon does not know the command.
-    Unsupported,
-}
-
-/// Servers, each with the PIDs of its clients.
-pub(crate) type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
-
-/// A connection of a client.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Client {
-    /// The client's PID on the host.
-    pub pid: u32,
-    /// The number that distinguishes the client's connections: a process that starts over gets another number. None if
-    /// it is not known.
-    pub id: Option<u64>,
-    /// Its server's PID.
-    pub server: u32,
-    /// The beginning of its GPU's UUID. Empty if it is not known.
-    pub gpu_prefix: String,
-}
-
-impl Client {
-    /// Whether the client uses this GPU.
-    pub(crate) fn is_on(&self, uuid: &str) -> bool {
-        !self.gpu_prefix.is_empty() && uuid.starts_with(&self.gpu_prefix)
-    }
-}
+use mps_core::mps::{Client, ClientPids, ServerStatus};
 
 /// The result of the request to end a client's GPU work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

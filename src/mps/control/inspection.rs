@@ -1,49 +1,18 @@
 //! The commands that ask a control daemon how it and its servers are, and set their limits; and their answers. One
 //! conversation has several commands.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::iter::Peekable;
 
 use common::host::driver::is_unknown_command;
+use mps_core::mps::{Inspection, Limits};
 
 use super::SERVERS;
-use super::answers::{ServerStatus, parse_status};
+use super::answers::parse_status;
 
 /// The most characters of a limit that a message shows.
 const SHOWN_CHARACTERS: usize = 40;
-
-/// The limits of a server's clients.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Limits {
-    pub(crate) thread_percentage: u8,
-    /// The memory limit of each GPU in MiB, by its ordinal.
-    pub(crate) memory_mib: BTreeMap<usize, u64>,
-    /// The ordinals of the GPUs that enforce theirs; servers write of no others.
-    pub(crate) enforced: BTreeSet<usize>,
-}
-
-/// A control daemon and its servers at one moment.
-#[derive(Debug, PartialEq)]
-pub(crate) struct Inspection {
-    /// The PIDs of the servers.
-    pub(crate) servers: Vec<u32>,
-    statuses: BTreeMap<u32, ServerStatus>,
-    /// The limits that differ, in words: of the servers to come behind None, and of each server that was asked about.
-    pub(crate) differences: BTreeMap<Option<u32>, String>,
-}
-
-impl Inspection {
-    /// The status of a server that was asked about.
-    pub(crate) fn status(&self, server: u32) -> ServerStatus {
-        self.statuses.get(&server).copied().unwrap_or(ServerStatus::Gone)
-    }
-
-    /// The servers with one of these statuses.
-    pub(crate) fn with(&self, wanted: &[ServerStatus]) -> impl Iterator<Item = u32> {
-        self.statuses.iter().filter(|(_, status)| wanted.contains(status)).map(|(server, _)| *server)
-    }
-}
 
 /// The servers of which the limits are asked for, or None for the servers to come, each with the memory limits in MiB by
 /// the ordinals of the GPUs. A server tells only of limits that it enforces.
@@ -169,6 +138,7 @@ fn as_read_back(mib: u64) -> String {
 
 #[cfg(test)]
 mod tests {
+    use mps_core::mps::ServerStatus;
     use proptest::prelude::*;
 
     use super::*;

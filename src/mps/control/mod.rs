@@ -20,12 +20,12 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use mps_core::Permit;
+use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
 use rustix::io::Errno;
 use tokio::time::timeout;
 
-pub(crate) use answers::{Client, ClientPids, ServerStatus, TerminateAnswer};
+pub(crate) use answers::TerminateAnswer;
 pub(crate) use error::ControlError;
-pub(crate) use inspection::{Inspection, Limits};
 
 use error::{name, unexpected};
 use front_end::{FrontEnd, Queue};

@@ -2,7 +2,9 @@
 
 use tracing::Level;
 
-use super::meaning::{Line, Meaning, Writer};
+use mps_core::mps::Meaning;
+
+use super::meaning::{Line, Writer};
 
 impl Line {
     /// Passes the line on, with the fields by which journalctl can filter.

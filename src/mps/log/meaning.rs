@@ -1,5 +1,7 @@
 //! The meaning of a line.
 
+use mps_core::mps::Meaning;
+
 /// A parsed line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Line {
@@ -17,62 +19,6 @@ pub(crate) enum Writer {
     Control(u32),
     /// A server, by its PID.
     Server(u32),
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Meaning {
-    /// The line changes nothing that the service knows.
-    Ordinary,
-    /// The line speaks of a failure that has no other meaning here.
-    Trouble,
-    /// The line appears in normal operation too, for example whenever a client comes or goes.
-    Noise,
-    /// A server is being started for a user.
-    ServerStarting { server: u32, uid: u32 },
-    /// A server takes clients.
-    ServerReady(u32),
-    /// A server has ended, with this exit status.
-    ServerExited { server: u32, status: i32 },
-    /// The server that wrote the line limits its clients to this active thread percentage.
-    ThreadPercentage {
-        server: u32,
-        /// Tenths of a percent: `25.0` is 250.
-        tenths: u32,
-    },
-    /// The server that wrote the line limits its clients to this much memory of one GPU.
-    MemoryLimit { server: u32, ordinal: usize, bytes: u64 },
-    /// A client met a fatal GPU error. It did not necessarily cause the error, which hits every client on that GPU.
-    Fault { server: u32, client: u32 },
-    /// A server ends every client on the GPUs with the error, and starts over.
-    FaultHandling { server: u32 },
-    /// A client is torn down because of a fault.
-    TornDown { server: u32, client: u32, ordinal: usize },
-    /// A client process has ended.
-    ClientLeft(u32),
-    /// A client waits, most often until the server of another user is idle.
-    ClientPending { client: u32, uid: u32 },
-    /// The control daemon assigns a client to a server.
-    ClientAdmitted(u32),
-    /// A client was turned away, since the server has as many clients as it can hold.
-    ClientRefused {
-        server: u32,
-        /// The number of clients that the server can hold.
-        capacity: u32,
-    },
-}
-
-impl Meaning {
-    /// Whether the line is about which servers exist or which limits they apply.
-    pub(crate) fn is_of_servers(&self) -> bool {
-        matches!(
-            self,
-            Self::ServerStarting { .. }
-                | Self::ServerReady(_)
-                | Self::ServerExited { .. }
-                | Self::ThreadPercentage { .. }
-                | Self::MemoryLimit { .. }
-        )
-    }
 }
 
 impl Line {

@@ -10,4 +10,4 @@ mod meaning;
 mod rotation;
 
 pub(crate) use follower::Follower;
-pub(crate) use meaning::{Line, Meaning};
+pub(crate) use meaning::Line;

@@ -1,10 +1,12 @@
 //! The servers of one control daemon, as their own log lines tell.
 
-use std::collections::BTreeMap;
-use std::time::Duration;
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
 
-use crate::mps::control::Limits;
-use crate::mps::log::Meaning;
+use crate::mps::{Limits, Meaning};
 
 /// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
@@ -160,12 +162,12 @@ impl Server {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mps::log::Line;
+    use Meaning::{MemoryLimit, ServerExited, ServerReady, ServerStarting, ThreadPercentage};
 
-    fn servers(lines: &[&str]) -> Servers {
+    fn servers(lines: &[Meaning]) -> Servers {
         let mut servers = Servers::default();
         for line in lines {
-            servers.observe(&Line::parse(line).meaning);
+            servers.observe(line);
         }
         servers
     }
@@ -177,15 +179,15 @@ mod tests {
     #[test]
     fn limits_count_once_all_are_written_and_exact() {
         let mut servers = servers(&[
-            "[d t Control 5] Starting new server 9 for user 0",
-            "[d t Control 4] NEW SERVER 9: Ready",
-            "[d t Server 9] Active Threads Percentage set to 25.0",
+            ServerStarting { server: 9, uid: 0 },
+            ServerReady(9),
+            ThreadPercentage { server: 9, tenths: 250 },
         ]);
         assert!(!servers.get(9).unwrap().has_written(&limits()));
-        servers.observe(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35942 << 20 });
+        servers.observe(&MemoryLimit { server: 9, ordinal: 0, bytes: 35942 << 20 });
         assert!(servers.get(9).unwrap().has_written(&limits()));
         assert_eq!(servers.get(9).unwrap().differs_from(&limits()), None);
-        servers.observe(&Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 35 << 30 });
+        servers.observe(&MemoryLimit { server: 9, ordinal: 0, bytes: 35 << 30 });
         let difference = servers.get(9).unwrap().differs_from(&limits()).unwrap();
         assert!(difference.contains("35840 MiB is in force"), "{difference}");
     }
@@ -193,11 +195,11 @@ mod tests {
     #[test]
     fn the_newest_need_not_have_the_highest_pid() {
         let servers = servers(&[
-            "[d t Control 4] NEW SERVER 4194300: Ready",
-            "[d t Control 4] NEW SERVER 310: Ready",
-            "[d t Control 4] NEW SERVER 300: Ready",
-            "[d t Control 4] Server 4194300 exited with status 1",
-            "[d t Control 4] Server 310 exited with status 0",
+            ServerReady(4_194_300),
+            ServerReady(310),
+            ServerReady(300),
+            ServerExited { server: 4_194_300, status: 1 },
+            ServerExited { server: 310, status: 0 },
         ]);
         assert_eq!(servers.alive(), [300]);
         assert_eq!(servers.last_exit(), Some((310, 0)));
@@ -207,7 +209,7 @@ mod tests {
     fn the_oldest_are_forgotten_first() {
         let mut servers = servers(&[]);
         for pid in (100..).take(KEPT).chain([7]) {
-            servers.observe(&Meaning::ServerReady(pid));
+            servers.observe(&ServerReady(pid));
         }
         assert_eq!(servers.alive().len(), KEPT);
         assert_eq!((servers.alive().first(), servers.alive().last()), (Some(&101), Some(&7)));
@@ -215,11 +217,7 @@ mod tests {
 
     #[test]
     fn the_gone_are_told_from_the_living() {
-        let servers = servers(&[
-            "[d t Control 4] NEW SERVER 9: Ready",
-            "[d t Control 4] Server 9 exited with status 1",
-            "[d t Control 4] NEW SERVER 12: Ready",
-        ]);
+        let servers = servers(&[ServerReady(9), ServerExited { server: 9, status: 1 }, ServerReady(12)]);
         assert_eq!(servers.alive(), [12]);
         assert_eq!(servers.user_served(), None, "it was not seen to start");
         assert_eq!(servers.last_exit(), Some((9, 1)));

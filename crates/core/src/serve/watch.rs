@@ -1,17 +1,15 @@
 //! Watches a control daemon that serves: waits for the next thing to happen or to do.
 
-use std::time::Duration;
-
-use mps_core::Permit;
-use tokio::sync::mpsc;
-use tokio::time::Instant;
-
-use crate::mps::log::Meaning;
+use alloc::format;
+use alloc::string::String;
+use core::time::Duration;
 
 use super::blocker::{Blocker, Change, ClearedBy};
 use super::capacity::CLIENT_LEFT_PAUSE;
-use super::run::Occurrence;
-use super::{Ended, Failure, Serving, SupervisorCommand};
+use super::shell::{Failure, News, Occurrence, Shell, Shown};
+use super::{Ended, Serving};
+use crate::mps::Meaning;
+use crate::{CoreTime, Permit};
 
 /// The time between two health checks, without clients and with them. If a control daemon hangs, its next client hangs
 /// too.
@@ -46,53 +44,49 @@ enum Task {
 }
 
 /// The task that comes first, and its time. Nothing asks for a task without a time.
-fn first(check: Instant, others: &[(Option<Instant>, Task)]) -> (Instant, Task) {
+fn first(check: CoreTime, others: &[(Option<CoreTime>, Task)]) -> (CoreTime, Task) {
     let wanted = others.iter().filter_map(|(at, task)| Some(((*at)?, *task)));
     wanted.fold((check, Task::Check), Ord::min)
 }
 
-impl Serving<'_> {
-    /// Watches the control daemon until it ends or has to start again.
-    pub(super) async fn watch(&mut self, commands: &mut mpsc::Receiver<SupervisorCommand>) -> Ended {
-        let now = Instant::now();
+impl<S: Shell> Serving<'_, S> {
+    /// Watches the control daemon until it ends or has to be told its order again.
+    pub(super) async fn watch(&mut self) -> Result<Ended, Failure> {
+        let now = self.shell.now();
         self.run.check_at = if self.run.blockers.is_unreached() { now } else { now + CHECK_PERIOD };
         self.run.count_at = now;
         loop {
             let (at, task) = self.next_task();
-            let done = tokio::select! {
-                occurrence = self.next(at) => match occurrence {
-                    Ok(Occurrence::Nothing) => self.act(task).await,
-                    Ok(occurrence) => self.take_note(occurrence).await,
-                    Err(failure) => Err(failure),
-                },
-                Some(command) = commands.recv() => Ok(self.obey(command).await),
+            let done = match self.next(at, true).await? {
+                Occurrence::Nothing => self.act(task).await,
+                occurrence => self.take_note(occurrence).await,
             };
             match done {
                 Ok(None) => {}
-                Ok(Some(ended)) => return ended,
+                Ok(Some(ended)) => return Ok(ended),
                 // One miss. The health check goes on counting.
                 Err(Failure::Silent(error)) => {
                     self.missed(error);
                     self.show_state();
-                    self.run.check_at = Instant::now() + self.check_period();
+                    self.run.check_at = self.shell.now() + self.check_period();
                 }
-                Err(failure) => return Ended::Failure(failure),
+                Err(failure) => return Err(failure),
             }
         }
     }
 
-    fn next_task(&mut self) -> (Instant, Task) {
+    fn next_task(&mut self) -> (CoreTime, Task) {
         let run = &mut *self.run;
         let ends = run.blockers.ends_when_idle();
-        if ends && std::mem::take(&mut run.client_left) {
-            run.count_at = run.count_at.min(Instant::now() + CLIENT_LEFT_PAUSE);
+        if ends && core::mem::take(&mut run.client_left) {
+            run.count_at = run.count_at.min(self.shell.now() + CLIENT_LEFT_PAUSE);
         }
         let others = [
             (run.blockers.fault().map(|fault| fault.due), Task::Heal),
             (run.blockers.revival().map(|(at, _)| at), Task::Revive),
-            (self.worker.bypasses.due, Task::Bypasses),
+            (run.bypasses_at, Task::Bypasses),
             (run.capacity.due, Task::Capacity),
-            (run.waiting_clients.due, Task::WaitingClients),
+            (self.shell.waiting_due(), Task::WaitingClients),
             (ends.then_some(run.count_at), Task::EndIfIdle),
         ];
         first(run.check_at, &others)
@@ -102,50 +96,51 @@ impl Serving<'_> {
         match task {
             Task::Check => {
                 let checked = self.check().await;
-                self.run.check_at = Instant::now() + self.check_period();
+                self.run.check_at = self.shell.now() + self.check_period();
                 return checked;
             }
             Task::Heal => self.heal().await?,
             Task::Revive => self.revive().await?,
             Task::Bypasses => {
-                self.worker.bypasses.due = None;
+                self.run.bypasses_at = None;
                 let blockers = &self.run.blockers;
                 if !blockers.has_failed_check() && !blockers.has(ClearedBy::Healing) {
-                    let processes = self.read_gpus().await?;
-                    self.worker.find_bypasses(Some(self.run), processes).await;
+                    self.read_gpus().await?;
+                    self.find_bypasses().await;
                 }
             }
             Task::Capacity => self.check_capacity().await?,
-            Task::WaitingClients => self.check_waiting_clients(),
+            Task::WaitingClients => self.shell.tell_waiting(self.run.servers.user_served()),
             Task::EndIfIdle => return Ok(self.end_if_idle().await),
         }
         Ok(None)
     }
 
     async fn take_note(&mut self, occurrence: Occurrence) -> Result<Option<Ended>, Failure> {
-        let now = Instant::now();
+        let now = self.shell.now();
         match occurrence {
             Occurrence::Nothing => {}
-            Occurrence::Ended(status) => return Err(self.ended(status).await),
+            Occurrence::Ended => return Err(self.ended().await),
             Occurrence::ServerEnded(server) => self.server_gone(server).await,
-            Occurrence::Line(line) => {
-                if let Meaning::ServerReady(server) = line.meaning {
+            Occurrence::Asked(request) => return Ok(self.obey(request).await),
+            Occurrence::Said(said) => {
+                if let Meaning::ServerReady(server) = said.meaning {
                     self.watch_server(server);
                 }
-                if line.meaning.is_of_servers() && self.compare_servers() {
+                if said.meaning.is_of_servers() && self.compare_servers() {
                     self.run.check_at = self.run.check_at.min(now + CHECK_SOON);
                 }
                 if self.run.in_use {
                     self.run.check_at = self.run.check_at.min(now + CHECK_PERIOD_IN_USE);
                 }
-                self.rotate_log();
+                self.shell.rotate_log();
             }
         }
         Ok(None)
     }
 
     async fn end_if_idle(&mut self) -> Option<Ended> {
-        self.run.count_at = Instant::now() + CLIENTS_PERIOD;
+        self.run.count_at = self.shell.now() + CLIENTS_PERIOD;
         let in_use = self.in_use().await;
         if let Some(may_end) = Permit::unused(in_use.as_ref().ok().copied())
             && self.end(may_end).await
@@ -155,10 +150,10 @@ impl Serving<'_> {
         let unknown = in_use.err();
         if let Some(why) = unknown.as_ref().filter(|_| self.run.clients_unknown.is_none()) {
             let text = format!("the control daemon is not ended, since its clients are not known: {why}");
-            self.worker.reporter.warning(text);
+            self.shell.tell(News::Warning, text);
         }
         self.run.clients_unknown = unknown;
-        self.worker.reporter.put_off();
+        self.shell.show(Shown::PutOff);
         self.show_state();
         None
     }
@@ -176,25 +171,23 @@ impl Serving<'_> {
     /// Counts a look that ended without an answer.
     pub(super) fn missed(&mut self, error: String) {
         if self.run.blockers.observe(Some(Blocker::no_answer(error.clone()))) == Change::FirstMiss {
-            self.worker.reporter.warning(error);
+            self.shell.tell(News::Warning, error);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
-    type Others<'o> = &'o [(Option<Instant>, Task)];
+    type Others<'o> = &'o [(Option<CoreTime>, Task)];
 
     #[test]
     fn the_earliest_task_comes_first_and_then_the_upper_one() {
-        let now = Instant::now();
+        let now = CoreTime::ZERO;
         let after = |seconds| now + Duration::from_secs(seconds);
         let [soon, late] = [after(1), after(9)];
-        let table: [(Instant, Others<'_>, _); _] = [
+        let table: [(CoreTime, Others<'_>, _); _] = [
             (late, &[], (late, Task::Check)),
             (late, &[(None, Task::Revive), (Some(soon), Task::Heal)], (soon, Task::Heal)),
             (soon, &[(Some(late), Task::Heal)], (soon, Task::Check)),

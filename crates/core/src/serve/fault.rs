@@ -2,11 +2,13 @@
 //! other: a server holds the clients of all GPUs of its control daemon.
 
 use alloc::collections::BTreeSet;
+use alloc::format;
+use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use crate::permit::Permit;
-use crate::{Cause, GpuUuid};
+use crate::mps::ServerStatus;
+use crate::{Cause, CoreTime, GpuUuid, Permit};
 
 /// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
 pub const FAULT_PAUSE: Duration = Duration::from_millis(250);
@@ -22,19 +24,33 @@ pub fn next_look(age: Duration) -> Duration {
     FAULT_PAUSE.max(age / 10).min(LONGEST_PAUSE)
 }
 
-/// The state of a server after a fault, as its control daemon says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FaultyServer {
-    /// It takes clients.
-    Well,
-    /// This driver's control daemon can't say.
-    Unsaid,
-    /// It has ended.
-    Gone,
-    /// It is about to come.
-    Coming,
-    /// It takes no client.
-    Faulted,
+/// A fatal GPU error that a server has not got over yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Fault {
+    pub(super) server: u32,
+    pub(super) since: CoreTime,
+    /// The clients that were hit, each behind its GPU's ordinal. One that uses two GPUs can be hit on both.
+    pub(super) clients: BTreeSet<(usize, u32)>,
+    /// The clients of them that were told. The log may name more later.
+    pub(super) told: BTreeSet<(usize, u32)>,
+    pub(super) due: CoreTime,
+    /// Why it is not ended though it could be.
+    pub(super) held_up: Option<String>,
+}
+
+impl Fault {
+    pub(super) fn new(server: u32, now: CoreTime) -> Self {
+        let due = now + FAULT_PAUSE;
+        Self { server, since: now, clients: BTreeSet::new(), told: BTreeSet::new(), due, held_up: None }
+    }
+
+    pub(super) fn reason(&self) -> String {
+        let held_up = self.held_up.as_ref().map(|why| format!("; {why}")).unwrap_or_default();
+        format!(
+            "server {} met a fatal GPU error and takes no client until its present ones have ended{held_up}",
+            self.server
+        )
+    }
 }
 
 /// The next step against a fault.
@@ -53,14 +69,14 @@ pub enum HealStep {
 }
 
 /// The next step against a fault that is so old, where clients have so long to end by themselves.
-pub fn next_step(server: FaultyServer, age: Duration, grace: Duration) -> HealStep {
+pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealStep {
     match server {
-        FaultyServer::Well => HealStep::Recovered,
-        FaultyServer::Unsaid => HealStep::LookForThoseHit,
-        FaultyServer::Gone => HealStep::ServerGone,
-        FaultyServer::Coming => HealStep::Wait,
-        FaultyServer::Faulted if age < grace => HealStep::Wait,
-        FaultyServer::Faulted => HealStep::LookWhoStays,
+        ServerStatus::Active => HealStep::Recovered,
+        ServerStatus::Unsupported => HealStep::LookForThoseHit,
+        ServerStatus::Gone => HealStep::ServerGone,
+        ServerStatus::Initializing => HealStep::Wait,
+        ServerStatus::Fault if age < grace => HealStep::Wait,
+        ServerStatus::Fault => HealStep::LookWhoStays,
     }
 }
 

@@ -1,13 +1,12 @@
 //! The blockers of a control daemon that runs: each keeps it from serving its order. Each says who clears it and
 //! which state is shown. Nothing here asks a process or a clock. `docs/architecture.md` has the diagram.
 
-use std::collections::BTreeMap;
-
-use tokio::time::Instant;
-
-use common::published::control_daemon::ControlDaemonState;
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::string::String;
 
 use super::fault::Fault;
+use crate::CoreTime;
 
 /// After so many looks in a row without an answer, a control daemon counts as hung.
 const MISSES: u32 = 5;
@@ -28,7 +27,7 @@ pub(super) enum Blocker {
     /// Clients of other users can't get to its socket. A check clears it when they can.
     BadDirectory(String),
     /// Its server has ended, and the next one is to be started later. Revival clears it by starting one.
-    ServerEnded { reason: String, revive_at: Instant },
+    ServerEnded { reason: String, revive_at: CoreTime },
     /// The order needs a control daemon unlike the present one. An order that fits the present one clears it.
     Misfit(String),
 }
@@ -185,7 +184,7 @@ impl Blockers {
     }
 
     /// When the next server is to be started, and why.
-    pub(super) fn revival(&self) -> Option<(Instant, &str)> {
+    pub(super) fn revival(&self) -> Option<(CoreTime, &str)> {
         match self.0.get(&ClearedBy::Revival) {
             Some(Blocker::ServerEnded { reason, revive_at }) => Some((*revive_at, reason)),
             _ => None,
@@ -209,24 +208,24 @@ impl Blockers {
         let gravest = self.0.values().next();
         let (state, then) = match gravest {
             None if !configured => return None,
-            None => (ControlDaemonState::Ready, String::new()),
-            Some(Blocker::Faulted(_)) => (ControlDaemonState::Faulted, String::new()),
-            Some(Blocker::ServerEnded { .. }) => (ControlDaemonState::Backoff, String::new()),
+            None => (ShownAs::Ready, String::new()),
+            Some(Blocker::Faulted(_)) => (ShownAs::Faulted, String::new()),
+            Some(Blocker::ServerEnded { .. }) => (ShownAs::Backoff, String::new()),
             Some(
                 Blocker::PlaceTaken(_)
                 | Blocker::DirectoryGone(_)
                 | Blocker::BadDirectory(_)
                 | Blocker::Hung { .. },
-            ) => (ControlDaemonState::Waiting, format!("; it is {ended} when its clients have ended")),
+            ) => (ShownAs::Waiting, format!("; it is {ended} when its clients have ended")),
             Some(Blocker::Silent { .. }) => {
                 let then = format!("; it is asked repeatedly, and {ended} if it stays so and has no clients");
-                (ControlDaemonState::Waiting, then)
+                (ShownAs::Waiting, then)
             }
             Some(Blocker::Misfit(_)) => {
                 let then =
                     if retiring { " and ends" } else { ", for which the control daemon has to restart" };
                 let force = "`yunion-mpsctl apply --force` ends them";
-                (ControlDaemonState::Waiting, format!("{then} when its clients have ended; {force}"))
+                (ShownAs::Waiting, format!("{then} when its clients have ended; {force}"))
             }
         };
         // With a misfit, clients are served, and nobody has asked yet whether there are any.
@@ -248,20 +247,41 @@ pub(super) struct Progress {
     pub(super) retiring: bool,
 }
 
+/// The state of a control daemon that runs, in a word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ShownAs {
+    /// It serves clients.
+    Ready,
+    /// Its server has met a fatal GPU error.
+    Faulted,
+    /// Its server has ended; another is started after a pause.
+    Backoff,
+    /// Something outside must change first.
+    Waiting,
+}
+
 /// The state of a control daemon as it is shown.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct ShownState {
-    pub(super) state: ControlDaemonState,
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ShownState {
+    /// The state.
+    pub state: ShownAs,
     /// True if a client that comes now is served as planned.
-    pub(super) serving: bool,
+    pub serving: bool,
     /// True if it stays in this state for now.
-    pub(super) settled: bool,
-    pub(super) reason: String,
+    pub settled: bool,
+    /// Why it is in this state, in words; empty if it is ready.
+    pub reason: String,
 }
 
 #[cfg(test)]
 mod tests {
+    use alloc::borrow::ToOwned;
+    use alloc::vec;
+    use alloc::vec::Vec;
+
     use super::*;
+
+    const NOW: CoreTime = CoreTime::ZERO;
 
     fn silent(looks: u32) -> Blocker {
         Blocker::Silent { looks, error: "no answer".to_owned() }
@@ -284,7 +304,7 @@ mod tests {
     }
 
     fn server_ended() -> Blocker {
-        Blocker::ServerEnded { reason: "server 9 has ended".to_owned(), revive_at: Instant::now() }
+        Blocker::ServerEnded { reason: "server 9 has ended".to_owned(), revive_at: NOW }
     }
 
     fn all_of(blockers: impl IntoIterator<Item = Blocker>) -> Blockers {
@@ -326,7 +346,7 @@ mod tests {
     #[test]
     fn each_is_cleared_by_its_own_alone() {
         use ClearedBy::{Access, Healing, Look, Order, Revival};
-        let faulted = Blocker::Faulted(Fault::new(9));
+        let faulted = Blocker::Faulted(Fault::new(9, NOW));
         let mut all = all_of([faulted, hung(MISSES), bad_directory(), server_ended(), misfit()]);
         let kept = |blockers: &Blockers| blockers.0.keys().copied().collect::<Vec<_>>();
         assert_eq!(kept(&all), [Healing, Look, Access, Revival, Order], "none takes the place of another");
@@ -353,7 +373,7 @@ mod tests {
 
     #[test]
     fn what_is_shown_is_the_gravest() {
-        use ControlDaemonState::{Backoff, Faulted, Ready, Waiting};
+        use ShownAs::{Backoff, Faulted, Ready, Waiting};
         let taken = Blocker::PlaceTaken(7);
         let table: [(Vec<Blocker>, _, bool, bool, &str); 11] = [
             (vec![], Some(Ready), true, true, ""),
@@ -364,9 +384,21 @@ mod tests {
             (vec![taken], Some(Waiting), false, true, "another control daemon (PID 7) has taken"),
             (vec![directory_gone()], Some(Waiting), false, true, "was removed or replaced (gone)"),
             (vec![bad_directory(), misfit()], Some(Waiting), false, true, "mode 0700; it is restarted"),
-            (vec![Blocker::Faulted(Fault::new(9))], Some(Faulted), false, true, "server 9 met a fatal"),
-            (vec![Blocker::Faulted(Fault::new(9)), silent(1)], Some(Faulted), false, true, "server 9 met"),
-            (vec![Blocker::Faulted(Fault::new(9)), misfit()], Some(Faulted), false, true, "server 9 met"),
+            (vec![Blocker::Faulted(Fault::new(9, NOW))], Some(Faulted), false, true, "server 9 met a fatal"),
+            (
+                vec![Blocker::Faulted(Fault::new(9, NOW)), silent(1)],
+                Some(Faulted),
+                false,
+                true,
+                "server 9 met",
+            ),
+            (
+                vec![Blocker::Faulted(Fault::new(9, NOW)), misfit()],
+                Some(Faulted),
+                false,
+                true,
+                "server 9 met",
+            ),
         ];
         for (blockers, state, serving, settled, words) in table {
             let row = format!("{blockers:?}");
@@ -399,16 +431,16 @@ mod tests {
             let blockers = all_of([silent(1), blocker]);
             assert!(blockers.ends_when_idle() && blockers.why_it_ends().is_some(), "{row}");
         }
-        let stays = all_of([Blocker::Faulted(Fault::new(9)), silent(MISSES - 1), server_ended()]);
+        let stays = all_of([Blocker::Faulted(Fault::new(9, NOW)), silent(MISSES - 1), server_ended()]);
         assert!(!stays.ends_when_idle() && stays.why_it_ends().is_none());
         assert_eq!(all_of([hung(MISSES), misfit()]).why_it_ends().as_deref(), Some("it has other GPUs"));
     }
 
     #[test]
     fn the_document_has_the_same_table() {
-        const DOCUMENT: &str = include_str!("../../docs/architecture.md");
+        const DOCUMENT: &str = include_str!("../../../../docs/architecture.md");
         let taken = Blocker::PlaceTaken(7);
-        let fault = Blocker::Faulted(Fault::new(9));
+        let fault = Blocker::Faulted(Fault::new(9, NOW));
         let in_order =
             [fault, taken, directory_gone(), hung(5), silent(1), bad_directory(), server_ended(), misfit()];
         let section = DOCUMENT.split("## States of a control daemon").nth(1).unwrap();
@@ -417,7 +449,7 @@ mod tests {
             let (debug, by, ends) = (format!("{blocker:?}"), blocker.cleared_by(), blocker.ends_when_idle());
             let name = debug.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap();
             let progress = Progress { configured: true, in_place: true, retiring: false };
-            let state = all_of([blocker]).shown(progress).unwrap().state.to_string();
+            let state = format!("{:?}", all_of([blocker]).shown(progress).unwrap().state).to_lowercase();
             let row = format!("| `{name}` | `{by:?}` | {state} | {} | ", if ends { "yes" } else { "no" });
             let found = rows.next().unwrap_or_default();
             assert!(found.starts_with(&row), "{found}: {row}");

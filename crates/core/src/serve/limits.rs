@@ -1,15 +1,14 @@
 //! Sets the limits of the order and keeps them in force. A container that runs as the host's root and has the whole
 //! pipe directory can change them as well as we can.
 
-use std::time::Duration;
+use alloc::format;
+use alloc::string::String;
+use core::time::Duration;
 
-use tokio::time::Instant;
-
-use crate::mps::control::{ControlError, Inspection, Limits, ServerStatus};
-
-use super::heal::still_faulted;
+use super::Serving;
 use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
-use super::{Failure, Serving};
+use super::shell::{Failure, News, Shell};
+use crate::mps::{Inspection, Limits, ServerStatus};
 
 /// The longest time for a server to write its limits to the log. Measured: below 1 ms.
 pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
@@ -17,32 +16,34 @@ pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 /// The statuses in which a server can be told limits.
 pub(super) const TAKES_LIMITS: [ServerStatus; 2] = [ServerStatus::Active, ServerStatus::Unsupported];
 
-impl Serving<'_> {
+impl<S: Shell> Serving<'_, S> {
     /// The limits that the order has for the GPUs of the control daemon that runs.
     pub(super) fn limits(&self) -> Limits {
-        self.run.limits(&self.worker.order)
+        self.run.limits(&self.wanted)
     }
 
     /// The control daemon, its servers, and the limits that differ. A server that heals is left alone.
-    pub(super) async fn inspect(&self) -> Result<Inspection, ControlError> {
+    pub(super) async fn inspect(&mut self) -> Result<Inspection, Failure> {
         let healing = self.run.blockers.fault().map(|fault| fault.server);
         let mut servers = self.run.servers.alive();
         servers.retain(|server| Some(*server) != healing);
-        self.run.control.inspect(&servers, Some(&self.limits())).await
+        let limits = self.limits();
+        self.shell.inspect(&servers, Some(&limits)).await
     }
 
     /// Sets the limits again that others have changed.
     pub(super) async fn keep_limits(&mut self, look: &Inspection) -> Result<(), Failure> {
-        if self.worker.is_retiring() || !self.run.configured {
+        if self.wanted.retiring || !self.run.configured {
             return Ok(());
         }
         let limits = self.limits();
         self.keep_defaults(look, &limits).await?;
         for server in look.with(&TAKES_LIMITS) {
             let Some(found) = self.difference(look, server, &limits) else { continue };
-            self.worker
-                .reporter
-                .warning(format!("limits of server {server} were changed by others: {found}; restored"));
+            self.shell.tell(
+                News::Warning,
+                format!("limits of server {server} were changed by others: {found}; restored"),
+            );
             self.give(server, &limits).await?;
         }
         Ok(())
@@ -51,10 +52,11 @@ impl Serving<'_> {
     /// The same for the limits of servers to come alone.
     pub(super) async fn keep_defaults(&mut self, look: &Inspection, limits: &Limits) -> Result<(), Failure> {
         if let Some(found) = look.differences.get(&None) {
-            self.worker
-                .reporter
-                .warning(format!("limits for new servers were changed by others: {found}; restored"));
-            self.run.control.set_limits(None, limits).await?;
+            self.shell.tell(
+                News::Warning,
+                format!("limits for new servers were changed by others: {found}; restored"),
+            );
+            self.shell.set_limits(None, limits).await?;
         }
         Ok(())
     }
@@ -62,20 +64,20 @@ impl Serving<'_> {
     /// Gives a running server the limits for its next clients. Its present clients keep their limits. A server that
     /// is about to come has the defaults of the moment when it was started, so it is waited for.
     pub(super) async fn set_live(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
-        let deadline = Instant::now() + SERVER_TIMEOUT;
+        let deadline = self.shell.now() + SERVER_TIMEOUT;
         let look = loop {
-            let look = self.run.control.inspect(&[server], Some(limits)).await?;
+            let look = self.shell.inspect(&[server], Some(limits)).await?;
             if look.status(server) != ServerStatus::Initializing {
                 break look;
             }
-            if Instant::now() >= deadline {
+            if self.shell.now() >= deadline {
                 return Err(self.no_server_is_ready());
             }
-            let ask_at = Instant::now() + SERVER_PAUSE;
+            let ask_at = self.shell.now() + SERVER_PAUSE;
             while self.step(ask_at).await? {}
         };
         // A former service may have read the lines that tell of it.
-        if look.status(server) == ServerStatus::Fault && still_faulted(&self.run.control, server).await? {
+        if look.status(server) == ServerStatus::Fault && self.still_faulted(server).await? {
             self.fault_seen(server);
         }
         if !TAKES_LIMITS.contains(&look.status(server)) {
@@ -85,7 +87,7 @@ impl Serving<'_> {
         if has_written && self.difference(&look, server, limits).is_none() {
             return Ok(());
         }
-        tracing::debug!(step = "live", "server {server} gets other limits");
+        self.shell.passed("live", &format!("server {server} gets other limits"));
         self.give(server, limits).await
     }
 
@@ -98,7 +100,7 @@ impl Serving<'_> {
 
     async fn give(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         self.run.servers.expect_limits(server);
-        self.run.control.set_limits(Some(server), limits).await?;
+        self.shell.set_limits(Some(server), limits).await?;
         self.run.servers.thread_percentage_answered(server, limits.thread_percentage);
         match self.confirm(server, limits).await? {
             Some(difference) => Err(Failure::Failed(format!("server {server}: {difference}"))),
@@ -110,25 +112,27 @@ impl Serving<'_> {
     /// started; then they are set again.
     pub(super) async fn confirm_or_correct(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let Some(difference) = self.confirm(server, limits).await? else { return Ok(()) };
-        self.worker
-            .reporter
-            .warning(format!("server {server} started with other limits: {difference}; corrected"));
-        self.run.control.set_limits(None, limits).await?;
+        self.shell.tell(
+            News::Warning,
+            format!("server {server} started with other limits: {difference}; corrected"),
+        );
+        self.shell.set_limits(None, limits).await?;
         self.give(server, limits).await
     }
 
     /// Waits until a server has written its limits: only these are exact. Returns the difference to the order.
     async fn confirm(&mut self, server: u32, limits: &Limits) -> Result<Option<String>, Failure> {
-        let deadline = Instant::now() + LIMITS_TIMEOUT;
+        let deadline = self.shell.now() + LIMITS_TIMEOUT;
         // Its first lines may still answer the order before this one.
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {
             // The disk may be full. The settings are read back, to the GiB.
-            self.run.control.set_limits(Some(server), limits).await?;
-            self.worker.reporter.warning(format!(
-                "server {server} wrote no limits to the log; they are confirmed to the GiB only"
-            ));
+            self.shell.set_limits(Some(server), limits).await?;
+            self.shell.tell(
+                News::Warning,
+                format!("server {server} wrote no limits to the log; they are confirmed to the GiB only"),
+            );
             return Ok(None);
         }
         Ok(self.run.servers.get(server).and_then(|known| known.differs_from(limits)))

@@ -1,17 +1,16 @@
 //! Counts the clients on each GPU. A GPU without a free place serves all its clients, and nothing is wrong with it; only its
 //! next client gets CUDA error 46.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
 
-use tokio::time::Instant;
-
-use crate::mps::control::Client;
-use crate::mps::log::Meaning;
-use common::host::nvml::GpuProcess;
-use common::plan::ServedGpu;
-
-use super::{Failure, Serving};
+use super::shell::{Failure, News, Shell};
+use super::{Serving, WantedGpu};
+use crate::mps::{Client, Meaning};
+use crate::{CoreTime, GpuUuid};
 
 /// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
 pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
@@ -29,46 +28,45 @@ pub(super) struct Capacity {
     /// The number of processes that are clients, on each GPU on which NVML lists none, by UUID.
     unlisted: BTreeMap<String, u32>,
     /// When the clients are to be counted next.
-    pub(super) due: Option<Instant>,
+    pub(super) due: Option<CoreTime>,
 }
 
 impl Capacity {
     /// Reads a line of the log, which alone tells of the clients on these GPUs if NVML lists none. True if the line
     /// tells, for the first time, that a client was turned away.
-    pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[ServedGpu]) -> bool {
+    pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[WantedGpu], now: CoreTime) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
             Meaning::ClientRefused { capacity, .. } if self.refused_at.is_none() => {
                 self.refused_at = Some(*capacity);
-                self.set_due(Instant::now());
+                self.set_due(now);
                 true
             }
             Meaning::ClientAdmitted(_) if unlisted => {
-                self.set_due(Instant::now() + CLIENT_LEFT_PAUSE);
+                self.set_due(now + CLIENT_LEFT_PAUSE);
                 false
             }
             Meaning::ClientLeft(_) if unlisted || self.refused_at.is_some() || !self.full.is_empty() => {
                 self.refused_at = None;
-                self.set_due(Instant::now() + CLIENT_LEFT_PAUSE);
+                self.set_due(now + CLIENT_LEFT_PAUSE);
                 false
             }
             _ => false,
         }
     }
 
-    fn set_due(&mut self, at: Instant) {
+    fn set_due(&mut self, at: CoreTime) {
         self.due = Some(self.due.map_or(at, |before| before.min(at)));
     }
 
     /// Has the clients counted if the driver knows of as many as a GPU can hold, or knows of none at all.
-    pub(super) fn suspect(&mut self, gpus: &[ServedGpu], processes: &BTreeMap<String, Vec<GpuProcess>>) {
-        let many = |gpu: &ServedGpu| {
-            let there = processes.get(&gpu.uuid).map(Vec::as_slice).unwrap_or_default();
-            !gpu.clients_listed
-                || there.iter().filter(|process| process.via_mps).count() >= gpu.capacity as usize
+    pub(super) fn suspect(&mut self, gpus: &[WantedGpu], clients: &BTreeMap<GpuUuid, usize>, now: CoreTime) {
+        let many = |gpu: &WantedGpu| {
+            let there = clients.get(&gpu.uuid).copied().unwrap_or_default();
+            !gpu.clients_listed || there >= gpu.capacity as usize
         };
         if gpus.iter().any(many) {
-            self.set_due(Instant::now());
+            self.set_due(now);
         }
     }
 
@@ -85,11 +83,11 @@ impl Capacity {
     }
 
     /// Counts these clients, and returns the GPUs that have become full (true) or are full no more (false).
-    fn count(&mut self, gpus: &[ServedGpu], clients: &[Client]) -> Vec<(ServedGpu, bool)> {
+    fn count(&mut self, gpus: &[WantedGpu], clients: &[Client], now: CoreTime) -> Vec<(WantedGpu, bool)> {
         // The line does not say on which GPU; with one alone there is no doubt, however clients are counted.
         let refused_at = self.refused_at.filter(|_| gpus.len() == 1);
         let mut changed = Vec::new();
-        let before = std::mem::take(&mut self.full);
+        let before = core::mem::take(&mut self.full);
         for gpu in gpus {
             let there = || clients.iter().filter(|client| gpu.uuid.starts_with(&client.gpu_prefix));
             if !gpu.clients_listed {
@@ -108,32 +106,29 @@ impl Capacity {
                 changed.push((gpu.clone(), is_full));
             }
         }
-        self.due = (!self.full.is_empty()).then(|| Instant::now() + PERIOD);
+        self.due = (!self.full.is_empty()).then(|| now + PERIOD);
         changed
     }
 }
 
-impl Serving<'_> {
+impl<S: Shell> Serving<'_, S> {
     /// Counts the clients on each GPU. A control daemon that can't say them is the health check's business, unless it says
     /// nothing at all.
     pub(super) async fn check_capacity(&mut self) -> Result<(), Failure> {
         self.run.capacity.due = None;
-        let clients = match self.run.control.clients(&self.run.servers.alive()).await.map_err(Failure::from) {
+        let clients = match self.shell.clients(&self.run.servers.alive()).await {
             Ok(clients) => clients,
             Err(silence @ Failure::Silent(_)) => return Err(silence),
-            Err(failure) => {
-                tracing::debug!("not known how many clients there are: {}", failure.into_text());
-                return Ok(());
-            }
+            Err(_) => return Ok(()),
         };
-        for (gpu, is_full) in self.run.capacity.count(&self.worker.order.plan.gpus, &clients) {
-            let name = gpu.name();
+        for (gpu, is_full) in self.run.capacity.count(&self.wanted.gpus, &clients, self.shell.now()) {
+            let name = &gpu.name;
             let text = if is_full {
                 format!("GPU {name} is {}", self.run.capacity.full(&gpu.uuid))
             } else {
                 format!("GPU {name} has a place for a client again")
             };
-            self.worker.reporter.event(text);
+            self.shell.tell(News::Event, text);
         }
         self.compare_servers();
         Ok(())
@@ -142,16 +137,17 @@ impl Serving<'_> {
 
 #[cfg(test)]
 mod tests {
+    use alloc::borrow::ToOwned;
+
     use super::*;
 
-    fn gpu(uuid: &str, capacity: u32) -> ServedGpu {
-        ServedGpu {
+    const NOW: CoreTime = CoreTime::ZERO;
+
+    fn gpu(uuid: &str, capacity: u32) -> WantedGpu {
+        WantedGpu {
             uuid: uuid.to_owned(),
-            id: Some("00:06.0".parse().unwrap()),
-            slices: 4,
+            name: uuid.to_owned(),
             memory_limit_mib: 0,
-            slice_memory_mib: 0,
-            slice_thread_percentage: 100,
             limits_enforced: true,
             capacity,
             clients_listed: true,
@@ -160,10 +156,10 @@ mod tests {
 
     fn clients(on: &[(&str, usize)]) -> Vec<Client> {
         let client = |gpu: &str| Client { pid: 7, id: Some(1), server: 9, gpu_prefix: gpu.to_owned() };
-        on.iter().flat_map(|(gpu, count)| std::iter::repeat_n(client(gpu), *count)).collect()
+        on.iter().flat_map(|(gpu, count)| core::iter::repeat_n(client(gpu), *count)).collect()
     }
 
-    fn changed(changed: Vec<(ServedGpu, bool)>) -> Vec<(String, bool)> {
+    fn changed(changed: Vec<(WantedGpu, bool)>) -> Vec<(String, bool)> {
         changed.into_iter().map(|(gpu, is_full)| (gpu.uuid, is_full)).collect()
     }
 
@@ -171,14 +167,18 @@ mod tests {
     fn each_gpu_has_its_own_places() {
         let gpus = [gpu("GPU-1", 3), gpu("GPU-2", 2)];
         let mut capacity = Capacity::default();
-        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]))), []);
+        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]), NOW)), []);
         assert_eq!(capacity.due, None);
         let two_full = [("GPU-2".to_owned(), true)];
-        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 2)]))), two_full);
+        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 2)]), NOW)), two_full);
         assert!(capacity.full("GPU-2").starts_with("full: all 2 places") && capacity.due.is_some());
-        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 3)]))), [], "no news");
+        assert_eq!(
+            changed(capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 3)]), NOW)),
+            [],
+            "no news"
+        );
         let no_more = [("GPU-2".to_owned(), false)];
-        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-2", 1)]))), no_more);
+        assert_eq!(changed(capacity.count(&gpus, &clients(&[("GPU-2", 1)]), NOW)), no_more);
         assert_eq!(capacity.full("GPU-2"), "");
     }
 
@@ -186,31 +186,31 @@ mod tests {
     fn a_client_that_was_turned_away_is_believed_until_another_has_left() {
         let gpus = [gpu("GPU-1", 60)];
         let mut capacity = Capacity::default();
-        assert!(!capacity.observe(&Meaning::ClientLeft(7), &gpus) && capacity.due.is_none());
+        assert!(!capacity.observe(&Meaning::ClientLeft(7), &gpus, NOW) && capacity.due.is_none());
         let refused = Meaning::ClientRefused { server: 9, capacity: 48 };
-        assert!(capacity.observe(&refused, &gpus));
-        assert!(!capacity.observe(&refused, &gpus), "once is enough");
-        capacity.count(&gpus, &clients(&[("GPU-1", 47)]));
+        assert!(capacity.observe(&refused, &gpus, NOW));
+        assert!(!capacity.observe(&refused, &gpus, NOW), "once is enough");
+        capacity.count(&gpus, &clients(&[("GPU-1", 47)]), NOW);
         assert!(capacity.full("GPU-1").starts_with("full: all 48 places"));
-        capacity.observe(&Meaning::ClientLeft(7), &gpus);
-        capacity.count(&gpus, &clients(&[("GPU-1", 46)]));
+        capacity.observe(&Meaning::ClientLeft(7), &gpus, NOW);
+        capacity.count(&gpus, &clients(&[("GPU-1", 46)]), NOW);
         assert_eq!(capacity.full("GPU-1"), "");
     }
 
     #[test]
     fn the_control_daemon_counts_where_nvml_lists_no_clients() {
-        let gpus = [ServedGpu { clients_listed: false, ..gpu("GPU-1", 16) }, gpu("GPU-2", 48)];
+        let gpus = [WantedGpu { clients_listed: false, ..gpu("GPU-1", 16) }, gpu("GPU-2", 48)];
         let mut capacity = Capacity::default();
-        assert!(!capacity.observe(&Meaning::ClientAdmitted(7), &gpus[1..]) && capacity.due.is_none());
-        assert!(!capacity.observe(&Meaning::ClientAdmitted(7), &gpus) && capacity.due.is_some());
+        assert!(!capacity.observe(&Meaning::ClientAdmitted(7), &gpus[1..], NOW) && capacity.due.is_none());
+        assert!(!capacity.observe(&Meaning::ClientAdmitted(7), &gpus, NOW) && capacity.due.is_some());
         assert_eq!(capacity.unlisted("GPU-1"), None, "not counted yet");
-        capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]));
+        capacity.count(&gpus, &clients(&[("GPU-1", 2), ("GPU-2", 1)]), NOW);
         assert_eq!(capacity.unlisted("GPU-1"), Some(1), "two contexts of one process");
         assert_eq!(capacity.unlisted("GPU-2"), None, "NVML lists them");
         assert_eq!(capacity.due, None);
-        capacity.suspect(&gpus, &BTreeMap::new());
+        capacity.suspect(&gpus, &BTreeMap::new(), NOW);
         assert!(capacity.due.is_some());
-        capacity.count(&gpus, &[]);
+        capacity.count(&gpus, &[], NOW);
         assert_eq!(capacity.unlisted("GPU-1"), Some(0));
     }
 }

@@ -1,16 +1,16 @@
 //! Makes a control daemon that runs serve its order: sets its limits and starts its server.
 
-use std::time::Duration;
+use alloc::borrow::ToOwned;
+use alloc::format;
+use alloc::vec::Vec;
+use core::time::Duration;
 
-use tokio::time::Instant;
-
-use crate::mps::control::Limits;
-use common::plan::Present;
-
+use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
 use super::limits::{LIMITS_TIMEOUT, TAKES_LIMITS};
 use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
-use super::{Failure, Serving};
+use super::shell::{Failure, News, Shell, Shown};
+use crate::mps::Limits;
 
 /// The longest time for a new control daemon to listen. Measured: 20 ms.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -18,16 +18,19 @@ const LISTEN_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest time between two looks at whether it listens.
 const LISTEN_PAUSE: Duration = Duration::from_millis(5);
 
-impl Serving<'_> {
+impl<S: Shell> Serving<'_, S> {
     /// Waits until the control daemon listens.
-    pub(super) async fn listens(&mut self) -> Result<(), Failure> {
-        let deadline = Instant::now() + LISTEN_TIMEOUT;
-        while self.run.control.is_nobody() {
+    ///
+    /// # Errors
+    /// It has ended, or does not listen for a long time.
+    pub async fn listens(&mut self) -> Result<(), Failure> {
+        let deadline = self.shell.now() + LISTEN_TIMEOUT;
+        while self.shell.is_nobody() {
             if self.wait(LISTEN_PAUSE).await? >= deadline {
                 return Err(Failure::Failed(format!(
                     "it does not listen {} s after its start{}",
                     LISTEN_TIMEOUT.as_secs(),
-                    self.run.words()
+                    self.shell.words()
                 )));
             }
         }
@@ -36,13 +39,6 @@ impl Serving<'_> {
 
     /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
     pub(super) async fn configure(&mut self) -> Result<(), Failure> {
-        let running = self.run.running.clone();
-        self.worker.reporter.update(|status| {
-            status.view.pipe_directory.clone_from(&running.pipe_directory);
-            running.control_directory().clone_into(&mut status.view.control_directory);
-            status.view.log_directory.clone_from(&running.log_directory);
-        });
-        self.show_cpus();
         if self.run.blockers.is_unreached() {
             self.show_state();
             return Ok(());
@@ -55,50 +51,44 @@ impl Serving<'_> {
             return Ok(());
         }
         self.let_users_in();
-        let limits = self.limits();
-        if self.worker.is_retiring() {
+        if self.wanted.retiring {
             // Clients that come until it ends get the same limits as the clients before.
             self.show_state();
             return Ok(());
         }
+        let limits = self.limits();
         self.put_in_force(&limits).await?;
-        tracing::debug!(step = "limits", "limits are confirmed");
-        let percentage = limits.thread_percentage;
-        self.worker.reporter.update(|status| {
-            status.view.multiuser = Some(running.multiuser);
-            for (uuid, gpu) in &mut status.gpus {
-                gpu.thread_percentage = running.gpus.contains(uuid).then_some(percentage);
-            }
-        });
+        self.shell.passed("limits", "limits are confirmed");
+        self.shell.show(Shown::InForce { thread_percentage: limits.thread_percentage });
         self.run.configured = true;
-        let blocked = self.run.blockers.has_failed_check();
         // The first look finds programs that slipped in before.
-        self.worker.bypasses.due = Some(Instant::now());
+        self.run.bypasses_at = Some(self.shell.now());
         self.compare_servers();
-        self.keep_state_file();
-        if !blocked {
-            self.worker.reporter.event(format!("control daemon {} is ready", self.worker.reporter.id()));
+        self.keep_files();
+        if !self.run.blockers.has_failed_check() {
+            let text = format!("control daemon {} is ready", self.shell.id());
+            self.shell.tell(News::Event, text);
         }
         self.show_state();
-        tracing::debug!(step = "ready", "the control daemon serves");
+        self.shell.passed("ready", "the control daemon serves");
         Ok(())
     }
 
     /// Sets the defaults, leads clients here, and gives each server its limits: one that runs, one that is about to come, and
     /// one that is started ahead of the first client.
     async fn put_in_force(&mut self, limits: &Limits) -> Result<(), Failure> {
-        let prewarm = self.run.running.multiuser && self.worker.order.plan.prewarm;
+        let prewarm = self.run.multiuser && self.wanted.prewarm;
         let starts = prewarm && self.run.servers.alive().is_empty();
         let servers = if starts {
             self.run.servers.forget_ended();
-            self.run.control.set_limits_and_start(limits, 0).await?
+            self.shell.set_limits_and_start(limits).await?
         } else {
-            self.run.control.set_limits(None, limits).await?
+            self.shell.set_limits(None, limits).await?
         };
-        tracing::debug!(step = "defaults", "defaults are set");
+        self.shell.passed("defaults", "defaults are set");
         // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
-        self.lead_here()?;
-        tracing::debug!(step = "linked", "the pipe directory and the directories of slices lead here");
+        self.shell.lead_here()?;
+        self.shell.passed("linked", "the pipe directory and the directories of slices lead here");
         self.run.servers.keep(&servers);
         for server in &servers {
             self.watch_server(*server);
@@ -115,23 +105,23 @@ impl Serving<'_> {
     /// Starts the server before the first client comes, and waits until it is ready with the planned limits.
     pub(super) async fn prewarm(&mut self, limits: &Limits) -> Result<(), Failure> {
         self.run.servers.forget_ended();
-        self.run.control.start_server(0).await?;
+        self.shell.start_server().await?;
         self.server_comes(limits).await
     }
 
     async fn server_comes(&mut self, limits: &Limits) -> Result<(), Failure> {
-        tracing::debug!(step = "prewarm", "a server was asked for");
-        let deadline = Instant::now() + SERVER_TIMEOUT;
+        self.shell.passed("prewarm", "a server was asked for");
+        let deadline = self.shell.now() + SERVER_TIMEOUT;
         let mut there = Vec::new();
         let server = loop {
-            let ask_at = Instant::now() + SERVER_PAUSE;
+            let ask_at = self.shell.now() + SERVER_PAUSE;
             let mut ready = Vec::new();
             while ready.is_empty() && self.step(ask_at).await? {
                 ready = self.run.servers.ready();
             }
             // A log that can't be written says nothing, and a tenant may have written this line.
             let asked = if ready.is_empty() { there } else { ready };
-            let look = self.run.control.inspect(&asked, None).await?;
+            let look = self.shell.inspect(&asked, None).await?;
             if let Some(server) = look.with(&TAKES_LIMITS).last() {
                 break server;
             }
@@ -142,40 +132,31 @@ impl Serving<'_> {
             {
                 return Err(Failure::Failed(format!(
                     "server {server} exited with status {status} before it was ready{}",
-                    self.run.words()
+                    self.shell.words()
                 )));
             }
-            if Instant::now() >= deadline {
+            if self.shell.now() >= deadline {
                 return Err(self.no_server_is_ready());
             }
         };
         self.watch_server(server);
         // The list is ahead of the log by a moment.
-        let deadline = Instant::now() + LIMITS_TIMEOUT;
+        let deadline = self.shell.now() + LIMITS_TIMEOUT;
         while !self.run.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
         self.confirm_or_correct(server, limits).await
     }
 
     pub(super) fn no_server_is_ready(&self) -> Failure {
         let seconds = SERVER_TIMEOUT.as_secs();
-        Failure::Failed(format!("no server is ready after {seconds} s{}", self.run.words()))
+        Failure::Failed(format!("no server is ready after {seconds} s{}", self.shell.words()))
     }
 
     /// Finds out whether the control daemon that runs can serve the order.
     pub(super) fn find_misfit(&mut self) {
-        let running = &self.run.running;
-        let misfit = if self.worker.is_retiring() {
+        let misfit = if self.wanted.retiring {
             Some("it is not needed any more".to_owned())
         } else {
-            let present = Present {
-                pipe_directory: &running.pipe_directory,
-                control_directory: running.control_directory(),
-                log_directory: &running.log_directory,
-                gpus: &running.gpus,
-                multiuser: running.multiuser,
-                near_cpus: running.near_cpus,
-            };
-            self.worker.order.plan.misfit(&present, |uuid| !self.worker.left_out.contains_key(uuid))
+            self.shell.misfit()
         };
         match misfit {
             Some(why) => self.run.blockers.put(Blocker::Misfit(why)),

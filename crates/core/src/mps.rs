@@ -1,0 +1,174 @@
+//! The words of control daemons: their answers, and the meanings of the lines in their logs.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::string::String;
+use alloc::vec::Vec;
+
+/// The meaning of a line of the log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Meaning {
+    /// The line changes nothing that the service knows.
+    Ordinary,
+    /// The line speaks of a failure that has no other meaning here.
+    Trouble,
+    /// The line appears in normal operation too, for example whenever a client comes or goes.
+    Noise,
+    /// A server is being started for a user.
+    ServerStarting {
+        /// Its PID.
+        server: u32,
+        /// The user.
+        uid: u32,
+    },
+    /// A server takes clients.
+    ServerReady(u32),
+    /// A server has ended.
+    ServerExited {
+        /// Its PID.
+        server: u32,
+        /// Its exit status.
+        status: i32,
+    },
+    /// The server that wrote the line limits its clients to this active thread percentage.
+    ThreadPercentage {
+        /// Its PID.
+        server: u32,
+        /// Tenths of a percent: `25.0` is 250.
+        tenths: u32,
+    },
+    /// The server that wrote the line limits its clients to this much memory of one GPU.
+    MemoryLimit {
+        /// Its PID.
+        server: u32,
+        /// The number of the GPU among the GPUs of the control daemon.
+        ordinal: usize,
+        /// The limit, in bytes.
+        bytes: u64,
+    },
+    /// A client met a fatal GPU error. It did not necessarily cause the error, which hits every client on that GPU.
+    Fault {
+        /// Its server's PID.
+        server: u32,
+        /// Its PID.
+        client: u32,
+    },
+    /// A server ends every client on the GPUs with the error, and starts over.
+    FaultHandling {
+        /// Its PID.
+        server: u32,
+    },
+    /// A client is torn down because of a fault.
+    TornDown {
+        /// Its server's PID.
+        server: u32,
+        /// Its PID.
+        client: u32,
+        /// The number of the GPU among the GPUs of the control daemon.
+        ordinal: usize,
+    },
+    /// A client process has ended.
+    ClientLeft(u32),
+    /// A client waits, most often until the server of another user is idle.
+    ClientPending {
+        /// Its PID.
+        client: u32,
+        /// Its user.
+        uid: u32,
+    },
+    /// The control daemon assigns a client to a server.
+    ClientAdmitted(u32),
+    /// A client was turned away, since the server has as many clients as it can hold.
+    ClientRefused {
+        /// The server's PID.
+        server: u32,
+        /// The number of clients that the server can hold.
+        capacity: u32,
+    },
+}
+
+impl Meaning {
+    /// Whether the line is about which servers exist or which limits they apply.
+    pub fn is_of_servers(&self) -> bool {
+        matches!(
+            self,
+            Self::ServerStarting { .. }
+                | Self::ServerReady(_)
+                | Self::ServerExited { .. }
+                | Self::ThreadPercentage { .. }
+                | Self::MemoryLimit { .. }
+        )
+    }
+}
+
+/// The status of a server, as its control daemon says it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ServerStatus {
+    /// It is about to come.
+    Initializing,
+    /// It takes clients.
+    Active,
+    /// The server met a fatal GPU error. It takes no client until the present clients are gone.
+    Fault,
+    /// It has ended.
+    Gone,
+    /// The control daemon does not know the command.
+    Unsupported,
+}
+
+/// Servers, each with the PIDs of its clients.
+pub type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
+
+/// A connection of a client.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Client {
+    /// The client's PID on the host.
+    pub pid: u32,
+    /// The number that distinguishes the client's connections: a process that starts over gets another number. None if
+    /// it is not known.
+    pub id: Option<u64>,
+    /// Its server's PID.
+    pub server: u32,
+    /// The beginning of its GPU's UUID. Empty if it is not known.
+    pub gpu_prefix: String,
+}
+
+impl Client {
+    /// Whether the client uses this GPU.
+    pub fn is_on(&self, uuid: &str) -> bool {
+        !self.gpu_prefix.is_empty() && uuid.starts_with(&self.gpu_prefix)
+    }
+}
+
+/// The limits of a server's clients.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// The active thread percentage.
+    pub thread_percentage: u8,
+    /// The memory limit of each GPU in MiB, by its ordinal.
+    pub memory_mib: BTreeMap<usize, u64>,
+    /// The ordinals of the GPUs that enforce theirs; servers write of no others.
+    pub enforced: BTreeSet<usize>,
+}
+
+/// A control daemon and its servers at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inspection {
+    /// The PIDs of the servers.
+    pub servers: Vec<u32>,
+    /// The statuses of the servers that were asked about.
+    pub statuses: BTreeMap<u32, ServerStatus>,
+    /// The limits that differ, in words: of the servers to come behind None, and of each server that was asked about.
+    pub differences: BTreeMap<Option<u32>, String>,
+}
+
+impl Inspection {
+    /// The status of a server that was asked about.
+    pub fn status(&self, server: u32) -> ServerStatus {
+        self.statuses.get(&server).copied().unwrap_or(ServerStatus::Gone)
+    }
+
+    /// The servers with one of these statuses.
+    pub fn with(&self, wanted: &[ServerStatus]) -> impl Iterator<Item = u32> {
+        self.statuses.iter().filter(|(_, status)| wanted.contains(status)).map(|(server, _)| *server)
+    }
+}

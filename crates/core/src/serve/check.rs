@@ -1,0 +1,162 @@
+//! The health check of a control daemon that serves, and its consequences.
+
+use alloc::borrow::ToOwned;
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::string::String;
+
+use super::blocker::{Blocker, Change, ClearedBy, Progress};
+use super::shell::{Failure, News, Shell, Shown, ShownGpu};
+use super::{Ended, Serving};
+use crate::GpuUuid;
+use crate::mps::ServerStatus;
+
+impl<S: Shell> Serving<'_, S> {
+    /// The health check: the answers, servers, limits, compute modes and files of the control daemon.
+    pub(super) async fn check(&mut self) -> Result<Option<Ended>, Failure> {
+        self.continue_if_stopped();
+        let mut answer = None;
+        match self.inspect().await {
+            Ok(_) if self.place_is_taken() => {}
+            Ok(look) => {
+                let change = self.run.blockers.observe(None);
+                self.run.servers.keep(&look.servers);
+                for server in &look.servers {
+                    self.watch_server(*server);
+                }
+                for server in look.with(&[ServerStatus::Fault]) {
+                    if self.still_faulted(server).await? {
+                        self.fault_seen(server);
+                    }
+                }
+                self.run.blockers.clear(ClearedBy::Access);
+                self.let_users_in();
+                if self.run.configured
+                    && let Some(bad) = self.shell.keep_links()
+                {
+                    self.run.blockers.put(Blocker::BadDirectory(bad));
+                }
+                if change == Change::AnswersAgain {
+                    self.shell.tell(News::Event, "the control daemon answers again".to_owned());
+                    // It may have missed a command meanwhile.
+                    return Ok(Some(Ended::Again));
+                }
+                answer = Some(look);
+            }
+            Err(Failure::Silent(error)) => self.missed(error),
+            // It lives, so its sockets have gone: it can't make them again.
+            Err(Failure::Unreachable(error)) => {
+                self.run.blockers.observe(Some(Blocker::DirectoryGone(error)));
+            }
+            Err(error) => return Err(error),
+        }
+        if let Some(look) = &answer
+            && !self.run.blockers.has_failed_check()
+        {
+            self.keep_limits(look).await?;
+        }
+        let clients = self.read_gpus().await?;
+        let in_use = clients.values().any(|clients| *clients > 0);
+        if in_use || self.run.in_use {
+            self.shell.checked_in_use();
+        }
+        self.run.in_use = in_use;
+        self.run.capacity.suspect(&self.wanted.gpus, &clients, self.shell.now());
+        self.shell.keep_compute_modes().await;
+        // After a fatal error, a server's clients are not reliably listed.
+        if answer.is_some() && !self.run.blockers.has(ClearedBy::Healing) {
+            self.find_bypasses().await;
+        }
+        self.find_misfit();
+        self.compare_servers();
+        self.keep_files();
+        self.show_state();
+        Ok(None)
+    }
+
+    /// Reads the GPUs: one that does not answer must not keep anybody from the end of the control daemon.
+    pub(super) async fn read_gpus(&mut self) -> Result<BTreeMap<GpuUuid, usize>, Failure> {
+        match self.shell.read_gpus().await {
+            Some(clients) => Ok(clients),
+            None => Err(self.ended().await),
+        }
+    }
+
+    pub(super) async fn find_bypasses(&mut self) {
+        self.run.bypasses_at = self.shell.find_bypasses(&self.run.servers.alive()).await;
+    }
+
+    /// Keeps the state file and all that is shown of the process up to date. Its log is not, where another control daemon is
+    /// needed anyway.
+    pub fn keep_files(&mut self) {
+        self.shell.keep_files(!self.run.blockers.has(ClearedBy::Order));
+    }
+
+    /// True if another control daemon answers in our pipe directory. Then nothing must be told to it.
+    pub(super) fn place_is_taken(&mut self) -> bool {
+        let own = self.shell.pid();
+        let other = self.shell.listener().filter(|listener| *listener != own);
+        if let Some(other) = other {
+            self.run.blockers.observe(Some(Blocker::PlaceTaken(other)));
+        }
+        other.is_some()
+    }
+
+    /// Makes sure that clients of every user can get to the socket.
+    pub(super) fn let_users_in(&mut self) {
+        for bad in self.shell.let_users_in() {
+            self.run.blockers.put(Blocker::BadDirectory(bad));
+        }
+    }
+
+    /// Compares the limits that the servers have written with the order. True if they differ.
+    pub(super) fn compare_servers(&mut self) -> bool {
+        let run = &*self.run;
+        let limits = run.limits(&self.wanted);
+        let alive = run.servers.alive();
+        let newest = alive.iter().rev().find_map(|pid| Some((*pid, run.servers.get(*pid)?)));
+        let difference = newest
+            .filter(|(_, server)| server.has_written(&limits))
+            .and_then(|(pid, server)| Some(format!("server {pid}: {}", server.differs_from(&limits)?)));
+        let confirmed = newest.map(|(_, server)| server.memory_bytes.clone()).unwrap_or_default();
+        let shown = |uuid: &GpuUuid| {
+            let ordinal = run.gpus.iter().position(|served| served == uuid);
+            let reason = match (ordinal, &difference) {
+                (None, _) => "not in the control daemon's hands until it restarts".to_owned(),
+                (Some(_), Some(difference)) => difference.clone(),
+                (Some(_), None) => String::new(),
+            };
+            let bytes = ordinal.and_then(|ordinal| confirmed.get(&ordinal));
+            ShownGpu {
+                memory_limit_mib: bytes.map(|bytes| bytes >> 20),
+                reason,
+                full: run.capacity.full(uuid),
+                unlisted_clients: run.capacity.unlisted(uuid),
+            }
+        };
+        let gpus = self.wanted.gpus.iter().map(|gpu| (gpu.uuid.clone(), shown(&gpu.uuid))).collect();
+        self.shell.show(Shown::Servers { alive, gpus });
+        difference.is_some()
+    }
+
+    /// Shows the state of the control daemon.
+    pub(super) fn show_state(&mut self) {
+        let run = &mut *self.run;
+        let progress = Progress {
+            configured: run.configured,
+            in_place: self.wanted.in_place,
+            retiring: self.wanted.retiring,
+        };
+        let ends_when_idle = run.blockers.ends_when_idle();
+        if !ends_when_idle {
+            run.clients_unknown = None;
+        }
+        let mut state = run.blockers.shown(progress);
+        if let (Some(shown), Some(why)) = (&mut state, &run.clients_unknown) {
+            shown.reason.push_str(&format!(
+                "; its clients are not known ({why}), and `yunion-mpsctl apply --force` ends it with them"
+            ));
+        }
+        self.shell.show(Shown::State { state, ends_when_idle });
+    }
+}

@@ -1,0 +1,96 @@
+//! Who uses a control daemon, and its end.
+
+use alloc::borrow::ToOwned;
+use alloc::collections::BTreeSet;
+use alloc::format;
+use alloc::string::String;
+
+use super::Serving;
+use super::heal::clients_counted;
+use super::shell::{Failure, Shell};
+use crate::{Cause, Permit};
+
+/// Who uses a control daemon that has failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Judged {
+    /// It has ended meanwhile.
+    Ended(Failure),
+    /// Nobody.
+    Idle,
+    /// Nobody, and these programs without MPS keep its server out.
+    KeptOut(String),
+    /// It has clients, or nobody knows, as these words say.
+    Clients(String),
+}
+
+impl<S: Shell> Serving<'_, S> {
+    /// Finds out who uses the control daemon, which has failed.
+    pub async fn judge(&mut self) -> Judged {
+        // It had been asked to end before, or was killed.
+        if self.shell.ends_now().await {
+            return Judged::Ended(self.ended().await);
+        }
+        match self.in_use().await {
+            Ok(0) => {
+                let holders = self.shell.holders(&self.run.servers.alive()).await;
+                if holders.is_empty() { Judged::Idle } else { Judged::KeptOut(holders) }
+            }
+            Ok(clients) => Judged::Clients(format!("left to its {}", clients_counted(clients))),
+            Err(error) => Judged::Clients(format!("left alone, since its clients are not known: {error}")),
+        }
+    }
+
+    /// The number of clients of the control daemon, or why it is not known. If the control daemon does not answer, or
+    /// another one answers in its place, or it has lost its clients for a fault and may not list the others, its processes
+    /// are looked at: clients work in its servers, which are its children. Then NVML is asked.
+    pub(super) async fn in_use(&mut self) -> Result<usize, String> {
+        let why = match self.count_its_clients().await {
+            Ok(0) if self.run.blockers.fault().is_some() => {
+                "it lists no client, and its list is not relied on after a fatal GPU error".to_owned()
+            }
+            Ok(clients) => return Ok(clients),
+            Err(why) => why,
+        };
+        if self.shell.has_children() == Some(false) {
+            return Ok(0);
+        }
+        let mut clients = BTreeSet::new();
+        let mut unknown = None;
+        for there in self.shell.clients_on_gpus().await.into_values() {
+            match there {
+                Ok(there) => clients.extend(there),
+                Err(error) => unknown = Some(error),
+            }
+        }
+        match unknown {
+            Some(error) if clients.is_empty() => Err(format!("{why}; {error}")),
+            _ => Ok(clients.len()),
+        }
+    }
+
+    /// The number of clients that the control daemon lists.
+    async fn count_its_clients(&mut self) -> Result<usize, String> {
+        if self.shell.listener() != Some(self.shell.pid()) {
+            return Err("it does not listen in its pipe directory any more".to_owned());
+        }
+        let clients = self.shell.client_pids(&self.run.servers.alive()).await;
+        clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
+    }
+
+    /// Ends the control daemon, and says whether it has ended. Its clients, which the caller has named, end with it, unless it
+    /// is unused: then a client that comes this moment keeps it until that client is done.
+    pub async fn end(&mut self, may_end: Permit) -> bool {
+        self.continue_if_stopped();
+        if may_end.cause() != Cause::Unused {
+            return self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await;
+        }
+        if self.shell.quit_if_idle(may_end).await {
+            return true;
+        }
+        // It hangs, or a client has come after all.
+        match Permit::unused(self.in_use().await.ok()) {
+            Some(may_end) => self.shell.end_by_signal(may_end).await,
+            None => false,
+        }
+    }
+}

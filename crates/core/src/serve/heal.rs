@@ -1,0 +1,269 @@
+//! Mends a server that met a fatal GPU error, and replaces one that has ended: always with the smallest step that
+//! helps.
+
+use alloc::borrow::ToOwned;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
+
+use super::Serving;
+use super::blocker::{Blocker, ClearedBy};
+use super::fault::{AfterGrace, FAULT_PAUSE, Fault, HealStep, after_grace, is_over, next_look, next_step};
+use super::shell::{Failure, News, Shell};
+use crate::mps::ServerStatus;
+use crate::{CoreTime, HEALTHY_AGAIN, next_pause};
+
+/// The pause between a server's end and the start of the next one, ahead of the first client.
+#[derive(Debug)]
+pub(super) struct Revival {
+    pause: Duration,
+    last_success: CoreTime,
+}
+
+impl Revival {
+    pub(super) fn new(now: CoreTime) -> Self {
+        Self { pause: Duration::ZERO, last_success: now }
+    }
+
+    /// The time for the next server. The pause after that is longer.
+    fn next(&mut self, now: CoreTime) -> CoreTime {
+        let revive_at = now + self.pause;
+        self.pause = next_pause(self.pause);
+        revive_at
+    }
+}
+
+impl<S: Shell> Serving<'_, S> {
+    /// The log, or the server itself, says that it met a fatal GPU error.
+    pub(super) fn fault_seen(&mut self, server: u32) {
+        if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
+            self.run.blockers.put(Blocker::Faulted(Fault::new(server, self.shell.now())));
+            let text = format!("server {server} met a fatal GPU error");
+            self.shell.tell(News::ServerFault { server }, text);
+            self.show_state();
+        }
+    }
+
+    fn fault(&mut self) -> Option<&mut Fault> {
+        self.run.blockers.fault_mut()
+    }
+
+    /// The log says that a client is torn down for it.
+    pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
+        self.fault_seen(server);
+        // It may be there for a moment, if it came before the service.
+        self.shell.remember_client(client);
+        if let Some(fault) = self.fault() {
+            fault.clients.insert((ordinal, client));
+        }
+    }
+
+    /// The next step against a fault.
+    pub(super) async fn heal(&mut self) -> Result<(), Failure> {
+        self.tell_fault();
+        let now = self.shell.now();
+        let Some(fault) = self.fault() else { return Ok(()) };
+        let (server, age) = (fault.server, now.saturating_sub(fault.since));
+        fault.due = now + next_look(age);
+        let status = self.server_status(server).await?;
+        match next_step(status, age, self.wanted.fault_grace) {
+            HealStep::Recovered => self.well_again(server).await,
+            HealStep::ServerGone => self.server_gone(server).await,
+            HealStep::Wait => {}
+            HealStep::LookForThoseHit => self.look_for_those_hit(server).await?,
+            HealStep::LookWhoStays => self.look_who_stays(server).await?,
+        }
+        self.show_state();
+        Ok(())
+    }
+
+    /// A control daemon of driver 535 can't say how its server is.
+    async fn look_for_those_hit(&mut self, server: u32) -> Result<(), Failure> {
+        let mut clients = self.shell.clients(&[server]).await?;
+        self.read_on().await;
+        let now = self.shell.now();
+        let Some(fault) = self.run.blockers.fault_mut() else { return Ok(()) };
+        let hit: BTreeSet<u32> = fault.clients.iter().map(|(_, pid)| *pid).collect();
+        clients.retain(|client| client.server == server && hit.contains(&client.pid));
+        let is_left = |pid| clients.iter().any(|client| client.pid == pid);
+        match is_over(&hit, is_left, now.saturating_sub(fault.since)) {
+            None => {}
+            Some(true) => self.well_again(server).await,
+            Some(false) => {
+                let there = self.shell.describe(&clients.iter().collect::<Vec<_>>());
+                fault.held_up = Some(format!(
+                    "still there: {there}; end them, since this driver does not say when the server is well"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    async fn well_again(&mut self, server: u32) {
+        let known = self.clients_hit();
+        self.read_on().await;
+        // The log has named more clients, so the server may have met another error: it is asked again.
+        if self.clients_hit() > known {
+            return;
+        }
+        self.run.blockers.clear(ClearedBy::Healing);
+        self.shell.tell(News::Event, format!("server {server} has recovered"));
+    }
+
+    fn clients_hit(&self) -> usize {
+        self.run.blockers.fault().map_or(0, |fault| fault.clients.len())
+    }
+
+    /// The GPUs that the log has named. It names none if it could not be written, or if a former service has read that
+    /// part.
+    fn gpus_hit(&self) -> BTreeSet<String> {
+        let hit = self.run.blockers.fault().into_iter().flat_map(|fault| &fault.clients);
+        hit.filter_map(|(ordinal, _)| self.run.gpus.get(*ordinal)).cloned().collect()
+    }
+
+    /// Tells which clients were hit, each once.
+    pub fn tell_fault(&mut self) {
+        let Some(fault) = self.run.blockers.fault_mut() else { return };
+        let new = &fault.clients - &fault.told;
+        fault.told.clone_from(&fault.clients);
+        let server = fault.server;
+        let mut hit: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
+        for (ordinal, client) in new {
+            hit.entry(ordinal).or_default().push(client);
+        }
+        for (ordinal, clients) in hit {
+            self.shell.tell_hit(server, ordinal, clients);
+        }
+    }
+
+    /// After the grace: ends the server, if nobody else loses work with it. `terminate_client` would be the smaller step, but
+    /// it waits for the client, which is why we are here, and the control daemon does nothing else for anybody meanwhile
+    /// (measured: 32 s, until the client ended).
+    async fn look_who_stays(&mut self, server: u32) -> Result<(), Failure> {
+        let mut clients = self.shell.clients(&[server]).await?;
+        clients.retain(|client| client.server == server);
+        let held_up = match after_grace(&self.gpus_hit(), &clients, |client| &client.gpu_prefix) {
+            AfterGrace::End(may_end, stay) => {
+                let stay = self.shell.describe(&stay);
+                let text = format!("server {server} ended: still there long after its fault: {stay}");
+                self.shell.tell(News::Warning, text);
+                return self.shell.shut_down_server(server, may_end).await;
+            }
+            AfterGrace::GpuNotKnown(stay) => format!(
+                "which GPU it was is not known any more, so the server is left to its clients on several of them: {}; \
+                 end the clients that get CUDA error 700",
+                self.shell.describe(&stay)
+            ),
+            AfterGrace::OthersAreWell(stay, others) => format!(
+                "still there: {}; end them, since the server is left to its {} on GPUs that are well",
+                self.shell.describe(&stay),
+                clients_counted(others)
+            ),
+        };
+        if let Some(fault) = self.fault() {
+            fault.held_up = Some(held_up);
+        }
+        Ok(())
+    }
+
+    /// Makes sure that the server's end becomes known.
+    pub(super) fn watch_server(&mut self, server: u32) {
+        if self.run.watched_servers.insert(server) {
+            self.shell.watch_server(server);
+        }
+    }
+
+    /// The status of one server.
+    pub(super) async fn server_status(&mut self, server: u32) -> Result<ServerStatus, Failure> {
+        Ok(self.shell.inspect(&[server], None).await?.status(server))
+    }
+
+    /// True if a server that says FAULT really met a fatal GPU error, though the log tells of none. A server that was
+    /// killed by a signal says FAULT too, until its control daemon notes its end (H200).
+    pub(super) async fn still_faulted(&mut self, server: u32) -> Result<bool, Failure> {
+        self.shell.pause(FAULT_PAUSE).await;
+        Ok(self.server_status(server).await? == ServerStatus::Fault)
+    }
+
+    pub(super) async fn forget_server(&mut self, server: u32) {
+        if self.fault().is_some_and(|fault| fault.server == server) {
+            self.read_on().await;
+            self.tell_fault();
+        }
+        if self.fault().is_some_and(|fault| fault.server == server) {
+            self.run.blockers.clear(ClearedBy::Healing);
+        }
+        self.run.servers.forget(server);
+        self.run.watched_servers.remove(&server);
+    }
+
+    /// A server has ended. In multi-user mode the next one is started ahead of its first client.
+    pub(super) async fn server_gone(&mut self, server: u32) {
+        let known = self.run.watched_servers.contains(&server);
+        self.forget_server(server).await;
+        if !known {
+            return;
+        }
+        self.shell.tell(News::Event, format!("server {server} has ended"));
+        let run = &mut *self.run;
+        // Its clients have gone with it.
+        run.client_left = true;
+        let wanted = !self.wanted.retiring && self.wanted.prewarm && run.multiuser;
+        if wanted && run.servers.alive().is_empty() {
+            let now = self.shell.now();
+            if now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
+                run.revival.pause = Duration::ZERO;
+            }
+            let reason = format!("server {server} has ended{}", self.shell.words());
+            let revive_at = run.revival.next(now);
+            run.blockers.put(Blocker::ServerEnded { reason, revive_at });
+        }
+        self.compare_servers();
+        self.show_state();
+    }
+
+    /// Starts the next server, unless a client was faster.
+    pub(super) async fn revive(&mut self) -> Result<(), Failure> {
+        let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
+        self.run.blockers.clear(ClearedBy::Revival);
+        let limits = self.limits();
+        // Otherwise the server would start with defaults that somebody else has changed.
+        let look = self.shell.inspect(&[], Some(&limits)).await?;
+        self.keep_defaults(&look, &limits).await?;
+        match self.prewarm(&limits).await {
+            Ok(()) => {
+                self.run.blockers.clear(ClearedBy::Revival);
+                self.run.revival.last_success = self.shell.now();
+            }
+            Err(ended @ Failure::Ended { .. }) => return Err(ended),
+            Err(failure) => {
+                let reason = failure.into_text();
+                if before != reason {
+                    let again = tried_again(self.run.revival.pause);
+                    self.shell.tell(News::Warning, format!("{reason}; {again}"));
+                }
+                let revive_at = self.run.revival.next(self.shell.now());
+                self.run.blockers.put(Blocker::ServerEnded { reason, revive_at });
+            }
+        }
+        self.compare_servers();
+        self.show_state();
+        Ok(())
+    }
+}
+
+/// A pause as the end of a sentence.
+pub fn tried_again(pause: Duration) -> String {
+    if pause.is_zero() {
+        "retrying at once".to_owned()
+    } else {
+        format!("retrying in {:.1} s", pause.as_secs_f64())
+    }
+}
+
+/// So many clients, in words.
+pub(super) fn clients_counted(count: usize) -> String {
+    if count == 1 { "1 client".to_owned() } else { format!("{count} clients") }
+}

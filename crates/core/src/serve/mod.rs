@@ -1,0 +1,185 @@
+//! Serving: one control daemon that runs is told its order, watched, and kept well, with the smallest step that helps.
+//!
+//! The decisions are written in the order in which they are made, and each `await` is a question to the outside or an act:
+//! everything that can happen in between is an [`Occurrence`], or the end of the whole.
+//!
+//! | file | its job |
+//! |---|---|
+//! | `shell.rs` | everything that is asked of the outside |
+//! | `configure.rs` | the way to the order: limits, links, the first server |
+//! | `watch.rs` | waits for the next thing to happen or to do |
+//! | `check.rs` | the regular look |
+//! | `limits.rs` | limits, set and kept |
+//! | `heal.rs`, `fault.rs` | a server that met a fatal GPU error, and one that has ended |
+//! | `requests.rs` | the requests of administrators |
+//! | `end.rs` | its end, and who uses it |
+//! | `blocker.rs` | everything that keeps it from serving, and the state that is shown |
+//! | `servers.rs`, `capacity.rs` | the servers, and the places on GPUs |
+
+mod blocker;
+mod capacity;
+mod check;
+mod configure;
+mod end;
+pub mod fault;
+mod heal;
+mod limits;
+mod observe;
+mod requests;
+mod servers;
+mod shell;
+mod watch;
+
+use alloc::collections::BTreeSet;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
+
+pub use blocker::{ShownAs, ShownState};
+pub use end::Judged;
+pub use heal::tried_again;
+pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell, Shown, ShownGpu};
+
+use crate::mps::Limits;
+use crate::{CoreTime, GpuUuid};
+use blocker::{Blocker, Blockers};
+use capacity::Capacity;
+use heal::Revival;
+use servers::Servers;
+
+/// The order for a control daemon that runs, as far as serving depends on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wanted {
+    /// The GPUs of the order.
+    pub gpus: Vec<WantedGpu>,
+    /// The active thread percentage.
+    pub thread_percentage: u8,
+    /// A server runs ahead of its first client.
+    pub prewarm: bool,
+    /// It is to have the pipe directory that it has.
+    pub in_place: bool,
+    /// Only its clients still need it.
+    pub retiring: bool,
+    /// The time that clients have to end by themselves after a fatal GPU error.
+    pub fault_grace: Duration,
+}
+
+/// A GPU of the order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WantedGpu {
+    /// Its UUID.
+    pub uuid: GpuUuid,
+    /// Its name, for people.
+    pub name: String,
+    /// The memory limit of a client, in MiB.
+    pub memory_limit_mib: u64,
+    /// The GPU enforces it.
+    pub limits_enforced: bool,
+    /// The most clients of a server.
+    pub capacity: u32,
+    /// NVML lists its clients.
+    pub clients_listed: bool,
+}
+
+/// Everything that is learnt of a control daemon while it runs.
+// Each flag is a fact of its own: none of them excludes another.
+#[allow(clippy::struct_excessive_bools)]
+#[derive(Debug)]
+pub struct Known {
+    gpus: Vec<GpuUuid>,
+    multiuser: bool,
+    servers: Servers,
+    /// The servers that are watched: an occurrence tells of their end.
+    watched_servers: BTreeSet<u32>,
+    check_at: CoreTime,
+    /// The time of the next count of the clients, for a control daemon that is to end.
+    count_at: CoreTime,
+    bypasses_at: Option<CoreTime>,
+    /// It has been made to serve.
+    configured: bool,
+    /// It has clients, or had some a moment ago.
+    in_use: bool,
+    /// A client has left: it may have been the last.
+    client_left: bool,
+    /// Why its clients were not known when it was to end without any.
+    clients_unknown: Option<String>,
+    /// All that keeps it from serving the order.
+    blockers: Blockers,
+    /// When its next server may come, if this one ends.
+    revival: Revival,
+    capacity: Capacity,
+}
+
+impl Known {
+    /// A control daemon that has these GPUs, at this moment.
+    pub fn new(gpus: Vec<GpuUuid>, multiuser: bool, now: CoreTime) -> Self {
+        Self {
+            gpus,
+            multiuser,
+            servers: Servers::default(),
+            watched_servers: BTreeSet::new(),
+            check_at: now,
+            count_at: now,
+            bypasses_at: None,
+            configured: false,
+            in_use: false,
+            client_left: false,
+            clients_unknown: None,
+            blockers: Blockers::default(),
+            revival: Revival::new(now),
+            capacity: Capacity::default(),
+        }
+    }
+
+    /// The limits that the order has for its GPUs, by their ordinals.
+    fn limits(&self, wanted: &Wanted) -> Limits {
+        let planned = |uuid: &String| wanted.gpus.iter().find(|gpu| gpu.uuid == *uuid);
+        let ordinals = self.gpus.iter().enumerate();
+        let held: Vec<_> = ordinals.filter_map(|(ordinal, uuid)| Some((ordinal, planned(uuid)?))).collect();
+        let enforced = held.iter().filter(|(_, gpu)| gpu.limits_enforced);
+        Limits {
+            thread_percentage: wanted.thread_percentage,
+            enforced: enforced.map(|(ordinal, _)| *ordinal).collect(),
+            memory_mib: held.iter().map(|(ordinal, gpu)| (*ordinal, gpu.memory_limit_mib)).collect(),
+        }
+    }
+}
+
+/// The way in which serving ended, unless it failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// It has to be told its order again.
+    Again,
+    /// We have ended it.
+    Stopped,
+}
+
+/// A control daemon that runs, its order, and the outside.
+#[derive(Debug)]
+pub struct Serving<'s, S> {
+    /// Carries out everything.
+    pub shell: S,
+    run: &'s mut Known,
+    wanted: Wanted,
+}
+
+impl<'s, S: Shell> Serving<'s, S> {
+    /// All that it takes to serve.
+    pub fn new(shell: S, run: &'s mut Known, wanted: Wanted) -> Self {
+        Self { shell, run, wanted }
+    }
+
+    /// Gives the control daemon its order, and watches it until something else has to be done.
+    ///
+    /// # Errors
+    /// It can't be made to serve, or does not any more.
+    pub async fn serve(&mut self) -> Result<Ended, Failure> {
+        self.configure().await?;
+        self.watch().await
+    }
+
+    /// It has not answered when it was taken over.
+    pub fn no_answer(&mut self, text: String) {
+        self.run.blockers.observe(Some(Blocker::no_answer(text)));
+    }
+}

@@ -1,0 +1,104 @@
+//! Takes note of what happens to the control daemon and is written to its log.
+
+use alloc::format;
+use core::time::Duration;
+
+use super::Serving;
+use super::shell::{Failure, News, Occurrence, Said, Shell};
+use crate::CoreTime;
+use crate::mps::Meaning;
+
+impl<S: Shell> Serving<'_, S> {
+    /// Waits for what happens next, until `deadline`.
+    pub(super) async fn next(
+        &mut self,
+        deadline: CoreTime,
+        takes_requests: bool,
+    ) -> Result<Occurrence, Failure> {
+        let occurrence = self.shell.next(deadline, takes_requests).await?;
+        if let Occurrence::Said(said) = &occurrence {
+            self.observe(said);
+        }
+        Ok(occurrence)
+    }
+
+    /// Lets time pass, and watches the log and the process meanwhile. False once `deadline` is reached.
+    pub(super) async fn step(&mut self, deadline: CoreTime) -> Result<bool, Failure> {
+        match self.next(deadline, false).await? {
+            Occurrence::ServerEnded(server) => {
+                self.forget_server(server).await;
+                Ok(true)
+            }
+            Occurrence::Ended => Err(self.ended().await),
+            Occurrence::Said(_) | Occurrence::Asked(_) => Ok(true),
+            Occurrence::Nothing => Ok(false),
+        }
+    }
+
+    /// Waits until something happens, `duration` at most, and says when that is.
+    pub(super) async fn wait(&mut self, duration: Duration) -> Result<CoreTime, Failure> {
+        self.step(self.shell.now() + duration).await?;
+        Ok(self.shell.now())
+    }
+
+    /// Says how the control daemon has ended.
+    pub async fn ended(&mut self) -> Failure {
+        // Its last lines explain its end. The next one does not wait for the rest.
+        self.read(true).await;
+        // A stopped server does not notice that its control daemon has ended, and would keep the GPU from the next one.
+        self.continue_if_stopped();
+        self.shell.how_it_ended()
+    }
+
+    /// Reads all that stands in the log at this moment.
+    pub async fn read_on(&mut self) {
+        self.read(false).await;
+    }
+
+    async fn read(&mut self, last_ones: bool) {
+        for said in self.shell.lines_there(last_ones).await {
+            self.observe(&said);
+        }
+    }
+
+    /// Continues the control daemon and its servers if somebody has stopped them: a stopped process serves no client.
+    pub fn continue_if_stopped(&mut self) {
+        self.shell.continue_if_stopped(&self.run.servers.alive());
+    }
+
+    fn observe(&mut self, said: &Said) {
+        let now = self.shell.now();
+        let run = &mut *self.run;
+        run.servers.observe(&said.meaning);
+        if !said.is_news {
+            return;
+        }
+        let first_refusal = run.capacity.observe(&said.meaning, &self.wanted.gpus, now);
+        match said.meaning {
+            Meaning::ServerReady(server) => {
+                self.shell.tell(News::Event, format!("server {server} is ready"));
+                // The process that kept it out has gone.
+                run.bypasses_at = Some(now);
+            }
+            Meaning::ServerExited { server, status: 0 } => {
+                self.shell.tell(News::Event, format!("server {server} exited with status 0"));
+            }
+            Meaning::ServerExited { server, status } => {
+                let text = format!("server {server} exited with status {status}{}", self.shell.words());
+                self.shell.tell(News::ServerFailed { server }, text);
+            }
+            Meaning::FaultHandling { server } => self.fault_seen(server),
+            Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
+            Meaning::ClientAdmitted(client) => {
+                run.in_use = true;
+                self.shell.client_came(client);
+            }
+            Meaning::ClientLeft(_) => run.client_left = true,
+            Meaning::ClientRefused { server, capacity } if first_refusal => {
+                let text = format!("server {server} refused a client: its limit is {capacity} clients");
+                self.shell.tell(News::Warning, text);
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Carries out the requests of administrators: to make a change that waits for clients, and to replace the server.
+
+use alloc::borrow::ToOwned;
+use alloc::format;
+use alloc::string::String;
+use core::time::Duration;
+
+use super::heal::clients_counted;
+use super::shell::{Failure, Requested, Shell};
+use super::{Ended, Serving};
+use crate::Permit;
+
+/// The longest time for a server without clients to end, and the time between two looks. Measured: 70 ms to 2 s.
+const IDLE_SERVER_TIMEOUT: Duration = Duration::from_secs(4);
+const IDLE_SERVER_PAUSE: Duration = Duration::from_millis(50);
+
+impl<S: Shell> Serving<'_, S> {
+    /// Carries a request out, even if nobody waits for its answer any more. It may end the control daemon.
+    pub(super) async fn obey(&mut self, request: Requested) -> Option<Ended> {
+        match request {
+            Requested::Apply { force } => {
+                let answer = self.apply(force).await;
+                let has_ended = answer == Ok(true);
+                self.shell.answer(answer.map(drop));
+                return has_ended.then_some(Ended::Stopped);
+            }
+            Requested::Check => self.run.check_at = self.shell.now(),
+            Requested::RestartServer => {
+                let done = self.restart_servers().await;
+                self.shell.answer(done);
+            }
+        }
+        None
+    }
+
+    /// Whether the control daemon was ended for a change.
+    async fn apply(&mut self, force: bool) -> Result<bool, String> {
+        let Some(change) = self.run.blockers.why_it_ends() else { return Ok(false) };
+        let clients = self.in_use().await;
+        let Some(may_end) = Permit::for_a_change(force, clients.as_ref().ok().copied()) else {
+            let who = clients.map_or_else(|error| error, clients_counted);
+            return Err(format!("{change}: in the way: {who}"));
+        };
+        if self.end(may_end).await { Ok(true) } else { Err("a client came in between".to_owned()) }
+    }
+
+    async fn restart_servers(&mut self) -> Result<(), String> {
+        let clients = self.in_use().await?;
+        let Some(may_end) = Permit::unused(Some(clients)) else {
+            return Err(format!("in the way: {}", clients_counted(clients)));
+        };
+        let servers = self.shell.inspect(&[], None).await.map_err(Failure::into_text)?.servers;
+        for server in servers.iter().copied() {
+            self.watch_server(server);
+            let ended = self.shell.shut_down_idle_server(server, may_end).await;
+            ended.map_err(Failure::into_text)?;
+        }
+        let deadline = self.shell.now() + IDLE_SERVER_TIMEOUT;
+        loop {
+            let there = self.shell.inspect(&[], None).await.map_err(Failure::into_text)?.servers;
+            if !there.iter().any(|server| servers.contains(server)) {
+                return Ok(());
+            }
+            if self.shell.now() >= deadline {
+                return Err("in the way: a client that has come in between".to_owned());
+            }
+            self.shell.pause(IDLE_SERVER_PAUSE).await;
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! Everything that serving asks of the outside, and the outside asks of it. The service carries it out with processes, files
+//! and NVML; the tests' world carries it out in memory.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
+
+use super::blocker::ShownState;
+use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
+use crate::{CoreTime, GpuUuid, Permit};
+
+/// The next thing that happens to a control daemon.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Occurrence {
+    /// It or a server has written a line to the log.
+    Said(Said),
+    /// It has ended.
+    Ended,
+    /// One of its servers has ended.
+    ServerEnded(u32),
+    /// Somebody asks for something. A request that has an answer gets it by [`Shell::answer`].
+    Asked(Requested),
+    /// Nothing has happened until the deadline.
+    Nothing,
+}
+
+/// A line of the log.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Said {
+    /// Its meaning.
+    pub meaning: Meaning,
+    /// False: an earlier service has taken note of it.
+    pub is_news: bool,
+}
+
+/// A request about a control daemon that serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Requested {
+    /// Make a change that waits for clients to end: now if `force`, or if there are none. It has an answer.
+    Apply {
+        /// With its clients.
+        force: bool,
+    },
+    /// Check now.
+    Check,
+    /// End the server and start another, if it has no clients. It has an answer.
+    RestartServer,
+}
+
+/// Why a control daemon does not serve, or has not answered, in words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// It does not do what it should.
+    Failed(String),
+    /// Its process has ended, perhaps since it does not know the multi-user option.
+    Ended {
+        /// How.
+        text: String,
+        /// It does not know the multi-user option.
+        refuses_multiuser: bool,
+    },
+    /// Something outside must change first.
+    Waiting(String),
+    /// It has not answered in time, or dropped the question.
+    Silent(String),
+    /// Nobody listens in its directory.
+    Unreachable(String),
+    /// It answers in words that are not known, as a newer driver's may. Another one would answer the same.
+    NotUnderstood(String),
+}
+
+impl Failure {
+    /// The words.
+    pub fn into_text(self) -> String {
+        match self {
+            Self::Failed(text)
+            | Self::Ended { text, .. }
+            | Self::Waiting(text)
+            | Self::Silent(text)
+            | Self::Unreachable(text)
+            | Self::NotUnderstood(text) => text,
+        }
+    }
+}
+
+/// Something that people are told once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum News {
+    /// It is as it should be.
+    Event,
+    /// Somebody may have to do something.
+    Warning,
+    /// A server has met a fatal GPU error.
+    ServerFault {
+        /// Its PID.
+        server: u32,
+    },
+    /// A server has ended by itself.
+    ServerFailed {
+        /// Its PID.
+        server: u32,
+    },
+}
+
+/// Something that is published until it changes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Shown {
+    /// The state of the control daemon. None: it stays as it is.
+    State {
+        /// The state.
+        state: Option<ShownState>,
+        /// It ends as soon as it has no client.
+        ends_when_idle: bool,
+    },
+    /// The next step waits for clients to end. That may take days.
+    PutOff,
+    /// The active thread percentage that is in force.
+    InForce {
+        /// The percentage.
+        thread_percentage: u8,
+    },
+    /// The servers, and the GPUs of the order.
+    Servers {
+        /// The PIDs of the servers, the newest last.
+        alive: Vec<u32>,
+        /// By UUID.
+        gpus: BTreeMap<GpuUuid, ShownGpu>,
+    },
+}
+
+/// A GPU as it is published.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ShownGpu {
+    /// The memory limit in MiB that a running server has in force.
+    pub memory_limit_mib: Option<u64>,
+    /// Why it is not served as planned; empty when it is.
+    pub reason: String,
+    /// That all its places are taken, in words; empty while it takes clients.
+    pub full: String,
+    /// The number of its clients, if NVML lists none of them and they were counted.
+    pub unlisted_clients: Option<u32>,
+}
+
+/// The clients on each GPU by UUID, as NVML lists them, or why it does not.
+pub type ClientsOnGpus = BTreeMap<GpuUuid, Result<BTreeSet<u32>, String>>;
+
+/// Carries out all that is decided about one control daemon that runs. Each call comes back: it has a deadline of its own.
+pub trait Shell: Send {
+    /// The present moment.
+    fn now(&self) -> CoreTime;
+
+    /// Waits for the next thing that happens, until a moment. Requests wait unless they are taken here. An error: the log
+    /// can't be read.
+    fn next(
+        &mut self,
+        until: CoreTime,
+        takes_requests: bool,
+    ) -> impl Future<Output = Result<Occurrence, Failure>> + Send;
+
+    /// Lets time pass, and looks at nothing.
+    fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
+
+    /// The lines that stand in the log at this moment and were not read yet; or the last ones of them alone.
+    fn lines_there(&mut self, last_ones: bool) -> impl Future<Output = Vec<Said>> + Send;
+
+    /// The last words of the log, as the end of a sentence.
+    fn words(&self) -> String;
+
+    /// Whether the process has ended, or ends at this moment.
+    fn ends_now(&mut self) -> impl Future<Output = bool> + Send;
+
+    /// How the process has ended.
+    fn how_it_ended(&self) -> Failure;
+
+    /// Asks for all servers, for the statuses of these, and for the limits that differ: of the servers to come, and of these.
+    /// A server that has ended has no limits.
+    fn inspect(
+        &mut self,
+        servers: &[u32],
+        limits: Option<&Limits>,
+    ) -> impl Future<Output = Result<Inspection, Failure>> + Send;
+
+    /// Sets the limits of a server's clients to come, or without `server` of servers to come. Returns the servers.
+    fn set_limits(
+        &mut self,
+        server: Option<u32>,
+        limits: &Limits,
+    ) -> impl Future<Output = Result<Vec<u32>, Failure>> + Send;
+
+    /// Sets the limits of servers to come, and starts the server of root. That one is not among the servers that it returns.
+    fn set_limits_and_start(
+        &mut self,
+        limits: &Limits,
+    ) -> impl Future<Output = Result<Vec<u32>, Failure>> + Send;
+
+    /// Starts the server of root, unless it is there.
+    fn start_server(&mut self) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// The clients of each server. `expected` are the servers as far as they are known.
+    fn client_pids(&mut self, expected: &[u32]) -> impl Future<Output = Result<ClientPids, Failure>> + Send;
+
+    /// The connections of all clients.
+    fn clients(&mut self, expected: &[u32]) -> impl Future<Output = Result<Vec<Client>, Failure>> + Send;
+
+    /// Ends a server if it has no client.
+    fn shut_down_idle_server(
+        &mut self,
+        server: u32,
+        may_end: Permit,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// Ends a server with its clients.
+    fn shut_down_server(
+        &mut self,
+        server: u32,
+        may_end: Permit,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// The name of the control daemon: `shared`, or the UUID of its GPU.
+    fn id(&self) -> String;
+
+    /// The PID of the control daemon.
+    fn pid(&self) -> u32;
+
+    /// The process that listens in its directory.
+    fn listener(&self) -> Option<u32>;
+
+    /// Whether certainly nobody listens there.
+    fn is_nobody(&self) -> bool;
+
+    /// Whether it has servers, by its children. None: nobody knows.
+    fn has_children(&self) -> Option<bool>;
+
+    /// Continues the control daemon and these servers if somebody has stopped them, and says so.
+    fn continue_if_stopped(&mut self, servers: &[u32]);
+
+    /// Asks it to end as soon as it has no client. Whether it has ended.
+    fn quit_if_idle(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
+
+    /// Asks it to end with its clients. Whether it has ended.
+    fn quit(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
+
+    /// Ends it by signals, with its clients. Whether it has ended.
+    fn end_by_signal(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
+
+    /// Reads the compute mode and the processes of each GPU of the order, and takes GPUs in and out. Returns the number of
+    /// clients that NVML lists on each GPU that answers. None: the control daemon has ended meanwhile.
+    fn read_gpus(&mut self) -> impl Future<Output = Option<BTreeMap<GpuUuid, usize>>> + Send;
+
+    /// The clients that NVML lists on the GPUs of the control daemon.
+    fn clients_on_gpus(&mut self) -> impl Future<Output = ClientsOnGpus> + Send;
+
+    /// The programs on its GPUs that are neither servers nor clients, in words; empty if there are none.
+    fn holders(&mut self, servers: &[u32]) -> impl Future<Output = String> + Send;
+
+    /// Sets compute modes again that somebody else has changed.
+    fn keep_compute_modes(&mut self) -> impl Future<Output = ()> + Send;
+
+    /// Looks for processes that use the GPUs without these servers, by the last reading of the GPUs. Returns the moment of the
+    /// look that is to confirm it.
+    fn find_bypasses(&mut self, servers: &[u32]) -> impl Future<Output = Option<CoreTime>> + Send;
+
+    /// When clients that wait for a server are to be looked for.
+    fn waiting_due(&self) -> Option<CoreTime>;
+
+    /// Tells of the clients that wait for a server. The newest one was started for this user, if it is known.
+    fn tell_waiting(&mut self, user_served: Option<u32>);
+
+    /// Lets clients of every user get to the socket, and keeps others from commanding it. Returns the reasons why it can't.
+    fn let_users_in(&mut self) -> Vec<String>;
+
+    /// Leads clients to the control daemon, which was told its limits.
+    ///
+    /// # Errors
+    /// Something is wrong with its own directory.
+    fn lead_here(&mut self) -> Result<(), Failure>;
+
+    /// Renews the ways that somebody has taken away or replaced. Returns the reason why it can't.
+    fn keep_links(&mut self) -> Option<String>;
+
+    /// Keeps the state file, the log's size, and all that is shown of the process up to date. A log that can't be written is
+    /// told of if that matters: the control daemon stays.
+    fn keep_files(&mut self, stays: bool);
+
+    /// Begins the log again if it has become too long.
+    fn rotate_log(&mut self);
+
+    /// Why the order needs another control daemon than the one that runs.
+    fn misfit(&self) -> Option<String>;
+
+    /// A step of the way to the order is behind it.
+    fn passed(&self, step: &'static str, text: &str);
+
+    /// Tells people something, once.
+    fn tell(&mut self, news: News, text: String);
+
+    /// Publishes something.
+    fn show(&mut self, shown: Shown);
+
+    /// Tells who was hit by a fatal GPU error of this server, on the GPU with this number.
+    fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>);
+
+    /// These clients in words.
+    fn describe(&self, clients: &[&Client]) -> String;
+
+    /// A client has come.
+    fn client_came(&mut self, client: u32);
+
+    /// A client should be known by more than its PID when it is told of.
+    fn remember_client(&mut self, client: u32);
+
+    /// The control daemon was checked while it had clients.
+    fn checked_in_use(&mut self);
+
+    /// Makes sure that the end of a server becomes known.
+    fn watch_server(&mut self, server: u32);
+
+    /// Answers the request that was taken last.
+    fn answer(&mut self, answer: Result<(), String>);
+}

@@ -1,0 +1,470 @@
+//! Carries out what serving asks for: with the control daemon's front end and process, NVML, files and the journal.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use mps_core::mps::{Client, ClientPids, Inspection, Limits};
+use mps_core::serve::{ClientsOnGpus, Failure, News, Occurrence, Said, Shell, Shown};
+use mps_core::{CoreTime, GpuUuid, Permit};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, sleep, sleep_until};
+use tracing::level_filters::LevelFilter;
+
+use crate::message::{Message, Subject};
+use crate::mps::log::Line;
+use crate::mps::process::{self, Stopped};
+use common::directories;
+use common::host::cpus::Cpus;
+use common::host::proc;
+use common::host::socket::listener;
+use common::membership::Slices;
+use common::plan::Present;
+
+use super::bypass;
+use super::run::Run;
+use super::{SupervisorCommand, Worker};
+
+/// The user of a server that is started ahead of its first client.
+const ROOT: u32 = 0;
+
+/// The worker, the control daemon that runs, and the requests to it, for as long as an act takes.
+#[derive(Debug)]
+pub(super) struct RunShell<'m> {
+    pub(super) worker: &'m mut Worker,
+    pub(super) run: &'m mut Run,
+    /// None where no request is taken.
+    pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
+    /// Takes the answer to the last request that has one.
+    pub(super) reply: Option<oneshot::Sender<Result<(), String>>>,
+}
+
+impl Shell for RunShell<'_> {
+    fn now(&self) -> CoreTime {
+        self.worker.tools.begun.elapsed()
+    }
+
+    async fn next(&mut self, until: CoreTime, takes_requests: bool) -> Result<Occurrence, Failure> {
+        let deadline = self.worker.tools.begun + until;
+        let requests = self.requests.as_mut().filter(|_| takes_requests);
+        let request = async {
+            match requests {
+                Some(requests) => requests.recv().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            line = self.run.log.next() => match line {
+                Ok(line) => Ok(Occurrence::Said(self.note(&line))),
+                Err(error) => Err(Failure::Failed(format!("{}: {error}", self.run.log.path().display()))),
+            },
+            status = self.run.process.exited() => {
+                self.run.exit_status = status;
+                Ok(Occurrence::Ended)
+            }
+            Some(server) = self.run.server_ends.recv() => Ok(Occurrence::ServerEnded(server)),
+            Some(SupervisorCommand { request, reply }) = request => {
+                self.reply = reply;
+                Ok(Occurrence::Asked(request))
+            }
+            () = sleep_until(deadline) => Ok(Occurrence::Nothing),
+        }
+    }
+
+    async fn pause(&mut self, duration: Duration) {
+        sleep(duration).await;
+    }
+
+    async fn lines_there(&mut self, last_ones: bool) -> Vec<Said> {
+        if last_ones && let Err(error) = self.run.log.skip_to_end() {
+            tracing::debug!("the end of the log can't be found: {error}");
+        }
+        let mut lines = Vec::new();
+        let Ok(end) = self.run.log.length() else { return lines };
+        while self.run.log.offset() < end
+            && let Ok(Some(line)) = self.run.log.next_there().await
+        {
+            lines.push(self.note(&line));
+        }
+        lines
+    }
+
+    fn words(&self) -> String {
+        self.run.words()
+    }
+
+    async fn ends_now(&mut self) -> bool {
+        let Some(status) = self.run.process.exited_by_now().await else { return false };
+        self.run.exit_status = status;
+        true
+    }
+
+    fn how_it_ended(&self) -> Failure {
+        let how = self.run.exit_status.map(|status| format!(" ({status})")).unwrap_or_default();
+        let text = format!("the control daemon ended{how}{}", self.run.words());
+        Failure::Ended { text, refuses_multiuser: self.run.refuses_multiuser() }
+    }
+
+    async fn inspect(&mut self, servers: &[u32], limits: Option<&Limits>) -> Result<Inspection, Failure> {
+        Ok(self.run.control.inspect(servers, limits).await?)
+    }
+
+    async fn set_limits(&mut self, server: Option<u32>, limits: &Limits) -> Result<Vec<u32>, Failure> {
+        Ok(self.run.control.set_limits(server, limits).await?)
+    }
+
+    async fn set_limits_and_start(&mut self, limits: &Limits) -> Result<Vec<u32>, Failure> {
+        Ok(self.run.control.set_limits_and_start(limits, ROOT).await?)
+    }
+
+    async fn start_server(&mut self) -> Result<(), Failure> {
+        Ok(self.run.control.start_server(ROOT).await?)
+    }
+
+    async fn client_pids(&mut self, expected: &[u32]) -> Result<ClientPids, Failure> {
+        Ok(self.run.control.client_pids(expected).await?)
+    }
+
+    async fn clients(&mut self, expected: &[u32]) -> Result<Vec<Client>, Failure> {
+        Ok(self.run.control.clients(expected).await?)
+    }
+
+    async fn shut_down_idle_server(&mut self, server: u32, may_end: Permit) -> Result<(), Failure> {
+        Ok(self.run.control.shut_down_idle_server(server, may_end).await?)
+    }
+
+    async fn shut_down_server(&mut self, server: u32, may_end: Permit) -> Result<(), Failure> {
+        Ok(self.run.control.shut_down_server(server, may_end).await?)
+    }
+
+    fn id(&self) -> String {
+        self.worker.reporter.id()
+    }
+
+    fn pid(&self) -> u32 {
+        self.run.running.process.pid
+    }
+
+    fn listener(&self) -> Option<u32> {
+        self.run.control.daemon_pid()
+    }
+
+    fn is_nobody(&self) -> bool {
+        self.run.control.is_nobody()
+    }
+
+    fn has_children(&self) -> Option<bool> {
+        proc::has_children(self.pid()).ok()
+    }
+
+    fn continue_if_stopped(&mut self, servers: &[u32]) {
+        for pid in servers.iter().copied().chain([self.pid()]) {
+            if let Some(continued) = process::continue_if_stopped(pid) {
+                self.worker.reporter.warning(continued);
+            }
+        }
+    }
+
+    async fn quit_if_idle(&mut self, may_end: Permit) -> bool {
+        let run = &mut *self.run;
+        if !process::stop_idle(&mut run.process, &run.control, may_end).await {
+            return false;
+        }
+        let why = if self.worker.is_retiring() { ": it had no client" } else { ", to be restarted" };
+        let (id, pid) = (self.id(), self.pid());
+        self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
+        true
+    }
+
+    async fn quit(&mut self, may_end: Permit) -> bool {
+        let run = &mut *self.run;
+        tracing::debug!(step = "quit", "control daemon {} is asked to end", run.running.process.pid);
+        let quit_timeout = self.worker.order.supervision.quit_timeout;
+        let has_ended = process::stop(&mut run.process, &run.control, quit_timeout, may_end).await;
+        if has_ended {
+            self.say_how_it_ended(Stopped::Quit);
+        }
+        has_ended
+    }
+
+    async fn end_by_signal(&mut self, may_end: Permit) -> bool {
+        let (id, pid) = (self.id(), self.pid());
+        let reporter = &self.worker.reporter;
+        reporter
+            .warning(format!("control daemon {id} (PID {pid}) does not quit and is sent SIGTERM: {may_end}"));
+        match process::end_by_signal(&mut self.run.process, may_end).await {
+            Ok(how) => {
+                self.say_how_it_ended(how);
+                true
+            }
+            Err(error) => {
+                reporter.warning(format!("control daemon {id} (PID {pid}) can't be stopped: {error}"));
+                false
+            }
+        }
+    }
+
+    async fn read_gpus(&mut self) -> Option<BTreeMap<GpuUuid, usize>> {
+        let processes = tokio::select! {
+            processes = self.worker.read_gpus() => processes,
+            status = self.run.process.exited() => {
+                self.run.exit_status = status;
+                return None;
+            }
+        };
+        let clients = processes.iter().map(|(uuid, there)| {
+            let clients = there.iter().filter(|process| process.via_mps).count();
+            (uuid.clone(), clients)
+        });
+        let clients = clients.collect();
+        self.run.processes = processes;
+        Some(clients)
+    }
+
+    async fn clients_on_gpus(&mut self) -> ClientsOnGpus {
+        self.worker.tools.compute_modes.mps_clients(&self.run.running.gpus).await
+    }
+
+    async fn holders(&mut self, servers: &[u32]) -> String {
+        let mut holders = Vec::new();
+        for (uuid, there) in self.worker.tools.compute_modes.all_processes(&self.run.running.gpus).await {
+            let mut there = there.unwrap_or_default();
+            there.retain(|process| !process.via_mps);
+            holders.extend(bypass::find(&uuid, &there, servers, &[].into()));
+        }
+        bypass::describe(&holders)
+    }
+
+    async fn keep_compute_modes(&mut self) {
+        self.worker.keep_compute_modes(&self.run.running.gpus).await;
+    }
+
+    async fn find_bypasses(&mut self, servers: &[u32]) -> Option<CoreTime> {
+        let processes = std::mem::take(&mut self.run.processes);
+        self.worker.find_bypasses(Some((self.run, servers)), processes).await;
+        self.worker.bypasses.due.map(|due| self.moment(due))
+    }
+
+    fn waiting_due(&self) -> Option<CoreTime> {
+        self.run.waiting_clients.due.map(|due| self.moment(due))
+    }
+
+    fn tell_waiting(&mut self, user_served: Option<u32>) {
+        let takes_turns = user_served.filter(|_| !self.run.running.multiuser);
+        self.run.waiting_clients.tell(&self.worker.reporter, takes_turns);
+    }
+
+    fn let_users_in(&mut self) -> Vec<String> {
+        let running = &self.run.running;
+        let mut bad_directories = Vec::new();
+        match directories::let_users_in(&running.pipe_directory, running.control_directory()) {
+            Ok(repaired) => {
+                for what in repaired {
+                    self.worker.reporter.warning(format!("{what}; it kept clients of other users out"));
+                }
+            }
+            Err(bad) => bad_directories.push(bad.to_string()),
+        }
+        match running
+            .private_directory
+            .as_ref()
+            .map_or(Ok(None), |private| directories::keep_others_out(private))
+        {
+            Ok(None) => {}
+            Ok(Some(what)) => {
+                self.worker.reporter.warning(format!("{what}; others could command the control daemon"));
+            }
+            Err(bad) => bad_directories.push(bad.to_string()),
+        }
+        bad_directories
+    }
+
+    fn lead_here(&mut self) -> Result<(), Failure> {
+        let admission = &self.worker.admission;
+        let led = admission.lead(&self.run.running, &self.worker.order.plan);
+        self.run.running.slice_directories = admission.slice_directories();
+        self.worker.report_links(&self.run.running.pipe_directory, None);
+        // With a failure a pause follows. A blocker would end an idle control daemon at once, again and again.
+        led.map_err(|bad| Failure::Waiting(bad.to_string()))
+    }
+
+    fn keep_links(&mut self) -> Option<String> {
+        let running = &self.run.running;
+        let other = listener(&running.pipe_directory).filter(|pid| *pid != running.process.pid);
+        let kept = self.worker.admission.apply();
+        self.worker.report_links(&running.pipe_directory, other);
+        kept.err().map(|bad| bad.to_string())
+    }
+
+    fn keep_files(&mut self, stays: bool) {
+        self.show_cpus();
+        self.keep_state_file(stays);
+        self.rotate_log();
+        self.tell_left_out();
+    }
+
+    fn rotate_log(&mut self) {
+        let log = &mut self.run.log;
+        match log.rotated() {
+            Some(Ok(())) => tracing::debug!("{} was rotated", log.path().display()),
+            Some(Err(error)) => {
+                let text =
+                    format!("{} was rotated, and the old one is not kept: {error}", log.path().display());
+                self.worker.reporter.warning(text);
+            }
+            None if log.offset() > self.worker.order.supervision.log_max_bytes => {
+                log.rotate(self.worker.order.supervision.log_max_bytes);
+            }
+            None => {}
+        }
+    }
+
+    fn misfit(&self) -> Option<String> {
+        let running = &self.run.running;
+        let present = Present {
+            pipe_directory: &running.pipe_directory,
+            control_directory: running.control_directory(),
+            log_directory: &running.log_directory,
+            gpus: &running.gpus,
+            multiuser: running.multiuser,
+            near_cpus: running.near_cpus,
+        };
+        self.worker.order.plan.misfit(&present, |uuid| !self.worker.left_out.contains_key(uuid))
+    }
+
+    fn passed(&self, step: &'static str, text: &str) {
+        tracing::debug!(step, "{text}");
+    }
+
+    fn tell(&mut self, news: News, text: String) {
+        let reporter = &self.worker.reporter;
+        let of_server = |server| Subject { server: Some(server), ..Subject::default() };
+        match news {
+            News::Event => reporter.event(text),
+            News::Warning => reporter.warning(text),
+            News::ServerFault { server } => {
+                reporter.update(|status| status.view.faults += 1);
+                reporter.report(Message::ServerFault, of_server(server), text);
+            }
+            News::ServerFailed { server } => {
+                reporter.report(Message::ServerFailed, of_server(server), text);
+            }
+        }
+    }
+
+    fn show(&mut self, shown: Shown) {
+        let multiuser = self.run.running.multiuser;
+        self.worker.reporter.show(shown, &self.run.running.gpus, multiuser);
+    }
+
+    fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {
+        self.run.tell_hit(server, ordinal, clients, &self.worker.reporter, &self.worker.tools.faults);
+    }
+
+    fn describe(&self, clients: &[&Client]) -> String {
+        let named = clients.iter().map(|client| format!("{} ({})", client.pid, proc::program(client.pid)));
+        named.collect::<Vec<_>>().join(", ")
+    }
+
+    fn client_came(&mut self, client: u32) {
+        self.run.known_clients.came(client, || Slices::from_plans([&self.worker.order.plan]));
+        self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.came);
+    }
+
+    fn remember_client(&mut self, client: u32) {
+        self.run.known_clients.remember([client], || Slices::from_plans([&self.worker.order.plan]));
+    }
+
+    fn checked_in_use(&mut self) {
+        self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.checked);
+    }
+
+    fn watch_server(&mut self, server: u32) {
+        let ended = self.run.server_ended.clone();
+        if std::mem::replace(&mut self.worker.has_served, true) {
+            self.worker.reporter.update(|status| status.view.server_restarts += 1);
+        }
+        tokio::spawn(async move {
+            process::ended(server).await;
+            // An error means that the run has ended.
+            let _ = ended.send(server).await;
+        });
+    }
+
+    fn answer(&mut self, answer: Result<(), String>) {
+        if let Some(reply) = self.reply.take() {
+            // An error means that nobody waits for it any more.
+            let _ = reply.send(answer);
+        }
+    }
+}
+
+impl RunShell<'_> {
+    fn moment(&self, at: Instant) -> CoreTime {
+        at.saturating_duration_since(self.worker.tools.begun)
+    }
+
+    fn say_how_it_ended(&self, how: Stopped) {
+        let (id, pid) = (self.id(), self.pid());
+        tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
+        self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
+    }
+
+    /// Shows the CPUs on which the control daemon may run. Somebody else may have bound it, or its control group.
+    pub(super) fn show_cpus(&self) {
+        let cpus = Cpus::allowed_for(self.pid()).map(Cpus::describe);
+        self.worker.reporter.update(|status| status.view.cpus = cpus);
+    }
+
+    /// Keeps the state file and its log offset up to date, for the next service that takes over.
+    pub(super) fn keep_state_file(&mut self, stays: bool) {
+        let run = &mut *self.run;
+        let trouble = run.log.trouble().filter(|_| stays);
+        if trouble != run.log_trouble {
+            run.log_trouble = trouble;
+            let path = run.log.path().display();
+            match trouble {
+                Some(trouble) => self.worker.reporter.warning(format!("{path}: {trouble}")),
+                None => self.worker.reporter.event(format!("{path} can be written again")),
+            }
+        }
+        run.running.log_offset = run.log.offset();
+        let (id, running) = (self.worker.reporter.id(), run.running.clone());
+        let mut state_file = self.worker.tools.state_file.lock();
+        let repaired = state_file.repair();
+        match repaired
+            .and_then(|repaired| state_file.remember_control_daemon(&id, running).map(|()| repaired))
+        {
+            Ok(false) => {}
+            Ok(true) => {
+                self.worker.reporter.warning("the state file was lost or damaged; rewritten".to_owned());
+            }
+            Err(error) => self.worker.reporter.warning(format!("the state file can't be written: {error}")),
+        }
+    }
+
+    /// Takes note of a line, and passes it on to our own log, as long as there are not too many.
+    fn note(&mut self, line: &Line) -> Said {
+        let run = &mut *self.run;
+        run.waiting_clients.observe(&line.meaning);
+        let is_news = run.log.offset() > run.quiet_until;
+        if is_news {
+            run.quiet_until = 0;
+            run.remember_words(line);
+            self.pass_on(line);
+        }
+        Said { meaning: line.meaning.clone(), is_news }
+    }
+
+    fn pass_on(&mut self, line: &Line) {
+        self.tell_left_out();
+        if line.level() <= LevelFilter::current() && self.worker.rate_limit.take(1, Instant::now()) {
+            line.trace(&self.worker.reporter.id());
+        }
+    }
+
+    fn tell_left_out(&mut self) {
+        if let Some(count) = self.worker.rate_limit.suppressed_before(Instant::now()) {
+            self.worker.reporter.warning(self.run.too_much_is_written(count));
+        }
+    }
+}
