@@ -4,8 +4,8 @@
 //! happen first, `stopping` at the end. Nothing is reported before it is confirmed, and no client is ended unless
 //! somebody asked for it: a control daemon that has clients is left to them until they are done.
 //!
-//! The core (`crates/core`) says what is done next, and `run` carries that out.
-//! [`start`](self) brings a control daemon up or takes one over, `watch` keeps it well, `heal` mends a server.
+//! The core (`crates/core`) says what is done next, and `run` carries that out. [`start`](self) brings a control daemon up or
+//! takes one over. Serving is decided in the core too (`crates/core/src/serve`); `shell` carries out all that it asks for.
 
 pub(crate) mod admission;
 pub(crate) mod bells;
@@ -31,7 +31,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mps_core::serve::{self, Ended, Failure, Requested, Wanted, WantedGpu};
+use mps_core::serve::{Ended, Failure, Known, Requested, Serving, Wanted, WantedGpu};
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::time::Instant;
@@ -202,15 +202,12 @@ struct Worker {
 struct Machine {
     worker: Worker,
     /// The control daemon that runs, and all that decisions about it go by.
-    run: Option<(Run, serve::Known)>,
+    run: Option<(Run, Known)>,
     /// The GPUs were looked at for the start that has just succeeded.
     has_just_started: bool,
     /// The last failure, until it is shown.
     failing: Option<Failing>,
 }
-
-/// A worker with the control daemon that runs.
-type Serving<'m> = serve::Serving<'m, RunShell<'m>>;
 
 impl Machine {
     async fn carry_out(
@@ -281,15 +278,15 @@ impl Machine {
     fn serving<'m>(
         &'m mut self,
         requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
-    ) -> Option<Serving<'m>> {
+    ) -> Option<Serving<'m, RunShell<'m>>> {
         let (run, known) = self.run.as_mut()?;
         Some(self.worker.serving(run, known, requests))
     }
 
     /// From now on, this one runs.
-    fn hold(&mut self, run: Run) -> Serving<'_> {
+    fn hold(&mut self, run: Run) -> Serving<'_, RunShell<'_>> {
         let (gpus, multiuser) = (run.running.gpus.clone(), run.running.multiuser);
-        let known = serve::Known::new(gpus, multiuser, self.worker.tools.begun.elapsed());
+        let known = Known::new(gpus, multiuser, self.worker.tools.begun.elapsed());
         let (run, known) = self.run.insert((run, known));
         self.worker.serving(run, known, None)
     }
@@ -299,9 +296,9 @@ impl Worker {
     fn serving<'m>(
         &'m mut self,
         run: &'m mut Run,
-        known: &'m mut serve::Known,
+        known: &'m mut Known,
         requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
-    ) -> Serving<'m> {
+    ) -> Serving<'m, RunShell<'m>> {
         let wanted = self.wanted(&run.running);
         Serving::new(RunShell { worker: self, run, requests, reply: None }, known, wanted)
     }
