@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
-use mps_core::serve::{ClientsOnGpus, Failure, News, Occurrence, Said, Shell, Shown};
+use mps_core::serve::{ClientsOnGpus, Failure, News, Occurrence, Said, Shell, Showing};
 use mps_core::{CoreTime, GpuUuid, Permit};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, sleep_until};
@@ -351,7 +351,7 @@ impl Shell for RunShell<'_> {
         }
     }
 
-    fn show(&mut self, shown: Shown) {
+    fn show(&mut self, shown: Showing) {
         let multiuser = self.run.running.multiuser;
         self.worker.reporter.show(shown, &self.run.running.gpus, multiuser);
     }

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use mps_core::serve::{Shown, ShownAs, ShownGpu, ShownState};
+use mps_core::serve::{Showing, ShownAs, ShownGpu, ShownState};
 use tokio::sync::{Notify, watch};
 
 use crate::message::{Message, Subject};
@@ -157,9 +157,9 @@ impl Reporter {
     }
 
     /// Publishes something about the control daemon that runs with these GPUs.
-    pub(super) fn show(&self, shown: Shown, served: &[String], multiuser: bool) {
+    pub(super) fn show(&self, shown: Showing, served: &[String], multiuser: bool) {
         match shown {
-            Shown::State { state, ends_when_idle } => {
+            Showing::State { state, ends_when_idle } => {
                 self.update(|status| status.ends_when_idle = ends_when_idle);
                 let Some(ShownState { state, serving, settled, reason }) = state else { return };
                 let state = match state {
@@ -174,14 +174,14 @@ impl Reporter {
                     self.pass_through(state, serving, &reason);
                 }
             }
-            Shown::PutOff => self.put_off(),
-            Shown::InForce { thread_percentage } => self.update(|status| {
+            Showing::PutOff => self.put_off(),
+            Showing::InForce { thread_percentage } => self.update(|status| {
                 status.view.multiuser = Some(multiuser);
                 for (uuid, gpu) in &mut status.gpus {
                     gpu.thread_percentage = served.contains(uuid).then_some(thread_percentage);
                 }
             }),
-            Shown::Servers { alive, mut gpus } => self.update(|status| {
+            Showing::Servers { alive, mut gpus } => self.update(|status| {
                 status.view.servers = alive;
                 for (uuid, gpu) in &mut status.gpus {
                     let ShownGpu { memory_limit_mib, reason, full, unlisted_clients } =

@@ -6,7 +6,7 @@ use alloc::format;
 use alloc::string::String;
 
 use super::blocker::{Blocker, Change, ClearedBy, Progress};
-use super::shell::{Failure, News, Shell, Shown, ShownGpu};
+use super::shell::{Failure, News, Shell, Showing, ShownGpu};
 use super::{Ended, Serving};
 use crate::GpuUuid;
 use crate::mps::ServerStatus;
@@ -135,7 +135,7 @@ impl<S: Shell> Serving<'_, S> {
             }
         };
         let gpus = self.wanted.gpus.iter().map(|gpu| (gpu.uuid.clone(), shown(&gpu.uuid))).collect();
-        self.shell.show(Shown::Servers { alive, gpus });
+        self.shell.show(Showing::Servers { alive, gpus });
         difference.is_some()
     }
 
@@ -157,6 +157,6 @@ impl<S: Shell> Serving<'_, S> {
                 "; its clients are not known ({why}), and `yunion-mpsctl apply --force` ends it with them"
             ));
         }
-        self.shell.show(Shown::State { state, ends_when_idle });
+        self.shell.show(Showing::State { state, ends_when_idle });
     }
 }

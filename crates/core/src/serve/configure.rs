@@ -9,7 +9,7 @@ use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
 use super::limits::{LIMITS_TIMEOUT, TAKES_LIMITS};
 use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
-use super::shell::{Failure, News, Shell, Shown};
+use super::shell::{Failure, News, Shell, Showing};
 use crate::mps::Limits;
 
 /// The longest time for a new control daemon to listen. Measured: 20 ms.
@@ -59,7 +59,7 @@ impl<S: Shell> Serving<'_, S> {
         let limits = self.limits();
         self.put_in_force(&limits).await?;
         self.shell.passed("limits", "limits are confirmed");
-        self.shell.show(Shown::InForce { thread_percentage: limits.thread_percentage });
+        self.shell.show(Showing::InForce { thread_percentage: limits.thread_percentage });
         self.run.configured = true;
         // The first look finds programs that slipped in before.
         self.run.bypasses_at = Some(self.shell.now());

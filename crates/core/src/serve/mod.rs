@@ -38,7 +38,7 @@ use core::time::Duration;
 pub use blocker::{ShownAs, ShownState};
 pub use end::Judged;
 pub use heal::tried_again;
-pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell, Shown, ShownGpu};
+pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell, Showing, ShownGpu};
 
 use crate::mps::Limits;
 use crate::{CoreTime, GpuUuid};

@@ -105,7 +105,7 @@ pub enum News {
 
 /// Something that is published until it changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Shown {
+pub enum Showing {
     /// The state of the control daemon. None: it stays as it is.
     State {
         /// The state.
@@ -296,7 +296,7 @@ pub trait Shell: Send {
     fn tell(&mut self, news: News, text: String);
 
     /// Publishes something.
-    fn show(&mut self, shown: Shown);
+    fn show(&mut self, shown: Showing);
 
     /// Tells who was hit by a fatal GPU error of this server, on the GPU with this number.
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>);

@@ -6,7 +6,7 @@ use core::time::Duration;
 
 use super::blocker::{Blocker, Change, ClearedBy};
 use super::capacity::CLIENT_LEFT_PAUSE;
-use super::shell::{Failure, News, Occurrence, Shell, Shown};
+use super::shell::{Failure, News, Occurrence, Shell, Showing};
 use super::{Ended, Serving};
 use crate::mps::Meaning;
 use crate::{CoreTime, Permit};
@@ -153,7 +153,7 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.tell(News::Warning, text);
         }
         self.run.clients_unknown = unknown;
-        self.shell.show(Shown::PutOff);
+        self.shell.show(Showing::PutOff);
         self.show_state();
         None
     }
