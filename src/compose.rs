@@ -170,7 +170,10 @@ fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
 }
 
 fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
-    let why = |ordinal| Some((ordinal, status.unlinked.slices.get(&plan.slice(ordinal))?.clone()));
+    let why = |ordinal| {
+        let directory = plan.slice(ordinal).directory_name();
+        Some((ordinal, status.missing_links.slices.get(&directory)?.clone()))
+    };
     (0..plan.slices).filter_map(why).collect()
 }
 
@@ -181,8 +184,9 @@ fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
 
 /// The first GPU with a slice that is not served, or control daemon with a pipe directory that does not lead to it.
 fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
-    let pipe =
-        |status: &Status| Some(format!("clients in the pipe directory: {}", status.unlinked.pipe.as_ref()?));
+    let pipe = |status: &Status| {
+        Some(format!("clients in the pipe directory: {}", status.missing_links.pipe.as_ref()?))
+    };
     let mut set = gpus.iter().filter(|gpu| !being_set(parts, gpu));
     set.find_map(|gpu| gpu.unlinked()).or_else(|| parts.statuses.iter().find_map(pipe))
 }

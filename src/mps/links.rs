@@ -8,6 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use mps_core::links::SocketId;
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
@@ -25,10 +26,6 @@ const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvid
 /// The most entries that are looked at besides the slices of today. A container that has the pipe directory can make any
 /// number of them.
 const OTHERS: usize = 512;
-
-/// The device and the inode number of a socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct SocketId(u64, u64);
 
 /// A control daemon's socket, to which links lead.
 #[derive(Debug)]
@@ -281,7 +278,7 @@ fn still_leads(path: &Path, error: &io::Error) -> BadDirectory {
 /// The socket in a directory, if there is one.
 fn identity(directory: impl AsFd) -> io::Result<Option<SocketId>> {
     match rustix::fs::statat(directory, SOCKET, AtFlags::SYMLINK_NOFOLLOW) {
-        Ok(Stat { st_dev, st_ino, .. }) => Ok(Some(SocketId(st_dev, st_ino))),
+        Ok(Stat { st_dev, st_ino, .. }) => Ok(Some((st_dev, st_ino))),
         Err(Errno::NOENT) => Ok(None),
         Err(error) => Err(error.into()),
     }

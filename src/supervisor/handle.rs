@@ -107,7 +107,7 @@ impl Supervisor {
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
         status.take(&self.order.plan);
-        status.unlinked = self.admission.unlinked();
+        status.missing_links = self.admission.missing();
         status
     }
 

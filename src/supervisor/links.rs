@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use super::Worker;
-use super::admission::LinkEvents;
+use super::admission::LinkNews;
 
 /// The most things in the way that one message names.
 const MOVED_TOLD: usize = 4;
@@ -13,7 +13,7 @@ const MOVED_TOLD: usize = 4;
 impl Worker {
     /// Says what others have changed. `other` is the process that has listened in the pipe directory.
     pub(super) fn report_links(&mut self, pipe_directory: &Path, other: Option<u32>) {
-        let LinkEvents { renewed, moved, stuck } = self.admission.take_events();
+        let LinkNews { renewed, moved, stuck } = self.admission.take_news();
         if let Some(again) = led_again(&renewed, pipe_directory, other) {
             self.reporter.warning(again);
         }

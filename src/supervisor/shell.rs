@@ -284,7 +284,7 @@ impl Shell for RunShell<'_> {
         self.run.running.slice_directories = admission.slice_directories();
         self.worker.report_links(&self.run.running.pipe_directory, None);
         // With a failure a pause follows. A blocker would end an idle control daemon at once, again and again.
-        led.map_err(|bad| Failure::Waiting(bad.to_string()))
+        led.map_err(Failure::Waiting)
     }
 
     fn keep_links(&mut self) -> Option<String> {
@@ -292,7 +292,7 @@ impl Shell for RunShell<'_> {
         let other = listener(&running.pipe_directory).filter(|pid| *pid != running.process.pid);
         let kept = self.worker.admission.apply();
         self.worker.report_links(&running.pipe_directory, other);
-        kept.err().map(|bad| bad.to_string())
+        kept.err()
     }
 
     fn keep_files(&mut self, stays: bool) {

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use mps_core::links::MissingLinks;
 use mps_core::serve::{Showing, ShownAs, ShownGpu, ShownState};
 use tokio::sync::{Notify, watch};
 
 use crate::message::{Message, Subject};
-use crate::supervisor::admission::Unlinked;
 use crate::supervisor::bypass::Bypass;
 use common::host::compute_mode::ComputeMode;
 use common::host::identity::Identity;
@@ -37,7 +37,7 @@ pub(crate) struct Status {
     /// True if it runs and is to end as soon as it has no client.
     pub ends_when_idle: bool,
     /// The slices without a link to it, and why.
-    pub unlinked: Unlinked,
+    pub missing_links: MissingLinks,
     /// The last things that happened to it, oldest first.
     pub events: VecDeque<Event>,
 }
@@ -150,7 +150,7 @@ impl Reporter {
             settled: false,
             put_off: false,
             ends_when_idle: false,
-            unlinked: Unlinked::default(),
+            missing_links: MissingLinks::default(),
             events: VecDeque::new(),
         });
         (Self { status, changed }, seen)

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use mps_core::links::DrainedSlices;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::host::device_name::{DeviceName, GpuId, SliceId};
@@ -29,10 +30,6 @@ fn readable<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<Devic
 impl Drained {
     pub fn has(&self, slice: SliceId) -> bool {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
-    }
-
-    pub fn is_all(&self) -> bool {
-        self.all
     }
 
     /// Whether this very name was drained, though there may be nothing of that name any more.
@@ -69,6 +66,16 @@ impl Drained {
                 }
             }
         }
+    }
+}
+
+impl DrainedSlices for Drained {
+    fn is_all(&self) -> bool {
+        self.all
+    }
+
+    fn closes(&self, directory: &str) -> Option<bool> {
+        SliceId::with_directory_name(directory).map(|slice| self.has(slice))
     }
 }
 

@@ -15,6 +15,7 @@
 //! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
+//! | `links/` | the links by which clients find a control daemon |
 //! | `serve/` | serving: limits, servers, faults, the regular look |
 //! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
@@ -30,6 +31,7 @@ mod configured;
 mod core;
 mod event;
 mod lifecycle;
+pub mod links;
 mod modes;
 pub mod mps;
 mod permit;

@@ -1,0 +1,101 @@
+//! What links depend on, and the directories in which they are: the service's are in files, the tests' world's in memory.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::string::String;
+
+use crate::GpuUuid;
+
+/// A socket, by its device and its inode number. Links to it work even if it was removed from its directory.
+pub type SocketId = (u64, u64);
+
+/// Why a directory can't be used, or a link can't be made or taken away, in words.
+pub type Bad = String;
+
+/// The part of an order that says where links shall be. `D` is a path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WantedLinks<D> {
+    /// The pipe directory.
+    pub pipe: D,
+    /// The directory of the directories of slices, if there are any.
+    pub slices_in: Option<D>,
+    /// Its slices, by the names of their directories, each with its GPU.
+    pub slices: BTreeMap<String, GpuUuid>,
+    /// It takes no new client, since it ends as soon as it has none.
+    pub retiring: bool,
+}
+
+/// A control daemon that runs, or may run, as far as links depend on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Linked<D> {
+    /// Its pipe directory.
+    pub pipe: D,
+    /// The pipe directory has a link: the control daemon makes its socket elsewhere.
+    pub has_link: bool,
+    /// The directory of the directories of slices that lead to it.
+    pub slices_in: Option<D>,
+    /// Its GPUs.
+    pub gpus: BTreeSet<GpuUuid>,
+}
+
+/// What is drained.
+pub trait DrainedSlices {
+    /// Whether everything is, also a GPU that comes later.
+    fn is_all(&self) -> bool;
+
+    /// Whether the slice with a directory of this name is. None: no slice can have such a directory.
+    fn closes(&self, directory: &str) -> Option<bool>;
+}
+
+/// The directories, as they are. Each call acts at once.
+pub trait Directories<D> {
+    /// Finds the socket that the control daemon has made, for the links that are made from now on. None if it is not there.
+    ///
+    /// # Errors
+    /// Its directory can't be used.
+    fn find_socket(&mut self) -> Result<Option<SocketId>, Bad>;
+
+    /// Makes the pipe directory lead to the socket that was found. Whether it did not before.
+    ///
+    /// # Errors
+    /// The link can't be made.
+    fn lead_pipe(&mut self, pipe: &D) -> Result<bool, Bad>;
+
+    /// Takes the link away from the pipe directory if it leads to this socket.
+    ///
+    /// # Errors
+    /// The link can't be removed.
+    fn close_pipe(&mut self, pipe: &D, socket: SocketId) -> Result<(), Bad>;
+
+    /// Opens the directory of the directories of slices for the calls below, and makes it if need be. Whether it is there.
+    ///
+    /// # Errors
+    /// It can't be used.
+    fn open_slices(&mut self, slices_in: &D, make: bool) -> Result<bool, Bad>;
+
+    /// The names of directories that slices can have, besides these.
+    fn other_slices(&self, names: &BTreeSet<String>) -> BTreeSet<String>;
+
+    /// Makes the directory of a slice lead to the socket that was found. Whether it did not before.
+    ///
+    /// # Errors
+    /// The link can't be made.
+    fn lead_slice(&mut self, name: &str) -> Result<bool, Bad>;
+
+    /// Takes the link away from the directory of a slice: any link, or only one that leads to this socket.
+    ///
+    /// # Errors
+    /// The link can't be removed.
+    fn close_slice(&mut self, name: &str, only: Option<SocketId>) -> Result<(), Bad>;
+
+    /// Lets nobody else change the pipe directory.
+    fn keep_pipe(&mut self, pipe: &D);
+
+    /// Lets nobody else change the directories of these slices, which were opened.
+    fn keep_slices(&mut self, names: &BTreeSet<String>);
+
+    /// Lets people change and remove a pipe directory and the directories of these slices again.
+    fn release(&mut self, pipe: &D, slices_in: Option<&D>, names: &BTreeSet<String>);
+
+    /// The path, for people.
+    fn shown(&self, pipe: &D, slice: Option<&str>) -> String;
+}

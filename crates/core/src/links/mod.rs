@@ -1,0 +1,453 @@
+//! The ways by which clients find a control daemon: links in its pipe directory and in the directories of slices. Without one
+//! no client comes. A slice that is drained has none.
+
+use alloc::borrow::ToOwned;
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::string::String;
+use alloc::vec::Vec;
+
+mod directories;
+
+pub use directories::{Bad, Directories, DrainedSlices, Linked, SocketId, WantedLinks};
+
+use crate::GpuUuid;
+
+/// The most passes over the directories, if somebody changes them meanwhile.
+const PASSES: usize = 3;
+
+/// A way to a control daemon.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Way {
+    /// Its pipe directory.
+    Pipe,
+    /// The directory of a slice, by its name.
+    Slice(String),
+}
+
+/// The ways that an order wants and that lead nowhere, each with the reason. A drained slice is not here.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct MissingLinks {
+    /// The slices, by the names of their directories.
+    pub slices: BTreeMap<String, String>,
+    /// The pipe directory.
+    pub pipe: Option<String>,
+}
+
+/// What is told to people about the links.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LinkEvents {
+    /// The directories that led to the control daemon until somebody else changed them, and do again.
+    pub renewed: BTreeSet<Way>,
+    /// The links that can't be taken away.
+    pub stuck: BTreeSet<Bad>,
+}
+
+/// The links to one control daemon: where they shall be, and where they are.
+#[derive(Debug, Clone)]
+pub struct Links<D> {
+    /// None for a control daemon that nobody has an order for: its links stay, except for drained slices.
+    wanted: Option<WantedLinks<D>>,
+    /// The control daemon that runs, or may run.
+    running: Option<Linked<D>>,
+    /// Its socket, as last seen.
+    socket: Option<SocketId>,
+    /// It has been told the limits of the order, so links may be made. Before, they are only taken away.
+    may_lead: bool,
+    /// The ways that lead to it, unless somebody else has changed them.
+    lead: BTreeSet<Way>,
+    /// A link was made in this pass over the directories.
+    made: bool,
+    /// Nothing is kept from people any more: the service ends, or has no use for the directories.
+    released: bool,
+    missing: MissingLinks,
+    events: LinkEvents,
+}
+
+/// What shall become of the link in a slice's directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum LinkTarget {
+    /// It leads to this control daemon.
+    Leads,
+    /// It leads to no control daemon at all: the slice is drained.
+    Closed,
+    /// It does not lead to this control daemon.
+    NotHere,
+}
+
+impl<D: Clone + PartialEq> WantedLinks<D> {
+    /// Whether the directory of this name shall lead to a control daemon with these GPUs. A GPU that another one still has is
+    /// not among them, and its slices stay with that one.
+    fn leads(&self, directory: &str, gpus: &BTreeSet<GpuUuid>) -> bool {
+        !self.retiring && self.slices.get(directory).is_some_and(|gpu| gpus.contains(gpu))
+    }
+
+    /// The directory of the directories of slices, for this control daemon. An order with another pipe directory needs
+    /// another control daemon, and this one keeps its directories until then.
+    fn slices_in(&self, running: &Linked<D>) -> Option<D> {
+        if running.pipe == self.pipe { self.slices_in.clone() } else { running.slices_in.clone() }
+    }
+}
+
+/// What shall become of the link in the directory of this name, where a control daemon has these GPUs.
+fn target<D: Clone + PartialEq>(
+    directory: &str,
+    wanted: Option<&WantedLinks<D>>,
+    gpus: &BTreeSet<GpuUuid>,
+    drained: &impl DrainedSlices,
+) -> LinkTarget {
+    match drained.closes(directory) {
+        Some(true) => LinkTarget::Closed,
+        Some(false) if wanted.is_none_or(|wanted| wanted.leads(directory, gpus)) => LinkTarget::Leads,
+        _ => LinkTarget::NotHere,
+    }
+}
+
+/// Whether a pipe directory with a link leads to the control daemon: as long as one of its slices takes clients.
+fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, drained: &impl DrainedSlices) -> bool {
+    match wanted {
+        Some(wanted) => {
+            !wanted.retiring && wanted.slices.keys().any(|slice| drained.closes(slice) == Some(false))
+        }
+        None => !drained.is_all(),
+    }
+}
+
+impl<D: Clone + PartialEq> Links<D> {
+    /// The links to the control daemon of an order, which may run already. Without an order they stay as they are, but for
+    /// drained slices.
+    pub fn new(wanted: Option<WantedLinks<D>>, running: Option<Linked<D>>) -> Self {
+        Self {
+            wanted,
+            running,
+            socket: None,
+            may_lead: false,
+            lead: BTreeSet::new(),
+            made: false,
+            released: false,
+            missing: MissingLinks::default(),
+            events: LinkEvents::default(),
+        }
+    }
+
+    /// Follows another order, or that the control daemon shall retire. False: it is the same as before.
+    pub fn pursue(&mut self, wanted: WantedLinks<D>) -> bool {
+        if self.wanted.as_ref() == Some(&wanted) {
+            return false;
+        }
+        // What it was told stays in force while it only retires, or is called back.
+        let before =
+            self.wanted.as_ref().map(|before| WantedLinks { retiring: wanted.retiring, ..before.clone() });
+        self.may_lead &= before.as_ref() == Some(&wanted);
+        self.wanted = Some(wanted);
+        true
+    }
+
+    /// The control daemon that runs is told the limits of the order with these links: from now on they lead to it. Another
+    /// order may have come meanwhile.
+    pub fn lead(&mut self, running: Linked<D>, told: &WantedLinks<D>) {
+        self.running = Some(running);
+        let is_newest =
+            |wanted: &WantedLinks<D>| *wanted == WantedLinks { retiring: wanted.retiring, ..told.clone() };
+        self.may_lead = self.wanted.as_ref().is_some_and(is_newest);
+    }
+
+    /// No control daemon runs. The next one makes another socket. The next one of the same order has the same directories;
+    /// others are given back.
+    pub fn end(&mut self, directories: &mut impl Directories<D>) {
+        if let (Some(running), Some(wanted)) = (&self.running, &self.wanted)
+            && (running.pipe != wanted.pipe || running.slices_in != wanted.slices_in)
+        {
+            directories.release(&running.pipe, running.slices_in.as_ref(), &self.names_of_order());
+        }
+        let (wanted, events) = (self.wanted.take(), core::mem::take(&mut self.events));
+        *self = Self { events, ..Self::new(wanted, None) };
+    }
+
+    /// Lets people change and remove the directories from now on.
+    pub fn release_for_good(&mut self, directories: &mut impl Directories<D>) {
+        self.released = true;
+        self.release(directories);
+    }
+
+    /// Lets people change and remove the directories.
+    pub fn release(&self, directories: &mut impl Directories<D>) {
+        let names = self.names_of_order();
+        let of_running = self.running.iter().map(|running| (&running.pipe, &running.slices_in));
+        let of_order = self.wanted.iter().map(|wanted| (&wanted.pipe, &wanted.slices_in));
+        let mut places: Vec<_> = of_running.chain(of_order).collect();
+        places.dedup();
+        for (pipe, slices_in) in places {
+            directories.release(pipe, slices_in.as_ref(), &names);
+        }
+    }
+
+    /// The ways that lead nowhere, after the last [`Links::apply`].
+    pub fn missing(&self) -> &MissingLinks {
+        &self.missing
+    }
+
+    /// The links that could not be taken away by the last [`Links::apply`].
+    pub fn stuck(&self) -> &BTreeSet<Bad> {
+        &self.events.stuck
+    }
+
+    /// What is to be told to people, once.
+    pub fn take_events(&mut self) -> LinkEvents {
+        core::mem::take(&mut self.events)
+    }
+
+    /// The directory of the directories of slices that lead to the control daemon.
+    pub fn slices_in(&self) -> Option<D> {
+        let running = self.running.as_ref()?;
+        match &self.wanted {
+            Some(wanted) => wanted.slices_in(running),
+            None => running.slices_in.clone(),
+        }
+    }
+
+    /// Whether nobody else shall be able to change the directories.
+    fn keeps(&self) -> bool {
+        self.may_lead && !self.released && self.wanted.as_ref().is_some_and(|wanted| !wanted.retiring)
+    }
+
+    fn names_of_order(&self) -> BTreeSet<String> {
+        self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned()).collect()
+    }
+
+    /// Makes and takes away links. The last pass changes nothing: the links were there when nobody else could change them.
+    ///
+    /// # Errors
+    /// The control daemon's own directory can't be used.
+    pub fn apply(
+        &mut self,
+        directories: &mut impl Directories<D>,
+        drained: &impl DrainedSlices,
+    ) -> Result<(), Bad> {
+        self.missing = MissingLinks::default();
+        self.events.stuck.clear();
+        let Some(running) = self.running.clone() else { return Ok(()) };
+        let slices_in = self.slices_in();
+        if !running.has_link && slices_in.is_none() {
+            return Ok(());
+        }
+        let mut done = Ok(());
+        for _ in 0..PASSES {
+            self.made = false;
+            done = self.pass(&running, slices_in.as_ref(), directories, drained);
+            if !self.made {
+                break;
+            }
+        }
+        done
+    }
+
+    fn pass(
+        &mut self,
+        running: &Linked<D>,
+        slices_in: Option<&D>,
+        directories: &mut impl Directories<D>,
+        drained: &impl DrainedSlices,
+    ) -> Result<(), Bad> {
+        self.missing = MissingLinks::default();
+        let found = directories.find_socket();
+        if let Ok(Some(socket)) = found {
+            self.socket = Some(socket);
+        }
+        let may_lead = self.may_lead && matches!(found, Ok(Some(_)));
+        let mut lead = BTreeSet::new();
+        if running.has_link {
+            self.apply_to_pipe(&running.pipe, may_lead, directories, drained, &mut lead);
+        }
+        if let Some(slices_in) = slices_in {
+            self.apply_to_slices(slices_in, running, may_lead, directories, drained, &mut lead);
+        } else if let Some(why) = &self.missing.pipe {
+            // Its slices have no other way.
+            let all = self.wanted.iter().flat_map(|wanted| wanted.slices.keys());
+            let open = all.filter(|slice| drained.closes(slice) == Some(false));
+            self.missing.slices = open.map(|slice| (slice.clone(), why.clone())).collect();
+        }
+        if self.keeps() && running.has_link {
+            directories.keep_pipe(&running.pipe);
+        }
+        self.lead = lead;
+        found.map(drop)
+    }
+
+    fn apply_to_pipe(
+        &mut self,
+        pipe: &D,
+        may_lead: bool,
+        directories: &mut impl Directories<D>,
+        drained: &impl DrainedSlices,
+        lead: &mut BTreeSet<Way>,
+    ) {
+        if !pipe_leads(self.wanted.as_ref(), drained) {
+            if let Some(Err(stuck)) = self.socket.map(|socket| directories.close_pipe(pipe, socket)) {
+                self.events.stuck.insert(stuck);
+            }
+            return;
+        }
+        let led = self.way(Way::Pipe, may_lead.then(|| directories.lead_pipe(pipe)), lead);
+        self.missing.pipe =
+            led.err().map(|why| why.unwrap_or_else(|| not_yet(&directories.shown(pipe, None))));
+    }
+
+    fn apply_to_slices(
+        &mut self,
+        slices_in: &D,
+        running: &Linked<D>,
+        may_lead: bool,
+        directories: &mut impl Directories<D>,
+        drained: &impl DrainedSlices,
+        lead: &mut BTreeSet<Way>,
+    ) {
+        let found = directories.open_slices(slices_in, may_lead);
+        let is_there = matches!(found, Ok(true));
+        for name in self.names(is_there, directories) {
+            let target = target(&name, self.wanted.as_ref(), &running.gpus, drained);
+            let led = match (target, &found) {
+                (LinkTarget::Leads, Err(bad)) => Err(Some(bad.clone())),
+                (LinkTarget::Leads, Ok(_)) => {
+                    let led = (may_lead && is_there).then(|| directories.lead_slice(&name));
+                    self.way(Way::Slice(name.clone()), led, lead)
+                }
+                (LinkTarget::Closed, Err(bad)) => {
+                    self.events.stuck.insert(bad.clone());
+                    Ok(())
+                }
+                (_, Ok(true)) => {
+                    self.close_slice(&name, target, directories);
+                    Ok(())
+                }
+                (LinkTarget::Closed | LinkTarget::NotHere, _) => Ok(()),
+            };
+            let is_of_order = self.wanted.as_ref().is_some_and(|wanted| wanted.slices.contains_key(&name));
+            if let Err(why) = led
+                && is_of_order
+            {
+                let why = why.unwrap_or_else(|| not_yet(&directories.shown(slices_in, Some(&name))));
+                self.missing.slices.insert(name, why);
+            }
+        }
+        if is_there && self.keeps() {
+            // Whoever has the other slices keeps their directories.
+            directories.keep_slices(&self.names_of_order());
+        }
+    }
+
+    /// The names of the directories that may have a link: those of the order, those that have one, and others that are there.
+    fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
+        let mut names = self.names_of_order();
+        names.extend(self.lead.iter().filter_map(|way| match way {
+            Way::Slice(name) => Some(name.clone()),
+            Way::Pipe => None,
+        }));
+        if is_there {
+            names.extend(directories.other_slices(&names));
+        }
+        names
+    }
+
+    /// Takes note of the attempt to lead this way here; without one, a way that led here still does. The error has the reason,
+    /// or none: it leads nowhere yet.
+    fn way(
+        &mut self,
+        way: Way,
+        led: Option<Result<bool, Bad>>,
+        lead: &mut BTreeSet<Way>,
+    ) -> Result<(), Option<Bad>> {
+        match led {
+            Some(Ok(made)) => {
+                self.made |= made;
+                if made && self.lead.contains(&way) {
+                    self.events.renewed.insert(way.clone());
+                }
+            }
+            Some(Err(bad)) => return Err(Some(bad)),
+            None if self.lead.contains(&way) => {}
+            None => return Err(None),
+        }
+        lead.insert(way);
+        Ok(())
+    }
+
+    fn close_slice(&mut self, name: &str, target: LinkTarget, directories: &mut impl Directories<D>) {
+        // Whichever control daemon the link of a drained slice leads to, it goes.
+        let closed = match (target, self.socket) {
+            (LinkTarget::Closed, _) => directories.close_slice(name, None),
+            (_, Some(socket)) => directories.close_slice(name, Some(socket)),
+            (_, None) => Ok(()),
+        };
+        if let Err(stuck) = closed {
+            self.events.stuck.insert(stuck);
+        }
+    }
+}
+
+fn not_yet(path: &str) -> String {
+    path.to_owned() + " leads to no control daemon yet"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DIRECTORY: &str = "00_06.0-1";
+    const GPU: &str = "GPU-1";
+
+    /// The names that are drained, where a slice's directory begins with `00_`.
+    struct Names(&'static [&'static str], bool);
+
+    impl DrainedSlices for Names {
+        fn is_all(&self) -> bool {
+            self.1
+        }
+
+        fn closes(&self, directory: &str) -> Option<bool> {
+            directory.starts_with("00_").then(|| self.1 || self.0.contains(&directory))
+        }
+    }
+
+    fn wanted(retiring: bool) -> WantedLinks<u8> {
+        let slices = ["00_06.0-0", DIRECTORY].map(|name| (name.to_owned(), GPU.to_owned()));
+        WantedLinks { pipe: 1, slices_in: Some(2), slices: slices.into(), retiring }
+    }
+
+    fn gpus(gpu: &str) -> BTreeSet<GpuUuid> {
+        [gpu.to_owned()].into()
+    }
+
+    #[test]
+    fn a_drained_slice_leads_nowhere_whatever_runs() {
+        let (serving, retiring) = (wanted(false), wanted(true));
+        let other = Names(&["00_06.0-0"], false);
+        let table = [
+            (Some(&serving), LinkTarget::Leads),
+            (Some(&retiring), LinkTarget::NotHere),
+            // Nobody has an order for it: its links stay.
+            (None, LinkTarget::Leads),
+        ];
+        for (wanted, open) in table {
+            let row = alloc::format!("{wanted:?}");
+            let target = |drained: &Names| target(DIRECTORY, wanted, &gpus(GPU), drained);
+            assert_eq!(target(&other), open, "{row}");
+            assert_eq!(target(&Names(&[DIRECTORY], false)), LinkTarget::Closed, "{row}");
+            assert_eq!(target(&Names(&[], true)), LinkTarget::Closed, "{row}");
+            assert!(!pipe_leads(wanted, &Names(&[], true)), "{row}");
+        }
+        let not_here = |name, gpu| target(name, Some(&serving), &gpus(gpu), &other) == LinkTarget::NotHere;
+        assert!(not_here("00_06.0-2", GPU), "a slice of an earlier order");
+        assert!(not_here("file", GPU), "no slice");
+        assert!(not_here(DIRECTORY, "GPU-2"), "another control daemon has its GPU");
+        assert_eq!(target("00_06.0-0", Some(&serving), &gpus("GPU-2"), &other), LinkTarget::Closed);
+    }
+
+    #[test]
+    fn a_pipe_directory_leads_while_a_slice_takes_clients() {
+        let (one, both) = (Names(&[DIRECTORY], false), Names(&["00_06.0-0", DIRECTORY], false));
+        assert!(pipe_leads(Some(&wanted(false)), &one));
+        assert!(!pipe_leads(Some(&wanted(false)), &both));
+        assert!(!pipe_leads(Some(&wanted(true)), &Names(&[], false)));
+        assert!(pipe_leads(None::<&WantedLinks<u8>>, &both));
+    }
+}
