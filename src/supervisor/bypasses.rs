@@ -1,13 +1,12 @@
 //! Watches for processes that use the GPUs of a control daemon without its servers.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use tokio::time::Instant;
 
 use crate::message::{Message, Subject};
 use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
 use common::host::compute_mode::SERVED;
-use common::host::nvml::GpuProcess;
 use common::membership::Slices;
 
 use super::Worker;
@@ -48,19 +47,13 @@ impl Bypasses {
 }
 
 impl Worker {
-    /// Looks for bypasses among these processes, by GPU, on the GPUs of the control daemon alone: a GPU that it goes without
-    /// may be another's, with servers and clients of its own. The control daemon is asked only if there are processes
+    /// Looks for bypasses among the processes that were last read, on the GPUs of the control daemon alone: a GPU that it goes
+    /// without may be another's, with servers and clients of its own. The control daemon is asked only if there are processes
     /// besides the known servers. If it does not name its clients, the last result is kept. Without a control daemon,
     /// processes that NVML lists as clients are no bypasses.
-    pub(super) async fn find_bypasses(
-        &mut self,
-        run: Option<(&Run, &[u32])>,
-        mut processes: BTreeMap<String, Vec<GpuProcess>>,
-    ) {
-        processes.retain(|uuid, _| match run {
-            Some((run, _)) => run.running.gpus.contains(uuid),
-            None => !self.left_out.contains_key(uuid),
-        });
+    pub(super) async fn find_bypasses(&mut self, run: Option<(&Run, &[u32])>, has: impl Fn(&String) -> bool) {
+        let mut processes = std::mem::take(&mut self.processes);
+        processes.retain(|uuid, _| has(uuid));
         let all = || processes.values().flatten();
         let mut servers = run.map(|(_, servers)| servers.to_vec()).unwrap_or_default();
         let mut clients: BTreeSet<u32> =

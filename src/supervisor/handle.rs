@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use mps_core::serve::Requested;
+use mps_core::serve::{GpuReach, Requested};
 use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order};
 use tokio::sync::{mpsc, oneshot, watch as channel};
 
@@ -54,14 +54,15 @@ impl Supervisor {
             has_run: false,
             has_served: false,
             multiuser_refused: false,
-            left_out: BTreeMap::new(),
+            processes: BTreeMap::new(),
             bypasses: Bypasses::default(),
             rate_limit: RateLimit::new(LINES),
             admission: admission.clone(),
             links_stuck: BTreeSet::new(),
             not_beside: None,
         };
-        let machine = Machine { worker, run: None, has_just_started: false, failing: None };
+        let machine =
+            Machine { worker, reach: GpuReach::default(), run: None, has_just_started: false, failing: None };
         tokio::spawn(run(assigned, commands_received, machine, events));
         let order = order.clone();
         Self { order, assignments, interrupt: None, status, control, front_ends, commands, admission }

@@ -31,7 +31,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mps_core::serve::{Ended, Failure, Known, Requested, Serving, Wanted, WantedGpu};
+use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted, WantedGpu};
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::time::Instant;
@@ -44,13 +44,13 @@ use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
 use common::config::Supervision;
 use common::host::cpus::Cpus;
+use common::host::nvml::GpuProcess;
 use common::plan::{ControlDaemonPlan, ServedGpu};
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
 use admission::SharedAdmission;
 use bypasses::Bypasses;
-use gpus::LeftOut;
 pub(crate) use handle::Supervisor;
 use run::Run;
 use shell::RunShell;
@@ -183,8 +183,8 @@ struct Worker {
     has_served: bool,
     /// This driver has refused the multi-user option once. It is not tried again.
     multiuser_refused: bool,
-    /// The GPUs of the order that a control daemon goes without for now, by UUID.
-    left_out: BTreeMap<String, LeftOut>,
+    /// The processes on its GPUs, by UUID, as they were last read.
+    processes: BTreeMap<String, Vec<GpuProcess>>,
     /// The processes that use its GPUs without its servers. They outlive it.
     bypasses: Bypasses,
     /// The number of log lines that may still be passed on.
@@ -201,6 +201,7 @@ struct Worker {
 #[derive(Debug)]
 struct Machine {
     worker: Worker,
+    reach: GpuReach,
     /// The control daemon that runs, and all that decisions about it go by.
     run: Option<(Run, Known)>,
     /// The GPUs were looked at for the start that has just succeeded.
@@ -248,14 +249,15 @@ impl Machine {
         commands: &mut mpsc::Receiver<SupervisorCommand>,
     ) -> Result<ActOutcome, Failure> {
         if !std::mem::take(&mut self.has_just_started) {
-            self.worker.read_gpus().await;
+            let wanted = self.worker.wanted();
+            self.reach.look(&mut self.worker, &wanted).await;
         }
         self.show_places();
         let Some(mut serving) = self.serving(Some(commands)) else { return Ok(ActOutcome::Ended) };
         match serving.serve().await? {
             Ended::Again => Ok(ActOutcome::Again),
             Ended::Stopped => {
-                self.end_run();
+                self.worker.end_run(&mut self.run);
                 self.worker.reporter.update(|status| status.settled = false);
                 Ok(ActOutcome::Ended)
             }
@@ -280,15 +282,14 @@ impl Machine {
         requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
     ) -> Option<Serving<'m, RunShell<'m>>> {
         let (run, known) = self.run.as_mut()?;
-        Some(self.worker.serving(run, known, requests))
+        Some(self.worker.serving(run, known, &mut self.reach, requests))
     }
 
     /// From now on, this one runs.
     fn hold(&mut self, run: Run) -> Serving<'_, RunShell<'_>> {
-        let (gpus, multiuser) = (run.running.gpus.clone(), run.running.multiuser);
-        let known = Known::new(gpus, multiuser, self.worker.tools.begun.elapsed());
+        let known = self.worker.knows_of(&run);
         let (run, known) = self.run.insert((run, known));
-        self.worker.serving(run, known, None)
+        self.worker.serving(run, known, &mut self.reach, None)
     }
 }
 
@@ -297,14 +298,20 @@ impl Worker {
         &'m mut self,
         run: &'m mut Run,
         known: &'m mut Known,
+        reach: &'m mut GpuReach,
         requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
     ) -> Serving<'m, RunShell<'m>> {
-        let wanted = self.wanted(&run.running);
-        Serving::new(RunShell { worker: self, run, requests, reply: None }, known, wanted)
+        let wanted = self.wanted();
+        Serving::new(RunShell { worker: self, run, requests, reply: None }, known, reach, wanted)
+    }
+
+    /// All that is known of a control daemon that has just come.
+    fn knows_of(&self, run: &Run) -> Known {
+        Known::new(run.running.gpus.clone(), run.running.multiuser, self.tools.begun.elapsed())
     }
 
     /// The order, as far as serving depends on it.
-    fn wanted(&self, running: &Running) -> Wanted {
+    fn wanted(&self) -> Wanted {
         let Instructions { plan, supervision } = &self.order;
         let gpu = |gpu: &ServedGpu| WantedGpu {
             uuid: gpu.uuid.clone(),
@@ -318,8 +325,9 @@ impl Worker {
             gpus: plan.gpus.iter().map(gpu).collect(),
             thread_percentage: plan.thread_percentage,
             prewarm: plan.prewarm,
-            in_place: running.pipe_directory == plan.pipe_directory,
             retiring: self.is_retiring(),
+            held: self.held.clone(),
+            sets_modes: supervision.set_compute_mode,
             fault_grace: supervision.fault_grace,
         }
     }

@@ -1,6 +1,6 @@
 //! One run of a control daemon, from its start or its take-over to its end: its process, its log, and what people are told.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::process::ExitStatus;
 use std::sync::Arc;
 
@@ -13,7 +13,6 @@ use crate::mps::log::{Follower, Line};
 use crate::mps::process::Process;
 use common::counted::counted;
 use common::host::driver;
-use common::host::nvml::GpuProcess;
 use common::state_file::Running;
 
 use super::ClientFault;
@@ -52,8 +51,6 @@ pub(super) struct Run {
     last_words: VecDeque<String>,
     pub(super) server_ended: mpsc::Sender<u32>,
     pub(super) server_ends: mpsc::Receiver<u32>,
-    /// The processes on its GPUs, as they were last read.
-    pub(super) processes: BTreeMap<String, Vec<GpuProcess>>,
     pub(super) known_clients: KnownClients,
     pub(super) waiting_clients: WaitingClients,
 }
@@ -78,7 +75,6 @@ impl Run {
             last_words: VecDeque::new(),
             server_ended,
             server_ends,
-            processes: BTreeMap::new(),
             known_clients: KnownClients::default(),
             waiting_clients: WaitingClients::default(),
         }

@@ -1,10 +1,11 @@
 //! Carries out what serving asks for: with the control daemon's front end and process, NVML, files and the journal.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
-use mps_core::serve::{ClientsOnGpus, Failure, News, Occurrence, Said, Shell, Showing};
+use mps_core::serve::{
+    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, Said, SeenGpus, Shell, Showing,
+};
 use mps_core::{CoreTime, GpuUuid, Permit};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep, sleep_until};
@@ -36,6 +37,30 @@ pub(super) struct RunShell<'m> {
     pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
     /// Takes the answer to the last request that has one.
     pub(super) reply: Option<oneshot::Sender<Result<(), String>>>,
+}
+
+impl GpuShell for RunShell<'_> {
+    async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
+        // A GPU that does not answer must not keep anybody from the end of the control daemon.
+        let status = tokio::select! {
+            seen = self.worker.read_gpus(gpus, together) => return seen,
+            status = self.run.process.exited() => status,
+        };
+        self.run.exit_status = status;
+        None
+    }
+
+    async fn take_mode(&mut self, gpu: &GpuUuid) -> Result<bool, String> {
+        self.worker.take_mode(gpu).await
+    }
+
+    fn show_left_out(&mut self, gpu: &GpuUuid, why: String) {
+        self.worker.show_left_out(gpu, why);
+    }
+
+    fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String) {
+        self.worker.tell_of_gpu(gpu, news, text);
+    }
 }
 
 impl Shell for RunShell<'_> {
@@ -203,23 +228,6 @@ impl Shell for RunShell<'_> {
         }
     }
 
-    async fn read_gpus(&mut self) -> Option<BTreeMap<GpuUuid, usize>> {
-        let processes = tokio::select! {
-            processes = self.worker.read_gpus() => processes,
-            status = self.run.process.exited() => {
-                self.run.exit_status = status;
-                return None;
-            }
-        };
-        let clients = processes.iter().map(|(uuid, there)| {
-            let clients = there.iter().filter(|process| process.via_mps).count();
-            (uuid.clone(), clients)
-        });
-        let clients = clients.collect();
-        self.run.processes = processes;
-        Some(clients)
-    }
-
     async fn clients_on_gpus(&mut self) -> ClientsOnGpus {
         self.worker.tools.compute_modes.mps_clients(&self.run.running.gpus).await
     }
@@ -234,13 +242,9 @@ impl Shell for RunShell<'_> {
         bypass::describe(&holders)
     }
 
-    async fn keep_compute_modes(&mut self) {
-        self.worker.keep_compute_modes(&self.run.running.gpus).await;
-    }
-
     async fn find_bypasses(&mut self, servers: &[u32]) -> Option<CoreTime> {
-        let processes = std::mem::take(&mut self.run.processes);
-        self.worker.find_bypasses(Some((self.run, servers)), processes).await;
+        let gpus = &self.run.running.gpus;
+        self.worker.find_bypasses(Some((self.run, servers)), |uuid| gpus.contains(uuid)).await;
         self.worker.bypasses.due.map(|due| self.moment(due))
     }
 
@@ -318,7 +322,11 @@ impl Shell for RunShell<'_> {
         }
     }
 
-    fn misfit(&self) -> Option<String> {
+    fn is_in_place(&self) -> bool {
+        self.run.running.pipe_directory == self.worker.order.plan.pipe_directory
+    }
+
+    fn misfit(&self, reach: &GpuReach) -> Option<String> {
         let running = &self.run.running;
         let present = Present {
             pipe_directory: &running.pipe_directory,
@@ -328,7 +336,7 @@ impl Shell for RunShell<'_> {
             multiuser: running.multiuser,
             near_cpus: running.near_cpus,
         };
-        self.worker.order.plan.misfit(&present, |uuid| !self.worker.left_out.contains_key(uuid))
+        self.worker.order.plan.misfit(&present, |uuid| !reach.is_left_out(uuid))
     }
 
     fn passed(&self, step: &'static str, text: &str) {

@@ -1,17 +1,18 @@
 //! Brings a control daemon up: takes one of ours over, or replaces somebody else's, or starts a new one.
 
 use common::host::program;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mps_core::Permit;
-use mps_core::serve::Failure;
+use mps_core::serve::{
+    self, Failure, GpuNews, GpuReach, GpuShell, Known, SeenGpus, StartPlace, Starter, Stranger, WantedUsers,
+};
+use mps_core::{GpuUuid, Permit};
 
 use crate::mps::control::{Control, ControlError};
 use crate::mps::launch::{Launch, PausedProcess};
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Process};
-use common::counted::counted;
 use common::directories::{self, LogFile, immutable};
 use common::host::{driver, systemd};
 use common::published::control_daemon::ControlDaemonState;
@@ -31,7 +32,7 @@ impl Machine {
             Ok(Some(process)) => process,
             Ok(None) => {
                 // It ended while no service ran.
-                self.end_run();
+                self.worker.end_run(&mut self.run);
                 return Ok(());
             }
             Err(error) => {
@@ -70,7 +71,7 @@ impl Machine {
                 )));
             }
             Err(Failure::Ended { .. }) => {
-                self.end_run();
+                self.worker.end_run(&mut self.run);
                 return Ok(());
             }
             // It hangs, or can't be reached. It may have clients, so `watch` goes on with it.
@@ -85,56 +86,17 @@ impl Machine {
     /// Starts a control daemon for the order.
     pub(super) async fn start(&mut self) -> Result<(), Failure> {
         self.worker.reporter.enter(ControlDaemonState::Starting, false, "");
-        let plan = self.worker.order.plan.clone();
-        let program = program::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
-        let control = Arc::new(self.worker.tools.front_ends.control_in(plan.control_directory()));
-        self.worker.make_way(&control, plan.control_directory()).await?;
-        let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
-        let pipe = directories::open(&plan.pipe_directory).map_err(bad_directory)?;
-        if plan.private_directory.is_none() || plan.log_directory.starts_with(&plan.pipe_directory) {
-            // Not only links are made there. The flag is of an earlier control daemon.
-            let _ = immutable::set(&pipe, false);
-        }
-        if let Some(private) = &plan.private_directory {
-            directories::open_private(private).map_err(bad_directory)?;
-            // An earlier version of this service, or somebody else, may have started one in the pipe directory.
-            let other = self.worker.tools.front_ends.control_in(&plan.pipe_directory);
-            if other.daemon_pid().is_some() {
-                self.worker.make_way(&other, &plan.pipe_directory).await?;
-            }
-        }
-        let processes = self.worker.read_gpus().await;
-        self.worker.find_bypasses(None, processes).await;
-        self.worker.take_compute_modes().await;
-        let gpus = self.worker.gpus_in_reach();
-        if gpus.is_empty() {
-            return Err(Failure::Waiting(self.worker.why_no_gpu()));
-        }
-        tracing::debug!(step = "compute-modes", "compute modes are set");
-
-        let mut multiuser = plan.multiuser && !self.worker.multiuser_refused;
-        loop {
-            let run = self.worker.spawn(&program, &control, &gpus, multiuser).await?;
-            match self.hold(run).listens().await {
-                Ok(()) => break,
-                Err(Failure::Ended { refuses_multiuser: true, .. }) if multiuser => self.end_run(),
-                Err(failure) => return Err(failure),
-            }
-            let refuses = "this driver's control daemon refuses multi-user mode";
-            if !plan.multiuser_optional {
-                let setting = if plan.slice_directories.is_some() || plan.private_directory.is_some() {
-                    "off"
-                } else {
-                    "auto"
-                };
-                return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to {setting}")));
-            }
-            self.worker.reporter.event(format!("{refuses}; it runs without"));
-            self.worker.multiuser_refused = true;
-            multiuser = false;
-        }
-        tracing::debug!(step = "listens", "the control daemon listens");
-        self.worker.control.send_replace(Some(control));
+        let (plan, wanted) = (&self.worker.order.plan, self.worker.wanted());
+        let has_other_ways = plan.slice_directories.is_some() || plan.private_directory.is_some();
+        let users = WantedUsers {
+            multiuser: plan.multiuser && !self.worker.multiuser_refused,
+            is_optional: plan.multiuser_optional,
+            without: if has_other_ways { "off" } else { "auto" },
+        };
+        let mut shell = StartShell { worker: &mut self.worker, run: &mut self.run, program: PathBuf::new() };
+        let multiuser = serve::start(&mut shell, &mut self.reach, &wanted, users).await?;
+        self.worker.multiuser_refused |= users.multiuser && !multiuser;
+        self.worker.control.send_replace(self.run.as_ref().map(|(run, _)| Arc::clone(&run.control)));
         self.has_just_started = true;
         if std::mem::replace(&mut self.worker.has_run, true) {
             self.worker.reporter.update(|status| status.view.restarts += 1);
@@ -143,50 +105,119 @@ impl Machine {
     }
 }
 
-impl Worker {
-    /// Makes sure that no other control daemon listens in the pipe directory. If it has no clients it is replaced, no
-    /// matter who started it. If it has clients it is left to them.
-    async fn make_way(&self, control: &Control, pipe_directory: &Path) -> Result<(), Failure> {
-        if control.is_nobody() {
-            return Ok(());
+/// Carries out what a start asks for.
+#[derive(Debug)]
+struct StartShell<'m> {
+    worker: &'m mut Worker,
+    run: &'m mut Option<(Run, Known)>,
+    /// The program of control daemons, once it was found.
+    program: PathBuf,
+}
+
+impl GpuShell for StartShell<'_> {
+    async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
+        self.worker.read_gpus(gpus, together).await
+    }
+
+    async fn take_mode(&mut self, gpu: &GpuUuid) -> Result<bool, String> {
+        self.worker.take_mode(gpu).await
+    }
+
+    fn show_left_out(&mut self, gpu: &GpuUuid, why: String) {
+        self.worker.show_left_out(gpu, why);
+    }
+
+    fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String) {
+        self.worker.tell_of_gpu(gpu, news, text);
+    }
+}
+
+impl Starter for StartShell<'_> {
+    fn find_program(&mut self) -> Result<(), Failure> {
+        self.program = program::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
+        Ok(())
+    }
+
+    async fn stranger(&mut self, place: StartPlace) -> Result<Option<Stranger>, Failure> {
+        let (control, directory) = self.worker.control_in(place);
+        if control.is_nobody() || place == StartPlace::Pipe && control.daemon_pid().is_none() {
+            return Ok(None);
         }
-        let directory = pipe_directory.display();
         let clients = match control.client_pids(&[]).await {
-            Err(ControlError::NoDaemon { .. }) => return Ok(()),
+            Err(ControlError::NoDaemon { .. }) => return Ok(None),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
             // Nobody listens there: the front end itself fails.
             Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
-            Err(error) => Err(error),
+            Err(error) => Err(error.to_string()),
             Ok(clients) => Ok(clients.values().flatten().count()),
         };
-        let pid = control.daemon_pid();
-        let named = pid.map_or("an unknown PID".to_owned(), |pid| format!("PID {pid}"));
+        let directory = directory.display().to_string();
         let end_it = format!("end it with `echo quit | CUDA_MPS_PIPE_DIRECTORY={directory} {PROGRAM}`");
-        let may_end = Permit::unused(clients.as_ref().ok().copied());
-        match (clients, pid.zip(may_end)) {
-            (_, Some((pid, may_end))) => {
-                let taken = Process::open(pid)
-                    .map_err(|error| Failure::Failed(format!("control daemon {named}: {error}")))?;
-                let Some(mut other) = taken else { return Ok(()) };
-                self.reporter.event(format!(
-                    "control daemon {named} in {directory} was not started by this service and has no client: replacing it"
-                ));
-                if process::stop_idle(&mut other, control, may_end).await {
-                    return Ok(());
-                }
-                Err(Failure::Waiting(format!(
-                    "control daemon {named} in {directory} was asked to end and has not yet"
-                )))
-            }
-            (Ok(clients), _) => Err(Failure::Waiting(format!(
-                "a control daemon that is not ours ({named}) serves {} in {directory}; it is replaced when they \
-                 are done, or {end_it}",
-                counted(clients, "client")
-            ))),
-            (Err(error), _) => Err(Failure::Waiting(format!(
-                "a control daemon that is not ours ({named}) holds {directory}: {error}; {end_it}"
-            ))),
+        Ok(Some(Stranger { pid: control.daemon_pid(), directory, end_it, clients }))
+    }
+
+    async fn end_stranger(&mut self, place: StartPlace, pid: u32, may_end: Permit) -> Result<bool, Failure> {
+        let taken = Process::open(pid)
+            .map_err(|error| Failure::Failed(format!("control daemon PID {pid}: {error}")))?;
+        let Some(mut other) = taken else { return Ok(true) };
+        let (control, _) = self.worker.control_in(place);
+        Ok(process::stop_idle(&mut other, &control, may_end).await)
+    }
+
+    fn open_directories(&mut self) -> Result<bool, Failure> {
+        let plan = &self.worker.order.plan;
+        let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
+        let pipe = directories::open(&plan.pipe_directory).map_err(bad_directory)?;
+        if plan.private_directory.is_none() || plan.log_directory.starts_with(&plan.pipe_directory) {
+            // Not only links are made there. The flag is of an earlier control daemon.
+            let _ = immutable::set(&pipe, false);
         }
+        let Some(private) = &plan.private_directory else { return Ok(false) };
+        directories::open_private(private).map_err(bad_directory)?;
+        Ok(true)
+    }
+
+    async fn look_for_bypasses(&mut self, reach: &GpuReach) {
+        self.worker.find_bypasses(None, |uuid| !reach.is_left_out(uuid)).await;
+    }
+
+    async fn spawn(&mut self, gpus: &[GpuUuid], multiuser: bool) -> Result<(), Failure> {
+        let (control, _) = self.worker.control_in(StartPlace::Own);
+        let run = self.worker.spawn(&self.program, &Arc::new(control), gpus, multiuser).await?;
+        let known = self.worker.knows_of(&run);
+        *self.run = Some((run, known));
+        Ok(())
+    }
+
+    async fn comes_up(&mut self, reach: &mut GpuReach) -> Result<(), Failure> {
+        match self.run {
+            Some((run, known)) => self.worker.serving(run, known, reach, None).listens().await,
+            None => Ok(()),
+        }
+    }
+
+    fn has_ended(&mut self) {
+        self.worker.end_run(self.run);
+    }
+
+    fn has_passed(&self, step: &'static str, text: &str) {
+        tracing::debug!(step, "{text}");
+    }
+
+    fn tell_of_start(&mut self, text: String) {
+        self.worker.reporter.event(text);
+    }
+}
+
+impl Worker {
+    /// The way to whoever listens in a place of the order, and its directory.
+    fn control_in(&self, place: StartPlace) -> (Control, &Path) {
+        let plan = &self.order.plan;
+        let directory = match place {
+            StartPlace::Own => plan.control_directory(),
+            StartPlace::Pipe => &plan.pipe_directory,
+        };
+        (self.tools.front_ends.control_in(directory), directory)
     }
 
     /// Writes a new control daemon down.

@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use mps_core::serve::{Failure, Judged, tried_again};
+use mps_core::serve::{Failure, Judged, Known, tried_again};
 use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed};
 
 use crate::message::{Message, Subject};
 use common::published::control_daemon::ControlDaemonState;
 
-use super::{Failing, Machine};
+use super::run::Run;
+use super::{Failing, Machine, Worker};
 
 impl Machine {
     /// Takes note of a failure, and says what it means for the next step.
@@ -22,7 +23,7 @@ impl Machine {
         let state = if waits { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let reason = failure.into_text();
         if trouble == WhyFailed::Gone {
-            self.end_run();
+            self.worker.end_run(&mut self.run);
         }
         // Otherwise it is told with the pause that follows.
         if let Goal::Stop(permit) = self.worker.goal
@@ -89,28 +90,32 @@ impl Machine {
         if !serving.end(may_end).await {
             return ActOutcome::Lives;
         }
-        self.end_run();
+        self.worker.end_run(&mut self.run);
         ActOutcome::Ended
     }
+}
 
+impl Worker {
     /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said.
-    pub(super) fn end_run(&mut self) {
-        if let Some(mut serving) = self.serving(None) {
-            serving.tell_fault();
+    pub(super) fn end_run(&mut self, run: &mut Option<(Run, Known)>) {
+        if let Some((run, mut known)) = run.take() {
+            if let Some((server, hit)) = known.take_hit() {
+                for (ordinal, clients) in hit {
+                    run.tell_hit(server, ordinal, clients, &self.reporter, &self.tools.faults);
+                }
+            }
+            if let Some(count) = self.rate_limit.suppressed() {
+                self.reporter.warning(run.too_much_is_written(count));
+            }
         }
-        if let Some((run, _)) = self.run.take()
-            && let Some(count) = self.worker.rate_limit.suppressed()
-        {
-            self.worker.reporter.warning(run.too_much_is_written(count));
-        }
-        self.worker.admission.end();
-        self.worker.control.send_replace(None);
-        let id = self.worker.reporter.id();
-        if let Err(error) = self.worker.tools.state_file.lock().forget_control_daemon(&id) {
-            self.worker.reporter.warning(format!("the state file can't be written: {error}"));
+        self.admission.end();
+        self.control.send_replace(None);
+        let id = self.reporter.id();
+        if let Err(error) = self.tools.state_file.lock().forget_control_daemon(&id) {
+            self.reporter.warning(format!("the state file can't be written: {error}"));
         }
         tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
-        self.worker.reporter.update(|status| {
+        self.reporter.update(|status| {
             status.view.pid = None;
             status.view.cpus = None;
             status.view.servers.clear();

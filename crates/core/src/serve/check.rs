@@ -62,7 +62,7 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.run.in_use = in_use;
         self.run.capacity.suspect(&self.wanted.gpus, &clients, self.shell.now());
-        self.shell.keep_compute_modes().await;
+        self.reach.keep_modes(&mut self.shell, &self.wanted, &self.run.gpus).await;
         // After a fatal error, a server's clients are not reliably listed.
         if answer.is_some() && !self.run.blockers.has(ClearedBy::Healing) {
             self.find_bypasses().await;
@@ -76,7 +76,7 @@ impl<S: Shell> Serving<'_, S> {
 
     /// Reads the GPUs: one that does not answer must not keep anybody from the end of the control daemon.
     pub(super) async fn read_gpus(&mut self) -> Result<BTreeMap<GpuUuid, usize>, Failure> {
-        match self.shell.read_gpus().await {
+        match self.reach.look(&mut self.shell, &self.wanted).await {
             Some(clients) => Ok(clients),
             None => Err(self.ended().await),
         }
@@ -144,7 +144,7 @@ impl<S: Shell> Serving<'_, S> {
         let run = &mut *self.run;
         let progress = Progress {
             configured: run.configured,
-            in_place: self.wanted.in_place,
+            in_place: self.shell.is_in_place(),
             retiring: self.wanted.retiring,
         };
         let ends_when_idle = run.blockers.ends_when_idle();

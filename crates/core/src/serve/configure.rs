@@ -156,7 +156,7 @@ impl<S: Shell> Serving<'_, S> {
         let misfit = if self.wanted.retiring {
             Some("it is not needed any more".to_owned())
         } else {
-            self.shell.misfit()
+            self.shell.misfit(self.reach)
         };
         match misfit {
             Some(why) => self.run.blockers.put(Blocker::Misfit(why)),

@@ -2,7 +2,7 @@
 //! helps.
 
 use alloc::borrow::ToOwned;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -124,15 +124,8 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Tells which clients were hit, each once.
-    pub fn tell_fault(&mut self) {
-        let Some(fault) = self.run.blockers.fault_mut() else { return };
-        let new = &fault.clients - &fault.told;
-        fault.told.clone_from(&fault.clients);
-        let server = fault.server;
-        let mut hit: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
-        for (ordinal, client) in new {
-            hit.entry(ordinal).or_default().push(client);
-        }
+    fn tell_fault(&mut self) {
+        let Some((server, hit)) = self.run.take_hit() else { return };
         for (ordinal, clients) in hit {
             self.shell.tell_hit(server, ordinal, clients);
         }

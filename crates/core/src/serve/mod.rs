@@ -6,6 +6,8 @@
 //! | file | its job |
 //! |---|---|
 //! | `shell.rs` | everything that is asked of the outside |
+//! | `start.rs` | the start of the process, and who makes way for it |
+//! | `gpus.rs` | the GPUs that it goes without, and compute modes |
 //! | `configure.rs` | the way to the order: limits, links, the first server |
 //! | `watch.rs` | waits for the next thing to happen or to do |
 //! | `check.rs` | the regular look |
@@ -22,26 +24,31 @@ mod check;
 mod configure;
 mod end;
 pub mod fault;
+mod gpus;
 mod heal;
 mod limits;
 mod observe;
 mod requests;
 mod servers;
 mod shell;
+mod start;
 mod watch;
 
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
 pub use blocker::{ShownAs, ShownState};
 pub use end::Judged;
+pub use gpus::{GpuNews, GpuReach, GpuShell, SeenGpu, SeenGpus};
 pub use heal::tried_again;
 pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell, Showing, ShownGpu};
 
+pub use start::{StartPlace, Starter, Stranger, WantedUsers, start};
+
 use crate::mps::Limits;
-use crate::{CoreTime, GpuUuid};
+use crate::{CoreTime, GpuUuid, HeldGpus};
 use blocker::{Blocker, Blockers};
 use capacity::Capacity;
 use heal::Revival;
@@ -56,10 +63,12 @@ pub struct Wanted {
     pub thread_percentage: u8,
     /// A server runs ahead of its first client.
     pub prewarm: bool,
-    /// It is to have the pipe directory that it has.
-    pub in_place: bool,
     /// Only its clients still need it.
     pub retiring: bool,
+    /// The GPUs of the order that other control daemons have.
+    pub held: HeldGpus,
+    /// It sets the compute modes of its GPUs.
+    pub sets_modes: bool,
     /// The time that clients have to end by themselves after a fatal GPU error.
     pub fault_grace: Duration,
 }
@@ -131,6 +140,18 @@ impl Known {
         }
     }
 
+    /// The clients that were hit by the fatal GPU error of this server and were not told yet, by the number of their GPU.
+    pub fn take_hit(&mut self) -> Option<(u32, BTreeMap<usize, Vec<u32>>)> {
+        let fault = self.blockers.fault_mut()?;
+        let new = &fault.clients - &fault.told;
+        fault.told.clone_from(&fault.clients);
+        let mut hit: BTreeMap<usize, Vec<u32>> = BTreeMap::new();
+        for (ordinal, client) in new {
+            hit.entry(ordinal).or_default().push(client);
+        }
+        Some((fault.server, hit))
+    }
+
     /// The limits that the order has for its GPUs, by their ordinals.
     fn limits(&self, wanted: &Wanted) -> Limits {
         let planned = |uuid: &String| wanted.gpus.iter().find(|gpu| gpu.uuid == *uuid);
@@ -160,13 +181,14 @@ pub struct Serving<'s, S> {
     /// Carries out everything.
     pub shell: S,
     run: &'s mut Known,
+    reach: &'s mut GpuReach,
     wanted: Wanted,
 }
 
 impl<'s, S: Shell> Serving<'s, S> {
     /// All that it takes to serve.
-    pub fn new(shell: S, run: &'s mut Known, wanted: Wanted) -> Self {
-        Self { shell, run, wanted }
+    pub fn new(shell: S, run: &'s mut Known, reach: &'s mut GpuReach, wanted: Wanted) -> Self {
+        Self { shell, run, reach, wanted }
     }
 
     /// Gives the control daemon its order, and watches it until something else has to be done.

@@ -7,6 +7,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::blocker::ShownState;
+use super::gpus::{GpuReach, GpuShell};
 use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
 use crate::{CoreTime, GpuUuid, Permit};
 
@@ -146,7 +147,7 @@ pub struct ShownGpu {
 pub type ClientsOnGpus = BTreeMap<GpuUuid, Result<BTreeSet<u32>, String>>;
 
 /// Carries out all that is decided about one control daemon that runs. Each call comes back: it has a deadline of its own.
-pub trait Shell: Send {
+pub trait Shell: GpuShell {
     /// The present moment.
     fn now(&self) -> CoreTime;
 
@@ -244,18 +245,11 @@ pub trait Shell: Send {
     /// Ends it by signals, with its clients. Whether it has ended.
     fn end_by_signal(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
-    /// Reads the compute mode and the processes of each GPU of the order, and takes GPUs in and out. Returns the number of
-    /// clients that NVML lists on each GPU that answers. None: the control daemon has ended meanwhile.
-    fn read_gpus(&mut self) -> impl Future<Output = Option<BTreeMap<GpuUuid, usize>>> + Send;
-
     /// The clients that NVML lists on the GPUs of the control daemon.
     fn clients_on_gpus(&mut self) -> impl Future<Output = ClientsOnGpus> + Send;
 
     /// The programs on its GPUs that are neither servers nor clients, in words; empty if there are none.
     fn holders(&mut self, servers: &[u32]) -> impl Future<Output = String> + Send;
-
-    /// Sets compute modes again that somebody else has changed.
-    fn keep_compute_modes(&mut self) -> impl Future<Output = ()> + Send;
 
     /// Looks for processes that use the GPUs without these servers, by the last reading of the GPUs. Returns the moment of the
     /// look that is to confirm it.
@@ -286,8 +280,11 @@ pub trait Shell: Send {
     /// Begins the log again if it has become too long.
     fn rotate_log(&mut self);
 
-    /// Why the order needs another control daemon than the one that runs.
-    fn misfit(&self) -> Option<String>;
+    /// Whether the control daemon has the pipe directory of the order.
+    fn is_in_place(&self) -> bool;
+
+    /// Why the order needs another control daemon than the one that runs. A GPU that is left out is passed over.
+    fn misfit(&self, reach: &GpuReach) -> Option<String>;
 
     /// A step of the way to the order is behind it.
     fn passed(&self, step: &'static str, text: &str);

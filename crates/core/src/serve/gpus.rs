@@ -1,0 +1,211 @@
+//! The GPUs of an order: which of them a control daemon goes without for now, and their compute modes from its start to its
+//! end.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::mem::discriminant;
+
+use super::Wanted;
+use crate::{GpuUuid, Id};
+
+/// The GPUs that were asked about, by UUID, each as NVML shows it, or NVML's reason why it can't.
+pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
+
+/// A GPU that answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SeenGpu {
+    /// It has the service's compute mode.
+    pub has_our_mode: bool,
+    /// The number of processes on it that are clients of a server.
+    pub clients: usize,
+}
+
+/// News of a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuNews {
+    /// It is as it should be.
+    Event,
+    /// Somebody may have to do something.
+    Warning,
+    /// NVML can't reach it.
+    Unreachable,
+}
+
+/// Everything that is asked of GPUs.
+pub trait GpuShell: Send {
+    /// Asks NVML for each of these GPUs: all on one thread if none of them is known to hang. None: the control daemon that runs
+    /// has ended meanwhile.
+    fn read_gpus(
+        &mut self,
+        gpus: &[GpuUuid],
+        together: bool,
+    ) -> impl Future<Output = Option<SeenGpus>> + Send;
+
+    /// Sets the service's compute mode, the former one written down before. Whether that was needed.
+    fn take_mode(&mut self, gpu: &GpuUuid) -> impl Future<Output = Result<bool, String>> + Send;
+
+    /// Shows why a GPU is left out, in words; empty if it is not.
+    fn show_left_out(&mut self, gpu: &GpuUuid, why: String);
+
+    /// Tells people something about a GPU, once.
+    fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String);
+}
+
+/// Why a control daemon goes without a GPU of its order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum LeftOut {
+    /// NVML can't reach it, and says this.
+    Unreachable(String),
+    /// Its compute mode can't be set, for this reason.
+    ModeRefused(String),
+    /// The control daemon with this id still has it.
+    InOtherHands(Id),
+}
+
+impl LeftOut {
+    fn describe(&self) -> String {
+        match self {
+            Self::Unreachable(error) => error.clone(),
+            Self::ModeRefused(error) => format!("it is served once its compute mode can be set: {error}"),
+            Self::InOtherHands(id) => format!("control daemon {id} still has it"),
+        }
+    }
+}
+
+/// The GPUs that a control daemon goes without, as of the last look. It outlives control daemons.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GpuReach {
+    left_out: BTreeMap<GpuUuid, LeftOut>,
+    /// The GPUs with the service's compute mode.
+    with_our_mode: BTreeSet<GpuUuid>,
+}
+
+impl GpuReach {
+    /// Whether a control daemon goes without this GPU.
+    pub fn is_left_out(&self, gpu: &str) -> bool {
+        self.left_out.contains_key(gpu)
+    }
+
+    /// The GPUs of the order that are not left out.
+    pub(super) fn gpus(&self, wanted: &Wanted) -> Vec<GpuUuid> {
+        let all = wanted.gpus.iter().map(|gpu| gpu.uuid.clone());
+        all.filter(|gpu| !self.is_left_out(gpu)).collect()
+    }
+
+    /// Why all GPUs of the order are left out, in words.
+    pub(super) fn why_none(&self) -> String {
+        let first = self.left_out.iter().next();
+        let why = first.map(|(gpu, why)| format!(": GPU {gpu}: {}", why.describe())).unwrap_or_default();
+        format!("none of its GPUs can be served{why}")
+    }
+
+    /// Looks at each GPU of the order, and leaves out or takes in again. The other GPUs stay served. Returns the number of
+    /// clients on each GPU that answers. None: the control daemon has ended meanwhile.
+    pub async fn look(
+        &mut self,
+        shell: &mut impl GpuShell,
+        wanted: &Wanted,
+    ) -> Option<BTreeMap<GpuUuid, usize>> {
+        let gpus: Vec<GpuUuid> = wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        let looks = shell.read_gpus(&gpus, self.left_out.is_empty()).await?;
+        let mut clients = BTreeMap::new();
+        for (gpu, look) in looks {
+            self.with_our_mode.remove(&gpu);
+            if let Ok(seen) = look {
+                clients.insert(gpu.clone(), seen.clients);
+                self.with_our_mode.extend(seen.has_our_mode.then(|| gpu.clone()));
+            }
+            let why = match (wanted.held.get(&gpu), look, self.left_out.get(&gpu)) {
+                (Some(id), _, _) => Some(LeftOut::InOtherHands(id.clone())),
+                (None, Err(error), _) => Some(LeftOut::Unreachable(error)),
+                (None, Ok(_), Some(LeftOut::ModeRefused(_))) if !wanted.retiring => {
+                    self.take_mode(shell, wanted, &gpu).await.err()
+                }
+                (None, Ok(_), _) => None,
+            };
+            self.leave_out(shell, &gpu, why);
+        }
+        Some(clients)
+    }
+
+    /// Leaves a GPU out for this reason, or without one takes it in again.
+    fn leave_out(&mut self, shell: &mut impl GpuShell, gpu: &GpuUuid, why: Option<LeftOut>) {
+        shell.show_left_out(gpu, why.as_ref().map(LeftOut::describe).unwrap_or_default());
+        let has_changed = self.left_out.get(gpu).map(discriminant) != why.as_ref().map(discriminant);
+        let before = match why {
+            Some(why) => self.left_out.insert(gpu.clone(), why),
+            None => self.left_out.remove(gpu),
+        };
+        if !has_changed {
+            return;
+        }
+        let (news, text) = match (before, self.left_out.get(gpu)) {
+            (_, Some(why)) => {
+                let news = match why {
+                    LeftOut::Unreachable(_) => GpuNews::Unreachable,
+                    LeftOut::ModeRefused(_) => GpuNews::Warning,
+                    LeftOut::InOtherHands(_) => GpuNews::Event,
+                };
+                (news, format!("GPU {gpu}: {}", why.describe()))
+            }
+            (Some(LeftOut::Unreachable(_)), None) => {
+                (GpuNews::Event, format!("GPU {gpu} can be reached again"))
+            }
+            (Some(LeftOut::ModeRefused(_)), None) => {
+                (GpuNews::Event, format!("the compute mode of GPU {gpu} can be set again"))
+            }
+            (Some(LeftOut::InOtherHands(id)), None) => {
+                (GpuNews::Event, format!("GPU {gpu} is free: control daemon {id} has released it"))
+            }
+            (None, None) => return,
+        };
+        shell.tell_of_gpu(gpu, news, text);
+    }
+
+    /// Sets the compute mode of each GPU that is not left out. Leaves a GPU out that refuses it.
+    pub(super) async fn take_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted) {
+        for gpu in self.gpus(wanted) {
+            if let Err(refused) = self.take_mode(shell, wanted, &gpu).await {
+                self.leave_out(shell, &gpu, Some(refused));
+            }
+        }
+    }
+
+    /// Sets the compute mode of a GPU, if that is ours to do.
+    async fn take_mode(
+        &mut self,
+        shell: &mut impl GpuShell,
+        wanted: &Wanted,
+        gpu: &GpuUuid,
+    ) -> Result<(), LeftOut> {
+        if wanted.sets_modes {
+            shell.take_mode(gpu).await.map_err(LeftOut::ModeRefused)?;
+            self.with_our_mode.insert(gpu.clone());
+        }
+        Ok(())
+    }
+
+    /// Sets a compute mode again that somebody else has changed on one of these GPUs.
+    pub(super) async fn keep_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpus: &[GpuUuid]) {
+        let changed = |gpu: &&GpuUuid| !self.is_left_out(gpu) && !self.with_our_mode.contains(*gpu);
+        let changed: Vec<GpuUuid> =
+            gpus.iter().filter(|_| wanted.sets_modes).filter(changed).cloned().collect();
+        for gpu in changed {
+            match shell.take_mode(&gpu).await {
+                Ok(false) => {}
+                Ok(true) => {
+                    self.with_our_mode.insert(gpu.clone());
+                    let text = format!(
+                        "compute mode of {gpu} was changed by others; set to EXCLUSIVE_PROCESS again"
+                    );
+                    shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
+                }
+                Err(error) => {
+                    shell.tell_of_gpu(&gpu, GpuNews::Warning, format!("compute mode of {gpu}: {error}"));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! The start of a control daemon: whoever is in its place makes way if nobody loses work, the GPUs get the service's compute
+//! mode, and the process comes up.
+
+use alloc::format;
+use alloc::string::{String, ToString};
+
+use super::Wanted;
+use super::gpus::{GpuReach, GpuShell};
+use super::heal::clients_counted;
+use super::shell::Failure;
+use crate::{GpuUuid, Permit};
+
+/// A directory in which a control daemon can be in the way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StartPlace {
+    /// The one in which ours makes its socket.
+    Own,
+    /// The pipe directory, where that is another one: an earlier version of this service, or somebody else, may have started
+    /// one there.
+    Pipe,
+}
+
+/// A control daemon in the place of ours that is not ours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stranger {
+    /// Its PID, if it is known.
+    pub pid: Option<u32>,
+    /// Its directory, for people.
+    pub directory: String,
+    /// The command that ends it, for people.
+    pub end_it: String,
+    /// The number of its clients, or why it is not known.
+    pub clients: Result<usize, String>,
+}
+
+/// Carries out a start. Each call comes back: it has a deadline of its own.
+pub trait Starter: GpuShell {
+    /// Finds the program of control daemons.
+    ///
+    /// # Errors
+    /// It is not there.
+    fn find_program(&mut self) -> Result<(), Failure>;
+
+    /// The control daemon that listens in this place. None: nobody does. An error: a front end can't be run.
+    fn stranger(
+        &mut self,
+        place: StartPlace,
+    ) -> impl Future<Output = Result<Option<Stranger>, Failure>> + Send;
+
+    /// Asks a control daemon that is not ours to end as soon as it has no client. Whether it has ended.
+    fn end_stranger(
+        &mut self,
+        place: StartPlace,
+        pid: u32,
+        may_end: Permit,
+    ) -> impl Future<Output = Result<bool, Failure>> + Send;
+
+    /// Opens the directories of the order. Whether the pipe directory is not the one in which ours makes its socket.
+    ///
+    /// # Errors
+    /// One of them can't be used.
+    fn open_directories(&mut self) -> Result<bool, Failure>;
+
+    /// Looks for processes that use the GPUs without a server.
+    fn look_for_bypasses(&mut self, reach: &GpuReach) -> impl Future<Output = ()> + Send;
+
+    /// Starts the process with these GPUs, after it was written down.
+    fn spawn(
+        &mut self,
+        gpus: &[GpuUuid],
+        multiuser: bool,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// Waits until the process listens.
+    fn comes_up(&mut self, reach: &mut GpuReach) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// Takes note that the process has ended.
+    fn has_ended(&mut self);
+
+    /// A step of the start is behind it.
+    fn has_passed(&self, step: &'static str, text: &str);
+
+    /// Tells people something, once.
+    fn tell_of_start(&mut self, text: String);
+}
+
+/// The part of an order that only a start depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WantedUsers {
+    /// It is to serve several users at the same time.
+    pub multiuser: bool,
+    /// It may do without where the driver refuses that.
+    pub is_optional: bool,
+    /// The value of `cuda_mps_multiuser` with which it does without.
+    pub without: &'static str,
+}
+
+/// Starts a control daemon for the order. Whether it serves several users.
+///
+/// # Errors
+/// None runs that listens.
+pub async fn start(
+    shell: &mut impl Starter,
+    reach: &mut GpuReach,
+    wanted: &Wanted,
+    users: WantedUsers,
+) -> Result<bool, Failure> {
+    shell.find_program()?;
+    make_way(shell, StartPlace::Own).await?;
+    if shell.open_directories()? {
+        make_way(shell, StartPlace::Pipe).await?;
+    }
+    if reach.look(shell, wanted).await.is_some() {
+        shell.look_for_bypasses(reach).await;
+    }
+    reach.take_modes(shell, wanted).await;
+    let gpus = reach.gpus(wanted);
+    if gpus.is_empty() {
+        return Err(Failure::Waiting(reach.why_none()));
+    }
+    shell.has_passed("compute-modes", "compute modes are set");
+    let mut multiuser = users.multiuser;
+    loop {
+        shell.spawn(&gpus, multiuser).await?;
+        match shell.comes_up(reach).await {
+            Ok(()) => break,
+            Err(Failure::Ended { refuses_multiuser: true, .. }) if multiuser => shell.has_ended(),
+            Err(failure) => return Err(failure),
+        }
+        let refuses = "this driver's control daemon refuses multi-user mode";
+        if !users.is_optional {
+            return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to {}", users.without)));
+        }
+        shell.tell_of_start(format!("{refuses}; it runs without"));
+        multiuser = false;
+    }
+    shell.has_passed("listens", "the control daemon listens");
+    Ok(multiuser)
+}
+
+/// Makes sure that no other control daemon listens in this place. If it has no clients it is replaced, no matter who started
+/// it. If it has clients it is left to them.
+async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Failure> {
+    let Some(Stranger { pid, directory, end_it, clients }) = shell.stranger(place).await? else {
+        return Ok(());
+    };
+    let named = pid.map_or("an unknown PID".to_string(), |pid| format!("PID {pid}"));
+    let may_end = Permit::unused(clients.as_ref().ok().copied());
+    if let Some((pid, may_end)) = pid.zip(may_end) {
+        shell.tell_of_start(format!(
+            "control daemon {named} in {directory} was not started by this service and has no client: replacing it"
+        ));
+        if shell.end_stranger(place, pid, may_end).await? {
+            return Ok(());
+        }
+        return Err(Failure::Waiting(format!(
+            "control daemon {named} in {directory} was asked to end and has not yet"
+        )));
+    }
+    Err(Failure::Waiting(match clients {
+        Ok(clients) => format!(
+            "a control daemon that is not ours ({named}) serves {} in {directory}; it is replaced when they are done, or \
+             {end_it}",
+            clients_counted(clients)
+        ),
+        Err(error) => {
+            format!("a control daemon that is not ours ({named}) holds {directory}: {error}; {end_it}")
+        }
+    }))
+}
