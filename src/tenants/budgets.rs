@@ -7,12 +7,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use mps_core::Permit;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::budget::{self, Budget, Member, Part};
 use super::clients::{owner, users};
 use super::describe::{Whose, describe};
 use super::enforcement::{Enforcer, OverBudget, Victim, VictimState};
@@ -24,9 +22,11 @@ use crate::supervisor::bells::{Bell, Bells};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::config::OnOveruse;
 use common::host::blocking::Blocking;
-use common::membership::Slices;
+use common::host::identity::Identity;
+use common::membership::{Slices, Tenant};
 use common::plan::GpuPlan;
 use common::published::usage::InUse;
+use mps_core::budget::{self, Budget, Member, Part};
 
 /// The least time between two looks: clients that come together share one.
 const SHARE: Duration = Duration::from_millis(250);
@@ -328,7 +328,7 @@ impl GpuWatch {
             let overuse = budget::describe(self.gpu.budget, &shown);
             uses.push(SliceUse { clients: in_use.clients, memory_mib: in_use.memory_mib, overuse });
             if !exceeded.is_empty()
-                && let Some(may_end) = Permit::over_budget(budget::shared(&of_slice).is_some())
+                && let Ok(may_end) = budget::may_cut_back(&of_slice)
             {
                 over.push(OverBudget { slice, budget: self.gpu.budget, members: of_slice, may_end });
             }
@@ -366,7 +366,7 @@ impl GpuWatch {
         slice: u32,
         shown: &BTreeSet<Part>,
         in_use: InUse,
-        members: &[Member],
+        members: &[Member<Identity, Tenant>],
     ) -> BudgetEvent {
         let device = self.gpu.name(slice);
         if shown.is_empty() {
@@ -376,8 +376,8 @@ impl GpuWatch {
         let memory = in_use.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
         let pids: Vec<u32> = members.iter().map(|member| member.process.pid).collect();
         let who = describe(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
-        let spared = match budget::shared(members) {
-            Some(reason) if self.gpu.on_overuse == OnOveruse::Terminate => {
+        let spared = match budget::may_cut_back(members) {
+            Err(reason) if self.gpu.on_overuse == OnOveruse::Terminate => {
                 format!("; nobody's work is ended: {reason}")
             }
             _ => String::new(),

@@ -7,11 +7,12 @@ use std::time::Duration;
 use mps_core::Permit;
 use tokio::time::Instant;
 
-use super::budget::{self, Budget, Member};
 use super::terminate::{Connections, end_client, list_clients};
 use crate::mps::control::{Control, ControlError, TerminateAnswer};
 use crate::mps::process::Held;
 use common::host::identity::Identity;
+use common::membership::Tenant;
+use mps_core::budget::{self, Budget, Member};
 use mps_core::mps::ServerStatus;
 
 /// The first pause after a client could not be ended; it doubles up to the last.
@@ -24,7 +25,7 @@ pub(super) struct OverBudget {
     /// Its ordinal.
     pub slice: u32,
     pub budget: Budget,
-    pub members: Vec<Member>,
+    pub members: Vec<Member<Identity, Tenant>>,
     pub may_end: Permit,
 }
 

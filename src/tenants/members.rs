@@ -7,12 +7,12 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use super::budget::Member;
 use common::host::blocking::Blocking;
 use common::host::device_name::{DeviceName, GpuId};
 use common::host::identity::Identity;
 use common::host::nvml::GpuProcess;
 use common::membership::{KnownBy, Membership, ProcessMounts, SliceMounts, Slices, Tenant};
+use mps_core::budget::Member;
 
 /// The time that the kernel gets for a question about a process. It takes microseconds, but a program can hold up
 /// everybody who reads its memory, where its environment is.
@@ -78,7 +78,7 @@ impl Members {
         &mut self,
         processes: &[GpuProcess],
         cut: &SlicedGpu,
-    ) -> BTreeMap<u32, Vec<Member>> {
+    ) -> BTreeMap<u32, Vec<Member<Identity, Tenant>>> {
         let clients: BTreeMap<u32, (Identity, Option<u64>)> = processes
             .iter()
             .filter(|process| process.via_mps)
@@ -91,12 +91,12 @@ impl Members {
         // The driver may leave out a client for a moment.
         self.spared.retain(|_, process| process.runs());
         self.ask(clients.iter().map(|(pid, (process, _))| (*pid, *process)), cut).await;
-        let mut members: BTreeMap<u32, Vec<Member>> = BTreeMap::new();
+        let mut members: BTreeMap<u32, Vec<Member<Identity, Tenant>>> = BTreeMap::new();
         for (pid, (process, memory_mib)) in clients {
             if let Some((_, MemberSlice::Slice(slice, known_by, tenant))) = self.known.get(&pid) {
-                let (known_by, tenant) = (*known_by, tenant.clone());
+                let (only_claims, tenant) = (*known_by == KnownBy::Environment, tenant.clone());
                 let stays = self.spared.get(&pid) == Some(&process);
-                let member = Member { process, memory_mib, known_by, tenant, stays };
+                let member = Member { process, memory_mib, only_claims, tenant, stays };
                 members.entry(*slice).or_default().push(member);
             }
         }
@@ -212,7 +212,7 @@ mod tests {
         members.known.insert(process.pid, (process, place()));
         let found = members.by_slice(&[this_one(true)], &cut("00:06.0")).await;
         let tenant = Tenant::read(process.pid).ok();
-        let member = Member { process, memory_mib: Some(7), known_by: KnownBy::Mount, tenant, stays: true };
+        let member = Member { process, memory_mib: Some(7), only_claims: false, tenant, stays: true };
         assert_eq!(found, BTreeMap::from([(2, vec![member])]));
         // Another process with the same PID is another client, and was not spared.
         let before = Identity { start_time: process.start_time - 1, ..process };

@@ -1,6 +1,5 @@
 //! The tenants' processes on the GPUs: the list of them, the end of their GPU work, and the budgets of their slices.
 
-pub(crate) mod budget;
 pub(crate) mod budgets;
 pub(crate) mod clients;
 pub(crate) mod describe;

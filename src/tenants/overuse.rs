@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::budget::Part;
 use crate::rate_limit::{Rate, RateLimit};
+use mps_core::budget::Part;
 
 /// The time that a slice has to fit before its overuse is no longer shown.
 const CALM: Duration = Duration::from_secs(3);

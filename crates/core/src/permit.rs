@@ -48,11 +48,6 @@ impl Permit {
         Self::new(Cause::Asked)
     }
 
-    /// For a client of a slice that is over its budget, if nobody else's program can be taken for one of the slice.
-    pub fn over_budget(may_be_anothers: bool) -> Option<Self> {
-        (!may_be_anothers).then(|| Self::new(Cause::OverBudget))
-    }
-
     /// Why somebody is ended.
     pub fn cause(self) -> Cause {
         self.cause

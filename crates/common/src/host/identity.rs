@@ -2,6 +2,7 @@
 
 use std::io;
 
+use mps_core::budget::MemberProcess;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -33,6 +34,16 @@ impl Identity {
             Ok(now) => now == self,
             Err(error) => !proc::is_gone(&error),
         }
+    }
+}
+
+impl MemberProcess for Identity {
+    fn pid(self) -> u32 {
+        self.pid
+    }
+
+    fn start_time(self) -> u64 {
+        self.start_time
     }
 }
 

@@ -257,6 +257,6 @@ pub fn tried_again(pause: Duration) -> String {
 }
 
 /// So many clients, in words.
-pub(super) fn clients_counted(count: usize) -> String {
+pub(crate) fn clients_counted(count: usize) -> String {
     if count == 1 { "1 client".to_owned() } else { format!("{count} clients") }
 }

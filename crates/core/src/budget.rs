@@ -1,30 +1,55 @@
-//! The budget of a slice: the memory and the number of all its clients together. The driver limits each process alone.
-//! Nothing here asks a process, a GPU or a clock.
+//! The budget of a slice: the memory and the number of all its clients together, and who has to end their work if they are
+//! more. The driver limits each process alone.
 
-use common::published::usage::InUse;
-use std::collections::BTreeSet;
+use alloc::collections::BTreeSet;
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
 
-use common::counted::counted;
-use common::host::identity::Identity;
-use common::membership::{KnownBy, Tenant};
+use crate::serve::clients_counted;
+use crate::{Cause, Permit};
+
+/// All that clients have together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct InUse {
+    /// The number of the clients, each a process.
+    pub clients: u32,
+    /// The memory that they hold, in MiB. None if the driver does not report it for one of them.
+    pub memory_mib: Option<u64>,
+}
+
+impl InUse {
+    /// Of clients that hold this memory each.
+    pub fn sum(clients: impl IntoIterator<Item = Option<u64>>) -> Self {
+        let nothing = Self { clients: 0, memory_mib: Some(0) };
+        clients.into_iter().fold(nothing, |all, memory_mib| Self {
+            clients: all.clients.saturating_add(1),
+            memory_mib: all.memory_mib.and_then(|memory| memory.checked_add(memory_mib?)),
+        })
+    }
+}
 
 /// The most that the clients of a slice may have together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Budget {
+pub struct Budget {
+    /// The memory in MiB.
     pub memory_mib: u64,
+    /// The number of clients.
     pub max_clients: u32,
 }
 
 /// A part of a budget.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Part {
+pub enum Part {
+    /// The memory.
     Memory,
+    /// The number of clients.
     Clients,
 }
 
 impl Part {
     /// The word in the signal on D-Bus.
-    pub(crate) fn as_str(self) -> &'static str {
+    pub fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",
             Self::Clients => "clients",
@@ -32,51 +57,65 @@ impl Part {
     }
 }
 
-/// A client of a slice.
+/// A process. Another one may get its PID.
+pub trait MemberProcess: Copy + PartialEq {
+    /// Its PID.
+    fn pid(self) -> u32;
+
+    /// When it was started.
+    fn start_time(self) -> u64;
+}
+
+/// A client of a slice. `T` says for whom it works.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Member {
-    pub process: Identity,
+pub struct Member<P, T> {
+    /// The process.
+    pub process: P,
     /// None if the driver does not report it.
     pub memory_mib: Option<u64>,
-    pub known_by: KnownBy,
+    /// Only its environment says that it has the slice.
+    pub only_claims: bool,
     /// None if it is not known.
-    pub tenant: Option<Tenant>,
+    pub tenant: Option<T>,
     /// Whether its work must not be ended, or can't be.
     pub stays: bool,
 }
 
 /// All that these members have together.
-pub(super) fn in_use<'m>(members: impl IntoIterator<Item = &'m Member>) -> InUse {
+pub fn in_use<'m, P: 'm, T: 'm>(members: impl IntoIterator<Item = &'m Member<P, T>>) -> InUse {
     InUse::sum(members.into_iter().map(|member| member.memory_mib))
 }
 
 /// The parts of the budget that the clients are more than. Memory that is not known is never too much.
-pub(super) fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
+pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
     let memory = all.memory_mib.is_some_and(|memory| memory > budget.memory_mib);
     let parts = [(Part::Memory, memory), (Part::Clients, all.clients > budget.max_clients)];
     parts.into_iter().filter_map(|(part, exceeded)| exceeded.then_some(part)).collect()
 }
 
-/// The reason why the members of a slice may be of several tenants, if they may be. Then nobody knows who is too much: any
-/// program can name a slice in its environment, and a program that is older than the slice's tenant would stay. So nobody's
-/// work is ended.
-pub(super) fn shared(members: &[Member]) -> Option<String> {
-    if let Some(claims) = members.iter().find(|member| member.known_by == KnownBy::Environment) {
-        let pid = claims.process.pid;
-        return Some(format!("only the environment of process {pid} says that it has this slice"));
+/// The permit to end the work of members of a slice that is over its budget.
+///
+/// # Errors
+/// The reason why the members may be of several tenants. Then nobody knows who is too much: any program can name a slice in its
+/// environment, and a program that is older than the slice's tenant would stay. So nobody's work is ended.
+pub fn may_cut_back<P: MemberProcess, T: PartialEq>(members: &[Member<P, T>]) -> Result<Permit, String> {
+    if let Some(claims) = members.iter().find(|member| member.only_claims) {
+        let pid = claims.process.pid();
+        return Err(format!("only the environment of process {pid} says that it has this slice"));
     }
-    let (first, others) = members.split_first()?;
-    let is_anothers = |member: &&Member| member.tenant.is_none() || member.tenant != first.tenant;
-    let other = others.iter().find(is_anothers)?;
-    let (one, two) = (first.process.pid, other.process.pid);
-    Some(format!("processes {one} and {two} are of several users or containers"))
+    let permit = Ok(Permit::new(Cause::OverBudget));
+    let Some((first, others)) = members.split_first() else { return permit };
+    let is_anothers = |member: &&Member<P, T>| member.tenant.is_none() || member.tenant != first.tenant;
+    let Some(other) = others.iter().find(is_anothers) else { return permit };
+    let (one, two) = (first.process.pid(), other.process.pid());
+    Err(format!("processes {one} and {two} are of several users or containers"))
 }
 
 /// The members that have to end their work so that the rest fits, in this order. The newest goes first. The last member
 /// fits, since the driver binds it by itself.
-pub(super) fn victims(budget: Budget, members: &[Member]) -> Vec<Identity> {
-    let mut rest: Vec<&Member> = members.iter().collect();
-    rest.sort_by_key(|member| (member.process.start_time, member.process.pid));
+pub fn victims<P: MemberProcess, T>(budget: Budget, members: &[Member<P, T>]) -> Vec<P> {
+    let mut rest: Vec<&Member<P, T>> = members.iter().collect();
+    rest.sort_by_key(|member| (member.process.start_time(), member.process.pid()));
     let mut victims = Vec::new();
     while rest.len() > 1 && !exceeded(budget, in_use(rest.iter().copied())).is_empty() {
         let Some(next) = rest.iter().rposition(|member| !member.stays) else { break };
@@ -86,28 +125,51 @@ pub(super) fn victims(budget: Budget, members: &[Member]) -> Vec<Identity> {
 }
 
 /// These parts of a budget that is exceeded, in words that stay the same while the clients change.
-pub(super) fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
+pub fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
     let word = |part: &Part| match part {
         Part::Memory => format!("its clients hold more than its {} MiB together", budget.memory_mib),
-        Part::Clients => format!("it has more than {}", counted(budget.max_clients as usize, "client")),
+        Part::Clients => format!("it has more than {}", clients_counted(budget.max_clients as usize)),
     };
     exceeded.iter().map(word).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
 mod tests {
+    use alloc::borrow::ToOwned;
+
     use proptest::prelude::*;
 
     use super::*;
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    struct Process {
+        pid: u32,
+        start_time: u64,
+    }
+
+    impl MemberProcess for Process {
+        fn pid(self) -> u32 {
+            self.pid
+        }
+
+        fn start_time(self) -> u64 {
+            self.start_time
+        }
+    }
+
+    /// A user and a container.
+    type Tenant = (u32, String);
+
+    type Member = super::Member<Process, Tenant>;
 
     const BUDGET: Budget = Budget { memory_mib: 100, max_clients: 2 };
 
     fn member(pid: u32, start_time: u64, memory_mib: u64) -> Member {
         Member {
-            process: Identity { pid, start_time },
+            process: Process { pid, start_time },
             memory_mib: Some(memory_mib),
-            known_by: KnownBy::Mount,
-            tenant: Tenant::read(std::process::id()).ok(),
+            only_claims: false,
+            tenant: Some((7, "own".to_owned())),
             stays: false,
         }
     }
@@ -115,23 +177,23 @@ mod tests {
     #[test]
     fn a_slice_of_several_tenants_has_no_victim() {
         let (old, new) = (member(1, 1, 60), member(2, 2, 60));
-        let claims = Member { known_by: KnownBy::Environment, ..old.clone() };
+        let claims = Member { only_claims: true, ..old.clone() };
         let unknown = Member { tenant: None, ..old.clone() };
-        let others = Member { tenant: Some(Tenant::in_container(7, "0123")), ..old.clone() };
-        assert_eq!(shared(&[]), None);
-        assert_eq!(shared(&[old, new.clone()]), None);
+        let others = Member { tenant: Some((7, "0123".to_owned())), ..old.clone() };
+        assert!(may_cut_back::<Process, Tenant>(&[]).is_ok());
+        assert_eq!(may_cut_back(&[old, new.clone()]).unwrap().cause(), Cause::OverBudget);
         for (other, reason) in
             [(claims, "environment of process 1"), (unknown, "several"), (others, "several")]
         {
             for members in [[other.clone(), new.clone()], [new.clone(), other]] {
-                assert!(shared(&members).unwrap().contains(reason), "{members:?}");
+                assert!(may_cut_back(&members).unwrap_err().contains(reason), "{members:?}");
             }
         }
         let in_one =
-            |uid, container| Member { tenant: Some(Tenant::in_container(uid, container)), ..new.clone() };
-        assert_eq!(shared(&[in_one(7, "a"), in_one(7, "a")]), None);
-        assert!(shared(&[in_one(7, "a"), in_one(8, "a")]).is_some());
-        assert!(shared(&[in_one(7, "a"), in_one(7, "b")]).is_some());
+            |uid, container: &str| Member { tenant: Some((uid, container.to_owned())), ..new.clone() };
+        assert!(may_cut_back(&[in_one(7, "a"), in_one(7, "a")]).is_ok());
+        assert!(may_cut_back(&[in_one(7, "a"), in_one(8, "a")]).is_err());
+        assert!(may_cut_back(&[in_one(7, "a"), in_one(7, "b")]).is_err());
     }
 
     fn staying(pid: u32, start_time: u64, memory_mib: u64) -> Member {
@@ -206,8 +268,8 @@ mod tests {
             }
             let budget = Budget { memory_mib, max_clients };
             let gone = victims(budget, &members);
-            let of = |process: &Identity| members.iter().find(|member| member.process == *process).unwrap();
-            let rest_without = |gone: &[Identity]| -> Vec<Member> {
+            let of = |process: &Process| members.iter().find(|member| member.process == *process).unwrap();
+            let rest_without = |gone: &[Process]| -> Vec<Member> {
                 members.iter().filter(|member| !gone.contains(&member.process)).cloned().collect()
             };
             let rest = rest_without(&gone);
