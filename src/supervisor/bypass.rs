@@ -1,16 +1,10 @@
 //! Finds processes that use a served GPU without its control daemon. Nothing limits such a process.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
-use crate::mps::control::{Control, ControlError};
 use common::host::identity::Identity;
 use common::host::nvml::GpuProcess;
 use common::host::proc;
-
-/// The least time between the two looks that confirm a bypass. NVML and the control daemon don't learn of a client's
-/// start and end in the same moment, and NVML lists a process until the driver has taken its memory back.
-pub(crate) const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 
 /// A process that uses a GPU without a server of ours.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,16 +52,6 @@ pub(crate) fn find(
             })
         })
         .collect()
-}
-
-/// The PIDs of the servers and of the clients of a control daemon. To be asked after NVML: a client is the control
-/// daemon's before it is the GPU's.
-pub(crate) async fn ours(
-    control: &Control,
-    expected: &[u32],
-) -> Result<(Vec<u32>, BTreeSet<u32>), ControlError> {
-    let all = control.client_pids(expected).await?;
-    Ok((all.keys().copied().collect(), all.into_values().flatten().collect()))
 }
 
 #[cfg(test)]

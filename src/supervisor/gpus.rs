@@ -1,14 +1,19 @@
 //! The GPUs of a control daemon: NVML is asked for their processes and compute modes, and sets the modes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::GpuUuid;
-use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus};
+use mps_core::serve::{GpuNews, GpuShell, ProcessId, SeenGpu, SeenGpus, SeenProcess};
 
 use crate::message::{Message, Subject};
 use common::host::compute_mode::SERVED;
+use common::host::identity::Identity;
+use common::host::nvml::GpuProcess;
+use common::host::proc;
+use common::plan::ServedGpu;
 
 use super::Worker;
+use super::bypass::{self, Bypass};
 
 impl GpuShell for Worker {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
@@ -18,9 +23,10 @@ impl GpuShell for Worker {
             let mode = look.as_ref().ok().map(|(mode, _)| *mode);
             self.reporter.update_gpu(&uuid, |status| status.compute_mode = mode);
             let look = look.map(|(mode, there)| {
-                let clients = there.iter().filter(|process| process.via_mps).count();
+                let seen = |process: &GpuProcess| SeenProcess { pid: process.pid, via_mps: process.via_mps };
+                let of_gpu = there.iter().map(seen).collect();
                 processes.insert(uuid.clone(), there);
-                SeenGpu { has_our_mode: mode == SERVED, clients }
+                SeenGpu { has_our_mode: mode == SERVED, processes: of_gpu }
             });
             seen.insert(uuid, look);
         }
@@ -36,6 +42,47 @@ impl GpuShell for Worker {
 
     fn show_left_out(&mut self, gpu: &GpuUuid, why: String) {
         self.reporter.update_gpu(gpu, |status| status.left_out = why);
+    }
+
+    fn start_time(&self, pid: u32) -> Option<u64> {
+        Identity::read(pid).ok().map(|process| process.start_time)
+    }
+
+    fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
+        let memory_of = |pid| {
+            let there = self.processes.get(gpu).into_iter().flatten();
+            there.filter(|process| process.pid == pid).find_map(|process| process.memory_mib)
+        };
+        let bypass = |(pid, start_time): &ProcessId| {
+            let process = Identity { pid: *pid, start_time: *start_time };
+            let (command, memory_mib) = (proc::name(*pid)?, memory_of(*pid));
+            Some(Bypass { gpu_uuid: gpu.clone(), process, command, memory_mib })
+        };
+        let now: Vec<Bypass> = bypasses.iter().filter_map(bypass).collect();
+        let before = self.reporter.status().gpus.get(gpu).map(|gpu| gpu.bypasses.clone());
+        let before = before.unwrap_or_default();
+        let missing_in = |list: &[Bypass], bypass: &Bypass| !list.iter().any(|one| one.is(bypass));
+        let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(&before, bypass)).collect();
+        let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
+        let planned = self.order.plan.gpus.iter().find(|planned| planned.uuid == *gpu);
+        let name = planned.map_or_else(|| gpu.clone(), ServedGpu::name);
+        if !come.is_empty() {
+            let who = bypass::describe(come.iter().copied());
+            let text = format!("GPU {name} is used without our MPS server by {who}");
+            self.reporter.report(Message::Bypass, Subject::gpu(gpu), text);
+        }
+        if !gone.is_empty() {
+            let who = bypass::describe(gone.iter().copied());
+            self.reporter.event(format!("GPU {name} is no longer used without our MPS server by {who}"));
+        }
+        let is_news = !come.is_empty() || !gone.is_empty();
+        self.reporter.update_gpu(gpu, |gpu| {
+            gpu.server_kept_out = server_is_kept_out;
+            // Memory comes and goes; who it is has not changed by that.
+            if is_news {
+                gpu.bypasses = now;
+            }
+        });
     }
 
     fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String) {

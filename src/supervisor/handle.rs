@@ -11,7 +11,6 @@ use crate::mps::control::{Control, FrontEnds};
 use crate::rate_limit::RateLimit;
 
 use super::admission::SharedAdmission;
-use super::bypasses::Bypasses;
 use super::status::{Reporter, Status};
 use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, Worker, run};
 
@@ -55,14 +54,12 @@ impl Supervisor {
             has_served: false,
             multiuser_refused: false,
             processes: BTreeMap::new(),
-            bypasses: Bypasses::default(),
             rate_limit: RateLimit::new(LINES),
             admission: admission.clone(),
             links_stuck: BTreeSet::new(),
             not_beside: None,
         };
-        let machine =
-            Machine { worker, reach: GpuReach::default(), run: None, has_just_started: false, failing: None };
+        let machine = Machine { worker, reach: GpuReach::default(), run: None, failing: None };
         tokio::spawn(run(assigned, commands_received, machine, events));
         let order = order.clone();
         Self { order, assignments, interrupt: None, status, control, front_ends, commands, admission }

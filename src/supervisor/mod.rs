@@ -10,7 +10,6 @@
 pub(crate) mod admission;
 pub(crate) mod bells;
 pub(crate) mod bypass;
-mod bypasses;
 pub(crate) mod compute_modes;
 mod gpus;
 mod handle;
@@ -50,7 +49,6 @@ use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
 use admission::SharedAdmission;
-use bypasses::Bypasses;
 pub(crate) use handle::Supervisor;
 use run::Run;
 use shell::RunShell;
@@ -185,8 +183,6 @@ struct Worker {
     multiuser_refused: bool,
     /// The processes on its GPUs, by UUID, as they were last read.
     processes: BTreeMap<String, Vec<GpuProcess>>,
-    /// The processes that use its GPUs without its servers. They outlive it.
-    bypasses: Bypasses,
     /// The number of log lines that may still be passed on.
     rate_limit: RateLimit,
     /// The directories that lead clients to its control daemons.
@@ -204,8 +200,6 @@ struct Machine {
     reach: GpuReach,
     /// The control daemon that runs, and all that decisions about it go by.
     run: Option<(Run, Known)>,
-    /// The GPUs were looked at for the start that has just succeeded.
-    has_just_started: bool,
     /// The last failure, until it is shown.
     failing: Option<Failing>,
 }
@@ -248,10 +242,6 @@ impl Machine {
         &mut self,
         commands: &mut mpsc::Receiver<SupervisorCommand>,
     ) -> Result<ActOutcome, Failure> {
-        if !std::mem::take(&mut self.has_just_started) {
-            let wanted = self.worker.wanted();
-            self.reach.look(&mut self.worker, &wanted).await;
-        }
         self.show_places();
         let Some(mut serving) = self.serving(Some(commands)) else { return Ok(ActOutcome::Ended) };
         match serving.serve().await? {
@@ -287,7 +277,7 @@ impl Machine {
 
     /// From now on, this one runs.
     fn hold(&mut self, run: Run) -> Serving<'_, RunShell<'_>> {
-        let known = self.worker.knows_of(&run);
+        let known = self.worker.knows_of(&run, false);
         let (run, known) = self.run.insert((run, known));
         self.worker.serving(run, known, &mut self.reach, None)
     }
@@ -306,8 +296,9 @@ impl Worker {
     }
 
     /// All that is known of a control daemon that has just come.
-    fn knows_of(&self, run: &Run) -> Known {
-        Known::new(run.running.gpus.clone(), run.running.multiuser, self.tools.begun.elapsed())
+    fn knows_of(&self, run: &Run, has_just_started: bool) -> Known {
+        let Running { gpus, multiuser, .. } = &run.running;
+        Known::new(gpus.clone(), *multiuser, has_just_started, self.tools.begun.elapsed())
     }
 
     /// The order, as far as serving depends on it.

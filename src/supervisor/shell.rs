@@ -1,10 +1,12 @@
 //! Carries out what serving asks for: with the control daemon's front end and process, NVML, files and the journal.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
 use mps_core::serve::{
-    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, Said, SeenGpus, Shell, Showing,
+    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, ProcessId, Said, SeenGpus, Shell,
+    Showing,
 };
 use mps_core::{CoreTime, GpuUuid, Permit};
 use tokio::sync::{mpsc, oneshot};
@@ -56,6 +58,14 @@ impl GpuShell for RunShell<'_> {
 
     fn show_left_out(&mut self, gpu: &GpuUuid, why: String) {
         self.worker.show_left_out(gpu, why);
+    }
+
+    fn start_time(&self, pid: u32) -> Option<u64> {
+        self.worker.start_time(pid)
+    }
+
+    fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
+        self.worker.show_bypasses(gpu, bypasses, server_is_kept_out);
     }
 
     fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String) {
@@ -242,12 +252,6 @@ impl Shell for RunShell<'_> {
         bypass::describe(&holders)
     }
 
-    async fn find_bypasses(&mut self, servers: &[u32]) -> Option<CoreTime> {
-        let gpus = &self.run.running.gpus;
-        self.worker.find_bypasses(Some((self.run, servers)), |uuid| gpus.contains(uuid)).await;
-        self.worker.bypasses.due.map(|due| self.moment(due))
-    }
-
     fn waiting_due(&self) -> Option<CoreTime> {
         self.run.waiting_clients.due.map(|due| self.moment(due))
     }
@@ -378,8 +382,9 @@ impl Shell for RunShell<'_> {
         self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.came);
     }
 
-    fn remember_client(&mut self, client: u32) {
-        self.run.known_clients.remember([client], || Slices::from_plans([&self.worker.order.plan]));
+    fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
+        let clients = clients.iter().copied();
+        self.run.known_clients.remember(clients, || Slices::from_plans([&self.worker.order.plan]));
     }
 
     fn checked_in_use(&mut self) {

@@ -1,13 +1,15 @@
 //! Brings a control daemon up: takes one of ours over, or replaces somebody else's, or starts a new one.
 
 use common::host::program;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mps_core::serve::{
-    self, Failure, GpuNews, GpuReach, GpuShell, Known, SeenGpus, StartPlace, Starter, Stranger, WantedUsers,
+    self, Failure, GpuNews, GpuReach, GpuShell, Known, ProcessId, SeenGpus, StartPlace, Starter, Stranger,
+    WantedUsers,
 };
-use mps_core::{GpuUuid, Permit};
+use mps_core::{CoreTime, GpuUuid, Permit};
 
 use crate::mps::control::{Control, ControlError};
 use crate::mps::launch::{Launch, PausedProcess};
@@ -57,29 +59,10 @@ impl Machine {
         let quiet_until = running.log_offset.min(length);
         self.worker.has_run = true;
         self.worker.reporter.update(|status| status.view.pid = Some(pid));
-        let mut serving = self.hold(Run::new(process, running, Arc::clone(&control), log, quiet_until));
-        serving.continue_if_stopped();
-        let answers = match serving.listens().await {
-            Ok(()) => control.servers().await.map(drop).map_err(Failure::from),
-            Err(failure) => Err(failure),
-        };
-        match answers {
-            Ok(()) if control.daemon_pid() == Some(pid) => {}
-            Ok(()) => {
-                return Err(Failure::Waiting(format!(
-                    "another control daemon has taken the directory of PID {pid}"
-                )));
-            }
-            Err(Failure::Ended { .. }) => {
-                self.worker.end_run(&mut self.run);
-                return Ok(());
-            }
-            // It hangs, or can't be reached. It may have clients, so `watch` goes on with it.
-            Err(failure) => serving.no_answer(failure.into_text()),
+        let run = Run::new(process, running, control, log, quiet_until);
+        if !self.hold(run).take_over().await? {
+            self.worker.end_run(&mut self.run);
         }
-        serving.read_on().await;
-        self.worker.reporter.event(format!("control daemon {id} (PID {pid}) taken over"));
-        tracing::debug!(step = "taken-over", "control daemon {pid} is ours again");
         Ok(())
     }
 
@@ -97,7 +80,6 @@ impl Machine {
         let multiuser = serve::start(&mut shell, &mut self.reach, &wanted, users).await?;
         self.worker.multiuser_refused |= users.multiuser && !multiuser;
         self.worker.control.send_replace(self.run.as_ref().map(|(run, _)| Arc::clone(&run.control)));
-        self.has_just_started = true;
         if std::mem::replace(&mut self.worker.has_run, true) {
             self.worker.reporter.update(|status| status.view.restarts += 1);
         }
@@ -127,12 +109,24 @@ impl GpuShell for StartShell<'_> {
         self.worker.show_left_out(gpu, why);
     }
 
+    fn start_time(&self, pid: u32) -> Option<u64> {
+        self.worker.start_time(pid)
+    }
+
+    fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
+        self.worker.show_bypasses(gpu, bypasses, server_is_kept_out);
+    }
+
     fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String) {
         self.worker.tell_of_gpu(gpu, news, text);
     }
 }
 
 impl Starter for StartShell<'_> {
+    fn time(&self) -> CoreTime {
+        self.worker.tools.begun.elapsed()
+    }
+
     fn find_program(&mut self) -> Result<(), Failure> {
         self.program = program::find_program(PROGRAM).map_err(|reason| Failure::Waiting(reason.into()))?;
         Ok(())
@@ -177,14 +171,10 @@ impl Starter for StartShell<'_> {
         Ok(true)
     }
 
-    async fn look_for_bypasses(&mut self, reach: &GpuReach) {
-        self.worker.find_bypasses(None, |uuid| !reach.is_left_out(uuid)).await;
-    }
-
     async fn spawn(&mut self, gpus: &[GpuUuid], multiuser: bool) -> Result<(), Failure> {
         let (control, _) = self.worker.control_in(StartPlace::Own);
         let run = self.worker.spawn(&self.program, &Arc::new(control), gpus, multiuser).await?;
-        let known = self.worker.knows_of(&run);
+        let known = self.worker.knows_of(&run, true);
         *self.run = Some((run, known));
         Ok(())
     }

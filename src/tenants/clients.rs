@@ -9,7 +9,7 @@ use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
 use crate::mps::control::{Control, ControlError};
-use crate::supervisor::bypass::{self, Bypass, CONFIRM_AFTER};
+use crate::supervisor::bypass::{self, Bypass};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::host::blocking::Blocking;
 use common::host::identity::Identity;
@@ -18,6 +18,7 @@ use common::host::proc;
 use common::membership::whose::{container, user_in};
 use common::membership::{SliceMounts, Slices};
 use mps_core::mps::Client;
+use mps_core::serve::CONFIRM_AFTER;
 
 pub(super) use common::membership::whose::{owner, users, whose};
 

@@ -204,11 +204,6 @@ impl Control {
         matches!(connect(&self.0.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
     }
 
-    /// The PIDs of the servers. The answer also proves that the control daemon responds.
-    pub(crate) async fn servers(&self) -> Result<Vec<u32>, ControlError> {
-        Ok(self.inspect(&[], None).await?.servers)
-    }
-
     /// Sets the limits of a running server's future clients, or without `server` the limits of future servers: the active
     /// thread percentage, and the device pinned memory limit, in MiB, of each GPU by its ordinal. One front end sets and
     /// reads all of them. The control daemon accepts anything, and reports memory in whole GiB, so the check is only as exact

@@ -7,10 +7,11 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
+use super::gpus::ProcessesOnGpus;
 use super::shell::{Failure, News, Shell};
 use super::{Serving, WantedGpu};
+use crate::CoreTime;
 use crate::mps::{Client, Meaning};
-use crate::{CoreTime, GpuUuid};
 
 /// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
 pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
@@ -60,10 +61,10 @@ impl Capacity {
     }
 
     /// Has the clients counted if the driver knows of as many as a GPU can hold, or knows of none at all.
-    pub(super) fn suspect(&mut self, gpus: &[WantedGpu], clients: &BTreeMap<GpuUuid, usize>, now: CoreTime) {
+    pub(super) fn suspect(&mut self, gpus: &[WantedGpu], there: &ProcessesOnGpus, now: CoreTime) {
         let many = |gpu: &WantedGpu| {
-            let there = clients.get(&gpu.uuid).copied().unwrap_or_default();
-            !gpu.clients_listed || there >= gpu.capacity as usize
+            let there = there.get(&gpu.uuid).into_iter().flatten();
+            !gpu.clients_listed || there.filter(|process| process.via_mps).count() >= gpu.capacity as usize
         };
         if gpus.iter().any(many) {
             self.set_due(now);

@@ -1,11 +1,12 @@
 //! The health check of a control daemon that serves, and its consequences.
 
 use alloc::borrow::ToOwned;
-use alloc::collections::BTreeMap;
+use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
 
 use super::blocker::{Blocker, Change, ClearedBy, Progress};
+use super::gpus::{ProcessesOnGpus, clients_among};
 use super::shell::{Failure, News, Shell, Showing, ShownGpu};
 use super::{Ended, Serving};
 use crate::GpuUuid;
@@ -55,17 +56,17 @@ impl<S: Shell> Serving<'_, S> {
         {
             self.keep_limits(look).await?;
         }
-        let clients = self.read_gpus().await?;
-        let in_use = clients.values().any(|clients| *clients > 0);
+        let there = self.read_gpus().await?;
+        let in_use = !clients_among(&there).is_empty();
         if in_use || self.run.in_use {
             self.shell.checked_in_use();
         }
         self.run.in_use = in_use;
-        self.run.capacity.suspect(&self.wanted.gpus, &clients, self.shell.now());
+        self.run.capacity.suspect(&self.wanted.gpus, &there, self.shell.now());
         self.reach.keep_modes(&mut self.shell, &self.wanted, &self.run.gpus).await;
         // After a fatal error, a server's clients are not reliably listed.
         if answer.is_some() && !self.run.blockers.has(ClearedBy::Healing) {
-            self.find_bypasses().await;
+            self.find_bypasses(there).await;
         }
         self.find_misfit();
         self.compare_servers();
@@ -75,15 +76,31 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Reads the GPUs: one that does not answer must not keep anybody from the end of the control daemon.
-    pub(super) async fn read_gpus(&mut self) -> Result<BTreeMap<GpuUuid, usize>, Failure> {
+    pub(super) async fn read_gpus(&mut self) -> Result<ProcessesOnGpus, Failure> {
         match self.reach.look(&mut self.shell, &self.wanted).await {
-            Some(clients) => Ok(clients),
+            Some(there) => Ok(there),
             None => Err(self.ended().await),
         }
     }
 
-    pub(super) async fn find_bypasses(&mut self) {
-        self.run.bypasses_at = self.shell.find_bypasses(&self.run.servers.alive()).await;
+    /// Looks for bypasses on the GPUs of the control daemon alone: a GPU that it goes without may be another's, with servers
+    /// and clients of its own. The control daemon is asked only if there are processes besides the known servers. If it does
+    /// not name its clients, the last result is kept.
+    pub(super) async fn find_bypasses(&mut self, mut there: ProcessesOnGpus) {
+        there.retain(|gpu, _| self.run.gpus.contains(gpu));
+        let known = self.run.servers.alive();
+        let mut servers: BTreeSet<u32> = known.iter().copied().collect();
+        let mut clients = clients_among(&there);
+        self.shell.remember_clients(&clients);
+        self.run.bypasses_at = None;
+        if there.values().flatten().any(|process| !servers.contains(&process.pid)) {
+            // After NVML: a client is the control daemon's before it is the GPU's.
+            let Ok(all) = self.shell.client_pids(&known).await else { return };
+            servers = all.keys().copied().collect();
+            clients = all.into_values().flatten().collect();
+        }
+        let (now, ours) = (self.shell.now(), (&servers, &clients));
+        self.run.bypasses_at = self.reach.find_bypasses(&mut self.shell, &self.wanted, &there, ours, now);
     }
 
     /// Keeps the state file and all that is shown of the process up to date. Its log is not, where another control daemon is

@@ -8,19 +8,32 @@ use alloc::vec::Vec;
 use core::mem::discriminant;
 
 use super::Wanted;
-use crate::{GpuUuid, Id};
+use super::bypasses::{Bypasses, ProcessId};
+use crate::{CoreTime, GpuUuid, Id};
 
 /// The GPUs that were asked about, by UUID, each as NVML shows it, or NVML's reason why it can't.
 pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
 
 /// A GPU that answers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenGpu {
     /// It has the service's compute mode.
     pub has_our_mode: bool,
-    /// The number of processes on it that are clients of a server.
-    pub clients: usize,
+    /// The processes on it.
+    pub processes: Vec<SeenProcess>,
 }
+
+/// A process on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SeenProcess {
+    /// Its PID.
+    pub pid: u32,
+    /// It is a client of a server.
+    pub via_mps: bool,
+}
+
+/// The processes on each GPU that answers, by UUID.
+pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<SeenProcess>>;
 
 /// News of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +61,13 @@ pub trait GpuShell: Send {
 
     /// Shows why a GPU is left out, in words; empty if it is not.
     fn show_left_out(&mut self, gpu: &GpuUuid, why: String);
+
+    /// When a process was started. None if it has ended.
+    fn start_time(&self, pid: u32) -> Option<u64>;
+
+    /// Shows the processes that use a GPU without a server, and tells who has come and who has gone; and whether they keep a
+    /// server out.
+    fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool);
 
     /// Tells people something about a GPU, once.
     fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String);
@@ -80,12 +100,17 @@ pub struct GpuReach {
     left_out: BTreeMap<GpuUuid, LeftOut>,
     /// The GPUs with the service's compute mode.
     with_our_mode: BTreeSet<GpuUuid>,
+    bypasses: Bypasses,
 }
 
 impl GpuReach {
     /// Whether a control daemon goes without this GPU.
     pub fn is_left_out(&self, gpu: &str) -> bool {
         self.left_out.contains_key(gpu)
+    }
+
+    pub(super) fn has_our_mode(&self, gpu: &str) -> bool {
+        self.with_our_mode.contains(gpu)
     }
 
     /// The GPUs of the order that are not left out.
@@ -101,33 +126,33 @@ impl GpuReach {
         format!("none of its GPUs can be served{why}")
     }
 
-    /// Looks at each GPU of the order, and leaves out or takes in again. The other GPUs stay served. Returns the number of
-    /// clients on each GPU that answers. None: the control daemon has ended meanwhile.
-    pub async fn look(
+    /// Looks at each GPU of the order, and leaves out or takes in again. The other GPUs stay served. Returns the
+    /// processes on each GPU that answers. None: the control daemon has ended meanwhile.
+    pub(super) async fn look(
         &mut self,
         shell: &mut impl GpuShell,
         wanted: &Wanted,
-    ) -> Option<BTreeMap<GpuUuid, usize>> {
+    ) -> Option<ProcessesOnGpus> {
         let gpus: Vec<GpuUuid> = wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
         let looks = shell.read_gpus(&gpus, self.left_out.is_empty()).await?;
-        let mut clients = BTreeMap::new();
+        let mut processes = BTreeMap::new();
         for (gpu, look) in looks {
             self.with_our_mode.remove(&gpu);
-            if let Ok(seen) = look {
-                clients.insert(gpu.clone(), seen.clients);
+            let look = look.map(|seen| {
+                processes.insert(gpu.clone(), seen.processes);
                 self.with_our_mode.extend(seen.has_our_mode.then(|| gpu.clone()));
-            }
+            });
             let why = match (wanted.held.get(&gpu), look, self.left_out.get(&gpu)) {
                 (Some(id), _, _) => Some(LeftOut::InOtherHands(id.clone())),
                 (None, Err(error), _) => Some(LeftOut::Unreachable(error)),
-                (None, Ok(_), Some(LeftOut::ModeRefused(_))) if !wanted.retiring => {
+                (None, Ok(()), Some(LeftOut::ModeRefused(_))) if !wanted.retiring => {
                     self.take_mode(shell, wanted, &gpu).await.err()
                 }
-                (None, Ok(_), _) => None,
+                (None, Ok(()), _) => None,
             };
             self.leave_out(shell, &gpu, why);
         }
-        Some(clients)
+        Some(processes)
     }
 
     /// Leaves a GPU out for this reason, or without one takes it in again.
@@ -208,4 +233,38 @@ impl GpuReach {
             }
         }
     }
+}
+
+impl GpuReach {
+    /// Looks for bypasses among these processes, where these are servers and clients. Returns when the next look may confirm
+    /// one.
+    pub(super) fn find_bypasses(
+        &mut self,
+        shell: &mut impl GpuShell,
+        wanted: &Wanted,
+        there: &ProcessesOnGpus,
+        (servers, clients): (&BTreeSet<u32>, &BTreeSet<u32>),
+        now: CoreTime,
+    ) -> Option<CoreTime> {
+        let is_stranger = |pid: &u32| !servers.contains(pid) && !clients.contains(pid);
+        let on_gpus = there.iter().flat_map(|(gpu, there)| there.iter().map(move |one| (gpu, one.pid)));
+        let strangers = on_gpus.filter(|(_, pid)| is_stranger(pid));
+        let found = strangers.filter_map(|(gpu, pid)| Some((gpu.clone(), (pid, shell.start_time(pid)?))));
+        let found = found.collect();
+        let due = self.bypasses.confirm(found, now);
+        for gpu in &wanted.gpus {
+            let confirmed = self.bypasses.confirmed(&gpu.uuid);
+            let mut here = there.get(&gpu.uuid).into_iter().flatten();
+            let server_is_there = here.any(|process| servers.contains(&process.pid));
+            let server_is_kept_out =
+                !confirmed.is_empty() && !server_is_there && self.has_our_mode(&gpu.uuid);
+            shell.show_bypasses(&gpu.uuid, &confirmed, server_is_kept_out);
+        }
+        due
+    }
+}
+
+/// The clients among these processes.
+pub(super) fn clients_among(there: &ProcessesOnGpus) -> BTreeSet<u32> {
+    there.values().flatten().filter(|process| process.via_mps).map(|process| process.pid).collect()
 }

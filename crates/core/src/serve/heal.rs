@@ -54,7 +54,7 @@ impl<S: Shell> Serving<'_, S> {
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
         // It may be there for a moment, if it came before the service.
-        self.shell.remember_client(client);
+        self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
         }

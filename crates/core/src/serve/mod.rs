@@ -8,6 +8,8 @@
 //! | `shell.rs` | everything that is asked of the outside |
 //! | `start.rs` | the start of the process, and who makes way for it |
 //! | `gpus.rs` | the GPUs that it goes without, and compute modes |
+//! | `take_over.rs` | the take-over of one that runs |
+//! | `bypasses.rs` | processes that use the GPUs without its servers |
 //! | `configure.rs` | the way to the order: limits, links, the first server |
 //! | `watch.rs` | waits for the next thing to happen or to do |
 //! | `check.rs` | the regular look |
@@ -19,6 +21,7 @@
 //! | `servers.rs`, `capacity.rs` | the servers, and the places on GPUs |
 
 mod blocker;
+mod bypasses;
 mod capacity;
 mod check;
 mod configure;
@@ -32,6 +35,7 @@ mod requests;
 mod servers;
 mod shell;
 mod start;
+mod take_over;
 mod watch;
 
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -40,8 +44,9 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 pub use blocker::{ShownAs, ShownState};
+pub use bypasses::{CONFIRM_AFTER, ProcessId};
 pub use end::Judged;
-pub use gpus::{GpuNews, GpuReach, GpuShell, SeenGpu, SeenGpus};
+pub use gpus::{GpuNews, GpuReach, GpuShell, SeenGpu, SeenGpus, SeenProcess};
 pub(crate) use heal::clients_counted;
 pub use heal::tried_again;
 pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell, Showing, ShownGpu};
@@ -50,7 +55,7 @@ pub use start::{StartPlace, Starter, Stranger, WantedUsers, start};
 
 use crate::mps::Limits;
 use crate::{CoreTime, GpuUuid, HeldGpus};
-use blocker::{Blocker, Blockers};
+use blocker::Blockers;
 use capacity::Capacity;
 use heal::Revival;
 use servers::Servers;
@@ -105,6 +110,8 @@ pub struct Known {
     /// The time of the next count of the clients, for a control daemon that is to end.
     count_at: CoreTime,
     bypasses_at: Option<CoreTime>,
+    /// The GPUs were looked at for its start, which is just over.
+    has_just_started: bool,
     /// It has been made to serve.
     configured: bool,
     /// It has clients, or had some a moment ago.
@@ -122,7 +129,7 @@ pub struct Known {
 
 impl Known {
     /// A control daemon that has these GPUs, at this moment.
-    pub fn new(gpus: Vec<GpuUuid>, multiuser: bool, now: CoreTime) -> Self {
+    pub fn new(gpus: Vec<GpuUuid>, multiuser: bool, has_just_started: bool, now: CoreTime) -> Self {
         Self {
             gpus,
             multiuser,
@@ -131,6 +138,7 @@ impl Known {
             check_at: now,
             count_at: now,
             bypasses_at: None,
+            has_just_started,
             configured: false,
             in_use: false,
             client_left: false,
@@ -197,12 +205,10 @@ impl<'s, S: Shell> Serving<'s, S> {
     /// # Errors
     /// It can't be made to serve, or does not any more.
     pub async fn serve(&mut self) -> Result<Ended, Failure> {
+        if !core::mem::take(&mut self.run.has_just_started) {
+            self.read_gpus().await?;
+        }
         self.configure().await?;
         self.watch().await
-    }
-
-    /// It has not answered when it was taken over.
-    pub fn no_answer(&mut self, text: String) {
-        self.run.blockers.observe(Some(Blocker::no_answer(text)));
     }
 }

@@ -251,10 +251,6 @@ pub trait Shell: GpuShell {
     /// The programs on its GPUs that are neither servers nor clients, in words; empty if there are none.
     fn holders(&mut self, servers: &[u32]) -> impl Future<Output = String> + Send;
 
-    /// Looks for processes that use the GPUs without these servers, by the last reading of the GPUs. Returns the moment of the
-    /// look that is to confirm it.
-    fn find_bypasses(&mut self, servers: &[u32]) -> impl Future<Output = Option<CoreTime>> + Send;
-
     /// When clients that wait for a server are to be looked for.
     fn waiting_due(&self) -> Option<CoreTime>;
 
@@ -304,8 +300,8 @@ pub trait Shell: GpuShell {
     /// A client has come.
     fn client_came(&mut self, client: u32);
 
-    /// A client should be known by more than its PID when it is told of.
-    fn remember_client(&mut self, client: u32);
+    /// These clients should be known by more than their PIDs when they are told of.
+    fn remember_clients(&mut self, clients: &BTreeSet<u32>);
 
     /// The control daemon was checked while it had clients.
     fn checked_in_use(&mut self);

@@ -1,14 +1,15 @@
 //! The start of a control daemon: whoever is in its place makes way if nobody loses work, the GPUs get the service's compute
 //! mode, and the process comes up.
 
+use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::{String, ToString};
 
 use super::Wanted;
-use super::gpus::{GpuReach, GpuShell};
+use super::gpus::{GpuReach, GpuShell, clients_among};
 use super::heal::clients_counted;
 use super::shell::Failure;
-use crate::{GpuUuid, Permit};
+use crate::{CoreTime, GpuUuid, Permit};
 
 /// A directory in which a control daemon can be in the way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +36,9 @@ pub struct Stranger {
 
 /// Carries out a start. Each call comes back: it has a deadline of its own.
 pub trait Starter: GpuShell {
+    /// The present moment.
+    fn time(&self) -> CoreTime;
+
     /// Finds the program of control daemons.
     ///
     /// # Errors
@@ -60,9 +64,6 @@ pub trait Starter: GpuShell {
     /// # Errors
     /// One of them can't be used.
     fn open_directories(&mut self) -> Result<bool, Failure>;
-
-    /// Looks for processes that use the GPUs without a server.
-    fn look_for_bypasses(&mut self, reach: &GpuReach) -> impl Future<Output = ()> + Send;
 
     /// Starts the process with these GPUs, after it was written down.
     fn spawn(
@@ -110,9 +111,11 @@ pub async fn start(
     if shell.open_directories()? {
         make_way(shell, StartPlace::Pipe).await?;
     }
-    if reach.look(shell, wanted).await.is_some() {
-        shell.look_for_bypasses(reach).await;
-    }
+    let mut there = reach.look(shell, wanted).await.unwrap_or_default();
+    there.retain(|gpu, _| !reach.is_left_out(gpu));
+    // Without a control daemon, processes that NVML lists as clients are no bypasses.
+    let (clients, now) = (clients_among(&there), shell.time());
+    reach.find_bypasses(shell, wanted, &there, (&BTreeSet::new(), &clients), now);
     reach.take_modes(shell, wanted).await;
     let gpus = reach.gpus(wanted);
     if gpus.is_empty() {

@@ -105,8 +105,8 @@ impl<S: Shell> Serving<'_, S> {
                 self.run.bypasses_at = None;
                 let blockers = &self.run.blockers;
                 if !blockers.has_failed_check() && !blockers.has(ClearedBy::Healing) {
-                    self.read_gpus().await?;
-                    self.find_bypasses().await;
+                    let there = self.read_gpus().await?;
+                    self.find_bypasses(there).await;
                 }
             }
             Task::Capacity => self.check_capacity().await?,

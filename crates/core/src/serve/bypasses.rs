@@ -1,0 +1,87 @@
+//! Finds processes that use the GPUs of a control daemon without its servers. Nothing limits such a process.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use core::time::Duration;
+
+use crate::{CoreTime, GpuUuid};
+
+/// The least time between the two looks that confirm a bypass. NVML and the control daemon don't learn of a client's
+/// start and end in the same moment, and NVML lists a process until the driver has taken its memory back.
+pub const CONFIRM_AFTER: Duration = Duration::from_secs(1);
+
+/// A process, by its PID and start time.
+pub type ProcessId = (u32, u64);
+
+/// The bypasses of the last look, each with the time when it was first seen, and whether it was seen twice since. They outlive
+/// control daemons.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Bypasses(BTreeMap<(GpuUuid, ProcessId), (CoreTime, bool)>);
+
+impl Bypasses {
+    /// Records the bypasses that were found, and returns when the next look may confirm one.
+    pub(super) fn confirm(
+        &mut self,
+        found: BTreeSet<(GpuUuid, ProcessId)>,
+        now: CoreTime,
+    ) -> Option<CoreTime> {
+        let known = core::mem::take(&mut self.0);
+        let seen = found.into_iter().map(|bypass| {
+            let before = known.get(&bypass).map(|(since, _)| *since);
+            let confirmed = before.is_some_and(|since| now >= since + CONFIRM_AFTER);
+            (bypass, (before.unwrap_or(now), confirmed))
+        });
+        self.0 = seen.collect();
+        let unconfirmed = self.0.values().filter(|(_, confirmed)| !confirmed);
+        unconfirmed.map(|(since, _)| *since + CONFIRM_AFTER).min()
+    }
+
+    /// The bypasses of a GPU that were seen twice.
+    pub(super) fn confirmed(&self, gpu: &str) -> BTreeSet<ProcessId> {
+        let confirmed = self.0.iter().filter(|((on, _), (_, confirmed))| on == gpu && *confirmed);
+        confirmed.map(|((_, process), _)| *process).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::borrow::ToOwned;
+    use alloc::vec::Vec;
+
+    use super::*;
+
+    fn bypasses(pids: &[u32]) -> BTreeSet<(GpuUuid, ProcessId)> {
+        pids.iter().map(|pid| ("GPU-1".to_owned(), (*pid, 7))).collect()
+    }
+
+    fn confirmed(bypasses: &Bypasses) -> Vec<u32> {
+        bypasses.confirmed("GPU-1").into_iter().map(|(pid, _)| pid).collect()
+    }
+
+    #[test]
+    fn it_takes_two_looks_with_time_between() {
+        let mut found = Bypasses::default();
+        let start = CoreTime::from_secs(7);
+        let soon = start + CONFIRM_AFTER / 2;
+        let later = start + CONFIRM_AFTER;
+        assert_eq!(found.confirm(bypasses(&[1, 2]), start), Some(later));
+        // One is gone again at once; the other is still too new, and a third one comes.
+        assert_eq!(found.confirm(bypasses(&[2, 3]), soon), Some(later));
+        assert_eq!(confirmed(&found), []);
+        assert_eq!(found.confirm(bypasses(&[2, 3]), later), Some(soon + CONFIRM_AFTER));
+        assert_eq!(confirmed(&found), [2]);
+        let end = later + Duration::from_secs(30);
+        assert_eq!(found.confirm(bypasses(&[2, 3]), end), None, "nobody is looked for where nobody is new");
+        assert_eq!(confirmed(&found), [2, 3]);
+        assert_eq!(found.confirm(bypasses(&[]), end), None);
+        assert_eq!(confirmed(&found), []);
+    }
+
+    #[test]
+    fn the_next_process_with_the_same_pid_is_another() {
+        let mut found = Bypasses::default();
+        let start = CoreTime::from_secs(7);
+        found.confirm(bypasses(&[1]), start);
+        found.confirm([("GPU-1".to_owned(), (1, 8))].into(), start + CONFIRM_AFTER);
+        assert_eq!(confirmed(&found), []);
+    }
+}

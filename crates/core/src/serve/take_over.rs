@@ -1,0 +1,40 @@
+//! The take-over of a control daemon that an earlier service has started.
+
+use alloc::format;
+
+use super::Serving;
+use super::blocker::Blocker;
+use super::shell::{Failure, News, Shell};
+
+impl<S: Shell> Serving<'_, S> {
+    /// Finds out whether the control daemon, which lives and is held, can be served on. False: it has ended meanwhile.
+    ///
+    /// # Errors
+    /// Another one has taken its directory.
+    pub async fn take_over(&mut self) -> Result<bool, Failure> {
+        self.continue_if_stopped();
+        let answers = match self.listens().await {
+            Ok(()) => self.shell.inspect(&[], None).await.map(drop),
+            Err(failure) => Err(failure),
+        };
+        let pid = self.shell.pid();
+        match answers {
+            Ok(()) if self.shell.listener() == Some(pid) => {}
+            Ok(()) => {
+                return Err(Failure::Waiting(format!(
+                    "another control daemon has taken the directory of PID {pid}"
+                )));
+            }
+            Err(Failure::Ended { .. }) => return Ok(false),
+            // It hangs, or can't be reached. It may have clients, so it is watched all the same.
+            Err(failure) => {
+                self.run.blockers.observe(Some(Blocker::no_answer(failure.into_text())));
+            }
+        }
+        self.read_on().await;
+        let text = format!("control daemon {} (PID {pid}) taken over", self.shell.id());
+        self.shell.tell(News::Event, text);
+        self.shell.passed("taken-over", &format!("control daemon {pid} is ours again"));
+        Ok(true)
+    }
+}
