@@ -222,7 +222,7 @@ impl Machine {
             }
             DaemonAct::Leave => {
                 if let Some(mut serving) = self.serving(None) {
-                    serving.keep_files();
+                    serving.leave();
                 }
                 Ok(ActOutcome::Done)
             }

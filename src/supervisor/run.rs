@@ -1,11 +1,13 @@
 //! One run of a control daemon, from its start or its take-over to its end: its process, its log, and what people are told.
 
 use std::collections::VecDeque;
+use std::io;
 use std::process::ExitStatus;
 use std::sync::Arc;
 
 use mps_core::mps::Meaning;
 use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep_until};
 
 use crate::message::{Message, Subject};
 use crate::mps::control::Control;
@@ -33,6 +35,19 @@ const NAMED: usize = 32;
 const DOUBT: &str = "the log can't tell which of them caused it: its line \"Client {PID: ...} encountered a fatal GPU \
                      error\" names a client that was hit, and is no proof against it";
 
+/// The next thing that happens to a control daemon.
+#[derive(Debug)]
+pub(super) enum Happened {
+    /// It or a server writes a line to the log, or the log can't be read.
+    Line(io::Result<Line>),
+    /// It ends.
+    Ended(Option<ExitStatus>),
+    /// One of its servers ends.
+    ServerEnded(u32),
+    /// Nothing happens until the deadline.
+    Nothing,
+}
+
 /// Everything that belongs to one run of a control daemon, and ends with it, but for what is decided by.
 #[derive(Debug)]
 pub(super) struct Run {
@@ -50,7 +65,7 @@ pub(super) struct Run {
     /// The last lines that may explain an end. None of them is older than the newest server.
     last_words: VecDeque<String>,
     pub(super) server_ended: mpsc::Sender<u32>,
-    pub(super) server_ends: mpsc::Receiver<u32>,
+    server_ends: mpsc::Receiver<u32>,
     pub(super) known_clients: KnownClients,
     pub(super) waiting_clients: WaitingClients,
 }
@@ -77,6 +92,17 @@ impl Run {
             server_ends,
             known_clients: KnownClients::default(),
             waiting_clients: WaitingClients::default(),
+        }
+    }
+
+    /// Waits for what happens next, until `deadline`. The lines come first: they explain an end.
+    pub(super) async fn next(&mut self, deadline: Instant) -> Happened {
+        tokio::select! {
+            biased;
+            line = self.log.next() => Happened::Line(line),
+            status = self.process.exited() => Happened::Ended(status),
+            Some(server) = self.server_ends.recv() => Happened::ServerEnded(server),
+            () = sleep_until(deadline) => Happened::Nothing,
         }
     }
 

@@ -10,7 +10,7 @@ use mps_core::serve::{
 };
 use mps_core::{CoreTime, GpuUuid, Permit};
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep};
 use tracing::level_filters::LevelFilter;
 
 use crate::message::{Message, Subject};
@@ -24,7 +24,7 @@ use common::membership::Slices;
 use common::plan::Present;
 
 use super::bypass;
-use super::run::Run;
+use super::run::{Happened, Run};
 use super::{SupervisorCommand, Worker};
 
 /// The user of a server that is started ahead of its first client.
@@ -87,22 +87,26 @@ impl Shell for RunShell<'_> {
                 None => std::future::pending().await,
             }
         };
-        tokio::select! {
-            line = self.run.log.next() => match line {
-                Ok(line) => Ok(Occurrence::Said(self.note(&line))),
-                Err(error) => Err(Failure::Failed(format!("{}: {error}", self.run.log.path().display()))),
-            },
-            status = self.run.process.exited() => {
-                self.run.exit_status = status;
-                Ok(Occurrence::Ended)
-            }
-            Some(server) = self.run.server_ends.recv() => Ok(Occurrence::ServerEnded(server)),
+        let happened = tokio::select! {
+            happened = self.run.next(deadline) => happened,
             Some(SupervisorCommand { request, reply }) = request => {
                 self.reply = reply;
-                Ok(Occurrence::Asked(request))
+                return Ok(Occurrence::Asked(request));
             }
-            () = sleep_until(deadline) => Ok(Occurrence::Nothing),
-        }
+        };
+        Ok(match happened {
+            Happened::Line(Ok(line)) => Occurrence::Said(self.note(&line)),
+            Happened::Line(Err(error)) => {
+                let path = self.run.log.path().display();
+                return Err(Failure::Failed(format!("{path}: {error}")));
+            }
+            Happened::Ended(status) => {
+                self.run.exit_status = status;
+                Occurrence::Ended
+            }
+            Happened::ServerEnded(server) => Occurrence::ServerEnded(server),
+            Happened::Nothing => Occurrence::Nothing,
+        })
     }
 
     async fn pause(&mut self, duration: Duration) {
@@ -303,11 +307,32 @@ impl Shell for RunShell<'_> {
         kept.err()
     }
 
-    fn keep_files(&mut self, stays: bool) {
+    fn keep_state_file(&mut self, stays: bool) {
         self.show_cpus();
-        self.keep_state_file(stays);
-        self.rotate_log();
         self.tell_left_out();
+        let run = &mut *self.run;
+        let trouble = run.log.trouble().filter(|_| stays);
+        if trouble != run.log_trouble {
+            run.log_trouble = trouble;
+            let path = run.log.path().display();
+            match trouble {
+                Some(trouble) => self.worker.reporter.warning(format!("{path}: {trouble}")),
+                None => self.worker.reporter.event(format!("{path} can be written again")),
+            }
+        }
+        run.running.log_offset = run.log.offset();
+        let (id, running) = (self.worker.reporter.id(), run.running.clone());
+        let mut state_file = self.worker.tools.state_file.lock();
+        let repaired = state_file.repair();
+        match repaired
+            .and_then(|repaired| state_file.remember_control_daemon(&id, running).map(|()| repaired))
+        {
+            Ok(false) => {}
+            Ok(true) => {
+                self.worker.reporter.warning("the state file was lost or damaged; rewritten".to_owned());
+            }
+            Err(error) => self.worker.reporter.warning(format!("the state file can't be written: {error}")),
+        }
     }
 
     fn rotate_log(&mut self) {
@@ -423,36 +448,9 @@ impl RunShell<'_> {
     }
 
     /// Shows the CPUs on which the control daemon may run. Somebody else may have bound it, or its control group.
-    pub(super) fn show_cpus(&self) {
+    fn show_cpus(&self) {
         let cpus = Cpus::allowed_for(self.pid()).map(Cpus::describe);
         self.worker.reporter.update(|status| status.view.cpus = cpus);
-    }
-
-    /// Keeps the state file and its log offset up to date, for the next service that takes over.
-    pub(super) fn keep_state_file(&mut self, stays: bool) {
-        let run = &mut *self.run;
-        let trouble = run.log.trouble().filter(|_| stays);
-        if trouble != run.log_trouble {
-            run.log_trouble = trouble;
-            let path = run.log.path().display();
-            match trouble {
-                Some(trouble) => self.worker.reporter.warning(format!("{path}: {trouble}")),
-                None => self.worker.reporter.event(format!("{path} can be written again")),
-            }
-        }
-        run.running.log_offset = run.log.offset();
-        let (id, running) = (self.worker.reporter.id(), run.running.clone());
-        let mut state_file = self.worker.tools.state_file.lock();
-        let repaired = state_file.repair();
-        match repaired
-            .and_then(|repaired| state_file.remember_control_daemon(&id, running).map(|()| repaired))
-        {
-            Ok(false) => {}
-            Ok(true) => {
-                self.worker.reporter.warning("the state file was lost or damaged; rewritten".to_owned());
-            }
-            Err(error) => self.worker.reporter.warning(format!("the state file can't be written: {error}")),
-        }
     }
 
     /// Takes note of a line, and passes it on to our own log, as long as there are not too many.

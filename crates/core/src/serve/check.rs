@@ -70,7 +70,8 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.find_misfit();
         self.compare_servers();
-        self.keep_files();
+        self.keep_state_file();
+        self.shell.rotate_log();
         self.show_state();
         Ok(None)
     }
@@ -103,10 +104,15 @@ impl<S: Shell> Serving<'_, S> {
         self.run.bypasses_at = self.reach.find_bypasses(&mut self.shell, &self.wanted, &there, ours, now);
     }
 
-    /// Keeps the state file and all that is shown of the process up to date. Its log is not, where another control daemon is
-    /// needed anyway.
-    pub fn keep_files(&mut self) {
-        self.shell.keep_files(!self.run.blockers.has(ClearedBy::Order));
+    /// Keeps the state file up to date, for the next service that takes over. Its log does not matter where another control
+    /// daemon is needed anyway.
+    pub(super) fn keep_state_file(&mut self) {
+        self.shell.keep_state_file(!self.run.blockers.has(ClearedBy::Order));
+    }
+
+    /// Leaves the control daemon to the next service.
+    pub fn leave(&mut self) {
+        self.keep_state_file();
     }
 
     /// True if another control daemon answers in our pipe directory. Then nothing must be told to it.

@@ -64,7 +64,7 @@ impl<S: Shell> Serving<'_, S> {
         // The first look finds programs that slipped in before.
         self.run.bypasses_at = Some(self.shell.now());
         self.compare_servers();
-        self.keep_files();
+        self.keep_state_file();
         if !self.run.blockers.has_failed_check() {
             let text = format!("control daemon {} is ready", self.shell.id());
             self.shell.tell(News::Event, text);

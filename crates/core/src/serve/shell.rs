@@ -269,9 +269,9 @@ pub trait Shell: GpuShell {
     /// Renews the ways that somebody has taken away or replaced. Returns the reason why it can't.
     fn keep_links(&mut self) -> Option<String>;
 
-    /// Keeps the state file, the log's size, and all that is shown of the process up to date. A log that can't be written is
-    /// told of if that matters: the control daemon stays.
-    fn keep_files(&mut self, stays: bool);
+    /// Keeps the state file, and all that is shown of the process, up to date. A log that can't be written is told of if that
+    /// matters: the control daemon stays.
+    fn keep_state_file(&mut self, stays: bool);
 
     /// Begins the log again if it has become too long.
     fn rotate_log(&mut self);
