@@ -37,7 +37,7 @@ const DOUBT: &str = "the log can't tell which of them caused it: its line \"Clie
 
 /// The next thing that happens to a control daemon.
 #[derive(Debug)]
-pub(super) enum Happened {
+pub(super) enum Happening {
     /// It or a server writes a line to the log, or the log can't be read.
     Line(io::Result<Line>),
     /// It ends.
@@ -96,13 +96,13 @@ impl Run {
     }
 
     /// Waits for what happens next, until `deadline`. The lines come first: they explain an end.
-    pub(super) async fn next(&mut self, deadline: Instant) -> Happened {
+    pub(super) async fn next(&mut self, deadline: Instant) -> Happening {
         tokio::select! {
             biased;
-            line = self.log.next() => Happened::Line(line),
-            status = self.process.exited() => Happened::Ended(status),
-            Some(server) = self.server_ends.recv() => Happened::ServerEnded(server),
-            () = sleep_until(deadline) => Happened::Nothing,
+            line = self.log.next() => Happening::Line(line),
+            status = self.process.exited() => Happening::Ended(status),
+            Some(server) = self.server_ends.recv() => Happening::ServerEnded(server),
+            () = sleep_until(deadline) => Happening::Nothing,
         }
     }
 

@@ -24,7 +24,7 @@ use common::membership::Slices;
 use common::plan::Present;
 
 use super::bypass;
-use super::run::{Happened, Run};
+use super::run::{Happening, Run};
 use super::{SupervisorCommand, Worker};
 
 /// The user of a server that is started ahead of its first client.
@@ -95,17 +95,17 @@ impl Shell for RunShell<'_> {
             }
         };
         Ok(match happened {
-            Happened::Line(Ok(line)) => Occurrence::Said(self.note(&line)),
-            Happened::Line(Err(error)) => {
+            Happening::Line(Ok(line)) => Occurrence::Said(self.note(&line)),
+            Happening::Line(Err(error)) => {
                 let path = self.run.log.path().display();
                 return Err(Failure::Failed(format!("{path}: {error}")));
             }
-            Happened::Ended(status) => {
+            Happening::Ended(status) => {
                 self.run.exit_status = status;
                 Occurrence::Ended
             }
-            Happened::ServerEnded(server) => Occurrence::ServerEnded(server),
-            Happened::Nothing => Occurrence::Nothing,
+            Happening::ServerEnded(server) => Occurrence::ServerEnded(server),
+            Happening::Nothing => Occurrence::Nothing,
         })
     }
 

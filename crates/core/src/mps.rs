@@ -162,13 +162,17 @@ pub struct Inspection {
 }
 
 impl Inspection {
-    /// The status of a server that was asked about.
+    /// The status of a server that was asked about. A control daemon that can't say how a server is says whether it is there.
     pub fn status(&self, server: u32) -> ServerStatus {
-        self.statuses.get(&server).copied().unwrap_or(ServerStatus::Gone)
+        match self.statuses.get(&server) {
+            Some(ServerStatus::Unsupported) if !self.servers.contains(&server) => ServerStatus::Gone,
+            Some(status) => *status,
+            None => ServerStatus::Gone,
+        }
     }
 
     /// The servers with one of these statuses.
     pub fn with(&self, wanted: &[ServerStatus]) -> impl Iterator<Item = u32> {
-        self.statuses.iter().filter(|(_, status)| wanted.contains(status)).map(|(server, _)| *server)
+        self.statuses.keys().copied().filter(|server| wanted.contains(&self.status(*server)))
     }
 }

@@ -51,7 +51,8 @@ fn play(steps: &[u64], tells: bool) -> Result<(), (String, String)> {
         world.check_all_is_served_in_the_end();
     }));
     played.map_err(|why| {
-        let why = why.downcast_ref::<String>().cloned();
+        let text = why.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let why = text.or_else(|| why.downcast_ref::<String>().cloned());
         let why = why.unwrap_or_else(|| "a panic without words".to_owned());
         (why, world.story().to_owned())
     })

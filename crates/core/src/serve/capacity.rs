@@ -24,6 +24,8 @@ const PERIOD: Duration = Duration::from_secs(5);
 pub(super) struct Capacity {
     /// The capacity of a server that has refused a client, until one of its clients has left.
     refused_at: Option<u32>,
+    /// The clients of the last count.
+    counted: usize,
     /// The number of clients on each full GPU, by UUID.
     full: BTreeMap<String, u32>,
     /// The number of processes that are clients, on each GPU on which NVML lists none, by UUID.
@@ -39,7 +41,7 @@ impl Capacity {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
             Meaning::ClientRefused { capacity, .. } if self.refused_at.is_none() => {
-                self.refused_at = Some(*capacity);
+                (self.refused_at, self.counted) = (Some(*capacity), 0);
                 self.set_due(now);
                 true
             }
@@ -47,12 +49,21 @@ impl Capacity {
                 self.set_due(now + CLIENT_LEFT_PAUSE);
                 false
             }
-            Meaning::ClientLeft(_) if unlisted || self.refused_at.is_some() || !self.full.is_empty() => {
-                self.refused_at = None;
-                self.set_due(now + CLIENT_LEFT_PAUSE);
+            // A server that ends takes its clients along, and nobody says that they have left.
+            Meaning::ClientLeft(_) | Meaning::ServerExited { .. } => {
+                self.some_left(gpus, now);
                 false
             }
             _ => false,
+        }
+    }
+
+    /// A client has left, or a server with all of its clients.
+    pub(super) fn some_left(&mut self, gpus: &[WantedGpu], now: CoreTime) {
+        let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
+        if unlisted || self.refused_at.is_some() || !self.full.is_empty() {
+            self.refused_at = None;
+            self.set_due(now + CLIENT_LEFT_PAUSE);
         }
     }
 
@@ -85,6 +96,11 @@ impl Capacity {
 
     /// Counts these clients, and returns the GPUs that have become full (true) or are full no more (false).
     fn count(&mut self, gpus: &[WantedGpu], clients: &[Client], now: CoreTime) -> Vec<(WantedGpu, bool)> {
+        // Somebody has left, though the log does not say so: it could not be written.
+        if clients.is_empty() || clients.len() < self.counted {
+            self.refused_at = None;
+        }
+        self.counted = clients.len();
         // The line does not say on which GPU; with one alone there is no doubt, however clients are counted.
         let refused_at = self.refused_at.filter(|_| gpus.len() == 1);
         let mut changed = Vec::new();

@@ -45,10 +45,7 @@ impl<S: Shell> Serving<'_, S> {
                 answer = Some(look);
             }
             Err(Failure::Silent(error)) => self.missed(error),
-            // It lives, so its sockets have gone: it can't make them again.
-            Err(Failure::Unreachable(error)) => {
-                self.run.blockers.observe(Some(Blocker::DirectoryGone(error)));
-            }
+            Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             Err(error) => return Err(error),
         }
         if let Some(look) = &answer
@@ -113,6 +110,12 @@ impl<S: Shell> Serving<'_, S> {
     /// Leaves the control daemon to the next service.
     pub fn leave(&mut self) {
         self.keep_state_file();
+    }
+
+    /// It lives, so its sockets have gone: it can't make them again.
+    pub(super) fn is_unreachable(&mut self, error: String) {
+        self.run.blockers.observe(Some(Blocker::DirectoryGone(error)));
+        self.show_state();
     }
 
     /// True if another control daemon answers in our pipe directory. Then nothing must be told to it.

@@ -68,13 +68,21 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The number of clients that the control daemon lists.
+    /// The number of clients that the control daemon lists. Another one that takes its place, at whatever moment, lists its own.
     async fn count_its_clients(&mut self) -> Result<usize, String> {
-        if self.shell.listener() != Some(self.shell.pid()) {
-            return Err("it does not listen in its pipe directory any more".to_owned());
+        let elsewhere = || "it does not listen in its pipe directory any more".to_owned();
+        if !self.listens_in_place() {
+            return Err(elsewhere());
         }
         let clients = self.shell.client_pids(&self.run.servers.alive()).await;
+        if !self.listens_in_place() {
+            return Err(elsewhere());
+        }
         clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
+    }
+
+    fn listens_in_place(&self) -> bool {
+        self.shell.listener() == Some(self.shell.pid())
     }
 
     /// Ends the control daemon, and says whether it has ended. Its clients, which the caller has named, end with it, unless it

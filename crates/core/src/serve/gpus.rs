@@ -134,6 +134,9 @@ impl GpuReach {
         wanted: &Wanted,
     ) -> Option<ProcessesOnGpus> {
         let gpus: Vec<GpuUuid> = wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
+        // The order may have had others.
+        self.left_out.retain(|gpu, _| gpus.contains(gpu));
+        self.with_our_mode.retain(|gpu| gpus.contains(gpu));
         let looks = shell.read_gpus(&gpus, self.left_out.is_empty()).await?;
         let mut processes = BTreeMap::new();
         for (gpu, look) in looks {

@@ -39,6 +39,8 @@ impl<S: Shell> Serving<'_, S> {
     /// The log, or the server itself, says that it met a fatal GPU error.
     pub(super) fn fault_seen(&mut self, server: u32) {
         if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
+            // Whoever was hit by the one before is told all the same.
+            self.tell_fault();
             self.run.blockers.put(Blocker::Faulted(Fault::new(server, self.shell.now())));
             let text = format!("server {server} met a fatal GPU error");
             self.shell.tell(News::ServerFault { server }, text);
@@ -69,7 +71,7 @@ impl<S: Shell> Serving<'_, S> {
         fault.due = now + next_look(age);
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
-            HealStep::Recovered => self.well_again(server).await,
+            HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,
             HealStep::Wait => {}
             HealStep::LookForThoseHit => self.look_for_those_hit(server).await?,
@@ -90,7 +92,7 @@ impl<S: Shell> Serving<'_, S> {
         let is_left = |pid| clients.iter().any(|client| client.pid == pid);
         match is_over(&hit, is_left, now.saturating_sub(fault.since)) {
             None => {}
-            Some(true) => self.well_again(server).await,
+            Some(true) => self.well_again(server).await?,
             Some(false) => {
                 let there = self.shell.describe(&clients.iter().collect::<Vec<_>>());
                 fault.held_up = Some(format!(
@@ -101,15 +103,20 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    async fn well_again(&mut self, server: u32) {
+    async fn well_again(&mut self, server: u32) -> Result<(), Failure> {
         let known = self.clients_hit();
+        // The order may have changed while it took no limits.
+        if self.run.configured && !self.wanted.retiring {
+            let limits = self.limits();
+            self.set_live(server, &limits).await?;
+        }
         self.read_on().await;
         // The log has named more clients, so the server may have met another error: it is asked again.
-        if self.clients_hit() > known {
-            return;
+        if self.clients_hit() == known {
+            self.run.blockers.clear(ClearedBy::Healing);
+            self.shell.tell(News::Event, format!("server {server} has recovered"));
         }
-        self.run.blockers.clear(ClearedBy::Healing);
-        self.shell.tell(News::Event, format!("server {server} has recovered"));
+        Ok(())
     }
 
     fn clients_hit(&self) -> usize {
@@ -189,10 +196,13 @@ impl<S: Shell> Serving<'_, S> {
             self.run.blockers.clear(ClearedBy::Healing);
         }
         self.run.servers.forget(server);
-        self.run.watched_servers.remove(&server);
+        self.run.capacity.some_left(&self.wanted.gpus, self.shell.now());
+        if self.run.watched_servers.remove(&server) {
+            self.run.last_gone = Some(server);
+        }
     }
 
-    /// A server has ended. In multi-user mode the next one is started ahead of its first client.
+    /// A server has ended.
     pub(super) async fn server_gone(&mut self, server: u32) {
         let known = self.run.watched_servers.contains(&server);
         self.forget_server(server).await;
@@ -200,21 +210,33 @@ impl<S: Shell> Serving<'_, S> {
             return;
         }
         self.shell.tell(News::Event, format!("server {server} has ended"));
-        let run = &mut *self.run;
         // Its clients have gone with it.
-        run.client_left = true;
-        let wanted = !self.wanted.retiring && self.wanted.prewarm && run.multiuser;
-        if wanted && run.servers.alive().is_empty() {
-            let now = self.shell.now();
-            if now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
-                run.revival.pause = Duration::ZERO;
-            }
-            let reason = format!("server {server} has ended{}", self.shell.words());
-            let revive_at = run.revival.next(now);
-            run.blockers.put(Blocker::ServerEnded { reason, revive_at });
-        }
+        self.run.client_left = true;
+        self.miss_server();
         self.compare_servers();
         self.show_state();
+    }
+
+    /// In multi-user mode a server runs ahead of its first client. Whenever none does, the next one is to be started. Whether
+    /// that is news.
+    pub(super) fn miss_server(&mut self) -> bool {
+        let run = &mut *self.run;
+        let is_wanted = run.configured && run.multiuser && self.wanted.prewarm && !self.wanted.retiring;
+        let is_missed = run.servers.alive().is_empty() && run.blockers.revival().is_none();
+        if !is_wanted || !is_missed || run.blockers.fault().is_some() {
+            return false;
+        }
+        let now = self.shell.now();
+        if now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
+            run.revival.pause = Duration::ZERO;
+        }
+        let reason = match run.last_gone {
+            Some(server) => format!("server {server} has ended{}", self.shell.words()),
+            None => format!("no server runs{}", self.shell.words()),
+        };
+        let revive_at = run.revival.next(now);
+        run.blockers.put(Blocker::ServerEnded { reason, revive_at });
+        true
     }
 
     /// Starts the next server, unless a client was faster.

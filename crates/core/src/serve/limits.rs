@@ -67,22 +67,24 @@ impl<S: Shell> Serving<'_, S> {
         let deadline = self.shell.now() + SERVER_TIMEOUT;
         let look = loop {
             let look = self.shell.inspect(&[server], Some(limits)).await?;
-            if look.status(server) != ServerStatus::Initializing {
-                break look;
+            match look.status(server) {
+                ServerStatus::Initializing => {
+                    if self.shell.now() >= deadline {
+                        return Err(self.no_server_is_ready());
+                    }
+                    let ask_at = self.shell.now() + SERVER_PAUSE;
+                    while self.step(ask_at).await? {}
+                }
+                // A former service may have read the lines that tell of it. It gets its limits when it is well again.
+                ServerStatus::Fault if self.still_faulted(server).await? => {
+                    self.fault_seen(server);
+                    return Ok(());
+                }
+                ServerStatus::Fault => {}
+                ServerStatus::Gone => return Ok(()),
+                ServerStatus::Active | ServerStatus::Unsupported => break look,
             }
-            if self.shell.now() >= deadline {
-                return Err(self.no_server_is_ready());
-            }
-            let ask_at = self.shell.now() + SERVER_PAUSE;
-            while self.step(ask_at).await? {}
         };
-        // A former service may have read the lines that tell of it.
-        if look.status(server) == ServerStatus::Fault && self.still_faulted(server).await? {
-            self.fault_seen(server);
-        }
-        if !TAKES_LIMITS.contains(&look.status(server)) {
-            return Ok(());
-        }
         let has_written = self.run.servers.get(server).is_some_and(|known| known.has_written(limits));
         if has_written && self.difference(&look, server, limits).is_none() {
             return Ok(());

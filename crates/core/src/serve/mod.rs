@@ -106,6 +106,8 @@ pub struct Known {
     servers: Servers,
     /// The servers that are watched: an occurrence tells of their end.
     watched_servers: BTreeSet<u32>,
+    /// The watched server that has ended last.
+    last_gone: Option<u32>,
     check_at: CoreTime,
     /// The time of the next count of the clients, for a control daemon that is to end.
     count_at: CoreTime,
@@ -135,6 +137,7 @@ impl Known {
             multiuser,
             servers: Servers::default(),
             watched_servers: BTreeSet::new(),
+            last_gone: None,
             check_at: now,
             count_at: now,
             bypasses_at: None,
@@ -208,7 +211,11 @@ impl<'s, S: Shell> Serving<'s, S> {
         if !core::mem::take(&mut self.run.has_just_started) {
             self.read_gpus().await?;
         }
-        self.configure().await?;
+        match self.configure().await {
+            // It lives, so it is watched like one that loses its directory later: it ends when it has no client, or by force.
+            Err(Failure::Unreachable(error)) => self.is_unreachable(error),
+            done => done?,
+        }
         self.watch().await
     }
 }

@@ -56,6 +56,9 @@ impl<S: Shell> Serving<'_, S> {
         self.run.check_at = if self.run.blockers.is_unreached() { now } else { now + CHECK_PERIOD };
         self.run.count_at = now;
         loop {
+            if self.miss_server() {
+                self.show_state();
+            }
             let (at, task) = self.next_task();
             let done = match self.next(at, true).await? {
                 Occurrence::Nothing => self.act(task).await,

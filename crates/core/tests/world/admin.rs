@@ -106,7 +106,9 @@ impl World {
         self.service = Some(Service {
             core: Core::new(self.state_file.daemons.clone(), changed),
             tasks: BTreeMap::new(),
+            acts: BTreeMap::new(),
             watched: BTreeMap::new(),
+            reaches: BTreeMap::new(),
             modes: BTreeMap::new(),
             ending: None,
             spared: BTreeSet::new(),
@@ -150,33 +152,32 @@ impl World {
     pub(super) fn client_comes(&mut self, dice: &mut Dice) {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
-        let Some(pid) = dice.pick(&running).copied() else { return };
-        self.add_to_story(|| format!("a client comes to {pid}"));
-        if let Some(one) = self.daemons.get_mut(&pid) {
-            one.clients += 1;
-        }
+        let Some(one) = dice.pick(&running).and_then(|pid| self.daemons.get(pid)) else { return };
+        let ordinal = dice.below(one.gpus.len());
+        let came = one.lock().client_comes(ordinal);
+        self.add_to_story(|| format!("a client comes: {came:?}"));
     }
 
     pub(super) fn client_leaves(&mut self, dice: &mut Dice) {
-        let used: Vec<u32> =
-            self.daemons.iter().filter(|(_, one)| one.clients > 0).map(|(pid, _)| *pid).collect();
-        let Some(pid) = dice.pick(&used).copied() else { return };
-        self.add_to_story(|| format!("a client of {pid} leaves"));
-        if let Some(one) = self.daemons.get_mut(&pid) {
-            one.clients -= 1;
+        let clients = |(pid, one): (&u32, &super::ControlDaemon)| {
+            one.lock().clients.keys().map(|client| (*pid, *client)).collect::<Vec<_>>()
+        };
+        let clients: Vec<(u32, u32)> = self.daemons.iter().flat_map(clients).collect();
+        let Some((pid, client)) = dice.pick(&clients).copied() else { return };
+        self.add_to_story(|| format!("client {client} of {pid} leaves"));
+        if let Some(one) = self.daemons.get(&pid) {
+            one.lock().client_leaves(client);
         }
-    }
-
-    pub(super) fn all_clients_leave(&mut self) {
-        self.add_to_story(|| "all clients leave".to_owned());
-        self.daemons.values_mut().for_each(|one| one.clients = 0);
+        self.bury();
     }
 
     pub(super) fn daemon_dies(&mut self, dice: &mut Dice) {
         let pids: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(pid) = dice.pick(&pids).copied() else { return };
         self.add_to_story(|| format!("control daemon {pid} dies"));
-        self.daemons.remove(&pid);
+        if let Some(one) = self.daemons.remove(&pid) {
+            one.lock().end(None);
+        }
     }
 
     /// An administrator sets a compute mode. One that the service has to keep is set again with the next check.

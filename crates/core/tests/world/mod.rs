@@ -2,16 +2,25 @@
 //! carries out what the core says, step by step as the service does. The service can be killed between any two steps.
 
 mod admin;
+mod edge;
+mod mps;
+mod reader;
+mod serving;
 mod shell;
+mod troubles;
 mod truths;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mps_core::{
     Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, Goal, ModeOutcome, Order, RunningDaemon,
 };
+
+use mps::Mps;
+use serving::{Reaches, RunningAct, Watched};
 
 /// The GPUs of the host.
 const GPUS: [&str; 3] = ["A", "B", "C"];
@@ -25,7 +34,7 @@ pub(crate) fn mixed(seed: u64) -> u64 {
 }
 
 /// Choices that all follow from one number, so that a history without some of its steps is a history too.
-#[derive(Clone, Copy)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Dice(u64);
 
 impl Dice {
@@ -63,12 +72,10 @@ struct GpuState {
 }
 
 /// A control daemon of ours.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 struct ControlDaemon {
     gpus: Vec<String>,
-    clients: usize,
-    /// The payload of the order that it was told last.
-    told: Option<u32>,
+    mps: Arc<Mutex<Mps>>,
     /// Whether the order that it was given last sets compute modes.
     sets_modes: bool,
     /// It waits for the word to become the control daemon, and ends with the service.
@@ -99,8 +106,11 @@ struct Task {
 struct Service {
     core: Core<u32>,
     tasks: BTreeMap<String, Task>,
+    /// The acts that have begun about control daemons that run.
+    acts: BTreeMap<String, RunningAct>,
     /// The processes that the supervisors hold.
-    watched: BTreeMap<String, u32>,
+    watched: BTreeMap<String, Watched>,
+    reaches: Reaches,
     /// The compute modes that are being set (true) or put back, and the steps done.
     modes: BTreeMap<String, (bool, usize)>,
     ending: Option<Ending>,
@@ -183,13 +193,15 @@ impl World {
     /// One step of a history.
     pub(crate) fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
-        let kind = dice.below(42);
+        let kind = dice.below(54);
         if kind > 19 {
             self.in_a_row.clear();
         }
         match kind {
             0..19 => self.carry_on(&mut dice),
             19 => (0..60).for_each(|_| self.carry_on(&mut dice)),
+            42..50 => self.trouble(&mut dice),
+            50..54 => self.request(&mut dice),
             40 => self.disk_is_full(true),
             41 => self.disk_is_full(false),
             20..24 => self.client_comes(&mut dice),
@@ -205,13 +217,13 @@ impl World {
     }
 
     fn time_passes(&mut self, dice: &mut Dice) {
-        let due = self.service.as_ref().and_then(|service| service.core.due());
         let wait = [0, 1, 50, 1000, 20_000, 100_000].map(Duration::from_millis);
-        self.now = match due {
-            Some(due) if dice.one_in(2) => due.max(self.now),
+        let now = match self.next_moment() {
+            Some(next) if !dice.one_in(3) => next.max(self.now),
             _ => self.now + *dice.pick(&wait).unwrap(),
         };
-        if due.is_some_and(|due| due <= self.now) {
+        self.advance(now);
+        if self.service.as_ref().and_then(|service| service.core.due()).is_some_and(|due| due <= now) {
             self.on(CoreEvent::Due);
         }
     }
@@ -276,6 +288,7 @@ impl World {
             Act::Release { id } => {
                 assert!(!service.tasks.contains_key(&id), "{id} is released while something is under way");
                 service.watched.remove(&id);
+                service.reaches.remove(&id);
             }
             Act::TakeMode(gpu) => _ = service.modes.insert(gpu, (true, 0)),
             Act::PutModeBack(gpu) => _ = service.modes.insert(gpu, (false, 0)),
@@ -287,6 +300,7 @@ impl World {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };
+        service.acts.remove(id);
         let task = service.tasks.remove(id).expect("no act is under way");
         if task.act == DaemonAct::Start
             && let Some(pid) = written.as_ref().map(|written| written.process.0)

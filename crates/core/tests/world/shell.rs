@@ -1,15 +1,19 @@
 //! The service's shell: it carries out one act, step by step, and anything can go wrong in between.
 
-use mps_core::{ActOutcome, Cause, DaemonAct, ModeOutcome, RunUse, RunningDaemon, WhyFailed};
+use std::sync::{Arc, Mutex};
 
+use mps_core::{ActOutcome, DaemonAct, ModeOutcome, RunningDaemon, WhyFailed};
+
+use super::mps::Mps;
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
 impl World {
     /// Some act that is under way comes on by a step.
     pub(super) fn carry_on(&mut self, dice: &mut Dice) {
         let Some(service) = &self.service else { return };
+        let can_come_on = |(id, _): &(&String, &Task)| self.can_come_on(id);
         let tasks: Vec<(String, Task)> =
-            service.tasks.iter().map(|(id, task)| (id.clone(), task.clone())).collect();
+            service.tasks.iter().filter(can_come_on).map(|(id, task)| (id.clone(), task.clone())).collect();
         let modes: Vec<(String, (bool, usize))> =
             service.modes.iter().map(|(gpu, mode)| (gpu.clone(), *mode)).collect();
         if !modes.is_empty() && (tasks.is_empty() || dice.one_in(3)) {
@@ -35,52 +39,25 @@ impl World {
 
     fn step_of(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         match task.act {
-            DaemonAct::TakeOver => Some(self.take_over(id, dice)),
             DaemonAct::Start => self.start(id, task, dice),
-            DaemonAct::Serve => self.serve(id, task, dice),
-            DaemonAct::Judge => Some(ActOutcome::Used(self.judge(id, dice))),
-            DaemonAct::End(permit) if permit.cause() == Cause::Unused => {
-                Some(self.end(id, |one| one.clients == 0, dice))
+            DaemonAct::TakeOver | DaemonAct::Serve | DaemonAct::Judge | DaemonAct::End(_) => {
+                self.drive(id, task, dice)
             }
-            DaemonAct::End(_) => Some(self.end(id, |_| true, dice)),
             DaemonAct::Leave | DaemonAct::Rest(_) => Some(ActOutcome::Done),
         }
     }
 
-    fn goes_wrong(&self, dice: &mut Dice) -> bool {
+    pub(super) fn goes_wrong(&self, dice: &mut Dice) -> bool {
         !self.is_calm && dice.one_in(8)
     }
 
-    fn forget(&mut self, id: &str) {
+    pub(super) fn forget(&mut self, id: &str) {
         if let Some(service) = &mut self.service {
             service.watched.remove(id);
         }
         if !self.is_disk_full {
             self.state_file.daemons.remove(id);
         }
-    }
-
-    fn watch(&mut self, id: &str, pid: u32) {
-        if let Some(service) = &mut self.service {
-            service.watched.insert(id.to_owned(), pid);
-        }
-    }
-
-    fn take_over(&mut self, id: &str, dice: &mut Dice) -> ActOutcome {
-        if self.goes_wrong(dice) {
-            // No file descriptor is left, or the process is held and does not answer.
-            if let Some((pid, _)) = self.living(id)
-                && dice.one_in(2)
-            {
-                self.watch(id, pid);
-            }
-            return ActOutcome::Failed(WhyFailed::Ill);
-        }
-        match self.living(id).map(|(pid, _)| pid) {
-            Some(pid) => self.watch(id, pid),
-            None => self.forget(id),
-        }
-        ActOutcome::Done
     }
 
     /// The compute modes one by one, then the entry in the state file, the word for the process, and its first answer.
@@ -103,7 +80,10 @@ impl World {
                 self.add_to_story(|| format!("     control daemon {} is written down for {id}", process.0));
                 self.state_file.daemons.insert(id.to_owned(), RunningDaemon { process, gpus: gpus.clone() });
                 let sets_modes = task.order.sets_modes;
-                let one = ControlDaemon { gpus, clients: 0, told: None, sets_modes, is_paused: true };
+                let is_old = dice.one_in(3);
+                let mut mps = Mps::new(process.0, gpus.clone(), is_old, self.now);
+                mps.is_calm = self.is_calm;
+                let one = ControlDaemon { gpus, mps: Arc::new(Mutex::new(mps)), sets_modes, is_paused: true };
                 self.daemons.insert(process.0, one);
                 None
             }
@@ -112,7 +92,8 @@ impl World {
                 match self.daemons.get_mut(&pid) {
                     Some(one) => {
                         one.is_paused = false;
-                        self.watch(id, pid);
+                        one.lock().listens_at = self.now;
+                        self.watch(id, pid, true);
                         None
                     }
                     None => Some(ActOutcome::Failed(WhyFailed::Ill)),
@@ -127,72 +108,8 @@ impl World {
         }
     }
 
-    /// Serves until something happens.
-    fn serve(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
-        let Some((pid, one)) = self.living(id) else {
-            self.forget(id);
-            return Some(ActOutcome::Failed(WhyFailed::Gone));
-        };
-        let wanted = task.order.gpus.iter().filter(|gpu| !task.held.contains(*gpu));
-        let fits = !task.retiring && wanted.eq(one.gpus.iter());
-        let (gpus, is_idle) = (one.gpus.clone(), one.clients == 0);
-        if self.goes_wrong(dice) {
-            let trouble = if dice.one_in(3) { WhyFailed::NotUnderstood } else { WhyFailed::Ill };
-            return Some(ActOutcome::Failed(trouble));
-        }
-        if task.order.sets_modes {
-            for (gpu, half) in gpus.iter().flat_map(|gpu| [(gpu, 0), (gpu, 1)]) {
-                self.take_mode(gpu, half);
-            }
-        }
-        // Only an administrator's order ends one that has clients.
-        if !fits && (is_idle || self.is_forced(dice)) {
-            self.daemons.remove(&pid);
-            self.forget(id);
-            return Some(ActOutcome::Ended);
-        }
-        if let Some(one) = self.daemons.get_mut(&pid).filter(|_| !task.retiring) {
-            one.told = Some(task.order.payload);
-        }
-        (self.goes_wrong(dice) && dice.one_in(4)).then_some(ActOutcome::Again)
-    }
-
-    fn is_forced(&mut self, dice: &mut Dice) -> bool {
-        let is_forced = !self.is_calm && dice.one_in(12);
-        if is_forced {
-            self.add_to_story(|| "apply --force".to_owned());
-        }
-        is_forced
-    }
-
-    fn judge(&mut self, id: &str, dice: &mut Dice) -> RunUse {
-        let Some((_, one)) = self.living(id) else {
-            self.forget(id);
-            return RunUse::Gone;
-        };
-        match one.clients {
-            _ if self.goes_wrong(dice) => RunUse::Clients,
-            0 if self.goes_wrong(dice) => RunUse::KeptOut,
-            0 => RunUse::Idle,
-            _ => RunUse::Clients,
-        }
-    }
-
-    fn end(&mut self, id: &str, may_end: fn(&ControlDaemon) -> bool, dice: &mut Dice) -> ActOutcome {
-        let Some((pid, one)) = self.living(id) else {
-            self.forget(id);
-            return ActOutcome::Ended;
-        };
-        if !may_end(one) || self.goes_wrong(dice) {
-            return ActOutcome::Lives;
-        }
-        self.daemons.remove(&pid);
-        self.forget(id);
-        ActOutcome::Ended
-    }
-
     /// Half of the work: first the mode of before is written down, then the service's is set.
-    fn take_mode(&mut self, gpu: &str, half: usize) {
+    pub(super) fn take_mode(&mut self, gpu: &str, half: usize) {
         let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != Mode::Exclusive) else {
             return;
         };

@@ -10,6 +10,15 @@ use super::{Dice, Ending, Mode, World};
 /// The most acts about one control daemon without anything that comes from outside, and without a pause.
 const MOST_IN_A_ROW: usize = 20;
 
+/// The longest time until everything is served, once nothing goes wrong any more.
+const LONGEST: Duration = Duration::from_secs(600);
+
+/// The time without events in which a host has to be quiet, and the most questions to a control daemon in that time: three
+/// for each regular check.
+const QUIET: Duration = Duration::from_secs(300);
+const REGULAR: Duration = Duration::from_secs(31);
+const MOST_QUESTIONS: usize = 30;
+
 /// The most acts until everything is served, once nothing goes wrong any more.
 const MOST_ACTS: usize = 60;
 
@@ -128,35 +137,94 @@ impl World {
         self.is_disk_full = false;
         self.add_to_story(|| "from now on nothing goes wrong".to_owned());
         self.start_service_again();
-        self.all_clients_leave();
-        let before = self.acts;
+        self.troubles_end();
+        let (before, begun) = (self.acts, self.now);
         let mut dice = Dice::new(self.acts as u64);
-        for _ in 0..2000 {
+        for _ in 0..20_000 {
             if self.is_settled() {
-                return self.check_served();
+                self.check_served();
+                return self.check_an_idle_host_is_quiet();
             }
-            match self.service.as_ref().and_then(|service| service.core.due()) {
-                Some(due) if due > self.now && dice.one_in(4) => {
-                    self.now = due.max(self.now + Duration::from_millis(1));
-                    self.on(mps_core::CoreEvent::Due);
-                }
-                _ => self.carry_on(&mut dice),
+            if self.comes_on() {
+                self.carry_on(&mut dice);
+            } else {
+                self.go_on_in_time();
             }
             self.check();
             assert!(self.acts - before < MOST_ACTS, "all-is-served-in-the-end: too many acts");
+            assert!(self.now < begun + LONGEST, "all-is-served-in-the-end: it takes too long");
         }
         panic!("all-is-served-in-the-end: it never comes to rest");
+    }
+
+    /// Whether some act can come on without time that passes.
+    fn comes_on(&self) -> bool {
+        let Some(service) = &self.service else { return false };
+        !service.modes.is_empty() || service.tasks.keys().any(|id| self.can_come_on(id))
+    }
+
+    /// Nothing happens until the next moment.
+    fn go_on_in_time(&mut self) {
+        self.in_a_row.clear();
+        self.force_if_clients_are_unknown();
+        let next = self.next_moment().unwrap_or(self.now + Duration::from_secs(1));
+        self.advance(next.max(self.now + Duration::from_millis(1)));
+        if self.service.as_ref().and_then(|one| one.core.due()).is_some_and(|due| due <= self.now) {
+            self.on(mps_core::CoreEvent::Due);
+        }
+    }
+
+    /// An idle host is quiet: it costs the regular check, and tells nothing. The first check may correct something.
+    fn check_an_idle_host_is_quiet(&mut self) {
+        let counts = |world: &Self| {
+            let count = |one: &super::ControlDaemon| {
+                let mps = one.lock();
+                (mps.pid, mps.reader.questions.len(), mps.reader.news)
+            };
+            world.daemons.values().map(count).collect::<Vec<_>>()
+        };
+        self.idle_for(REGULAR);
+        let (before, acts) = (counts(self), self.acts);
+        self.idle_for(QUIET);
+        assert_eq!(self.acts, acts, "an-idle-host-is-quiet: the core has something to do");
+        for ((pid, questions, news), (_, more, newer)) in before.into_iter().zip(counts(self)) {
+            let reader = |read: fn(&super::reader::Reader) -> String| {
+                self.daemons.get(&pid).map(|one| read(&one.lock().reader)).unwrap_or_default()
+            };
+            assert!(
+                more - questions <= MOST_QUESTIONS,
+                "an-idle-host-is-quiet: {pid} is asked too often: {}",
+                reader(|reader| format!("{:?}", reader.questions))
+            );
+            let words = reader(|reader| format!("{:?}", reader.words));
+            assert_eq!(newer, news, "an-idle-host-is-quiet: {pid} has news: {words:?}");
+        }
+    }
+
+    fn idle_for(&mut self, duration: Duration) {
+        let (until, mut dice) = (self.now + duration, Dice::new(1));
+        while self.now < until {
+            if self.comes_on() {
+                self.carry_on(&mut dice);
+            } else {
+                self.go_on_in_time();
+            }
+        }
     }
 
     /// A service that ends is started again.
     fn start_service_again(&mut self) {
         let mut dice = Dice::new(7);
-        for _ in 0..2000 {
+        for _ in 0..20_000 {
             let is_ending = self.service.as_ref().is_some_and(|service| service.ending.is_some());
             if !is_ending {
                 return self.start_service();
             }
-            self.carry_on(&mut dice);
+            if self.comes_on() {
+                self.carry_on(&mut dice);
+            } else {
+                self.go_on_in_time();
+            }
         }
         panic!("all-is-served-in-the-end: the service does not end");
     }
@@ -165,11 +233,12 @@ impl World {
     fn is_settled(&self) -> bool {
         let Some(service) = &self.service else { return false };
         let serve = |(id, task): (&String, &super::Task)| {
-            let told = self.living(id).and_then(|(_, one)| one.told);
+            let serves = |pid| self.serves(pid, task.order.payload, &task.order.gpus);
             task.act == DaemonAct::Serve
                 && !task.is_interrupted
                 && !task.retiring
-                && told == Some(task.order.payload)
+                && self.living(id).is_some_and(|(pid, _)| serves(pid))
+                && !self.can_come_on(id)
                 && task.held.is_empty()
         };
         let orders = &self.demand.orders;
@@ -191,6 +260,11 @@ impl World {
             self.demand.orders.len(),
             "all-is-served-in-the-end: a control daemon runs that nobody wants"
         );
+        for one in self.daemons.values() {
+            let mps = one.lock();
+            let untold = mps.reader.read.difference(&mps.reader.told).next();
+            assert!(untold.is_none(), "who-was-hit-is-told: nobody is told of {untold:?}");
+        }
         for gpu in self.state_file.modes.keys().filter(|gpu| !self.strange.contains(*gpu)) {
             let served =
                 self.demand.orders.iter().filter(|order| order.sets_modes).flat_map(|order| &order.gpus);

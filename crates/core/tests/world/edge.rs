@@ -1,0 +1,567 @@
+//! The edge between serving and the world: each question waits for its turn, so that anything can happen before it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Poll;
+use std::time::Duration;
+
+use mps_core::mps::{Client, ClientPids, Inspection, Limits, Meaning, ServerStatus};
+use mps_core::serve::{
+    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, ProcessId, Requested, Said,
+    SeenGpu, SeenGpus, SeenProcess, Shell, Showing,
+};
+use mps_core::{CoreTime, Permit};
+
+use super::mps::{Mps, NO_LIMITS, OLD_GPU, Setting};
+use super::reader::Waits;
+
+/// The deadline of one question.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A control daemon, as one act sees it.
+#[derive(Clone)]
+pub(super) struct SimShell {
+    pub(super) mps: Arc<Mutex<Mps>>,
+    pub(super) id: String,
+    /// The GPUs of the order.
+    pub(super) gpus: Vec<String>,
+    /// The limits of the order.
+    pub(super) setting: Setting,
+}
+
+fn setting(limits: &Limits) -> Setting {
+    let mib = [0, 1, 2].map(|ordinal| limits.memory_mib.get(&ordinal).copied().unwrap_or_default());
+    Setting { percentage: limits.thread_percentage, mib }
+}
+
+/// Limits as they are read back: memory in whole GiB.
+fn difference(found: Setting, limits: &Limits) -> Option<String> {
+    let read_back = |mib: u64| if mib < 1024 { mib } else { mib >> 10 << 10 };
+    let wanted = setting(limits);
+    let is_same =
+        found.percentage == wanted.percentage && found.mib.map(read_back) == wanted.mib.map(read_back);
+    (!is_same).then(|| format!("{found:?} instead of {wanted:?}"))
+}
+
+impl SimShell {
+    fn lock(&self) -> MutexGuard<'_, Mps> {
+        self.mps.lock().unwrap()
+    }
+
+    /// Waits, at least until the world has looked at what this act waits for.
+    async fn wait(&self, waits: Waits) {
+        let mut has_begun = false;
+        poll_fn(|_| {
+            let mut mps = self.lock();
+            if has_begun && mps.is_awake() {
+                mps.reader.waits = Waits::Nothing;
+                return Poll::Ready(());
+            }
+            if !has_begun {
+                mps.count_step();
+                mps.reader.waits = waits;
+                has_begun = true;
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+
+    async fn turn(&self) {
+        let now = self.lock().now;
+        self.wait(Waits::Turn(now)).await;
+    }
+
+    /// Asks the control daemon. `other` is the answer of one that has taken its place.
+    async fn ask<T: Send>(
+        &self,
+        question: &'static str,
+        other: T,
+        effect: impl FnOnce(&mut Mps) -> Result<T, Failure> + Send,
+    ) -> Result<T, Failure> {
+        self.lock().reader.questions.push(question);
+        self.turn().await;
+        let hangs_for = {
+            let mps = self.lock();
+            let is_asked = mps.taken_by.is_none() && mps.listener().is_some();
+            (is_asked && mps.is_hung()).then(|| mps.now + ANSWER_TIMEOUT)
+        };
+        let silent = |why: &str| Failure::Silent(format!("the control daemon {why}"));
+        if let Some(deadline) = hangs_for {
+            self.wait(Waits::Until(deadline)).await;
+            return Err(silent("has not answered for 5 s"));
+        }
+        let mut mps = self.lock();
+        match mps.listener() {
+            None => return Err(Failure::Unreachable("nobody listens".to_owned())),
+            Some(listener) if listener != mps.pid => return Ok(other),
+            Some(_) => {}
+        }
+        if mps.goes_wrong(300) {
+            return Err(Failure::NotUnderstood("it answers in other words".to_owned()));
+        }
+        if mps.goes_wrong(60) {
+            return Err(silent("has dropped a question"));
+        }
+        effect(&mut mps)
+    }
+
+    /// Has something done, which may be done though the answer is late or gets lost.
+    async fn command<T: Send>(
+        &self,
+        question: &'static str,
+        other: T,
+        effect: impl FnOnce(&mut Mps) -> Result<T, Failure> + Send,
+    ) -> Result<T, Failure> {
+        let answer = self.ask(question, other, effect).await;
+        let (is_late, is_lost) = {
+            let mut mps = self.lock();
+            (mps.goes_wrong(3), mps.goes_wrong(100))
+        };
+        if is_late {
+            self.turn().await;
+        }
+        if is_lost && answer.is_ok() {
+            return Err(Failure::Silent("an answer got lost".to_owned()));
+        }
+        answer
+    }
+
+    /// Limits are in force, whenever it is shown as ready, unless somebody else has just changed them.
+    fn check_limits_are_in_force(&self, mps: &Mps) {
+        if mps.reader.is_ready() && mps.taken_by.is_none() {
+            let differing = mps.differing(self.setting, false);
+            assert!(differing.is_none(), "limits-are-in-force: {} is ready, and {differing:?}", mps.pid);
+        }
+    }
+
+    /// The next thing that has happened.
+    fn happened(&self, takes_requests: bool) -> Option<Occurrence> {
+        let mut mps = self.lock();
+        mps.count_step();
+        if let Some(said) = read_line(&mut mps) {
+            return Some(Occurrence::Said(said));
+        }
+        if !mps.is_alive {
+            return Some(Occurrence::Ended);
+        }
+        if let Some(server) = mps.reader.ended.pop_front() {
+            return Some(Occurrence::ServerEnded(server));
+        }
+        let request = if takes_requests { mps.reader.requests.pop_front() } else { None }?;
+        mps.reader.is_forced = request == Requested::Apply { force: true };
+        Some(Occurrence::Asked(request))
+    }
+}
+
+fn read_line(mps: &mut Mps) -> Option<Said> {
+    let meaning = mps.log.get(mps.reader.position)?.clone();
+    let is_news = mps.reader.position >= mps.reader.quiet_until;
+    mps.reader.position += 1;
+    if let (Meaning::TornDown { server, client, ordinal }, true) = (&meaning, is_news) {
+        mps.reader.read.insert((*server, *ordinal, *client));
+    }
+    Some(Said { meaning, is_news })
+}
+
+fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> Inspection {
+    let status = |pid: &u32| {
+        let known = mps.servers.get(pid).map_or(ServerStatus::Gone, |one| one.status);
+        if mps.is_old { ServerStatus::Unsupported } else { known }
+    };
+    let statuses = asked.iter().map(|pid| (*pid, status(pid))).collect();
+    let mut differences = BTreeMap::new();
+    if let Some(limits) = limits {
+        let servers = asked.iter().filter_map(|pid| Some((Some(*pid), mps.servers.get(pid)?.setting)));
+        for (target, found) in [(None, mps.defaults)].into_iter().chain(servers) {
+            differences.extend(difference(found, limits).map(|text| (target, text)));
+        }
+    }
+    Inspection { servers: mps.servers.keys().copied().collect(), statuses, differences }
+}
+
+/// The clients that it lists. After a fault it may list nobody.
+fn listed(mps: &mut Mps) -> ClientPids {
+    let mut pids: ClientPids = mps.servers.keys().map(|pid| (*pid, BTreeSet::new())).collect();
+    for (pid, client) in &mps.clients {
+        if mps.servers.get(&client.server).is_some_and(|server| server.lists || !client.is_hit)
+            && let Some(there) = pids.get_mut(&client.server)
+        {
+            there.insert(*pid);
+        }
+    }
+    pids
+}
+
+impl GpuShell for SimShell {
+    async fn read_gpus(&mut self, gpus: &[String], _: bool) -> Option<SeenGpus> {
+        self.turn().await;
+        let mps = self.lock();
+        if !mps.is_alive {
+            return None;
+        }
+        let look = |gpu: &String| {
+            if mps.gpu_is_lost {
+                return Err("it fell off the bus".to_owned());
+            }
+            let ordinal = mps.gpus.iter().position(|one| one == gpu);
+            let clients =
+                mps.clients.iter().filter(|(_, one)| Some(one.ordinal) == ordinal && gpu != OLD_GPU);
+            let servers = mps.servers.iter().filter(|(_, one)| !one.has_ended && ordinal.is_some());
+            let client = |(pid, _)| SeenProcess { pid, via_mps: true };
+            let server = |(pid, _)| SeenProcess { pid, via_mps: false };
+            let clients = clients.map(|(pid, one)| client((*pid, one)));
+            let processes = clients.chain(servers.map(|(pid, one)| server((*pid, one)))).collect();
+            Ok(SeenGpu { has_our_mode: mps.with_our_mode.contains(gpu), processes })
+        };
+        Some(gpus.iter().map(|gpu| (gpu.clone(), look(gpu))).collect())
+    }
+
+    async fn take_mode(&mut self, gpu: &String) -> Result<bool, String> {
+        if self.lock().goes_wrong(12) {
+            return Err("no permission".to_owned());
+        }
+        for half in 0..2 {
+            self.lock().reader.mode_steps.push((gpu.clone(), half));
+            self.turn().await;
+        }
+        Ok(!self.lock().with_our_mode.contains(gpu))
+    }
+
+    fn show_left_out(&mut self, gpu: &String, why: String) {
+        let left_out = &mut self.lock().reader.left_out;
+        if why.is_empty() {
+            left_out.remove(gpu);
+        } else {
+            left_out.insert(gpu.clone());
+        }
+    }
+
+    fn start_time(&self, pid: u32) -> Option<u64> {
+        Some(u64::from(pid))
+    }
+
+    /// Nobody of ours is called a bypass: nothing else runs on these GPUs.
+    fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, _: bool) {
+        assert!(bypasses.is_empty(), "ours-are-no-strangers: {bypasses:?} on {gpu}");
+    }
+
+    fn tell_of_gpu(&mut self, _: &String, _: GpuNews, text: String) {
+        self.tell(News::Warning, text);
+    }
+}
+
+impl Shell for SimShell {
+    fn now(&self) -> CoreTime {
+        self.lock().now
+    }
+
+    async fn next(&mut self, until: CoreTime, takes_requests: bool) -> Result<Occurrence, Failure> {
+        loop {
+            if let Some(occurrence) = self.happened(takes_requests) {
+                return Ok(occurrence);
+            }
+            if self.lock().now >= until {
+                return Ok(Occurrence::Nothing);
+            }
+            self.wait(Waits::Event { until, takes_requests }).await;
+        }
+    }
+
+    async fn pause(&mut self, duration: Duration) {
+        let until = self.lock().now + duration;
+        self.wait(Waits::Until(until)).await;
+    }
+
+    async fn lines_there(&mut self, last_ones: bool) -> Vec<Said> {
+        let mut mps = self.lock();
+        if last_ones {
+            mps.reader.position = mps.reader.position.max(mps.log.len().saturating_sub(3));
+        }
+        std::iter::from_fn(|| read_line(&mut mps)).collect()
+    }
+
+    fn words(&self) -> String {
+        String::new()
+    }
+
+    async fn ends_now(&mut self) -> bool {
+        self.turn().await;
+        !self.lock().is_alive
+    }
+
+    fn how_it_ended(&self) -> Failure {
+        Failure::Ended { text: "it has ended".to_owned(), refuses_multiuser: false }
+    }
+
+    async fn inspect(&mut self, servers: &[u32], limits: Option<&Limits>) -> Result<Inspection, Failure> {
+        let differences = limits.and_then(|limits| Some((None, difference(NO_LIMITS, limits)?)));
+        let other = Inspection {
+            servers: Vec::new(),
+            statuses: servers.iter().map(|pid| (*pid, ServerStatus::Gone)).collect(),
+            differences: differences.into_iter().collect(),
+        };
+        self.ask("inspect", other, |mps| Ok(inspect(mps, servers, limits))).await
+    }
+
+    async fn set_limits(&mut self, server: Option<u32>, limits: &Limits) -> Result<Vec<u32>, Failure> {
+        let effect = |mps: &mut Mps| {
+            let setting = setting(limits);
+            match server.map(|pid| mps.servers.get_mut(&pid)) {
+                None => mps.defaults = setting,
+                Some(Some(one)) if one.status != ServerStatus::Initializing => one.setting = setting,
+                Some(_) => return Err(Failure::NotUnderstood("the server takes no limits".to_owned())),
+            }
+            mps.foreign.remove(&server);
+            if let Some(pid) = server {
+                mps.say_memory(pid, setting);
+            }
+            Ok(mps.servers.keys().copied().collect())
+        };
+        self.command("set_limits", Vec::new(), effect).await
+    }
+
+    async fn set_limits_and_start(&mut self, limits: &Limits) -> Result<Vec<u32>, Failure> {
+        let effect = |mps: &mut Mps| {
+            mps.defaults = setting(limits);
+            mps.foreign.remove(&None);
+            mps.count_start();
+            let before = mps.servers.keys().copied().collect();
+            mps.start_server();
+            Ok(before)
+        };
+        self.command("set_limits_and_start", Vec::new(), effect).await
+    }
+
+    async fn start_server(&mut self) -> Result<(), Failure> {
+        let effect = |mps: &mut Mps| {
+            mps.count_start();
+            mps.start_server();
+            Ok(())
+        };
+        self.command("start_server", (), effect).await
+    }
+
+    async fn client_pids(&mut self, _: &[u32]) -> Result<ClientPids, Failure> {
+        self.ask("client_pids", ClientPids::new(), |mps| Ok(listed(mps))).await
+    }
+
+    async fn clients(&mut self, _: &[u32]) -> Result<Vec<Client>, Failure> {
+        let effect = |mps: &mut Mps| {
+            let listed = listed(mps);
+            let pids = listed.into_values().flatten();
+            let client = |pid: u32| {
+                let one = mps.clients.get(&pid)?;
+                let gpu_prefix = mps.gpus.get(one.ordinal)?.clone();
+                Some(Client { pid, id: Some(u64::from(pid)), server: one.server, gpu_prefix })
+            };
+            Ok(pids.filter_map(client).collect())
+        };
+        self.ask("clients", Vec::new(), effect).await
+    }
+
+    async fn shut_down_idle_server(&mut self, server: u32, may_end: Permit) -> Result<(), Failure> {
+        let effect = |mps: &mut Mps| {
+            if !mps.clients.values().any(|client| client.server == server) {
+                mps.end_server(server, false, Some(may_end.cause()));
+            }
+            Ok(())
+        };
+        self.command("shut_down_idle_server", (), effect).await
+    }
+
+    async fn shut_down_server(&mut self, server: u32, may_end: Permit) -> Result<(), Failure> {
+        let effect = |mps: &mut Mps| {
+            mps.end_server(server, false, Some(may_end.cause()));
+            Ok(())
+        };
+        self.command("shut_down_server", (), effect).await
+    }
+
+    fn id(&self) -> String {
+        self.id.clone()
+    }
+
+    fn pid(&self) -> u32 {
+        self.lock().pid
+    }
+
+    fn listener(&self) -> Option<u32> {
+        self.lock().listener()
+    }
+
+    fn is_nobody(&self) -> bool {
+        self.lock().listener().is_none()
+    }
+
+    fn has_children(&self) -> Option<bool> {
+        let mut mps = self.lock();
+        let is_known = !mps.goes_wrong(20);
+        is_known.then(|| !mps.servers.is_empty())
+    }
+
+    fn continue_if_stopped(&mut self, _: &[u32]) {}
+
+    async fn quit_if_idle(&mut self, may_end: Permit) -> bool {
+        let is_ours = |mps: &Mps| mps.listener() == Some(mps.pid);
+        if !is_ours(&self.lock()) {
+            return false;
+        }
+        let effect = |mps: &mut Mps| {
+            if listed(mps).into_values().flatten().next().is_none() {
+                mps.end(Some(may_end.cause()));
+            } else {
+                mps.quits_when_idle = true;
+            }
+            Ok(())
+        };
+        let _ = self.ask("quit_if_idle", (), effect).await;
+        !self.lock().is_alive
+    }
+
+    async fn quit(&mut self, may_end: Permit) -> bool {
+        if self.listener() != Some(self.pid()) {
+            return false;
+        }
+        let effect = |mps: &mut Mps| {
+            if !mps.goes_wrong(8) {
+                mps.end(Some(may_end.cause()));
+            }
+            Ok(())
+        };
+        let _ = self.ask("quit", (), effect).await;
+        !self.lock().is_alive
+    }
+
+    /// At once: between the last look at the clients and the signal nobody comes.
+    async fn end_by_signal(&mut self, may_end: Permit) -> bool {
+        let mut mps = self.lock();
+        if mps.goes_wrong(16) {
+            return false;
+        }
+        mps.end(Some(may_end.cause()));
+        true
+    }
+
+    async fn clients_on_gpus(&mut self) -> ClientsOnGpus {
+        self.turn().await;
+        let mps = self.lock();
+        let on = |ordinal: usize| {
+            let there = mps.clients.iter().filter(|(_, one)| one.ordinal == ordinal);
+            there.map(|(pid, _)| *pid).collect()
+        };
+        let list = |(ordinal, gpu): (usize, &String)| {
+            let is_known = !mps.gpu_is_lost && gpu != OLD_GPU;
+            (gpu.clone(), if is_known { Ok(on(ordinal)) } else { Err("NVML does not list them".to_owned()) })
+        };
+        mps.gpus.iter().enumerate().map(list).collect()
+    }
+
+    async fn holders(&mut self, _: &[u32]) -> String {
+        self.turn().await;
+        if self.lock().goes_wrong(8) { "a program".to_owned() } else { String::new() }
+    }
+
+    fn waiting_due(&self) -> Option<CoreTime> {
+        None
+    }
+
+    fn tell_waiting(&mut self, _: Option<u32>) {}
+
+    fn let_users_in(&mut self) -> Vec<String> {
+        if self.lock().goes_wrong(100) {
+            vec!["its directory has another mode".to_owned()]
+        } else {
+            Vec::new()
+        }
+    }
+
+    fn lead_here(&mut self) -> Result<(), Failure> {
+        if self.lock().goes_wrong(200) { Err(Failure::Waiting("no link".to_owned())) } else { Ok(()) }
+    }
+
+    fn keep_links(&mut self) -> Option<String> {
+        self.lock().goes_wrong(100).then(|| "a link is not ours".to_owned())
+    }
+
+    fn keep_state_file(&mut self, _: bool) {
+        let mut mps = self.lock();
+        if !mps.disk_is_full {
+            mps.read_until = mps.reader.position.max(mps.reader.quiet_until);
+        }
+    }
+
+    fn rotate_log(&mut self) {}
+
+    fn is_in_place(&self) -> bool {
+        true
+    }
+
+    fn misfit(&self, reach: &GpuReach) -> Option<String> {
+        let wanted = self.gpus.iter().filter(|gpu| !reach.is_left_out(gpu));
+        (!wanted.eq(self.lock().gpus.iter())).then(|| "it has other GPUs".to_owned())
+    }
+
+    fn passed(&self, _: &'static str, _: &str) {}
+
+    fn tell(&mut self, _: News, text: String) {
+        let mut mps = self.lock();
+        mps.reader.news += 1;
+        mps.reader.words.push(text);
+    }
+
+    fn show(&mut self, shown: Showing) {
+        let mut mps = self.lock();
+        let reader = &mut mps.reader;
+        match shown {
+            Showing::State { state, ends_when_idle } => {
+                reader.ends_when_idle = ends_when_idle;
+                if state.is_some() && state != reader.state {
+                    reader.news += 1;
+                    reader.state = state;
+                    self.check_limits_are_in_force(&mps);
+                }
+            }
+            Showing::Servers { alive, .. } if alive != reader.servers => {
+                reader.news += 1;
+                reader.servers = alive;
+            }
+            Showing::PutOff | Showing::InForce { .. } | Showing::Servers { .. } => {}
+        }
+    }
+
+    /// Who was hit is told: each once, and nobody else.
+    fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {
+        let mut mps = self.lock();
+        for client in clients {
+            let hit = (server, ordinal, client);
+            assert!(mps.hits.contains(&hit), "who-was-hit-is-told: {hit:?} was not hit");
+            assert!(mps.reader.told.insert(hit), "who-was-hit-is-told: {hit:?} is told twice");
+            mps.reader.words.push(format!("client {client} was hit on the GPU with number {ordinal}"));
+        }
+    }
+
+    fn describe(&self, clients: &[&Client]) -> String {
+        format!("{} clients", clients.len())
+    }
+
+    fn client_came(&mut self, _: u32) {}
+
+    fn remember_clients(&mut self, _: &BTreeSet<u32>) {}
+
+    fn checked_in_use(&mut self) {}
+
+    fn watch_server(&mut self, server: u32) {
+        let mut mps = self.lock();
+        if mps.servers.get(&server).is_some_and(|one| !one.has_ended) {
+            mps.reader.watched.insert(server);
+        } else {
+            mps.reader.ended.push_back(server);
+        }
+    }
+
+    fn answer(&mut self, _: Result<(), String>) {
+        self.lock().reader.is_forced = false;
+    }
+}

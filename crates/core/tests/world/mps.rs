@@ -1,0 +1,426 @@
+//! The MPS side of one control daemon in memory: its servers, their clients, and its log, as they were recorded on hardware.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use mps_core::Cause;
+use mps_core::mps::{Meaning, ServerStatus};
+
+use super::Dice;
+use super::reader::Reader;
+
+/// The time until a server that was started is ready.
+const SERVER_COMES: Duration = Duration::from_millis(150);
+
+/// The time from the end of the last client that was hit until the server is well.
+const RECOVERY: Duration = Duration::from_millis(200);
+
+/// The clients that a GPU can hold.
+pub(super) const CAPACITY: usize = 3;
+
+/// The GPU whose limits are not enforced, and whose clients NVML does not list.
+pub(super) const OLD_GPU: &str = "C";
+
+/// Limits: the percentage, and the memory of each GPU by its ordinal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Setting {
+    pub(super) percentage: u8,
+    pub(super) mib: [u64; 3],
+}
+
+/// The limits of a control daemon that was told none.
+pub(super) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
+
+#[derive(Debug)]
+pub(super) struct SimServer {
+    pub(super) status: ServerStatus,
+    pub(super) setting: Setting,
+    /// Its process has ended, or is about to end.
+    pub(super) is_ending: bool,
+    pub(super) has_ended: bool,
+    /// After a fault a control daemon may list no client of it.
+    pub(super) lists: bool,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct SimClient {
+    pub(super) server: u32,
+    pub(super) ordinal: usize,
+    /// It has lost its work to a fatal GPU error.
+    pub(super) is_hit: bool,
+}
+
+/// A client that was hit on a GPU of a server.
+pub(super) type Hit = (u32, usize, u32);
+
+/// Something that follows after a while.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Later {
+    Comes(u32),
+    StartFails(u32),
+    Says(Meaning),
+    IsWell(u32),
+    /// The process of a server ends.
+    Ends(u32),
+    /// The control daemon takes note of the end of a server.
+    IsNoted(u32, i32),
+}
+
+/// A client that the service has ended.
+#[derive(Debug)]
+pub(super) struct Hurt {
+    pub(super) is_hit: bool,
+    pub(super) cause: Cause,
+    /// An administrator has just asked for a change by force.
+    pub(super) is_forced: bool,
+}
+
+/// A control daemon with all that belongs to it.
+// Each flag is a trouble of its own.
+#[allow(clippy::struct_excessive_bools)]
+pub(super) struct Mps {
+    pub(super) pid: u32,
+    pub(super) gpus: Vec<String>,
+    pub(super) now: Duration,
+    pub(super) dice: Dice,
+    pub(super) is_calm: bool,
+    pub(super) is_alive: bool,
+    pub(super) listens_at: Duration,
+    pub(super) hangs_until: Duration,
+    pub(super) has_no_directory: bool,
+    pub(super) taken_by: Option<u32>,
+    pub(super) log_is_lost: bool,
+    /// Lines come late: not before this moment, and in order.
+    lines_wait_until: Duration,
+    pub(super) starts_fail: bool,
+    pub(super) gpu_is_lost: bool,
+    /// The GPUs of the host with the service's compute mode.
+    pub(super) with_our_mode: BTreeSet<String>,
+    /// Its driver does not know how servers are.
+    pub(super) is_old: bool,
+    /// It was asked to end without clients.
+    pub(super) quits_when_idle: bool,
+    pub(super) disk_is_full: bool,
+    pub(super) defaults: Setting,
+    pub(super) servers: BTreeMap<u32, SimServer>,
+    pub(super) clients: BTreeMap<u32, SimClient>,
+    pub(super) log: Vec<Meaning>,
+    /// The part of the log that the service has written down as read.
+    pub(super) read_until: usize,
+    pub(super) hits: BTreeSet<Hit>,
+    later: Vec<(Duration, Later)>,
+    came: u32,
+    pub(super) hurt: Vec<Hurt>,
+    /// Of these targets somebody else has changed the limits, since the service has looked.
+    pub(super) foreign: BTreeSet<Option<u32>>,
+    /// The service that watches it.
+    pub(super) reader: Reader,
+}
+
+impl Mps {
+    pub(super) fn new(pid: u32, gpus: Vec<String>, is_old: bool, now: Duration) -> Self {
+        Self {
+            pid,
+            gpus,
+            now,
+            dice: Dice::new(u64::from(pid)),
+            is_calm: false,
+            is_alive: true,
+            listens_at: Duration::MAX,
+            hangs_until: Duration::ZERO,
+            has_no_directory: false,
+            taken_by: None,
+            log_is_lost: false,
+            lines_wait_until: Duration::ZERO,
+            starts_fail: false,
+            gpu_is_lost: false,
+            with_our_mode: BTreeSet::new(),
+            is_old,
+            quits_when_idle: false,
+            disk_is_full: false,
+            defaults: NO_LIMITS,
+            servers: BTreeMap::new(),
+            clients: BTreeMap::new(),
+            log: Vec::new(),
+            read_until: 0,
+            hits: BTreeSet::new(),
+            later: Vec::new(),
+            came: 0,
+            hurt: Vec::new(),
+            foreign: BTreeSet::new(),
+            reader: Reader::default(),
+        }
+    }
+
+    pub(super) fn goes_wrong(&mut self, most: usize) -> bool {
+        !self.is_calm && self.dice.one_in(most)
+    }
+
+    pub(super) fn is_hung(&self) -> bool {
+        self.hangs_until > self.now
+    }
+
+    /// The process that answers in its directory.
+    pub(super) fn listener(&self) -> Option<u32> {
+        if self.taken_by.is_some() {
+            return self.taken_by;
+        }
+        (self.is_alive && self.now >= self.listens_at && !self.has_no_directory).then_some(self.pid)
+    }
+
+    /// The next moment when something follows.
+    pub(super) fn due(&self) -> Option<Duration> {
+        self.later.iter().map(|(at, _)| *at).min()
+    }
+
+    /// Lets time pass.
+    pub(super) fn advance(&mut self, now: Duration) {
+        while let Some(due) = self.due().filter(|due| *due <= now) {
+            self.now = self.now.max(due);
+            let next = self.later.iter().position(|(at, _)| *at == due).unwrap_or_default();
+            let (_, what) = self.later.remove(next);
+            if self.is_alive {
+                self.happens(what);
+            }
+        }
+        self.now = now;
+    }
+
+    fn after(&mut self, pause: Duration, what: Later) {
+        self.later.push((self.now + pause, what));
+    }
+
+    fn happens(&mut self, what: Later) {
+        match what {
+            Later::Comes(pid) => self.server_is_ready(pid),
+            Later::StartFails(pid) => {
+                self.clients.retain(|_, client| client.server != pid);
+                self.process_ends(pid);
+                self.is_noted(pid, 1);
+            }
+            Later::Says(meaning) => self.say(meaning),
+            Later::IsWell(pid) => {
+                let still_hit = self.clients.values().any(|client| client.server == pid && client.is_hit);
+                if let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending && !still_hit) {
+                    server.status = ServerStatus::Active;
+                    server.lists = true;
+                }
+            }
+            Later::Ends(pid) => {
+                self.process_ends(pid);
+                self.is_noted(pid, 0);
+            }
+            Later::IsNoted(pid, status) => self.is_noted(pid, status),
+        }
+    }
+
+    pub(super) fn say(&mut self, meaning: Meaning) {
+        if self.now < self.lines_wait_until {
+            self.later.push((self.lines_wait_until, Later::Says(meaning)));
+        } else if !self.log_is_lost {
+            self.log.push(meaning);
+        }
+    }
+
+    pub(super) fn is_enforced(&self, ordinal: usize) -> bool {
+        self.gpus.get(ordinal).is_some_and(|gpu| gpu != OLD_GPU)
+    }
+
+    /// The server writes the memory limits that it enforces.
+    pub(super) fn say_memory(&mut self, server: u32, setting: Setting) {
+        if self.goes_wrong(8) {
+            self.lines_wait_until = self.now + Duration::from_millis(500);
+        }
+        for (ordinal, mib) in setting.mib.into_iter().enumerate() {
+            if self.is_enforced(ordinal) {
+                self.say(Meaning::MemoryLimit { server, ordinal, bytes: mib << 20 });
+            }
+        }
+    }
+
+    fn next_pid(&mut self) -> u32 {
+        self.came += 1;
+        self.pid * 1000 + self.came
+    }
+
+    /// Starts a server, unless one is there.
+    pub(super) fn start_server(&mut self) -> u32 {
+        if let Some(server) = self.servers.keys().next_back() {
+            return *server;
+        }
+        let pid = self.next_pid();
+        let (status, setting) = (ServerStatus::Initializing, self.defaults);
+        self.servers
+            .insert(pid, SimServer { status, setting, is_ending: false, has_ended: false, lists: true });
+        if self.foreign.contains(&None) {
+            self.foreign.insert(Some(pid));
+        }
+        self.say(Meaning::ServerStarting { server: pid, uid: 0 });
+        if self.starts_fail || self.goes_wrong(24) {
+            self.after(Duration::from_millis(50), Later::StartFails(pid));
+        } else {
+            let pause = if self.goes_wrong(10) { SERVER_COMES * 20 } else { SERVER_COMES };
+            self.after(pause, Later::Comes(pid));
+        }
+        pid
+    }
+
+    fn server_is_ready(&mut self, pid: u32) {
+        let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending) else { return };
+        server.status = ServerStatus::Active;
+        let setting = server.setting;
+        self.say(Meaning::ServerReady(pid));
+        self.say(Meaning::ThreadPercentage { server: pid, tenths: u32::from(setting.percentage) * 10 });
+        self.say_memory(pid, setting);
+    }
+
+    fn process_ends(&mut self, pid: u32) {
+        if let Some(server) = self.servers.get_mut(&pid) {
+            (server.is_ending, server.has_ended) = (true, true);
+        }
+        if self.reader.watched.remove(&pid) {
+            self.reader.ended.push_back(pid);
+        }
+    }
+
+    fn is_noted(&mut self, pid: u32, status: i32) {
+        self.servers.remove(&pid);
+        self.say(Meaning::ServerExited { server: pid, status });
+        self.ends_if_idle();
+    }
+
+    /// A server ends in order, or is killed. Its clients are gone with it.
+    pub(super) fn end_server(&mut self, pid: u32, is_killed: bool, cause: Option<Cause>) {
+        let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending) else { return };
+        server.is_ending = true;
+        if is_killed {
+            server.status = ServerStatus::Fault;
+        }
+        self.lose_clients(cause, |client| client.server == pid);
+        let pause = Duration::from_millis(70 << self.dice.below(4));
+        if is_killed {
+            self.process_ends(pid);
+            self.after(pause, Later::IsNoted(pid, 9));
+        } else {
+            self.after(pause, Later::Ends(pid));
+        }
+    }
+
+    fn lose_clients(&mut self, cause: Option<Cause>, whose: impl Fn(&SimClient) -> bool) {
+        let (hurt, is_forced) = (&mut self.hurt, self.reader.is_forced);
+        self.clients.retain(|_, client| {
+            let is_lost = whose(client);
+            if let Some(cause) = cause.filter(|_| is_lost) {
+                hurt.push(Hurt { is_hit: client.is_hit, cause, is_forced });
+            }
+            !is_lost
+        });
+    }
+
+    /// The end of the control daemon, with all its servers. Without a cause it is an accident.
+    pub(super) fn end(&mut self, cause: Option<Cause>) {
+        self.lose_clients(cause, |_| true);
+        self.servers.clear();
+        self.later.clear();
+        self.is_alive = false;
+    }
+
+    fn ends_if_idle(&mut self) {
+        if self.quits_when_idle && !self.is_hung() && self.clients.is_empty() {
+            self.end(None);
+        }
+    }
+
+    /// A client comes to a GPU. Returns its PID, unless it has to wait.
+    pub(super) fn client_comes(&mut self, ordinal: usize) -> Option<u32> {
+        if self.is_hung() || self.quits_when_idle || self.listener() != Some(self.pid) {
+            return None;
+        }
+        let is_open = |one: &SimServer| {
+            !one.is_ending && matches!(one.status, ServerStatus::Active | ServerStatus::Initializing)
+        };
+        if self.servers.values().any(|one| !is_open(one)) {
+            return None;
+        }
+        let server = self.start_server();
+        let there = self.clients.values().filter(|one| one.ordinal == ordinal).count();
+        if there >= CAPACITY {
+            self.say(Meaning::ClientRefused { server, capacity: 3 });
+            return None;
+        }
+        let pid = self.next_pid();
+        self.clients.insert(pid, SimClient { server, ordinal, is_hit: false });
+        self.say(Meaning::ClientAdmitted(pid));
+        Some(pid)
+    }
+
+    pub(super) fn client_leaves(&mut self, pid: u32) {
+        let Some(client) = self.clients.remove(&pid) else { return };
+        self.say(Meaning::ClientLeft(pid));
+        let is_hit = |one: &SimClient| one.server == client.server && one.is_hit;
+        if client.is_hit && !self.clients.values().any(is_hit) {
+            self.after(RECOVERY, Later::IsWell(client.server));
+        }
+        self.ends_if_idle();
+    }
+
+    /// A client meets a fatal GPU error, which hits every client on its GPU, and no other.
+    pub(super) fn fault(&mut self, pid: u32) {
+        let Some(SimClient { server, ordinal, is_hit: false }) = self.clients.get(&pid).cloned() else {
+            return;
+        };
+        let lists = self.dice.one_in(2);
+        let Some(one) = self.servers.get_mut(&server).filter(|one| one.status == ServerStatus::Active) else {
+            return;
+        };
+        one.status = ServerStatus::Fault;
+        one.lists = lists;
+        self.say(Meaning::FaultHandling { server });
+        let mut pause = Duration::ZERO;
+        let hit = self.clients.iter_mut().filter(|(_, one)| (one.server, one.ordinal) == (server, ordinal));
+        let hit: Vec<u32> = hit
+            .map(|(client, one)| {
+                one.is_hit = true;
+                *client
+            })
+            .collect();
+        for client in hit {
+            self.hits.insert((server, ordinal, client));
+            let line = Meaning::TornDown { server, client, ordinal };
+            if self.dice.one_in(2) {
+                pause += Duration::from_millis(200);
+                self.after(pause, Later::Says(line));
+            } else {
+                self.say(line);
+            }
+        }
+    }
+
+    /// Somebody else changes limits: of a server, or of those to come.
+    pub(super) fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
+        let setting = match server.map(|pid| self.servers.get_mut(&pid)) {
+            None => &mut self.defaults,
+            Some(Some(one)) if one.status == ServerStatus::Active && !one.is_ending => &mut one.setting,
+            Some(_) => return,
+        };
+        setting.percentage = percentage;
+        setting.mib.iter_mut().for_each(|mib| *mib += more_mib);
+        let setting = *setting;
+        self.foreign.insert(server);
+        if let Some(pid) = server {
+            self.say_memory(pid, setting);
+        }
+    }
+
+    /// The target with limits that are not these, unless somebody else has changed them since the service has looked.
+    pub(super) fn differing(&self, setting: Setting, with_foreign: bool) -> Option<String> {
+        let is_excused = |target: &Option<u32>| !with_foreign && self.foreign.contains(target);
+        if self.defaults != setting && !is_excused(&None) {
+            return Some(format!("servers to come have {:?} instead of {setting:?}", self.defaults));
+        }
+        let active = |one: &SimServer| one.status == ServerStatus::Active && !one.is_ending;
+        let mut servers = self.servers.iter().filter(|(_, one)| active(one) && one.setting != setting);
+        let (pid, one) = servers.find(|(pid, _)| !is_excused(&Some(**pid)))?;
+        Some(format!("server {pid} has {:?} instead of {setting:?}", one.setting))
+    }
+}

@@ -1,0 +1,120 @@
+//! What a service knows, shows and tells of one control daemon that it watches: all of it ends with the service.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::time::Duration;
+
+use mps_core::serve::{Requested, ShownAs, ShownState};
+
+use super::mps::{Hit, Mps};
+
+/// The most that is asked and waited for in one moment, without anything from outside.
+const MOST_IN_A_MOMENT: usize = 400;
+
+/// What the act under way waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Waits {
+    #[default]
+    Nothing,
+    /// For the world, which lets it go on. It has waited since this moment.
+    Turn(Duration),
+    /// For this moment.
+    Until(Duration),
+    /// For anything that happens, until this moment.
+    Event { until: Duration, takes_requests: bool },
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Reader {
+    /// The lines of the log that were read.
+    pub(super) position: usize,
+    /// The lines that an earlier service has taken note of.
+    pub(super) quiet_until: usize,
+    /// The servers whose end becomes known.
+    pub(super) watched: BTreeSet<u32>,
+    pub(super) ended: VecDeque<u32>,
+    pub(super) requests: VecDeque<Requested>,
+    /// The request that was taken last was to make a change by force.
+    pub(super) is_forced: bool,
+    pub(super) waits: Waits,
+    pub(super) state: Option<ShownState>,
+    pub(super) ends_when_idle: bool,
+    pub(super) servers: Vec<u32>,
+    /// The GPUs that are shown as left out.
+    pub(super) left_out: BTreeSet<String>,
+    /// The times that something was told, or shown anew.
+    pub(super) news: usize,
+    /// What was told, for the story.
+    pub(super) words: Vec<String>,
+    /// Everybody whose line was read as news, and everybody who was told.
+    pub(super) read: BTreeSet<Hit>,
+    pub(super) told: BTreeSet<Hit>,
+    /// The questions to the control daemon.
+    pub(super) questions: Vec<&'static str>,
+    /// The steps in this moment.
+    pub(super) in_a_moment: usize,
+    pub(super) moment: Duration,
+    /// The starts of servers in this act.
+    pub(super) starts: Vec<Duration>,
+    /// The halves of setting compute modes that are to be carried out, each with its GPU.
+    pub(super) mode_steps: Vec<(String, usize)>,
+}
+
+impl Reader {
+    pub(super) fn new(quiet_until: usize) -> Self {
+        Self { quiet_until, ..Self::default() }
+    }
+
+    pub(super) fn is_ready(&self) -> bool {
+        self.state.as_ref().is_some_and(|state| state.state == ShownAs::Ready && state.serving)
+    }
+}
+
+impl Mps {
+    /// Whether the act under way can come on.
+    pub(super) fn is_awake(&self) -> bool {
+        match self.reader.waits {
+            Waits::Nothing | Waits::Turn(_) => true,
+            Waits::Until(at) => self.now >= at,
+            Waits::Event { until, takes_requests } => {
+                self.now >= until
+                    || self.reader.position < self.log.len()
+                    || !self.is_alive
+                    || !self.reader.ended.is_empty()
+                    || (takes_requests && !self.reader.requests.is_empty())
+            }
+        }
+    }
+
+    /// The moment that the act under way waits for.
+    pub(super) fn waits_until(&self) -> Option<Duration> {
+        match self.reader.waits {
+            Waits::Until(at) | Waits::Event { until: at, .. } => Some(at),
+            Waits::Nothing | Waits::Turn(_) => None,
+        }
+    }
+
+    /// Nothing spins: whatever happens in a moment comes to an end.
+    pub(super) fn count_step(&mut self) {
+        let reader = &mut self.reader;
+        if reader.moment != self.now {
+            (reader.moment, reader.in_a_moment) = (self.now, 0);
+        }
+        reader.in_a_moment += 1;
+        let steps = reader.in_a_moment;
+        assert!(steps < MOST_IN_A_MOMENT, "nothing-spins: {} is asked {steps} times in a moment", self.pid);
+    }
+
+    /// Nothing spins: between two starts of servers that fail is a pause.
+    pub(super) fn count_start(&mut self) {
+        let starts = &mut self.reader.starts;
+        starts.push(self.now);
+        if let Some(before) = starts.len().checked_sub(8).and_then(|first| starts.get(first)) {
+            let within = self.now.saturating_sub(*before);
+            let pid = self.pid;
+            assert!(
+                within >= Duration::from_secs(3),
+                "nothing-spins: {pid} starts 8 servers within {within:?}"
+            );
+        }
+    }
+}

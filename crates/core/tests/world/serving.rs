@@ -1,0 +1,269 @@
+//! The acts about a control daemon that runs: each is the real code, over the edge in memory, and comes on by a turn at a time.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::pin::Pin;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use mps_core::serve::{Ended, Failure, Judged, Known, Serving, Wanted, WantedGpu};
+use mps_core::{ActOutcome, Cause, DaemonAct, HeldGpus, RunUse, WhyFailed};
+
+use super::edge::SimShell;
+use super::mps::{CAPACITY, Mps, OLD_GPU, Setting};
+use super::reader::{Reader, Waits};
+use super::{ControlDaemon, Dice, Mode, Task, World};
+
+/// A control daemon whose process a supervisor holds.
+pub(super) struct Watched {
+    pub(super) mps: Arc<Mutex<Mps>>,
+    known: Rc<RefCell<Known>>,
+}
+
+/// An act under way. It ends with its outcome, and whether the control daemon has ended.
+pub(super) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
+
+impl ControlDaemon {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Mps> {
+        self.mps.lock().unwrap()
+    }
+}
+
+impl fmt::Debug for ControlDaemon {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mps = self.lock();
+        write!(f, "control daemon {} with {:?} and {} clients", mps.pid, mps.gpus, mps.clients.len())
+    }
+}
+
+/// The limits of an order with this payload.
+pub(super) fn percentage_of(payload: u32) -> u8 {
+    u8::try_from(10 + payload % 80).unwrap()
+}
+
+pub(super) fn mib_of(payload: u32) -> u64 {
+    1024 * u64::from(1 + payload % 7)
+}
+
+/// The limits that a control daemon with these GPUs has to have for an order.
+pub(super) fn setting_of(payload: u32, wanted: &[String], gpus: &[String]) -> Setting {
+    let mut setting = Setting { percentage: percentage_of(payload), mib: [0; 3] };
+    for (mib, gpu) in setting.mib.iter_mut().zip(gpus) {
+        if wanted.contains(gpu) {
+            *mib = mib_of(payload);
+        }
+    }
+    setting
+}
+
+fn wanted(task: &Task) -> Wanted {
+    let payload = task.order.payload;
+    let gpu = |uuid: &String| WantedGpu {
+        uuid: uuid.clone(),
+        name: uuid.clone(),
+        memory_limit_mib: mib_of(payload),
+        limits_enforced: uuid != OLD_GPU,
+        capacity: u32::try_from(CAPACITY).unwrap(),
+        clients_listed: uuid != OLD_GPU,
+    };
+    Wanted {
+        gpus: task.order.gpus.iter().map(gpu).collect(),
+        thread_percentage: percentage_of(payload),
+        prewarm: true,
+        retiring: task.retiring,
+        held: task.held.iter().map(|gpu| (gpu.clone(), "another".to_owned())).collect::<HeldGpus>(),
+        sets_modes: task.order.sets_modes,
+        fault_grace: Duration::from_secs(5),
+    }
+}
+
+fn failed(failure: &Failure) -> (ActOutcome, bool) {
+    match failure {
+        Failure::Ended { .. } => (ActOutcome::Failed(WhyFailed::Gone), true),
+        Failure::NotUnderstood(_) => (ActOutcome::Failed(WhyFailed::NotUnderstood), false),
+        _ => (ActOutcome::Failed(WhyFailed::Ill), false),
+    }
+}
+
+/// Does what the service's own supervisor does with this act.
+async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOutcome, bool) {
+    match act {
+        DaemonAct::TakeOver => match serving.take_over().await {
+            Ok(runs) => (ActOutcome::Done, !runs),
+            Err(failure) => failed(&failure),
+        },
+        DaemonAct::Serve => match serving.serve().await {
+            Ok(Ended::Again) => (ActOutcome::Again, false),
+            Ok(Ended::Stopped) => (ActOutcome::Ended, true),
+            Err(failure) => failed(&failure),
+        },
+        DaemonAct::Judge => match serving.judge().await {
+            Judged::Ended(_) => (ActOutcome::Used(RunUse::Gone), true),
+            Judged::Idle => (ActOutcome::Used(RunUse::Idle), false),
+            Judged::KeptOut(_) => (ActOutcome::Used(RunUse::KeptOut), false),
+            Judged::Clients(_) => (ActOutcome::Used(RunUse::Clients), false),
+        },
+        DaemonAct::End(permit) if serving.end(permit).await => (ActOutcome::Ended, true),
+        DaemonAct::End(_) => (ActOutcome::Lives, false),
+        DaemonAct::Start | DaemonAct::Rest(_) | DaemonAct::Leave => (ActOutcome::Done, false),
+    }
+}
+
+impl World {
+    /// A supervisor holds the process from now on, which has just started or was there before.
+    pub(super) fn watch(&mut self, id: &str, pid: u32, has_just_started: bool) {
+        let (Some(one), Some(service)) = (self.daemons.get(&pid), &mut self.service) else { return };
+        let mps = Arc::clone(&one.mps);
+        let gpus = {
+            let mut mps = mps.lock().unwrap();
+            mps.reader = Reader::new(mps.read_until);
+            mps.gpus.clone()
+        };
+        let known = Rc::new(RefCell::new(Known::new(gpus, true, has_just_started, self.now)));
+        service.watched.insert(id.to_owned(), Watched { mps, known });
+    }
+
+    /// Lets the act about this control daemon come on by a turn, and returns its outcome once it has one.
+    pub(super) fn drive(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
+        let is_under_way = self.service.as_ref()?.acts.contains_key(id);
+        if !is_under_way && task.act == DaemonAct::TakeOver {
+            let adopted = self.adopt(id, dice);
+            if adopted.is_some() {
+                return adopted;
+            }
+        }
+        if !is_under_way && !self.begin_act(id, task) {
+            return Some(match task.act {
+                DaemonAct::Judge => ActOutcome::Used(RunUse::Gone),
+                DaemonAct::TakeOver => ActOutcome::Done,
+                _ => ActOutcome::Ended,
+            });
+        }
+        self.give_turn(id);
+        let mut act = self.service.as_mut()?.acts.remove(id)?;
+        let polled = act.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        self.check_who_was_hurt(id);
+        self.bury();
+        match polled {
+            Poll::Pending => {
+                self.service.as_mut()?.acts.insert(id.to_owned(), act);
+                None
+            }
+            Poll::Ready((outcome, has_ended)) => {
+                if has_ended {
+                    self.forget(id);
+                }
+                Some(outcome)
+            }
+        }
+    }
+
+    /// Holds the process that the state file has. None: it is held, and the rest follows.
+    fn adopt(&mut self, id: &str, dice: &mut Dice) -> Option<ActOutcome> {
+        let living = self.living(id).map(|(pid, _)| pid);
+        let Some(pid) = living else {
+            self.forget(id);
+            return Some(ActOutcome::Done);
+        };
+        if self.goes_wrong(dice) {
+            // No file descriptor is left.
+            return Some(ActOutcome::Failed(WhyFailed::Ill));
+        }
+        self.watch(id, pid, false);
+        None
+    }
+
+    fn begin_act(&mut self, id: &str, task: &Task) -> bool {
+        let Some(service) = &mut self.service else { return false };
+        let Some(watched) = service.watched.get(id) else { return false };
+        let reach = Rc::clone(service.reaches.entry(id.to_owned()).or_default());
+        let gpus = watched.mps.lock().unwrap().gpus.clone();
+        let shell = SimShell {
+            mps: Arc::clone(&watched.mps),
+            id: id.to_owned(),
+            gpus: task.order.gpus.clone(),
+            setting: setting_of(task.order.payload, &task.order.gpus, &gpus),
+        };
+        let (known, wanted, act) = (Rc::clone(&watched.known), wanted(task), task.act);
+        // Nobody else borrows them while an act is under way, and there is one at a time.
+        #[allow(clippy::await_holding_refcell_ref)]
+        let under_way = async move {
+            let (mut known, mut reach) = (known.borrow_mut(), reach.borrow_mut());
+            carry_out(act, Serving::new(shell, &mut known, &mut reach, wanted)).await
+        };
+        service.acts.insert(id.to_owned(), Box::pin(under_way));
+        true
+    }
+
+    /// Does what the act has asked of the host, and lets it go on if it waits for a turn.
+    fn give_turn(&mut self, id: &str) {
+        let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
+        let mps = Arc::clone(&watched.mps);
+        let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
+        for (gpu, half) in steps {
+            self.take_mode(&gpu, half);
+        }
+        let mut mps = mps.lock().unwrap();
+        let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == Mode::Exclusive);
+        mps.with_our_mode = ours.map(|(gpu, _)| gpu.clone()).collect();
+        mps.disk_is_full = self.is_disk_full;
+        if let Waits::Turn(_) = mps.reader.waits {
+            mps.reader.waits = Waits::Nothing;
+        }
+    }
+
+    /// Work is safe, at the moment of the effect: whoever was at work is ended for a stop, or by an administrator's force.
+    fn check_who_was_hurt(&mut self, id: &str) {
+        let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
+        let mut mps = watched.mps.lock().unwrap();
+        for hurt in std::mem::take(&mut mps.hurt) {
+            let is_asked_for = match hurt.cause {
+                // The act itself was looked at when it began.
+                Cause::Stop | Cause::Disabled => true,
+                Cause::Forced => hurt.is_forced,
+                _ => hurt.is_hit,
+            };
+            assert!(is_asked_for, "work-is-safe: {hurt:?} of {id}, and nobody has asked for it");
+        }
+    }
+
+    /// Control daemons that have ended are nowhere any more.
+    pub(super) fn bury(&mut self) {
+        self.daemons.retain(|_, one| one.lock().is_alive);
+    }
+
+    /// Lets time pass for everybody.
+    pub(super) fn advance(&mut self, now: Duration) {
+        self.now = now;
+        for one in self.daemons.values() {
+            one.lock().advance(now);
+        }
+        // Acts go on about control daemons that have ended.
+        for watched in self.service.iter().flat_map(|service| service.watched.values()) {
+            watched.mps.lock().unwrap().advance(now);
+        }
+        self.bury();
+    }
+
+    /// The next moment when something is to be done, or happens by itself.
+    pub(super) fn next_moment(&self) -> Option<Duration> {
+        let of_core = self.service.as_ref().and_then(|service| service.core.due());
+        let of_daemons = self.daemons.values().filter_map(|one| one.lock().due());
+        let watched = self.service.iter().flat_map(|service| service.watched.values());
+        let of_acts = watched.filter_map(|watched| watched.mps.lock().unwrap().waits_until());
+        of_core.into_iter().chain(of_daemons).chain(of_acts).min()
+    }
+
+    /// Whether the act about this control daemon can come on at this moment.
+    pub(super) fn can_come_on(&self, id: &str) -> bool {
+        let Some(service) = &self.service else { return false };
+        let waits = |watched: &Watched| !watched.mps.lock().unwrap().is_awake();
+        let is_interrupted = service.tasks.get(id).is_some_and(|task| task.is_interrupted);
+        is_interrupted || !(service.acts.contains_key(id) && service.watched.get(id).is_some_and(waits))
+    }
+}
+
+pub(super) type Reaches = BTreeMap<String, Rc<RefCell<mps_core::serve::GpuReach>>>;

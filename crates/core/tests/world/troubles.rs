@@ -1,0 +1,135 @@
+//! Troubles of MPS: faults, servers and control daemons that end or hang, and others who change what is ours.
+
+use std::time::Duration;
+
+use mps_core::mps::ServerStatus;
+use mps_core::serve::Requested;
+
+use super::reader::Waits;
+use super::{Dice, World};
+
+impl World {
+    /// Some trouble for some control daemon that runs.
+    pub(super) fn trouble(&mut self, dice: &mut Dice) {
+        let running: Vec<u32> =
+            self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
+        let Some(pid) = dice.pick(&running).copied() else { return };
+        let Some(one) = self.daemons.get(&pid) else { return };
+        let mut mps = one.lock();
+        let now = mps.now;
+        let servers: Vec<u32> = mps.servers.keys().copied().collect();
+        let server = dice.pick(&servers).copied();
+        let what = match dice.below(16) {
+            0..5 => {
+                let clients: Vec<u32> = mps.clients.keys().copied().collect();
+                let Some(client) = dice.pick(&clients).copied() else { return };
+                mps.fault(client);
+                format!("client {client} of {pid} meets a fatal GPU error")
+            }
+            5 | 6 => {
+                let Some(server) = server else { return };
+                mps.end_server(server, dice.one_in(2), None);
+                format!("server {server} of {pid} ends")
+            }
+            7 => {
+                let duration = Duration::from_secs(1 << dice.below(7));
+                mps.hangs_until = now + duration;
+                format!("{pid} hangs for {duration:?}")
+            }
+            8 => {
+                mps.has_no_directory = true;
+                format!("the directory of {pid} is removed")
+            }
+            9 => {
+                mps.taken_by = if mps.taken_by.is_some() { None } else { Some(7) };
+                format!("in the directory of {pid} listens {:?}", mps.taken_by)
+            }
+            10..13 => {
+                let server = server.filter(|_| dice.one_in(2));
+                mps.is_changed_by_others(server, 5, 1024);
+                format!("others change the limits of {server:?} of {pid}")
+            }
+            13 => {
+                mps.starts_fail = !mps.starts_fail;
+                format!("starts of servers of {pid} fail: {}", mps.starts_fail)
+            }
+            14 => {
+                mps.log_is_lost = !mps.log_is_lost;
+                format!("the log of {pid} is lost: {}", mps.log_is_lost)
+            }
+            _ => {
+                mps.gpu_is_lost = !mps.gpu_is_lost;
+                format!("GPUs of {pid} are lost: {}", mps.gpu_is_lost)
+            }
+        };
+        drop(mps);
+        self.bury();
+        self.add_to_story(|| what);
+    }
+
+    /// An administrator asks for something.
+    pub(super) fn request(&mut self, dice: &mut Dice) {
+        let requests = [
+            Requested::Apply { force: false },
+            Requested::Apply { force: true },
+            Requested::Check,
+            Requested::RestartServer,
+        ];
+        let (Some(service), Some(request)) = (&self.service, dice.pick(&requests).copied()) else { return };
+        let ids: Vec<&String> = service.watched.keys().collect();
+        let Some(id) = dice.pick(&ids).map(|id| (*id).clone()) else { return };
+        if let Some(watched) = service.watched.get(&id) {
+            let requests = &mut watched.mps.lock().unwrap().reader.requests;
+            if requests.len() < 4 {
+                requests.push_back(request);
+            }
+        }
+        self.add_to_story(|| format!("somebody asks {id} for {request:?}"));
+    }
+
+    /// An administrator forces a change where the service says that nobody else can: it does not know the clients.
+    pub(super) fn force_if_clients_are_unknown(&mut self) {
+        for watched in self.service.iter().flat_map(|service| service.watched.values()) {
+            let reader = &mut watched.mps.lock().unwrap().reader;
+            let is_asked_for =
+                reader.state.as_ref().is_some_and(|state| state.reason.contains("apply --force"));
+            if is_asked_for && reader.ends_when_idle && reader.requests.is_empty() {
+                reader.requests.push_back(Requested::Apply { force: true });
+            }
+        }
+    }
+
+    /// All troubles are over, and all clients gone.
+    pub(super) fn troubles_end(&mut self) {
+        for one in self.daemons.values() {
+            let mut mps = one.lock();
+            mps.is_calm = true;
+            mps.hangs_until = mps.now;
+            mps.taken_by = None;
+            (mps.log_is_lost, mps.starts_fail, mps.gpu_is_lost) = (false, false, false);
+            let clients: Vec<u32> = mps.clients.keys().copied().collect();
+            for client in clients {
+                mps.client_leaves(client);
+            }
+        }
+        self.bury();
+    }
+
+    /// Whether the control daemon with this PID takes a client with these limits, by its own word and in truth.
+    pub(super) fn serves(&self, pid: u32, payload: u32, gpus: &[String]) -> bool {
+        self.daemons.get(&pid).is_some_and(|one| {
+            let mps = one.lock();
+            let setting = super::serving::setting_of(payload, gpus, &mps.gpus);
+            let is_well = |server: &super::mps::SimServer| server.status == ServerStatus::Active;
+            let waits_for_news = matches!(mps.reader.waits, Waits::Event { takes_requests: true, .. });
+            mps.reader.is_ready()
+                && waits_for_news
+                && !mps.is_awake()
+                && mps.due().is_none()
+                && mps.differing(setting, true).is_none()
+                && !mps.servers.is_empty()
+                && mps.servers.values().all(is_well)
+                && !gpus.iter().any(|gpu| mps.reader.left_out.contains(gpu))
+        })
+    }
+}
