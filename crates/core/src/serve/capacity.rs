@@ -19,12 +19,23 @@ pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 /// The time between two counts of a full GPU's clients. The log tells of most ends at once.
 const PERIOD: Duration = Duration::from_secs(5);
 
+/// A line of the log that says that a client was turned away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Refusal {
+    /// There was none since a client has left.
+    #[default]
+    None,
+    /// By a server of this capacity.
+    Believed(u32),
+    /// Fewer clients were counted since: some have left, though the log does not say so. It may be anybody's line, too.
+    Disbelieved,
+}
+
 /// Which GPUs are full.
 #[derive(Debug, Default)]
 pub(super) struct Capacity {
-    /// The capacity of a server that has refused a client, until one of its clients has left.
-    refused_at: Option<u32>,
-    /// The clients of the last count.
+    refusal: Refusal,
+    /// The clients of the last count since the refusal.
     counted: usize,
     /// The number of clients on each full GPU, by UUID.
     full: BTreeMap<String, u32>,
@@ -40,8 +51,8 @@ impl Capacity {
     pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[WantedGpu], now: CoreTime) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
-            Meaning::ClientRefused { capacity, .. } if self.refused_at.is_none() => {
-                (self.refused_at, self.counted) = (Some(*capacity), 0);
+            Meaning::ClientRefused { capacity, .. } if self.refusal == Refusal::None => {
+                (self.refusal, self.counted) = (Refusal::Believed(*capacity), 0);
                 self.set_due(now);
                 true
             }
@@ -61,8 +72,8 @@ impl Capacity {
     /// A client has left, or a server with all of its clients.
     pub(super) fn some_left(&mut self, gpus: &[WantedGpu], now: CoreTime) {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
-        if unlisted || self.refused_at.is_some() || !self.full.is_empty() {
-            self.refused_at = None;
+        if unlisted || self.refusal != Refusal::None || !self.full.is_empty() {
+            self.refusal = Refusal::None;
             self.set_due(now + CLIENT_LEFT_PAUSE);
         }
     }
@@ -96,13 +107,16 @@ impl Capacity {
 
     /// Counts these clients, and returns the GPUs that have become full (true) or are full no more (false).
     fn count(&mut self, gpus: &[WantedGpu], clients: &[Client], now: CoreTime) -> Vec<(WantedGpu, bool)> {
-        // Somebody has left, though the log does not say so: it could not be written.
-        if clients.is_empty() || clients.len() < self.counted {
-            self.refused_at = None;
+        let has_refused = self.refusal != Refusal::None;
+        if has_refused && (clients.is_empty() || clients.len() < self.counted) {
+            self.refusal = Refusal::Disbelieved;
         }
         self.counted = clients.len();
         // The line does not say on which GPU; with one alone there is no doubt, however clients are counted.
-        let refused_at = self.refused_at.filter(|_| gpus.len() == 1);
+        let refused_at = match self.refusal {
+            Refusal::Believed(capacity) if gpus.len() == 1 => Some(capacity),
+            _ => None,
+        };
         let mut changed = Vec::new();
         let before = core::mem::take(&mut self.full);
         for gpu in gpus {

@@ -86,16 +86,20 @@ impl<S: Shell> Serving<'_, S> {
     /// not name its clients, the last result is kept.
     pub(super) async fn find_bypasses(&mut self, mut there: ProcessesOnGpus) {
         there.retain(|gpu, _| self.run.gpus.contains(gpu));
-        let known = self.run.servers.alive();
-        let mut servers: BTreeSet<u32> = known.iter().copied().collect();
+        let mut servers: BTreeSet<u32> = self.run.servers.alive().into_iter().collect();
         let mut clients = clients_among(&there);
         self.shell.remember_clients(&clients);
         self.run.bypasses_at = None;
         if there.values().flatten().any(|process| !servers.contains(&process.pid)) {
             // After NVML: a client is the control daemon's before it is the GPU's.
-            let Ok(all) = self.shell.client_pids(&known).await else { return };
-            servers = all.keys().copied().collect();
-            clients = all.into_values().flatten().collect();
+            let Ok(all) = self.list_clients().await else { return };
+            let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
+            // After a fatal error, a server's clients are not reliably listed.
+            if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
+                return;
+            }
+            servers = all.into_keys().collect();
+            clients = listed;
         }
         let (now, ours) = (self.shell.now(), (&servers, &clients));
         self.run.bypasses_at = self.reach.find_bypasses(&mut self.shell, &self.wanted, &there, ours, now);

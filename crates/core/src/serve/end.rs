@@ -8,6 +8,7 @@ use alloc::string::String;
 use super::Serving;
 use super::heal::clients_counted;
 use super::shell::{Failure, Shell};
+use crate::mps::{ClientPids, ServerStatus};
 use crate::{Cause, Permit};
 
 /// Who uses a control daemon that has failed.
@@ -45,9 +46,11 @@ impl<S: Shell> Serving<'_, S> {
     /// are looked at: clients work in its servers, which are its children. Then NVML is asked.
     pub(super) async fn in_use(&mut self) -> Result<usize, String> {
         let why = match self.count_its_clients().await {
-            Ok(0) if self.run.blockers.fault().is_some() => {
+            Ok(0) if self.is_any_server_faulted().await => {
                 "it lists no client, and its list is not relied on after a fatal GPU error".to_owned()
             }
+            // The count is the last that is asked: a client may have come.
+            Ok(0) => return self.count_its_clients().await,
             Ok(clients) => return Ok(clients),
             Err(why) => why,
         };
@@ -68,17 +71,33 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The number of clients that the control daemon lists. Another one that takes its place, at whatever moment, lists its own.
+    /// The number of clients that the control daemon lists.
     async fn count_its_clients(&mut self) -> Result<usize, String> {
-        let elsewhere = || "it does not listen in its pipe directory any more".to_owned();
+        let clients = self.list_clients().await;
+        clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
+    }
+
+    /// The clients of the control daemon. Another one that takes its place, at whatever moment, lists its own.
+    pub(super) async fn list_clients(&mut self) -> Result<ClientPids, Failure> {
+        let elsewhere = "it does not listen in its pipe directory any more";
         if !self.listens_in_place() {
-            return Err(elsewhere());
+            return Err(Failure::Failed(elsewhere.to_owned()));
         }
         let clients = self.shell.client_pids(&self.run.servers.alive()).await;
-        if !self.listens_in_place() {
-            return Err(elsewhere());
+        if self.listens_in_place() { clients } else { Err(Failure::Failed(elsewhere.to_owned())) }
+    }
+
+    /// Whether a server handles a fatal GPU error, by the log, or by its control daemon: the log may not be written.
+    pub(super) async fn is_any_server_faulted(&mut self) -> bool {
+        self.read_on().await;
+        if self.run.blockers.fault().is_some() {
+            return true;
         }
-        clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
+        let Ok(look) = self.shell.inspect(&[], None).await else { return true };
+        match self.shell.inspect(&look.servers, None).await {
+            Ok(look) => look.with(&[ServerStatus::Fault]).next().is_some(),
+            Err(_) => true,
+        }
     }
 
     fn listens_in_place(&self) -> bool {

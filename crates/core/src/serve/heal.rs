@@ -12,8 +12,8 @@ use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
 use super::fault::{AfterGrace, FAULT_PAUSE, Fault, HealStep, after_grace, is_over, next_look, next_step};
 use super::shell::{Failure, News, Shell};
-use crate::mps::ServerStatus;
-use crate::{CoreTime, HEALTHY_AGAIN, next_pause};
+use crate::mps::{Client, ServerStatus};
+use crate::{CoreTime, GpuUuid, HEALTHY_AGAIN, next_pause};
 
 /// The pause between a server's end and the start of the next one, ahead of the first client.
 #[derive(Debug)]
@@ -144,7 +144,13 @@ impl<S: Shell> Serving<'_, S> {
     async fn look_who_stays(&mut self, server: u32) -> Result<(), Failure> {
         let mut clients = self.shell.clients(&[server]).await?;
         clients.retain(|client| client.server == server);
-        let held_up = match after_grace(&self.gpus_hit(), &clients, |client| &client.gpu_prefix) {
+        let hit = self.gpus_hit();
+        let unknown = self.add_clients_of_nvml(server, &hit, &mut clients).await;
+        let held_up = match after_grace(&hit, &clients, |client| &client.gpu_prefix) {
+            AfterGrace::End(..) if unknown.is_some() => format!(
+                "it is left alone, since its clients on GPUs that are well are not known: {}",
+                unknown.unwrap_or_default()
+            ),
             AfterGrace::End(may_end, stay) => {
                 let stay = self.shell.describe(&stay);
                 let text = format!("server {server} ended: still there long after its fault: {stay}");
@@ -166,6 +172,34 @@ impl<S: Shell> Serving<'_, S> {
             fault.held_up = Some(held_up);
         }
         Ok(())
+    }
+
+    /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may not list all. The error is NVML's about
+    /// a GPU that was not hit.
+    async fn add_clients_of_nvml(
+        &mut self,
+        server: u32,
+        hit: &BTreeSet<GpuUuid>,
+        clients: &mut Vec<Client>,
+    ) -> Option<String> {
+        let mut unknown = None;
+        for (gpu, there) in self.shell.clients_on_gpus().await {
+            let there = match there {
+                Ok(there) => there,
+                Err(error) => {
+                    unknown = (!hit.contains(&gpu)).then_some(error).or(unknown);
+                    continue;
+                }
+            };
+            for pid in there {
+                let mut same = clients.iter_mut().filter(|client| client.pid == pid);
+                match same.find(|client| client.gpu_prefix.is_empty() || client.is_on(&gpu)) {
+                    Some(known) => known.gpu_prefix.clone_from(&gpu),
+                    None => clients.push(Client { pid, id: None, server, gpu_prefix: gpu.clone() }),
+                }
+            }
+        }
+        unknown
     }
 
     /// Makes sure that the server's end becomes known.

@@ -153,9 +153,13 @@ impl World {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
         let Some(one) = dice.pick(&running).and_then(|pid| self.daemons.get(pid)) else { return };
-        let ordinal = dice.below(one.gpus.len());
-        let came = one.lock().client_comes(ordinal);
-        self.add_to_story(|| format!("a client comes: {came:?}"));
+        let came: Vec<Option<u32>> = (0..=dice.below(4))
+            .map(|_| {
+                let ordinal = dice.below(one.gpus.len());
+                one.lock().client_comes(ordinal)
+            })
+            .collect();
+        self.add_to_story(|| format!("clients come: {came:?}"));
     }
 
     pub(super) fn client_leaves(&mut self, dice: &mut Dice) {

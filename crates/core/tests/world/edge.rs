@@ -185,7 +185,7 @@ fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> Inspection 
 fn listed(mps: &mut Mps) -> ClientPids {
     let mut pids: ClientPids = mps.servers.keys().map(|pid| (*pid, BTreeSet::new())).collect();
     for (pid, client) in &mps.clients {
-        if mps.servers.get(&client.server).is_some_and(|server| server.lists || !client.is_hit)
+        if mps.servers.get(&client.server).is_some_and(|server| server.lists)
             && let Some(there) = pids.get_mut(&client.server)
         {
             there.insert(*pid);
@@ -409,7 +409,7 @@ impl Shell for SimShell {
             return false;
         }
         let effect = |mps: &mut Mps| {
-            if listed(mps).into_values().flatten().next().is_none() {
+            if mps.clients.is_empty() {
                 mps.end(Some(may_end.cause()));
             } else {
                 mps.quits_when_idle = true;
@@ -437,7 +437,7 @@ impl Shell for SimShell {
     /// At once: between the last look at the clients and the signal nobody comes.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
-        if mps.goes_wrong(16) {
+        if mps.goes_wrong(4) {
             return false;
         }
         mps.end(Some(may_end.cause()));

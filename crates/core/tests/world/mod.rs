@@ -198,7 +198,7 @@ impl World {
             self.in_a_row.clear();
         }
         match kind {
-            0..19 => self.carry_on(&mut dice),
+            0..19 => (0..=dice.below(24)).for_each(|_| self.carry_on(&mut dice)),
             19 => (0..60).for_each(|_| self.carry_on(&mut dice)),
             42..50 => self.trouble(&mut dice),
             50..54 => self.request(&mut dice),

@@ -369,7 +369,8 @@ impl Mps {
         let Some(SimClient { server, ordinal, is_hit: false }) = self.clients.get(&pid).cloned() else {
             return;
         };
-        let lists = self.dice.one_in(2);
+        // A control daemon that can't say how a server is lists its clients.
+        let lists = self.is_old || self.dice.one_in(2);
         let Some(one) = self.servers.get_mut(&server).filter(|one| one.status == ServerStatus::Active) else {
             return;
         };

@@ -126,6 +126,7 @@ impl World {
                 && waits_for_news
                 && !mps.is_awake()
                 && mps.due().is_none()
+                && mps.listener() == Some(mps.pid)
                 && mps.differing(setting, true).is_none()
                 && !mps.servers.is_empty()
                 && mps.servers.values().all(is_well)
