@@ -58,6 +58,11 @@ impl<S: Shell> Serving<'_, S> {
         }
         let limits = self.limits();
         self.put_in_force(&limits).await?;
+        // Whoever has come in between was told the limits.
+        if self.place_is_taken() {
+            self.show_state();
+            return Ok(());
+        }
         self.shell.passed("limits", "limits are confirmed");
         self.shell.show(Showing::InForce { thread_percentage: limits.thread_percentage });
         self.run.configured = true;

@@ -42,6 +42,9 @@ impl World {
             }
             9 => {
                 mps.taken_by = if mps.taken_by.is_some() { None } else { Some(7) };
+                // Whatever the service sets meanwhile, others get it.
+                mps.foreign.insert(None);
+                mps.foreign.extend(servers.iter().map(|server| Some(*server)));
                 format!("in the directory of {pid} listens {:?}", mps.taken_by)
             }
             10..13 => {
