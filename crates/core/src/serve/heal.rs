@@ -86,7 +86,8 @@ impl<S: Shell> Serving<'_, S> {
         let mut clients = self.shell.clients(&[server]).await?;
         self.read_on().await;
         let now = self.shell.now();
-        let Some(fault) = self.run.blockers.fault_mut() else { return Ok(()) };
+        let fault = self.run.blockers.fault_mut().filter(|fault| fault.server == server);
+        let Some(fault) = fault else { return Ok(()) };
         let hit: BTreeSet<u32> = fault.clients.iter().map(|(_, pid)| *pid).collect();
         clients.retain(|client| client.server == server && hit.contains(&client.pid));
         let is_left = |pid| clients.iter().any(|client| client.pid == pid);
@@ -111,8 +112,11 @@ impl<S: Shell> Serving<'_, S> {
             self.set_live(server, &limits).await?;
         }
         self.read_on().await;
-        // The log has named more clients, so the server may have met another error: it is asked again.
-        if self.clients_hit() == known {
+        // The log has named more clients, so the server may have met another error: it is asked again. Or another server has
+        // met one.
+        let is_same = self.run.blockers.fault().is_some_and(|fault| fault.server == server);
+        if is_same && self.clients_hit() == known {
+            self.tell_fault();
             self.run.blockers.clear(ClearedBy::Healing);
             self.shell.tell(News::Event, format!("server {server} has recovered"));
         }
@@ -146,6 +150,11 @@ impl<S: Shell> Serving<'_, S> {
         clients.retain(|client| client.server == server);
         let hit = self.gpus_hit();
         let unknown = self.add_clients_of_nvml(server, &hit, &mut clients).await;
+        // One that came between two errors is well, even on a GPU that the first one hit.
+        let named = self.run.blockers.fault().into_iter().flat_map(|fault| &fault.clients);
+        let named: BTreeSet<u32> = named.map(|(_, pid)| *pid).collect();
+        let well = clients.iter_mut().filter(|one| !named.is_empty() && !named.contains(&one.pid));
+        well.for_each(|client| client.gpu_prefix.clear());
         let held_up = match after_grace(&hit, &clients, |client| &client.gpu_prefix) {
             AfterGrace::End(..) if unknown.is_some() => format!(
                 "it is left alone, since its clients on GPUs that are well are not known: {}",
@@ -257,14 +266,14 @@ impl<S: Shell> Serving<'_, S> {
         let run = &mut *self.run;
         let is_wanted = run.configured && run.multiuser && self.wanted.prewarm && !self.wanted.retiring;
         let is_missed = run.servers.alive().is_empty() && run.blockers.revival().is_none();
-        if !is_wanted || !is_missed || run.blockers.fault().is_some() {
+        if !is_wanted || !is_missed || run.blockers.fault().is_some() || run.blockers.is_unreached() {
             return false;
         }
-        let now = self.shell.now();
-        if now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
+        let (now, gone) = (self.shell.now(), run.last_gone.take());
+        if gone.is_some() && now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
             run.revival.pause = Duration::ZERO;
         }
-        let reason = match run.last_gone {
+        let reason = match gone {
             Some(server) => format!("server {server} has ended{}", self.shell.words()),
             None => format!("no server runs{}", self.shell.words()),
         };

@@ -85,6 +85,8 @@ impl<S: Shell> Serving<'_, S> {
                 ServerStatus::Active | ServerStatus::Unsupported => break look,
             }
         };
+        // It may have taken long to come.
+        self.keep_defaults(&look, limits).await?;
         let has_written = self.run.servers.get(server).is_some_and(|known| known.has_written(limits));
         if has_written && self.difference(&look, server, limits).is_none() {
             return Ok(());

@@ -73,6 +73,7 @@ impl<S: Shell> Serving<'_, S> {
                     self.show_state();
                     self.run.check_at = self.shell.now() + self.check_period();
                 }
+                Err(Failure::Unreachable(error)) => self.is_unreachable(error),
                 Err(failure) => return Err(failure),
             }
         }
@@ -84,9 +85,12 @@ impl<S: Shell> Serving<'_, S> {
         if ends && core::mem::take(&mut run.client_left) {
             run.count_at = run.count_at.min(self.shell.now() + CLIENT_LEFT_PAUSE);
         }
+        // Nothing can be told to it.
+        let revival = run.blockers.revival().filter(|_| !run.blockers.is_unreached());
+        let revival = revival.map(|(at, _)| at);
         let others = [
             (run.blockers.fault().map(|fault| fault.due), Task::Heal),
-            (run.blockers.revival().map(|(at, _)| at), Task::Revive),
+            (revival, Task::Revive),
             (run.bypasses_at, Task::Bypasses),
             (run.capacity.due, Task::Capacity),
             (self.shell.waiting_due(), Task::WaitingClients),

@@ -298,6 +298,8 @@ impl World {
     /// The act about this control daemon has come back.
     fn finish(&mut self, id: &str, outcome: ActOutcome) {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
+        // NVML goes on with a change that nobody waits for any more, and the next one waits for that.
+        self.change_modes(id);
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };
         service.acts.remove(id);

@@ -198,14 +198,20 @@ impl World {
         true
     }
 
-    /// Does what the act has asked of the host, and lets it go on if it waits for a turn.
-    fn give_turn(&mut self, id: &str) {
+    /// Changes the compute modes that the act has asked for.
+    pub(super) fn change_modes(&mut self, id: &str) {
         let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
-        let mps = Arc::clone(&watched.mps);
-        let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
+        let steps = std::mem::take(&mut watched.mps.lock().unwrap().reader.mode_steps);
         for (gpu, half) in steps {
             self.take_mode(&gpu, half);
         }
+    }
+
+    /// Does what the act has asked of the host, and lets it go on if it waits for a turn.
+    fn give_turn(&mut self, id: &str) {
+        self.change_modes(id);
+        let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
+        let mps = Arc::clone(&watched.mps);
         let mut mps = mps.lock().unwrap();
         let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == Mode::Exclusive);
         mps.with_our_mode = ours.map(|(gpu, _)| gpu.clone()).collect();
