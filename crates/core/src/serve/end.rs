@@ -8,7 +8,7 @@ use alloc::string::String;
 use super::Serving;
 use super::heal::clients_counted;
 use super::shell::{Failure, Shell};
-use crate::mps::{ClientPids, ServerStatus};
+use crate::mps::{ClientPids, Inspection, ServerStatus};
 use crate::{Cause, Permit};
 
 /// Who uses a control daemon that has failed.
@@ -93,11 +93,14 @@ impl<S: Shell> Serving<'_, S> {
         if self.run.blockers.fault().is_some() {
             return true;
         }
-        let Ok(look) = self.shell.inspect(&[], None).await else { return true };
-        match self.shell.inspect(&look.servers, None).await {
-            Ok(look) => look.with(&[ServerStatus::Fault]).next().is_some(),
-            Err(_) => true,
+        let known = self.run.servers.alive();
+        let mut look = self.shell.inspect(&known, None).await;
+        if let Ok(Inspection { servers, .. }) = &look
+            && servers.iter().any(|server| !known.contains(server))
+        {
+            look = self.shell.inspect(&servers.clone(), None).await;
         }
+        look.map_or(true, |look| look.with(&[ServerStatus::Fault]).next().is_some())
     }
 
     fn listens_in_place(&self) -> bool {
