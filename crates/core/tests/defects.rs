@@ -19,7 +19,7 @@ const HISTORIES: &str = "10000";
 /// several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 28] = [
+const DEFECTS: [Defect; 31] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -216,6 +216,27 @@ const DEFECTS: [Defect; 28] = [
         "Err(Failure::Unreachable(error)) => self.is_unreachable(error),",
         "Err(Failure::Unreachable(error)) => return Err(Failure::Failed(error)),",
         "all-is-served-in-the-end",
+    ),
+    (
+        "a drained slice leads to its control daemon",
+        "links/mod.rs",
+        "Some(true) => LinkTarget::Closed,\n        Some(false) if",
+        "Some(_) if",
+        "drained-takes-none",
+    ),
+    (
+        "a slice leads to a control daemon that goes without its GPU",
+        "links/mod.rs",
+        "is_some_and(|gpu| gpus.contains(gpu))",
+        "is_some()",
+        "a-slice-leads-home",
+    ),
+    (
+        "the links of a control daemon that nobody looks after stay where a slice is drained",
+        "links/mod.rs",
+        "(LinkTarget::Closed, _) => directories.close_slice(name, None),",
+        "(LinkTarget::Closed, None) => Ok(()),",
+        "drained-takes-none",
     ),
 ];
 

@@ -109,6 +109,7 @@ impl World {
             acts: BTreeMap::new(),
             watched: BTreeMap::new(),
             reaches: BTreeMap::new(),
+            admissions: BTreeMap::new(),
             modes: BTreeMap::new(),
             ending: None,
             spared: BTreeSet::new(),

@@ -15,6 +15,7 @@ use mps_core::{CoreTime, Permit};
 
 use super::mps::{Mps, NO_LIMITS, OLD_GPU, Setting};
 use super::reader::Waits;
+use super::ways::SimAdmission;
 
 /// The deadline of one question.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -28,6 +29,8 @@ pub(super) struct SimShell {
     pub(super) gpus: Vec<String>,
     /// The limits of the order.
     pub(super) setting: Setting,
+    /// The links to it.
+    pub(super) admission: SimAdmission,
 }
 
 fn setting(limits: &Limits) -> Setting {
@@ -478,11 +481,16 @@ impl Shell for SimShell {
     }
 
     fn lead_here(&mut self) -> Result<(), Failure> {
-        if self.lock().goes_wrong(200) { Err(Failure::Waiting("no link".to_owned())) } else { Ok(()) }
+        let led = self.admission.lead(&mut self.lock(), &self.gpus);
+        if self.lock().goes_wrong(200) {
+            Err(Failure::Waiting("no link".to_owned()))
+        } else {
+            led.map_err(Failure::Waiting)
+        }
     }
 
     fn keep_links(&mut self) -> Option<String> {
-        self.lock().goes_wrong(100).then(|| "a link is not ours".to_owned())
+        self.admission.apply(Some(&mut self.lock())).err()
     }
 
     fn keep_state_file(&mut self, _: bool) {

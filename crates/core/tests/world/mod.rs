@@ -9,6 +9,7 @@ mod serving;
 mod shell;
 mod troubles;
 mod truths;
+mod ways;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -21,6 +22,7 @@ use mps_core::{
 
 use mps::Mps;
 use serving::{Reaches, RunningAct, Watched};
+use ways::{SimAdmission, SimDrained, Ways};
 
 /// The GPUs of the host.
 const GPUS: [&str; 3] = ["A", "B", "C"];
@@ -111,6 +113,7 @@ struct Service {
     /// The processes that the supervisors hold.
     watched: BTreeMap<String, Watched>,
     reaches: Reaches,
+    admissions: BTreeMap<String, SimAdmission>,
     /// The compute modes that are being set (true) or put back, and the steps done.
     modes: BTreeMap<String, (bool, usize)>,
     ending: Option<Ending>,
@@ -135,6 +138,11 @@ pub(crate) struct World {
     daemons: BTreeMap<u32, ControlDaemon>,
     next_pid: u32,
     state_file: StateFile,
+    /// The slices that are drained, as the state file has them.
+    drained: Arc<Mutex<SimDrained>>,
+    /// The slices that could not be closed when they were drained, as the answer has said.
+    stuck: BTreeSet<String>,
+    ways: Ways,
     service: Option<Service>,
     /// The configuration.
     demand: Demand<u32>,
@@ -164,6 +172,9 @@ impl World {
             daemons: BTreeMap::new(),
             next_pid: 100,
             state_file: StateFile::default(),
+            drained: Arc::default(),
+            stuck: BTreeSet::new(),
+            ways: Arc::default(),
             service: None,
             demand: admin::nothing(),
             version: 0,
@@ -193,7 +204,7 @@ impl World {
     /// One step of a history.
     pub(crate) fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
-        let kind = dice.below(54);
+        let kind = dice.below(57);
         if kind > 19 {
             self.in_a_row.clear();
         }
@@ -202,6 +213,7 @@ impl World {
             19 => (0..60).for_each(|_| self.carry_on(&mut dice)),
             42..50 => self.trouble(&mut dice),
             50..54 => self.request(&mut dice),
+            54..57 => self.drain(&mut dice),
             40 => self.disk_is_full(true),
             41 => self.disk_is_full(false),
             20..24 => self.client_comes(&mut dice),
@@ -231,11 +243,15 @@ impl World {
     /// Tells the core of an event, and begins what it wants.
     fn on(&mut self, event: CoreEvent<u32>) {
         let now = self.now;
+        let is_answer = matches!(event, CoreEvent::Done { .. } | CoreEvent::ModeDone { .. } | CoreEvent::Due);
         let Some(service) = &mut self.service else { return };
         let acts = service.core.on(event, now);
         let due = service.core.due();
         assert!(due.is_none_or(|due| due > now), "nothing-spins: at {now:?} the core is due at {due:?}");
         self.acts += acts.len();
+        if !is_answer {
+            self.follow();
+        }
         for act in acts {
             self.begin(act);
         }
@@ -255,6 +271,9 @@ impl World {
     fn begin(&mut self, act: Act<u32>) {
         self.add_to_story(|| format!("  -> {}", describe(&act)));
         self.check_act(&act);
+        if let Act::Daemon { id, order, goal, .. } = &act {
+            self.admission(id, &order.gpus, *goal == Goal::Retire);
+        }
         let Some(service) = &mut self.service else { return };
         match act {
             Act::Daemon { act: DaemonAct::Rest(_), .. } => {}
@@ -289,6 +308,7 @@ impl World {
                 assert!(!service.tasks.contains_key(&id), "{id} is released while something is under way");
                 service.watched.remove(&id);
                 service.reaches.remove(&id);
+                service.admissions.remove(&id);
             }
             Act::TakeMode(gpu) => _ = service.modes.insert(gpu, (true, 0)),
             Act::PutModeBack(gpu) => _ = service.modes.insert(gpu, (false, 0)),

@@ -177,6 +177,7 @@ impl World {
     }
 
     fn begin_act(&mut self, id: &str, task: &Task) -> bool {
+        let Some(admission) = self.admission(id, &task.order.gpus, task.retiring) else { return false };
         let Some(service) = &mut self.service else { return false };
         let Some(watched) = service.watched.get(id) else { return false };
         let reach = Rc::clone(service.reaches.entry(id.to_owned()).or_default());
@@ -186,6 +187,7 @@ impl World {
             id: id.to_owned(),
             gpus: task.order.gpus.clone(),
             setting: setting_of(task.order.payload, &task.order.gpus, &gpus),
+            admission,
         };
         let (known, wanted, act) = (Rc::clone(&watched.known), wanted(task), task.act);
         // Nobody else borrows them while an act is under way, and there is one at a time.

@@ -54,6 +54,9 @@ impl World {
     pub(super) fn forget(&mut self, id: &str) {
         if let Some(service) = &mut self.service {
             service.watched.remove(id);
+            if let Some(admission) = service.admissions.get(id) {
+                admission.end();
+            }
         }
         if !self.is_disk_full {
             self.state_file.daemons.remove(id);

@@ -120,20 +120,21 @@ impl World {
 
     /// Whether the control daemon with this PID takes a client with these limits, by its own word and in truth.
     pub(super) fn serves(&self, pid: u32, payload: u32, gpus: &[String]) -> bool {
-        self.daemons.get(&pid).is_some_and(|one| {
-            let mps = one.lock();
-            let setting = super::serving::setting_of(payload, gpus, &mps.gpus);
-            let is_well = |server: &super::mps::SimServer| server.status == ServerStatus::Active;
-            let waits_for_news = matches!(mps.reader.waits, Waits::Event { takes_requests: true, .. });
-            mps.reader.is_ready()
-                && waits_for_news
-                && !mps.is_awake()
-                && mps.due().is_none()
-                && mps.listener() == Some(mps.pid)
-                && mps.differing(setting, true).is_none()
-                && !mps.servers.is_empty()
-                && mps.servers.values().all(is_well)
-                && !gpus.iter().any(|gpu| mps.reader.left_out.contains(gpu))
-        })
+        self.lead_here(pid, gpus)
+            && self.daemons.get(&pid).is_some_and(|one| {
+                let mps = one.lock();
+                let setting = super::serving::setting_of(payload, gpus, &mps.gpus);
+                let is_well = |server: &super::mps::SimServer| server.status == ServerStatus::Active;
+                let waits_for_news = matches!(mps.reader.waits, Waits::Event { takes_requests: true, .. });
+                mps.reader.is_ready()
+                    && waits_for_news
+                    && !mps.is_awake()
+                    && mps.due().is_none()
+                    && mps.listener() == Some(mps.pid)
+                    && mps.differing(setting, true).is_none()
+                    && !mps.servers.is_empty()
+                    && mps.servers.values().all(is_well)
+                    && !gpus.iter().any(|gpu| mps.reader.left_out.contains(gpu))
+            })
     }
 }

@@ -27,6 +27,7 @@ impl World {
     pub(crate) fn check(&self) {
         self.check_one_has_a_gpu();
         self.check_who_runs_is_written_down();
+        self.check_ways();
     }
 
     /// One has a GPU: no two control daemons of ours that run have the same.

@@ -1,0 +1,242 @@
+//! The directories of slices: which of them lead to which control daemon, and which are drained.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use mps_core::Goal;
+use mps_core::links::{Bad, Directories, DrainedSlices, Linked, Links, SocketId, WantedLinks};
+
+use super::mps::Mps;
+use super::{Dice, World};
+
+/// The slices of each GPU.
+const SLICES: usize = 2;
+
+/// The place of the directories. There is one alone.
+const PLACE: u8 = 0;
+
+/// The directories, each with the control daemon that it leads to.
+pub(super) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
+
+#[derive(Debug, Clone, Default)]
+pub(super) struct SimDrained(BTreeSet<String>);
+
+impl DrainedSlices for SimDrained {
+    fn is_all(&self) -> bool {
+        false
+    }
+
+    fn closes(&self, directory: &str) -> Option<bool> {
+        Some(self.0.contains(directory))
+    }
+}
+
+/// The links to one control daemon, in the hands of everybody who changes them.
+#[derive(Clone)]
+pub(super) struct SimAdmission {
+    links: Arc<Mutex<Links<u8>>>,
+    ways: Ways,
+    drained: Arc<Mutex<SimDrained>>,
+}
+
+fn slices(gpus: &[String]) -> impl Iterator<Item = (String, String)> {
+    gpus.iter().flat_map(|gpu| (0..SLICES).map(move |ordinal| (format!("{gpu}-{ordinal}"), gpu.clone())))
+}
+
+fn wanted(gpus: &[String], retiring: bool) -> WantedLinks<u8> {
+    WantedLinks { pipe: PLACE, slices_in: Some(PLACE), slices: slices(gpus).collect(), retiring }
+}
+
+fn linked(gpus: &[String]) -> Linked<u8> {
+    Linked { pipe: PLACE, has_link: false, slices_in: Some(PLACE), gpus: gpus.iter().cloned().collect() }
+}
+
+/// The directories during a pass.
+struct SimDirectories<'w> {
+    ways: MutexGuard<'w, BTreeMap<String, u32>>,
+    /// The control daemon with its socket in place.
+    socket: Option<u32>,
+    /// The attempt to change this slice goes wrong.
+    stuck: Option<String>,
+}
+
+impl Directories<u8> for SimDirectories<'_> {
+    fn find_socket(&mut self) -> Result<Option<SocketId>, Bad> {
+        Ok(self.socket.map(|pid| (u64::from(pid), 0)))
+    }
+
+    fn lead_pipe(&mut self, _: &u8) -> Result<bool, Bad> {
+        Ok(false)
+    }
+
+    fn close_pipe(&mut self, _: &u8, _: SocketId) -> Result<(), Bad> {
+        Ok(())
+    }
+
+    fn open_slices(&mut self, _: &u8, _: bool) -> Result<bool, Bad> {
+        Ok(true)
+    }
+
+    fn other_slices(&self, names: &BTreeSet<String>) -> BTreeSet<String> {
+        self.ways.keys().filter(|name| !names.contains(*name)).cloned().collect()
+    }
+
+    fn lead_slice(&mut self, name: &str) -> Result<bool, Bad> {
+        if self.stuck.as_deref() == Some(name) {
+            return Err(format!("{name} is a file"));
+        }
+        let socket = self.socket.expect("nothing is led to nobody");
+        Ok(self.ways.insert(name.to_owned(), socket) != Some(socket))
+    }
+
+    fn close_slice(&mut self, name: &str, only: Option<SocketId>) -> Result<(), Bad> {
+        let leads = self.ways.get(name).copied();
+        if leads.is_none() || only.is_some_and(|only| leads.map(u64::from) != Some(only.0)) {
+            return Ok(());
+        }
+        if self.stuck.as_deref() == Some(name) {
+            return Err(format!("{name} is on a file system that can't be written"));
+        }
+        self.ways.remove(name);
+        Ok(())
+    }
+
+    fn keep_pipe(&mut self, _: &u8) {}
+
+    fn keep_slices(&mut self, _: &BTreeSet<String>) {}
+
+    fn release(&mut self, _: &u8, _: Option<&u8>, _: &BTreeSet<String>) {}
+
+    fn shown(&self, _: &u8, slice: Option<&str>) -> String {
+        slice.unwrap_or_default().to_owned()
+    }
+}
+
+impl SimAdmission {
+    /// The control daemon was told its limits.
+    pub(super) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
+        self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(gpus, false));
+        self.apply(Some(mps))
+    }
+
+    /// Makes and takes away links.
+    pub(super) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
+        let mut ways = self.ways.lock().unwrap();
+        let (mut socket, mut stuck) = (None, None);
+        if let Some(mps) = mps {
+            socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
+            let names: Vec<String> = slices(&mps.gpus).map(|(name, _)| name).collect();
+            stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
+            // A tenant takes a link away.
+            if mps.goes_wrong(20)
+                && let Some(name) = mps.dice.pick(&names)
+            {
+                ways.remove(name);
+            }
+        }
+        let drained = self.drained.lock().unwrap();
+        self.links.lock().unwrap().apply(&mut SimDirectories { ways, socket, stuck }, &*drained)
+    }
+
+    fn is_stuck(&self) -> bool {
+        !self.links.lock().unwrap().stuck().is_empty()
+    }
+
+    /// The control daemon has ended.
+    pub(super) fn end(&self) {
+        let ways = self.ways.lock().unwrap();
+        self.links.lock().unwrap().end(&mut SimDirectories { ways, socket: None, stuck: None });
+    }
+}
+
+impl World {
+    /// The links of a supervisor, which has just come or was there.
+    pub(super) fn admission(&mut self, id: &str, gpus: &[String], retiring: bool) -> Option<SimAdmission> {
+        let running = self.state_file.daemons.get(id).map(|running| linked(&running.gpus));
+        let (ways, drained) = (Arc::clone(&self.ways), Arc::clone(&self.drained));
+        let service = self.service.as_mut()?;
+        let new = || {
+            let links = Arc::new(Mutex::new(Links::new(Some(wanted(gpus, retiring)), running)));
+            let admission = SimAdmission { links, ways, drained };
+            let _ = admission.apply(None);
+            admission
+        };
+        Some(service.admissions.entry(id.to_owned()).or_insert_with(new).clone())
+    }
+
+    /// Another plan is in force: links that it does not want go at once.
+    pub(super) fn follow(&mut self) {
+        let Some(service) = &self.service else { return };
+        for (id, admission) in &service.admissions {
+            let (Some(order), Some(goal)) = (service.core.order(id), service.core.goal(id)) else { continue };
+            let follows = matches!(goal, Goal::Serve | Goal::Retire);
+            let links = || admission.links.lock().unwrap();
+            if follows && links().pursue(wanted(&order.gpus, goal == Goal::Retire)) {
+                let _ = self.apply_links(id, admission);
+            }
+        }
+    }
+
+    fn apply_links(&self, id: &str, admission: &SimAdmission) -> Result<(), Bad> {
+        match self.living(id) {
+            Some((_, one)) => admission.apply(Some(&mut one.lock())),
+            None => admission.apply(None),
+        }
+    }
+
+    /// An administrator drains a slice, or gives it back. At the answer its link has gone, unless the answer says that it has
+    /// not.
+    pub(super) fn drain(&mut self, dice: &mut Dice) {
+        let all: Vec<String> = slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
+        let Some(name) = dice.pick(&all).cloned().filter(|_| self.service.is_some() && !self.is_disk_full)
+        else {
+            return;
+        };
+        let is_drained = {
+            let drained = &mut self.drained.lock().unwrap().0;
+            drained.insert(name.clone()) || !drained.remove(&name)
+        };
+        self.add_to_story(|| format!("{name} is drained: {is_drained}"));
+        let mut stuck = false;
+        let Some(service) = &self.service else { return };
+        for (id, admission) in &service.admissions {
+            let _ = self.apply_links(id, admission);
+            stuck |= admission.is_stuck();
+        }
+        for (id, running) in &self.state_file.daemons {
+            if !service.admissions.contains_key(id) {
+                let links = Arc::new(Mutex::new(Links::new(None, Some(linked(&running.gpus)))));
+                let admission =
+                    SimAdmission { links, ways: Arc::clone(&self.ways), drained: Arc::clone(&self.drained) };
+                let _ = self.apply_links(id, &admission);
+                stuck |= admission.is_stuck();
+            }
+        }
+        if stuck {
+            self.stuck.insert(name);
+        } else {
+            self.stuck.remove(&name);
+        }
+    }
+
+    /// Drained takes none: no directory of a drained slice leads to a control daemon. And whoever connects through the
+    /// directory of a slice finds the control daemon that has its GPU.
+    pub(super) fn check_ways(&self) {
+        let drained = self.drained.lock().unwrap();
+        for (name, pid) in &*self.ways.lock().unwrap() {
+            let Some(one) = self.daemons.get(pid) else { continue };
+            assert!(
+                !drained.0.contains(name) || self.stuck.contains(name),
+                "drained-takes-none: {name} leads to {pid}"
+            );
+            let is_its = one.gpus.iter().any(|gpu| name.starts_with(gpu.as_str()));
+            assert!(is_its, "a-slice-leads-home: {name} leads to {pid}, which has {:?}", one.gpus);
+        }
+    }
+
+    /// Whether each slice of these GPUs that is not drained leads to this control daemon.
+    pub(super) fn lead_here(&self, pid: u32, gpus: &[String]) -> bool {
+        let (drained, ways) = (self.drained.lock().unwrap(), self.ways.lock().unwrap());
+        slices(gpus).all(|(name, _)| drained.0.contains(&name) || ways.get(&name) == Some(&pid))
+    }
+}
