@@ -19,7 +19,7 @@ const HISTORIES: &str = "10000";
 /// several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 31] = [
+const DEFECTS: [Defect; 33] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -237,6 +237,20 @@ const DEFECTS: [Defect; 31] = [
         "(LinkTarget::Closed, _) => directories.close_slice(name, None),",
         "(LinkTarget::Closed, None) => Ok(()),",
         "drained-takes-none",
+    ),
+    (
+        "a control daemon that is in the way of a start is ended with its clients",
+        "serve/start.rs",
+        "Permit::unused(clients.as_ref().ok().copied())",
+        "Permit::unused(Some(0))",
+        "work-is-safe",
+    ),
+    (
+        "a GPU that has refused its compute mode once is never served",
+        "serve/gpus.rs",
+        "                    self.take_mode(shell, wanted, &gpu).await.err()",
+        "                    Some(LeftOut::ModeRefused(String::new()))",
+        "all-is-served-in-the-end",
     ),
 ];
 

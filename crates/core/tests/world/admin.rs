@@ -107,6 +107,7 @@ impl World {
             core: Core::new(self.state_file.daemons.clone(), changed),
             tasks: BTreeMap::new(),
             acts: BTreeMap::new(),
+            starting: BTreeMap::new(),
             watched: BTreeMap::new(),
             reaches: BTreeMap::new(),
             admissions: BTreeMap::new(),

@@ -48,7 +48,7 @@ fn difference(found: Setting, limits: &Limits) -> Option<String> {
 }
 
 impl SimShell {
-    fn lock(&self) -> MutexGuard<'_, Mps> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Mps> {
         self.mps.lock().unwrap()
     }
 
@@ -71,7 +71,7 @@ impl SimShell {
         .await;
     }
 
-    async fn turn(&self) {
+    pub(super) async fn turn(&self) {
         let now = self.lock().now;
         self.wait(Waits::Turn(now)).await;
     }
@@ -225,11 +225,13 @@ impl GpuShell for SimShell {
         if self.lock().goes_wrong(12) {
             return Err("no permission".to_owned());
         }
+        let was_ours = self.lock().with_our_mode.contains(gpu);
         for half in 0..2 {
             self.lock().reader.mode_steps.push((gpu.clone(), half));
             self.turn().await;
         }
-        Ok(!self.lock().with_our_mode.contains(gpu))
+        let is_ours = self.lock().with_our_mode.contains(gpu);
+        if is_ours { Ok(!was_ours) } else { Err("the mode of before can't be written down".to_owned()) }
     }
 
     fn show_left_out(&mut self, gpu: &String, why: String) {

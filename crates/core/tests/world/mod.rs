@@ -7,6 +7,7 @@ mod mps;
 mod reader;
 mod serving;
 mod shell;
+mod starting;
 mod troubles;
 mod truths;
 mod ways;
@@ -110,6 +111,8 @@ struct Service {
     tasks: BTreeMap<String, Task>,
     /// The acts that have begun about control daemons that run.
     acts: BTreeMap<String, RunningAct>,
+    /// The control daemons that are being started.
+    starting: BTreeMap<String, Arc<Mutex<Mps>>>,
     /// The processes that the supervisors hold.
     watched: BTreeMap<String, Watched>,
     reaches: Reaches,
@@ -323,6 +326,7 @@ impl World {
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };
         service.acts.remove(id);
+        service.starting.remove(id);
         let task = service.tasks.remove(id).expect("no act is under way");
         if task.act == DaemonAct::Start
             && let Some(pid) = written.as_ref().map(|written| written.process.0)

@@ -8,6 +8,7 @@ use mps_core::mps::{Meaning, ServerStatus};
 
 use super::Dice;
 use super::reader::Reader;
+use super::starting::Spawning;
 
 /// The time until a server that was started is ready.
 const SERVER_COMES: Duration = Duration::from_millis(150);
@@ -115,6 +116,9 @@ pub(super) struct Mps {
     pub(super) foreign: BTreeSet<Option<u32>>,
     /// The service that watches it.
     pub(super) reader: Reader,
+    /// Its start asks for this, and can't have it.
+    pub(super) spawning: Option<Spawning>,
+    pub(super) can_not_spawn: bool,
 }
 
 impl Mps {
@@ -149,6 +153,8 @@ impl Mps {
             hurt: Vec::new(),
             foreign: BTreeSet::new(),
             reader: Reader::default(),
+            spawning: None,
+            can_not_spawn: false,
         }
     }
 

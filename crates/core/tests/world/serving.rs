@@ -59,7 +59,7 @@ pub(super) fn setting_of(payload: u32, wanted: &[String], gpus: &[String]) -> Se
     setting
 }
 
-fn wanted(task: &Task) -> Wanted {
+pub(super) fn wanted(task: &Task) -> Wanted {
     let payload = task.order.payload;
     let gpu = |uuid: &String| WantedGpu {
         uuid: uuid.clone(),
@@ -80,7 +80,7 @@ fn wanted(task: &Task) -> Wanted {
     }
 }
 
-fn failed(failure: &Failure) -> (ActOutcome, bool) {
+pub(super) fn failed(failure: &Failure) -> (ActOutcome, bool) {
     match failure {
         Failure::Ended { .. } => (ActOutcome::Failed(WhyFailed::Gone), true),
         Failure::NotUnderstood(_) => (ActOutcome::Failed(WhyFailed::NotUnderstood), false),
@@ -129,19 +129,23 @@ impl World {
     /// Lets the act about this control daemon come on by a turn, and returns its outcome once it has one.
     pub(super) fn drive(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         let is_under_way = self.service.as_ref()?.acts.contains_key(id);
-        if !is_under_way && task.act == DaemonAct::TakeOver {
+        if !is_under_way && task.act == DaemonAct::Start {
+            self.begin_start(id, task, dice.one_in(3));
+        } else if !is_under_way && task.act == DaemonAct::TakeOver {
             let adopted = self.adopt(id, dice);
             if adopted.is_some() {
                 return adopted;
             }
         }
-        if !is_under_way && !self.begin_act(id, task) {
+        let has_begun = is_under_way || task.act == DaemonAct::Start || self.begin_act(id, task);
+        if !has_begun {
             return Some(match task.act {
                 DaemonAct::Judge => ActOutcome::Used(RunUse::Gone),
                 DaemonAct::TakeOver => ActOutcome::Done,
                 _ => ActOutcome::Ended,
             });
         }
+        self.spawn(id, task);
         self.give_turn(id);
         let mut act = self.service.as_mut()?.acts.remove(id)?;
         let polled = act.as_mut().poll(&mut Context::from_waker(Waker::noop()));
@@ -200,10 +204,17 @@ impl World {
         true
     }
 
+    /// The control daemon that the act under way is about.
+    fn mps_of(&self, id: &str) -> Option<Arc<Mutex<Mps>>> {
+        let service = self.service.as_ref()?;
+        let watched = || service.watched.get(id).map(|watched| &watched.mps);
+        service.starting.get(id).or_else(watched).cloned()
+    }
+
     /// Changes the compute modes that the act has asked for.
     pub(super) fn change_modes(&mut self, id: &str) {
-        let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
-        let steps = std::mem::take(&mut watched.mps.lock().unwrap().reader.mode_steps);
+        let Some(mps) = self.mps_of(id) else { return };
+        let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
         for (gpu, half) in steps {
             self.take_mode(&gpu, half);
         }
@@ -212,8 +223,7 @@ impl World {
     /// Does what the act has asked of the host, and lets it go on if it waits for a turn.
     fn give_turn(&mut self, id: &str) {
         self.change_modes(id);
-        let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
-        let mps = Arc::clone(&watched.mps);
+        let Some(mps) = self.mps_of(id) else { return };
         let mut mps = mps.lock().unwrap();
         let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == Mode::Exclusive);
         mps.with_our_mode = ours.map(|(gpu, _)| gpu.clone()).collect();
@@ -249,9 +259,10 @@ impl World {
         for one in self.daemons.values() {
             one.lock().advance(now);
         }
-        // Acts go on about control daemons that have ended.
-        for watched in self.service.iter().flat_map(|service| service.watched.values()) {
-            watched.mps.lock().unwrap().advance(now);
+        // Acts go on about control daemons that have ended, or are not there yet.
+        if let Some(service) = &self.service {
+            let watched = service.watched.values().map(|watched| &watched.mps);
+            watched.chain(service.starting.values()).for_each(|mps| mps.lock().unwrap().advance(now));
         }
         self.bury();
     }
@@ -270,7 +281,10 @@ impl World {
         let Some(service) = &self.service else { return false };
         let waits = |watched: &Watched| !watched.mps.lock().unwrap().is_awake();
         let is_interrupted = service.tasks.get(id).is_some_and(|task| task.is_interrupted);
-        is_interrupted || !(service.acts.contains_key(id) && service.watched.get(id).is_some_and(waits))
+        let starts = service.starting.contains_key(id);
+        is_interrupted
+            || starts
+            || !(service.acts.contains_key(id) && service.watched.get(id).is_some_and(waits))
     }
 }
 

@@ -1,11 +1,8 @@
 //! The service's shell: it carries out one act, step by step, and anything can go wrong in between.
 
-use std::sync::{Arc, Mutex};
+use mps_core::{ActOutcome, DaemonAct, ModeOutcome};
 
-use mps_core::{ActOutcome, DaemonAct, ModeOutcome, RunningDaemon, WhyFailed};
-
-use super::mps::Mps;
-use super::{ControlDaemon, Dice, Mode, Task, World};
+use super::{Dice, Mode, Task, World};
 
 impl World {
     /// Some act that is under way comes on by a step.
@@ -39,11 +36,8 @@ impl World {
 
     fn step_of(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         match task.act {
-            DaemonAct::Start => self.start(id, task, dice),
-            DaemonAct::TakeOver | DaemonAct::Serve | DaemonAct::Judge | DaemonAct::End(_) => {
-                self.drive(id, task, dice)
-            }
             DaemonAct::Leave | DaemonAct::Rest(_) => Some(ActOutcome::Done),
+            _ => self.drive(id, task, dice),
         }
     }
 
@@ -60,54 +54,6 @@ impl World {
         }
         if !self.is_disk_full {
             self.state_file.daemons.remove(id);
-        }
-    }
-
-    /// The compute modes one by one, then the entry in the state file, the word for the process, and its first answer.
-    fn start(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
-        let gpus: Vec<String> =
-            task.order.gpus.iter().filter(|gpu| !task.held.contains(*gpu)).cloned().collect();
-        if gpus.is_empty() || self.goes_wrong(dice) && self.living(id).is_none() {
-            return Some(ActOutcome::Failed(WhyFailed::Ill));
-        }
-        let with_modes = if task.order.sets_modes { gpus.len() * 2 } else { 0 };
-        if task.step < with_modes {
-            self.take_mode(gpus.get(task.step / 2).unwrap(), task.step % 2);
-            return None;
-        }
-        match task.step - with_modes {
-            0 if self.is_disk_full => Some(ActOutcome::Failed(WhyFailed::Ill)),
-            0 => {
-                self.next_pid += 1;
-                let process = (self.next_pid, u64::from(self.next_pid));
-                self.add_to_story(|| format!("     control daemon {} is written down for {id}", process.0));
-                self.state_file.daemons.insert(id.to_owned(), RunningDaemon { process, gpus: gpus.clone() });
-                let sets_modes = task.order.sets_modes;
-                let is_old = dice.one_in(3);
-                let mut mps = Mps::new(process.0, gpus.clone(), is_old, self.now);
-                mps.is_calm = self.is_calm;
-                let one = ControlDaemon { gpus, mps: Arc::new(Mutex::new(mps)), sets_modes, is_paused: true };
-                self.daemons.insert(process.0, one);
-                None
-            }
-            1 => {
-                let pid = self.state_file.daemons.get(id)?.process.0;
-                match self.daemons.get_mut(&pid) {
-                    Some(one) => {
-                        one.is_paused = false;
-                        one.lock().listens_at = self.now;
-                        self.watch(id, pid, true);
-                        None
-                    }
-                    None => Some(ActOutcome::Failed(WhyFailed::Ill)),
-                }
-            }
-            _ if self.living(id).is_none() => {
-                self.forget(id);
-                Some(ActOutcome::Failed(WhyFailed::Gone))
-            }
-            _ if self.goes_wrong(dice) => Some(ActOutcome::Failed(WhyFailed::Ill)),
-            _ => Some(ActOutcome::Done),
         }
     }
 

@@ -104,8 +104,9 @@ impl World {
 
     /// All troubles are over, and all clients gone.
     pub(super) fn troubles_end(&mut self) {
-        for one in self.daemons.values() {
-            let mut mps = one.lock();
+        let starting = self.service.iter().flat_map(|service| service.starting.values());
+        for mps in self.daemons.values().map(|one| &one.mps).chain(starting) {
+            let mut mps = mps.lock().unwrap();
             mps.is_calm = true;
             mps.hangs_until = mps.now;
             mps.taken_by = None;

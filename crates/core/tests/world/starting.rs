@@ -1,0 +1,183 @@
+//! The start of a control daemon: the real code, over the edge in memory.
+
+use std::collections::BTreeSet;
+use std::rc::Rc;
+use std::sync::{Arc, Mutex};
+
+use mps_core::serve::{
+    Failure, GpuNews, GpuReach, GpuShell, ProcessId, SeenGpus, StartPlace, Starter, Stranger, WantedUsers,
+    start,
+};
+use mps_core::{ActOutcome, Cause, CoreTime, Permit, RunningDaemon};
+
+use super::edge::SimShell;
+use super::mps::Mps;
+use super::serving::{failed, setting_of, wanted};
+use super::{ControlDaemon, Task, World};
+
+/// What a start asks of the world, which does it before the next turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Spawning {
+    /// Write the process down, which waits for the word.
+    WriteDown(Vec<String>),
+    /// Give it the word.
+    Go,
+}
+
+/// A start, as it sees the outside.
+struct SimStarter {
+    shell: SimShell,
+    /// The number of clients of the control daemon that is in the way, if it is known.
+    in_the_way: Option<usize>,
+}
+
+impl GpuShell for SimStarter {
+    async fn read_gpus(&mut self, gpus: &[String], together: bool) -> Option<SeenGpus> {
+        self.shell.read_gpus(gpus, together).await
+    }
+
+    async fn take_mode(&mut self, gpu: &String) -> Result<bool, String> {
+        self.shell.take_mode(gpu).await
+    }
+
+    fn show_left_out(&mut self, gpu: &String, why: String) {
+        self.shell.show_left_out(gpu, why);
+    }
+
+    fn start_time(&self, pid: u32) -> Option<u64> {
+        self.shell.start_time(pid)
+    }
+
+    fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, kept_out: bool) {
+        self.shell.show_bypasses(gpu, bypasses, kept_out);
+    }
+
+    fn tell_of_gpu(&mut self, gpu: &String, news: GpuNews, text: String) {
+        self.shell.tell_of_gpu(gpu, news, text);
+    }
+}
+
+impl Starter for SimStarter {
+    fn time(&self) -> CoreTime {
+        self.shell.lock().now
+    }
+
+    fn find_program(&mut self) -> Result<(), Failure> {
+        if self.shell.lock().goes_wrong(40) { Err(Failure::Waiting("no program".to_owned())) } else { Ok(()) }
+    }
+
+    async fn stranger(&mut self, _: StartPlace) -> Result<Option<Stranger>, Failure> {
+        self.shell.turn().await;
+        let mut mps = self.shell.lock();
+        if !mps.goes_wrong(12) {
+            return Ok(None);
+        }
+        self.in_the_way = if mps.dice.one_in(3) { None } else { Some(mps.dice.below(3)) };
+        let clients = self.in_the_way.ok_or_else(|| "it does not answer".to_owned());
+        Ok(Some(Stranger { pid: Some(7), directory: String::new(), end_it: String::new(), clients }))
+    }
+
+    /// Work is safe: a stranger with clients is left to them.
+    async fn end_stranger(&mut self, _: StartPlace, _: u32, may_end: Permit) -> Result<bool, Failure> {
+        assert_eq!(self.in_the_way, Some(0), "work-is-safe: a stranger is ended with its clients");
+        assert_eq!(may_end.cause(), Cause::Unused, "work-is-safe: a stranger is ended");
+        self.shell.turn().await;
+        Ok(!self.shell.lock().goes_wrong(4))
+    }
+
+    fn open_directories(&mut self) -> Result<bool, Failure> {
+        let mut mps = self.shell.lock();
+        if mps.goes_wrong(30) {
+            Err(Failure::Waiting("no directory".to_owned()))
+        } else {
+            Ok(mps.dice.one_in(2))
+        }
+    }
+
+    async fn spawn(&mut self, gpus: &[String], _: bool) -> Result<(), Failure> {
+        for step in [Spawning::WriteDown(gpus.to_vec()), Spawning::Go] {
+            if self.shell.lock().goes_wrong(16) {
+                return Err(Failure::Failed("no memory".to_owned()));
+            }
+            self.shell.lock().spawning = Some(step);
+            self.shell.turn().await;
+            let mut mps = self.shell.lock();
+            if std::mem::take(&mut mps.can_not_spawn) || !mps.is_alive {
+                return Err(Failure::Failed("it can't be written down".to_owned()));
+            }
+        }
+        Ok(())
+    }
+
+    async fn comes_up(&mut self, _: &mut GpuReach) -> Result<(), Failure> {
+        self.shell.turn().await;
+        let mut mps = self.shell.lock();
+        if !mps.is_alive {
+            return Err(Failure::Ended { text: String::new(), refuses_multiuser: false });
+        }
+        if mps.goes_wrong(12) { Err(Failure::Failed("it does not listen".to_owned())) } else { Ok(()) }
+    }
+
+    fn has_ended(&mut self) {}
+
+    fn has_passed(&self, _: &'static str, _: &str) {}
+
+    fn tell_of_start(&mut self, _: String) {}
+}
+
+impl World {
+    /// A start begins, with a process that is not there yet.
+    pub(super) fn begin_start(&mut self, id: &str, task: &Task, is_old: bool) {
+        let Some(admission) = self.admission(id, &task.order.gpus, false) else { return };
+        self.next_pid += 1;
+        let mut mps = Mps::new(self.next_pid, Vec::new(), is_old, self.now);
+        mps.is_calm = self.is_calm;
+        let mps = Arc::new(Mutex::new(mps));
+        let gpus = task.order.gpus.clone();
+        let setting = setting_of(task.order.payload, &gpus, &gpus);
+        let shell = SimShell { mps: Arc::clone(&mps), id: id.to_owned(), gpus, setting, admission };
+        let Some(service) = &mut self.service else { return };
+        service.starting.insert(id.to_owned(), mps);
+        let (reach, wanted) = (Rc::clone(service.reaches.entry(id.to_owned()).or_default()), wanted(task));
+        let users = WantedUsers { multiuser: true, is_optional: true, without: "off" };
+        // Nobody else borrows it while an act is under way, and there is one at a time.
+        #[allow(clippy::await_holding_refcell_ref)]
+        let under_way = async move {
+            let mut starter = SimStarter { shell, in_the_way: None };
+            let started = start(&mut starter, &mut reach.borrow_mut(), &wanted, users).await;
+            started.map_or_else(|failure| failed(&failure), |_| (ActOutcome::Done, false))
+        };
+        service.acts.insert(id.to_owned(), Box::pin(under_way));
+    }
+
+    /// Does what a start has asked for.
+    pub(super) fn spawn(&mut self, id: &str, task: &Task) {
+        let Some(mps) = self.service.as_ref().and_then(|service| service.starting.get(id)).cloned() else {
+            return;
+        };
+        let (pid, spawning) = {
+            let mut mps = mps.lock().unwrap();
+            (mps.pid, mps.spawning.take())
+        };
+        match spawning {
+            None => {}
+            Some(Spawning::WriteDown(_)) if self.is_disk_full => mps.lock().unwrap().can_not_spawn = true,
+            Some(Spawning::WriteDown(gpus)) => {
+                self.add_to_story(|| format!("     control daemon {pid} is written down for {id}"));
+                mps.lock().unwrap().gpus.clone_from(&gpus);
+                let process = (pid, u64::from(pid));
+                self.state_file.daemons.insert(id.to_owned(), RunningDaemon { process, gpus: gpus.clone() });
+                let sets_modes = task.order.sets_modes;
+                self.daemons.insert(pid, ControlDaemon { gpus, mps, sets_modes, is_paused: true });
+            }
+            Some(Spawning::Go) => match self.daemons.get_mut(&pid) {
+                None => mps.lock().unwrap().is_alive = false,
+                Some(one) => {
+                    one.is_paused = false;
+                    one.lock().listens_at = self.now;
+                    self.watch(id, pid, true);
+                }
+            },
+        }
+    }
+}
