@@ -1,18 +1,16 @@
 //! The edge between serving and the world: each question waits for its turn, so that anything can happen before it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
 use std::time::Duration;
 
-use mps_core::mps::{Client, ClientPids, Inspection, Limits, Meaning, ServerStatus};
-use mps_core::serve::{
-    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, ProcessId, Requested, Said,
-    SeenGpu, SeenGpus, SeenProcess, Shell, Showing,
-};
+use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
+use mps_core::serve::{ClientsOnGpus, Failure, GpuReach, News, Occurrence, Requested, Said, Shell, Showing};
 use mps_core::{CoreTime, Permit};
 
+use super::answers::{difference, inspect, listed, read_line, setting};
 use super::mps::{Mps, NO_LIMITS, OLD_GPU, Setting};
 use super::reader::Waits;
 use super::ways::SimAdmission;
@@ -31,20 +29,6 @@ pub(super) struct SimShell {
     pub(super) setting: Setting,
     /// The links to it.
     pub(super) admission: SimAdmission,
-}
-
-fn setting(limits: &Limits) -> Setting {
-    let mib = [0, 1, 2].map(|ordinal| limits.memory_mib.get(&ordinal).copied().unwrap_or_default());
-    Setting { percentage: limits.thread_percentage, mib }
-}
-
-/// Limits as they are read back: memory in whole GiB.
-fn difference(found: Setting, limits: &Limits) -> Option<String> {
-    let read_back = |mib: u64| if mib < 1024 { mib } else { mib >> 10 << 10 };
-    let wanted = setting(limits);
-    let is_same =
-        found.percentage == wanted.percentage && found.mib.map(read_back) == wanted.mib.map(read_back);
-    (!is_same).then(|| format!("{found:?} instead of {wanted:?}"))
 }
 
 impl SimShell {
@@ -155,105 +139,6 @@ impl SimShell {
         let request = if takes_requests { mps.reader.requests.pop_front() } else { None }?;
         mps.reader.is_forced = request == Requested::Apply { force: true };
         Some(Occurrence::Asked(request))
-    }
-}
-
-fn read_line(mps: &mut Mps) -> Option<Said> {
-    let meaning = mps.log.get(mps.reader.position)?.clone();
-    let is_news = mps.reader.position >= mps.reader.quiet_until;
-    mps.reader.position += 1;
-    if let (Meaning::TornDown { server, client, ordinal }, true) = (&meaning, is_news) {
-        mps.reader.read.insert((*server, *ordinal, *client));
-    }
-    Some(Said { meaning, is_news })
-}
-
-fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> Inspection {
-    let status = |pid: &u32| {
-        let known = mps.servers.get(pid).map_or(ServerStatus::Gone, |one| one.status);
-        if mps.is_old { ServerStatus::Unsupported } else { known }
-    };
-    let statuses = asked.iter().map(|pid| (*pid, status(pid))).collect();
-    let mut differences = BTreeMap::new();
-    if let Some(limits) = limits {
-        let servers = asked.iter().filter_map(|pid| Some((Some(*pid), mps.servers.get(pid)?.setting)));
-        for (target, found) in [(None, mps.defaults)].into_iter().chain(servers) {
-            differences.extend(difference(found, limits).map(|text| (target, text)));
-        }
-    }
-    Inspection { servers: mps.servers.keys().copied().collect(), statuses, differences }
-}
-
-/// The clients that it lists. After a fault it may list nobody.
-fn listed(mps: &mut Mps) -> ClientPids {
-    let mut pids: ClientPids = mps.servers.keys().map(|pid| (*pid, BTreeSet::new())).collect();
-    for (pid, client) in &mps.clients {
-        if mps.servers.get(&client.server).is_some_and(|server| server.lists)
-            && let Some(there) = pids.get_mut(&client.server)
-        {
-            there.insert(*pid);
-        }
-    }
-    pids
-}
-
-impl GpuShell for SimShell {
-    async fn read_gpus(&mut self, gpus: &[String], _: bool) -> Option<SeenGpus> {
-        self.turn().await;
-        let mps = self.lock();
-        if !mps.is_alive {
-            return None;
-        }
-        let look = |gpu: &String| {
-            if mps.gpu_is_lost {
-                return Err("it fell off the bus".to_owned());
-            }
-            let ordinal = mps.gpus.iter().position(|one| one == gpu);
-            let clients =
-                mps.clients.iter().filter(|(_, one)| Some(one.ordinal) == ordinal && gpu != OLD_GPU);
-            let servers = mps.servers.iter().filter(|(_, one)| !one.has_ended && ordinal.is_some());
-            let client = |(pid, _)| SeenProcess { pid, via_mps: true };
-            let server = |(pid, _)| SeenProcess { pid, via_mps: false };
-            let clients = clients.map(|(pid, one)| client((*pid, one)));
-            let processes = clients.chain(servers.map(|(pid, one)| server((*pid, one)))).collect();
-            Ok(SeenGpu { has_our_mode: mps.with_our_mode.contains(gpu), processes })
-        };
-        Some(gpus.iter().map(|gpu| (gpu.clone(), look(gpu))).collect())
-    }
-
-    async fn take_mode(&mut self, gpu: &String) -> Result<bool, String> {
-        if self.lock().goes_wrong(12) {
-            return Err("no permission".to_owned());
-        }
-        let was_ours = self.lock().with_our_mode.contains(gpu);
-        for half in 0..2 {
-            self.lock().reader.mode_steps.push((gpu.clone(), half));
-            self.turn().await;
-        }
-        let is_ours = self.lock().with_our_mode.contains(gpu);
-        if is_ours { Ok(!was_ours) } else { Err("the mode of before can't be written down".to_owned()) }
-    }
-
-    fn show_left_out(&mut self, gpu: &String, why: String) {
-        let left_out = &mut self.lock().reader.left_out;
-        if why.is_empty() {
-            left_out.remove(gpu);
-        } else {
-            left_out.insert(gpu.clone());
-        }
-    }
-
-    fn start_time(&self, pid: u32) -> Option<u64> {
-        Some(u64::from(pid))
-    }
-
-    /// Nobody of ours is called a bypass: nothing else runs on these GPUs.
-    fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, _: bool) {
-        assert!(bypasses.is_empty(), "ours-are-no-strangers: {bypasses:?} on {gpu}");
-    }
-
-    fn tell_of_gpu(&mut self, _: &String, _: GpuNews, text: String) {
-        self.tell(News::Warning, text);
     }
 }
 

@@ -2,8 +2,10 @@
 //! carries out what the core says, step by step as the service does. The service can be killed between any two steps.
 
 mod admin;
+mod answers;
 mod edge;
 mod mps;
+mod nvml;
 mod reader;
 mod serving;
 mod shell;

@@ -1,0 +1,61 @@
+//! The answers of a control daemon in memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use mps_core::mps::{ClientPids, Inspection, Limits, Meaning, ServerStatus};
+use mps_core::serve::Said;
+
+use super::mps::{Mps, Setting};
+
+pub(super) fn setting(limits: &Limits) -> Setting {
+    let mib = [0, 1, 2].map(|ordinal| limits.memory_mib.get(&ordinal).copied().unwrap_or_default());
+    Setting { percentage: limits.thread_percentage, mib }
+}
+
+/// Limits as they are read back: memory in whole GiB.
+pub(super) fn difference(found: Setting, limits: &Limits) -> Option<String> {
+    let read_back = |mib: u64| if mib < 1024 { mib } else { mib >> 10 << 10 };
+    let wanted = setting(limits);
+    let is_same =
+        found.percentage == wanted.percentage && found.mib.map(read_back) == wanted.mib.map(read_back);
+    (!is_same).then(|| format!("{found:?} instead of {wanted:?}"))
+}
+
+pub(super) fn read_line(mps: &mut Mps) -> Option<Said> {
+    let meaning = mps.log.get(mps.reader.position)?.clone();
+    let is_news = mps.reader.position >= mps.reader.quiet_until;
+    mps.reader.position += 1;
+    if let (Meaning::TornDown { server, client, ordinal }, true) = (&meaning, is_news) {
+        mps.reader.read.insert((*server, *ordinal, *client));
+    }
+    Some(Said { meaning, is_news })
+}
+
+pub(super) fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> Inspection {
+    let status = |pid: &u32| {
+        let known = mps.servers.get(pid).map_or(ServerStatus::Gone, |one| one.status);
+        if mps.is_old { ServerStatus::Unsupported } else { known }
+    };
+    let statuses = asked.iter().map(|pid| (*pid, status(pid))).collect();
+    let mut differences = BTreeMap::new();
+    if let Some(limits) = limits {
+        let servers = asked.iter().filter_map(|pid| Some((Some(*pid), mps.servers.get(pid)?.setting)));
+        for (target, found) in [(None, mps.defaults)].into_iter().chain(servers) {
+            differences.extend(difference(found, limits).map(|text| (target, text)));
+        }
+    }
+    Inspection { servers: mps.servers.keys().copied().collect(), statuses, differences }
+}
+
+/// The clients that it lists. After a fault it may list nobody.
+pub(super) fn listed(mps: &mut Mps) -> ClientPids {
+    let mut pids: ClientPids = mps.servers.keys().map(|pid| (*pid, BTreeSet::new())).collect();
+    for (pid, client) in &mps.clients {
+        if mps.servers.get(&client.server).is_some_and(|server| server.lists)
+            && let Some(there) = pids.get_mut(&client.server)
+        {
+            there.insert(*pid);
+        }
+    }
+    pids
+}
