@@ -157,7 +157,7 @@ impl<S: Shell> Serving<'_, S> {
         well.for_each(|client| client.gpu_prefix.clear());
         let held_up = match after_grace(&hit, &clients, |client| &client.gpu_prefix) {
             AfterGrace::End(..) if unknown.is_some() => format!(
-                "it is left alone, since its clients on GPUs that are well are not known: {}",
+                "it is left alone, since its clients are not all known: {}",
                 unknown.unwrap_or_default()
             ),
             AfterGrace::End(may_end, stay) => {
@@ -183,20 +183,21 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may not list all. The error is NVML's about
-    /// a GPU that was not hit.
+    /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list nobody. The error is NVML's about a
+    /// GPU with clients that nobody knows then: one that was not hit, or any if the control daemon lists nobody.
     async fn add_clients_of_nvml(
         &mut self,
         server: u32,
         hit: &BTreeSet<GpuUuid>,
         clients: &mut Vec<Client>,
     ) -> Option<String> {
-        let mut unknown = None;
+        let (mut unknown, lists_nobody) = (None, clients.is_empty());
         for (gpu, there) in self.shell.clients_on_gpus().await {
             let there = match there {
                 Ok(there) => there,
                 Err(error) => {
-                    unknown = (!hit.contains(&gpu)).then_some(error).or(unknown);
+                    let matters = lists_nobody || !hit.contains(&gpu);
+                    unknown = matters.then_some(error).or(unknown);
                     continue;
                 }
             };
