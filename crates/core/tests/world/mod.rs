@@ -136,7 +136,16 @@ enum Ending {
     ForRestart,
 }
 
+/// What happens most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mood {
+    Everything,
+    Faults,
+    Orders,
+}
+
 pub(crate) struct World {
+    mood: Mood,
     now: Duration,
     gpus: BTreeMap<String, GpuState>,
     /// By PID. One that has ended is gone.
@@ -167,8 +176,9 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(tells: bool) -> Self {
+    pub(crate) fn new(mood: Mood, tells: bool) -> Self {
         let mut world = Self {
+            mood,
             now: Duration::from_secs(1),
             gpus: GPUS
                 .iter()
@@ -210,6 +220,12 @@ impl World {
     pub(crate) fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
         let kind = dice.below(57);
+        let is_of_orders = (27..37).contains(&kind) || kind >= 54;
+        let kind = match self.mood {
+            Mood::Faults if is_of_orders && !dice.one_in(8) => *dice.pick(&[19, 20, 20, 42, 38, 38]).unwrap(),
+            Mood::Orders if (42..50).contains(&kind) => 19,
+            _ => kind,
+        };
         if kind > 19 {
             self.in_a_row.clear();
         }
