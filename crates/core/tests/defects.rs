@@ -19,7 +19,7 @@ const HISTORIES: &str = "10000";
 /// several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 33] = [
+const DEFECTS: [Defect; 32] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -174,13 +174,6 @@ const DEFECTS: [Defect; 33] = [
         "self.keep_defaults(look, &limits).await?;\n        for server",
         "for server",
         "all-is-served-in-the-end",
-    ),
-    (
-        "a server that gets over its fault while it is told its order keeps the limits of before",
-        "serve/limits.rs",
-        "ServerStatus::Fault => {}",
-        "ServerStatus::Fault => return Ok(()),",
-        "limits-are-in-force",
     ),
     (
         "one that answers again is not told what it has missed",
