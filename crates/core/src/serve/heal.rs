@@ -274,9 +274,12 @@ impl<S: Shell> Serving<'_, S> {
         if gone.is_some() && now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
             run.revival.pause = Duration::ZERO;
         }
-        let reason = match gone {
-            Some(server) => format!("server {server} has ended{}", self.shell.words()),
-            None => format!("no server runs{}", self.shell.words()),
+        let words = self.shell.words();
+        let reason = match (gone, run.servers.last_exit()) {
+            (Some(server), _) => format!("server {server} has ended{words}"),
+            // It has ended before anybody could watch it.
+            (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
+            (None, None) => format!("its server has ended{words}"),
         };
         let revive_at = run.revival.next(now);
         run.blockers.put(Blocker::ServerEnded { reason, revive_at });
