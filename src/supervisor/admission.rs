@@ -29,7 +29,7 @@ struct Admission {
     directories: FileDirectories,
 }
 
-/// What is told to people about the links.
+/// The news of the links, for people.
 #[derive(Debug)]
 pub(super) struct LinkNews {
     /// The directories that led to the control daemon until somebody else changed them, and do again.

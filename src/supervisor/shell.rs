@@ -113,18 +113,19 @@ impl Shell for RunShell<'_> {
         sleep(duration).await;
     }
 
-    async fn lines_there(&mut self, last_ones: bool) -> Vec<Said> {
-        if last_ones && let Err(error) = self.run.log.skip_to_end() {
+    fn end_of_log(&mut self, skips: bool) -> Option<u64> {
+        if skips && let Err(error) = self.run.log.skip_to_end() {
             tracing::debug!("the end of the log can't be found: {error}");
         }
-        let mut lines = Vec::new();
-        let Ok(end) = self.run.log.length() else { return lines };
-        while self.run.log.offset() < end
-            && let Ok(Some(line)) = self.run.log.next_there().await
-        {
-            lines.push(self.note(&line));
+        self.run.log.length().ok()
+    }
+
+    async fn line_before(&mut self, end: u64) -> Option<Said> {
+        if self.run.log.offset() >= end {
+            return None;
         }
-        lines
+        let line = self.run.log.next_there().await.ok()??;
+        Some(self.note(&line))
     }
 
     fn words(&self) -> String {

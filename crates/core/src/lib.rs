@@ -15,7 +15,7 @@
 //! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
-//! | `budget.rs` | the budget of a slice, and whose work ends for it |
+//! | `budget.rs` | the budget of a slice, and the clients that end for it |
 //! | `links/` | the links by which clients find a control daemon |
 //! | `serve/` | serving: limits, servers, faults, the regular look |
 //! | `mps.rs` | the words of control daemons |

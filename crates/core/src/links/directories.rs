@@ -1,4 +1,5 @@
-//! What links depend on, and the directories in which they are: the service's are in files, the tests' world's in memory.
+//! The facts that links depend on, and the directories in which they are. The service has them in files, the tests' world in
+//! memory.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -37,7 +38,7 @@ pub struct Linked<D> {
     pub gpus: BTreeSet<GpuUuid>,
 }
 
-/// What is drained.
+/// The slices that are drained.
 pub trait DrainedSlices {
     /// Whether everything is, also a GPU that comes later.
     fn is_all(&self) -> bool;

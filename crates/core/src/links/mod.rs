@@ -33,7 +33,7 @@ pub struct MissingLinks {
     pub pipe: Option<String>,
 }
 
-/// What is told to people about the links.
+/// The news of the links, for people.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LinkEvents {
     /// The directories that led to the control daemon until somebody else changed them, and do again.
@@ -63,7 +63,7 @@ pub struct Links<D> {
     events: LinkEvents,
 }
 
-/// What shall become of the link in a slice's directory.
+/// The aim for the link in a slice's directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LinkTarget {
     /// It leads to this control daemon.
@@ -88,7 +88,7 @@ impl<D: Clone + PartialEq> WantedLinks<D> {
     }
 }
 
-/// What shall become of the link in the directory of this name, where a control daemon has these GPUs.
+/// The aim for the link in the directory of this name, where a control daemon has these GPUs.
 fn target<D: Clone + PartialEq>(
     directory: &str,
     wanted: Option<&WantedLinks<D>>,
@@ -134,7 +134,7 @@ impl<D: Clone + PartialEq> Links<D> {
         if self.wanted.as_ref() == Some(&wanted) {
             return false;
         }
-        // What it was told stays in force while it only retires, or is called back.
+        // Its limits stay in force while it only retires, or is called back.
         let before =
             self.wanted.as_ref().map(|before| WantedLinks { retiring: wanted.retiring, ..before.clone() });
         self.may_lead &= before.as_ref() == Some(&wanted);
@@ -191,7 +191,7 @@ impl<D: Clone + PartialEq> Links<D> {
         &self.events.stuck
     }
 
-    /// What is to be told to people, once.
+    /// The news for people, once.
     pub fn take_events(&mut self) -> LinkEvents {
         core::mem::take(&mut self.events)
     }
@@ -335,7 +335,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// The names of the directories that may have a link: those of the order, those that have one, and others that are there.
+    /// The names of the directories that may have a link: the names of the order, the names with a link, and others that are there.
     fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {

@@ -58,7 +58,7 @@ impl<S: Shell> Serving<'_, S> {
         }
         let limits = self.limits();
         self.put_in_force(&limits).await?;
-        // Whoever has come in between was told the limits.
+        // Another one has come in between. The limits may have gone to it.
         if self.place_is_taken() {
             self.show_state();
             return Ok(());

@@ -236,9 +236,7 @@ impl GpuReach {
             }
         }
     }
-}
 
-impl GpuReach {
     /// Looks for bypasses among these processes, where these are servers and clients. Returns when the next look may confirm
     /// one.
     pub(super) fn find_bypasses(

@@ -56,7 +56,8 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     async fn read(&mut self, last_ones: bool) {
-        for said in self.shell.lines_there(last_ones).await {
+        let Some(end) = self.shell.end_of_log(last_ones) else { return };
+        while let Some(said) = self.shell.line_before(end).await {
             self.observe(&said);
         }
     }

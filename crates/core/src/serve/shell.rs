@@ -162,8 +162,11 @@ pub trait Shell: GpuShell {
     /// Lets time pass, and looks at nothing.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The lines that stand in the log at this moment and were not read yet; or the last ones of them alone.
-    fn lines_there(&mut self, last_ones: bool) -> impl Future<Output = Vec<Said>> + Send;
+    /// The end of the log at this moment; if wanted, all but its last lines are passed over. None: nobody knows.
+    fn end_of_log(&mut self, skips: bool) -> Option<u64>;
+
+    /// The next line before this place in the log. One at a time: an act that is broken off loses no line.
+    fn line_before(&mut self, end: u64) -> impl Future<Output = Option<Said>> + Send;
 
     /// The last words of the log, as the end of a sentence.
     fn words(&self) -> String;

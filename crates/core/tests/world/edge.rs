@@ -164,12 +164,22 @@ impl Shell for SimShell {
         self.wait(Waits::Until(until)).await;
     }
 
-    async fn lines_there(&mut self, last_ones: bool) -> Vec<Said> {
+    fn end_of_log(&mut self, skips: bool) -> Option<u64> {
         let mut mps = self.lock();
-        if last_ones {
+        if skips {
             mps.reader.position = mps.reader.position.max(mps.log.len().saturating_sub(3));
         }
-        std::iter::from_fn(|| read_line(&mut mps)).collect()
+        u64::try_from(mps.log.len()).ok()
+    }
+
+    /// Sometimes it takes a turn, so that the act can be broken off between two lines.
+    async fn line_before(&mut self, end: u64) -> Option<Said> {
+        let takes_long = self.lock().goes_wrong(10);
+        if takes_long {
+            self.turn().await;
+        }
+        let mut mps = self.lock();
+        if mps.reader.position as u64 >= end { None } else { read_line(&mut mps) }
     }
 
     fn words(&self) -> String {

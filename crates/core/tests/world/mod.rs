@@ -136,7 +136,7 @@ enum Ending {
     ForRestart,
 }
 
-/// What happens most.
+/// The kind of thing that happens most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mood {
     Everything,

@@ -19,7 +19,7 @@ const RECOVERY: Duration = Duration::from_millis(200);
 /// The clients that a GPU can hold.
 pub(super) const CAPACITY: usize = 3;
 
-/// The GPU whose limits are not enforced, and whose clients NVML does not list.
+/// A GPU without enforced limits, on which NVML lists no client.
 pub(super) const OLD_GPU: &str = "C";
 
 /// Limits: the percentage, and the memory of each GPU by its ordinal.
@@ -312,10 +312,10 @@ impl Mps {
         }
     }
 
-    fn lose_clients(&mut self, cause: Option<Cause>, whose: impl Fn(&SimClient) -> bool) {
+    fn lose_clients(&mut self, cause: Option<Cause>, is_one: impl Fn(&SimClient) -> bool) {
         let (hurt, is_forced) = (&mut self.hurt, self.reader.is_forced);
         self.clients.retain(|_, client| {
-            let is_lost = whose(client);
+            let is_lost = is_one(client);
             if let Some(cause) = cause.filter(|_| is_lost) {
                 hurt.push(Hurt { is_hit: client.is_hit, cause, is_forced });
             }
@@ -403,7 +403,7 @@ impl Mps {
         }
     }
 
-    /// Somebody else changes limits: of a server, or of those to come.
+    /// Somebody else changes limits: of a server, or of the servers to come.
     pub(super) fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
         let setting = match server.map(|pid| self.servers.get_mut(&pid)) {
             None => &mut self.defaults,

@@ -1,4 +1,5 @@
-//! What a service knows, shows and tells of one control daemon that it watches: all of it ends with the service.
+//! The knowledge of a service about one control daemon that it watches, and all that it shows and tells. It ends with the
+//! service.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
@@ -10,7 +11,7 @@ use super::mps::{Hit, Mps};
 /// The most that is asked and waited for in one moment, without anything from outside.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// What the act under way waits for.
+/// The reason why the act under way waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Waits {
     #[default]
@@ -29,7 +30,7 @@ pub(super) struct Reader {
     pub(super) position: usize,
     /// The lines that an earlier service has taken note of.
     pub(super) quiet_until: usize,
-    /// The servers whose end becomes known.
+    /// The servers that are watched for their end.
     pub(super) watched: BTreeSet<u32>,
     pub(super) ended: VecDeque<u32>,
     pub(super) requests: VecDeque<Requested>,
@@ -41,11 +42,11 @@ pub(super) struct Reader {
     pub(super) servers: Vec<u32>,
     /// The GPUs that are shown as left out.
     pub(super) left_out: BTreeSet<String>,
-    /// The times that something was told, or shown anew.
+    /// The number of times that something new was told or shown.
     pub(super) news: usize,
-    /// What was told, for the story.
+    /// The words that were told, for the story.
     pub(super) words: Vec<String>,
-    /// Everybody whose line was read as news, and everybody who was told.
+    /// The clients that the log has named as news, and the clients that were told.
     pub(super) read: BTreeSet<Hit>,
     pub(super) told: BTreeSet<Hit>,
     /// The questions to the control daemon.

@@ -17,7 +17,7 @@ use super::mps::{CAPACITY, Mps, OLD_GPU, Setting};
 use super::reader::{Reader, Waits};
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
-/// A control daemon whose process a supervisor holds.
+/// A control daemon with a process that a supervisor holds.
 pub(super) struct Watched {
     pub(super) mps: Arc<Mutex<Mps>>,
     known: Rc<RefCell<Known>>,

@@ -15,7 +15,7 @@ use super::mps::Mps;
 use super::serving::{failed, setting_of, wanted};
 use super::{ControlDaemon, Task, World};
 
-/// What a start asks of the world, which does it before the next turn.
+/// A wish of a start. The world fulfils it before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Spawning {
     /// Write the process down, which waits for the word.
