@@ -1,14 +1,10 @@
 //! Brings a control daemon up: takes one of ours over, or replaces somebody else's, or starts a new one.
 
 use common::host::program;
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use mps_core::serve::{
-    self, Failure, GpuNews, GpuReach, GpuShell, Known, ProcessId, SeenGpus, StartPlace, Starter, Stranger,
-    WantedUsers,
-};
+use mps_core::serve::{self, Failure, GpuReach, Known, StartPlace, Starter, Stranger, WantedUsers};
 use mps_core::{CoreTime, GpuUuid, Permit};
 
 use crate::mps::control::{Control, ControlError};
@@ -96,34 +92,14 @@ struct StartShell<'m> {
     program: PathBuf,
 }
 
-impl GpuShell for StartShell<'_> {
-    async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
-        self.worker.read_gpus(gpus, together).await
-    }
-
-    async fn take_mode(&mut self, gpu: &GpuUuid) -> Result<bool, String> {
-        self.worker.take_mode(gpu).await
-    }
-
-    fn show_left_out(&mut self, gpu: &GpuUuid, why: String) {
-        self.worker.show_left_out(gpu, why);
-    }
-
-    fn start_time(&self, pid: u32) -> Option<u64> {
-        self.worker.start_time(pid)
-    }
-
-    fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
-        self.worker.show_bypasses(gpu, bypasses, server_is_kept_out);
-    }
-
-    fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String) {
-        self.worker.tell_of_gpu(gpu, news, text);
-    }
-}
-
 impl Starter for StartShell<'_> {
-    fn time(&self) -> CoreTime {
+    type Gpus = Worker;
+
+    fn gpus(&mut self) -> &mut Worker {
+        self.worker
+    }
+
+    fn now(&self) -> CoreTime {
         self.worker.tools.begun.elapsed()
     }
 
@@ -190,11 +166,11 @@ impl Starter for StartShell<'_> {
         self.worker.end_run(self.run);
     }
 
-    fn has_passed(&self, step: &'static str, text: &str) {
+    fn passed(&self, step: &'static str, text: &str) {
         tracing::debug!(step, "{text}");
     }
 
-    fn tell_of_start(&mut self, text: String) {
+    fn tell(&mut self, text: String) {
         self.worker.reporter.event(text);
     }
 }

@@ -35,9 +35,15 @@ pub struct Stranger {
 }
 
 /// Carries out a start. Each call comes back: it has a deadline of its own.
-pub trait Starter: GpuShell {
+pub trait Starter: Send {
+    /// Asks GPUs.
+    type Gpus: GpuShell;
+
+    /// The GPUs.
+    fn gpus(&mut self) -> &mut Self::Gpus;
+
     /// The present moment.
-    fn time(&self) -> CoreTime;
+    fn now(&self) -> CoreTime;
 
     /// Finds the program of control daemons.
     ///
@@ -79,10 +85,10 @@ pub trait Starter: GpuShell {
     fn has_ended(&mut self);
 
     /// A step of the start is behind it.
-    fn has_passed(&self, step: &'static str, text: &str);
+    fn passed(&self, step: &'static str, text: &str);
 
     /// Tells people something, once.
-    fn tell_of_start(&mut self, text: String);
+    fn tell(&mut self, text: String);
 }
 
 /// The part of an order that only a start depends on.
@@ -111,17 +117,17 @@ pub async fn start(
     if shell.open_directories()? {
         make_way(shell, StartPlace::Pipe).await?;
     }
-    let mut there = reach.look(shell, wanted).await.unwrap_or_default();
+    let mut there = reach.look(shell.gpus(), wanted).await.unwrap_or_default();
     there.retain(|gpu, _| !reach.is_left_out(gpu));
     // Without a control daemon, processes that NVML lists as clients are no bypasses.
-    let (clients, now) = (clients_among(&there), shell.time());
-    reach.find_bypasses(shell, wanted, &there, (&BTreeSet::new(), &clients), now);
-    reach.take_modes(shell, wanted).await;
+    let (clients, now) = (clients_among(&there), shell.now());
+    reach.find_bypasses(shell.gpus(), wanted, &there, (&BTreeSet::new(), &clients), now);
+    reach.take_modes(shell.gpus(), wanted).await;
     let gpus = reach.gpus(wanted);
     if gpus.is_empty() {
         return Err(Failure::Waiting(reach.why_none()));
     }
-    shell.has_passed("compute-modes", "compute modes are set");
+    shell.passed("compute-modes", "compute modes are set");
     let mut multiuser = users.multiuser;
     loop {
         shell.spawn(&gpus, multiuser).await?;
@@ -134,10 +140,10 @@ pub async fn start(
         if !users.is_optional {
             return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to {}", users.without)));
         }
-        shell.tell_of_start(format!("{refuses}; it runs without"));
+        shell.tell(format!("{refuses}; it runs without"));
         multiuser = false;
     }
-    shell.has_passed("listens", "the control daemon listens");
+    shell.passed("listens", "the control daemon listens");
     Ok(multiuser)
 }
 
@@ -150,7 +156,7 @@ async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Fai
     let named = pid.map_or("an unknown PID".to_string(), |pid| format!("PID {pid}"));
     let may_end = Permit::unused(clients.as_ref().ok().copied());
     if let Some((pid, may_end)) = pid.zip(may_end) {
-        shell.tell_of_start(format!(
+        shell.tell(format!(
             "control daemon {named} in {directory} was not started by this service and has no client: replacing it"
         ));
         if shell.end_stranger(place, pid, may_end).await? {

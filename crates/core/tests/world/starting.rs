@@ -1,13 +1,9 @@
 //! The start of a control daemon: the real code, over the edge in memory.
 
-use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
-use mps_core::serve::{
-    Failure, GpuNews, GpuReach, GpuShell, ProcessId, SeenGpus, StartPlace, Starter, Stranger, WantedUsers,
-    start,
-};
+use mps_core::serve::{Failure, GpuReach, StartPlace, Starter, Stranger, WantedUsers, start};
 use mps_core::{ActOutcome, Cause, CoreTime, Permit, RunningDaemon};
 
 use super::edge::SimShell;
@@ -31,34 +27,14 @@ struct SimStarter {
     in_the_way: Option<usize>,
 }
 
-impl GpuShell for SimStarter {
-    async fn read_gpus(&mut self, gpus: &[String], together: bool) -> Option<SeenGpus> {
-        self.shell.read_gpus(gpus, together).await
-    }
-
-    async fn take_mode(&mut self, gpu: &String) -> Result<bool, String> {
-        self.shell.take_mode(gpu).await
-    }
-
-    fn show_left_out(&mut self, gpu: &String, why: String) {
-        self.shell.show_left_out(gpu, why);
-    }
-
-    fn start_time(&self, pid: u32) -> Option<u64> {
-        self.shell.start_time(pid)
-    }
-
-    fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, kept_out: bool) {
-        self.shell.show_bypasses(gpu, bypasses, kept_out);
-    }
-
-    fn tell_of_gpu(&mut self, gpu: &String, news: GpuNews, text: String) {
-        self.shell.tell_of_gpu(gpu, news, text);
-    }
-}
-
 impl Starter for SimStarter {
-    fn time(&self) -> CoreTime {
+    type Gpus = SimShell;
+
+    fn gpus(&mut self) -> &mut SimShell {
+        &mut self.shell
+    }
+
+    fn now(&self) -> CoreTime {
         self.shell.lock().now
     }
 
@@ -120,9 +96,9 @@ impl Starter for SimStarter {
 
     fn has_ended(&mut self) {}
 
-    fn has_passed(&self, _: &'static str, _: &str) {}
+    fn passed(&self, _: &'static str, _: &str) {}
 
-    fn tell_of_start(&mut self, _: String) {}
+    fn tell(&mut self, _: String) {}
 }
 
 impl World {
