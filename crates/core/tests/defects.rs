@@ -1,248 +1,257 @@
-//! Defects that were, or could be, in the core: each is put back in a copy, and some history must find it. So the histories
-//! are known to reach the states that they are for.
+//! Defects that were, or could be, in the core: each is put back, and some history must find it. So the histories are known
+//! to reach the states that they are for.
+//!
+//! One copy of the core holds all defects, so it is built once. The environment variable `DEFECT` is the name of the defect
+//! that is put back, and without it the copy does what the core does. So the text that takes the place of today's has both,
+//! and asks `PUT_BACK`, which is true for this defect alone:
+//!
+//! ```text
+//! today:  "} else if elsewhere.is_empty() {"
+//! defect: "} else if elsewhere.is_empty() || PUT_BACK {"
+//! ```
+//!
+//! No two rows may replace the same piece of a file.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;
-use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 
 /// The histories within which a defect must be found.
 const HISTORIES: &str = "10000";
 
-/// A defect: its name, its file, the text of today, the text that brings the defect back, and what does not hold then; empty if
-/// several things do not, and any may be found first.
+/// A defect: its name, its file, the text of today, the text that brings the defect back if it is chosen, and what does not
+/// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
 const DEFECTS: [Defect; 32] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
-        "runs_with || (starts",
-        "false && runs_with || (starts",
+        "runs_with ||",
+        "(!PUT_BACK && runs_with) ||",
         "",
     ),
     (
         "a GPU is given away that a control daemon is just started with",
         "lifecycle.rs",
-        "runs_with || (starts",
-        "runs_with || (false && starts",
+        "(starts && self",
+        "(!PUT_BACK && starts && self",
         "one-has-a-gpu",
     ),
     (
         "the GPUs of the newest order count as the GPUs that the start under way was told",
         "lifecycle.rs",
         "is_some_and(|told| told.has(gpu)))",
-        "is_some_and(|_| self.order.gpus.iter().any(|one| one == gpu)))",
+        "is_some_and(|told| if PUT_BACK { self.order.gpus.iter().any(|one| one == gpu) } else { told.has(gpu) }))",
         "",
     ),
     (
         "one that retires is ended with its clients",
         "lifecycle.rs",
         "Goal::Serve | Goal::Retire if self.watched => DaemonAct::Serve",
-        "Goal::Retire if self.watched => DaemonAct::End(Permit::new(Cause::Disabled)),\n            \
-         Goal::Serve if self.watched => DaemonAct::Serve",
+        "Goal::Retire if self.watched && PUT_BACK => DaemonAct::End(Permit::new(Cause::Disabled)),\n            \
+         Goal::Serve | Goal::Retire if self.watched => DaemonAct::Serve",
         "work-is-safe",
     ),
     (
         "MPS is enabled again, and the end with clients goes on",
         "core.rs",
-        "if demand.enabled || one.goal() == Goal::Serve {",
-        "if one.goal() == Goal::Serve {",
+        "if demand.enabled ||",
+        "if (demand.enabled && !PUT_BACK) ||",
         "work-is-safe",
     ),
     (
         "MPS is disabled, and whoever waited for clients is ended with them",
         "core.rs",
-        "if demand.enabled || one.goal() == Goal::Serve {",
-        "if true {",
+        "one.goal() == Goal::Serve {",
+        "one.goal() == Goal::Serve || PUT_BACK {",
         "work-is-safe",
     ),
     (
         "a compute mode is put back while a start sets it",
         "lifecycle.rs",
         "if modes_change => return None",
-        "if modes_change && false => return None",
+        "if modes_change && !PUT_BACK => return None",
         "",
     ),
     (
         "a compute mode is put back while a control daemon has the GPU",
         "core.rs",
         "self.lifecycles.values().any(|one| one.keeps_mode(gpu))",
-        "self.lifecycles.values().any(|one| one.goal() != Goal::Serve && one.keeps_mode(gpu))",
+        "self.lifecycles.values().any(|one| (!PUT_BACK || one.goal() != Goal::Serve) && one.keeps_mode(gpu))",
         "",
     ),
     (
         "the act under way sets a compute mode for an order of before, after it was put back",
         "lifecycle.rs",
         "|| (sets && still_sets())",
-        "|| (false && sets && still_sets())",
+        "|| (!PUT_BACK && sets && still_sets())",
         "modes-come-back",
     ),
     (
         "the GPUs that a control daemon runs with beyond its order are forgotten",
         "lifecycle.rs",
         "running.chain(self.order",
-        "running.take(0).chain(self.order",
+        "running.take(if PUT_BACK { 0 } else { usize::MAX }).chain(self.order",
         "",
     ),
     (
         "one that could not be ended is forgotten, though it runs",
         "core.rs",
         "self.left.insert(id.clone(), written);",
-        "let _ = written;",
+        "if !PUT_BACK { self.left.insert(id.clone(), written); }",
         "modes-stay",
     ),
     (
         "one that the state file can't forget is taken over again and again",
         "lifecycle.rs",
         "written.filter(|_| !is_gone)",
-        "written.filter(|_| !is_gone || true)",
+        "written.filter(|_| !is_gone || PUT_BACK)",
         "nothing-spins",
     ),
     (
         "a pause that is over stays due while something else is waited for",
         "lifecycle.rs",
         "                self.phase = Phase::Open;\n                match self.choose",
-        "                match self.choose",
+        "                if !PUT_BACK { self.phase = Phase::Open; }\n                match self.choose",
         "nothing-spins",
     ),
     (
         "one that could not be ended with MPS is left alone for ever",
         "lifecycle.rs",
         "ActOutcome::Lives) if permit.cause() == Cause::Stop",
-        "ActOutcome::Lives) if permit.cause() != Cause::Unused",
+        "ActOutcome::Lives) if permit.cause() == Cause::Stop || (PUT_BACK && permit.cause() != Cause::Unused)",
         "all-is-served-in-the-end",
     ),
     (
         "an act that failed before the stop counts as one that failed after it",
         "lifecycle.rs",
         "_ if is_stale => {}",
-        "_ if is_stale && false => {}",
+        "_ if is_stale && !PUT_BACK => {}",
         "a-stop-ends-all",
     ),
     (
         "a server is ended after the grace though others on it are well",
         "serve/fault.rs",
         "} else if elsewhere.is_empty() {",
-        "} else if true {",
+        "} else if elsewhere.is_empty() || PUT_BACK {",
         "work-is-safe",
     ),
     (
         "the list of clients is believed after a fatal GPU error",
         "serve/end.rs",
         "Ok(0) if self.is_any_server_faulted().await => {",
-        "Ok(0) if false => {",
+        "Ok(0) if !PUT_BACK && self.is_any_server_faulted().await => {",
         "work-is-safe",
     ),
     (
         "another control daemon that takes the place is asked for the clients of ours",
         "serve/end.rs",
         "self.shell.listener() == Some(self.shell.pid())",
-        "true",
+        "(PUT_BACK || self.shell.listener() == Some(self.shell.pid()))",
         "",
     ),
     (
         "clients that nobody can count are nobody",
         "serve/end.rs",
         "Some(error) if clients.is_empty() => Err(",
-        "Some(error) if false => Err(",
+        "Some(error) if !PUT_BACK && clients.is_empty() => Err(",
         "work-is-safe",
     ),
     (
         "one that hangs is ended with its clients",
         "serve/end.rs",
         "match Permit::unused(self.in_use().await.ok()) {",
-        "match Permit::unused(Some(0)) {",
+        "match Permit::unused(if PUT_BACK { Some(0) } else { self.in_use().await.ok() }) {",
         "work-is-safe",
     ),
     (
         "whoever answers when it is served is taken for ours",
         "serve/check.rs",
         "Ok(_) if self.place_is_taken() => {}",
-        "Ok(_) if false => {}",
+        "Ok(_) if !PUT_BACK && self.place_is_taken() => {}",
         "",
     ),
     (
         "limits that others have changed stay",
         "serve/limits.rs",
         "self.keep_defaults(look, &limits).await?;\n        for server",
-        "for server",
+        "if !PUT_BACK { self.keep_defaults(look, &limits).await?; }\n        for server",
         "all-is-served-in-the-end",
     ),
     (
         "one that answers again is not told what it has missed",
         "serve/check.rs",
         "if change == Change::AnswersAgain {",
-        "if false && change == Change::AnswersAgain {",
+        "if !PUT_BACK && change == Change::AnswersAgain {",
         "all-is-served-in-the-end",
     ),
     (
         "no server runs ahead of the first client after one has ended",
         "serve/heal.rs",
         "let is_missed = run.servers.alive().is_empty()",
-        "let is_missed = false && run.servers.alive().is_empty()",
+        "let is_missed = !PUT_BACK && run.servers.alive().is_empty()",
         "all-is-served-in-the-end",
     ),
     (
         "a client that was hit is told again",
         "serve/mod.rs",
         "fault.told.clone_from(&fault.clients);",
-        "",
+        "if !PUT_BACK { fault.told.clone_from(&fault.clients); }",
         "who-was-hit-is-told",
     ),
     (
         "a fault hides the clients of the one before",
         "serve/heal.rs",
         "            self.tell_fault();\n            self.run.blockers.put",
-        "            self.run.blockers.put",
+        "            if !PUT_BACK { self.tell_fault(); }\n            self.run.blockers.put",
         "who-was-hit-is-told",
     ),
     (
         "one without its directory is started again and again, and nobody can force its end",
         "serve/mod.rs",
         "Err(Failure::Unreachable(error)) => self.is_unreachable(error),",
-        "Err(Failure::Unreachable(error)) => return Err(Failure::Failed(error)),",
+        "Err(Failure::Unreachable(error)) if PUT_BACK => return Err(Failure::Failed(error)),\n            \
+         Err(Failure::Unreachable(error)) => self.is_unreachable(error),",
         "all-is-served-in-the-end",
     ),
     (
         "a drained slice leads to its control daemon",
         "links/mod.rs",
         "Some(true) => LinkTarget::Closed,\n        Some(false) if",
-        "Some(_) if",
+        "Some(true) if !PUT_BACK => LinkTarget::Closed,\n        Some(_) if",
         "drained-takes-none",
     ),
     (
         "a slice leads to a control daemon that goes without its GPU",
         "links/mod.rs",
         "is_some_and(|gpu| gpus.contains(gpu))",
-        "is_some()",
+        "is_some_and(|gpu| PUT_BACK || gpus.contains(gpu))",
         "a-slice-leads-home",
     ),
     (
         "the links of a control daemon that nobody looks after stay where a slice is drained",
         "links/mod.rs",
         "(LinkTarget::Closed, _) => directories.close_slice(name, None),",
-        "(LinkTarget::Closed, None) => Ok(()),",
+        "(LinkTarget::Closed, None) if PUT_BACK => Ok(()),\n            \
+         (LinkTarget::Closed, _) => directories.close_slice(name, None),",
         "drained-takes-none",
     ),
     (
         "a control daemon that is in the way of a start is ended with its clients",
         "serve/start.rs",
         "Permit::unused(clients.as_ref().ok().copied())",
-        "Permit::unused(Some(0))",
+        "Permit::unused(if PUT_BACK { Some(0) } else { clients.as_ref().ok().copied() })",
         "work-is-safe",
     ),
     (
         "a GPU that has refused its compute mode once is never served",
         "serve/gpus.rs",
-        "                    self.take_mode(shell, wanted, &gpu).await.err()",
-        "                    Some(LeftOut::ModeRefused(String::new()))",
+        "self.take_mode(shell, wanted, &gpu).await.err()",
+        "if PUT_BACK { Some(LeftOut::ModeRefused(String::new())) } else { self.take_mode(shell, wanted, &gpu).await.err() }",
         "all-is-served-in-the-end",
     ),
 ];
@@ -260,7 +269,17 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// A copy of the crate, which is no member of a workspace.
+/// Says in the copy whether a defect is put back.
+const CHOICE: &str = r#"
+extern crate std;
+
+pub(crate) fn is_put_back(name: &str) -> bool {
+    static CHOSEN: std::sync::OnceLock<std::string::String> = std::sync::OnceLock::new();
+    CHOSEN.get_or_init(|| std::env::var("DEFECT").unwrap_or_default()) == name
+}
+"#;
+
+/// A copy of the crate, which is no member of a workspace, with all defects.
 fn copy(to: &Path) {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     for folder in ["src", "tests/world"] {
@@ -270,15 +289,27 @@ fn copy(to: &Path) {
     let manifest = "[workspace]\n[package]\nname = \"yunion-mps-core\"\nedition = \"2024\"\n[lib]\nname = \"mps_core\"\n\
                     [profile.dev]\nopt-level = 1\ndebug = false\n";
     fs::write(to.join("Cargo.toml"), manifest).unwrap();
+    for (name, file, today, defect, _) in DEFECTS {
+        let path = to.join("src").join(file);
+        let text = fs::read_to_string(&path).unwrap();
+        let count = text.matches(today).count();
+        assert_eq!(count, 1, "{name}: {file} has {count} times, not once:\n{today}");
+        assert!(defect.contains("PUT_BACK"), "{name} is there even if it is not chosen");
+        let chosen = defect.replace("PUT_BACK", &format!("crate::is_put_back({name:?})"));
+        fs::write(&path, text.replace(today, &chosen)).unwrap();
+    }
+    let path = to.join("src/lib.rs");
+    fs::write(&path, fs::read_to_string(&path).unwrap() + CHOICE).unwrap();
 }
 
-/// Whether all promises hold in the crate in this folder, and the output of the histories.
-fn try_histories(folder: &Path) -> (bool, String) {
+/// Whether all promises hold with this defect, and the output of the histories.
+fn try_histories(folder: &Path, defect: &str) -> (bool, String) {
     let tried = Command::new(env!("CARGO"))
         .args(["test", "--offline", "--quiet", "--test", "histories"])
         .current_dir(folder)
         .env("CARGO_TARGET_DIR", folder.join("target"))
         .env("HISTORIES", HISTORIES)
+        .env("DEFECT", defect)
         .env_remove("MODEL_SECONDS")
         .env_remove("MODEL_SEED")
         .output()
@@ -289,37 +320,18 @@ fn try_histories(folder: &Path) -> (bool, String) {
 }
 
 /// Why the histories do not find a defect, if they do not.
-fn missed((name, file, today, defect, truth): Defect, folder: &Path) -> Option<String> {
-    copy(folder);
-    let path = folder.join("src").join(file);
-    let text = fs::read_to_string(&path).unwrap();
-    let is_there_once = text.matches(today).count() == 1;
-    if !is_there_once {
-        return Some(format!("{name}: {file} has not exactly one\n{today}"));
-    }
-    fs::write(&path, text.replace(today, defect)).unwrap();
-    let (holds, output) = try_histories(folder);
+fn missed((name, _, _, _, truth): Defect, folder: &Path) -> Option<String> {
+    let (holds, output) = try_histories(folder, name);
     let is_found = !holds && output.contains("MODEL_SEED=") && output.contains(truth);
     (!is_found).then(|| format!("{name}: {}", output.lines().take(12).collect::<Vec<_>>().join("\n")))
 }
 
 #[test]
 fn each_defect_that_is_put_back_is_found() {
-    let next = AtomicUsize::new(0);
-    let missed = Mutex::new(Vec::new());
-    // A build uses one core most of the time.
-    let try_on = |worker: usize| {
-        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("defects-{worker}"));
-        while let Some(defect) = DEFECTS.get(next.fetch_add(1, Ordering::Relaxed)) {
-            missed.lock().unwrap().extend(self::missed(*defect, &folder));
-        }
-    };
-    thread::scope(|scope| {
-        for worker in 0..thread::available_parallelism().map_or(1, NonZero::get) {
-            let try_on = &try_on;
-            scope.spawn(move || try_on(worker));
-        }
-    });
-    let missed = missed.into_inner().unwrap();
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("defects");
+    copy(&folder);
+    let (holds, output) = try_histories(&folder, "");
+    assert!(holds, "no defect is chosen, and the copy has one:\n{output}");
+    let missed: Vec<String> = DEFECTS.into_iter().filter_map(|defect| missed(defect, &folder)).collect();
     assert!(missed.is_empty(), "{} defects are not found:\n{}", missed.len(), missed.join("\n"));
 }
