@@ -22,7 +22,6 @@ mod start;
 pub(crate) mod state_file;
 mod status;
 mod stop;
-mod waiting_clients;
 
 pub(crate) use common::directories::give_up_private_directory;
 use std::collections::{BTreeMap, BTreeSet};

@@ -20,7 +20,6 @@ use common::state_file::Running;
 use super::ClientFault;
 use super::known_clients::KnownClients;
 use super::status::Reporter;
-use super::waiting_clients::WaitingClients;
 
 /// The longest part of a line that is kept as last words, in characters.
 const WORDS_MAX: usize = 200;
@@ -67,7 +66,6 @@ pub(super) struct Run {
     pub(super) server_ended: mpsc::Sender<u32>,
     server_ends: mpsc::Receiver<u32>,
     pub(super) known_clients: KnownClients,
-    pub(super) waiting_clients: WaitingClients,
 }
 
 impl Run {
@@ -91,7 +89,6 @@ impl Run {
             server_ended,
             server_ends,
             known_clients: KnownClients::default(),
-            waiting_clients: WaitingClients::default(),
         }
     }
 

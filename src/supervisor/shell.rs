@@ -257,13 +257,12 @@ impl Shell for RunShell<'_> {
         bypass::describe(&holders)
     }
 
-    fn waiting_due(&self) -> Option<CoreTime> {
-        self.run.waiting_clients.due.map(|due| self.moment(due))
+    fn runs_as(&self, pid: u32, uid: u32) -> bool {
+        proc::status(pid).is_ok_and(|status| status.uids().contains(&uid))
     }
 
-    fn tell_waiting(&mut self, user_served: Option<u32>) {
-        let takes_turns = user_served.filter(|_| !self.run.running.multiuser);
-        self.run.waiting_clients.tell(&self.worker.reporter, takes_turns);
+    fn command(&self, pid: u32) -> String {
+        proc::name(pid).unwrap_or_default()
     }
 
     fn let_users_in(&mut self) -> Vec<String> {
@@ -438,10 +437,6 @@ impl Shell for RunShell<'_> {
 }
 
 impl RunShell<'_> {
-    fn moment(&self, at: Instant) -> CoreTime {
-        at.saturating_duration_since(self.worker.tools.begun)
-    }
-
     fn say_how_it_ended(&self, how: Stopped) {
         let (id, pid) = (self.id(), self.pid());
         tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
@@ -457,7 +452,6 @@ impl RunShell<'_> {
     /// Takes note of a line, and passes it on to our own log, as long as there are not too many.
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
-        run.waiting_clients.observe(&line.meaning);
         let is_news = run.log.offset() > run.quiet_until;
         if is_news {
             run.quiet_until = 0;

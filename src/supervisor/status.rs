@@ -175,6 +175,10 @@ impl Reporter {
                 }
             }
             Showing::PutOff => self.put_off(),
+            Showing::WaitingClients(clients) => self.update(|status| {
+                let process = |(pid, start_time)| Identity { pid, start_time };
+                status.waiting = clients.into_iter().map(process).collect();
+            }),
             Showing::InForce { thread_percentage } => self.update(|status| {
                 status.view.multiuser = Some(multiuser);
                 for (uuid, gpu) in &mut status.gpus {

@@ -19,6 +19,7 @@
 //! | `end.rs` | its end, and who uses it |
 //! | `blocker.rs` | everything that keeps it from serving, and the state that is shown |
 //! | `servers.rs`, `capacity.rs` | the servers, and the places on GPUs |
+//! | `waiting_clients.rs` | clients that wait for a server |
 
 mod blocker;
 mod bypasses;
@@ -36,6 +37,7 @@ mod servers;
 mod shell;
 mod start;
 mod take_over;
+mod waiting_clients;
 mod watch;
 
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -59,6 +61,7 @@ use blocker::Blockers;
 use capacity::Capacity;
 use heal::Revival;
 use servers::Servers;
+use waiting_clients::WaitingClients;
 
 /// The order for a control daemon that runs, as far as serving depends on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -127,6 +130,7 @@ pub struct Known {
     /// When its next server may come, if this one ends.
     revival: Revival,
     capacity: Capacity,
+    waiting_clients: WaitingClients,
 }
 
 impl Known {
@@ -149,6 +153,7 @@ impl Known {
             blockers: Blockers::default(),
             revival: Revival::new(now),
             capacity: Capacity::default(),
+            waiting_clients: WaitingClients::default(),
         }
     }
 

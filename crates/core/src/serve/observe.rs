@@ -68,6 +68,7 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     fn observe(&mut self, said: &Said) {
+        self.observe_waiting(&said.meaning);
         let now = self.shell.now();
         let run = &mut *self.run;
         run.servers.observe(&said.meaning);

@@ -7,6 +7,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::blocker::ShownState;
+use super::bypasses::ProcessId;
 use super::gpus::{GpuReach, GpuShell};
 use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
 use crate::{CoreTime, GpuUuid, Permit};
@@ -128,6 +129,8 @@ pub enum Showing {
         /// By UUID.
         gpus: BTreeMap<GpuUuid, ShownGpu>,
     },
+    /// The clients that have waited long for a server.
+    WaitingClients(Vec<ProcessId>),
 }
 
 /// A GPU as it is published.
@@ -254,11 +257,11 @@ pub trait Shell: GpuShell {
     /// The programs on its GPUs that are neither servers nor clients, in words; empty if there are none.
     fn holders(&mut self, servers: &[u32]) -> impl Future<Output = String> + Send;
 
-    /// When clients that wait for a server are to be looked for.
-    fn waiting_due(&self) -> Option<CoreTime>;
+    /// Whether a process runs as this user.
+    fn runs_as(&self, pid: u32, uid: u32) -> bool;
 
-    /// Tells of the clients that wait for a server. The newest one was started for this user, if it is known.
-    fn tell_waiting(&mut self, user_served: Option<u32>);
+    /// The command of a process, for people; empty if it has ended.
+    fn command(&self, pid: u32) -> String;
 
     /// Lets clients of every user get to the socket, and keeps others from commanding it. Returns the reasons why it can't.
     fn let_users_in(&mut self) -> Vec<String>;

@@ -93,7 +93,7 @@ impl<S: Shell> Serving<'_, S> {
             (revival, Task::Revive),
             (run.bypasses_at, Task::Bypasses),
             (run.capacity.due, Task::Capacity),
-            (self.shell.waiting_due(), Task::WaitingClients),
+            (run.waiting_clients.due, Task::WaitingClients),
             (ends.then_some(run.count_at), Task::EndIfIdle),
         ];
         first(run.check_at, &others)
@@ -117,7 +117,7 @@ impl<S: Shell> Serving<'_, S> {
                 }
             }
             Task::Capacity => self.check_capacity().await?,
-            Task::WaitingClients => self.shell.tell_waiting(self.run.servers.user_served()),
+            Task::WaitingClients => self.tell_waiting(),
             Task::EndIfIdle => return Ok(self.end_if_idle().await),
         }
         Ok(None)

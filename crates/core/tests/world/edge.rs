@@ -363,11 +363,13 @@ impl Shell for SimShell {
         if self.lock().goes_wrong(8) { "a program".to_owned() } else { String::new() }
     }
 
-    fn waiting_due(&self) -> Option<CoreTime> {
-        None
+    fn runs_as(&self, _: u32, _: u32) -> bool {
+        true
     }
 
-    fn tell_waiting(&mut self, _: Option<u32>) {}
+    fn command(&self, pid: u32) -> String {
+        format!("program-{pid}")
+    }
 
     fn let_users_in(&mut self) -> Vec<String> {
         if self.lock().goes_wrong(100) {
@@ -432,7 +434,10 @@ impl Shell for SimShell {
                 reader.news += 1;
                 reader.servers = alive;
             }
-            Showing::PutOff | Showing::InForce { .. } | Showing::Servers { .. } => {}
+            Showing::PutOff
+            | Showing::InForce { .. }
+            | Showing::Servers { .. }
+            | Showing::WaitingClients(_) => {}
         }
     }
 

@@ -1,0 +1,186 @@
+//! Finds clients that wait for a server. Without multi-user mode the users of a control daemon take turns, and a client
+//! that waits for its turn says nothing.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
+use alloc::vec::Vec;
+use core::time::Duration;
+
+use super::Serving;
+use super::bypasses::ProcessId;
+use super::shell::{News, Shell, Showing};
+use crate::CoreTime;
+use crate::mps::Meaning;
+
+/// The time after which a waiting client is told of, and the time between two looks. Measured: the first client waits
+/// 0.15 s for its server to start.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The most clients that are remembered, in all and of one user. A user can start any number of clients.
+const KEPT: usize = 64;
+const KEPT_OF_A_USER: usize = 16;
+
+/// The clients that are known to wait.
+#[derive(Debug, Default)]
+pub(super) struct WaitingClients {
+    waiting: BTreeMap<u32, WaitingClient>,
+    /// The users that were told of.
+    told: BTreeSet<u32>,
+    /// The time of the next look.
+    pub(super) due: Option<CoreTime>,
+}
+
+#[derive(Debug)]
+struct WaitingClient {
+    start_time: u64,
+    uid: u32,
+    since: CoreTime,
+}
+
+impl WaitingClient {
+    fn is_long_waiting(&self, now: CoreTime) -> bool {
+        now.saturating_sub(self.since) >= PATIENCE
+    }
+}
+
+impl WaitingClients {
+    fn has_room(&self, uid: u32) -> bool {
+        let of_user = self.waiting.values().filter(|one| one.uid == uid).count();
+        self.waiting.len() < KEPT && of_user < KEPT_OF_A_USER
+    }
+
+    fn add(&mut self, (pid, start_time): ProcessId, uid: u32, now: CoreTime) {
+        self.waiting.entry(pid).or_insert(WaitingClient { start_time, uid, since: now });
+        self.due.get_or_insert(now + PATIENCE);
+    }
+
+    fn admitted(&mut self, client: u32, now: CoreTime) {
+        // A client that was shown is taken back at once.
+        if self.waiting.remove(&client).is_some_and(|one| one.is_long_waiting(now)) {
+            self.due = Some(now);
+        }
+    }
+
+    /// Forgets the clients that have ended. Returns the clients that have waited long, with their users.
+    fn take_long_waiting(
+        &mut self,
+        now: CoreTime,
+        start_time: impl Fn(u32) -> Option<u64>,
+    ) -> Vec<(ProcessId, u32)> {
+        self.waiting.retain(|pid, one| start_time(*pid) == Some(one.start_time));
+        let next = |one: &WaitingClient| {
+            if one.is_long_waiting(now) { now + PATIENCE } else { one.since + PATIENCE }
+        };
+        self.due = self.waiting.values().map(next).min();
+        let long = self.waiting.iter().filter(|(_, one)| one.is_long_waiting(now));
+        long.map(|(pid, one)| ((*pid, one.start_time), one.uid)).collect()
+    }
+
+    /// The first client of each user that was not told of yet.
+    fn take_untold(&mut self, waiting: &[(ProcessId, u32)]) -> Vec<(ProcessId, u32)> {
+        self.told.retain(|uid| waiting.iter().any(|(_, waits)| waits == uid));
+        waiting.iter().filter(|(_, uid)| self.told.insert(*uid)).copied().collect()
+    }
+}
+
+impl<S: Shell> Serving<'_, S> {
+    pub(super) fn observe_waiting(&mut self, meaning: &Meaning) {
+        let now = self.shell.now();
+        let waiting = &mut self.run.waiting_clients;
+        match *meaning {
+            Meaning::ClientAdmitted(client) => waiting.admitted(client, now),
+            // The line may be an old one, and the PID somebody else's by now.
+            Meaning::ClientPending { client, uid } if waiting.has_room(uid) => {
+                let start_time = self.shell.start_time(client);
+                if let Some(start_time) = start_time.filter(|_| self.shell.runs_as(client, uid)) {
+                    waiting.add((client, start_time), uid, now);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Finds the clients that still wait, and tells of them once for each user. Users take turns where one is served alone.
+    pub(super) fn tell_waiting(&mut self) {
+        let served_alone = self.run.servers.user_served().filter(|_| !self.run.multiuser);
+        let (now, shell) = (self.shell.now(), &self.shell);
+        let waiting = self.run.waiting_clients.take_long_waiting(now, |pid| shell.start_time(pid));
+        for ((pid, _), uid) in self.run.waiting_clients.take_untold(&waiting) {
+            let why = match served_alone {
+                Some(served) if served != uid => format!(
+                    "until the clients of user {served} have ended: this control daemon serves one user at a time"
+                ),
+                _ => "and no server takes it".into(),
+            };
+            let command = self.shell.command(pid);
+            self.shell.tell(News::Warning, format!("client {pid} ({command}) of user {uid} waits {why}"));
+        }
+        self.shell.show(Showing::WaitingClients(waiting.into_iter().map(|(process, _)| process).collect()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: CoreTime = CoreTime::from_secs(100);
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn of_each_user_only_so_many_are_kept() {
+        let mut clients = WaitingClients::default();
+        let mut pids = 1..;
+        for _ in 0..100 {
+            for uid in 0..8 {
+                if clients.has_room(uid) {
+                    clients.add((pids.next().unwrap(), 1), uid, NOW);
+                }
+            }
+        }
+        let of_user = |uid| clients.waiting.values().filter(|one| one.uid == uid).count();
+        assert_eq!((0..8).map(of_user).collect::<Vec<_>>(), [8; 8]);
+        let mut clients = WaitingClients::default();
+        (1..=16).for_each(|pid| clients.add((pid, 1), 7, NOW));
+        assert!(!clients.has_room(7) && clients.has_room(8));
+    }
+
+    #[test]
+    fn one_that_waits_is_told_of_after_a_while_and_once_for_its_user() {
+        let mut clients = WaitingClients::default();
+        let there = |pid: u32| (pid != 3).then_some(u64::from(pid) * 10);
+        clients.add((1, 10), 7, NOW);
+        clients.add((1, 10), 7, NOW + SECOND);
+        clients.add((2, 20), 7, NOW + SECOND);
+        clients.add((3, 30), 8, NOW);
+        assert_eq!(clients.due, Some(NOW + PATIENCE));
+        assert_eq!(clients.take_long_waiting(NOW + 4 * SECOND, there), []);
+        assert_eq!(clients.due, Some(NOW + PATIENCE));
+        let long = clients.take_long_waiting(NOW + PATIENCE, there);
+        assert_eq!(long, [((1, 10), 7)], "3 has ended, and 2 waits since a second later");
+        assert_eq!(clients.due, Some(NOW + PATIENCE + SECOND));
+        assert_eq!(clients.take_untold(&long), [((1, 10), 7)]);
+        let long = clients.take_long_waiting(NOW + PATIENCE + SECOND, there);
+        assert_eq!(long, [((1, 10), 7), ((2, 20), 7)]);
+        assert_eq!(clients.due, Some(NOW + PATIENCE + SECOND + PATIENCE));
+        assert_eq!(clients.take_untold(&long), [], "its user is told of");
+        let of_others = |pid| there(pid).map(|start_time| start_time + 1);
+        assert_eq!(clients.take_long_waiting(NOW + 3 * PATIENCE, of_others), [], "the PIDs are others' now");
+        assert_eq!(clients.due, None);
+        assert_eq!(clients.take_untold(&[]), []);
+        assert_eq!(clients.take_untold(&long), [((1, 10), 7)], "it waits once more");
+    }
+
+    #[test]
+    fn one_that_was_shown_is_taken_back_at_once() {
+        let mut clients = WaitingClients::default();
+        clients.add((1, 10), 7, NOW);
+        clients.add((2, 20), 7, NOW);
+        clients.admitted(1, NOW + SECOND);
+        assert_eq!(clients.due, Some(NOW + PATIENCE), "nobody was told of it");
+        clients.admitted(2, NOW + PATIENCE);
+        assert_eq!(clients.due, Some(NOW + PATIENCE));
+        clients.admitted(3, NOW + 2 * PATIENCE);
+        assert_eq!(clients.due, Some(NOW + PATIENCE), "nobody waited");
+        assert!(clients.waiting.is_empty());
+    }
+}
