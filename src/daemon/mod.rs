@@ -6,6 +6,7 @@ mod cdi_spec;
 mod drain;
 mod findings;
 mod fleet;
+mod grant;
 mod host_look;
 mod logging;
 pub(crate) mod program;

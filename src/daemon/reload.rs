@@ -5,11 +5,12 @@ use std::time::Duration;
 use tokio::time::timeout;
 
 use super::Daemon;
-use super::findings::{self, join, say_findings, why};
+use super::findings::{self, join, say_findings};
+use super::grant::grant;
 use crate::dbus::Reply;
 use crate::message::{Message, Subject};
 use common::bus::error::RequestError;
-use common::plan::{self, Plan, PlanError};
+use common::plan::{self, Plan};
 use common::problem::LocatedProblem;
 
 /// The time that a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
@@ -69,19 +70,7 @@ impl Daemon {
         let plan = if loaded.settings.enabled {
             let inventory = self.look_for_gpus().await;
             let planned = plan::plan(&loaded.settings, &inventory, self.planned_gpus());
-            if let Ok(Plan { missing, .. }) | Err(PlanError::Missing(missing)) = &planned {
-                let slips = self.new_and_missing(missing);
-                if !slips.is_empty() {
-                    return Err(invalid(&slips));
-                }
-            }
-            match planned {
-                Err(PlanError::Problems(problems)) => return Err(invalid(&problems)),
-                Err(error) if self.plan.is_ok() && self.settings.enabled => {
-                    return Err(RequestError::NotReady(why(error)));
-                }
-                planned => planned.map_err(why),
-            }
+            grant(planned, &self.settings, self.plan.is_ok())?
         } else {
             Ok(Plan::default())
         };
@@ -97,14 +86,5 @@ impl Daemon {
             Err(reason) => self.not_yet(reason),
         }
         Ok(())
-    }
-
-    /// The entries without a GPU that the configuration in force does not have: slips, of which whoever reloads is told.
-    /// A GPU that has failed since is none, and keeps nobody from changing something else.
-    fn new_and_missing(&self, missing: &[plan::Missing]) -> Vec<LocatedProblem> {
-        let ours = || self.settings.devices.iter().filter(|entry| entry.mps.is_some());
-        let known = |path| ours().any(|entry| entry.path.as_ref() == Some(path));
-        let new = missing.iter().filter(|missing| missing.certain && !known(&missing.path));
-        new.map(|missing| missing.problem.clone()).collect()
     }
 }
