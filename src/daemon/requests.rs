@@ -12,6 +12,7 @@ use crate::dbus::{Reply, Request};
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ServingDaemon};
 use crate::tenants::describe::describe;
+use crate::tenants::ending::EndingShell;
 use crate::tenants::terminate::{self, TerminationError};
 use common::bus::error::RequestError;
 use common::config::MayTerminate;
@@ -123,11 +124,11 @@ impl Daemon {
             Ok(begun) => begun,
             Err(error) => return drop(reply.send(Err(error))),
         };
-        let controls = self.fleet.controls(self.plan.is_err());
+        let shell = EndingShell::new(self.fleet.with_clients(self.plan.is_err()));
         let (kernel, terminated) = (self.requests.kernel.clone(), self.requests.terminated.clone());
         let (event, slices) = (wanted.event(), self.fleet.slices());
         tokio::spawn(async move {
-            let (had_work, ended) = terminate::terminate(controls, wanted, slices, kernel).await;
+            let (had_work, ended) = terminate::terminate(shell, wanted, slices, kernel).await;
             let event = describe(had_work).map(|clients| event + &clients);
             let answer = ended.map_err(RequestError::from);
             drop(place);

@@ -6,6 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::process::ExitStatus;
+use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::Permit;
@@ -228,22 +229,22 @@ pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end:
 
 /// A hold on a process that the service did not start. While the process lives, no other process has its PID. So what
 /// was read below /proc/PID is about this process if [`Held::alive`] is true afterwards.
-#[derive(Debug)]
-pub(crate) struct Held(Hold<OwnedFd>);
+#[derive(Debug, Clone)]
+pub(crate) struct Held(Arc<Hold<OwnedFd>>);
 
 impl Held {
     /// Holds the process that has this PID now. None if there is no such process.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
-        Ok(unless_gone(Hold::open(pid))?.map(Self))
+        Ok(unless_gone(Hold::open(pid))?.map(|hold| Self(Arc::new(hold))))
     }
 
     /// Continues the process if SIGSTOP or a control group stops it.
     ///
     /// # Errors
     /// The kernel refused, or the process stays stopped.
-    pub(crate) async fn go_on(&self) -> io::Result<GoingOn<'_>> {
+    pub(crate) async fn go_on(&self) -> io::Result<GoingOn> {
         let pid = self.0.identity().pid;
-        let mut going_on = GoingOn { held: self, thawed: Vec::new(), was_held: false };
+        let mut going_on = GoingOn { held: self.clone(), thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
             // A process that is stopped again every 300 us runs only right after SIGCONT, so the second look follows at
             // once.
@@ -257,6 +258,10 @@ impl Held {
         Err(io::Error::other("it stays stopped; a debugger may hold it"))
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        self.0.identity().pid
+    }
+
     /// Whether the process lives. A zombie does not.
     pub(crate) fn alive(&self) -> bool {
         self.0.is_alive()
@@ -266,13 +271,17 @@ impl Held {
 /// A process that continues, whatever stops it. When this value is dropped, the control groups that were thawed for it
 /// are frozen again.
 #[derive(Debug)]
-pub(crate) struct GoingOn<'a> {
-    held: &'a Held,
+pub(crate) struct GoingOn {
+    held: Held,
     thawed: Vec<Thawed>,
     was_held: bool,
 }
 
-impl GoingOn<'_> {
+impl GoingOn {
+    pub(crate) fn pid(&self) -> u32 {
+        self.held.pid()
+    }
+
     /// Whether the process had to be continued.
     pub(crate) fn was_held(&self) -> bool {
         self.was_held
@@ -281,7 +290,7 @@ impl GoingOn<'_> {
     /// Continues the process each time that something stops it. This takes a tenth of a processor at most, and never
     /// returns.
     pub(crate) async fn keep(&mut self) -> Infallible {
-        let pid = self.held.0.identity().pid;
+        let pid = self.pid();
         let mut refused = String::new();
         loop {
             if let Err(error) = self.continue_once(is_stopped(pid)) {
@@ -297,7 +306,7 @@ impl GoingOn<'_> {
 
     /// Continues the process if it is stopped, and returns whether it was.
     fn continue_once(&mut self, stopped: bool) -> io::Result<bool> {
-        let frozen = cgroup_freezer::holds(self.held.0.identity().pid);
+        let frozen = cgroup_freezer::holds(self.pid());
         let held = stopped || frozen.is_some();
         self.was_held |= held;
         if stopped {

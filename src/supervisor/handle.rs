@@ -114,14 +114,15 @@ impl Supervisor {
         self.control.clone()
     }
 
-    /// The same at this moment. If none of ours runs, it leads to the control daemon of somebody else that listens in the
-    /// pipe directory, since clients in its containers are clients of that control daemon.
-    pub(crate) fn control_in_place(&self) -> Option<Arc<Control>> {
-        self.control.borrow().clone().or_else(|| {
+    /// The same at this moment, and whether it is ours. If none of ours runs, it leads to the control daemon of somebody else
+    /// that listens in the pipe directory, since clients in its containers are clients of that control daemon.
+    pub(crate) fn control_in_place(&self) -> Option<(Arc<Control>, bool)> {
+        let ours = self.control.borrow().clone().map(|control| (control, true));
+        ours.or_else(|| {
             let status = self.status.borrow();
             let directories = [&status.view.control_directory, &status.view.pipe_directory];
             let mut there = directories.into_iter().map(|directory| self.front_ends.control_in(directory));
-            there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
+            there.find(|control| control.daemon_pid().is_some()).map(|control| (Arc::new(control), false))
         })
     }
 

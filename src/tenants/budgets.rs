@@ -13,10 +13,10 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::clients::{owner, users};
 use super::describe::{Whose, describe};
+use super::ending::{ClientsDaemon, EndingShell};
 use super::enforcement::{Enforcer, OverBudget, Victim, VictimState};
 use super::members::{Members, SlicedGpu};
 use super::overuse::{MESSAGES, ShownOveruse};
-use crate::mps::control::Control;
 use crate::rate_limit::RateLimit;
 use crate::supervisor::bells::{Bell, Bells};
 use crate::supervisor::compute_modes::ComputeModes;
@@ -97,7 +97,7 @@ pub(crate) enum BudgetEvent {
     /// The clients were looked at, for whoever waits for that.
     Looked(oneshot::Sender<()>),
     /// Who can end the work of clients.
-    Controls(oneshot::Sender<Vec<Arc<Control>>>),
+    Daemons(oneshot::Sender<Vec<ClientsDaemon>>),
 }
 
 /// The watches over all GPUs.
@@ -416,9 +416,9 @@ impl GpuWatch {
         // Beside the looks: the control daemon waits for each client that it ends.
         Some(tokio::spawn(async move {
             let (reply, answer) = oneshot::channel();
-            let _ = events.send(BudgetEvent::Controls(reply)).await;
-            let controls = answer.await.unwrap_or_default();
-            let victims = enforcer.enforce(&controls, over).await;
+            let _ = events.send(BudgetEvent::Daemons(reply)).await;
+            let mut shell = EndingShell::new(answer.await.unwrap_or_default());
+            let victims = enforcer.enforce(&mut shell, over).await;
             (enforcer, victims, owners)
         }))
     }

@@ -7,13 +7,13 @@ use std::time::Duration;
 use mps_core::Permit;
 use tokio::time::Instant;
 
-use super::terminate::{Connections, end_client, list_clients};
-use crate::mps::control::{Control, ControlError, TerminateAnswer};
+use super::ending::EndingShell;
+use crate::mps::control::Control;
 use crate::mps::process::Held;
 use common::host::identity::Identity;
 use common::membership::Tenant;
 use mps_core::budget::{self, Budget, Member};
-use mps_core::mps::ServerStatus;
+use mps_core::tenants::{ClientEnd, ClientShell, Connections, end_client};
 
 /// The first pause after a client could not be ended; it doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -48,7 +48,7 @@ pub(super) struct Victim {
 
 /// A client of the control daemons: the server that it has its connections to.
 struct Connected<'c> {
-    control: &'c Control,
+    control: &'c Arc<Control>,
     server: u32,
     connections: &'c Connections,
 }
@@ -67,12 +67,14 @@ pub(super) struct Enforcer {
 impl Enforcer {
     /// Ends the work of the newest members of each slice until the rest fits. A member that was ended before counts as
     /// gone while it has no new connection, and so does a process without any connection.
-    pub(super) async fn enforce(
-        &mut self,
-        controls: &[Arc<Control>],
-        slices: Vec<OverBudget>,
-    ) -> Vec<Victim> {
-        let (listed, silent) = list_clients(controls).await;
+    pub(super) async fn enforce(&mut self, shell: &mut EndingShell, slices: Vec<OverBudget>) -> Vec<Victim> {
+        let (mut listed, mut silent) = (Vec::new(), None);
+        for (control, clients) in shell.list().await {
+            match clients {
+                Ok(there) => listed.push((control, there.clients)),
+                Err(error) => _ = silent.get_or_insert(error),
+            }
+        }
         if let Some(error) = &silent {
             // A client that is not listed counts as gone, so fewer are ended.
             tracing::debug!("budgets are enforced, and not all clients are known: {error}");
@@ -98,7 +100,7 @@ impl Enforcer {
             }
             while let Some(process) = budget::victims(budget, &members).first().copied() {
                 let servers = connected.get(&process.pid).map(Vec::as_slice).unwrap_or_default();
-                let state = match self.end(process, servers, may_end).await {
+                let state = match self.end(shell, process, servers, may_end).await {
                     Ok(state) => state,
                     // After a fault, and with a control daemon that does not answer, nobody is touched.
                     Err(reason) => {
@@ -136,11 +138,11 @@ impl Enforcer {
     /// may be touched either.
     async fn end(
         &mut self,
+        shell: &mut EndingShell,
         process: Identity,
         servers: &[Connected<'_>],
         may_end: Permit,
     ) -> Result<Option<VictimState>, String> {
-        let words = |error: ControlError| error.to_string();
         let held = match Held::open(process.pid) {
             Ok(Some(held)) if Identity::read(process.pid).ok() == Some(process) => held,
             Ok(_) => return Ok(None),
@@ -148,16 +150,17 @@ impl Enforcer {
         };
         let mut ended = Connections::new();
         for Connected { control, server, connections } in servers {
-            if control.server_status(*server).await.map_err(words)? == ServerStatus::Fault {
-                return Err(format!("server {server} handles a fault"));
-            }
-            match end_client(control, *server, process.pid, &held, may_end).await {
-                Ok(Some(TerminateAnswer::Done)) => ended.extend(*connections),
-                Ok(Some(TerminateAnswer::NoSuchClient | TerminateAnswer::NoSuchServer)) => {}
-                Ok(None) => return Ok(Some(self.stays(process, "it can't be continued".to_owned()))),
-                Err(error) => {
+            match end_client(shell, control, *server, &held, may_end).await {
+                ClientEnd::Done => ended.extend(*connections),
+                ClientEnd::NotThere => {}
+                ClientEnd::Faulted => return Err(format!("server {server} handles a fault")),
+                ClientEnd::StaysStopped(_) => {
+                    return Ok(Some(self.stays(process, "it can't be continued".to_owned())));
+                }
+                ClientEnd::NotAsked(error) => return Err(error),
+                ClientEnd::NotKnown(error) => {
                     self.stays(process, String::new());
-                    return Err(error.to_string());
+                    return Err(error);
                 }
             }
         }

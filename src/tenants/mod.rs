@@ -3,6 +3,7 @@
 pub(crate) mod budgets;
 pub(crate) mod clients;
 pub(crate) mod describe;
+pub(crate) mod ending;
 mod enforcement;
 mod members;
 mod overuse;

@@ -11,19 +11,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::Permit;
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
-use crate::mps::control::{Control, ControlError, TerminateAnswer};
+use crate::mps::control::Control;
 use crate::mps::process::Held;
 use crate::tenants::clients::{users, whose};
 use crate::tenants::describe::{NAMED, Whose};
+use crate::tenants::ending::EndingShell;
 use common::host::blocking::Blocking;
 use common::host::device_name::{DeviceName, SliceId};
 use common::host::proc;
 use common::membership::containers::{containers_in, is_the_hosts};
 use common::membership::{DEVICE_VARIABLE, KnownBy, Membership, SliceMounts, Slices};
-use mps_core::mps::ServerStatus;
+use mps_core::tenants::{ClientEnd, ClientShell, Connections, ListedClient, end_client};
 
 /// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -60,8 +60,8 @@ pub enum TerminationError {
     )]
     Unplaced(String),
     /// A control daemon did not answer. Work on the other control daemons was ended.
-    #[error(transparent)]
-    Control(#[from] ControlError),
+    #[error("{0}")]
+    Control(String),
     /// Time is up. The processes have not been sent a signal.
     #[error("after {} s the GPU work of these clients could not be ended: {}; no signal was sent to them", TIMEOUT.as_secs(), pids(.0))]
     StillThere(BTreeSet<u32>),
@@ -78,13 +78,13 @@ fn pids(left: &BTreeSet<u32>) -> String {
 /// else notices at its next call to CUDA, and stays listed as a client until then. From now on no signal to such a
 /// process can hurt its neighbours. The first answer names the clients that had work, also after an error.
 pub(crate) async fn terminate(
-    controls: Vec<Arc<Control>>,
+    shell: EndingShell,
     wanted: TerminationTarget,
     slices: Slices,
     kernel: Blocking,
 ) -> (Vec<Whose>, Result<(), TerminationError>) {
     let mut termination = Termination {
-        controls,
+        shell,
         wanted,
         slices,
         kernel,
@@ -101,26 +101,8 @@ pub(crate) async fn terminate(
     (termination.had_work, result)
 }
 
-/// The connections of a client, by the ids that `ps` gives them.
-pub(super) type Connections = BTreeSet<Option<u64>>;
-
-/// A client as its control daemon lists it.
-#[derive(Debug, Default)]
-pub(super) struct ListedClient {
-    pub connections: Connections,
-    /// The beginnings of the UUIDs of its GPUs. An empty one stands for a GPU that is not known.
-    gpus: BTreeSet<String>,
-}
-
-impl ListedClient {
-    /// Whether it may use one of these GPUs.
-    fn may_be_on(&self, gpus: &[&str]) -> bool {
-        self.gpus.iter().any(|prefix| gpus.iter().any(|uuid| uuid.starts_with(prefix.as_str())))
-    }
-}
-
 struct Termination {
-    controls: Vec<Arc<Control>>,
+    shell: EndingShell,
     wanted: TerminationTarget,
     slices: Slices,
     kernel: Blocking,
@@ -168,14 +150,20 @@ impl Termination {
             if others_are_done && since.is_some_and(|since| since.elapsed() >= UNPLACED_FOR) {
                 return Err(TerminationError::Unplaced(named(&unplaced)));
             }
-            sleep(pause).await;
+            self.shell.pause(pause).await;
             pause = (pause * 2).min(LAST_PAUSE);
         }
     }
 
     /// The wanted clients as they are now, and the reason why some may be missing.
     async fn find_targets(&mut self) -> Result<Picked, TerminationError> {
-        let (listed, silent) = list_clients(&self.controls).await;
+        let (mut listed, mut silent) = (Vec::new(), None);
+        for (control, clients) in self.shell.list().await {
+            match clients {
+                Ok(there) => listed.push((control, there.clients)),
+                Err(error) => _ = silent.get_or_insert(TerminationError::Control(error)),
+            }
+        }
         let (wanted, slices) = (self.wanted.clone(), self.slices.clone());
         // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
         let only_hosts = self.only_hosts;
@@ -202,8 +190,9 @@ impl Termination {
             if !held.alive() {
                 continue;
             }
-            match end_work(&control, server, pid, &held).await {
-                Ok(Some(TerminateAnswer::Done)) => {
+            match end_client(&mut self.shell, &control, server, &held, Permit::asked_for()).await {
+                // After a fatal GPU error, the client has no work left.
+                ClientEnd::Done | ClientEnd::Faulted => {
                     tracing::info!(
                         mps_server_pid = server,
                         mps_client_pid = pid,
@@ -213,62 +202,17 @@ impl Termination {
                     self.ended.insert((server, pid), (held, connections));
                 }
                 // It has just gone, it is just coming, or a debugger holds it: the next look tells.
-                Ok(Some(TerminateAnswer::NoSuchClient | TerminateAnswer::NoSuchServer) | None) => {
+                ClientEnd::NotThere | ClientEnd::StaysStopped(_) => {
                     self.left.get_or_insert_default().insert(pid);
                 }
-                Err(error) => {
+                ClientEnd::NotAsked(error) | ClientEnd::NotKnown(error) => {
                     self.left.get_or_insert_default().insert(pid);
-                    trouble.get_or_insert(error);
+                    trouble.get_or_insert(TerminationError::Control(error));
                 }
             }
         }
         trouble.map_or(Ok(()), Err)
     }
-}
-
-/// Ends the GPU work of one client. If its server met a fatal GPU error, the client has no work left.
-async fn end_work(
-    control: &Control,
-    server: u32,
-    pid: u32,
-    held: &Held,
-) -> Result<Option<TerminateAnswer>, TerminationError> {
-    if control.server_status(server).await? == ServerStatus::Fault {
-        return Ok(Some(TerminateAnswer::Done));
-    }
-    end_client(control, server, pid, held, Permit::asked_for()).await
-}
-
-/// Ends the GPU work of one client of a server that met no fatal GPU error. The control daemon waits for the client
-/// meanwhile, and everybody waits for the control daemon. So nobody may wait for a client that can't take part. A
-/// client that is stopped or frozen is continued first, and again as often as it stops before the answer comes. A
-/// client is never killed, since that would be a fault for its neighbours. None if the client can't be continued, and
-/// nothing was done.
-pub(super) async fn end_client(
-    control: &Control,
-    server: u32,
-    pid: u32,
-    held: &Held,
-    may_end: Permit,
-) -> Result<Option<TerminateAnswer>, TerminationError> {
-    let mut going_on = match held.go_on().await {
-        Ok(going_on) => going_on,
-        Err(error) => {
-            tracing::warn!(mps_client_pid = pid, "client {pid} can't be continued: {error}");
-            return Ok(None);
-        }
-    };
-    let answer = tokio::select! {
-        answer = control.terminate_client(server, pid, may_end) => answer,
-        never = going_on.keep() => match never {},
-    };
-    if going_on.was_held() {
-        tracing::info!(
-            mps_client_pid = pid,
-            "client {pid} was stopped or frozen; it was continued to end its GPU work"
-        );
-    }
-    Ok(Some(answer?))
 }
 
 /// A wanted client at one of its servers.
@@ -304,35 +248,6 @@ struct Picked {
 /// The clients of a control daemon, by server and client.
 type ListedClients = (Arc<Control>, BTreeMap<(u32, u32), ListedClient>);
 
-/// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
-pub(super) async fn list_clients(
-    controls: &[Arc<Control>],
-) -> (Vec<ListedClients>, Option<TerminationError>) {
-    let mut asked = JoinSet::new();
-    for control in controls {
-        let control = Arc::clone(control);
-        asked.spawn(async move { control.clients(&[]).await.map(|clients| (control, clients)) });
-    }
-    let (mut listed, mut silent) = (Vec::new(), None);
-    while let Some(answer) = asked.join_next().await {
-        match answer {
-            Ok(Ok((control, clients))) => {
-                // A client of two GPUs has two lines.
-                let mut by_client: BTreeMap<_, ListedClient> = BTreeMap::new();
-                for client in clients {
-                    let one = by_client.entry((client.server, client.pid)).or_default();
-                    one.connections.insert(client.id);
-                    one.gpus.insert(client.gpu_prefix);
-                }
-                listed.push((control, by_client));
-            }
-            Ok(Err(error)) => _ = silent.get_or_insert(TerminationError::Control(error)),
-            Err(_) => _ = silent.get_or_insert(TerminationError::NotKnown),
-        }
-    }
-    (listed, silent)
-}
-
 /// The first of these clients by name.
 fn named(unplaced: &[Unplaced]) -> String {
     let words = |one: &Unplaced| format!("{} ({})", one.whose, one.command);
@@ -354,6 +269,7 @@ fn pick(
     let mut containers = BTreeSet::new();
     let (users, mounts) = (users(), SliceMounts::find(slices));
     let gpus = if let TerminationTarget::Slices(names) = wanted { slices.gpus_of(names) } else { Vec::new() };
+    let gpus: Vec<String> = gpus.into_iter().map(str::to_owned).collect();
     for (control, clients) in listed {
         for ((server, pid), client) in clients {
             match hold_if_wanted(pid, wanted, &mounts) {
@@ -519,7 +435,7 @@ mod tests {
         let on = |prefix: &str| {
             let client =
                 ListedClient { gpus: BTreeSet::from([prefix.to_owned()]), ..ListedClient::default() };
-            client.may_be_on(&["GPU-168acfc9-c926-5401-354d-2910ddcd391b"])
+            client.may_be_on(&["GPU-168acfc9-c926-5401-354d-2910ddcd391b".to_owned()])
         };
         assert!(on("GPU-168acfc9-c926-5401") && on("") && !on("GPU-2"));
     }

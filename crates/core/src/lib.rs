@@ -18,6 +18,7 @@
 //! | `budget.rs` | the budget of a slice, and the clients that end for it |
 //! | `links/` | the links by which clients find a control daemon |
 //! | `serve/` | serving: limits, servers, faults, the regular look |
+//! | `tenants/` | the end of clients' work on request |
 //! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
 //! | `configured.rs` | the GPUs that a configuration names |
@@ -38,6 +39,7 @@ mod modes;
 pub mod mps;
 mod permit;
 pub mod serve;
+pub mod tenants;
 
 use alloc::string::String;
 

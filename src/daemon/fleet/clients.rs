@@ -7,10 +7,10 @@ use tokio::sync::watch;
 
 use super::Fleet;
 use crate::daemon::shutdown_report::Doomed;
-use crate::mps::control::Control;
 use crate::supervisor::bypass::Bypass;
 use crate::supervisor::{Status, Supervisor};
 use crate::tenants::clients::ServingDaemon;
+use crate::tenants::ending::ClientsDaemon;
 use common::membership::Slices;
 use common::state_file::Running;
 
@@ -99,21 +99,26 @@ impl Fleet {
 
     /// Every control daemon that may have clients. Control daemons that an earlier service has left
     /// count only if `unsupervised`: nobody takes them over without a plan.
-    pub(crate) fn controls(&self, unsupervised: bool) -> Vec<Arc<Control>> {
-        let left = if unsupervised { self.unsupervised() } else { Vec::new() };
-        self.ask_all(Supervisor::control_in_place).into_iter().flatten().chain(left).collect()
+    pub(crate) fn with_clients(&self, unsupervised: bool) -> Vec<ClientsDaemon> {
+        let in_place =
+            self.ask_all(|supervisor| (supervisor.status().view.id, supervisor.control_in_place()));
+        let state_file = self.tools.state_file.lock();
+        let supervised = in_place.into_iter().filter_map(|(id, there)| {
+            let (control, is_ours) = there?;
+            let running = state_file.control_daemon(&id).filter(|_| is_ours);
+            Some(ClientsDaemon { control, gpus: running.map(|running| running.gpus.clone()) })
+        });
+        let left =
+            state_file.control_daemons().values().filter(|running| unsupervised && running.process.runs());
+        let left = left.map(|running| ClientsDaemon {
+            control: Arc::new(self.tools.front_ends.control_in(running.control_directory())),
+            gpus: Some(running.gpus.clone()),
+        });
+        supervised.chain(left).collect()
     }
 
     fn status(&self, id: &str) -> Option<Status> {
         self.conductor.lock().supervisors.get(id).map(Supervisor::status)
-    }
-
-    fn unsupervised(&self) -> Vec<Arc<Control>> {
-        let state_file = self.tools.state_file.lock();
-        let running = state_file.control_daemons().values();
-        let alive = running.filter(|running| running.process.runs());
-        let front_end = |running: &Running| self.tools.front_ends.control_in(running.control_directory());
-        alive.map(|running| Arc::new(front_end(running))).collect()
     }
 }
 

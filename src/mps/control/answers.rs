@@ -4,15 +4,7 @@ use std::collections::BTreeSet;
 
 use common::host::driver::is_unknown_command;
 use mps_core::mps::{Client, ClientPids, ServerStatus};
-
-/// The result of the request to end a client's GPU work.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TerminateAnswer {
-    /// The client's GPU work has ended. The program gets CUDA error 810.
-    Done,
-    NoSuchClient,
-    NoSuchServer,
-}
+use mps_core::tenants::TerminateAnswer;
 
 /// The clients of each of these servers, and the servers that are there, in an answer in which a percentage stands before
 /// each list. A server that has gone has no clients.

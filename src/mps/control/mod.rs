@@ -21,10 +21,10 @@ use std::time::Duration;
 
 use mps_core::Permit;
 use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
+use mps_core::tenants::TerminateAnswer;
 use rustix::io::Errno;
 use tokio::time::timeout;
 
-pub(crate) use answers::TerminateAnswer;
 pub(crate) use error::ControlError;
 
 use error::{name, unexpected};

@@ -1,0 +1,55 @@
+//! The end of one client's GPU work.
+
+use alloc::string::String;
+
+use super::shell::{ClientShell, TerminateAnswer};
+use crate::Permit;
+use crate::mps::ServerStatus;
+
+/// The result of the attempt to end a client's GPU work at one server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ClientEnd {
+    /// Its GPU work has ended. Its connections stay listed until its next call to CUDA, and are of no use any more.
+    Done,
+    /// It has just gone, or is just coming.
+    NotThere,
+    /// Its server handles a fatal GPU error, and nothing was done.
+    Faulted,
+    /// It can't be continued, for this reason, and nothing was done.
+    StaysStopped(String),
+    /// The control daemon does not say how its server is, and nothing was done.
+    NotAsked(String),
+    /// The answer is missing: its work may have ended or not.
+    NotKnown(String),
+}
+
+/// Ends the GPU work of one client at one of its servers. A client that is stopped or frozen is continued first, and again as
+/// often as it stops before the answer comes. A client is never killed, since that would be a fault for its neighbours. At a
+/// server that handles a fatal GPU error nothing is done: the control daemon would wait for the client, and does nothing else
+/// for anybody meanwhile (measured: 32 s, until the client ended).
+pub async fn end_client<S: ClientShell>(
+    shell: &mut S,
+    control: &S::Control,
+    server: u32,
+    held: &S::Held,
+    may_end: Permit,
+) -> ClientEnd {
+    match shell.server_status(control, server).await {
+        Ok(ServerStatus::Fault) => return ClientEnd::Faulted,
+        Ok(_) => {}
+        Err(why) => return ClientEnd::NotAsked(why),
+    }
+    // A process that has ended may have left its PID to another.
+    if !shell.is_alive(held) {
+        return ClientEnd::NotThere;
+    }
+    let going_on = match shell.go_on(held).await {
+        Ok(going_on) => going_on,
+        Err(why) => return ClientEnd::StaysStopped(why),
+    };
+    match shell.terminate_client(control, server, going_on, may_end).await {
+        Ok(TerminateAnswer::Done) => ClientEnd::Done,
+        Ok(TerminateAnswer::NoSuchClient | TerminateAnswer::NoSuchServer) => ClientEnd::NotThere,
+        Err(why) => ClientEnd::NotKnown(why),
+    }
+}

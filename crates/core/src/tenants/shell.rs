@@ -1,0 +1,118 @@
+//! Everything that the end of clients' work asks of the outside. The service carries it out with front ends, the kernel and
+//! NVML; the tests' world carries it out in memory.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
+
+use crate::mps::{Client, ServerStatus};
+use crate::{CoreTime, GpuUuid, Permit};
+
+/// The connections of a client, by the numbers that its control daemon gives them.
+pub type Connections = BTreeSet<Option<u64>>;
+
+/// A client as its control daemon lists it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ListedClient {
+    /// Its connections.
+    pub connections: Connections,
+    /// The beginnings of the UUIDs of its GPUs. An empty one stands for a GPU that is not known.
+    pub gpus: BTreeSet<String>,
+}
+
+impl ListedClient {
+    /// Whether it may use one of these GPUs.
+    pub fn may_be_on(&self, gpus: &[GpuUuid]) -> bool {
+        self.gpus.iter().any(|prefix| gpus.iter().any(|uuid| uuid.starts_with(prefix.as_str())))
+    }
+}
+
+/// The clients of a control daemon at one moment.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct DaemonClients {
+    /// The GPUs of the control daemon. None: nobody knows, since it is somebody else's.
+    pub gpus: Option<Vec<GpuUuid>>,
+    /// Its clients, by server and PID.
+    pub clients: BTreeMap<(u32, u32), ListedClient>,
+    /// Its servers that handled a fatal GPU error, as of a moment after the list.
+    pub faulted: BTreeSet<u32>,
+}
+
+/// These connections by server and PID. A client of two GPUs has two lines.
+pub fn by_client(connections: Vec<Client>) -> BTreeMap<(u32, u32), ListedClient> {
+    let mut clients: BTreeMap<_, ListedClient> = BTreeMap::new();
+    for Client { pid, id, server, gpu_prefix } in connections {
+        let one = clients.entry((server, pid)).or_default();
+        one.connections.insert(id);
+        one.gpus.insert(gpu_prefix);
+    }
+    clients
+}
+
+/// The answer of a control daemon that was asked to end a client's GPU work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TerminateAnswer {
+    /// The client's GPU work has ended. The program gets CUDA error 810.
+    Done,
+    /// It has no such client.
+    NoSuchClient,
+    /// It has no such server.
+    NoSuchServer,
+}
+
+/// Carries out all that the end of clients' work takes. Each call comes back: it has a deadline of its own. Errors are words.
+pub trait ClientShell: Send {
+    /// The way to a control daemon.
+    type Control: Clone + Send + Sync;
+
+    /// A hold on a process: it stays this process, whatever becomes of its PID.
+    type Held: Clone + Send + Sync;
+
+    /// A process that was continued, and is continued each time that something stops it until this value is dropped.
+    type GoingOn: Send;
+
+    /// The present moment.
+    fn now(&self) -> CoreTime;
+
+    /// Waits.
+    fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
+
+    /// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
+    fn list(&mut self) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, String>)>> + Send;
+
+    /// Holds the process that has this PID now. None if there is none.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    fn hold(&mut self, pid: u32) -> Result<Option<Self::Held>, String>;
+
+    /// Whether the process lives. A zombie does not.
+    fn is_alive(&self, held: &Self::Held) -> bool;
+
+    /// The status of a server.
+    fn server_status(
+        &mut self,
+        control: &Self::Control,
+        server: u32,
+    ) -> impl Future<Output = Result<ServerStatus, String>> + Send;
+
+    /// Continues a process if a signal or a control group stops it.
+    ///
+    /// # Errors
+    /// It stays stopped.
+    fn go_on(&mut self, held: &Self::Held) -> impl Future<Output = Result<Self::GoingOn, String>> + Send;
+
+    /// Ends the GPU work of one client of a server and leaves the server's other clients alone. The control daemon waits for the
+    /// client meanwhile, and everybody waits for the control daemon. So this takes a client that goes on.
+    ///
+    /// # Errors
+    /// There is no answer: the client's work may have ended or not.
+    fn terminate_client(
+        &mut self,
+        control: &Self::Control,
+        server: u32,
+        client: Self::GoingOn,
+        may_end: Permit,
+    ) -> impl Future<Output = Result<TerminateAnswer, String>> + Send;
+}
