@@ -4,7 +4,7 @@ BOARD ?= tesla-p40
 # Each of them has all cores to itself, and installs and fetches what the next one needs as well.
 .NOTPARALLEL:
 
-.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model chaos soak bench
+.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants chaos soak bench
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -72,6 +72,9 @@ check: ## format, lints, links of the documentation, licences and sources of the
 
 model: ## histories of the core in a world in memory, for five minutes (or MODEL_SECONDS), from MODEL_SEED on
 	MODEL_SECONDS=$${MODEL_SECONDS:-300} MODEL_SEED=$${MODEL_SEED:-$$(date +%s)} cargo test --locked -p yunion-mps-core --test histories -- --nocapture
+
+mutants: ## changes the core in one place after another, and names the changes that no test notices: hours (MUTANTS= for options)
+	scripts/mutants.sh
 
 chaos: ## three minutes (or CHAOS_SECONDS) of random kills, stops and reloads under a stream of clients; make test has one
 	scripts/deps.sh

@@ -1,0 +1,240 @@
+//! Servers that come and end, also before anybody can watch them, and the pauses before the next one.
+
+use std::time::Duration;
+
+use mps_core::mps::{Meaning, ServerStatus};
+use mps_core::serve::{Failure, tried_again};
+
+use super::{SERVER, Story};
+
+#[test]
+fn a_server_that_ends_is_told_and_the_next_one_is_started() {
+    let mut story = Story::of(&["A"]);
+    story.host().at(10_000, |host| host.server_ends(SERVER, 1));
+    story.served(10_000);
+    let told = ["failure of 200: server 200 exited with status 1; its log ends here", "server 200 has ended"];
+    assert_eq!(story.host().told[2..], told);
+    assert_eq!(story.shown(), "Backoff, not serving: server 200 exited with status 1; its log ends here");
+    story.served(10_500);
+    assert_eq!((story.shown().as_str(), story.calls("start server")), ("Ready, serving", 1));
+    assert_eq!(story.host().alive, [201]);
+}
+
+#[test]
+fn a_server_that_exits_as_it_should_is_no_failure() {
+    let mut story = Story::of_one_user(&["A"]);
+    story.host().at(10_000, |host| host.server_comes(9));
+    story.host().at(20_000, |host| host.server_ends(9, 0));
+    story.served(25_000);
+    let told = story.host().told.clone();
+    assert_eq!(told[1..], ["server 9 is ready", "server 9 exited with status 0", "server 9 has ended"]);
+    assert_eq!(story.calls("start server"), 0, "the next one comes with a client");
+}
+
+#[test]
+fn a_server_that_ends_before_it_is_watched_is_missed_by_its_status() {
+    let mut story = Story::of(&["A"]);
+    story.served(9000);
+    story.host().at(10_000, |host| host.server_ends(SERVER, 0));
+    // The next one ends at once: nobody has listed it.
+    story.host().at(10_000, |host| host.start_takes = None);
+    story.host().at(10_020, |host| {
+        host.says(Meaning::ServerStarting { server: 300, uid: 0 });
+        host.says(Meaning::ServerExited { server: 300, status: 77 });
+    });
+    story.served(10_100);
+    assert_eq!(
+        story.shown(),
+        "Backoff, not serving: server 300 exited with status 77 before it was ready; its log ends here"
+    );
+}
+
+#[test]
+fn a_server_that_the_check_does_not_find_any_more_is_missed() {
+    let mut story = Story::of(&["A"]);
+    story.served(9000);
+    {
+        // Nobody says that it has ended.
+        let mut host = story.host();
+        host.servers.clear();
+        host.start_takes = None;
+    }
+    story.served(30_500);
+    assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
+}
+
+#[test]
+fn a_server_of_another_user_counts_as_one() {
+    let mut story = Story::of(&["A"]);
+    story.served(9000);
+    story.host().at(10_000, |host| {
+        host.says(Meaning::ServerStarting { server: 300, uid: 1000 });
+        host.server_comes(300);
+        host.server_ends(SERVER, 0);
+    });
+    story.served(20_000);
+    assert_eq!((story.shown().as_str(), story.calls("start server")), ("Ready, serving", 0));
+    assert!(story.has_done("watch 300"));
+}
+
+/// The pauses between the starts of servers that end as soon as they are there, in milliseconds.
+fn pauses(lives_for: u64, starts: usize) -> Vec<u128> {
+    let mut story = Story::of(&["A"]);
+    for server in 0..100 {
+        // Whichever server there is ends so long after its start.
+        let server = SERVER + server;
+        story.host().during("watch", move |host| {
+            let ends = u64::try_from(host.now.as_millis()).unwrap() + lives_for;
+            host.at(ends, move |host| host.server_ends(server, 1));
+        });
+    }
+    story.served(600_000);
+    let times = story.times("start server");
+    times.windows(2).take(starts).map(|two| two[1] - two[0] - u128::from(lives_for)).collect()
+}
+
+#[test]
+fn the_pauses_before_the_next_server_grow_until_one_stays() {
+    // A server takes 150 ms to come.
+    let expected = [0, 100, 200, 400, 800, 1600, 3200, 6400, 12_800, 25_600, 30_000, 30_000, 30_000];
+    let grown: Vec<u128> = expected.iter().map(|pause| pause + 150).collect();
+    assert_eq!(pauses(10, 12), grown[1..].to_vec());
+    assert_eq!(pauses(60_000, 3), [150, 150, 150], "after a minute in health it is started at once");
+    assert_eq!(pauses(59_000, 3), grown[1..4].to_vec());
+}
+
+#[test]
+fn a_server_that_does_not_come_is_tried_again_and_told_once() {
+    let mut story = Story::of(&["A"]);
+    story.served(9000);
+    story.forget();
+    story.host().at(10_000, |host| {
+        host.server_ends(SERVER, 0);
+        host.answers_to.insert("start server", Failure::Failed("it says no".to_owned()));
+    });
+    story.served(11_000);
+    let told = &story.host().told.clone()[2..];
+    assert_eq!(told, ["warning: it says no; retrying in 0.1 s"]);
+    assert_eq!(story.shown(), "Backoff, not serving: it says no");
+    assert_eq!(story.times("start server"), [10_000, 10_100, 10_300, 10_700]);
+    story.host().answers_to.clear();
+    story.served(13_000);
+    assert_eq!(story.shown(), "Ready, serving");
+}
+
+#[test]
+fn the_next_server_gets_the_limits_of_the_order() {
+    let mut story = Story::of(&["A"]);
+    story.host().at(10_000, |host| {
+        host.default_limits.percentage = 99;
+        host.server_ends(SERVER, 0);
+    });
+    story.served(12_000);
+    assert!(
+        story.has_told("warning: limits for new servers were changed by others: 99 instead of 50; restored")
+    );
+    assert_eq!(story.host().servers[&201].percentage, 50);
+    assert!(!story.has_told("started with other limits"));
+}
+
+#[test]
+fn the_end_of_the_control_daemon_ends_a_start_of_a_server() {
+    let mut story = Story::of(&["A"]);
+    story.host().at(10_000, |host| host.server_ends(SERVER, 0));
+    story.host().at(10_100, |host| host.is_dead = true);
+    let ended = story.serve(20_000);
+    assert!(matches!(ended, Some(Err(Failure::Ended { .. }))), "{ended:?}");
+    assert!(story.calls("continue") > 0, "a stopped server would keep the GPU");
+    assert_eq!(story.calls("skip"), 1, "its last words are read, and not all of its log");
+}
+
+#[test]
+fn no_server_is_started_for_one_that_does_not_want_one() {
+    for change in [0, 1, 2] {
+        let mut story = Story::of(&["A"]);
+        story.served(9000);
+        story.break_off(|wanted| match change {
+            0 => wanted.prewarm = false,
+            1 => wanted.retiring = true,
+            _ => {}
+        });
+        story.host().client(1, SERVER, "A");
+        story.forget();
+        story.host().at(10_000, |host| {
+            host.server_ends(SERVER, 0);
+            // It keeps somebody, or it would end.
+            host.client(1, 300, "A");
+            host.servers.insert(301, super::host::HostServer::default());
+            host.servers.remove(&301);
+        });
+        story.host().answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
+        story.host().has_children = Some(true);
+        story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+        story.served(15_000);
+        assert_eq!(story.calls("start server"), usize::from(change == 2), "{change}");
+    }
+}
+
+#[test]
+fn no_server_is_started_while_the_control_daemon_does_not_answer() {
+    let mut story = Story::of(&["A"]);
+    story.served(29_000);
+    story.host().at(30_000, |host| host.answers = Some(Failure::Silent("no answer".to_owned())));
+    story.host().at(31_000, |host| host.server_ends(SERVER, 0));
+    story.served(33_000);
+    assert_eq!(story.calls("start server"), 0);
+    assert!(story.shown().starts_with("Waiting, not serving: no answer"), "{}", story.shown());
+}
+
+#[test]
+fn servers_that_the_service_has_found_are_watched_once() {
+    let mut story = Story::of(&["A"]);
+    story.served(130_000);
+    assert_eq!(story.calls("watch"), 1);
+    assert_eq!(story.times("inspect 200 with limits"), [30_150, 60_150, 90_150, 120_150]);
+}
+
+#[test]
+fn the_end_of_a_server_that_nobody_watches_is_no_news() {
+    let mut story = Story::of(&["A"]);
+    story.served(1000);
+    story.forget();
+    story.host().ended.push_back(999);
+    story.served(2000);
+    assert!(story.host().told.is_empty());
+    assert_eq!(story.shown(), "Ready, serving");
+}
+
+#[test]
+fn clients_that_wait_are_told_with_the_user_that_is_served() {
+    let mut story = Story::of_one_user(&["A"]);
+    story.host().at(1000, |host| {
+        host.says(Meaning::ServerStarting { server: 300, uid: 1000 });
+        host.says(Meaning::ServerReady(300));
+    });
+    story.host().waiting_due = Some(Duration::from_secs(2));
+    story.served(1900);
+    assert!(!story.has_told("clients wait"));
+    story.served(2100);
+    assert!(story.has_told("clients wait while user Some(1000) is served"));
+}
+
+#[test]
+fn a_server_can_be_well_though_it_was_starting_when_it_was_asked() {
+    let mut story = Story::of(&["A"]);
+    story.host().is_mute = true;
+    story.host().at(151, |host| {
+        host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Initializing);
+    });
+    story.host().at(1000, |host| host.servers.get_mut(&SERVER).unwrap().status = None);
+    story.served(900);
+    assert_eq!(story.calls("set limits of 200"), 0);
+    story.served(6000);
+    assert_eq!(story.shown(), "Ready, serving");
+}
+
+#[test]
+fn a_pause_has_words() {
+    assert_eq!(tried_again(Duration::ZERO), "retrying at once");
+    assert_eq!(tried_again(Duration::from_millis(1600)), "retrying in 1.6 s");
+}
