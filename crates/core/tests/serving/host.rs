@@ -75,7 +75,6 @@ pub(crate) struct Host {
     pub(crate) bad_links: Option<String>,
     pub(crate) does_not_lead: Option<Failure>,
     pub(crate) is_log_lost: bool,
-    pub(crate) waiting_due: Option<Duration>,
     /// It does not end when it is asked to.
     pub(crate) stays: bool,
     /// It does not even end by a signal.
@@ -97,6 +96,7 @@ pub(crate) struct Host {
     pub(crate) alive: Vec<u32>,
     pub(crate) shown_gpus: BTreeMap<String, ShownGpu>,
     pub(crate) in_force: Option<u8>,
+    pub(crate) waiting: Vec<u32>,
     pub(crate) left_out: BTreeMap<String, String>,
     /// Shown for each GPU, and whether a server is kept out.
     pub(crate) bypasses: BTreeMap<String, (BTreeSet<ProcessId>, bool)>,

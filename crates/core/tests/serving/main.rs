@@ -2,13 +2,17 @@
 //! have no promise for: what is told, what is asked, and in which order.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
-#![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, clippy::unnecessary_wraps)]
 
 mod capacity;
+mod check;
+mod ends;
+mod gpus;
 mod host;
 mod limits;
 mod servers;
 mod shell;
+mod start;
 
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -206,17 +206,27 @@ fn the_end_of_a_server_that_nobody_watches_is_no_news() {
 }
 
 #[test]
-fn clients_that_wait_are_told_with_the_user_that_is_served() {
-    let mut story = Story::of_one_user(&["A"]);
-    story.host().at(1000, |host| {
-        host.says(Meaning::ServerStarting { server: 300, uid: 1000 });
-        host.says(Meaning::ServerReady(300));
-    });
-    story.host().waiting_due = Some(Duration::from_secs(2));
-    story.served(1900);
-    assert!(!story.has_told("clients wait"));
-    story.served(2100);
-    assert!(story.has_told("clients wait while user Some(1000) is served"));
+fn clients_that_wait_are_told_once_with_the_reason() {
+    for (multiuser, why) in [
+        (false, "until the clients of user 1000 have ended: this control daemon serves one user at a time"),
+        (true, "and no server takes it"),
+    ] {
+        let mut story = if multiuser { Story::of(&["A"]) } else { Story::of_one_user(&["A"]) };
+        story.host().at(1000, |host| {
+            host.says(Meaning::ServerStarting { server: 300, uid: 1000 });
+            host.says(Meaning::ServerReady(300));
+            host.says(Meaning::ClientPending { client: 7, uid: 1001 });
+        });
+        story.served(5900);
+        assert!(story.host().waiting.is_empty());
+        story.served(25_000);
+        assert_eq!(story.host().waiting, [7]);
+        let told = format!("warning: client 7 (command of 7) of user 1001 waits {why}");
+        assert_eq!(story.host().told.iter().filter(|text| **text == told).count(), 1);
+        story.host().at(26_000, |host| host.says(Meaning::ClientAdmitted(7)));
+        story.served(26_000);
+        assert!(story.host().waiting.is_empty(), "at once");
+    }
 }
 
 #[test]

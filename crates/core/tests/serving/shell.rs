@@ -231,14 +231,12 @@ impl Shell for HostShell {
         host.holders.clone()
     }
 
-    fn waiting_due(&self) -> Option<CoreTime> {
-        self.host().waiting_due
+    fn runs_as(&self, _: u32, _: u32) -> bool {
+        true
     }
 
-    fn tell_waiting(&mut self, user_served: Option<u32>) {
-        let mut host = self.host();
-        host.waiting_due = None;
-        host.told.push(format!("clients wait while user {user_served:?} is served"));
+    fn command(&self, pid: u32) -> String {
+        format!("command of {pid}")
     }
 
     fn let_users_in(&mut self) -> Vec<String> {
@@ -295,6 +293,9 @@ impl Shell for HostShell {
             }
             Showing::PutOff => host.note("put off"),
             Showing::InForce { thread_percentage } => host.in_force = Some(thread_percentage),
+            Showing::WaitingClients(waiting) => {
+                host.waiting = waiting.into_iter().map(|(pid, _)| pid).collect();
+            }
             Showing::Servers { alive, gpus } => (host.alive, host.shown_gpus) = (alive, gpus),
         }
     }

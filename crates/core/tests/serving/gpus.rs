@@ -1,0 +1,198 @@
+//! GPUs that a control daemon goes without, compute modes, and programs without MPS.
+
+use mps_core::serve::{CONFIRM_AFTER, Failure, SeenProcess};
+
+use super::{SERVER, Story};
+
+fn left_out(story: &Story, gpu: &str) -> String {
+    story.host().left_out[gpu].clone()
+}
+
+/// A control daemon that has served for a while.
+fn served(gpus: &[&str]) -> Story {
+    let mut story = Story::of(gpus);
+    story.served(1000);
+    story.forget();
+    story
+}
+
+/// A program without MPS, on this GPU.
+fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
+    story.host().at(at, move |host| {
+        host.gpus.get_mut(gpu).unwrap().processes.push(SeenProcess { pid, via_mps: false });
+    });
+}
+
+fn bypasses(story: &Story, gpu: &str) -> (Vec<u32>, bool) {
+    let shown = story.host().bypasses.get(gpu).cloned().unwrap_or_default();
+    (shown.0.into_iter().map(|(pid, _)| pid).collect(), shown.1)
+}
+
+#[test]
+fn a_gpu_that_is_lost_is_told_once_and_asked_by_itself() {
+    let mut story = served(&["A", "B"]);
+    story.host().gpus.get_mut("B").unwrap().lost = Some("it is lost".to_owned());
+    story.served(65_000);
+    assert_eq!(story.host().told, ["unreachable: GPU B: it is lost"]);
+    assert_eq!((left_out(&story, "A").as_str(), left_out(&story, "B").as_str()), ("", "it is lost"));
+    assert_eq!(story.times("read GPUs, each by itself"), [60_150], "another one must not wait for it");
+    story.host().gpus.get_mut("B").unwrap().lost = None;
+    story.served(95_000);
+    assert_eq!(story.host().told[1..], ["GPU B can be reached again"]);
+    assert_eq!(left_out(&story, "B"), "");
+}
+
+#[test]
+fn a_gpu_in_other_hands_is_left_out_until_it_is_free() {
+    let mut story = served(&["A", "B"]);
+    story.break_off(|wanted| wanted.held = [("B".to_owned(), "C".to_owned())].into());
+    story.served(2000);
+    assert_eq!(left_out(&story, "B"), "control daemon C still has it");
+    story.break_off(|wanted| wanted.held.clear());
+    story.served(3000);
+    let told = ["GPU B: control daemon C still has it", "GPU B is free: control daemon C has released it"];
+    let of_gpu: Vec<String> =
+        story.host().told.iter().filter(|text| text.starts_with("GPU B")).cloned().collect();
+    assert_eq!(of_gpu, told);
+}
+
+#[test]
+fn a_mode_that_others_have_changed_is_set_again() {
+    let mut story = served(&["A", "B"]);
+    story.host().gpus.get_mut("B").unwrap().has_our_mode = false;
+    story.served(31_000);
+    assert_eq!(story.times("take the mode of"), [30_150]);
+    let told = "warning: compute mode of B was changed by others; set to EXCLUSIVE_PROCESS again";
+    assert_eq!(story.host().told, [told]);
+    // It can't be set.
+    {
+        let mut host = story.host();
+        let gpu = host.gpus.get_mut("A").unwrap();
+        (gpu.has_our_mode, gpu.refuses) = (false, Some("NVML says no".to_owned()));
+    }
+    story.served(61_000);
+    assert_eq!(story.host().told[1..], ["warning: compute mode of A: NVML says no"]);
+    assert_eq!(left_out(&story, "A"), "", "it serves");
+}
+
+#[test]
+fn modes_that_are_not_ours_to_set_are_left_as_they_are() {
+    let mut story = Story::of(&["A"]);
+    story.wanted.sets_modes = false;
+    story.host().gpus.get_mut("A").unwrap().has_our_mode = false;
+    story.served(65_000);
+    assert_eq!(story.calls("take the mode"), 0);
+    // A GPU that is lost has its mode looked at when it is back.
+    let mut story = served(&["A", "B"]);
+    {
+        let mut host = story.host();
+        let gpu = host.gpus.get_mut("A").unwrap();
+        (gpu.has_our_mode, gpu.lost) = (false, Some("it is lost".to_owned()));
+    }
+    story.served(65_000);
+    assert_eq!(story.calls("take the mode"), 0);
+}
+
+#[test]
+fn a_program_without_mps_is_shown_when_it_was_seen_twice() {
+    let mut story = served(&["A"]);
+    program(&story, 20_000, "A", 7);
+    story.served(31_000);
+    assert_eq!(bypasses(&story, "A"), (vec![], false));
+    story.served(31_200);
+    assert_eq!(bypasses(&story, "A"), (vec![7], true), "the server is not on the GPU");
+    let looks = story.times("client PIDs");
+    assert_eq!(looks[looks.len() - 1] - looks[looks.len() - 2], CONFIRM_AFTER.as_millis());
+    // It ends.
+    story.host().gpus.get_mut("A").unwrap().processes.clear();
+    story.served(61_000);
+    assert_eq!(bypasses(&story, "A"), (vec![], false));
+}
+
+#[test]
+fn a_server_on_the_gpu_is_not_kept_out() {
+    let mut story = served(&["A"]);
+    program(&story, 20_000, "A", SERVER);
+    program(&story, 20_000, "A", 7);
+    story.served(32_000);
+    assert_eq!(bypasses(&story, "A"), (vec![7], false));
+    // Nor is a server where everybody may use the GPU.
+    let mut story = served(&["A"]);
+    story.break_off(|wanted| wanted.sets_modes = false);
+    story.host().gpus.get_mut("A").unwrap().has_our_mode = false;
+    program(&story, 20_000, "A", 7);
+    story.served(35_000);
+    assert_eq!(bypasses(&story, "A"), (vec![7], false));
+}
+
+#[test]
+fn a_server_that_is_ready_has_the_bypasses_looked_at() {
+    let mut story = served(&["A"]);
+    program(&story, 1500, "A", 7);
+    story.host().at(2000, |host| host.server_ends(SERVER, 1));
+    story.served(4000);
+    assert_eq!(bypasses(&story, "A"), (vec![7], true));
+}
+
+#[test]
+fn clients_that_the_control_daemon_lists_are_no_bypasses() {
+    let mut story = served(&["A"]);
+    story.host().at(20_000, |host| {
+        host.client(7, SERVER, "A");
+        let gpu = host.gpus.get_mut("A").unwrap();
+        gpu.processes.extend([7, SERVER].map(|pid| SeenProcess { pid, via_mps: pid == 7 }));
+    });
+    story.served(45_000);
+    assert_eq!(bypasses(&story, "A"), (vec![], false));
+    assert!(story.has_done("remember {7}"), "it is known by its name when it has to be told of");
+    // NVML says that a process is a client, and the control daemon does not know it: another control daemon's.
+    story.host().clients.clear();
+    story.served(60_000);
+    assert_eq!(bypasses(&story, "A"), (vec![7], false));
+}
+
+#[test]
+fn nobody_is_asked_for_clients_where_servers_are_alone() {
+    let mut story = served(&["A"]);
+    program(&story, 20_000, "A", SERVER);
+    story.served(65_000);
+    assert_eq!(story.calls("client PIDs"), 0);
+}
+
+#[test]
+fn the_last_result_stays_where_clients_are_not_listed() {
+    let mut story = served(&["A"]);
+    program(&story, 20_000, "A", 7);
+    story.served(32_000);
+    story.host().answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
+    program(&story, 40_000, "A", 8);
+    story.served(65_000);
+    assert_eq!(bypasses(&story, "A"), (vec![7], true));
+}
+
+#[test]
+fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
+    use mps_core::mps::ServerStatus;
+    let mut story = served(&["A"]);
+    story.host().at(20_000, |host| {
+        host.gpus.get_mut("A").unwrap().processes.push(SeenProcess { pid: 7, via_mps: true });
+    });
+    // It faults between the look at its status and the look at its clients.
+    story.host().during("client PIDs", |host| {
+        host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault);
+    });
+    story.served(33_000);
+    assert_eq!(bypasses(&story, "A"), (vec![], false));
+}
+
+#[test]
+fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
+    let mut story = Story::of(&["A"]);
+    story.wanted.gpus.push(super::wanted_gpu("B"));
+    story.host().gpus.insert("B".to_owned(), super::host::HostGpu::default());
+    program(&story, 100, "B", 7);
+    story.served(65_000);
+    assert_eq!(bypasses(&story, "B"), (vec![], false));
+    let reason = "not in the control daemon's hands until it restarts";
+    assert_eq!(story.host().shown_gpus["B"].reason, reason);
+}

@@ -1,0 +1,266 @@
+//! Starts: who makes way, which GPUs it gets, and multi-user mode.
+
+use std::sync::{Arc, Mutex};
+
+use mps_core::serve::{Failure, GpuReach, SeenProcess, StartPlace, Starter, Stranger, WantedUsers, start};
+use mps_core::{CoreTime, GpuUuid, Permit};
+
+use super::host::Host;
+use super::shell::HostShell;
+use super::{Story, polled};
+
+/// A start on a host.
+struct HostStart {
+    shell: HostShell,
+    own: Option<Stranger>,
+    pipe: Option<Stranger>,
+    has_pipe: bool,
+    stays: bool,
+    has_no_program: bool,
+    /// The ways in which the processes come up, one after the other.
+    come_up: Vec<Result<(), Failure>>,
+    spawned: Vec<(Vec<GpuUuid>, bool)>,
+    forgotten: usize,
+}
+
+impl HostStart {
+    fn of(gpus: &[&str]) -> Self {
+        Self {
+            shell: HostShell(Arc::new(Mutex::new(Host::new(gpus)))),
+            own: None,
+            pipe: None,
+            has_pipe: false,
+            stays: false,
+            has_no_program: false,
+            come_up: Vec::new(),
+            spawned: Vec::new(),
+            forgotten: 0,
+        }
+    }
+
+    fn start(&mut self, gpus: &[&str], users: WantedUsers) -> (Result<bool, Failure>, GpuReach) {
+        let wanted = Story::of(gpus).wanted;
+        let mut reach = GpuReach::default();
+        let started = polled(std::pin::pin!(start(self, &mut reach, &wanted, users))).unwrap();
+        (started, reach)
+    }
+
+    fn started(&mut self, gpus: &[&str]) -> Result<bool, Failure> {
+        self.start(gpus, MULTIUSER).0
+    }
+
+    fn told(&self) -> Vec<String> {
+        self.shell.host().told.clone()
+    }
+}
+
+const MULTIUSER: WantedUsers = WantedUsers { multiuser: true, is_optional: true, without: "no" };
+
+impl Starter for HostStart {
+    type Gpus = HostShell;
+
+    fn gpus(&mut self) -> &mut HostShell {
+        &mut self.shell
+    }
+
+    fn now(&self) -> CoreTime {
+        CoreTime::ZERO
+    }
+
+    fn find_program(&mut self) -> Result<(), Failure> {
+        let missing = || Failure::Waiting("the program is not there".to_owned());
+        if self.has_no_program { Err(missing()) } else { Ok(()) }
+    }
+
+    async fn stranger(&mut self, place: StartPlace) -> Result<Option<Stranger>, Failure> {
+        Ok(if place == StartPlace::Own { self.own.clone() } else { self.pipe.clone() })
+    }
+
+    async fn end_stranger(&mut self, place: StartPlace, pid: u32, may_end: Permit) -> Result<bool, Failure> {
+        self.shell.host().note(format!("end {pid} in {place:?} ({:?})", may_end.cause()));
+        Ok(!self.stays)
+    }
+
+    fn open_directories(&mut self) -> Result<bool, Failure> {
+        Ok(self.has_pipe)
+    }
+
+    async fn spawn(&mut self, gpus: &[GpuUuid], multiuser: bool) -> Result<(), Failure> {
+        self.spawned.push((gpus.to_vec(), multiuser));
+        Ok(())
+    }
+
+    async fn comes_up(&mut self, _: &mut GpuReach) -> Result<(), Failure> {
+        if self.come_up.is_empty() { Ok(()) } else { self.come_up.remove(0) }
+    }
+
+    fn has_ended(&mut self) {
+        self.forgotten += 1;
+    }
+
+    fn passed(&self, step: &'static str, _: &str) {
+        self.shell.host().steps.push(step);
+    }
+
+    fn tell(&mut self, text: String) {
+        self.shell.host().told.push(text);
+    }
+}
+
+fn stranger(pid: Option<u32>, clients: Result<usize, String>) -> Option<Stranger> {
+    let (directory, end_it) = ("/pipe".to_owned(), "`quit` ends it".to_owned());
+    Some(Stranger { pid, directory, end_it, clients })
+}
+
+fn refuses() -> Result<(), Failure> {
+    Err(Failure::Ended { text: "it does not know the option".to_owned(), refuses_multiuser: true })
+}
+
+#[test]
+fn nobody_is_in_the_way() {
+    let mut shell = HostStart::of(&["A", "B"]);
+    assert_eq!(shell.started(&["A", "B"]), Ok(true));
+    assert_eq!(shell.spawned, [(vec!["A".to_owned(), "B".to_owned()], true)]);
+    assert_eq!(shell.shell.host().steps, ["compute-modes", "listens"]);
+    let modes = shell.shell.host().calls.iter().filter(|(_, call)| call.starts_with("take the mode")).count();
+    assert_eq!(modes, 2);
+}
+
+#[test]
+fn without_the_program_nothing_is_touched() {
+    let mut shell = HostStart::of(&["A"]);
+    shell.has_no_program = true;
+    assert_eq!(shell.started(&["A"]), Err(Failure::Waiting("the program is not there".to_owned())));
+    assert!(shell.shell.host().calls.is_empty());
+}
+
+#[test]
+fn a_stranger_without_clients_makes_way_in_either_place() {
+    for is_own in [true, false] {
+        let mut shell = HostStart::of(&["A"]);
+        shell.has_pipe = true;
+        *(if is_own { &mut shell.own } else { &mut shell.pipe }) = stranger(Some(7), Ok(0));
+        assert_eq!(shell.started(&["A"]), Ok(true));
+        let told =
+            "control daemon PID 7 in /pipe was not started by this service and has no client: replacing it";
+        assert_eq!(shell.told(), [told]);
+        let ended = if is_own { "end 7 in Own (Unused)" } else { "end 7 in Pipe (Unused)" };
+        assert_eq!(shell.shell.host().calls[0].1, ended);
+    }
+}
+
+#[test]
+fn the_pipe_directory_is_asked_only_where_it_is_another_one() {
+    let mut shell = HostStart::of(&["A"]);
+    shell.pipe = stranger(Some(7), Ok(1));
+    assert_eq!(shell.started(&["A"]), Ok(true));
+}
+
+#[test]
+fn a_stranger_with_clients_is_left_to_them() {
+    for (pid, clients, words) in [
+        (
+            Some(7),
+            Ok(1),
+            "a control daemon that is not ours (PID 7) serves 1 client in /pipe; it is replaced when they are done, or \
+             `quit` ends it",
+        ),
+        (
+            Some(7),
+            Err("it hangs".to_owned()),
+            "a control daemon that is not ours (PID 7) holds /pipe: it hangs; `quit` ends it",
+        ),
+        (
+            None,
+            Ok(0),
+            "a control daemon that is not ours (an unknown PID) serves 0 clients in /pipe; it is replaced when they are \
+             done, or `quit` ends it",
+        ),
+    ] {
+        let mut shell = HostStart::of(&["A"]);
+        shell.own = stranger(pid, clients);
+        assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
+        assert!(shell.shell.host().calls.is_empty() && shell.spawned.is_empty());
+    }
+}
+
+#[test]
+fn a_stranger_that_does_not_go_is_waited_for() {
+    let mut shell = HostStart::of(&["A"]);
+    (shell.own, shell.stays) = (stranger(Some(7), Ok(0)), true);
+    let words = "control daemon PID 7 in /pipe was asked to end and has not yet";
+    assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
+    assert!(shell.spawned.is_empty());
+}
+
+#[test]
+fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
+    let mut shell = HostStart::of(&["A", "B", "C"]);
+    shell.shell.host().gpus.get_mut("B").unwrap().lost = Some("it is lost".to_owned());
+    shell.shell.host().gpus.get_mut("C").unwrap().refuses = Some("NVML says no".to_owned());
+    let (started, reach) = shell.start(&["A", "B", "C"], MULTIUSER);
+    assert_eq!(started, Ok(true));
+    assert_eq!(shell.spawned, [(vec!["A".to_owned()], true)]);
+    assert!(reach.is_left_out("B") && reach.is_left_out("C") && !reach.is_left_out("A"));
+    let told = [
+        "unreachable: GPU B: it is lost",
+        "warning: GPU C: it is served once its compute mode can be set: NVML says no",
+    ];
+    assert_eq!(shell.told(), told);
+}
+
+#[test]
+fn without_any_gpu_nothing_is_started() {
+    let mut shell = HostStart::of(&["A"]);
+    shell.shell.host().gpus.get_mut("A").unwrap().lost = Some("it is lost".to_owned());
+    let words = "none of its GPUs can be served: GPU A: it is lost";
+    assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
+    assert!(shell.spawned.is_empty());
+}
+
+#[test]
+fn a_driver_that_refuses_multi_user_mode_gets_none_if_that_is_allowed() {
+    let mut shell = HostStart::of(&["A"]);
+    shell.come_up = vec![refuses()];
+    assert_eq!(shell.started(&["A"]), Ok(false));
+    assert_eq!(shell.spawned.iter().map(|(_, multiuser)| *multiuser).collect::<Vec<_>>(), [true, false]);
+    assert_eq!(shell.forgotten, 1);
+    assert_eq!(shell.told(), ["this driver's control daemon refuses multi-user mode; it runs without"]);
+}
+
+#[test]
+fn a_driver_that_refuses_multi_user_mode_is_told_of_where_it_is_needed() {
+    let mut shell = HostStart::of(&["A"]);
+    shell.come_up = vec![refuses()];
+    let (started, _) = shell.start(&["A"], WantedUsers { is_optional: false, ..MULTIUSER });
+    let words = "this driver's control daemon refuses multi-user mode; set cuda_mps_multiuser to no";
+    assert_eq!(started, Err(Failure::Waiting(words.to_owned())));
+    assert_eq!((shell.spawned.len(), shell.forgotten), (1, 1));
+}
+
+#[test]
+fn one_that_ends_for_another_reason_is_not_started_again() {
+    for multiuser in [true, false] {
+        let mut shell = HostStart::of(&["A"]);
+        let text = "it does not know the option".to_owned();
+        // Without multi-user mode, the words are somebody else's.
+        let ended = Failure::Ended { text, refuses_multiuser: !multiuser };
+        shell.come_up = vec![Err(ended.clone())];
+        let (started, _) = shell.start(&["A"], WantedUsers { multiuser, ..MULTIUSER });
+        assert_eq!((started, shell.spawned.len(), shell.forgotten), (Err(ended), 1, 0));
+    }
+}
+
+#[test]
+fn programs_on_the_gpus_are_seen_before_it_starts() {
+    let mut shell = HostStart::of(&["A", "B"]);
+    for (uuid, pid, via_mps) in [("A", 7, false), ("A", 8, true)] {
+        shell.shell.host().gpus.get_mut(uuid).unwrap().processes.push(SeenProcess { pid, via_mps });
+    }
+    let (started, reach) = shell.start(&["A", "B"], MULTIUSER);
+    assert_eq!(started, Ok(true));
+    // Once is not enough.
+    assert!(shell.shell.host().bypasses.values().all(|(seen, _)| seen.is_empty()));
+    let noted = format!("{reach:?}");
+    assert!(noted.contains("(7, 7)") && !noted.contains("(8, 8)"), "{noted}");
+}
