@@ -1,251 +1,435 @@
-//! Random histories of reloads, with clients on the GPUs. Whatever is ordered, no client is lost, nobody of ours counts as
-//! a bypass, no two control daemons have the same GPU, and in the end every GPU is served.
+//! The world of the core's tests against the truth: the same deeds are done in the world (`crates/core/tests/world/scripted.rs`)
+//! and on a simulated host with the shipped programs, or with NVIDIA's own control daemons. After each deed both show the same.
 //!
-//! `HISTORY_SEED` repeats a history, and `HISTORY_STEPS` makes it longer.
+//! `HOST_HISTORIES` says how many are tried, `HISTORY_SEED` where they begin, and `HISTORY_STEPS` how many deeds each has.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
+use regex::Regex;
 use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::support::client::Client;
-use crate::support::host::{Host, alive, signal_pid, text};
-use crate::support::random::Random;
+use crate::support::host::{Host, alive, signal_pid, succeeded, text};
+use crate::support::slice::inode;
 use crate::support::wait::wait_for;
+use world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, SeenDaemon, gpu};
 
-/// The GPUs that come and go: each with its render node and its name.
-const GPUS: [(u32, &str); 3] = [(128, "1b:00.0"), (129, "2d:00.0"), (130, "43:00.0")];
+// Most of it is for the core's own histories.
+#[allow(dead_code)]
+#[path = "../../crates/core/tests/world/mod.rs"]
+mod world;
 
-const STEPS: u64 = 16;
+/// The histories of `make test` with each of NVIDIA's control daemons.
+const WITH_NVIDIAS: u64 = 3;
 
-/// The most clients at a time.
-const CLIENTS: usize = 3;
+/// The hosts at a time. Each waits most of the time.
+const HOSTS: usize = 3;
 
-struct History {
+/// The time until a host shows what the world shows. It is reached only if something is broken.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// The pause between two looks.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// The world's name of each GPU, its address, and its render node.
+const GPUS: [(&str, &str, u32); 3] = [("A", "1b:00.0", 128), ("B", "2d:00.0", 129), ("D", "43:00.0", 130)];
+
+/// A client on the host.
+struct Guest {
+    program: Client,
+    stays: bool,
+    /// The server that it came to.
+    server: u32,
+}
+
+/// A host on which the deeds of a script are done.
+struct Twin {
     // Before the host, which ends what it has started.
-    clients: Vec<Served>,
+    guests: BTreeMap<ClientNumber, Guest>,
     host: Host,
-    random: Random,
-    drained: BTreeSet<&'static str>,
-    /// Everything that was done, for whoever reads of a failure.
-    told: String,
+    /// By UUID, the world's names of the GPUs.
+    names: BTreeMap<String, &'static str>,
+    /// All clients that ever came, by PID.
+    numbers: BTreeMap<u32, ClientNumber>,
+    is_up: bool,
 }
 
-/// A client that was served.
-struct Served {
-    client: Client,
-    /// The control daemon that serves it.
-    control: u32,
-}
-
-impl History {
-    fn begin(random: Random) -> Self {
+impl Twin {
+    /// With the simulator's control daemon, or with another one, of this driver and in this directory.
+    fn new(control_daemon: Option<(&str, &Path)>) -> Self {
         let mut host = Host::new("h200x8");
-        host.devices(&[&entry(GPUS[0].0)]);
-        host.start();
-        host.wait_for_state("ready");
-        Self { clients: Vec::new(), host, random, drained: BTreeSet::new(), told: String::new() }
-    }
-
-    fn one_of<T: Copy>(&mut self, all: &[T]) -> T {
-        all[usize::try_from(self.random.below(all.len() as u64)).unwrap()]
-    }
-
-    fn tell(&mut self, what: &str) {
-        writeln!(self.told, "{what}").unwrap();
-    }
-
-    fn step(&mut self) {
-        match self.random.below(10) {
-            0..4 => self.reload(),
-            4..7 if self.clients.len() < CLIENTS => self.begin_client(),
-            4..8 => self.end_client(),
-            8 => self.drain(),
-            _ => self.kill_control_daemon(),
+        host.configure("cuda_mps_fault_grace: 1\ncuda_mps_quit_timeout: 1");
+        if let Some((series, programs)) = control_daemon {
+            host.plant("driver", series);
+            host.prefer(programs);
+            host.configure("cuda_mps_prewarm: false");
         }
-    }
-
-    fn reload(&mut self) {
-        let topology = self.one_of(&["shared", "per_gpu"]);
-        let set = self.random.below(7) + 1;
-        let wanted = GPUS.iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);
-        let wanted: Vec<(u32, &str)> = wanted.map(|(_, gpu)| *gpu).collect();
-        self.tell(&format!("reload: {topology} of {wanted:?}"));
-        let entries: Vec<String> = wanted.iter().map(|(node, _)| entry(*node)).collect();
-        self.host.devices(&entries.iter().map(String::as_str).collect::<Vec<_>>());
-        self.host.configure(&format!("cuda_mps_topology: {topology}"));
-        let answer = self.host.call("Control.Reload");
-        assert!(answer.status.success(), "{}\n{}", text(&answer), self.told);
-    }
-
-    /// A client of a GPU that is served. It counts once it is served.
-    fn begin_client(&mut self) {
-        let status = self.host.json(&["status"]).unwrap();
-        // A program that comes while an idle control daemon restarts runs without MPS.
-        let stays = |gpu: &&str| {
-            let Some(control) = control_of(&status, gpu) else { return false };
-            let in_use = self.clients.iter().any(|served| served.control == control["pid"]);
-            control["state"] == "ready" || in_use
-        };
-        let healthy =
-            status["gpus"].as_array().unwrap().iter().filter(|gpu| gpu["healthy"] == true).map(name);
-        let open = healthy.filter(|name| !self.drained.contains(name));
-        let open: Vec<&str> = open.filter(stays).collect();
-        if open.is_empty() {
-            return;
-        }
-        let name = self.one_of(&open);
-        let mut client = Client::start(&mut self.host.program_of(&format!("{name}-0"), &["hold", "600"]));
-        let pid = client.id();
-        let control = wait_for("the client's start or end", || {
-            if client.try_wait().unwrap().is_some() {
-                return Some(None);
-            }
-            serves(&self.host, pid).map(Some)
+        let names = GPUS.iter().enumerate().map(|(place, (name, ..))| {
+            let uuid = fs::read_to_string(host.path(&format!("gpus/{place}/uuid"))).unwrap();
+            (uuid.trim().to_owned(), gpu(name))
         });
-        self.tell(&format!("client {pid} on {name}, served by {control:?}"));
-        if let Some(control) = control {
-            self.clients.push(Served { client, control });
-        }
+        let names = names.collect();
+        let (guests, numbers) = (BTreeMap::new(), BTreeMap::new());
+        Self { guests, host, names, numbers, is_up: false }
     }
 
-    fn end_client(&mut self) {
-        if self.clients.is_empty() {
-            return;
-        }
-        let place = usize::try_from(self.random.below(self.clients.len() as u64)).unwrap();
-        let gone = self.clients.swap_remove(place);
-        self.tell(&format!("client {} ends", gone.client.id()));
-        gone.client.end();
-    }
-
-    fn drain(&mut self) {
-        let (_, name) = self.one_of(&GPUS);
-        let verb = if self.drained.contains(name) { "undrain" } else { "drain" };
-        let answer = self.host.mpsctl(&[verb, name]);
-        self.tell(&format!("{verb} {name}: {}", answer.status));
-        // A GPU that is not configured has no name.
-        if answer.status.success() && !self.drained.remove(name) {
-            self.drained.insert(name);
-        }
-    }
-
-    fn kill_control_daemon(&mut self) {
-        let status = self.host.json(&["status"]).unwrap();
-        let all = status["control_daemons"].as_array().unwrap().iter();
-        let pids: Vec<u32> = all.filter_map(|one| u32::try_from(one["pid"].as_u64()?).ok()).collect();
-        if pids.is_empty() {
-            return;
-        }
-        let pid = self.one_of(&pids);
-        self.tell(&format!("control daemon {pid} is killed"));
-        self.clients.retain(|served| served.control != pid);
-        signal_pid(pid, Signal::KILL);
-        wait_for("its end", || (!alive(pid)).then_some(()));
-    }
-
-    fn check(&mut self) {
-        for served in &mut self.clients {
-            let ended = served.client.try_wait().unwrap();
-            assert_eq!(ended, None, "client {} is lost after\n{}", served.client.id(), self.told);
-        }
-        let log = self.host.log();
-        assert!(!log.contains("is used without our MPS server"), "a bypass after\n{}", self.told);
-        // Nobody can be listed while a control daemon ends.
-        if let Some(listed) = listed(&self.host) {
-            let bypasses: Vec<_> = listed.iter().filter(|(_, bypass)| **bypass).collect();
-            assert!(bypasses.is_empty(), "bypasses {bypasses:?} after\n{}", self.told);
-        }
-        let status = self.host.json(&["status"]).unwrap();
-        let all = status["control_daemons"].as_array().unwrap();
-        for key in ["id", "pid"] {
-            let values: Vec<String> = all
-                .iter()
-                .map(|one| &one[key])
-                .filter(|value| !value.is_null())
-                .map(Value::to_string)
-                .collect();
-            let different: BTreeSet<&String> = values.iter().collect();
-            assert_eq!(different.len(), values.len(), "{key} twice in {status:#} after\n{}", self.told);
-        }
-        let state = fs::read(self.host.path("run/state.json")).unwrap();
-        let state: Value = serde_json::from_slice(&state).unwrap();
-        let mut gpus = BTreeSet::new();
-        for (id, running) in state["control_daemons"].as_object().unwrap() {
-            let pid = u32::try_from(running["process"]["pid"].as_u64().unwrap()).unwrap();
-            for gpu in running["gpus"].as_array().unwrap().iter().filter(|_| alive(pid)) {
-                assert!(gpus.insert(gpu.to_string()), "{gpu} twice, also in {id}, after\n{}", self.told);
+    /// Does something. It may take a while until the host shows all of it.
+    fn play(&mut self, deed: &Deed, before: &Seen) {
+        match deed {
+            Deed::Reload { is_shared, gpus, thread_percentage } => {
+                self.configure(gpus);
+                let topology = if *is_shared { "shared" } else { "per_gpu" };
+                self.reload(&format!(
+                    "cuda_mps_topology: {topology}\ncuda_mps_thread_percentage: {thread_percentage}\n\
+                     enable_cuda_mps: true"
+                ));
+            }
+            Deed::Disable => self.reload("enable_cuda_mps: false"),
+            Deed::Comes { client, gpu, stays } => self.comes(*client, gpu, *stays),
+            Deed::Leaves(client) => self.guests.remove(client).unwrap().program.end(),
+            Deed::Fault { client, gpu, ends_control_daemon: false } => self.fault(*client, gpu),
+            Deed::Fault { client, gpu, ends_control_daemon: true } => {
+                self.host.plant("mps/fault/fault-ends-control", "");
+                let server = self.server_on(gpu).unwrap();
+                self.fault(*client, gpu);
+                self.end_with(server);
+                self.host.clear("mps/fault/fault-ends-control");
+            }
+            Deed::Force => _ = succeeded(&self.host.mpsctl(&["apply", "--force"])),
+            Deed::KillServer { id } => {
+                let server = self.server_on(before.daemons[id].gpus[0]).unwrap();
+                signal_pid(server, Signal::KILL);
+                self.end_with(server);
+            }
+            Deed::KillControlDaemon { id } => {
+                let servers: BTreeSet<u32> =
+                    before.daemons[id].gpus.iter().filter_map(|gpu| self.server_on(gpu)).collect();
+                signal_pid(self.running()[id].pid, Signal::KILL);
+                servers.into_iter().for_each(|server| self.end_with(server));
+            }
+            Deed::Drain { slice, is_drained } => {
+                let (name, ordinal) = slice.split_once('-').unwrap();
+                let verb = if *is_drained { "drain" } else { "undrain" };
+                succeeded(&self.host.mpsctl(&[verb, &format!("{}-{ordinal}", address(name))]));
+            }
+            Deed::KillService => {
+                self.host.signal(Signal::KILL);
+                self.host.ended();
+                self.is_up = false;
+            }
+            Deed::StartService => {
+                self.host.start();
+                self.is_up = true;
+            }
+            Deed::StopService => {
+                assert_eq!(self.host.stop().code(), Some(0), "{}", self.host.log());
+                self.is_up = false;
             }
         }
     }
 
-    /// Without clients, everything that is configured is served.
-    fn end(mut self) {
-        while !self.clients.is_empty() {
-            self.end_client();
-        }
-        let undrained = self.host.mpsctl(&["undrain", "--all"]);
-        assert!(undrained.status.success(), "{}", text(&undrained));
-        let told = &self.told;
-        let served = |status: &Value| {
-            let gpus = status["gpus"].as_array().unwrap();
-            status["service"]["state"] == "ready" && gpus.iter().all(|gpu| gpu["healthy"] == true)
+    fn configure(&self, gpus: &[&str]) {
+        let wanted = GPUS.iter().filter(|(name, ..)| gpus.contains(name));
+        let entry = |(_, _, node): &(&str, &str, u32)| {
+            format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: 2")
         };
-        self.host.wait_for_status(&format!("every GPU served after\n{told}"), served);
-        assert_eq!(self.host.stop().code(), Some(0));
+        let entries: Vec<String> = wanted.map(entry).collect();
+        self.host.devices(&entries.iter().map(String::as_str).collect::<Vec<_>>());
+    }
+
+    fn reload(&self, lines: &str) {
+        self.host.configure(lines);
+        if self.is_up {
+            let answer = self.host.call("Control.Reload");
+            assert!(answer.status.success(), "{}", text(&answer));
+        }
+    }
+
+    /// `cuda-client` in the first slice of a GPU. Its environment is like a container's, and needs no service that could be
+    /// asked for it.
+    fn program(&self, gpu: &str, arguments: &[&str]) -> Command {
+        let mut command = self.host.program(arguments);
+        let (uuid, _) = self.names.iter().find(|(_, name)| **name == gpu).unwrap();
+        let directory = self.slices().join(directory_name(&format!("{gpu}-0")));
+        command.env("CUDA_MPS_PIPE_DIRECTORY", directory).env("CUDA_VISIBLE_DEVICES", uuid);
+        command
+    }
+
+    fn comes(&mut self, client: ClientNumber, gpu: &'static str, stays: bool) {
+        let arguments: &[&str] = if stays { &["hold", "600", "--stay"] } else { &["hold", "600"] };
+        let program = Client::start(&mut self.program(gpu, arguments));
+        let pid = program.id();
+        let is_served = || self.processes_on(gpu).contains(&(pid, "client".to_owned())).then_some(());
+        wait_for("the client", is_served);
+        let server = self.server_on(gpu).unwrap();
+        self.guests.insert(client, Guest { program, stays, server });
+        self.numbers.insert(pid, client);
+    }
+
+    fn fault(&mut self, client: ClientNumber, gpu: &str) {
+        let mut culprit = Client::start(&mut self.program(gpu, &["fault"]));
+        self.numbers.insert(culprit.id(), client);
+        let status = wait_for("the culprit's end", || culprit.try_wait().unwrap());
+        assert_eq!(status.code(), Some(4), "the culprit was no client");
+    }
+
+    /// A server ends, and its clients with it: before they do, the simulator lets no server onto their GPUs.
+    fn end_with(&mut self, server: u32) {
+        wait_for("the server's end", || (!alive(server)).then_some(()));
+        self.guests.retain(|_, guest| guest.server != server);
+    }
+
+    /// Clients that stay though their server has ended would stay for ever.
+    fn tidy_up(&mut self) {
+        self.guests.retain(|_, guest| {
+            let has_ended = guest.program.try_wait().unwrap().is_some();
+            !has_ended && (!guest.stays || alive(guest.server))
+        });
+    }
+
+    fn slices(&self) -> PathBuf {
+        self.host.path("mps/pipe/slices")
+    }
+
+    /// The processes on a GPU, each with its kind.
+    fn processes_on(&self, gpu: &str) -> Vec<(u32, String)> {
+        let place = GPUS.iter().position(|(name, ..)| *name == gpu).unwrap();
+        let entries = fs::read_dir(self.host.path(&format!("gpus/{place}/processes")));
+        let process = |entry: fs::DirEntry| {
+            let pid = entry.file_name().to_str()?.parse().ok()?;
+            let kind = fs::read_to_string(entry.path()).ok()?.split_whitespace().next()?.to_owned();
+            alive(pid).then_some((pid, kind))
+        };
+        entries.into_iter().flatten().filter_map(|entry| process(entry.unwrap())).collect()
+    }
+
+    fn server_on(&self, gpu: &str) -> Option<u32> {
+        let all = self.processes_on(gpu);
+        all.into_iter().find(|(_, kind)| kind == "server").map(|(pid, _)| pid)
+    }
+
+    /// The control daemons of the state file that run, by id.
+    fn running(&self) -> BTreeMap<String, Running> {
+        let Ok(bytes) = fs::read(self.host.path("run/state.json")) else { return BTreeMap::new() };
+        let state: Value = serde_json::from_slice(&bytes).unwrap();
+        let one = |(id, entry): (&String, &Value)| {
+            let pid = number_in(&entry["process"]["pid"]).unwrap();
+            let gpus = entry["gpus"].as_array().unwrap().iter();
+            let gpus = gpus.map(|uuid| self.names[uuid.as_str().unwrap()]).collect();
+            let directory = entry["private_directory"].as_str().or(entry["pipe_directory"].as_str());
+            let directory = directory.unwrap().into();
+            let id = self.names.get(id).map_or_else(|| id.clone(), |name| (*name).to_owned());
+            alive(pid).then_some((id, Running { pid, gpus, directory }))
+        };
+        let all = state["control_daemons"].as_object();
+        all.into_iter().flatten().filter_map(one).collect()
+    }
+
+    /// Without a service and clients nothing is left.
+    fn end(mut self) {
+        self.guests.clear();
+        if !self.is_up {
+            self.host.start();
+            wait_for("an answer", || self.host.json(&["status"]));
+        }
+        assert_eq!(self.host.stop().code(), Some(0), "{}", self.host.log());
         self.host.nothing_runs();
-        for gpu in 0..GPUS.len() {
-            assert_eq!(self.host.compute_mode(gpu), "Default", "GPU {gpu} after\n{}", self.told);
+    }
+
+    /// All that the host shows, or the reason why it is not at rest.
+    fn look(&mut self) -> Result<Seen, String> {
+        self.tidy_up();
+        let running = self.running();
+        let mut seen = Seen::default();
+        for (id, one) in &running {
+            let daemon = SeenDaemon { gpus: one.gpus.clone(), published: None };
+            seen.daemons.insert(id.clone(), daemon);
+        }
+        for (place, (name, ..)) in GPUS.into_iter().enumerate() {
+            let mode = fs::read_to_string(self.host.path(&format!("gpus/{place}/compute_mode"))).unwrap();
+            if mode.trim() == "Exclusive_Process" {
+                seen.with_our_mode.insert(gpu(name));
+            }
+            let number = |pid: u32| self.numbers.get(&pid).filter(|number| self.guests.contains_key(number));
+            for (pid, kind) in self.processes_on(name) {
+                match (kind.as_str(), number(pid)) {
+                    ("client", Some(client)) => _ = seen.clients.insert(*client, gpu(name)),
+                    ("server", _) => {}
+                    _ => return Err(format!("{kind} {pid} is on {name}")),
+                }
+            }
+            for slice in [0, 1].map(|ordinal| format!("{name}-{ordinal}")) {
+                let leads_to = inode(&self.slices().join(directory_name(&slice)).join("control"));
+                let is_it = |one: &Running| leads_to == inode(&one.directory.join("control"));
+                let there = running.iter().find(|(_, one)| leads_to.is_some() && is_it(one));
+                seen.ways.extend(there.map(|(id, _)| (slice, id.clone())));
+            }
+        }
+        if seen.clients.len() != self.guests.len() {
+            return Err("not every client is on its GPU".to_owned());
+        }
+        seen.told = self.told();
+        if self.is_up {
+            self.add_published(&mut seen, &running)?;
+        }
+        Ok(seen)
+    }
+
+    /// Adds what is published. It has to be about the processes that run.
+    fn add_published(&self, seen: &mut Seen, running: &BTreeMap<String, Running>) -> Result<(), String> {
+        let published = self.host.json(&["status"]).ok_or("the service does not answer")?;
+        let name = |id: &str| self.names.get(id).map_or_else(|| id.to_owned(), |name| (*name).to_owned());
+        let mut ids = BTreeSet::new();
+        for one in published["control_daemons"].as_array().unwrap() {
+            let (id, pid) = (name(one["id"].as_str().unwrap()), number_in(&one["pid"]));
+            let runs = running.get(&id).filter(|running| Some(running.pid) == pid);
+            let (Some(_), Some(daemon)) = (runs, seen.daemons.get_mut(&id)) else {
+                return Err(format!("{id} is published with PID {pid:?}, which does not run"));
+            };
+            let servers: Vec<u32> = one["servers"].as_array().unwrap().iter().filter_map(number_in).collect();
+            if let Some(server) = servers.iter().find(|server| !alive(**server)) {
+                return Err(format!("server {server} is published, which does not run"));
+            }
+            daemon.published = Some((one["state"].as_str().unwrap().to_owned(), servers.len()));
+            ids.insert(id);
+        }
+        if let Some(id) = seen.daemons.keys().find(|id| !ids.contains(*id)) {
+            return Err(format!("{id} runs, and is not published"));
+        }
+        for one in published["gpus"].as_array().unwrap().iter().filter(|one| one["healthy"] == true) {
+            let (name, ..) = GPUS.iter().find(|(_, address, _)| one["addr"] == *address).unwrap();
+            let percentage = number_in(&one["confirmed_thread_percentage"]).ok_or("no limit is in force")?;
+            seen.served.insert(gpu(name), u8::try_from(percentage).unwrap());
+        }
+        let clients = self.host.json(&["clients"]).ok_or("the clients can't be listed")?;
+        let listed = clients.as_array().unwrap().iter();
+        let listed: Option<BTreeSet<ClientNumber>> = listed
+            .map(|one| self.numbers.get(&number_in(&one["pid"])?).filter(|_| one["bypass"] != true).copied())
+            .collect();
+        if listed != Some(seen.clients.keys().copied().collect()) {
+            return Err(format!("other clients are listed: {clients}"));
+        }
+        Ok(())
+    }
+
+    /// The clients that were ever told as hit.
+    fn told(&self) -> BTreeSet<ClientNumber> {
+        let (line, pid) =
+            (Regex::new("clients that were hit: .*").unwrap(), Regex::new(r"PID (\d+)").unwrap());
+        let log = self.host.log();
+        let hit = line.find_iter(&log).flat_map(|line| pid.captures_iter(line.as_str()).collect::<Vec<_>>());
+        hit.map(|pid| self.numbers[&pid[1].parse().unwrap()]).collect()
+    }
+
+    /// Waits until the host shows what the world shows, in two looks one after the other.
+    fn shows(&mut self, expected: &Seen) -> Result<(), String> {
+        let begun = Instant::now();
+        let mut same = 0;
+        loop {
+            let seen = self.look();
+            same = if seen.as_ref() == Ok(expected) { same + 1 } else { 0 };
+            if same == 2 {
+                return Ok(());
+            }
+            if begun.elapsed() > DEADLINE {
+                let seen = seen.map_or_else(|why| why, |seen| seen.to_string());
+                return Err(format!("the world shows\n{expected}and the host shows\n{seen}"));
+            }
+            thread::sleep(PAUSE);
         }
     }
 }
 
-fn entry(node: u32) -> String {
-    format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: 4")
+/// A control daemon in the state file.
+struct Running {
+    pid: u32,
+    gpus: Vec<&'static str>,
+    directory: PathBuf,
 }
 
-fn name(gpu: &Value) -> &str {
-    gpu["addr"].as_str().unwrap()
+fn address(name: &str) -> &'static str {
+    GPUS.iter().find(|(gpu, ..)| *gpu == name).unwrap().1
 }
 
-/// The processes on the GPUs, and whether each bypasses MPS. None if a control daemon can't list its clients just now.
-fn listed(host: &Host) -> Option<BTreeMap<u32, bool>> {
-    let listed = host.json(&["clients"])?;
-    let one =
-        |client: &Value| (u32::try_from(client["pid"].as_u64().unwrap()).unwrap(), client["bypass"] == true);
-    Some(listed.as_array().unwrap().iter().map(one).collect())
+/// The directory of a slice.
+fn directory_name(slice: &str) -> String {
+    let (name, ordinal) = slice.split_once('-').unwrap();
+    format!("{}-{ordinal}", address(name).replace(':', "_"))
 }
 
-/// The control daemon that is to serve this GPU.
-fn control_of<'s>(status: &'s Value, gpu: &str) -> Option<&'s Value> {
-    let gpu = status["gpus"].as_array().unwrap().iter().find(|one| name(one) == gpu)?;
-    let all = status["control_daemons"].as_array().unwrap();
-    all.iter().find(|one| one["id"] == gpu["control_daemon"])
+fn number_in(value: &Value) -> Option<u32> {
+    u32::try_from(value.as_u64()?).ok()
 }
 
-/// The PID of the control daemon that serves this client, once one does.
-fn serves(host: &Host, client: u32) -> Option<u32> {
-    let status = host.json(&["status"])?;
-    let client = client.to_string();
-    let has = |control: &&Value| {
-        let clients = host.front_end(Path::new(control["control_directory"].as_str().unwrap()), "ps");
-        clients.lines().any(|line| line.split_whitespace().next() == Some(&client))
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+}
+
+/// Does the same in the world and on a host. The error says where they differ.
+fn play(seed: u64, control_daemon: Option<(&str, &Path)>) -> Result<(), String> {
+    let mut script = Script::new(seed, control_daemon.is_none());
+    let mut twin = Twin::new(control_daemon);
+    let mut told = String::new();
+    for _ in 0..number("HISTORY_STEPS").unwrap_or(DEEDS) {
+        let deed = script.choose();
+        told += &format!("{deed:?}\n");
+        let before = script.seen();
+        script.play(&deed);
+        twin.play(&deed, &before);
+        let shows = twin.shows(&script.seen());
+        shows.map_err(|why| {
+            format!(
+                "after\n{told}{why}the world's story:\n{}\nthe service's log:\n{}",
+                script.story(),
+                twin.host.log()
+            )
+        })?;
+    }
+    twin.end();
+    Ok(())
+}
+
+/// Tries so many histories, several at a time.
+fn try_all(test: &str, histories: u64, control_daemon: Option<(&str, &Path)>) {
+    let first = number("HISTORY_SEED").unwrap_or(1);
+    let most = number("HOST_HISTORIES").unwrap_or(histories);
+    let (next, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
+    let try_on = || {
+        while !has_failed.load(Ordering::Relaxed) {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= most {
+                return;
+            }
+            let seed = first.wrapping_add(number);
+            let played = play(seed, control_daemon);
+            has_failed.fetch_or(played.is_err(), Ordering::Relaxed);
+            if let Err(why) = played {
+                panic!("{test} with HISTORY_SEED={seed} HOST_HISTORIES=1: {why}");
+            }
+        }
     };
-    let control = status["control_daemons"].as_array().unwrap().iter().find(has)?;
-    Some(u32::try_from(control["pid"].as_u64()?).unwrap())
+    thread::scope(|scope| (0..HOSTS).for_each(|_| _ = scope.spawn(try_on)));
 }
 
 #[test]
-fn random_histories_lose_nobody() {
-    let (random, _seed) = Random::seeded_by("HISTORY_SEED", "histories::random_histories_lose_nobody");
-    let steps = std::env::var("HISTORY_STEPS").map_or(STEPS, |steps| steps.parse().unwrap());
-    let mut history = History::begin(random);
-    for _ in 0..steps {
-        history.step();
-        history.check();
+fn the_host_shows_what_the_world_shows() {
+    try_all("the_host_shows_what_the_world_shows", SCRIPTS, None);
+}
+
+#[test]
+fn nvidias_control_daemons_show_what_the_world_shows() {
+    for series in ["535", "550", "555"] {
+        let programs = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);
+        let is_there = programs.join("nvidia-cuda-mps-control").is_file();
+        assert!(is_there, "{} is missing; fetch it with scripts/fetch-mps-control.sh", programs.display());
+        try_all("nvidias_control_daemons_show_what_the_world_shows", WITH_NVIDIAS, Some((series, &programs)));
     }
-    history.end();
 }

@@ -14,6 +14,8 @@
 
 mod world;
 
+use std::any::Any;
+use std::collections::BTreeSet;
 use std::num::NonZero;
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::OnceLock;
@@ -21,6 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use world::scripted::{DEEDS, SCRIPTS, Script};
 use world::{Mood, World, mixed};
 
 /// The histories of `make test`.
@@ -59,12 +62,14 @@ fn play(steps: &[u64], mood: Mood, tells: bool) -> Result<(), (String, String)> 
         }
         world.check_all_is_served_in_the_end();
     }));
-    played.map_err(|why| {
-        let text = why.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let why = text.or_else(|| why.downcast_ref::<String>().cloned());
-        let why = why.unwrap_or_else(|| "a panic without words".to_owned());
-        (why, world.story().to_owned())
-    })
+    played.map_err(|why| (words(&*why), world.story().to_owned()))
+}
+
+/// The words of a panic.
+fn words(why: &(dyn Any + Send)) -> String {
+    let text = why.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| why.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "a panic without words".to_owned())
 }
 
 /// The shortest history that still fails: steps are left out as long as it does.
@@ -90,6 +95,28 @@ fn shortest_story(seed: u64) -> String {
     let (steps, mood) = (shortest(history(seed), mood(seed)), mood(seed));
     let (why, story) = play(&steps, mood, true).unwrap_err();
     format!("{why}\n{} steps are enough:\n{story}", steps.len())
+}
+
+/// The scripts that are tried on another host too: what must hold holds in them, and each kind of deed is tried.
+#[test]
+fn scripts_try_every_kind_of_deed() {
+    let play = |seed| {
+        let mut script = Script::new(seed, true);
+        let kinds = (0..DEEDS).map(|_| {
+            let deed = script.choose();
+            script.play(&deed);
+            let seen = script.seen();
+            let is_served = |gpu| seen.daemons.values().any(|one| one.gpus.contains(gpu));
+            assert!(seen.clients.values().all(is_served), "{seen}{}", script.story());
+            format!("{deed:?}").split(|letter: char| !letter.is_alphabetic()).next().unwrap().to_owned()
+        });
+        kinds.collect::<BTreeSet<String>>()
+    };
+    let played = panic::catch_unwind(|| (1..=SCRIPTS).flat_map(play).collect::<BTreeSet<String>>());
+    let kinds =
+        played.map_err(|why| words(&*why)).map(|kinds| kinds.into_iter().collect::<Vec<_>>().join(" "));
+    let all = "Comes Disable Drain Fault Force KillControlDaemon KillServer KillService Leaves Reload StartService StopService";
+    assert_eq!(kinds.as_deref(), Ok(all));
 }
 
 #[test]

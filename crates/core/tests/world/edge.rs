@@ -430,26 +430,17 @@ impl Shell for SimShell {
                     self.check_limits_are_in_force(&mps);
                 }
             }
-            Showing::Servers { alive, .. } if alive != reader.servers => {
-                reader.news += 1;
-                reader.servers = alive;
+            Showing::Servers { alive, gpus } => {
+                reader.news += usize::from(alive != reader.servers);
+                (reader.servers, reader.gpus) = (alive, gpus);
             }
-            Showing::PutOff
-            | Showing::InForce { .. }
-            | Showing::Servers { .. }
-            | Showing::WaitingClients(_) => {}
+            Showing::InForce { thread_percentage } => reader.in_force = Some(thread_percentage),
+            Showing::PutOff | Showing::WaitingClients(_) => {}
         }
     }
 
-    /// Who was hit is told: each once, and nobody else.
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {
-        let mut mps = self.lock();
-        for client in clients {
-            let hit = (server, ordinal, client);
-            assert!(mps.hits.contains(&hit), "who-was-hit-is-told: {hit:?} was not hit");
-            assert!(mps.reader.told.insert(hit), "who-was-hit-is-told: {hit:?} is told twice");
-            mps.reader.words.push(format!("client {client} was hit on the GPU with number {ordinal}"));
-        }
+        self.lock().tell_hit(server, ordinal, &clients);
     }
 
     fn describe(&self, clients: &[&Client]) -> String {

@@ -7,6 +7,7 @@ mod edge;
 mod mps;
 mod nvml;
 mod reader;
+pub(crate) mod scripted;
 mod serving;
 mod shell;
 mod starting;
@@ -177,7 +178,15 @@ pub(crate) struct World {
 
 impl World {
     pub(crate) fn new(mood: Mood, tells: bool) -> Self {
-        let mut world = Self {
+        let mut world = Self::without_service(mood, tells);
+        world.demand = world.any_demand(&mut Dice::new(1));
+        world.start_service();
+        world
+    }
+
+    /// A host on which no service has run yet.
+    fn without_service(mood: Mood, tells: bool) -> Self {
+        Self {
             mood,
             now: Duration::from_secs(1),
             gpus: GPUS
@@ -199,10 +208,7 @@ impl World {
             strange: BTreeSet::new(),
             acts: 0,
             story: tells.then(String::new),
-        };
-        world.demand = world.any_demand(&mut Dice::new(1));
-        world.start_service();
-        world
+        }
     }
 
     pub(crate) fn story(&self) -> &str {

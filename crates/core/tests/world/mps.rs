@@ -403,6 +403,15 @@ impl Mps {
         }
     }
 
+    /// The lines that name clients that were hit come now, if they have not come yet.
+    pub(super) fn say_who_was_hit(&mut self) {
+        let is_late = |what: &Later| matches!(what, Later::Says(Meaning::TornDown { .. }));
+        let late = self.later.extract_if(.., |(_, what)| is_late(what)).map(|(_, what)| what);
+        for what in late.collect::<Vec<_>>() {
+            self.happens(what);
+        }
+    }
+
     /// Somebody else changes limits: of a server, or of the servers to come.
     pub(super) fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
         let setting = match server.map(|pid| self.servers.get_mut(&pid)) {

@@ -1,10 +1,10 @@
 //! The knowledge of a service about one control daemon that it watches, and all that it shows and tells. It ends with the
 //! service.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
-use mps_core::serve::{Requested, ShownAs, ShownState};
+use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
 
 use super::mps::{Hit, Mps};
 
@@ -40,6 +40,9 @@ pub(super) struct Reader {
     pub(super) state: Option<ShownState>,
     pub(super) ends_when_idle: bool,
     pub(super) servers: Vec<u32>,
+    pub(super) gpus: BTreeMap<String, ShownGpu>,
+    /// The thread percentage that is shown as in force.
+    pub(super) in_force: Option<u8>,
     /// The GPUs that are shown as left out.
     pub(super) left_out: BTreeSet<String>,
     /// The number of times that something new was told or shown.
@@ -83,6 +86,16 @@ impl Mps {
                     || !self.reader.ended.is_empty()
                     || (takes_requests && !self.reader.requests.is_empty())
             }
+        }
+    }
+
+    /// Who was hit is told: each once, and nobody else.
+    pub(super) fn tell_hit(&mut self, server: u32, ordinal: usize, clients: &[u32]) {
+        for client in clients {
+            let hit = (server, ordinal, *client);
+            assert!(self.hits.contains(&hit), "who-was-hit-is-told: {hit:?} was not hit");
+            assert!(self.reader.told.insert(hit), "who-was-hit-is-told: {hit:?} is told twice");
+            self.reader.words.push(format!("client {client} was hit on the GPU with number {ordinal}"));
         }
     }
 

@@ -23,6 +23,18 @@ pub(super) struct Watched {
     known: Rc<RefCell<Known>>,
 }
 
+impl Watched {
+    /// The control daemon has ended. What was still to be said of it is said.
+    pub(super) fn end(self) {
+        let hit = self.known.borrow_mut().take_hit();
+        if let Some((server, hit)) = hit {
+            for (ordinal, clients) in hit {
+                self.mps.lock().unwrap().tell_hit(server, ordinal, &clients);
+            }
+        }
+    }
+}
+
 /// An act under way. It ends with its outcome, and whether the control daemon has ended.
 pub(super) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
 

@@ -47,7 +47,9 @@ impl World {
 
     pub(super) fn forget(&mut self, id: &str) {
         if let Some(service) = &mut self.service {
-            service.watched.remove(id);
+            if let Some(watched) = service.watched.remove(id) {
+                watched.end();
+            }
             if let Some(admission) = service.admissions.get(id) {
                 admission.end();
             }

@@ -159,15 +159,20 @@ impl World {
     }
 
     /// Whether some act can come on without time that passes.
-    fn comes_on(&self) -> bool {
+    pub(super) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty() || service.tasks.keys().any(|id| self.can_come_on(id))
     }
 
     /// Nothing happens until the next moment.
     fn go_on_in_time(&mut self) {
-        self.in_a_row.clear();
         self.force_if_clients_are_unknown();
+        self.sleep();
+    }
+
+    /// Lets time pass until something is to be done, or happens by itself.
+    pub(super) fn sleep(&mut self) {
+        self.in_a_row.clear();
         let next = self.next_moment().unwrap_or(self.now + Duration::from_secs(1));
         self.advance(next.max(self.now + Duration::from_millis(1)));
         if self.service.as_ref().and_then(|one| one.core.due()).is_some_and(|due| due <= self.now) {

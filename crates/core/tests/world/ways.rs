@@ -39,7 +39,7 @@ pub(super) struct SimAdmission {
     drained: Arc<Mutex<SimDrained>>,
 }
 
-fn slices(gpus: &[String]) -> impl Iterator<Item = (String, String)> {
+pub(super) fn slices(gpus: &[String]) -> impl Iterator<Item = (String, String)> {
     gpus.iter().flat_map(|gpu| (0..SLICES).map(move |ordinal| (format!("{gpu}-{ordinal}"), gpu.clone())))
 }
 
@@ -188,13 +188,15 @@ impl World {
     /// not.
     pub(super) fn drain(&mut self, dice: &mut Dice) {
         let all: Vec<String> = slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
-        let Some(name) = dice.pick(&all).cloned().filter(|_| self.service.is_some() && !self.is_disk_full)
-        else {
-            return;
-        };
+        if let Some(name) = dice.pick(&all).filter(|_| self.service.is_some() && !self.is_disk_full) {
+            self.drain_or_give_back(name);
+        }
+    }
+
+    pub(super) fn drain_or_give_back(&mut self, name: &str) {
         let is_drained = {
             let drained = &mut self.drained.lock().unwrap().0;
-            drained.insert(name.clone()) || !drained.remove(&name)
+            drained.insert(name.to_owned()) || !drained.remove(name)
         };
         self.add_to_story(|| format!("{name} is drained: {is_drained}"));
         let mut stuck = false;
@@ -213,9 +215,9 @@ impl World {
             }
         }
         if stuck {
-            self.stuck.insert(name);
+            self.stuck.insert(name.to_owned());
         } else {
-            self.stuck.remove(&name);
+            self.stuck.remove(name);
         }
     }
 

@@ -1,0 +1,458 @@
+//! Scripts: a few deeds of people and a few accidents, one after the other, each with the time that it needs. Nothing else
+//! goes wrong in between, so that the same deeds can be done on another host, and must come out the same there.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use mps_core::links::DrainedSlices;
+use mps_core::mps::ServerStatus;
+use mps_core::serve::{Requested, ShownAs};
+use mps_core::{Configured, Demand, Goal, Order};
+
+use super::admin::nothing;
+use super::mps::{Hit, Mps};
+use super::serving::percentage_of;
+use super::ways::slices;
+use super::{Dice, Ending, GpuState, Mode, Mood, World};
+
+/// The GPUs. None is too old: on a host with such a one servers are of one user.
+const GPUS: [&str; 3] = ["A", "B", "D"];
+
+/// The scripts that are tried on a host, and the deeds of each.
+pub(crate) const SCRIPTS: u64 = 24;
+pub(crate) const DEEDS: u64 = 10;
+
+/// The time after each deed. Within it a fault's grace ends, and health checks are made.
+const PAUSE: Duration = Duration::from_secs(60);
+
+/// The most clients of a GPU before one comes that meets an error.
+const CLIENTS: usize = 2;
+
+/// The orders that differ in their limits.
+const PAYLOADS: [u32; 3] = [0, 15, 40];
+
+/// A client, by the number with which it came.
+pub(crate) type ClientNumber = usize;
+
+/// Something that people do, or that happens to them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Deed {
+    Reload {
+        is_shared: bool,
+        gpus: Vec<&'static str>,
+        thread_percentage: u8,
+    },
+    Disable,
+    /// It comes through the first slice of its GPU. After an error it stays, or ends.
+    Comes {
+        client: ClientNumber,
+        gpu: &'static str,
+        stays: bool,
+    },
+    Leaves(ClientNumber),
+    /// A client comes, and meets a fatal GPU error. The control daemon may end of it.
+    Fault {
+        client: ClientNumber,
+        gpu: &'static str,
+        ends_control_daemon: bool,
+    },
+    /// Changes that wait for clients are made now.
+    Force,
+    KillServer {
+        id: String,
+    },
+    KillControlDaemon {
+        id: String,
+    },
+    /// Drains a slice, or gives it back.
+    Drain {
+        slice: String,
+        is_drained: bool,
+    },
+    KillService,
+    StartService,
+    StopService,
+}
+
+/// A control daemon that runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SeenDaemon {
+    pub(crate) gpus: Vec<&'static str>,
+    /// Its state, and the number of its servers, as they are published. None: nobody publishes anything.
+    pub(crate) published: Option<(String, usize)>,
+}
+
+/// All that a host shows when nothing happens any more.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Seen {
+    /// By id.
+    pub(crate) daemons: BTreeMap<String, SeenDaemon>,
+    /// The GPUs that are published as served, each with the thread percentage in force.
+    pub(crate) served: BTreeMap<&'static str, u8>,
+    /// The slices with a directory that leads to a control daemon that runs, each with the id of that one.
+    pub(crate) ways: BTreeMap<String, String>,
+    /// The clients at work, or with work that is lost to an error, each with its GPU.
+    pub(crate) clients: BTreeMap<ClientNumber, &'static str>,
+    /// The clients that were ever told as hit by a fatal GPU error.
+    pub(crate) told: BTreeSet<ClientNumber>,
+    /// The GPUs with the service's compute mode.
+    pub(crate) with_our_mode: BTreeSet<&'static str>,
+}
+
+impl fmt::Display for Seen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (id, one) in &self.daemons {
+            writeln!(f, "  control daemon {id}: {one:?}")?;
+        }
+        writeln!(f, "  served: {:?}", self.served)?;
+        writeln!(f, "  slices lead to: {:?}", self.ways)?;
+        writeln!(f, "  clients: {:?}, told as hit: {:?}", self.clients, self.told)?;
+        writeln!(f, "  with our compute mode: {:?}", self.with_our_mode)
+    }
+}
+
+/// The GPU with this name.
+pub(crate) fn gpu(name: &str) -> &'static str {
+    GPUS.into_iter().find(|gpu| *gpu == name).unwrap()
+}
+
+/// A client that has come.
+struct Attendant {
+    pid: u32,
+    gpu: &'static str,
+    stays: bool,
+}
+
+/// A world with people who do one thing at a time.
+pub(crate) struct Script {
+    world: World,
+    /// Chooses deeds.
+    dice: Dice,
+    /// Chooses what goes on first where several things do.
+    turns: Dice,
+    /// Without them there are no clients, no faults, and no directories of slices.
+    has_servers: bool,
+    /// The number of deeds so far.
+    played: usize,
+    clients: BTreeMap<ClientNumber, Attendant>,
+    /// The number of clients that came.
+    came: ClientNumber,
+    /// All that ever came, by PID.
+    numbers: BTreeMap<u32, ClientNumber>,
+    told: BTreeSet<ClientNumber>,
+}
+
+impl Script {
+    pub(crate) fn new(seed: u64, has_servers: bool) -> Self {
+        let mut world = World::without_service(Mood::Everything, true);
+        world.is_calm = true;
+        let gpu = |gpu: &str| (gpu.to_owned(), GpuState { mode: Mode::Default, own: Mode::Default });
+        world.gpus = GPUS.map(gpu).into();
+        Self {
+            world,
+            dice: Dice::new(seed),
+            turns: Dice::new(seed.wrapping_add(1)),
+            has_servers,
+            played: 0,
+            clients: BTreeMap::new(),
+            came: 0,
+            numbers: BTreeMap::new(),
+            told: BTreeSet::new(),
+        }
+    }
+
+    pub(crate) fn story(&self) -> &str {
+        self.world.story()
+    }
+
+    /// Something that makes sense at this moment. It begins with a service that starts.
+    pub(crate) fn choose(&mut self) -> Deed {
+        match self.played {
+            0 => return reload(&mut self.dice),
+            1 => return Deed::StartService,
+            _ => {}
+        }
+        loop {
+            let kind = self.dice.below(if self.world.service.is_some() { 24 } else { 12 });
+            if let Some(deed) = self.any_of_kind(kind) {
+                return deed;
+            }
+        }
+    }
+
+    fn any_of_kind(&mut self, kind: usize) -> Option<Deed> {
+        let is_up = self.world.service.is_some();
+        Some(match kind {
+            0..3 if !is_up => Deed::StartService,
+            0..3 => reload(&mut self.dice),
+            3..8 => Deed::Comes { client: self.came, gpu: self.any_open_gpu()?, stays: self.dice.one_in(3) },
+            8 | 9 => Deed::Leaves(*self.dice.pick(&self.clients.keys().copied().collect::<Vec<_>>())?),
+            10 => Deed::KillControlDaemon { id: self.any_daemon(|_| true)? },
+            11 => Deed::KillServer { id: self.any_daemon(has_well_server)? },
+            12..16 => Deed::Fault {
+                client: self.came,
+                gpu: self.any_open_gpu()?,
+                ends_control_daemon: self.dice.one_in(4),
+            },
+            16..19 => self.any_force()?,
+            19 | 20 => {
+                // A GPU that the configuration does not name has no name.
+                let gpus = self.world.demand.orders.iter().flat_map(|order| &order.gpus).cloned();
+                let slices: Vec<String> = slices(&gpus.collect::<Vec<_>>()).map(|(slice, _)| slice).collect();
+                let slice = self.dice.pick(&slices)?.clone();
+                let is_drained = !self.world.is_drained(&slice);
+                Deed::Drain { slice, is_drained }
+            }
+            21 => Deed::KillService,
+            22 => Deed::StopService,
+            _ => Deed::Disable,
+        })
+    }
+
+    /// A GPU that takes a client now.
+    fn any_open_gpu(&mut self) -> Option<&'static str> {
+        let mut gpus = GPUS.to_vec();
+        gpus.retain(|gpu| self.takes_a_client(gpu).is_some());
+        self.dice.pick(&gpus).copied()
+    }
+
+    fn any_force(&self) -> Option<Deed> {
+        let waits = |mps: &Mps| mps.reader.state.as_ref().is_some_and(|one| one.state == ShownAs::Waiting);
+        self.world.daemons.values().any(|one| waits(&one.lock())).then_some(Deed::Force)
+    }
+
+    /// The control daemon that takes a client that comes to this GPU now.
+    fn takes_a_client(&self, gpu: &str) -> Option<u32> {
+        let there = self.clients.values().filter(|one| one.gpu == gpu).count();
+        if !self.has_servers || there >= CLIENTS {
+            return None;
+        }
+        let pid = self.world.leads_to(&format!("{gpu}-0"))?;
+        has_well_server(&self.world.daemons.get(&pid)?.lock()).then_some(pid)
+    }
+
+    /// The id of a control daemon that runs.
+    fn any_daemon(&mut self, is_one: fn(&Mps) -> bool) -> Option<String> {
+        let ids = self.world.state_file.daemons.keys();
+        let living = ids.filter(|id| self.world.living(id).is_some_and(|(_, one)| is_one(&one.lock())));
+        let living: Vec<String> = living.cloned().collect();
+        self.dice.pick(&living).cloned()
+    }
+
+    /// Does something, and waits until nothing comes of it any more.
+    pub(crate) fn play(&mut self, deed: &Deed) {
+        self.world.add_to_story(|| format!("--- {deed:?}"));
+        // Some of these may end, and nobody else has their last words.
+        let before: Vec<Arc<Mutex<Mps>>> =
+            self.world.daemons.values().map(|one| Arc::clone(&one.mps)).collect();
+        self.played += 1;
+        self.begin(deed);
+        self.wait();
+        let here = self.world.daemons.values().map(|one| Arc::clone(&one.mps));
+        let all: Vec<Arc<Mutex<Mps>>> = before.into_iter().chain(here).collect();
+        for mps in &all {
+            let told: Vec<Hit> = mps.lock().unwrap().reader.told.iter().copied().collect();
+            self.told.extend(told.iter().filter_map(|(_, _, pid)| self.numbers.get(pid)));
+        }
+        let world = &self.world;
+        self.clients.retain(|_, one| world.has_client(one.pid));
+    }
+
+    fn begin(&mut self, deed: &Deed) {
+        match deed {
+            Deed::Reload { .. } | Deed::Disable => {
+                self.world.demand = demand(deed);
+                self.world.pursue();
+            }
+            Deed::Comes { client, gpu, stays } => _ = self.comes(*client, gpu, *stays),
+            Deed::Leaves(client) => {
+                let pid = self.clients[client].pid;
+                self.leaves(pid);
+            }
+            Deed::Fault { client, gpu, ends_control_daemon } => {
+                self.fault(*client, gpu, *ends_control_daemon);
+            }
+            Deed::Force => {
+                for watched in self.world.service.iter().flat_map(|service| service.watched.values()) {
+                    let request = Requested::Apply { force: true };
+                    watched.mps.lock().unwrap().reader.requests.push_back(request);
+                }
+            }
+            Deed::KillServer { id } => {
+                let mut mps = self.world.living(id).unwrap().1.lock();
+                let server = *mps.servers.keys().next().unwrap();
+                mps.end_server(server, true, None);
+            }
+            Deed::KillControlDaemon { id } => {
+                let pid = self.world.living(id).unwrap().0;
+                self.world.daemons.remove(&pid).unwrap().lock().end(None);
+            }
+            Deed::Drain { slice, .. } => self.world.drain_or_give_back(slice),
+            Deed::KillService => self.world.kill_service(),
+            Deed::StartService => self.world.start_service(),
+            Deed::StopService => self.world.end_service_for(Ending::ForGood),
+        }
+    }
+
+    fn comes(&mut self, client: ClientNumber, gpu: &'static str, stays: bool) -> u32 {
+        let daemon = &self.world.daemons[&self.takes_a_client(gpu).unwrap()];
+        let ordinal = daemon.gpus.iter().position(|one| one == gpu).unwrap();
+        let pid = daemon.lock().client_comes(ordinal).expect("a client that is taken");
+        self.came = client + 1;
+        self.clients.insert(client, Attendant { pid, gpu, stays });
+        self.numbers.insert(pid, client);
+        pid
+    }
+
+    fn leaves(&mut self, pid: u32) {
+        if let Some(daemon) = self.world.daemons.values().find(|one| one.lock().clients.contains_key(&pid)) {
+            daemon.lock().client_leaves(pid);
+        }
+        self.world.bury();
+    }
+
+    /// Who was hit ends, except for clients that stay.
+    fn fault(&mut self, client: ClientNumber, gpu: &'static str, ends_control_daemon: bool) {
+        let culprit = self.comes(client, gpu, false);
+        let pid = self.world.leads_to(&format!("{gpu}-0")).unwrap();
+        let mps = Arc::clone(&self.world.daemons[&pid].mps);
+        let mut mps = mps.lock().unwrap();
+        mps.fault(culprit);
+        mps.servers.values_mut().for_each(|server| server.lists = true);
+        if ends_control_daemon {
+            mps.say_who_was_hit();
+            mps.end(None);
+        }
+        let is_hit = |one: &&Attendant| !one.stays && mps.clients.get(&one.pid).is_some_and(|one| one.is_hit);
+        let hit: Vec<u32> = self.clients.values().filter(is_hit).map(|one| one.pid).collect();
+        for pid in hit {
+            mps.client_leaves(pid);
+        }
+        drop(mps);
+        self.world.bury();
+    }
+
+    /// Everything goes on until nothing comes of it any more.
+    fn wait(&mut self) {
+        let until = self.world.now + PAUSE;
+        while self.world.now < until {
+            // The drivers of the other host know how servers are.
+            for mps in self.world.service.iter().flat_map(|service| service.starting.values()) {
+                mps.lock().unwrap().is_old = false;
+            }
+            if self.world.comes_on() {
+                self.world.carry_on(&mut self.turns);
+            } else {
+                self.world.sleep();
+            }
+            self.world.check();
+        }
+    }
+
+    /// All that the world shows.
+    pub(crate) fn seen(&self) -> Seen {
+        let mut seen = self.world.seen();
+        seen.clients = self.clients.iter().map(|(client, one)| (*client, one.gpu)).collect();
+        seen.told.clone_from(&self.told);
+        if !self.has_servers {
+            seen.ways.clear();
+            seen.daemons.values_mut().filter_map(|one| one.published.as_mut()).for_each(|one| one.1 = 0);
+        }
+        seen
+    }
+}
+
+fn has_well_server(mps: &Mps) -> bool {
+    !mps.servers.is_empty() && mps.servers.values().all(|server| server.status == ServerStatus::Active)
+}
+
+/// A configuration that names one GPU or more.
+fn reload(dice: &mut Dice) -> Deed {
+    let set = 1 + dice.below(7);
+    let gpus = GPUS.into_iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);
+    let gpus = gpus.map(|(_, gpu)| gpu).collect();
+    let payload = *dice.pick(&PAYLOADS).unwrap();
+    Deed::Reload { is_shared: dice.one_in(2), gpus, thread_percentage: percentage_of(payload) }
+}
+
+fn demand(deed: &Deed) -> Demand<u32> {
+    let Deed::Reload { is_shared, gpus, thread_percentage } = deed else { return nothing() };
+    let order = |id: &str, gpus: &[&str]| Order {
+        id: id.to_owned(),
+        gpus: gpus.iter().map(|gpu| (*gpu).to_owned()).collect(),
+        sets_modes: true,
+        payload: u32::from(*thread_percentage - percentage_of(0)),
+    };
+    let orders = if *is_shared {
+        vec![order("shared", gpus)]
+    } else {
+        gpus.iter().map(|gpu| order(gpu, &[gpu])).collect()
+    };
+    let certainly = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
+    let kept = Configured { certainly, others: None };
+    Demand { orders, left: Vec::new(), enabled: true, kept, closed: Vec::new() }
+}
+
+impl World {
+    fn is_drained(&self, slice: &str) -> bool {
+        self.drained.lock().unwrap().closes(slice) == Some(true)
+    }
+
+    /// The control daemon that a slice's directory leads to.
+    fn leads_to(&self, slice: &str) -> Option<u32> {
+        let pid = self.ways.lock().unwrap().get(slice).copied();
+        pid.filter(|pid| self.daemons.contains_key(pid))
+    }
+
+    fn has_client(&self, pid: u32) -> bool {
+        self.daemons.values().any(|one| one.lock().clients.contains_key(&pid))
+    }
+
+    fn seen(&self) -> Seen {
+        let mut seen = Seen::default();
+        let mut ids = BTreeMap::new();
+        for id in self.state_file.daemons.keys() {
+            let Some((pid, one)) = self.living(id) else { continue };
+            ids.insert(pid, id.clone());
+            let gpus = one.gpus.iter().map(|name| gpu(name)).collect();
+            let mps = one.lock();
+            let shown = self.service.as_ref().and(mps.reader.state.as_ref());
+            let published = shown.map(|shown| (state_in_words(shown.state), mps.reader.servers.len()));
+            seen.daemons.insert(id.clone(), SeenDaemon { gpus, published });
+            let is_to_serve = self.service.as_ref().is_some_and(|one| one.core.goal(id) == Some(Goal::Serve));
+            if shown.is_some_and(|shown| shown.serving) && is_to_serve {
+                seen.served.extend(self.served_by(id, &mps));
+            }
+        }
+        let ways = self.ways.lock().unwrap();
+        let ways = ways.iter().filter_map(|(slice, pid)| Some((slice.clone(), ids.get(pid)?.clone())));
+        seen.ways = ways.collect();
+        let exclusive = self.gpus.iter().filter(|(_, gpu)| gpu.mode == Mode::Exclusive);
+        seen.with_our_mode = exclusive.map(|(name, _)| gpu(name)).collect();
+        seen
+    }
+
+    /// The GPUs of its order that a control daemon is shown to serve.
+    fn served_by(&self, id: &str, mps: &Mps) -> Vec<(&'static str, u8)> {
+        let order = self.service.as_ref().and_then(|service| service.core.order(id));
+        let reader = &mps.reader;
+        let is_well = |gpu: &&String| {
+            let is_as_planned = reader.gpus.get(*gpu).is_none_or(|shown| shown.reason.is_empty());
+            !reader.left_out.contains(*gpu) && is_as_planned
+        };
+        let served = order.into_iter().flat_map(|order| &order.gpus).filter(is_well);
+        served.filter_map(|name| Some((gpu(name), reader.in_force?))).collect()
+    }
+}
+
+fn state_in_words(state: ShownAs) -> String {
+    match state {
+        ShownAs::Ready => "ready",
+        ShownAs::Faulted => "faulted",
+        ShownAs::Backoff => "backoff",
+        ShownAs::Waiting => "waiting",
+    }
+    .to_owned()
+}
