@@ -190,7 +190,8 @@ impl Script {
             3..8 => Deed::Comes { client: self.came, gpu: self.any_open_gpu()?, stays: self.dice.one_in(3) },
             8 | 9 => Deed::Leaves(*self.dice.pick(&self.clients.keys().copied().collect::<Vec<_>>())?),
             10 => Deed::KillControlDaemon { id: self.any_daemon(|_| true)? },
-            11 => Deed::KillServer { id: self.any_daemon(has_well_server)? },
+            11 if self.has_servers => Deed::KillServer { id: self.any_daemon(has_well_server)? },
+            11 => return None,
             12..16 => Deed::Fault {
                 client: self.came,
                 gpu: self.any_open_gpu()?,
