@@ -4,7 +4,7 @@ BOARD ?= tesla-p40
 # Each of them has all cores to itself, and installs and fetches what the next one needs as well.
 .NOTPARALLEL:
 
-.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants chaos soak bench
+.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants soak bench
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -75,11 +75,6 @@ model: ## histories of the core in a world in memory, for five minutes (or MODEL
 
 mutants: ## changes the core in one place after another, and names the changes that no test notices: hours (MUTANTS= for options)
 	scripts/mutants.sh
-
-chaos: ## three minutes (or CHAOS_SECONDS) of random kills, stops and reloads under a stream of clients; make test has one
-	scripts/deps.sh
-	cargo build --workspace --locked
-	CHAOS_SECONDS=$${CHAOS_SECONDS:-180} cargo test --locked --test it -- --nocapture chaos::
 
 soak: ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: what grows in the daemon, who is lost
 	scripts/deps.sh

@@ -24,7 +24,6 @@ mod bad_input;
 mod bench;
 mod budgets;
 mod cdi;
-mod chaos;
 mod check;
 mod clients;
 mod completion;
