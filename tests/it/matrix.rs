@@ -43,8 +43,8 @@ const STOP: [&str; 5] = ["quit", "ended", "forgotten", "mode-back", "mode-forgot
 /// A kill at no step: at any time at all.
 const ANY_TIME: &str = "any time";
 
-/// The number of kills that each step must have met.
-const KILLS_PER_STEP: u32 = 3;
+/// The most kills until each step has met one.
+const MOST_KILLS: u32 = 200;
 
 /// When the daemon is to be killed: at a step (or else from the moment this is known), after a delay.
 #[derive(Clone, Debug)]
@@ -135,8 +135,8 @@ struct Row {
     modes: Vec<String>,
     /// The number of control daemons when all is well.
     daemons: usize,
-    /// The device file with so many slices for each GPU.
-    entries: Box<dyn Fn(u64) -> Vec<String> + Send>,
+    /// The numbers of the device nodes of the GPUs.
+    nodes: &'static [u64],
     slices: u64,
     /// The numbers of devices that may be listed now.
     devices: Vec<usize>,
@@ -150,12 +150,8 @@ struct Row {
 }
 
 impl Row {
-    fn new(
-        host: Host,
-        random: Random,
-        daemons: usize,
-        entries: Box<dyn Fn(u64) -> Vec<String> + Send>,
-    ) -> Self {
+    /// On a host with so many control daemons when all is well.
+    fn new(host: Host, random: Random, daemons: usize, nodes: &'static [u64]) -> Self {
         host.configure("log_level: debug");
         host.plant("mps/start-ms", "40");
         let gpus = fs::read_dir(host.path("gpus")).unwrap().count();
@@ -164,7 +160,7 @@ impl Row {
             host,
             random,
             daemons,
-            entries,
+            nodes,
             slices: 0,
             devices: Vec::new(),
             service: None,
@@ -184,19 +180,25 @@ impl Row {
         while self.slices == before {
             self.slices = 2 + self.random.below(7);
         }
-        let entries = (self.entries)(self.slices);
+        let entries: Vec<String> = self.nodes.iter().map(|node| entry(*node, self.slices)).collect();
         let count = entries.len() * usize::try_from(self.slices).unwrap();
         self.devices = vec![self.devices.last().copied().unwrap_or_default(), count];
         let entries: Vec<&str> = entries.iter().map(String::as_str).collect();
         self.host.devices(&entries);
     }
 
-    fn run(&mut self, kills: u32) {
-        while self.kills.values().sum::<u32>() < kills {
-            self.cold_start();
-            self.serve();
-            self.stop();
-        }
+    /// Lives once, with kills on the way, from the first start to the last stop.
+    fn live(&mut self) {
+        self.cold_start();
+        self.serve();
+        self.stop();
+    }
+
+    /// The steps that have met no kill yet.
+    fn not_met(&self) -> Vec<(&'static str, &'static str)> {
+        let phases = [("start", &COLD[..]), ("adoption", &WARM), ("reload", &RELOAD), ("stop", &STOP)];
+        let all = phases.iter().flat_map(|(phase, steps)| steps.iter().map(|step| (*phase, *step)));
+        all.filter(|place| !self.kills.contains_key(place)).collect()
     }
 
     /// A kill in a phase: where it has met the fewest so far, or at any time.
@@ -411,51 +413,28 @@ fn entry(node: u64, slices: u64) -> String {
 }
 
 /// The daemon is killed by SIGKILL, at each named step of its start, its reloads and its stop and at any time between,
-/// with clients and without, more than 500 times: no client is lost, no control daemon is orphaned or doubled, devices
-/// never go missing, and in the end every compute mode is what it was.
+/// with clients and without, at least once: no client is lost, no control daemon is orphaned or doubled, devices never go
+/// missing, and in the end every compute mode is what it was. The core's histories have kills between any two acts, by the
+/// hundred thousand; here the files are real.
 #[test]
 fn killed_at_every_step() {
-    let (mut random, _seed) = Random::seeded("killed_at_every_step");
-    let one = |_: &Host| {};
-    let mixed = |host: &Host| {
-        host.configure("cuda_mps_topology: per_gpu");
-        host.plant("gpus/1/mig", "Disabled\n");
-        // As an administrator has left it, and shall find it.
-        host.plant("gpus/2/compute_mode", "Exclusive_Process\n");
-    };
-    let eight = |host: &Host| host.plant("gpus/3/compute_mode", "Exclusive_Process\n");
-    type Prepare<'a> = &'a (dyn Fn(&Host) + Sync);
-    let boards: [(&str, usize, &[u64], u32, Prepare<'_>); 4] = [
-        ("h200", 1, &[128], 190, &one),
-        ("h200", 1, &[128], 190, &one),
-        ("mixed", 3, &[128, 129, 131], 80, &mixed),
-        ("h200x8", 1, &[128, 129, 130, 131, 132, 133, 134, 135], 50, &eight),
-    ];
-    let mut kills: BTreeMap<(&str, &str), u32> = BTreeMap::new();
-    std::thread::scope(|scope| {
-        let rows = boards.map(|(board, daemons, nodes, kills, prepare)| {
-            let random = random.fork();
-            scope.spawn(move || {
-                let host = Host::new(board);
-                prepare(&host);
-                let entries = Box::new(|slices| nodes.iter().map(|node| entry(*node, slices)).collect());
-                let mut row = Row::new(host, random, daemons, entries);
-                row.run(kills);
-                row.kills
-            })
-        });
-        for row in rows {
-            for (place, count) in row.join().unwrap() {
-                *kills.entry(place).or_default() += count;
-            }
-        }
-    });
-    let _ = writeln!(std::io::stdout(), "{kills:?}");
-    assert!(kills.values().sum::<u32>() >= 500, "{kills:?}");
-    for (phase, steps) in [("start", &COLD[..]), ("adoption", &WARM), ("reload", &RELOAD), ("stop", &STOP)] {
-        for step in steps {
-            let count = kills.get(&(phase, step)).copied().unwrap_or_default();
-            assert!(count >= KILLS_PER_STEP, "only {count} kills at {step} of {phase}: {kills:?}");
-        }
+    let (random, _seed) = Random::seeded("killed_at_every_step");
+    let mut row = Row::new(Host::new("h200"), random, 1, &[128]);
+    while !row.not_met().is_empty() {
+        row.live();
+        assert!(row.kills.values().sum::<u32>() < MOST_KILLS, "{:?} were not met", row.not_met());
     }
+    let _ = writeln!(std::io::stdout(), "{:?}", row.kills);
+}
+
+/// The same with a control daemon for each GPU, some times.
+#[test]
+fn killed_with_a_control_daemon_for_each_gpu() {
+    let (random, _seed) = Random::seeded("killed_with_a_control_daemon_for_each_gpu");
+    let host = Host::new("mixed");
+    host.configure("cuda_mps_topology: per_gpu");
+    host.plant("gpus/1/mig", "Disabled\n");
+    // As an administrator has left it, and shall find it.
+    host.plant("gpus/2/compute_mode", "Exclusive_Process\n");
+    Row::new(host, random, 3, &[128, 129, 131]).live();
 }

@@ -23,11 +23,6 @@ impl Random {
         (Self(seed), Seed { test: test.to_owned(), variable, seed })
     }
 
-    /// Another stream of numbers that follows from the same seed.
-    pub(crate) fn fork(&mut self) -> Self {
-        Self(self.next())
-    }
-
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
