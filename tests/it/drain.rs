@@ -395,37 +395,6 @@ fn status_of(host: &Host, environment: &[(String, String)]) -> Option<i32> {
     program.arg("props").envs(environment.iter().cloned()).output().unwrap().status.code()
 }
 
-/// A drain holds at its answer, and undrain too, though a server with a fault takes no client.
-#[test]
-fn drain_and_undrain_hold_while_a_server_is_faulted() {
-    let mut host = Host::new("h200");
-    host.configure("cuda_mps_fault_grace: 600");
-    host.start();
-    host.wait_for_state("ready");
-    let directories = directories(&host);
-    assert_eq!(lead(&directories), [true; 4]);
-    let environment = host.environment_of("00:06.0-1");
-    let stays = host.served(&mut host.program(&["hold", "600", "--stay"]));
-    host.fault();
-    host.wait_for_status("the fault", |status| control_daemon(status)["state"] == "faulted");
-    for _ in 0..3 {
-        done(&host, &["drain", "00:06.0-1"]);
-        assert_eq!(lead(&directories), [true, false, true, true]);
-        done(&host, &["undrain", "00:06.0-1"]);
-        assert_eq!(lead(&directories), [true; 4]);
-    }
-    done(&host, &["drain", "00:06.0-1"]);
-    stays.end();
-    host.wait_for_state("ready");
-    assert_eq!(lead(&directories), [true, false, true, true]);
-    assert_ne!(status_of(&host, &environment), Some(0));
-    done(&host, &["undrain", "00:06.0-1"]);
-    assert_eq!(names(&host.list(), |device| device["healthy"] == true).len(), 4);
-    assert_eq!(status_of(&host, &environment), Some(0));
-    assert!(!host.log().contains("did not lead"), "{}", host.log());
-    assert_eq!(host.stop().code(), Some(0));
-}
-
 /// The same while the control daemon does not answer, which is before anybody has noticed that.
 #[test]
 fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {

@@ -375,34 +375,6 @@ fn another_topology_waits_for_clients() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A change that waits for clients and is taken back waits for nobody any more: the same control daemon serves on.
-#[test]
-fn a_change_taken_back_costs_no_client() {
-    let mut host = Host::new("h200");
-    host.start();
-    let before = host.wait_for_state("ready");
-    let mut client = host.only_client();
-    for _ in 0..2 {
-        host.configure("cuda_mps_topology: per_gpu");
-        host.signal(Signal::HUP);
-        host.wait_for_status("a control daemon that waits for its client", |status| {
-            let reason = control_daemon(status)["reason"].as_str().unwrap();
-            reason.contains("it is not needed any more")
-        });
-        assert!(host.list().iter().all(|device| device["healthy"] == false));
-        host.configure("cuda_mps_topology: shared");
-        host.signal(Signal::HUP);
-        let after = host.wait_for_state("ready");
-        assert_eq!(control_pid(&after), control_pid(&before));
-        assert!(host.list().iter().all(|device| device["healthy"] == true));
-        assert!(client.try_wait().unwrap().is_none());
-    }
-    client.kill().unwrap();
-    client.wait().unwrap();
-    assert_eq!(host.stop().code(), Some(0));
-    host.nothing_runs();
-}
-
 /// A host.conf that is being written, or is gone, says nothing of MPS. That is no reason to end everybody's work.
 #[test]
 fn nobody_s_work_ends_for_want_of_a_word() {
@@ -494,23 +466,6 @@ fn changes_that_follow_each_other_restart_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Called back while it ends, it comes again.
-#[test]
-fn disabled_and_enabled_again_at_once() {
-    let mut host = Host::serving("h200");
-    for _ in 0..3 {
-        host.configure("enable_cuda_mps: false");
-        assert!(host.call("Control.Reload").status.success());
-        host.configure("enable_cuda_mps: true");
-        assert!(host.call("Control.Reload").status.success());
-        host.wait_for_state("ready");
-        assert_eq!(host.compute_mode(0), "Exclusive_Process");
-    }
-    assert_eq!(host.stop().code(), Some(0));
-    assert_eq!(host.compute_mode(0), "Default");
-    host.nothing_runs();
-}
-
 /// Without a plan, for example while there is no driver, a stop still ends everything that an earlier service has left.
 #[test]
 fn a_stop_without_a_plan_ends_what_runs() {
@@ -576,33 +531,6 @@ fn pids(status: &Value) -> Vec<&Value> {
     status["control_daemons"].as_array().unwrap().iter().map(|one| &one["pid"]).collect()
 }
 
-/// A GPU left the configuration while its client ran. Then it comes back with another topology, and its control daemon is
-/// the same one still.
-#[test]
-fn a_gpu_that_left_and_comes_back_waits_for_its_client() {
-    let mut host = serving("shared", &[A, B]);
-    let before = host.json(&["status"]).unwrap();
-    let mut client = client_of(&host, B);
-    reload(&host, "shared", &[A]);
-    host.wait_for_state("degraded");
-    reload(&host, "per_gpu", &[A, B]);
-    let status = host.wait_for_status("the reason at both GPUs", |status| {
-        let said = |gpu| gpu_of(status, gpu)["reason"].as_str().unwrap_or_default().to_owned();
-        [A, B].into_iter().all(|gpu| {
-            said(gpu)
-                .starts_with("control daemon shared still has it: it is not needed any more and ends when")
-        })
-    });
-    assert_eq!(pids(&status), pids(&before));
-    host.call("Control.Reload");
-    nobody_bypasses(&host, &mut client);
-    client.end();
-    let after = host.wait_for_state("ready");
-    assert_eq!(pids(&after).len(), 2, "{after:#}");
-    assert_eq!(host.stop().code(), Some(0));
-    host.nothing_runs();
-}
-
 /// A GPU joins whose former control daemon still has a client. The control daemon that serves the other GPU serves on
 /// without it, and takes it in when it is free.
 #[test]
@@ -650,29 +578,6 @@ fn a_control_daemon_starts_once_with_all_its_gpus() {
     client.end();
     let after = host.wait_for_state("ready");
     assert_eq!(control_daemon(&after)["starts"], 1, "{after:#}");
-    assert_eq!(host.stop().code(), Some(0));
-    host.nothing_runs();
-}
-
-/// The control daemon of all GPUs is wanted again, for another GPU, while the former one still has a client: it is called
-/// back, and never has two supervisors.
-#[test]
-fn a_control_daemon_that_leaves_is_called_back() {
-    let mut host = serving("shared", &[A]);
-    let mut client = client_of(&host, A);
-    reload(&host, "per_gpu", &[A, B]);
-    host.wait_for_status("B served", |status| gpu_of(status, B)["healthy"] == true);
-    reload(&host, "shared", &[B]);
-    let status =
-        host.wait_for_status("the former control daemon of B gone", |status| pids(status).len() == 1);
-    assert_eq!(control_daemon(&status)["id"], "shared");
-    nobody_bypasses(&host, &mut client);
-    assert_eq!(host.compute_mode(0), "Exclusive_Process");
-    client.end();
-    let after = host.wait_for_state("ready");
-    assert_ne!(control_pid(&after), control_pid(&status));
-    wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));
-    assert!(!host.log().contains("taken over"), "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
 }

@@ -291,3 +291,45 @@ fn one_that_cannot_be_taken_over_is_ended_if_its_process_is_held() {
     assert_eq!(not_taken_over(disabled(), true), ["A: End(Disabled)"]);
     assert_eq!(not_taken_over(disabled(), false), ["A: Rest(0ns)", "A: TakeOver"], "it is tried again");
 }
+
+#[test]
+fn one_that_is_called_back_serves_on() {
+    let mut core = serving("A", &["A"]);
+    for _ in 0..2 {
+        assert_eq!(told(&core.on(demand(&[]), NOW)), ["A: interrupt"]);
+        let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+        assert_eq!(told(&acts), ["A: Serve, retiring"]);
+        assert_eq!(told(&core.on(demand(&[order("A", &["A"])]), NOW)), ["A: interrupt"]);
+        let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+        assert_eq!(told(&acts), ["A: Serve"], "the same one, and not the next");
+    }
+}
+
+#[test]
+fn one_that_ends_since_mps_was_disabled_comes_again_when_it_is_enabled() {
+    let mut core = serving("A", &["A"]);
+    let (orders, left, kept, closed) = (Vec::new(), Vec::new(), Configured::default(), Vec::new());
+    let disabled = CoreEvent::Pursue(Demand { orders, left, enabled: false, kept, closed });
+    assert_eq!(told(&core.on(disabled, NOW)), ["A: interrupt"]);
+    let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+    assert_eq!(told(&acts), ["A: End(Disabled)"]);
+    // The end is under way, and can't be taken back.
+    assert_eq!(told(&core.on(demand(&[order("A", &["A"])]), NOW)), [""; 0]);
+    assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: Start"]);
+}
+
+#[test]
+fn a_gpu_that_left_and_comes_back_waits_for_the_clients_of_before() {
+    let mut core = serving("shared", &["A", "B"]);
+    core.on(demand(&[order("shared", &["A"])]), NOW);
+    let acts = core.on(done("shared", runs(&["A", "B"]), ActOutcome::Interrupted), NOW);
+    assert_eq!(told(&acts), ["shared: Serve"]);
+    let both = [order("A", &["A"]), order("B", &["B"])];
+    assert_eq!(told(&core.on(demand(&both), NOW)), ["shared: interrupt"]);
+    let acts = core.on(done("shared", runs(&["A", "B"]), ActOutcome::Interrupted), NOW);
+    assert_eq!(told(&acts), ["shared: Serve, retiring"]);
+    assert_eq!(core.pending().count(), 2);
+    assert_eq!(core.held_by_leaving().len(), 2, "B too, which the order had no more");
+    let acts = core.on(done("shared", None, ActOutcome::Ended), NOW);
+    assert_eq!(told(&acts), ["A: Start", "B: Start", "shared: release"]);
+}
