@@ -138,6 +138,17 @@ fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
 }
 
 #[test]
+fn a_faulted_server_that_nobody_has_seen_come_is_asked_about_too() {
+    let mut story = Story::of_one_user(&["A"]);
+    story.served(1000);
+    let status = Some(ServerStatus::Fault);
+    let faulted = super::host::HostServer { status, ..Default::default() };
+    story.host().servers.insert(300, faulted);
+    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
+}
+
+#[test]
 fn an_unused_one_is_asked_to_end_before_it_gets_a_signal() {
     let mut story = with_clients(&[]);
     assert!(ended(&mut story, unused()));

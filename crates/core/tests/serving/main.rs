@@ -7,6 +7,7 @@
 mod capacity;
 mod check;
 mod ends;
+mod faults;
 mod gpus;
 mod host;
 mod limits;

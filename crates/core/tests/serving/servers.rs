@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use mps_core::mps::{Meaning, ServerStatus};
-use mps_core::serve::{Failure, tried_again};
+use mps_core::serve::{Ended, Failure, tried_again};
 
 use super::{SERVER, Story};
 
@@ -184,6 +184,34 @@ fn no_server_is_started_while_the_control_daemon_does_not_answer() {
     story.served(33_000);
     assert_eq!(story.calls("start server"), 0);
     assert!(story.shown().starts_with("Waiting, not serving: no answer"), "{}", story.shown());
+}
+
+#[test]
+fn a_server_that_ended_meanwhile_is_started_once_when_the_control_daemon_answers_again() {
+    let mut story = Story::of(&["A"]);
+    story.served(29_000);
+    story.host().at(30_000, |host| host.answers = Some(Failure::Silent("no answer".to_owned())));
+    story.host().at(31_000, |host| host.server_ends(SERVER, 0));
+    story.host().at(33_000, |host| host.answers = None);
+    assert_eq!(story.serve(40_000), Some(Ok(Ended::Again)));
+    story.forget();
+    story.served(45_000);
+    assert_eq!((story.calls("set limits and start"), story.calls("start server")), (1, 0));
+    assert_eq!(story.shown(), "Ready, serving");
+}
+
+#[test]
+fn no_server_is_started_while_the_faulted_one_may_live() {
+    let mut story = Story::of(&["A"]);
+    story.host().at(10_000, |host| {
+        host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault);
+        host.says(Meaning::FaultHandling { server: SERVER });
+        // A tenant may have written this line.
+        host.says(Meaning::ServerExited { server: SERVER, status: 1 });
+    });
+    story.served(20_000);
+    assert_eq!(story.calls("start server"), 0);
+    assert!(story.shown().starts_with("Faulted, not serving"), "{}", story.shown());
 }
 
 #[test]

@@ -1,0 +1,204 @@
+//! Fatal GPU errors: who is told, when it is over, and who may be ended for it.
+
+use mps_core::mps::{Meaning, ServerStatus};
+use mps_core::serve::Failure;
+
+use super::{SERVER, Story};
+
+/// A control daemon with these clients, each on its GPU, whose server meets a fatal GPU error on the first GPU at 10 s. The log
+/// names these clients.
+fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
+    let mut story = Story::of(&["A", "B"]);
+    story.served(1000);
+    story.forget();
+    story.host().at(10_000, move |host| {
+        for (pid, gpu) in clients {
+            host.client(*pid, SERVER, gpu);
+        }
+        host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault);
+        host.says(Meaning::FaultHandling { server: SERVER });
+        for client in named {
+            host.says(Meaning::TornDown { server: SERVER, client: *client, ordinal: 0 });
+        }
+    });
+    story
+}
+
+/// The server is well again, and these clients are left.
+fn recovers(story: &Story, at: u64, left: &'static [u32]) {
+    story.host().at(at, |host| {
+        host.clients.retain(|client| left.contains(&client.pid));
+        host.servers.get_mut(&SERVER).unwrap().status = None;
+    });
+}
+
+#[test]
+fn whoever_was_hit_is_told_once_and_the_rest_later() {
+    let mut story = faulted(&[(1, "A"), (2, "A")], &[1, 2]);
+    story.served(10_000);
+    assert!(
+        story
+            .shown()
+            .starts_with("Faulted, not serving: server 200 met a fatal GPU error and takes no client")
+    );
+    assert_eq!(story.host().told, ["fault of 200: server 200 met a fatal GPU error"]);
+    assert!(story.has_done("remember {1}"));
+    story.served(10_300);
+    assert_eq!(story.host().hit, [(SERVER, 0, vec![1, 2])]);
+    story.host().at(10_400, |host| host.says(Meaning::TornDown { server: SERVER, client: 3, ordinal: 1 }));
+    recovers(&story, 12_000, &[]);
+    story.served(15_000);
+    assert_eq!(story.host().hit, [(SERVER, 0, vec![1, 2]), (SERVER, 1, vec![3])]);
+    assert_eq!(story.host().told[1..], ["server 200 has recovered"]);
+    assert_eq!((story.shown().as_str(), story.calls("shut down")), ("Ready, serving", 0));
+}
+
+#[test]
+fn limits_that_have_changed_meanwhile_are_given_to_the_server_that_is_well() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.served(10_500);
+    story.break_off(|wanted| wanted.thread_percentage = 10);
+    story.forget();
+    story.served(11_000);
+    assert_eq!(story.calls("set limits of 200"), 0);
+    recovers(&story, 12_000, &[]);
+    story.served(15_000);
+    assert_eq!(story.calls("set limits of 200"), 1);
+    assert_eq!(story.shown(), "Ready, serving");
+    assert_eq!(story.host().servers[&SERVER].percentage, 10);
+}
+
+#[test]
+fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.served(39_900);
+    assert_eq!(story.calls("shut down"), 0);
+    story.served(45_000);
+    assert!(story.has_done("shut down server 200 (Fault)"));
+    assert!(story.has_told("warning: server 200 ended: still there long after its fault: 1"));
+    assert_eq!((story.shown().as_str(), story.host().alive.clone()), ("Ready, serving", vec![201]));
+}
+
+#[test]
+fn a_server_is_left_to_clients_that_are_well() {
+    let mut story = faulted(&[(1, "A"), (2, "B")], &[1]);
+    story.served(60_000);
+    let why = "still there: 1; end them, since the server is left to its 1 client on GPUs that are well";
+    assert!(story.shown().ends_with(why), "{}", story.shown());
+    assert_eq!(story.calls("shut down"), 0);
+    // The last one of them ends, and its GPU was not hit.
+    story.host().at(61_000, |host| host.clients.retain(|client| client.pid == 1));
+    story.served(70_000);
+    assert!(story.has_done("shut down server 200 (Fault)"));
+}
+
+#[test]
+fn a_client_that_came_between_two_errors_is_well() {
+    let mut story = faulted(&[(1, "A"), (2, "A")], &[1]);
+    story.served(60_000);
+    assert!(story.shown().contains("left to its 1 client on GPUs that are well"), "{}", story.shown());
+    assert_eq!(story.calls("shut down"), 0);
+}
+
+#[test]
+fn a_server_is_left_to_its_clients_while_nobody_knows_which_gpu_it_was() {
+    let mut story = faulted(&[(1, "A"), (2, "B")], &[]);
+    story.served(60_000);
+    assert!(story.shown().contains("which GPU it was is not known any more"), "{}", story.shown());
+    assert_eq!(story.calls("shut down"), 0);
+}
+
+#[test]
+fn clients_that_nvml_knows_keep_the_server_as_well() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().nvml.insert("B".to_owned(), Ok([2].into()));
+    story.served(60_000);
+    assert!(story.shown().contains("left to its 1 client on GPUs that are well"), "{}", story.shown());
+    assert_eq!(story.calls("shut down"), 0);
+    // NVML can't say who is on the GPU that was not hit.
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.host().nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
+    story.served(60_000);
+    let why = "it is left alone, since its clients are not all known: NVML hangs";
+    assert!(story.shown().ends_with(why), "{}", story.shown());
+    assert_eq!(story.calls("shut down"), 0);
+    // On the GPU that was hit, everybody has lost his work.
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.host().nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
+    story.served(60_000);
+    assert!(story.has_done("shut down server 200 (Fault)"));
+}
+
+#[test]
+fn a_faulted_server_that_ends_takes_the_fault_with_it() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.host().at(10_100, |host| host.server_ends(SERVER, 1));
+    story.served(12_000);
+    assert_eq!(story.host().hit, [(SERVER, 0, vec![1])], "it is told all the same");
+    assert_eq!((story.shown().as_str(), story.host().alive.clone()), ("Ready, serving", vec![201]));
+    assert!(!story.has_told("has recovered"));
+}
+
+#[test]
+fn a_fault_of_another_server_takes_the_place_of_the_one_before() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.host().at(10_100, |host| {
+        host.server_comes(300);
+        host.says(Meaning::TornDown { server: 300, client: 7, ordinal: 1 });
+    });
+    story.served(11_000);
+    assert_eq!(story.host().hit, [(SERVER, 0, vec![1]), (300, 1, vec![7])]);
+    assert!(story.has_told("fault of 300: server 300 met a fatal GPU error"));
+}
+
+/// The control daemon of driver 535 can't say how its server is.
+fn faulted_with_535(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
+    let story = faulted(clients, named);
+    story.host().is_old = true;
+    story
+}
+
+#[test]
+fn with_driver_535_a_fault_lasts_as_long_as_somebody_who_was_hit() {
+    let mut story = faulted_with_535(&[(1, "A"), (2, "B")], &[1]);
+    story.served(60_000);
+    let why = "still there: 1; end them, since this driver does not say when the server is well";
+    assert!(story.shown().ends_with(why), "{}", story.shown());
+    assert_eq!(story.calls("shut down"), 0, "others may be at work there");
+    story.host().at(61_000, |host| host.clients.retain(|client| client.pid == 2));
+    story.served(67_000);
+    assert_eq!(story.shown(), "Ready, serving");
+    assert_eq!(story.host().told.last().unwrap(), "server 200 has recovered");
+}
+
+#[test]
+fn with_driver_535_the_log_gets_time_to_name_those_hit() {
+    let mut story = faulted_with_535(&[(1, "A")], &[]);
+    story.served(14_900);
+    assert!(story.shown().starts_with("Faulted"));
+    story.served(16_000);
+    assert_eq!(story.shown(), "Ready, serving");
+}
+
+#[test]
+fn with_driver_535_a_server_that_has_gone_is_not_listed() {
+    let mut story = faulted_with_535(&[(1, "A")], &[1]);
+    story.host().at(10_100, |host| {
+        host.is_mute = true;
+        host.watched.clear();
+        host.server_ends(SERVER, 1);
+        host.is_mute = false;
+    });
+    story.served(13_000);
+    assert_eq!((story.shown().as_str(), story.host().alive.clone()), ("Ready, serving", vec![201]));
+}
+
+#[test]
+fn whoever_can_say_nothing_of_a_faulted_server_has_missed_once() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.host().at(10_100, |host| host.answers = Some(Failure::Silent("no answer".to_owned())));
+    story.served(10_500);
+    assert_eq!(story.host().told[1..], ["warning: no answer"]);
+    assert!(story.shown().starts_with("Faulted"));
+}
