@@ -58,10 +58,15 @@ impl World {
     }
 
     pub(super) fn pursue(&mut self) {
-        if self.service.is_none() {
-            return;
-        }
         let demand = Demand { left: self.left(), ..self.demand.clone() };
+        let Some(service) = &mut self.service else { return };
+        let waits = |id: &&String| service.core.goal(id) == Some(Goal::Retire);
+        let waiting = self.state_file.daemons.keys().filter(waits).cloned();
+        service.spared = if demand.enabled { BTreeSet::new() } else { waiting.collect() };
+        self.demand_of_service(demand);
+    }
+
+    fn demand_of_service(&mut self, demand: Demand<u32>) {
         self.add_to_story(|| {
             let orders: Vec<String> =
                 demand.orders.iter().map(|one| format!("{} {:?}", one.id, one.gpus)).collect();
@@ -71,9 +76,6 @@ impl World {
             format!("reload: {mps}{}{modes}; held by others: {:?}", orders.join(", "), demand.closed)
         });
         if let Some(service) = &mut self.service {
-            let waits = |id: &&String| service.core.goal(id) == Some(Goal::Retire);
-            let waiting = self.state_file.daemons.keys().filter(waits).cloned();
-            service.spared = if demand.enabled { BTreeSet::new() } else { waiting.collect() };
             for order in &demand.orders {
                 service.without_modes.remove(&order.id);
                 service.without_modes.extend((!order.sets_modes).then(|| order.id.clone()));
@@ -103,6 +105,8 @@ impl World {
         }
         self.add_to_story(|| "the service starts".to_owned());
         let changed = self.state_file.modes.keys().cloned().collect();
+        // Whatever it finds while MPS is disabled waits for its clients: nobody has just said that they are to end.
+        let found = self.state_file.daemons.keys().filter(|_| !self.demand.enabled);
         self.service = Some(Service {
             core: Core::new(self.state_file.daemons.clone(), changed),
             tasks: BTreeMap::new(),
@@ -113,11 +117,11 @@ impl World {
             admissions: BTreeMap::new(),
             modes: BTreeMap::new(),
             ending: None,
-            spared: BTreeSet::new(),
+            spared: found.cloned().collect(),
             without_modes: BTreeSet::new(),
             not_ended: BTreeSet::new(),
         });
-        self.pursue();
+        self.demand_of_service(Demand { enabled: true, left: self.left(), ..self.demand.clone() });
     }
 
     pub(super) fn disk_is_full(&mut self, is_full: bool) {
