@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::time::Instant;
 
 use super::fleet::Fleet;
 use super::{Daemon, reload};
@@ -124,7 +125,7 @@ impl Daemon {
             Ok(begun) => begun,
             Err(error) => return drop(reply.send(Err(error))),
         };
-        let shell = EndingShell::new(self.fleet.with_clients(self.plan.is_err()));
+        let shell = EndingShell::new(self.fleet.with_clients(self.plan.is_err()), Instant::now());
         let (kernel, terminated) = (self.requests.kernel.clone(), self.requests.terminated.clone());
         let (event, slices) = (wanted.event(), self.fleet.slices());
         tokio::spawn(async move {

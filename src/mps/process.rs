@@ -258,8 +258,12 @@ impl Held {
         Err(io::Error::other("it stays stopped; a debugger may hold it"))
     }
 
+    pub(crate) fn identity(&self) -> Identity {
+        self.0.identity()
+    }
+
     pub(crate) fn pid(&self) -> u32 {
-        self.0.identity().pid
+        self.identity().pid
     }
 
     /// Whether the process lives. A zombie does not.

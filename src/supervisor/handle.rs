@@ -4,11 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use mps_core::serve::{GpuReach, Requested};
-use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order};
+use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order, RateLimit};
 use tokio::sync::{mpsc, oneshot, watch as channel};
 
 use crate::mps::control::{Control, FrontEnds};
-use crate::rate_limit::RateLimit;
 
 use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};

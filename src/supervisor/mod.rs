@@ -30,13 +30,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted, WantedGpu};
-use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, RunningDaemon};
+use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::time::Instant;
 
 use crate::mps::changes::FileChanges;
 use crate::mps::control::{Control, ControlError, FrontEnds};
-use crate::rate_limit::{Rate, RateLimit};
 use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;

@@ -10,7 +10,7 @@ use mps_core::serve::{
 };
 use mps_core::{CoreTime, GpuUuid, Permit};
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 use tracing::level_filters::LevelFilter;
 
 use crate::message::{Message, Subject};
@@ -463,13 +463,14 @@ impl RunShell<'_> {
 
     fn pass_on(&mut self, line: &Line) {
         self.tell_left_out();
-        if line.level() <= LevelFilter::current() && self.worker.rate_limit.take(1, Instant::now()) {
+        if line.level() <= LevelFilter::current() && self.worker.rate_limit.take(1, self.now()) {
             line.trace(&self.worker.reporter.id());
         }
     }
 
     fn tell_left_out(&mut self) {
-        if let Some(count) = self.worker.rate_limit.suppressed_before(Instant::now()) {
+        let now = self.now();
+        if let Some(count) = self.worker.rate_limit.suppressed_before(now) {
             self.worker.reporter.warning(self.run.too_much_is_written(count));
         }
     }

@@ -29,8 +29,9 @@ pub(crate) struct EndingShell {
 }
 
 impl EndingShell {
-    pub(crate) fn new(daemons: Vec<ClientsDaemon>) -> Self {
-        Self { daemons, begun: Instant::now() }
+    /// The present moment is the time since `begun`.
+    pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant) -> Self {
+        Self { daemons, begun }
     }
 }
 

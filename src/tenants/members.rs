@@ -12,7 +12,7 @@ use common::host::device_name::{DeviceName, GpuId};
 use common::host::identity::Identity;
 use common::host::nvml::GpuProcess;
 use common::membership::{KnownBy, Membership, ProcessMounts, SliceMounts, Slices, Tenant};
-use mps_core::budget::Member;
+use mps_core::tenants::budget::Member;
 
 /// The time that the kernel gets for a question about a process. It takes microseconds, but a program can hold up
 /// everybody who reads its memory, where its environment is.
@@ -46,19 +46,20 @@ enum MemberSlice {
     Hidden,
 }
 
+/// The clients of each slice, by its ordinal.
+pub(super) type SliceMembers = BTreeMap<u32, Vec<Member<Identity, Tenant>>>;
+
 /// The clients that were looked at.
 #[derive(Debug)]
 pub(super) struct Members {
     kernel: Blocking,
     /// The slice of each client, by PID. The slice of a process does not change.
     known: BTreeMap<u32, (Identity, MemberSlice)>,
-    /// The clients that are not ended for their slice's budget, by PID.
-    spared: BTreeMap<u32, Identity>,
 }
 
 impl Members {
     pub(super) fn new() -> Self {
-        Self { kernel: Blocking::new(QUESTIONS), known: BTreeMap::new(), spared: BTreeMap::new() }
+        Self { kernel: Blocking::new(QUESTIONS), known: BTreeMap::new() }
     }
 
     /// Looks at all clients once more, since the slices may be others.
@@ -66,19 +67,12 @@ impl Members {
         self.known.retain(|_, (_, place)| matches!(place, MemberSlice::Hidden));
     }
 
-    /// Spares the clients among these processes, whatever is known of them, until each has certainly gone.
-    pub(super) fn spare(&mut self, processes: &[GpuProcess]) {
-        let clients = processes.iter().filter(|process| process.via_mps);
-        self.spared.extend(clients.filter_map(|client| Some((client.pid, Identity::read(client.pid).ok()?))));
-    }
-
-    /// The clients among these processes, by the ordinal of their slice. A client without a known slice of this GPU is
-    /// left out.
+    /// The clients among these processes, and those with a known slice of this GPU by its ordinal.
     pub(super) async fn by_slice(
         &mut self,
         processes: &[GpuProcess],
         cut: &SlicedGpu,
-    ) -> BTreeMap<u32, Vec<Member<Identity, Tenant>>> {
+    ) -> (Vec<Identity>, SliceMembers) {
         let clients: BTreeMap<u32, (Identity, Option<u64>)> = processes
             .iter()
             .filter(|process| process.via_mps)
@@ -88,19 +82,17 @@ impl Members {
             .collect();
         let there = |pid: &u32, known: &mut Identity| clients.get(pid).is_some_and(|(now, _)| now == known);
         self.known.retain(|pid, (known, _)| there(pid, known));
-        // The driver may leave out a client for a moment.
-        self.spared.retain(|_, process| process.runs());
         self.ask(clients.iter().map(|(pid, (process, _))| (*pid, *process)), cut).await;
-        let mut members: BTreeMap<u32, Vec<Member<Identity, Tenant>>> = BTreeMap::new();
+        let found = clients.values().map(|(process, _)| *process).collect();
+        let mut members = SliceMembers::new();
         for (pid, (process, memory_mib)) in clients {
             if let Some((_, MemberSlice::Slice(slice, known_by, tenant))) = self.known.get(&pid) {
                 let (only_claims, tenant) = (*known_by == KnownBy::Environment, tenant.clone());
-                let stays = self.spared.get(&pid) == Some(&process);
-                let member = Member { process, memory_mib, only_claims, tenant, stays };
+                let member = Member { process, memory_mib, only_claims, tenant, stays: false };
                 members.entry(*slice).or_default().push(member);
             }
         }
-        members
+        (found, members)
     }
 
     /// Asks the kernel about the clients that are not known.
@@ -192,8 +184,10 @@ mod tests {
     async fn whoever_has_no_slice_or_is_no_client_is_left_out() {
         let mut members = Members::new();
         let gone = GpuProcess { pid: u32::MAX, ..this_one(true) };
-        for processes in [vec![], vec![this_one(false)], vec![this_one(true), gone]] {
-            assert_eq!(members.by_slice(&processes, &cut("00:06.0")).await, BTreeMap::new());
+        for (processes, clients) in [(vec![], 0), (vec![this_one(false)], 0), (vec![this_one(true), gone], 1)]
+        {
+            let (found, by_slice) = members.by_slice(&processes, &cut("00:06.0")).await;
+            assert_eq!((found.len(), by_slice), (clients, BTreeMap::new()));
         }
         assert_eq!(members.known.len(), 1, "it is not asked again at once");
         members.by_slice(&[], &cut("00:06.0")).await;
@@ -201,26 +195,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_is_spared_stays_until_it_has_gone() {
+    async fn a_client_with_a_slice_is_a_member_of_it() {
         let mut members = Members::new();
         let process = Identity::read(std::process::id()).unwrap();
-        // Nothing is known of the process yet but that the driver lists it.
-        members.spare(&[this_one(true), GpuProcess { pid: u32::MAX, ..this_one(true) }]);
-        // The driver leaves it out for a moment.
-        members.by_slice(&[], &cut("00:06.0")).await;
         let place = || MemberSlice::Slice(2, KnownBy::Mount, Tenant::read(process.pid).ok());
         members.known.insert(process.pid, (process, place()));
         let found = members.by_slice(&[this_one(true)], &cut("00:06.0")).await;
         let tenant = Tenant::read(process.pid).ok();
-        let member = Member { process, memory_mib: Some(7), only_claims: false, tenant, stays: true };
-        assert_eq!(found, BTreeMap::from([(2, vec![member])]));
-        // Another process with the same PID is another client, and was not spared.
+        let member = Member { process, memory_mib: Some(7), only_claims: false, tenant, stays: false };
+        assert_eq!(found, (vec![process], BTreeMap::from([(2, vec![member])])));
+        // Another process with the same PID is another client.
         let before = Identity { start_time: process.start_time - 1, ..process };
         members.known.insert(process.pid, (before, place()));
-        members.spared.insert(process.pid, before);
-        assert_eq!(members.by_slice(&[this_one(true)], &cut("00:06.0")).await, BTreeMap::new());
-        assert!(members.spared.is_empty());
-        members.spare(&[this_one(false)]);
-        assert!(members.spared.is_empty(), "it is no client");
+        assert_eq!(
+            members.by_slice(&[this_one(true)], &cut("00:06.0")).await,
+            (vec![process], BTreeMap::new())
+        );
     }
 }

@@ -4,7 +4,5 @@ pub(crate) mod budgets;
 pub(crate) mod clients;
 pub(crate) mod describe;
 pub(crate) mod ending;
-mod enforcement;
 mod members;
-mod overuse;
 pub(crate) mod terminate;

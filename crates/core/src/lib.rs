@@ -15,10 +15,10 @@
 //! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
-//! | `budget.rs` | the budget of a slice, and the clients that end for it |
 //! | `links/` | the links by which clients find a control daemon |
 //! | `serve/` | serving: limits, servers, faults, the regular look |
-//! | `tenants/` | the end of clients' work on request |
+//! | `tenants/` | the end of clients' work on request and for a budget |
+//! | `rate_limit.rs` | how often something is told |
 //! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
 //! | `configured.rs` | the GPUs that a configuration names |
@@ -29,7 +29,6 @@
 extern crate alloc;
 
 mod act;
-pub mod budget;
 mod configured;
 mod core;
 mod event;
@@ -38,6 +37,7 @@ pub mod links;
 mod modes;
 pub mod mps;
 mod permit;
+mod rate_limit;
 pub mod serve;
 pub mod tenants;
 
@@ -51,6 +51,7 @@ pub use event::{
 };
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause};
 pub use permit::{Cause, Permit};
+pub use rate_limit::{Rate, RateLimit};
 
 /// The UUID of a GPU.
 pub type GpuUuid = String;

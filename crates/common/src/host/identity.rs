@@ -2,7 +2,7 @@
 
 use std::io;
 
-use mps_core::budget::MemberProcess;
+use mps_core::tenants::budget::MemberProcess;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 

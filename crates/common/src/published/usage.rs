@@ -1,6 +1,6 @@
 //! The use of GPUs and of their slices.
 
-pub use mps_core::budget::InUse;
+pub use mps_core::tenants::budget::InUse;
 
 /// The clients of a slice, all together.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

@@ -1,4 +1,5 @@
-//! The end of tenants' GPU work: of one client, and of all clients that somebody names.
+//! The end of tenants' GPU work: of one client, of all clients that somebody names, and of clients that are too much for their
+//! slice's budget.
 //!
 //! A signal that ends a client in the middle of a kernel takes the memory away under that kernel. This is a fault, and a fault
 //! hits every client on that GPU. `terminate_client` ends the kernel first, so nothing here sends a signal that ends anybody.
@@ -7,9 +8,23 @@
 //! |---|---|
 //! | `shell.rs` | everything that is asked of the outside |
 //! | `end.rs` | the end of one client's work |
+//! | `budget.rs` | the budget of a slice, and the client that ends next for it |
+//! | `watch.rs` | the watch over the budgets of a GPU's slices: what is told, and who may be ended when |
+//! | `spared.rs` | the clients that no budget ends |
+//! | `overuse.rs` | how long overuse is shown |
+//! | `enforce.rs` | the end of clients for a budget |
 
+pub mod budget;
 mod end;
+mod enforce;
+mod overuse;
 mod shell;
+mod spared;
+mod watch;
 
 pub use end::{ClientEnd, end_client};
+pub use enforce::{Enforced, Enforcer, MemberShell};
 pub use shell::{ClientShell, Connections, DaemonClients, ListedClient, TerminateAnswer, by_client};
+pub use watch::{
+    AttemptNews, BudgetWatch, Look, OverBudget, OveruseNews, PERIOD, SliceBudgets, Victim, VictimState,
+};

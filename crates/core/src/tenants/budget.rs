@@ -111,17 +111,21 @@ pub fn may_cut_back<P: MemberProcess, T: PartialEq>(members: &[Member<P, T>]) ->
     Err(format!("processes {one} and {two} are of several users or containers"))
 }
 
-/// The members that have to end their work so that the rest fits, in this order. The newest goes first. The last member
-/// fits, since the driver binds it by itself.
-pub fn victims<P: MemberProcess, T>(budget: Budget, members: &[Member<P, T>]) -> Vec<P> {
-    let mut rest: Vec<&Member<P, T>> = members.iter().collect();
-    rest.sort_by_key(|member| (member.process.start_time(), member.process.pid()));
-    let mut victims = Vec::new();
-    while rest.len() > 1 && !exceeded(budget, in_use(rest.iter().copied())).is_empty() {
-        let Some(next) = rest.iter().rposition(|member| !member.stays) else { break };
-        victims.push(rest.remove(next).process);
+/// The member that has to end its work next so that the rest fits. None: it fits, or nobody can go. The newest goes first, but before
+/// it a member that may have lost its work already: then nobody else does before that is settled. The last member fits, since
+/// the driver binds it by itself.
+pub fn next_victim<P: MemberProcess, T>(
+    budget: Budget,
+    members: &[Member<P, T>],
+    may_have_lost: impl Fn(P) -> bool,
+) -> Option<P> {
+    if members.len() < 2 || exceeded(budget, in_use(members)).is_empty() {
+        return None;
     }
-    victims
+    let age = |member: &&Member<P, T>| (member.process.start_time(), member.process.pid());
+    let first = members.iter().filter(|member| may_have_lost(member.process)).max_by_key(age);
+    let newest = || members.iter().filter(|member| !member.stays).max_by_key(age);
+    first.or_else(newest).filter(|member| !member.stays).map(|member| member.process)
 }
 
 /// These parts of a budget that is exceeded, in words that stay the same while the clients change.
@@ -134,7 +138,7 @@ pub fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use alloc::borrow::ToOwned;
 
     use proptest::prelude::*;
@@ -142,9 +146,9 @@ mod tests {
     use super::*;
 
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    struct Process {
-        pid: u32,
-        start_time: u64,
+    pub(in crate::tenants) struct Process {
+        pub(in crate::tenants) pid: u32,
+        pub(in crate::tenants) start_time: u64,
     }
 
     impl MemberProcess for Process {
@@ -200,8 +204,29 @@ mod tests {
         Member { stays: true, ..member(pid, start_time, memory_mib) }
     }
 
+    /// All who go, one after another.
+    fn victims(budget: Budget, members: &[Member]) -> Vec<Process> {
+        let (mut rest, mut gone) = (members.to_vec(), Vec::new());
+        while let Some(next) = next_victim(budget, &rest, |_| false) {
+            rest.retain(|member| member.process != next);
+            gone.push(next);
+        }
+        gone
+    }
+
     fn pids(members: &[Member]) -> Vec<u32> {
         victims(BUDGET, members).into_iter().map(|process| process.pid).collect()
+    }
+
+    #[test]
+    fn whoever_may_have_lost_its_work_goes_first_and_nobody_else_before() {
+        let next = |members: &[Member]| next_victim(BUDGET, members, |one| one.pid == 2).map(|one| one.pid);
+        let others = [member(1, 1, 60), member(3, 3, 60)];
+        assert_eq!(next(&others), Some(3));
+        let with = |one: Member| [others.to_vec(), [one].to_vec()].concat();
+        assert_eq!(next(&with(member(2, 2, 1))), Some(2));
+        assert_eq!(next(&with(staying(2, 2, 1))), None, "it is not settled");
+        assert_eq!(next(&[member(1, 1, 50), member(2, 2, 50)]), None, "it fits");
     }
 
     #[test]

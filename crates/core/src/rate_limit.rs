@@ -1,34 +1,38 @@
 //! How often something is told. Tenants decide how often it happens, and all services share the journal of the host.
 
-use std::time::Duration;
+use core::time::Duration;
 
-use tokio::time::Instant;
+use crate::CoreTime;
 
 /// At most `most` at a time, and `more` after each period.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Rate {
+pub struct Rate {
+    /// The most at a time.
     pub most: u32,
+    /// So many more after each period.
     pub more: u32,
+    /// The period.
     pub period: Duration,
 }
 
 /// What may be told now, and the number of things that were not.
 #[derive(Debug, Clone)]
-pub(crate) struct RateLimit {
+pub struct RateLimit {
     rate: Rate,
     left: u32,
     /// The beginning of the present period. It has no meaning while none is missing.
-    since: Instant,
+    since: CoreTime,
     suppressed: usize,
 }
 
 impl RateLimit {
-    pub(crate) fn new(rate: Rate) -> Self {
-        Self { rate, left: rate.most, since: Instant::now(), suppressed: 0 }
+    /// Nothing was told yet.
+    pub fn new(rate: Rate) -> Self {
+        Self { rate, left: rate.most, since: CoreTime::ZERO, suppressed: 0 }
     }
 
     /// True if there may be one more message now, about `count` things. Otherwise these are counted.
-    pub(crate) fn take(&mut self, count: usize, now: Instant) -> bool {
+    pub fn take(&mut self, count: usize, now: CoreTime) -> bool {
         self.refill(now);
         if self.left == self.rate.most {
             self.since = now;
@@ -42,24 +46,24 @@ impl RateLimit {
     }
 
     /// The number of things that were not told since this was asked last, if there are any.
-    pub(crate) fn suppressed(&mut self) -> Option<usize> {
-        let suppressed = std::mem::take(&mut self.suppressed);
+    pub fn suppressed(&mut self) -> Option<usize> {
+        let suppressed = core::mem::take(&mut self.suppressed);
         (suppressed > 0).then_some(suppressed)
     }
 
     /// The same once something may be told again.
-    pub(crate) fn suppressed_before(&mut self, now: Instant) -> Option<usize> {
+    pub fn suppressed_before(&mut self, now: CoreTime) -> Option<usize> {
         self.refill(now);
         if self.left > 0 { self.suppressed() } else { None }
     }
 
     /// When the next message may be written.
-    pub(crate) fn next(&mut self, now: Instant) -> Instant {
+    pub fn next(&mut self, now: CoreTime) -> CoreTime {
         self.refill(now);
         if self.left > 0 { now } else { self.since + self.rate.period }
     }
 
-    fn refill(&mut self, now: Instant) {
+    fn refill(&mut self, now: CoreTime) {
         while self.left < self.rate.most && now >= self.since + self.rate.period {
             self.left = self.rate.most.min(self.left + self.rate.more);
             self.since += self.rate.period;
@@ -76,7 +80,7 @@ mod tests {
     #[test]
     fn what_is_too_much_is_counted_and_told_once() {
         let mut rate_limit = RateLimit::new(Rate { most: 500, more: 500, period: PERIOD });
-        let start = Instant::now();
+        let start = PERIOD;
         let passed = |rate_limit: &mut RateLimit, lines: usize, now| {
             (0..lines).filter(|_| rate_limit.take(1, now)).count()
         };
@@ -93,11 +97,11 @@ mod tests {
     #[test]
     fn after_a_burst_there_is_one_in_each_period() {
         let mut rate_limit = RateLimit::new(Rate { most: 4, more: 1, period: PERIOD });
-        let start = Instant::now();
+        let start = PERIOD;
         let hour = (0..360).filter(|second| rate_limit.take(2, start + *second * PERIOD / 10)).count();
         assert_eq!(hour, 4 + 35);
         assert_eq!(rate_limit.suppressed(), Some(2 * (360 - 39)));
-        let now = start + 36 * PERIOD - PERIOD / 10;
+        let now = start + 359 * PERIOD / 10;
         assert_eq!(rate_limit.next(now), start + 36 * PERIOD);
         // After a quiet while, there are as many messages as at first.
         let quiet = start + 1000 * PERIOD;

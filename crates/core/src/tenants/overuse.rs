@@ -2,13 +2,11 @@
 //! each change that is shown is a message in the journal and a signal on the bus. So overuse is shown at once, and is no
 //! longer shown only after the slice has fitted for a while; if it comes and goes often, after a longer while.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::time::Duration;
+use alloc::collections::{BTreeMap, BTreeSet};
+use core::time::Duration;
 
-use tokio::time::Instant;
-
-use crate::rate_limit::{Rate, RateLimit};
-use mps_core::budget::Part;
+use super::budget::Part;
+use crate::{CoreTime, Rate, RateLimit};
 
 /// The time that a slice has to fit before its overuse is no longer shown.
 const CALM: Duration = Duration::from_secs(3);
@@ -21,7 +19,7 @@ pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::fro
 pub(super) struct ShownOveruse {
     /// The parts of the budget that are shown as exceeded. None for a part that is exceeded at this moment; otherwise
     /// the time since when the slice fits.
-    parts: BTreeMap<Part, Option<Instant>>,
+    parts: BTreeMap<Part, Option<CoreTime>>,
     rate_limit: RateLimit,
 }
 
@@ -36,7 +34,7 @@ impl ShownOveruse {
     }
 
     /// Records which parts are exceeded now. True if this changes what is shown.
-    pub(super) fn observe(&mut self, exceeded: &BTreeSet<Part>, now: Instant) -> bool {
+    pub(super) fn observe(&mut self, exceeded: &BTreeSet<Part>, now: CoreTime) -> bool {
         let before = self.parts();
         for (part, fits_since) in &mut self.parts {
             if exceeded.contains(part) {
@@ -46,7 +44,7 @@ impl ShownOveruse {
             }
         }
         self.parts.extend(exceeded.iter().map(|part| (*part, None)));
-        let calm = |fits_since: &Option<Instant>| fits_since.is_some_and(|since| now >= since + CALM);
+        let calm = |fits_since: &Option<CoreTime>| fits_since.is_some_and(|since| now >= since + CALM);
         if self.parts.values().any(calm) && self.rate_limit.take(1, now) {
             self.parts.retain(|_, fits_since| !calm(fits_since));
         }
@@ -54,7 +52,7 @@ impl ShownOveruse {
     }
 
     /// When to look again, although nothing may have changed by then: a part is still shown, and the slice fits.
-    pub(super) fn next_check(&mut self, now: Instant) -> Option<Instant> {
+    pub(super) fn next_check(&mut self, now: CoreTime) -> Option<CoreTime> {
         let calm = self.parts.values().flatten().map(|since| *since + CALM).min()?;
         Some(calm.max(self.rate_limit.next(now)))
     }
@@ -72,7 +70,7 @@ mod tests {
 
     #[test]
     fn overuse_is_shown_at_once_and_taken_back_after_a_while() {
-        let start = Instant::now();
+        let start = CoreTime::ZERO;
         let mut shown = ShownOveruse::new();
         assert!(!shown.observe(&parts(&[]), start) && shown.next_check(start).is_none());
         assert!(shown.observe(&parts(&[Part::Memory]), start));
@@ -93,9 +91,9 @@ mod tests {
 
     #[test]
     fn whoever_comes_and_goes_changes_little() {
-        let start = Instant::now();
+        let start = CoreTime::ZERO;
         let mut shown = ShownOveruse::new();
-        let changes = |shown: &mut ShownOveruse, seconds: std::ops::Range<u32>| {
+        let changes = |shown: &mut ShownOveruse, seconds: core::ops::Range<u32>| {
             let at = |second: u32| (second, start + second * SECOND);
             let looks = seconds.map(at);
             let over =

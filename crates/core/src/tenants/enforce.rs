@@ -1,0 +1,230 @@
+//! Ends the GPU work of the newest clients of slices that are over their budgets.
+
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
+
+use super::budget::{MemberProcess, next_victim};
+use super::end::{ClientEnd, end_client};
+use super::shell::{ClientShell, Connections};
+use super::watch::{OverBudget, Victim, VictimState};
+use crate::{CoreTime, Permit};
+
+/// The first pause after a client could not be ended; it doubles up to the last.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LAST_PAUSE: Duration = Duration::from_secs(60);
+
+/// The time for which a list of clients and a look at them are believed. The end of a client can take half a minute, and clients
+/// leave meanwhile.
+const BELIEVED_FOR: Duration = Duration::from_secs(2);
+
+/// Carries out what an [`Enforcer`] asks. `P` is the identity of a process.
+pub trait MemberShell<P>: ClientShell {
+    /// The process that is held.
+    fn process(&self, held: &Self::Held) -> P;
+
+    /// Whether this process runs, and no other with its PID.
+    fn runs(&self, process: P) -> bool;
+}
+
+/// The connections of a client at one server.
+struct Connected<C> {
+    control: C,
+    server: u32,
+    connections: Connections,
+}
+
+/// The clients of all control daemons, by PID.
+type AllConnected<C> = BTreeMap<u32, Vec<Connected<C>>>;
+
+/// An attempt that is over.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Enforced<P> {
+    /// The clients that were to be ended.
+    pub victims: Vec<Victim<P>>,
+    /// Why it was broken off, if it was: after a fault, and with a control daemon that does not answer, nobody is touched.
+    pub broken_off: Option<String>,
+}
+
+/// Knows the clients that it has ended, or may have, and the clients that could not be ended, so that it tries nothing again without
+/// need. `H` is a hold on a process.
+#[derive(Debug)]
+pub struct Enforcer<P, H> {
+    /// The processes without work any more, by PID, with the connections that they had. Each is held, so that no other
+    /// process with its PID is taken for it.
+    ended: BTreeMap<u32, (H, Connections)>,
+    /// The processes that may have lost their work, in part or wholly, by PID: an answer got lost. They go first as long as they live.
+    in_doubt: BTreeMap<u32, H>,
+    /// The processes that could not be ended, by PID: when the next attempt may come, and the pause before it.
+    stubborn: BTreeMap<u32, (P, CoreTime, Duration)>,
+}
+
+impl<P, H> Default for Enforcer<P, H> {
+    fn default() -> Self {
+        Self { ended: BTreeMap::new(), in_doubt: BTreeMap::new(), stubborn: BTreeMap::new() }
+    }
+}
+
+/// What came of the attempt to end one client.
+enum End {
+    /// The next one can be looked at.
+    Came(VictimState),
+    /// It has just gone.
+    Gone,
+    /// No other client may be touched either, for this reason. The client may have lost its work with this attempt if so.
+    BreaksOff { reason: String, is_in_doubt: bool },
+}
+
+impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
+    /// Ends the work of the newest members of each slice that is over its budget, until the rest fits. `over` gives the slices as
+    /// they were found last: looks go on meanwhile.
+    pub async fn enforce<S: MemberShell<P, Held = H>, T>(
+        &mut self,
+        shell: &mut S,
+        over: impl Fn() -> Vec<OverBudget<P, T>>,
+    ) -> Enforced<P> {
+        let (mut victims, mut gone) = (Vec::new(), Vec::new());
+        let connected = self.list(shell).await;
+        let until = shell.now() + BELIEVED_FOR;
+        while shell.now() < until
+            && let Some((slice, process, may_end)) = self.next(shell, over(), &connected, &gone)
+        {
+            let servers = connected.get(&process.pid()).map(Vec::as_slice).unwrap_or_default();
+            match self.end(shell, process, servers, may_end).await {
+                End::Gone => gone.push(process),
+                End::Came(state) => victims.push(Victim { slice, process, state }),
+                End::BreaksOff { reason, is_in_doubt } => {
+                    let state = is_in_doubt.then(|| VictimState::Unknown(reason.clone()));
+                    victims.extend(state.map(|state| Victim { slice, process, state }));
+                    return Enforced { victims, broken_off: Some(reason) };
+                }
+            }
+        }
+        Enforced { victims, broken_off: None }
+    }
+
+    /// The next client to end, with its slice. A member that was ended before counts as gone while it has no new connection, and
+    /// so does a process without any connection, and one with a PID that another process has by now. The next newest goes in place of one that can't be ended.
+    fn next<S: MemberShell<P, Held = H>, T>(
+        &self,
+        shell: &S,
+        over: Vec<OverBudget<P, T>>,
+        connected: &AllConnected<S::Control>,
+        gone: &[P],
+    ) -> Option<(u32, P, Permit)> {
+        let now = shell.now();
+        over.into_iter().filter(|one| now < one.as_of + BELIEVED_FOR).find_map(|mut one| {
+            one.members.retain(|member| {
+                let pid = member.process.pid();
+                let servers = connected.get(&pid).filter(|servers| !self.has_ended(shell, pid, servers));
+                servers.is_some() && !gone.contains(&member.process) && shell.runs(member.process)
+            });
+            for member in &mut one.members {
+                member.stays |= self.is_stubborn(member.process, now);
+            }
+            let process = next_victim(one.budget, &one.members, |process| self.is_in_doubt(shell, process))?;
+            Some((one.slice, process, one.may_end))
+        })
+    }
+
+    /// The clients of all control daemons that answer. A client that is not listed counts as gone, so fewer are ended.
+    async fn list<S: MemberShell<P, Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control> {
+        let mut connected = AllConnected::new();
+        let mut is_complete = true;
+        for (control, listed) in shell.list().await {
+            let Ok(listed) = listed else {
+                is_complete = false;
+                continue;
+            };
+            for ((server, pid), client) in listed.clients {
+                let (control, connections) = (control.clone(), client.connections);
+                connected.entry(pid).or_default().push(Connected { control, server, connections });
+            }
+        }
+        let may_be_there = |pid: &u32| !is_complete || connected.contains_key(pid);
+        self.ended.retain(|pid, (held, _)| may_be_there(pid) && shell.is_alive(held));
+        self.stubborn.retain(|pid, _| may_be_there(pid));
+        // After a fault a control daemon may list nobody.
+        self.in_doubt.retain(|_, held| shell.is_alive(held));
+        connected
+    }
+
+    /// Whether a client has no work: it has no connection that it did not have when its work was ended. A client that
+    /// starts over has a new one. Users can forge connections, but they can't remove any.
+    fn has_ended<S: MemberShell<P, Held = H>>(
+        &self,
+        shell: &S,
+        pid: u32,
+        servers: &[Connected<S::Control>],
+    ) -> bool {
+        self.ended.get(&pid).is_some_and(|(held, ended)| {
+            shell.is_alive(held) && servers.iter().all(|one| one.connections.is_subset(ended))
+        })
+    }
+
+    fn is_stubborn(&self, process: P, now: CoreTime) -> bool {
+        let stubborn = self.stubborn.get(&process.pid());
+        stubborn.is_some_and(|(known, until, _)| *known == process && now < *until)
+    }
+
+    fn is_in_doubt<S: MemberShell<P, Held = H>>(&self, shell: &S, process: P) -> bool {
+        self.in_doubt.get(&process.pid()).is_some_and(|held| shell.process(held) == process)
+    }
+
+    /// Ends the work of a client at all its servers.
+    async fn end<S: MemberShell<P, Held = H>>(
+        &mut self,
+        shell: &mut S,
+        process: P,
+        servers: &[Connected<S::Control>],
+        may_end: Permit,
+    ) -> End {
+        let pid = process.pid();
+        let held = match shell.hold(pid) {
+            Ok(Some(held)) if shell.process(&held) == process => held,
+            Ok(_) => return End::Gone,
+            Err(why) => return End::Came(self.stays(shell.now(), process, why)),
+        };
+        let mut ended = Connections::new();
+        for Connected { control, server, connections } in servers {
+            let came = end_client(shell, control, *server, &held, may_end).await;
+            let has_lost = !ended.is_empty() || matches!(came, ClientEnd::NotKnown(_));
+            if has_lost {
+                // Until all of its servers have answered.
+                self.in_doubt.insert(pid, held.clone());
+            }
+            let reason = match came {
+                ClientEnd::Done => {
+                    ended.extend(connections.iter().copied());
+                    continue;
+                }
+                ClientEnd::NotThere => continue,
+                ClientEnd::StaysStopped(why) => return End::Came(self.stays(shell.now(), process, why)),
+                ClientEnd::Faulted => format!("server {server} handles a fault"),
+                ClientEnd::NotAsked(why) => why,
+                ClientEnd::NotKnown(why) => {
+                    self.stays(shell.now(), process, String::new());
+                    why
+                }
+            };
+            return End::BreaksOff { reason, is_in_doubt: has_lost };
+        }
+        if ended.is_empty() {
+            return End::Gone;
+        }
+        self.stubborn.remove(&pid);
+        self.in_doubt.remove(&pid);
+        self.ended.insert(pid, (held, ended));
+        End::Came(VictimState::Ended)
+    }
+
+    /// Leaves a client alone for a while, and longer each time.
+    fn stays(&mut self, now: CoreTime, process: P, reason: String) -> VictimState {
+        let before = self.stubborn.get(&process.pid()).filter(|(known, ..)| *known == process);
+        let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));
+        self.stubborn.insert(process.pid(), (process, now + pause, pause));
+        VictimState::Stays(reason)
+    }
+}

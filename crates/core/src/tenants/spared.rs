@@ -1,0 +1,68 @@
+//! The clients that are not ended for their slice's budget. No restart of the service and no reload ends the work of clients: whoever
+//! was there before is spared, and only whoever comes later can be too much.
+
+use alloc::vec::Vec;
+
+use super::budget::MemberProcess;
+
+/// The clients of a GPU that are spared.
+#[derive(Debug)]
+pub(super) struct Spared<P> {
+    /// Whoever the next look finds is spared.
+    spares_next: bool,
+    processes: Vec<P>,
+}
+
+impl<P: MemberProcess> Spared<P> {
+    /// Spares the clients that were there before the service.
+    pub(super) fn new() -> Self {
+        Self { spares_next: true, processes: Vec::new() }
+    }
+
+    /// Spares the clients that are there now: they are too much only since something has changed that they know nothing of.
+    pub(super) fn spare_all(&mut self) {
+        self.spares_next = true;
+    }
+
+    /// Takes note of the clients that a look has found, with a known slice or without. Whoever is spared stays so until its process
+    /// has gone: the driver may leave out a client for a moment.
+    pub(super) fn observe(&mut self, found: &[P], runs: impl Fn(P) -> bool) {
+        self.processes.retain(|process| runs(*process));
+        if core::mem::take(&mut self.spares_next) {
+            let new = found.iter().filter(|process| !self.processes.contains(process));
+            let new: Vec<P> = new.copied().collect();
+            self.processes.extend(new);
+        }
+    }
+
+    /// Whether this client is spared.
+    pub(super) fn has(&self, process: P) -> bool {
+        self.processes.contains(&process)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tenants::budget::tests::Process;
+
+    #[test]
+    fn whoever_is_spared_stays_so_until_it_has_gone() {
+        let process = |pid, start_time| Process { pid, start_time };
+        let (old, new) = (process(1, 1), process(2, 2));
+        let mut spared = Spared::new();
+        spared.observe(&[old], |_| true);
+        assert!(spared.has(old) && !spared.has(new));
+        // The driver leaves it out for a moment.
+        spared.observe(&[new], |_| true);
+        assert!(spared.has(old) && !spared.has(new));
+        spared.observe(&[], |one| one != old);
+        // Another process with the same PID is another client.
+        spared.observe(&[old, process(1, 3)], |_| true);
+        assert!(!spared.has(old) && !spared.has(process(1, 3)));
+        spared.spare_all();
+        assert!(!spared.has(new), "nobody has been found yet");
+        spared.observe(&[new, old], |_| true);
+        assert!(spared.has(new) && spared.has(old));
+    }
+}

@@ -1,0 +1,538 @@
+//! The watch over the budgets of a GPU's slices: what is shown and told of a look at the clients, whose work may end for it, and
+//! when to look again.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
+
+use super::budget::{self, Budget, InUse, Member, MemberProcess, Part};
+use super::overuse::{MESSAGES, ShownOveruse};
+use super::spared::Spared;
+use crate::{CoreTime, Permit, RateLimit};
+
+/// The time to the next look while some slice has two clients or more, and after a client has come: the driver lists a
+/// client a moment after the control daemon has admitted it.
+pub const PERIOD: Duration = Duration::from_secs(1);
+
+/// The longest pause between two attempts to end clients of which none could be ended.
+const LAST_PAUSE: Duration = Duration::from_secs(30);
+
+/// The budgets of a GPU's slices, and the answer to more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SliceBudgets {
+    /// The number of its slices.
+    pub slices: u32,
+    /// The budget of each.
+    pub budget: Budget,
+    /// Whether work ends for overuse. Otherwise it is told alone.
+    pub terminate: bool,
+}
+
+impl SliceBudgets {
+    /// Whether clients that were right before may be too much now.
+    fn is_stricter_than(self, before: Self) -> bool {
+        self.budget.memory_mib < before.budget.memory_mib
+            || self.budget.max_clients < before.budget.max_clients
+            || self.slices != before.slices
+            || (self.terminate && !before.terminate)
+    }
+}
+
+/// A slice that is over its budget.
+#[derive(Debug, Clone)]
+pub struct OverBudget<P, T> {
+    /// When it was looked at.
+    pub as_of: CoreTime,
+    /// Its ordinal.
+    pub slice: u32,
+    /// Its budget.
+    pub budget: Budget,
+    /// Its clients.
+    pub members: Vec<Member<P, T>>,
+    /// The leave to end work of members.
+    pub may_end: Permit,
+}
+
+/// A client that was to be ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Victim<P> {
+    /// The ordinal of its slice.
+    pub slice: u32,
+    /// The client.
+    pub process: P,
+    /// What came of it.
+    pub state: VictimState,
+}
+
+/// The state of a client after the attempt to end it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum VictimState {
+    /// It has no work any more.
+    Ended,
+    /// It could not be ended, for this reason. It is left alone for a while.
+    Stays(String),
+    /// It may have lost its work: the answer got lost, for this reason. It is tried again, and nobody else of its slice before.
+    Unknown(String),
+}
+
+/// All that one look says.
+#[derive(Debug)]
+pub struct Look<P, T> {
+    /// What each slice has in use, and in which way that is more than its budget, in words; empty if it is not shown so.
+    pub uses: Vec<(InUse, String)>,
+    /// What is to be told of slices.
+    pub news: Vec<OveruseNews<P>>,
+    /// The slices of which clients may be ended.
+    pub over: Vec<OverBudget<P, T>>,
+    /// An attempt to end clients of them begins now, and [`BudgetWatch::has_attempted`] follows.
+    pub begins_attempt: bool,
+    /// When to look again, although nobody asks.
+    pub due: Option<CoreTime>,
+}
+
+/// A slice has gone over its budget, is over it in another way, or is within it again.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OveruseNews<P> {
+    /// The ordinal of the slice.
+    pub slice: u32,
+    /// The exceeded parts of its budget, each in one word. None: it is within its budget again.
+    pub reasons: Vec<&'static str>,
+    /// Its clients.
+    pub clients: Vec<P>,
+    /// In which way it is over, in words.
+    words: String,
+    memory_mib: Option<u64>,
+    /// Why nobody's work is ended, where that is wanted.
+    spared: Option<String>,
+}
+
+impl<P> OveruseNews<P> {
+    /// The words for people, with the name of the slice and of its clients.
+    pub fn text(&self, device: &str, clients: &str) -> String {
+        if self.reasons.is_empty() {
+            return format!("{device} is within its budget again");
+        }
+        let words = &self.words;
+        let memory = self.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
+        let spared = self.spared.as_ref().map(|why| format!("; nobody's work is ended: {why}"));
+        let spared = spared.unwrap_or_default();
+        format!("{device} is over its budget: {words}; {memory}in use by {clients}{spared}")
+    }
+}
+
+/// What is told of a slice after an attempt to end clients of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AttemptNews<P> {
+    /// The ordinal of the slice.
+    pub slice: u32,
+    told: Told<P>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Told<P> {
+    /// These have lost their work, and so many before that were not told.
+    Ended(Vec<P>, Option<usize>),
+    /// This one could not be ended.
+    Stays(P, String),
+    /// This one may have lost its work.
+    Unknown(P, String),
+}
+
+impl<P: Copy> AttemptNews<P> {
+    /// The clients to name, and whether they are counted too.
+    pub fn clients(&self) -> (Vec<P>, bool) {
+        match &self.told {
+            Told::Ended(ended, _) => (ended.clone(), true),
+            Told::Stays(one, _) | Told::Unknown(one, _) => ([*one].to_vec(), false),
+        }
+    }
+
+    /// The words for people, with the name of the slice, and of [`Self::clients`].
+    pub fn text(&self, device: &str, clients: &str) -> String {
+        match &self.told {
+            Told::Ended(_, suppressed) => {
+                let before =
+                    suppressed.map(|count| format!("; before, also of {count} clients that are not named"));
+                let before = before.unwrap_or_default();
+                format!("GPU work ended since {device} was over its budget, of {clients}{before}")
+            }
+            Told::Stays(_, reason) => {
+                format!("{device} is over its budget, and the work of {clients} can't be ended: {reason}")
+            }
+            Told::Unknown(_, reason) => format!(
+                "{device} is over its budget, and it is not known whether the work of {clients} has ended: {reason}"
+            ),
+        }
+    }
+}
+
+/// When clients may be ended next.
+#[derive(Debug)]
+struct Attempt {
+    at: CoreTime,
+    /// The pause after an attempt that ends nobody.
+    pause: Duration,
+    is_under_way: bool,
+}
+
+/// All that is told of one slice.
+#[derive(Debug)]
+struct SliceMessages {
+    shown: ShownOveruse,
+    /// The number of messages about ended clients that may be written.
+    endings: RateLimit,
+}
+
+impl SliceMessages {
+    fn new() -> Self {
+        Self { shown: ShownOveruse::new(), endings: RateLimit::new(MESSAGES) }
+    }
+}
+
+/// The watch over one GPU.
+#[derive(Debug)]
+pub struct BudgetWatch<P> {
+    gpu: SliceBudgets,
+    spared: Spared<P>,
+    /// By the ordinals of the slices. One that was never over its budget has none.
+    slices: BTreeMap<u32, SliceMessages>,
+    /// A client has come since the last look.
+    has_come: bool,
+    /// Some slice had two clients or more at the last look.
+    is_busy: bool,
+    attempt: Attempt,
+}
+
+impl<P: MemberProcess> BudgetWatch<P> {
+    /// Whoever the first look finds is spared.
+    pub fn new(gpu: SliceBudgets, now: CoreTime) -> Self {
+        Self {
+            gpu,
+            spared: Spared::new(),
+            slices: BTreeMap::new(),
+            has_come: false,
+            is_busy: false,
+            attempt: Attempt { at: now, pause: PERIOD, is_under_way: false },
+        }
+    }
+
+    /// These are the budgets from now on.
+    pub fn pursue(&mut self, gpu: SliceBudgets) {
+        if gpu.is_stricter_than(self.gpu) {
+            self.spared.spare_all();
+        }
+        self.slices.retain(|slice, _| *slice < gpu.slices);
+        self.gpu = gpu;
+    }
+
+    /// A client has come, as the control daemon says.
+    pub fn client_has_come(&mut self, now: CoreTime) {
+        self.has_come = true;
+        self.attempt.at = self.attempt.at.min(now + PERIOD);
+        self.attempt.pause = PERIOD;
+    }
+
+    /// The clients could not be looked at. Returns when to look again.
+    pub fn is_blind(&mut self, now: CoreTime) -> Option<CoreTime> {
+        let is_shown = |told: &SliceMessages| !told.shown.parts().is_empty();
+        let has_come = core::mem::take(&mut self.has_come);
+        (has_come || self.is_busy || self.slices.values().any(is_shown)).then(|| now + PERIOD)
+    }
+
+    /// Says what follows from a look. `found` are all clients on the GPU; a client without a known slice is no member. `runs` says
+    /// whether a process that was found before may still be there.
+    pub fn look<T: PartialEq>(
+        &mut self,
+        found: &[P],
+        mut members: BTreeMap<u32, Vec<Member<P, T>>>,
+        runs: impl Fn(P) -> bool,
+        now: CoreTime,
+    ) -> Look<P, T> {
+        self.spared.observe(found, runs);
+        let (mut uses, mut news, mut over) = (Vec::new(), Vec::new(), Vec::new());
+        for slice in 0..self.gpu.slices {
+            let mut of_slice = members.remove(&slice).unwrap_or_default();
+            for member in &mut of_slice {
+                member.stays |= self.spared.has(member.process);
+            }
+            let in_use = budget::in_use(&of_slice);
+            let exceeded = budget::exceeded(self.gpu.budget, in_use);
+            let may_cut_back = budget::may_cut_back(&of_slice);
+            let (shown, has_changed) = self.show(slice, &exceeded, now);
+            let words = budget::describe(self.gpu.budget, &shown);
+            if has_changed {
+                news.push(OveruseNews {
+                    slice,
+                    reasons: shown.iter().map(|part| part.as_str()).collect(),
+                    clients: of_slice.iter().map(|member| member.process).collect(),
+                    words: words.clone(),
+                    memory_mib: in_use.memory_mib,
+                    spared: may_cut_back.clone().err().filter(|_| self.gpu.terminate),
+                });
+            }
+            uses.push((in_use, words));
+            if !exceeded.is_empty()
+                && self.gpu.terminate
+                && let Ok(may_end) = may_cut_back
+            {
+                over.push(OverBudget {
+                    as_of: now,
+                    slice,
+                    budget: self.gpu.budget,
+                    members: of_slice,
+                    may_end,
+                });
+            }
+        }
+        self.is_busy = uses.iter().any(|(in_use, _)| in_use.clients > 1);
+        let again = self.slices.values_mut().filter_map(|told| told.shown.next_check(now));
+        let has_come = core::mem::take(&mut self.has_come);
+        let busy = (has_come || self.is_busy).then(|| now + PERIOD);
+        let due = again.chain(busy).min();
+        Look { uses, news, begins_attempt: self.begins_attempt(&over, now), over, due }
+    }
+
+    /// The parts of a slice's budget that are shown as exceeded from now on, and whether these are others than before.
+    fn show(&mut self, slice: u32, exceeded: &BTreeSet<Part>, now: CoreTime) -> (BTreeSet<Part>, bool) {
+        if !self.slices.contains_key(&slice) && exceeded.is_empty() {
+            return (BTreeSet::new(), false);
+        }
+        let told = self.slices.entry(slice).or_insert_with(SliceMessages::new);
+        let has_changed = told.shown.observe(exceeded, now);
+        (told.shown.parts(), has_changed)
+    }
+
+    /// Whether clients are to be ended now: it is time, and some may go.
+    fn begins_attempt<T>(&mut self, over: &[OverBudget<P, T>], now: CoreTime) -> bool {
+        let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
+        let begins = can_go && !self.attempt.is_under_way && now >= self.attempt.at;
+        self.attempt.is_under_way |= begins;
+        begins
+    }
+
+    /// An attempt to end clients is over. Returns what is told of it. None: it has failed, and nobody knows who has lost work, so
+    /// whoever is there is spared.
+    pub fn has_attempted(&mut self, victims: Option<Vec<Victim<P>>>, now: CoreTime) -> Vec<AttemptNews<P>> {
+        if victims.is_none() {
+            self.spared.spare_all();
+        }
+        let victims = victims.unwrap_or_default();
+        let has_ended_one = victims.iter().any(|victim| victim.state == VictimState::Ended);
+        let pause = if has_ended_one { PERIOD } else { (self.attempt.pause * 2).min(LAST_PAUSE) };
+        self.attempt = Attempt { at: now + pause, pause, is_under_way: false };
+        let slices: BTreeSet<u32> = victims.iter().map(|victim| victim.slice).collect();
+        let of = |slice: u32| victims.iter().filter(move |victim| victim.slice == slice);
+        slices.into_iter().flat_map(|slice| self.tell(slice, of(slice), now)).collect()
+    }
+
+    fn tell<'v>(
+        &mut self,
+        slice: u32,
+        victims: impl Iterator<Item = &'v Victim<P>>,
+        now: CoreTime,
+    ) -> Vec<AttemptNews<P>>
+    where
+        P: 'v,
+    {
+        let (mut ended, mut other) = (Vec::new(), None);
+        for Victim { process, state, .. } in victims {
+            match state {
+                VictimState::Ended => ended.push(*process),
+                VictimState::Stays(reason) => _ = other.get_or_insert(Told::Stays(*process, reason.clone())),
+                VictimState::Unknown(reason) => other = Some(Told::Unknown(*process, reason.clone())),
+            }
+        }
+        let endings = &mut self.slices.entry(slice).or_insert_with(SliceMessages::new).endings;
+        if !endings.take(ended.len(), now) {
+            return Vec::new();
+        }
+        let ended = (!ended.is_empty()).then(|| Told::Ended(ended, endings.suppressed()));
+        ended.into_iter().chain(other).map(|told| AttemptNews { slice, told }).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::borrow::ToOwned;
+
+    use super::*;
+    use crate::tenants::budget::tests::Process;
+
+    const SECOND: Duration = Duration::from_secs(1);
+    const GPU: SliceBudgets =
+        SliceBudgets { slices: 2, budget: Budget { memory_mib: 100, max_clients: 2 }, terminate: true };
+
+    fn process(pid: u32) -> Process {
+        Process { pid, start_time: u64::from(pid) }
+    }
+
+    fn member(pid: u32, memory_mib: u64) -> Member<Process, u32> {
+        let (process, memory_mib) = (process(pid), Some(memory_mib));
+        Member { process, memory_mib, only_claims: false, tenant: Some(7), stays: false }
+    }
+
+    /// A look that finds these members of slice 1.
+    fn look(
+        watch: &mut BudgetWatch<Process>,
+        members: &[Member<Process, u32>],
+        now: CoreTime,
+    ) -> Look<Process, u32> {
+        let found: Vec<Process> = members.iter().map(|member| member.process).collect();
+        watch.look(&found, BTreeMap::from([(1, members.to_vec())]), |_| true, now)
+    }
+
+    fn texts(look: &Look<Process, u32>) -> Vec<String> {
+        look.news.iter().map(|news| news.text("slice 1", "them")).collect()
+    }
+
+    /// A watch that has looked once, and found nobody.
+    fn watch(gpu: SliceBudgets) -> BudgetWatch<Process> {
+        let mut watch = BudgetWatch::new(gpu, CoreTime::ZERO);
+        assert_eq!(look(&mut watch, &[], CoreTime::ZERO).due, None);
+        watch
+    }
+
+    fn is_cut_back(look: &Look<Process, u32>) -> bool {
+        assert!(look.over.iter().all(|one| one.slice == 1) && (!look.begins_attempt || look.over.len() == 1));
+        look.begins_attempt
+    }
+
+    #[test]
+    fn overuse_is_told_and_cut_back() {
+        let mut watch = watch(GPU);
+        let members = [member(1, 60), member(2, 60)];
+        let over = look(&mut watch, &members, SECOND);
+        let words = "its clients hold more than its 100 MiB together";
+        assert_eq!(
+            texts(&over),
+            ["slice 1 is over its budget: ".to_owned() + words + "; 120 MiB in use by them"]
+        );
+        let news = over.news.first().unwrap();
+        assert_eq!((&*news.reasons, &*news.clients), (&["memory"][..], &[process(1), process(2)][..]));
+        assert_eq!(over.uses[1].1, words);
+        assert_eq!((over.uses[0].0.clients, over.uses[1].0.clients, over.due), (0, 2, Some(2 * SECOND)));
+        assert!(is_cut_back(&over));
+        assert!(!is_cut_back(&look(&mut watch, &members, 2 * SECOND)), "an attempt is under way");
+        assert_eq!(watch.has_attempted(Some(Vec::new()), 3 * SECOND), []);
+        assert!(
+            !is_cut_back(&look(&mut watch, &members, 4 * SECOND)),
+            "nobody was ended, and it is too early"
+        );
+        watch.client_has_come(4 * SECOND);
+        assert!(is_cut_back(&look(&mut watch, &members, 5 * SECOND)));
+        let mut fits = |second: u32| texts(&look(&mut watch, &members[..1], second * SECOND));
+        assert_eq!(fits(6), [""; 0], "it may be over it again in a moment");
+        assert_eq!(fits(9), ["slice 1 is within its budget again"]);
+    }
+
+    #[test]
+    fn a_slice_of_several_tenants_is_told_with_the_reason() {
+        for terminate in [true, false] {
+            let mut watch = watch(SliceBudgets { terminate, ..GPU });
+            let over =
+                look(&mut watch, &[member(1, 60), Member { tenant: Some(8), ..member(2, 60) }], SECOND);
+            let reason = "; nobody's work is ended: processes 1 and 2 are of several users or containers";
+            assert_eq!(texts(&over).concat().ends_with(reason), terminate);
+            assert!(!is_cut_back(&over));
+        }
+    }
+
+    #[test]
+    fn whoever_was_there_before_is_spared() {
+        let of = |mib| [member(1, mib), member(2, mib)];
+        let mut watch = BudgetWatch::new(GPU, CoreTime::ZERO);
+        assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "both were there before the watch");
+        let mut watch = self::watch(SliceBudgets { terminate: false, ..GPU });
+        assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "it is told alone");
+        watch.pursue(GPU);
+        assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "both were there before the reload");
+        let mut watch = self::watch(GPU);
+        look(&mut watch, &of(50), SECOND);
+        watch.pursue(GPU);
+        assert!(
+            is_cut_back(&look(&mut watch, &of(60), SECOND)),
+            "a reload that changes nothing spares nobody"
+        );
+        assert_eq!(watch.has_attempted(None, SECOND), []);
+        watch.client_has_come(SECOND);
+        assert!(!is_cut_back(&look(&mut watch, &of(60), 3 * SECOND)), "who has lost work is not known");
+        for stricter in [
+            SliceBudgets { budget: Budget { memory_mib: 99, ..GPU.budget }, ..GPU },
+            SliceBudgets { budget: Budget { max_clients: 1, ..GPU.budget }, ..GPU },
+            SliceBudgets { slices: 3, ..GPU },
+        ] {
+            let mut watch = self::watch(GPU);
+            watch.pursue(stricter);
+            assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "{stricter:?}");
+        }
+    }
+
+    #[test]
+    fn a_gpu_that_can_not_be_looked_at_is_looked_at_again_while_there_is_a_reason() {
+        let mut watch = watch(GPU);
+        assert_eq!(watch.is_blind(SECOND), None);
+        watch.client_has_come(SECOND);
+        assert_eq!(watch.is_blind(SECOND), Some(2 * SECOND));
+        assert_eq!(watch.is_blind(2 * SECOND), None, "it was looked at once more");
+        look(&mut watch, &[member(1, 60), member(2, 60)], 3 * SECOND);
+        assert_eq!(watch.is_blind(4 * SECOND), Some(5 * SECOND));
+        assert_eq!(look(&mut watch, &[member(1, 60)], 5 * SECOND).due, Some(8 * SECOND));
+        assert_eq!(watch.is_blind(6 * SECOND), Some(7 * SECOND), "overuse is still shown");
+    }
+
+    fn victim(pid: u32, state: VictimState) -> Victim<Process> {
+        Victim { slice: 1, process: process(pid), state }
+    }
+
+    #[test]
+    fn what_came_of_an_attempt_is_told_and_not_too_often() {
+        let mut watch = watch(GPU);
+        let ended =
+            |pids: &[u32]| pids.iter().map(|pid| victim(*pid, VictimState::Ended)).collect::<Vec<_>>();
+        let mut told = |mut victims: Vec<_>, more: Option<Victim<Process>>| {
+            victims.extend(more);
+            let news = watch.has_attempted(Some(victims), SECOND).into_iter();
+            let who = |news: &AttemptNews<Process>| {
+                format!("{:?}", news.clients().0.iter().map(|one| one.pid).collect::<Vec<_>>())
+            };
+            news.map(|news| news.text("slice 1", &who(&news))).collect::<Vec<_>>()
+        };
+        let stays = victim(4, VictimState::Stays("a debugger has it".to_owned()));
+        let first = told(ended(&[1, 2]), Some(stays.clone()));
+        assert_eq!(
+            first,
+            [
+                "GPU work ended since slice 1 was over its budget, of [1, 2]",
+                "slice 1 is over its budget, and the work of [4] can't be ended: a debugger has it",
+            ]
+        );
+        let unknown = victim(5, VictimState::Unknown("no answer".to_owned()));
+        assert_eq!(
+            told(Vec::new(), Some(unknown)),
+            ["slice 1 is over its budget, and it is not known whether the work of [5] has ended: no answer"]
+        );
+        assert_eq!((told(ended(&[1]), None).len(), told(ended(&[1]), None).len()), (1, 1));
+        assert_eq!(told(ended(&[1, 2]), Some(stays)), [""; 0]);
+        let news = watch.has_attempted(Some(ended(&[9])), 61 * SECOND);
+        let text = news.first().unwrap().text("slice 1", "9");
+        assert!(text.ends_with("of 9; before, also of 2 clients that are not named"), "{text}");
+    }
+
+    #[test]
+    fn the_pause_doubles_while_nobody_is_ended() {
+        let mut watch = watch(GPU);
+        let mut pause_after = |state: VictimState| {
+            watch.has_attempted(Some([victim(1, state)].to_vec()), CoreTime::ZERO);
+            watch.attempt.at.as_secs()
+        };
+        let stays = || VictimState::Stays(String::new());
+        let pauses = [(); 6].map(|()| pause_after(stays()));
+        assert_eq!(pauses, [2, 4, 8, 16, 30, 30]);
+        assert_eq!(
+            (pause_after(VictimState::Ended), pause_after(VictimState::Unknown(String::new()))),
+            (1, 2)
+        );
+    }
+}
